@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from shared.errors import RouterMismatch
+from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.rungs import Draft
 from shared.model.loaded import LoadedModel
@@ -32,6 +33,7 @@ class ScriptedLadder:
         self.state_depths = self.depths
         self.kept_depths: tuple[int, ...] = ()
         self.agreements = (1.0,) * len(self.depths)
+        self.joint_weights = DEFAULT_WEIGHTS
         self.fingerprint = fingerprint
         self.seen_states: list[tuple[int, torch.Tensor, torch.Tensor, int]] = []
         self.context: list[int] = []

@@ -14,15 +14,20 @@ from calibrator_service.calibration.parent import Parent
 from calibrator_service.calibration.plan import quick_spec, resolve
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.report.held_out import held_out_report
+from calibrator_service.calibration.report.joint_figures import joint_figures
 from calibrator_service.calibration.report.risk import certified_risks
 from calibrator_service.calibration.report.worth import without_unpaid
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.source_record import published_spec, source_record
 from calibrator_service.calibration.spec import CalibrationSpec
-from calibrator_service.calibration.states.training_data import collect_training_data, layouts_of
+from calibrator_service.calibration.states.training_data import (
+    TrainingData,
+    collect_training_data,
+    layouts_of,
+)
 from calibrator_service.calibration.statistics import Statistics
 from calibrator_service.calibration.text.risk_answers import write_risk_answers
-from calibrator_service.calibration.text.splits import Splitter
+from calibrator_service.calibration.text.splits import Split, Splitter
 from calibrator_service.calibration.text.stream import (
     CollectingProgress,
     GivenText,
@@ -33,8 +38,12 @@ from calibrator_service.calibration.text.stream import (
 from calibrator_service.calibration.text.writer import Writer
 from calibrator_service.calibration.text.writers import Writers
 from calibrator_service.calibration.training.closed_form import seconds_to_solve
-from calibrator_service.calibration.training.draft_vocabulary import choose_draft_vocabulary
+from calibrator_service.calibration.training.draft_vocabulary import (
+    DraftVocabulary,
+    choose_draft_vocabulary,
+)
 from calibrator_service.calibration.training.heads import fit_heads
+from calibrator_service.calibration.training.joint import fit_joint, said_at
 from calibrator_service.calibration.training.routers import fit_ladder
 from shared.errors import InvalidInput
 from shared.ladder.artefact import pack_ladder
@@ -162,6 +171,7 @@ def run_phases(
         is_child = parent is not None
         ladder, left_out = without_unpaid(run, runner, ladder, report, is_child=is_child)
         report["left_out"] |= left_out
+        ladder, report["joint"] = with_joint_weights(ladder, material, vocabulary)
         agrees = any(report["rungs"][name]["agreement"] for name in ladder.rung_names)
         if not agrees and not ladder.exits and not is_child:
             raise too_little_text(
@@ -174,6 +184,19 @@ def run_phases(
     report["seconds"] = {**run.seconds, "total": run.elapsed_s()}
     run.report("publishing", 1.0)
     return CalibrationResult(ladder, report, statistics)
+
+
+def with_joint_weights(
+    ladder: Ladder, material: TrainingData, vocabulary: DraftVocabulary
+) -> tuple[Ladder, dict[str, dict[str, float]]]:
+    """The ladder that has learned on the routers split what to make of all that its rungs say, and `joint_figures` on the report split."""
+    splits: tuple[Split, Split] = ("routers", "report")
+    learned_from, measured_on = (
+        said_at(ladder, material.chunks[split], material.table_sequences[split], vocabulary)
+        for split in splits
+    )
+    weights = fit_joint(learned_from)
+    return replace(ladder, joint_weights=weights), joint_figures(weights, measured_on)
 
 
 def with_measured_agreement(ladder: Ladder, report: dict[str, Any]) -> Ladder:

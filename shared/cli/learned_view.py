@@ -4,7 +4,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shared.cli.console import print_line
-from shared.cli.job_progress import rung_in_words, shown_share
+from shared.cli.job_progress import LEAST_POSITIONS_SHOWN, rung_in_words, shown_share
+
+# Of the figures of joint probabilities in a manifest.
+SITUATIONS = {
+    "tables_unsure": "where tables are unsure",
+    "agree": "where tables and exits agree",
+    "differ": "where they differ",
+}
 
 
 def print_learned(manifest: Mapping[str, Any]) -> None:
@@ -27,8 +34,22 @@ def learned_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
         ]
         if shares:
             yield f"guessed right, of {measured:,} tokens that it did not learn from: {', '.join(shares)}"
+    if briers := list(_briers(_mapping(calibration.get("joint")))):
+        yield f"Brier score of how sure it is of a guess, 0 is best (in brackets: of one proposer alone): {', '.join(briers)}"
     for name, why in _mapping(calibration.get("left_out")).items():
         yield f"without {name}: {why}"
+
+
+def _briers(joint: Mapping[str, Any]) -> Iterator[str]:
+    for situation, words in SITUATIONS.items():
+        figures = _mapping(joint.get(situation))
+        joint_brier, alone, count = map(figures.get, ("brier", "brier_alone", "positions"))
+        if not isinstance(count, int):
+            continue
+        if count < LEAST_POSITIONS_SHOWN:
+            yield f"{words} not known (only {count} positions)"
+        elif isinstance(joint_brier, float) and isinstance(alone, float):
+            yield f"{words} {joint_brier:.3f} ({alone:.3f})"
 
 
 def _agreements(rungs: Any) -> Iterator[tuple[str, float]]:

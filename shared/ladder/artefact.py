@@ -15,6 +15,7 @@ from shared.errors import Corrupt, PreconditionFailed
 from shared.ladder.blob_names import LADDER_BLOB, served_blobs
 from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import FusedHead
+from shared.ladder.joint_weights import JointWeights
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.risk import RISK_KEYS
 from shared.ladder.routers import DepthRouter
@@ -99,6 +100,7 @@ def pack_ladder(
         "model": _model_json(ladder.model),
         "rungs": rungs,
         "draft_vocabulary": 0 if ladder.draft_vocabulary is None else len(ladder.draft_vocabulary),
+        "joint_weights": ladder.joint_weights.to_json(),
         **published,
         "calibration": {key: value for key, value in report.items() if key not in elsewhere},
     }
@@ -202,6 +204,8 @@ class _Unpacker:
             successor_router=TableRouter.from_json(successor["router"]) if successor else None,
             exits=exits,
             draft_vocabulary=vocabulary,
+            # Routers of earlier versions have none.
+            joint_weights=JointWeights.from_json(self.manifest.get("joint_weights", {})),
         )
 
     def _exit(self, rung: Mapping[str, Any], model: ModelIdentity) -> LayerExit:

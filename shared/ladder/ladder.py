@@ -9,6 +9,7 @@ from torch import Tensor
 from shared.errors import RouterMismatch
 from shared.ladder.exits import LayerExit, Proposer, bind_exit
 from shared.ladder.head_rows import gather_rows
+from shared.ladder.joint_weights import DEFAULT_WEIGHTS, JointWeights
 from shared.ladder.learned_successors import ClientSuccessors
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.recorded_chain import RecordedChain
@@ -49,6 +50,7 @@ class Ladder:
     """The rungs of one model. Immutable.
 
     `exits`: shallowest first. `draft_vocabulary` [Vd] int64: the tokens that exits may propose; None only if there are no exits.
+    `joint_weights`: what to make of all that they say of one position.
     """
 
     model: ModelIdentity
@@ -57,6 +59,7 @@ class Ladder:
     successor_router: TableRouter | None = None
     exits: tuple[LayerExit, ...] = ()
     draft_vocabulary: Tensor | None = None
+    joint_weights: JointWeights = DEFAULT_WEIGHTS
 
     @property
     def model_fingerprint(self) -> str:
@@ -93,6 +96,7 @@ class BoundLadder:
         self.ladder = ladder
         self.depths = tuple(layer_exit.depth for layer_exit in ladder.exits)
         self.agreements = tuple(layer_exit.agreement for layer_exit in ladder.exits)
+        self.joint_weights = ladder.joint_weights
         # Everything that the time of an exit depends on: ladders with equal layouts share measured costs.
         vocabulary = ladder.draft_vocabulary
         self.layout: object = (

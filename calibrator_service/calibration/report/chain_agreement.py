@@ -9,7 +9,8 @@ from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.collect import LabelledSequence
 from calibrator_service.calibration.training.chain_outputs import NUM_PLACES, chain_outputs
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
-from shared.ladder.ladder import Ladder, SequenceDrafter
+from calibrator_service.calibration.training.joint import table_positions
+from shared.ladder.ladder import Ladder
 
 # Chains at a time.
 PASS_SIZE = 1024
@@ -36,8 +37,9 @@ def chain_agreement(
         start = 0
         for stored in chunks:
             chunk = stored.to(vocabulary.device)
-            beside = ~helped[start : start + len(chunk)]
-            start += len(chunk)
+            labelled = helped[start : start + len(chunk.usable)]
+            beside = ~labelled[chunk.usable[: len(labelled)]]
+            start += len(chunk.usable)
             for index in torch.arange(len(beside)).split(PASS_SIZE):
                 outputs = chain_outputs(
                     layer_exit.depth, layer_exit.head, chunk, index, vocabulary, ladder.model.num_layers
@@ -62,16 +64,9 @@ def chain_agreement(
 
 
 def _tables_are_right(ladder: Ladder, sequence: LabelledSequence) -> Tensor:
-    """Whether the tables' draft is the full model's choice, for the sequence's positions in a chunk [N] bool.
-
-    The first token of given text has no position there: nothing is settled before it.
-    """
-    tokens, choices = sequence.tokens.tolist(), sequence.choices.tolist()
-    drafter = SequenceDrafter(ladder, tokens[: sequence.first + 1])
+    """Whether the tables' draft is the full model's choice, for the sequence's labelled positions [N] bool."""
     found = []
-    for position in range(sequence.first, len(tokens)):
-        if position > sequence.first:
-            drafter.append(tokens[position : position + 1])
-        draft = drafter.table_draft()
-        found.append(draft is not None and draft.token == choices[position])
-    return torch.tensor(found[1:] if sequence.first == 0 else found, dtype=torch.bool)
+    for drafts, choice in table_positions(ladder, sequence):
+        best = max(drafts, key=lambda draft: draft.probability, default=None)
+        found.append(best is not None and best.token == choice)
+    return torch.tensor(found, dtype=torch.bool)

@@ -19,7 +19,8 @@ class StateChunk:
 
     states: depth -> [R, D] float16, scaled to a root mean square of 1; deep: [R, D] likewise, at depth L; rows: [N] index of a
     position's own row, which follows the row of the position before; choices: [N] int64, the full model's choice after the position;
-    converged: depth -> [N] bool, for the cosine label, else empty.
+    converged: depth -> [N] bool, for the cosine label, else empty; usable: [M] bool, which of the positions of the sequences' labels are
+    the N ones: nothing is settled before the others.
     """
 
     states: dict[int, Tensor]
@@ -27,6 +28,7 @@ class StateChunk:
     rows: Tensor
     choices: Tensor
     converged: dict[int, Tensor]
+    usable: Tensor
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -39,6 +41,7 @@ class StateChunk:
             self.rows.to(device),
             self.choices.to(device),
             {depth: reached.to(device) for depth, reached in self.converged.items()},
+            self.usable,
         )
 
 
@@ -81,6 +84,7 @@ def chunk_from_tensors(tensors: Mapping[str, Tensor]) -> StateChunk:
         converged={
             int(n[10:]): t[usable] for n, t in tensors.items() if n.startswith("converged.")
         },
+        usable=usable,
     )
 
 

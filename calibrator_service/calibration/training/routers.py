@@ -16,6 +16,7 @@ from calibrator_service.calibration.states.labels import agreement
 from calibrator_service.calibration.states.training_data import TrainingData
 from calibrator_service.calibration.training.chain_outputs import chain_outputs
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
+from calibrator_service.calibration.training.logistic import fit_logistic
 from calibrator_service.calibration.training.tables import fit_tables
 from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
@@ -175,32 +176,13 @@ def train_router(
 
 @torch.no_grad()
 def calibrate_router(router: DepthRouter, samples: RouterSamples, first: int) -> None:
-    """Platt scaling on samples[first:]: sets the slope (at least 0) and shift that minimise the log loss, by Newton's method.
+    """Platt scaling on samples[first:]: sets the slope (at least 0) and shift that minimise the log loss.
 
     A weak prior, worth PRIOR_SAMPLES towards slope 1 and one towards shift 0, bounds the influence of a handful of samples.
     """
-    score = router.score(samples.adapted[first:].float(), samples.scalars[first:]).double()
-    target = samples.label[first:].double()
-    slope, shift = 1.0, 0.0
-    for _ in range(30):
-        p = torch.sigmoid(slope * score + shift)
-        weight = (p * (1 - p)).clamp_min(1e-9)
-        gradient = torch.stack(
-            [
-                ((p - target) * score).sum() + PRIOR_SAMPLES * (slope - 1),
-                (p - target).sum() + shift,
-            ]
-        )
-        cross = (weight * score).sum()
-        hessian = torch.stack(
-            [
-                torch.stack([(weight * score**2).sum() + PRIOR_SAMPLES, cross]),
-                torch.stack([cross, weight.sum() + 1]),
-            ]
-        )
-        step = torch.linalg.solve(hessian, gradient).clamp(-2, 2)
-        slope, shift = slope - float(step[0]), shift - float(step[1])
-        if float(step.abs().max()) < 1e-6:
-            break
+    score = router.score(samples.adapted[first:].float(), samples.scalars[first:])
+    target = samples.label[first:]
+    features = torch.stack([score, torch.ones_like(score)], -1)
+    slope, shift = fit_logistic(features, target, (1.0, 0.0), (PRIOR_SAMPLES, 1.0))
     router.slope.fill_(max(slope, 0.0))
     router.shift.fill_(shift)

@@ -5,18 +5,19 @@ both are less: an exit is then right a third to half as often as its router says
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from shared.ladder.joint_weights import (
+    AGREE,
+    DEFAULT_WEIGHTS,
+    EXIT_ALONE,
+    EXIT_DIFFERS,
+    TABLE_DIFFERS,
+    TABLE_SECOND,
+    JointWeights,
+)
 from shared.ladder.rungs import Draft, is_exit
 
-# Log-odds of a draft: a constant, plus weights times the log-odds that its own proposer gives it and that the other one gives its own draft.
-# Fitted to 3,787 and 725 verified positions of SmolLM2-135M and Qwen2.5-Coder-1.5B; both give nearly the same numbers (docs/decisions/041).
-AGREE = "agree", (0.55, 0.55, 0.3)  # the own proposer is the table
-TABLE_DIFFERS = "table, exit differs", (-0.5, 0.9, -0.25)
-EXIT_DIFFERS = "exit, table differs", (-1.55, 0.75, -0.35)
-EXIT_ALONE = "exit, tables silent", (-1.4, 0.85, 0.0)
-# A token of a table while a table proposes another one with more confidence.
-TABLE_SECOND = "table, second", (-2.15, 0.25, 0.0)
 # Tables alone are believed as they are.
 TABLE_ALONE = "table"
 LEAST, MOST = 0.001, 0.999
@@ -29,17 +30,48 @@ def log_odds(probability: float) -> float:
     return math.log(probability / (1.0 - probability))
 
 
+def cases(
+    drafts: Sequence[Draft], rating: Callable[[Draft], float]
+) -> Iterator[tuple[Draft, str, Draft | None]]:
+    """Per token that is proposed for a position: its draft, the case (of `JointWeights`, or TABLE_ALONE), and the other proposer's draft.
+
+    `rating` of a table's draft: of two tables, the one that was right more often than it said may be the better one.
+    """
+    tables: dict[int, tuple[float, Draft]] = {}
+    exits: dict[int, tuple[float, Draft]] = {}
+    for draft in drafts:
+        is_table = not is_exit(draft.rung)
+        own, rated = tables if is_table else exits, rating(draft) if is_table else draft.probability
+        if draft.token not in own or rated > own[draft.token][0]:
+            own[draft.token] = rated, draft
+    best_table, best_exit = (
+        max(own.values(), key=lambda one: one[0], default=(0.0, None))[1] for own in (tables, exits)
+    )
+    for token, (_, draft) in (exits | tables).items():
+        if token in tables and token in exits:
+            yield draft, AGREE, exits[token][1]
+        elif token in tables and draft is not best_table:
+            yield draft, TABLE_SECOND, None
+        elif token in tables:
+            yield draft, TABLE_DIFFERS if exits else TABLE_ALONE, best_exit
+        else:
+            yield draft, EXIT_DIFFERS if tables else EXIT_ALONE, best_table
+
+
 class Confidence:
     """For one ladder and one kind of request. It learns from what was verified: from every draft of a position, chosen or not.
 
     Gains are those of asking an exit, by the probability of the best draft before it was asked: an exit adds less where tables are sure.
-    Their priors come from the exits' held-out `agreements`.
+    Their priors come from the exits' held-out `agreements`. `weights`: the ladder's.
     """
 
     NUM_BINS = 5
     GAIN_WEIGHT = 8.0
 
-    def __init__(self, agreements: Sequence[float] = ()) -> None:
+    def __init__(
+        self, agreements: Sequence[float] = (), weights: JointWeights = DEFAULT_WEIGHTS
+    ) -> None:
+        self._weights = weights
         self._sums: dict[
             tuple[str, str], tuple[float, float]
         ] = {}  # (case, rung) -> expected, right
@@ -96,34 +128,15 @@ class Confidence:
 
     def _combined(self, drafts: Sequence[Draft]) -> Iterator[tuple[Draft, str, float]]:
         """Per token: its draft, the case, and the probability, not yet corrected by what was served."""
-        tables: dict[int, tuple[float, Draft]] = {}
-        exits: dict[int, tuple[float, Draft]] = {}
-        for draft in drafts:
-            is_table = not is_exit(draft.rung)
-            own = tables if is_table else exits
-            # Of two tables, the one that was right more often than it said may be the better one.
-            rating = draft.probability * (self._ratio(TABLE_ALONE, draft.rung) if is_table else 1.0)
-            if draft.token not in own or rating > own[draft.token][0]:
-                own[draft.token] = rating, draft
-        best_table, best_exit = (
-            max(own.values(), key=lambda one: one[0], default=(0.0, None))[1]
-            for own in (tables, exits)
-        )
-        other: Draft | None
-        for token, (_, draft) in (exits | tables).items():
-            if token in tables and token in exits:
-                (case, weights), other = AGREE, exits[token][1]
-            elif token in tables and draft is not best_table:
-                (case, weights), other = TABLE_SECOND, None
-            elif token in tables and exits:
-                (case, weights), other = TABLE_DIFFERS, best_exit
-            elif token in tables:
-                yield draft, TABLE_ALONE, draft.probability
+        for draft, case, other in cases(drafts, self._table_rating):
+            if case == TABLE_ALONE:
+                yield draft, case, draft.probability
                 continue
-            else:
-                (case, weights), other = (EXIT_DIFFERS if tables else EXIT_ALONE), best_table
-            bias, own_weight, other_weight = weights
-            odds = bias + own_weight * log_odds(draft.probability)
+            constant, own_weight, other_weight = self._weights.of(case)
+            odds = constant + own_weight * log_odds(draft.probability)
             if other is not None:
                 odds += other_weight * log_odds(other.probability)
             yield draft, case, 1.0 / (1.0 + math.exp(-odds))
+
+    def _table_rating(self, draft: Draft) -> float:
+        return draft.probability * self._ratio(TABLE_ALONE, draft.rung)

@@ -16,6 +16,7 @@ from shared.engine.drafting.speculation import Speculation, advance_to
 from shared.engine.failure import attempt, fail_all
 from shared.engine.request.request import GenerationRequest
 from shared.engine.request.sequence import Sequence
+from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.native_chain import HeadDraft
 from shared.model.runner import Runner
@@ -29,9 +30,10 @@ class Drafter:
         self.ladder = ladder
         self._runner = runner
         agreements = ladder.agreements if ladder else ()
+        weights = ladder.joint_weights if ladder else DEFAULT_WEIGHTS
         # Sampled tokens agree with drafts less often than greedy ones, and a margin accepts more drafts: each kind has its own record.
         self._confidence = {
-            kind: Confidence(agreements) for kind in product((True, False), repeat=2)
+            kind: Confidence(agreements, weights) for kind in product((True, False), repeat=2)
         }
 
     def confidence(self, request: GenerationRequest) -> Confidence:

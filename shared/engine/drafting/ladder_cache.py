@@ -68,9 +68,10 @@ class LadderCache:
         exits = self._exit_costs.get(bound.layout)
         if exits is None:
             exits = yield from self._measured(bound)
+        costs = replace(costs, exits=exits)
         if self_tests:
-            yield from self_test(self._runner, bound, replace(costs, exits=exits))
-        drafter = Drafter(self._runner, replace(costs, exits=exits), bound)
+            yield from self_test(self._runner, bound, costs)
+        drafter = Drafter(self._runner, costs, bound)
         # Others are dropped first, so that there are never too many. The ladder is referenced as long as its id() is a key.
         self._drop_beyond(self._max_ladders - 1)
         self._bound[id(ladder)] = (ladder, drafter)

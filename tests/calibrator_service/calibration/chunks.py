@@ -28,4 +28,11 @@ def chunk_of(
     for length in lengths:
         rows += range(start + 1, start + length)
         start += length
-    return StateChunk(states, deep, torch.tensor(rows), torch.zeros(len(rows)).long(), {})
+    return StateChunk(
+        states,
+        deep,
+        torch.tensor(rows),
+        torch.zeros(len(rows)).long(),
+        {},
+        torch.ones(len(rows), dtype=torch.bool),
+    )

@@ -27,6 +27,7 @@ from calibrator_service.calibration.text import stream
 from shared.engine.engine import Engine
 from shared.errors import Cancelled, Corrupt, InvalidInput
 from shared.ladder.artefact import pack_ladder, unpack_ladder
+from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.model.loaded import LoadedModel, wrap_model
 from tests.calibrator_service.calibration.conftest import make_tokenizer
 from tests.families import build_family
@@ -85,6 +86,16 @@ def test_every_rung_learns(finished):
     tokens = result.report["tokens"]
     assert tokens["heads"] > tokens["routers"] > 0 < tokens["report"]
     assert tokens["total"] >= 5000
+
+
+def test_what_all_proposers_say_is_learned_and_measured(finished):
+    result, _, _ = finished
+    joint, measured = result.report["joint"], result.report["rungs"]["depth-0"]["positions"]
+    assert joint["agree"]["positions"] + joint["differ"]["positions"] == measured
+    assert joint["agree"]["brier"] < joint["agree"]["brier_alone"]
+    weights = result.ladder.joint_weights
+    assert weights.agree != DEFAULT_WEIGHTS.agree
+    assert weights.exit_alone == DEFAULT_WEIGHTS.exit_alone, "the tables know every context"
 
 
 def test_progress_rises_through_the_phases(finished):

@@ -35,11 +35,25 @@ def test_it_reads_what_a_calibration_writes():
     assert "exit at depth 0 49%" in guessed
 
 
+def test_it_says_how_well_it_knows_which_guesses_are_right():
+    def figures(count: int) -> dict[str, float]:
+        return {"positions": count, "agreement": 0.5, "brier": 0.1234, "brier_alone": 0.25}
+
+    joint = {"tables_unsure": figures(200), "agree": figures(199), "differ": {"positions": 0}}
+    assert list(learned_lines({"calibration": {"joint": joint}})) == [
+        "Brier score of how sure it is of a guess, 0 is best (in brackets: of one proposer alone): where tables are unsure 0.123 (0.250), "
+        "where tables and exits agree not known (only 199 positions), where they differ not known (only 0 positions)"
+    ]
+
+
 @pytest.mark.parametrize(
     "manifest",
     [
         {},
         {"calibration": 7},
+        {"calibration": {"joint": 7}},
+        {"calibration": {"joint": {"agree": 7, "differ": {"positions": "x"}}}},
+        {"calibration": {"joint": {"agree": {"positions": 300, "brier": "x"}}}},
         {"calibration": {"tokens": []}},
         {"calibration": {"tokens": {"total": "x", "report": 1}}},
         {"calibration": {"tokens": TOKENS}, "rungs": [{"name": "suffix", "figures": 5}]},
@@ -48,4 +62,4 @@ def test_it_reads_what_a_calibration_writes():
     ],
 )
 def test_a_manifest_of_another_form_says_less(manifest):
-    assert not any("guessed" in line for line in learned_lines(manifest))
+    assert not any("guess" in line for line in learned_lines(manifest))

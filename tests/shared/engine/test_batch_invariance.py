@@ -14,6 +14,7 @@ from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import Sequence
 from shared.engine.step import Decoder
 from shared.ladder.native_chain import HeadDraft
+from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner
@@ -64,6 +65,7 @@ class _Ladder:
 
     depths = (DEPTH,)
     agreements = (0.9,)
+    joint_weights = DEFAULT_WEIGHTS
     state_depths = (DEPTH,)
     kept_depths = tap_depths(NUM_LAYERS)
 

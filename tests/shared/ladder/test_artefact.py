@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +21,13 @@ from shared.ladder.artefact import (
 )
 from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import FusedHead
+from shared.ladder.joint_weights import DEFAULT_WEIGHTS, JointWeights
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.ladder.successor_builder import SuccessorBuilder
 from shared.ladder.table_router import SIZES, TableRouter
 
+WEIGHTS = JointWeights(exit_differs=(-2.5, 1 / 3, 0.1))
 MODEL = ModelIdentity("tiny", "sha256:" + "0" * 64, "LlamaForCausalLM", 4, 16, 100)
 
 
@@ -43,7 +46,13 @@ def ladder() -> Ladder:
             round_weights(module)
         exits.append(LayerExit(depth, head, depth_router))
     return Ladder(
-        MODEL, router, builder.build(1 << 20), router, tuple(exits), torch.tensor([1, 5, 99])
+        MODEL,
+        router,
+        builder.build(1 << 20),
+        router,
+        tuple(exits),
+        torch.tensor([1, 5, 99]),
+        WEIGHTS,
     )
 
 
@@ -69,7 +78,17 @@ def test_round_trip() -> None:
     assert unpacked.suffix_router is not None
     assert original.suffix_router is not None
     assert unpacked.suffix_router.to_json() == original.suffix_router.to_json()
+    assert unpacked.joint_weights == WEIGHTS == original.joint_weights
     assert pack_ladder(unpacked, {}) == (manifest, blobs)
+
+
+def test_cases_without_joint_weights_have_the_defaults() -> None:
+    manifest, blobs = packed()
+    del manifest["joint_weights"]
+    assert unpack_ladder(manifest, blobs).joint_weights == DEFAULT_WEIGHTS, "an earlier version's"
+    manifest["joint_weights"] = {"agree": [1, 0.5, -0.25], "a later version's": "case"}
+    expected = replace(DEFAULT_WEIGHTS, agree=(1.0, 0.5, -0.25))
+    assert unpack_ladder(manifest, blobs).joint_weights == expected
 
 
 def test_figures_go_to_their_rungs() -> None:
@@ -160,6 +179,16 @@ def _set(path: str, value: Any) -> Any:
         _set("rungs.3.name", "depth-0"),
         _set("rungs.0.router", {"bias": 0.0, "weights": []}),
         _set("draft_vocabulary", 4),
+        _set("joint_weights", [1, 2, 3]),
+        _set("joint_weights", None),
+        _set("joint_weights.agree", None),
+        _set("joint_weights.agree", [0.5, 0.5]),
+        _set("joint_weights.agree", [0.5, 0.5, "0.5"]),
+        _set("joint_weights.agree", [0.5, 0.5, True]),
+        _set("joint_weights.agree", [0.5, 0.5, 20.5]),
+        _set("joint_weights.agree", [0.5, 0.5, 10**400]),
+        _set("joint_weights.agree", [0.5, 0.5, math.nan]),
+        _set("joint_weights.agree", [0.5, 0.5, -math.inf]),
         lambda manifest: manifest["rungs"].pop(1),
         lambda manifest: manifest["rungs"].pop(3),
         lambda manifest: manifest["rungs"].reverse(),

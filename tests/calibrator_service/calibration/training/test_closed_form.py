@@ -79,7 +79,7 @@ def test_a_planted_map_is_found():
     # With another position's states nothing is left of it.
     moved = StateChunk(
         {d: s if d == 0 else s.roll(1, 0) for d, s in held_out.states.items()},
-        held_out.deep.roll(1, 0), held_out.rows, held_out.choices, {},
+        held_out.deep.roll(1, 0), held_out.rows, held_out.choices, {}, held_out.usable,
     )  # fmt: skip
     first_output, _ = outputs(head, moved)
     assert torch.cosine_similarity(first_output, held_out.deep[1:-1], -1).mean() < first - 0.1

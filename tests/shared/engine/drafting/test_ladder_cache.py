@@ -4,20 +4,24 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from shared.engine.background import STEPS_PER_SLICE
 from shared.engine.drafting.costs import exit_timings
-from shared.engine.drafting.ladder_cache import MAX_BOUND_LADDERS
+from shared.engine.drafting.ladder_cache import MAX_BOUND_LADDERS, LadderCache
 from shared.engine.engine import Engine
 from shared.errors import Cancelled, Corrupt, RouterMismatch, Unavailable
+from shared.ladder.joint_weights import JointWeights
 from shared.ladder.policy import DepthPolicy
+from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
 from tests.fixed_costs import FixedCosts, fixed_cost_engine
 from tests.known_answer import request
+from tests.random_ladder import random_ladder
 from tests.scripted_ladder import ScriptedLadder
 
 EXACT = DepthPolicy("exact")
@@ -63,6 +67,21 @@ def test_a_ladder_is_bound_once_and_each_layout_measured_once(loaded, monkeypatc
         engine.prepare(second)
         assert costs.num_measured == 1
         assert engine.statistics.num_requests == 1, "self-tests are counted nowhere"
+
+
+def test_drafts_are_rated_by_the_weights_of_their_own_ladder(loaded):
+    runner, costs = ContiguousRunner(loaded), FixedCosts()
+    cache, passes = LadderCache(runner, cost_meter=costs), costs.measure_passes(runner)
+    said = []
+    for constant in (-2.0, 1.0):
+        weights = JointWeights(exit_alone=(constant, 0.5, 0.0))
+        ladder = replace(random_ladder(loaded, 0, (0,)), joint_weights=weights)
+        for _ in cache.prepare(ladder, passes):
+            pass
+        drafter = cache.find(ladder, passes)
+        [(_, probability)] = drafter.confidence(request()).rate([Draft(7, 0.5, "depth-0", 0)])
+        said.append(probability)
+    assert said == pytest.approx([0.119, 0.731], abs=0.001)
 
 
 def test_streams_go_on_while_a_ladder_is_prepared(loaded):

@@ -1,0 +1,100 @@
+"""How what all proposers say of a position is combined, learned with every one of them asked."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, repeat
+
+import torch
+
+from calibrator_service.calibration.states.chunk import StateChunk
+from calibrator_service.calibration.states.collect import LabelledSequence
+from calibrator_service.calibration.training.chain_outputs import chain_outputs
+from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
+from calibrator_service.calibration.training.logistic import fit_logistic
+from shared.engine.drafting.confidence import TABLE_ALONE, cases, log_odds
+from shared.ladder.exits import LayerExit
+from shared.ladder.joint_weights import CASES, DEFAULT_WEIGHTS, MAX_WEIGHT, JointWeights
+from shared.ladder.ladder import Ladder, SequenceDrafter
+from shared.ladder.routers import scalar_features
+from shared.ladder.rungs import Draft
+
+# Positions that are learned from and measured on.
+MAX_POSITIONS = 20_000
+# Precision of the priors. A few hundred positions of a few texts say less than they do, a few thousand of them more (docs/decisions/041).
+PRECISION = 500.0
+# Chains at a time.
+PASS_SIZE = 1024
+
+# What all proposers say of a position, and the full model's choice.
+Position = tuple[list[Draft], int]
+
+
+def said_at(
+    ladder: Ladder,
+    chunks: Sequence[StateChunk],
+    sequences: Sequence[LabelledSequence],
+    vocabulary: DraftVocabulary,
+) -> Iterator[Position]:
+    """Up to MAX_POSITIONS positions of a split, with every proposer asked. `sequences`: as in `chain_agreement`."""
+    exits = _exit_drafts(ladder, chunks, vocabulary) if ladder.exits else repeat(())
+    tables = (one for sequence in sequences for one in table_positions(ladder, sequence))
+    known = (
+        # An exit's numbers may overflow.
+        ([one for one in (*drafts, *others) if one.probability > 0.0], choice)
+        for (drafts, choice), others in zip(tables, exits, strict=False)
+        if others is not None
+    )
+    return islice(known, MAX_POSITIONS)
+
+
+def table_positions(ladder: Ladder, sequence: LabelledSequence) -> Iterator[Position]:
+    """What the tables say of the sequence's labelled positions."""
+    tokens, choices = sequence.tokens.tolist(), sequence.choices.tolist()
+    drafter = SequenceDrafter(ladder, tokens[: sequence.first])
+    for position in range(sequence.first, len(tokens)):
+        drafter.append(tokens[position : position + 1])
+        yield drafter.table_drafts(), choices[position]
+
+
+def _exit_drafts(
+    ladder: Ladder, chunks: Sequence[StateChunk], vocabulary: DraftVocabulary
+) -> Iterator[tuple[Draft, ...] | None]:
+    """The first drafts of the exits' chains from each labelled position of the chunks. None: nothing is settled before it."""
+    for stored in chunks:
+        chunk, layers = stored.to(vocabulary.device), ladder.model.num_layers
+        by_exit = [_first_drafts(one, chunk, vocabulary, layers) for one in ladder.exits]
+        said = zip(*by_exit, strict=True)
+        yield from (next(said) if is_usable else None for is_usable in chunk.usable.tolist())
+
+
+@torch.no_grad()
+def _first_drafts(
+    one: LayerExit, chunk: StateChunk, vocabulary: DraftVocabulary, num_layers: int
+) -> Iterator[Draft]:
+    device = one.router.slope.device
+    for index in torch.arange(len(chunk)).split(PASS_SIZE):
+        output = next(chain_outputs(one.depth, one.head, chunk, index, vocabulary, num_layers))
+        scalars = scalar_features(output.logits, output.chain_places)
+        said = one.router(output.adapted.to(device), scalars.to(device)).tolist()
+        tokens = vocabulary.tokens[output.logits.argmax(-1).cpu()].tolist()
+        for token, probability in zip(tokens, said, strict=True):
+            yield Draft(token, probability, one.name, one.depth)
+
+
+def fit_joint(positions: Iterable[Position]) -> JointWeights:
+    """The weights under which the drafts of `positions` are as often right as they say, case by case; the defaults are the prior."""
+    samples: dict[str, list[tuple[float, float, float]]] = {case: [] for case in CASES}
+    right: dict[str, list[bool]] = {case: [] for case in CASES}
+    for drafts, choice in positions:
+        for draft, case, other in cases(drafts, lambda one: one.probability):
+            if case != TABLE_ALONE:
+                of_other = log_odds(other.probability) if other is not None else 0.0
+                samples[case].append((1.0, log_odds(draft.probability), of_other))
+                right[case].append(draft.token == choice)
+    fitted = {}
+    for case in CASES:
+        features = torch.tensor(samples[case], dtype=torch.float64).reshape(-1, 3)
+        found = fit_logistic(
+            features, torch.tensor(right[case]), DEFAULT_WEIGHTS.of(case), (PRECISION,) * 3
+        )
+        fitted[case] = [min(max(weight, -MAX_WEIGHT), MAX_WEIGHT) for weight in found]
+    return JointWeights.from_json(fitted)
