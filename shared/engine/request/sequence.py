@@ -138,7 +138,7 @@ class Sequence:
     def show_prompt(self, end: int) -> None:
         """Tells the tables the given tokens before position `end`: piece by piece, because a long prompt takes longer than a pass."""
         if self.tables is not None:
-            self.tables.append(self.tokens[self._num_shown : end])
+            self.tables.append(self.request.given_ids[self._num_shown : end])
             self._num_shown = max(self._num_shown, end)
 
     def count_layers(self, num_layer_executions: int, num_token_layers: int) -> None:

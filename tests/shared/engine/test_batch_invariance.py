@@ -13,8 +13,8 @@ from shared.engine.memory.prefixes import Prefixes
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import Sequence
 from shared.engine.step import Decoder
-from shared.ladder.native_chain import HeadDraft
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
+from shared.ladder.native_chain import HeadDraft
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner

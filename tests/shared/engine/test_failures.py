@@ -13,7 +13,7 @@ from shared.engine import verification
 from shared.engine.engine import Engine
 from shared.engine.memory.prefixes import Prefixes
 from shared.engine.quality.shadow import Shadow
-from shared.engine.request import sequence as sequence_module
+from shared.engine.request import answer as answer_module
 from shared.engine.request.request import (
     Finished,
     GenerationRequest,
@@ -135,12 +135,12 @@ def no_text(patch, engine, alone):
 
 
 def no_stop_strings(patch, engine, alone):
-    class Failing(sequence_module.StopStrings):
+    class Failing(answer_module.StopStrings):
         def __init__(self, stops):
             super().__init__(stops)
             self.push = fail if stops else self.push
 
-    patch.setattr(sequence_module, "StopStrings", Failing)
+    patch.setattr(answer_module, "StopStrings", Failing)
     return request(stopping=StoppingParams(max_tokens=50, stop_strings=("no such",))), {}
 
 
@@ -249,8 +249,8 @@ def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(loaded, alon
     made: list[Any] = []
     step = threading.Event()
 
-    class Failing(sequence_module.Detokenizer):
-        """The third one, in the order in which requests are admitted, is the victim's."""
+    class Failing(answer_module.Detokenizer):
+        """The third one, in the order in which requests are submitted, is the victim's."""
 
         def __init__(self, tokenizer):
             super().__init__(tokenizer)
@@ -259,7 +259,7 @@ def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(loaded, alon
         def flush(self):
             return fail() if self is made[2] else super().flush()
 
-    monkeypatch.setattr(sequence_module, "Detokenizer", Failing)
+    monkeypatch.setattr(answer_module, "Detokenizer", Failing)
     with fixed_cost_engine(loaded, runner_of=HookedRunner) as engine:
         engine.runner.before["run"] = lambda *_: step.wait(30)
         engine.submit(request((7,), 1))  # holds the thread until all three are there
