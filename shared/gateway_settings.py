@@ -102,7 +102,7 @@ class GatewaySettings(ProcessSettings, TlsSettings):
         default=3,
         ge=1,
         le=10,
-        description="How often a call is made, at most, while no worker answers. A call is not repeated after its first token.",
+        description="How often a call is made, at most, while no worker answers. With more than 1, an answer whose worker dies or stops is resumed at another one.",
     )
 
     @model_validator(mode="after")
