@@ -1,6 +1,6 @@
 """Streams under chaos: workers are killed, stopped in mid-air, drained and started anew, and no client sees it.
 
-NEAP_CHAOS_S: seconds of it, 40 by default.
+CHAOS_SECONDS: how long, 40 by default.
 """
 
 import json
@@ -24,7 +24,7 @@ from tests.generation import EXACT, FULL, publish, request_of
 from tests.worker_process import worker_process
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
-CHAOS_S = float(os.environ.get("NEAP_CHAOS_S", "40"))
+CHAOS_S = float(os.environ.get("CHAOS_SECONDS", "40"))
 NUM_WORKERS, NUM_CLIENTS, NUM_HTTP_CLIENTS = 3, 9, 3
 NUM_NEW = 700
 # Longer than a client needs to find that a stopped worker does not answer any more.
