@@ -179,6 +179,9 @@ def _families() -> dict[str, Metric]:
         "1, for the id of the bits that a model gives here: workers with one id give the same answers.",
         labels=["model_id", "numerics_id"],
     )
+    counter(
+        "requests_put_back", "Running requests of low priority that were put back into the queue."
+    )
     counter("prompt_tokens", "Tokens of the prompts whose prefill is complete.")
     counter(
         "prompt_tokens_cached",
@@ -229,6 +232,7 @@ def _read(engine: ObservedEngine, families: Mapping[str, Metric]) -> None:
     put("learned_contexts", engine.num_learned_contexts)
     put("exact_is_full", engine.numerics.is_exact)
     put("numerics_info", 1, engine.numerics.id)
+    put("requests_put_back", statistics.num_put_back)
     put("prompt_tokens", statistics.num_prompt_tokens)
     put("prompt_tokens_cached", statistics.num_cached_prompt_tokens)
     put("generation_tokens", statistics.num_generated_tokens)

@@ -200,6 +200,9 @@ class EngineLoop:
         with self.lock:
             ended = self.scheduler.remove_ended(self._clock())
             self.scheduler.admit()
+            put_back = self.scheduler.put_back()
+            if put_back:
+                self.scheduler.admit()
             turn = self.scheduler.next_turn()
             num_free_tokens = self.scheduler.num_free_kv_tokens
         for job in ended:
@@ -207,6 +210,8 @@ class EngineLoop:
                 self._end(job, Cancelled("the request was cancelled"))
             else:
                 self._end(job, DeadlineExceeded("the deadline passed during generation"))
+        for job in put_back:
+            self._put_back(job)
         # Caches that are only kept for reuse, and shadow checks, give way to running requests.
         self._shadow.make_room(num_free_tokens)
         self._decoder.prefixes.shrink_to(num_free_tokens - self._shadow.num_tokens)
@@ -220,12 +225,27 @@ class EngineLoop:
             self._shadow.run_slice(num_free_tokens)
         self._ladders.evict_unused()
 
+    def _put_back(self, job: Job) -> None:
+        job.put_back()
+        if job.sequence is None:
+            return
+        try:
+            self._decoder.put_back(job.sequence)
+        except Exception as error:
+            logger.exception("a request could not be put back: %s", job.request.request_id)
+            job.sequence = None
+            self._remove_and_end(job, failure_of(error))
+
     def _is_started(self, job: Job) -> bool:
         """Whether the job can be stepped. Starts it if its ladder is bound. Otherwise the ladder is bound in the background."""
-        if job.sequence is not None:
+        if job.sequence is not None and not job.is_put_back:
             return True
         assert self.costs is not None
         try:
+            if job.sequence is not None:
+                self._decoder.readmit(job.sequence)
+                job.is_put_back = False
+                return True
             drafter = self._ladders.find(job.ladder, self.costs)
             if drafter is None:
                 self._bind_in_background(job)

@@ -25,6 +25,8 @@ class Schedulable(Protocol):
     def is_paused(self) -> bool: ...
     @property
     def is_low_priority(self) -> bool: ...
+    @property
+    def may_be_put_back(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ R = TypeVar("R", bound=Schedulable)
 
 class Scheduler(Generic[R]):
     """First come, first served. A request that does not fit yet holds back those behind it, so that no large request starves. Requests of
-    low priority stand behind all others, and those do not count them when they look for room in the queue.
+    low priority stand behind all others, and those do not count them when they look for room in the queue. Running ones are put back into the
+    queue, before others of low priority, if that lets another request run.
 
     A paused request (its client has stopped reading) keeps its keys and values, but it does not count against `max_running`:
     clients that stop reading must not stop the others. If more go on than may share a step, they take turns. Not thread-safe: the
@@ -128,6 +131,29 @@ class Scheduler(Generic[R]):
             admitted.append(self._waiting.popleft())
             self._running.append(admitted[-1])
         return admitted
+
+    def put_back(self) -> list[R]:
+        """Moves running requests of low priority back into the queue, as few as are needed to let the first waiting one of the others run,
+        those that started last. Returns them; none if that would not help."""
+        if not self._waiting or self._waiting[0].is_low_priority or self.can_admit:
+            return []
+        num_missing_tokens = self._waiting[0].num_kv_tokens - self.num_free_kv_tokens
+        num_missing_places = len(self.runnable) + 1 - self.limits.max_running
+        chosen: list[R] = []
+        for request in reversed(self._running):
+            if not (request.is_low_priority and request.may_be_put_back):
+                continue
+            if num_missing_tokens > 0 or (num_missing_places > 0 and not request.is_paused):
+                chosen.append(request)
+                num_missing_tokens -= request.num_kv_tokens
+                num_missing_places -= not request.is_paused
+        if num_missing_tokens > 0 or num_missing_places > 0:
+            return []
+        place = sum(not waiting.is_low_priority for waiting in self._waiting)
+        for request in chosen:
+            self._running.remove(request)
+            self._waiting.insert(place, request)
+        return chosen
 
     @property
     def can_admit(self) -> bool:

@@ -120,6 +120,7 @@ class EngineStatistics(DepthCounts):
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
         self.num_prompt_tokens = 0
+        self.num_put_back = 0  # times that a running request was put back into the queue
         self.num_cached_prompt_tokens = 0
         self.by_version: OrderedDict[int, DepthCounts] = OrderedDict()
         self.queue_s = Distribution(QUEUE_BOUNDS_S)

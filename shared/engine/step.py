@@ -111,6 +111,19 @@ class Decoder:
             submitted_s,
         )
 
+    def put_back(self, sequence: Sequence) -> None:
+        """Takes a sequence's keys and values away, until `readmit`. They are kept for reuse as those of ended sequences are."""
+        self.prefixes.insert(sequence)
+        sequence.give_up_cache(self.runner.new_cache(0))
+        self.statistics.num_put_back += 1
+
+    def readmit(self, sequence: Sequence) -> None:
+        """Lets a sequence go on that was put back. Raises as `admit` does."""
+        context_length = self.runner.loaded.context_length
+        cache = self.runner.new_cache(max_num_tokens(sequence.request, context_length))
+        self.runner.reserve(cache)
+        sequence.cache = cache
+
     def step(self, sequences: Rows[Sequence], costs: PassCosts) -> list[list[TokenChunk]]:
         """One piece of the prompt, or one verified chain of drafts, for each sequence. Returns the chunks that became final, per sequence.
 

@@ -9,6 +9,9 @@ from shared.engine.request.request import GenerationRequest
 from shared.engine.request.sequence import Sequence
 from shared.ladder.ladder import Ladder
 
+# How often a request is put back into the queue at most. Each time it reads its tokens again.
+MAX_PUT_BACK = 8
+
 
 class Job(GenerationHandle):
     """A request as the engine's thread knows it; its caller sees the handle. The scheduler sees it as a `Schedulable`.
@@ -34,5 +37,18 @@ class Job(GenerationHandle):
         self.num_prompt_tokens = len(request.given_ids)
         self.deadline_s = request.deadline_s
         self.is_low_priority = request.is_low_priority
+        # It has given up its keys and values, and goes on when it is admitted again.
+        self.is_put_back = False
+        self._num_put_back = 0
         self.awaited: Future[None] | None = None
         self.sequence: Sequence | None = None
+
+    @property
+    def may_be_put_back(self) -> bool:
+        """Whether it may be put back into the queue. Not for ever, so that it ends; and states that were shown are not shown again."""
+        return self._num_put_back < MAX_PUT_BACK and self.on_states is None
+
+    def put_back(self) -> None:
+        """It has been put back into the queue."""
+        self._num_put_back += 1
+        self.is_put_back = self.sequence is not None

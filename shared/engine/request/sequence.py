@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -85,6 +86,7 @@ class Sequence:
         self.num_layer_executions = 0
         self.num_token_layers = 0
         self.counted = Progress(len(request.resumed_ids))
+        self._num_resumed = len(request.resumed_ids)
         self.failure: NeapError | None = None
         self._exits: Counter[tuple[str, int]] = Counter()
         self.vocabulary_size = loaded.vocabulary_size
@@ -130,6 +132,15 @@ class Sequence:
         length = len(self.tokens)
         if self._regimes.next_reread(length - 1) == length and not self.is_finished:
             self.num_settled, self.read_length, self.read_until = 0, length, length
+
+    def give_up_cache(self, empty: KVCache) -> None:
+        """Goes on without keys and values. All tokens so far are given then, and are read again."""
+        if self.has_begun:  # the tables know all tokens
+            self._num_shown = len(self.tokens)
+        answer = tuple(self.tokens[self.num_prompt_tokens :])
+        self.request = replace(self.request, resumed_ids=answer)
+        self.cache, self.settled_states = empty, None
+        self.num_settled, self.read_until = 0, len(self.tokens)
 
     @property
     def is_finished(self) -> bool:
@@ -196,5 +207,5 @@ class Sequence:
             num_layer_executions=self.num_layer_executions,
             num_token_layers=self.num_token_layers,
             num_deep_passes=self.num_deep_passes,
-            num_tokens=self.num_generated - len(self.request.resumed_ids),
+            num_tokens=self.num_generated - self._num_resumed,
         )

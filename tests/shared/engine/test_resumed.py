@@ -1,10 +1,22 @@
 """An answer that is continued from its first tokens is the answer that was never interrupted."""
 
+import threading
+from typing import Any
+
 import pytest
 
 from shared.engine.engine import Engine
-from shared.engine.request.request import Finished, FinishReason, TokenChunk
+from shared.engine.memory.budget import kv_token_bytes
+from shared.engine.request.request import (
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    StoppingParams,
+    TokenChunk,
+)
 from shared.errors import InvalidInput
+from shared.ladder.policy import DepthPolicy
+from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.sampling import SamplingParams
 from tests.families import BORDER, VOCABULARY_SIZE, build_family
@@ -106,3 +118,66 @@ def test_tokens_that_no_answer_can_begin_with_are_refused(engine, resumed, reaso
     with pytest.raises(InvalidInput) as caught:
         generated(engine, SamplingParams(), resumed, policy="full", stop_token_ids={5})
     assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("kv_tokens", [130, 4096], ids=["memory", "places"])
+def test_a_request_that_is_put_back_goes_on_with_the_same_tokens(loaded, sampling, kv_tokens):
+    """Other requests need its memory or its place, several times, and end before it."""
+    ladder = ScriptedLadder(lambda context: (sum(context) % VOCABULARY_SIZE, 0.6))
+    order: list[str] = []
+    token_bytes = kv_token_bytes(ContiguousRunner(loaded))
+    options = {"sampling": sampling, "policy": "exact", "max_tokens": 100}
+    with fixed_cost_engine(
+        loaded, ladder, kv_budget_bytes=kv_tokens * token_bytes, max_running=1
+    ) as engine:
+        whole = engine.generate(list(PROMPT), **options)
+        low = GenerationRequest(
+            PROMPT,
+            sampling=sampling,
+            stopping=StoppingParams(max_tokens=100),
+            policy=DepthPolicy("exact"),
+            is_low_priority=True,
+        )
+        got: list[Finished | TokenChunk] = []
+        some, ended = threading.Semaphore(0), threading.Event()
+
+        def on_event(event: Any) -> None:
+            if event is None:
+                order.append("low")
+                ended.set()
+            else:
+                got.append(event)
+                some.release()
+
+        engine.submit(low, on_event=on_event)
+        for number in range(3):
+            while some.acquire(blocking=False):
+                pass
+            some.acquire()  # it runs
+            other = engine.generate([7, number + 1], policy="full", max_tokens=30)
+            assert len(other.token_ids) == 30
+            order.append("other")
+        assert ended.wait(60)
+        assert order == ["other", "other", "other", "low"]
+        assert engine.statistics.num_put_back == 3
+    *chunks, finished = got
+    tokens = [token.token_id for chunk in chunks for token in chunk.tokens]
+    assert tokens == list(whole.token_ids)
+    assert finished.num_completion_tokens == finished.depth.num_tokens == 100
+    assert finished.num_cached_tokens <= len(PROMPT)
+
+
+def test_a_request_is_not_put_back_for_ever(engine, monkeypatch):
+    monkeypatch.setattr("shared.engine.request.job.MAX_PUT_BACK", 0)
+    low = GenerationRequest(
+        PROMPT,
+        stopping=StoppingParams(max_tokens=20),
+        policy=DepthPolicy("full"),
+        is_low_priority=True,
+    )
+    with fixed_cost_engine(wrap_model(build_family("llama")), max_running=1) as one:
+        handle = one.submit(low)
+        assert one.generate([7], policy="full", max_tokens=3)
+        assert list(handle.events())[-1].num_completion_tokens == 20
+        assert one.statistics.num_put_back == 0

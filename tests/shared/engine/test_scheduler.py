@@ -16,6 +16,7 @@ class Request:
     is_cancelled: bool = False
     is_paused: bool = False
     is_low_priority: bool = False
+    may_be_put_back: bool = True
 
     def __repr__(self) -> str:
         return self.name
@@ -191,3 +192,65 @@ def test_requests_of_low_priority_take_no_place_in_the_queue_from_others():
         with pytest.raises(Exhausted):
             queue.add(late)
     assert names(list(queue)) == "abxy"
+
+
+@pytest.mark.parametrize(
+    ("running", "size", "put_back"),
+    [
+        ("llll", 30, "l3"),
+        (
+            "llll",
+            50,
+            "l3l2",
+        ),  # 20 of 100 are free, and each of them has 20: the last to start go first
+        ("llll", 20, ""),  # it fits
+        ("llll", 100, "l3l2l1l0"),
+        ("nlnl", 30, "l3"),
+        ("nlnl", 70, ""),  # both would not be enough, so none loses anything
+        ("nnnn", 30, ""),
+        ("nlnk", 30, "l1"),  # one that has been put back often enough stays
+    ],
+)
+def test_requests_of_low_priority_make_room_for_others(running, size, put_back):
+    requests = [
+        Request(
+            f"{kind}{n}",
+            num_kv_tokens=20,
+            is_low_priority=kind != "n",
+            may_be_put_back=kind != "k",
+        )
+        for n, kind in enumerate(running)
+    ]
+    queue = scheduler(max_running=9, max_queue=9)
+    for request in requests:
+        filled(queue, request).admit()
+    waits = low("x")
+    filled(queue, waits, Request("big", num_kv_tokens=size), Request("last"))
+    if size > 20:
+        assert not queue.can_admit
+    assert names(queue.put_back()) == put_back
+    if put_back:
+        assert names(queue.admit())[:3] == "big"
+        assert list(queue)[-1] is waits, "those that ran wait before those that did not"
+
+
+def test_requests_of_low_priority_give_up_their_places():
+    first, second, other = low("a"), low("b"), Request("c")
+    queue = filled(scheduler(), first, second)
+    queue.admit()
+    filled(queue, other)
+    assert names(queue.put_back()) == "b"
+    assert names(queue.admit()) == "c"
+    assert names(queue.runnable) == "ac"
+    queue.remove(other)
+    assert names(queue.put_back()) == ""
+    assert names(queue.admit()) == "b"
+
+
+def test_a_paused_request_gives_up_memory_and_no_place():
+    paused = Request("p", is_low_priority=True, is_paused=True, num_kv_tokens=50)
+    queue = filled(scheduler(max_running=1), paused, Request("n", num_kv_tokens=40))
+    queue.admit()
+    filled(queue, Request("m"))
+    queue.admit()
+    assert names(queue.put_back()) == "", "its place is taken by one that is no less urgent"
