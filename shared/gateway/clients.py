@@ -7,12 +7,21 @@ from neap_client import AsyncNeapClient
 from neap_client.inference.v1 import inference_pb2
 from neap_client.metadata import Metadata
 
-from shared.errors import InvalidInput, NeapError, NotFound, PermissionDenied, Unauthenticated
+from shared.errors import (
+    DeadlineExceeded,
+    InvalidInput,
+    NeapError,
+    NotFound,
+    PermissionDenied,
+    Unauthenticated,
+)
 from shared.gateway.workers import UNARY_TIMEOUT_S
 from shared.rpc.tokens import digest_of_token
 
 # How long an answer of the workers holds. They check every call themselves, so an old answer lets in nothing but a body.
 ANSWER_S = 60.0
+# How many workers are asked, in turn, before a request fails because none answers in time.
+NUM_ASKED = 3
 
 
 class Clients:
@@ -56,19 +65,24 @@ class Clients:
         return key
 
     async def _refusal_of(self, token: Metadata, request_id: str) -> NeapError | None:
-        stream = self._workers.generate(
-            inference_pb2.GenerateRequest(),
-            timeout_s=UNARY_TIMEOUT_S,
-            request_id=f"{request_id}-access",
-            metadata=token,
-        )
-        async with stream:
-            try:
-                await stream.start()
-            except (Unauthenticated, PermissionDenied) as refusal:
-                return refusal
-            except (NotFound, InvalidInput):
-                return None
+        """Why a worker refuses calls with this token, None if it does not. Where one does not answer in time, the next one is asked."""
+        for number in range(1, NUM_ASKED + 1):
+            stream = self._workers.generate(
+                inference_pb2.GenerateRequest(),
+                timeout_s=UNARY_TIMEOUT_S / NUM_ASKED,
+                request_id=f"{request_id}-access",
+                metadata=token,
+            )
+            async with stream:
+                try:
+                    await stream.start()
+                except (Unauthenticated, PermissionDenied) as refusal:
+                    return refusal
+                except (NotFound, InvalidInput):
+                    return None
+                except DeadlineExceeded:
+                    if number == NUM_ASKED:
+                        raise
         return None
 
 
