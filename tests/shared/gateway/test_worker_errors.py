@@ -153,10 +153,6 @@ def test_a_call_that_reaches_no_worker_is_repeated_before_its_first_token():
     with scripted_worker(unready) as worker, gateway_to(worker.target, num_attempts=3) as gateway:
         assert gateway.http.post(CHAT, json=chat_body()).status_code == 200
         assert len({call["x-request-id"] for call in worker.worker.metadata}) == 1
-        worker.worker.script = failing(errors.Unavailable("m"), started(), chunk("a"))
-        worker.worker.requests.clear()
-        assert gateway.http.post(CHAT, json=chat_body()).status_code == 503
-        assert len(worker.worker.requests) == 1
         worker.worker.script = failing(errors.Unavailable("m"))
         worker.worker.requests.clear()
         assert gateway.http.post(CHAT, json=chat_body()).status_code == 503
@@ -166,6 +162,36 @@ def test_a_call_that_reaches_no_worker_is_repeated_before_its_first_token():
         worker.worker.requests.clear()
         assert gateway.http.post(CHAT, json=chat_body()).status_code == 429
         assert len(worker.worker.requests) == 1
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_an_answer_that_a_worker_interrupts_is_resumed(is_stream):
+    def interrupted(request):
+        num_resumed = len(request.resume.token_ids)
+        yield started(num_resumed_tokens=num_resumed)
+        yield chunk("ab"[num_resumed])
+        if not num_resumed:
+            raise errors.Unavailable("m", reason="HANDED_OVER")
+        yield finished()
+
+    with (
+        scripted_worker(interrupted) as worker,
+        gateway_to(worker.target, num_attempts=3) as gateway,
+    ):
+        reply = gateway.http.post(CHAT, json=chat_body(stream=is_stream))
+        assert reply.status_code == 200
+        assert "error" not in reply.text
+        if is_stream:
+            parts = [line.removeprefix("data: ") for line in reply.text.split("\n\n")]
+            assert parts.count("[DONE]") == 1
+            deltas = [json.loads(part)["choices"][0]["delta"] for part in parts if "delta" in part]
+            assert "".join(delta.get("content", "") for delta in deltas) == "ab"
+        else:
+            assert reply.json()["choices"][0]["message"]["content"] == "ab"
+        assert len(worker.worker.requests) == 2
+        assert len({call["x-request-id"] for call in worker.worker.metadata}) == 1
+        value = gateway.metrics.registry.get_sample_value("neap_gateway_resumptions_total")
+        assert value == 1
 
 
 def test_the_clients_trace_and_request_id_reach_the_worker(scripted):
