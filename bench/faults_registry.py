@@ -1,4 +1,4 @@
-"""What each operation of a shared registry does while its servers are killed or hang: `python -m bench.faults_registry`.
+"""What each operation of a registry in a bucket with Redis does while its servers are killed or hang: `python -m bench.faults_registry`.
 
 Starts a Valkey and a SeaweedFS of its own on loopback (the `dev` extra brings both), and prints a table: operation, fault, how it
 ended, after how many seconds, and whether the same operation succeeds once the server is back. Takes some twelve minutes. Any outcome
@@ -19,14 +19,14 @@ from pathlib import Path
 import structlog
 
 from shared.errors import NeapError
-from shared.registry.address import SharedAddress
-from shared.registry.shared import SharedRegistry
+from shared.registry.factory import open_registry
+from shared.registry.registry import Registry
 from tests.registry_servers import shared_url
 from tests.servers import S3_ENVIRONMENT, RedisServer, S3Server, Server, redis_programs
 
 MODEL = "tiny"
 BLOB = b"weights " * 200_000
-# Steps of a publication at which a server may go, see SharedRegistry.
+# Steps of a publication at which a server may go, see Registry.
 STEPS = (
     "write:blobs",
     "written:blobs",
@@ -64,15 +64,14 @@ class Trials:
     @contextmanager
     def registry(
         self, step: Callable[[str], None] = lambda name: None, freshness_s: float = 30.0
-    ) -> Iterator[tuple[SharedRegistry, str]]:
+    ) -> Iterator[tuple[Registry, str]]:
         with self.redis.client() as client:
             client.flushall()
         url = shared_url(self.redis, self.s3)
-        with closing(SharedRegistry(SharedAddress.parse(url))) as first:
+        with closing(open_registry(url)) as first:
             publish(first, "before")
             publish(first, "before-2")
-        address = SharedAddress.parse(url)
-        with closing(SharedRegistry(address, step=step, freshness_s=freshness_s)) as opened:
+        with closing(open_registry(url, step=step, freshness_s=freshness_s)) as opened:
             opened.aliases(MODEL)
             yield opened, url
 
@@ -103,17 +102,17 @@ class Trials:
         return said, time.monotonic() - begin_s
 
 
-def publish(registry: SharedRegistry, request_id: str) -> int:
+def publish(registry: Registry, request_id: str) -> int:
     blobs = {"x": BLOB, "own": request_id.encode()}
     return registry.publish(MODEL, {"by": request_id}, blobs, request_id=request_id).version
 
 
-def operations(registry: SharedRegistry, url: str) -> dict[str, Callable[[], object]]:
+def operations(registry: Registry, url: str) -> dict[str, Callable[[], object]]:
     version = registry.get(MODEL, 1)
     request_id = uuid.uuid4().hex
 
     def reopen() -> None:
-        SharedRegistry(SharedAddress.parse(url)).close()
+        open_registry(url).close()
 
     return {
         "open": reopen,
@@ -158,7 +157,7 @@ def steps_of_a_publication(trials: Trials) -> None:
                         server: Server = server, how: str = how, url: str = url
                     ) -> None:
                         back(server, how)
-                        with closing(SharedRegistry(SharedAddress.parse(url))) as reader:
+                        with closing(open_registry(url)) as reader:
                             versions = reader.list_versions(MODEL)
                             assert not any(version.damage for version in versions)
                             newest = versions[0]

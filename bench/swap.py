@@ -28,8 +28,8 @@ from bench.prompts import short_texts
 from bench.streams import FINISHED, Stream, StreamClient
 from bench.worker import MODEL_ID, worker_process
 from shared.ladder.folder import read_router_folder
-from shared.registry.base import Registry
 from shared.registry.factory import open_registry
+from shared.registry.registry import Registry
 
 ALIAS = "latest"
 PHASES = ("rest", "moves", "publications")

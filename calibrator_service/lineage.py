@@ -9,9 +9,10 @@ from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.spec import CalibrationSpec, ParentRouter
 from shared.errors import Corrupt, PreconditionFailed
 from shared.ladder.blob_names import STATISTICS_BLOB
-from shared.registry.base import PublishedVersion, Registry
+from shared.registry.base import PublishedVersion
 from shared.registry.contents import blob_digest, blob_size_bytes, hexadecimal_of
 from shared.registry.factory import open_registry
+from shared.registry.registry import Registry
 
 MAX_STATISTICS_BYTES = 1 << 30
 # A file is named by its digest.

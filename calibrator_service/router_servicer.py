@@ -18,8 +18,9 @@ from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
 from shared.errors import Corrupt, InvalidInput
 from shared.ladder.blob_names import served_blobs
-from shared.registry.base import AliasChange, PublishedVersion, Registry, RegistryEvent
-from shared.registry.version_reader import version_damaged_error
+from shared.registry.base import AliasChange, PublishedVersion, RegistryEvent
+from shared.registry.contents import version_damaged_error
+from shared.registry.registry import Registry
 from shared.rpc.callers import recorded_actor
 from shared.rpc.pages import named_page, page_token, read_numbered_page
 

@@ -29,8 +29,8 @@ from calibrator_service.text_files import find_text_file
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
 from shared.errors import Corrupt, InvalidInput, NotFound, PreconditionFailed
-from shared.registry.base import Registry
 from shared.registry.names import check_model_id, check_request_id, unique_aliases
+from shared.registry.registry import Registry
 from shared.rpc.callers import Role, require_role
 from shared.rpc.interceptors import annotate_call
 from shared.rpc.pages import MAX_PAGE_BYTES, page_token, read_numbered_page

@@ -33,8 +33,7 @@ from shared.metrics_server import serve_metrics
 from shared.model.loaded import LoadedModel
 from shared.model.runners import make_runner
 from shared.registry.blob_cache import BlobCache
-from shared.registry.factory import open_registry
-from shared.registry.shared import SharedRegistry
+from shared.registry.factory import folder_of, open_registry
 from shared.rpc.logs import configure_logging
 from shared.rpc.security import open_security
 from shared.rpc.security_metrics import SecurityCollector
@@ -76,8 +75,8 @@ async def serve(settings: WorkerSettings) -> int:
         registry.read_blob,
         max_bytes=settings.router_cache_mb << 20,
     )
-    # An embedded registry is on this disk already.
-    is_remote = isinstance(registry, SharedRegistry) and settings.router_cache_mb > 0
+    # A registry in a folder needs no cache of its blobs on disk.
+    is_remote = folder_of(settings.registry) is None and settings.router_cache_mb > 0
     pools = Pools()
     # Requests that wait for the registry leave at least half of the places to the others.
     max_waiting = min(MAX_WAITING, max(1, (settings.max_queue + settings.max_running) // 2))

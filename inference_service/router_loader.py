@@ -19,7 +19,8 @@ from shared.ladder.blob_names import served_blobs
 from shared.ladder.ladder import Ladder
 from shared.ladder.risk import PublishedRisk, Setting
 from shared.model.loaded import LoadedModel
-from shared.registry.base import PublishedVersion, Registry
+from shared.registry.base import PublishedVersion
+from shared.registry.registry import Registry
 
 # Pause after a background load has failed, times 0.5 to 1.5. A registry that does not answer may do so soon; a broken artefact
 # has to be replaced first.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import structlog
 
 from shared.errors import NeapError
-from shared.registry.base import Registry
+from shared.registry.registry import Registry
 
 # How long one read of the event stream waits. After an answer the next read follows at once, after an error it follows a pause, which
 # doubles with each further error.

@@ -26,8 +26,9 @@ from shared.errors import (
 )
 from shared.ladder.artefact import unpack_ladder
 from shared.model.loaded import LoadedModel
-from shared.registry.base import PublishedVersion, Registry
+from shared.registry.base import PublishedVersion
 from shared.registry.names import check_alias
+from shared.registry.registry import Registry
 from shared.registry.split import takes_canary
 
 __all__ = ["DEFAULT_ALIAS", "LoadedRouter", "RouterChoice", "RouterStore"]

@@ -90,8 +90,8 @@ class ServiceSettings(ProcessSettings, SecuritySettings):
     registry: str = Field(
         default="",
         repr=False,
-        description="Registry of routers: a folder, file:///PATH, or redis://HOST/0?objects=s3://BUCKET/PREFIX for several machines. Give a URL "
-        "with a password as a variable, because flags are visible in process lists. Unset: the folder registry below the data folder.",
+        description="Registry of routers: a folder, file:///PATH, or for several machines s3://BUCKET/PREFIX or "
+        "redis://HOST/0?objects=s3://BUCKET/PREFIX. Give a URL with a password as a variable, because flags are visible in process lists. Unset: the folder registry below the data folder.",
         json_schema_extra={"metavar": "URL"},
     )
     context_length: int | None = Field(
@@ -254,7 +254,7 @@ class WorkerSettings(ServiceSettings):
     router_cache_mb: int = Field(
         default=1024,
         ge=0,
-        description="MiB on disk, below the data folder, for routers fetched from a shared registry. 0 keeps none.",
+        description="MiB on disk, below the data folder, for routers fetched from a registry in a bucket. 0 keeps none.",
     )
     default_alias: Alias = Field(
         default="latest",

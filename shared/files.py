@@ -13,23 +13,18 @@ def write_atomically(
     path: Path,
     data: bytes,
     *,
-    part: Path | None = None,
     step: StepHook = lambda name: None,
-    drop_cached: bool = False,
 ) -> None:
     """Replace the contents of `path` with `data`. A reader sees either all of the old contents or all of the new.
 
-    The data is written to `part` and flushed to the device, `part` is renamed to `path`, and the folder is flushed. Once the
-    function has returned, the file survives a crash of the machine. `part` must be a name that nobody else uses, on the same file
-    system; None picks one beside `path`. The folders must exist. The file gets the mode of a new file, not that of the old file.
+    The data is written to a file beside `path` and flushed to the device, this file is renamed to `path`, and the folder is flushed.
+    Once the function has returned, the file survives a crash of the machine. The folder must exist. The file gets the mode of a new
+    file, not that of the old file. `step` is called with "write", "written", "synced" and "renamed".
 
-    `step` is called with "write", "written", "synced" and "renamed". `drop_cached` removes the file from the page cache, if the
-    system supports it, so that the next read goes to the device.
-
-    Raises `OSError`. After an error `part` is removed and `path` is unchanged, with one exception: if flushing the folder fails,
-    `path` has the new contents and may lose them in a crash. A process that is killed leaves `part` behind.
+    Raises `OSError`. After an error `path` is unchanged and nothing is beside it, with one exception: if flushing the folder fails,
+    `path` has the new contents and may lose them in a crash. A process that is killed leaves a file `*.part` behind.
     """
-    part = part or path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     with part.open("xb") as file:
         try:
             step("write")
@@ -37,8 +32,6 @@ def write_atomically(
             file.flush()
             step("written")
             os.fsync(file.fileno())
-            if drop_cached and hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             step("synced")
             part.rename(path)
         except BaseException:

@@ -6,7 +6,7 @@ processes may open the same file. Within a process all threads share one connect
 
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,7 @@ class Database:
     """A SQLite database at `path`, created if it does not exist.
 
     `schema` is executed once on a new file, whose `user_version` becomes `schema_version`. `migrations[n]` migrates a file from
-    version n to n + 1. `before_create` is called before a new file gets its schema, and may raise. With `check_pages` the whole
-    file is read once to check its integrity.
+    version n to n + 1.
 
     Raises PreconditionFailed (reason SCHEMA_TOO_NEW, FOREIGN_DATABASE), Corrupt, Exhausted, Unavailable (DATABASE_BUSY, LOCKED,
     DATABASE_REPLACED: the file was removed or replaced since it was opened).
@@ -60,12 +59,9 @@ class Database:
         schema_version: int,
         application_id: int,
         migrations: Mapping[int, str] | None = None,
-        before_create: Callable[[], None] = lambda: None,
-        check_pages: bool = False,
     ) -> None:
         self.path = path
         self._lock = threading.RLock()
-        self._before_create = before_create
         # A lock file, because two processes may create the same file at once and switching to WAL ignores the busy timeout.
         with file_lock(path.with_name(path.name + ".lock")):
             with self._errors():
@@ -75,20 +71,9 @@ class Database:
                 self._connection.row_factory = sqlite3.Row
             try:
                 self._prepare(schema, schema_version, application_id, migrations or {})
-                if check_pages:
-                    self._check_pages()
             except BaseException:
                 self._connection.close()
                 raise
-
-    def _check_pages(self) -> None:
-        with self._errors():
-            found = self._pragma("quick_check(1)")
-        if found != "ok":
-            raise Corrupt(
-                f"{self.path.name} is not an intact SQLite database",
-                metadata={"file": self.path.name, "sqlite_error": str(found)[:200]},
-            )
 
     def _check_file(self) -> None:
         # SQLite continues to use a file that was removed or replaced, so what it writes there would be lost.
@@ -122,8 +107,6 @@ class Database:
                 reason="SCHEMA_TOO_NEW",
                 metadata={"found": str(found_version), "supported": str(schema_version)},
             )
-        if not tables:
-            self._before_create()
         with self._errors():
             self._pragma("journal_mode = WAL")
             self._pragma("synchronous = FULL")

@@ -5,7 +5,7 @@ docs/reliability.md lists the resulting bound for each call.
 
 # Waiting for another process that writes to the same SQLite file.
 DATABASE_BUSY_S = 30.0
-# Waiting for a file lock of another process, which sweeps, publishes, opens or rebuilds the same folder.
+# Waiting for a file lock of another process, which sweeps or publishes into the same folder.
 FILE_LOCK_S = 30.0
 
 # Connecting to Redis, and waiting for an answer. A command is sent at most twice, the second time over a new connection.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared.registry.factory import open_registry
-from shared.registry.shared import SharedRegistry
+from shared.registry.registry import Registry
 from tests.servers import S3_ENVIRONMENT, RedisCluster, RedisServer, S3Server, redis_programs
 
 # "cluster" is a Valkey, too. The dev extra brings them.
@@ -68,6 +68,11 @@ def own_s3(tmp_path: Path, s3: S3Server) -> Iterator[S3Server]:
         server.kill()
 
 
+def bucket_url(s3: S3Server) -> str:
+    """Of a new registry without Redis."""
+    return f"s3://neap/{uuid.uuid4().hex}?endpoint={s3.endpoint}"
+
+
 def shared_url(server: RedisServer, s3: S3Server, prefix: str = "") -> str:
     """Of a new registry, unless `prefix` names one."""
     scheme = "redis+cluster" if isinstance(server, RedisCluster) else "redis"
@@ -75,9 +80,21 @@ def shared_url(server: RedisServer, s3: S3Server, prefix: str = "") -> str:
     return f"{scheme}://127.0.0.1:{server.port}?objects={objects}&endpoint={s3.endpoint}"
 
 
+def new_place(kind: str, request: pytest.FixtureRequest) -> str:
+    """The path or URL of a new registry: "folder", "bucket", or one of SERVERS for a bucket with an index in it."""
+    if kind == "folder":
+        return str(request.getfixturevalue("tmp_path") / "registry")
+    s3 = request.getfixturevalue("s3")
+    if kind == "bucket":
+        return bucket_url(s3)
+    server = request.getfixturevalue("start_redis")(kind)
+    with server.client() as client:
+        client.flushall()
+    return shared_url(server, s3)
+
+
 @contextmanager
-def shared_registry(url: str) -> Iterator[SharedRegistry]:
+def shared_registry(url: str) -> Iterator[Registry]:
     """Opened by its URL, as the services do."""
     with closing(open_registry(url)) as registry:
-        assert isinstance(registry, SharedRegistry)
         yield registry

@@ -88,7 +88,8 @@ RegistryUrl = Annotated[
     typer.Option(
         "--registry",
         metavar="URL",
-        help="Registry of the services: a folder or a redis:// URL. Default: NEAP_REGISTRY, or a folder under --data-dir.",
+        help="Registry of the services: a folder, or an s3:// or redis:// URL. Default: NEAP_REGISTRY, which is the better "
+        "place for a URL with a password, or a folder under --data-dir.",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""`neap routers export` and `import`: routers as files. Both open the registry directly, as `rebuild-index` does."""
+"""`neap routers export` and `import`: routers as files. Both open the registry directly, as `sweep` and `rebuild-index` do."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -13,7 +13,8 @@ from shared.config import ServiceSettings, make_settings
 from shared.errors import AlreadyExists, Corrupt
 
 if TYPE_CHECKING:
-    from shared.registry.base import PublishedVersion, Registry
+    from shared.registry.base import PublishedVersion
+    from shared.registry.registry import Registry
 
 DataDir = Annotated[
     Path | None,

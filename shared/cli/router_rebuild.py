@@ -1,11 +1,11 @@
-"""`neap routers rebuild-index`: rebuilds a registry's index from its journal, in Redis or in a folder's index.db."""
+"""`neap routers rebuild-index`: rebuilds a registry's index in Redis from its journal."""
 
 from typing import Annotated
 
 import typer
 
-from shared.cli.console import exit_on_error, print_line
-from shared.cli.shared_registry import RegistryUrl, rebuilt
+from shared.cli.console import RegistryUrl, exit_on_error, print_line
+from shared.cli.router_files import opened_registry
 
 
 @exit_on_error
@@ -15,18 +15,18 @@ def rebuild_index(
         list[str] | None,
         typer.Option(
             "--model",
-            help="Rebuild only this model. May be given several times; not allowed for a folder. "
-            "Default: all models.",
+            help="Rebuild only this model. May be given several times. Default: all models.",
         ),
     ] = None,
 ) -> None:
-    """Rebuild versions, aliases and their history from the registry's journal.
+    """Rebuild versions, aliases and their history in Redis from the registry's journal.
 
-    The command may be repeated and may run while the services run. Exception: if a folder's index.db is missing or cannot be
-    read, stop the services first.
+    The command may be repeated and may run while the services run. Registries without Redis have no index to rebuild.
     """
-    for model_id, state in rebuilt(registry, model or ()):
-        print_line(
-            f"{model_id}: {state.num_versions} versions, {len(state.aliases)} aliases,"
-            f" {state.num_events} events"
-        )
+    with opened_registry(registry, None) as opened:
+        for model_id in model or opened.models():
+            state = opened.rebuild(model_id)
+            print_line(
+                f"{model_id}: {state.num_versions} versions, {len(state.aliases)} aliases,"
+                f" {state.num_events} events"
+            )

@@ -1,11 +1,11 @@
-"""`neap routers sweep`: removes objects of unfinished publications from the bucket of a shared registry."""
+"""`neap routers sweep`: removes objects of unfinished publications from a registry."""
 
 from typing import Annotated
 
 import typer
 
-from shared.cli.console import exit_on_error, out
-from shared.cli.shared_registry import RegistryUrl, open_shared_registry
+from shared.cli.console import RegistryUrl, exit_on_error, out
+from shared.cli.router_files import opened_registry
 
 
 @exit_on_error
@@ -17,11 +17,11 @@ def sweep(
     ] = 24.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, only count.")] = False,
 ) -> None:
-    """Remove objects that no publication refers to from the bucket of a shared registry.
+    """Remove objects that no publication refers to from a registry's bucket or folder.
 
-    The command may run while the services run. Publications wait until it ends, which can take minutes.
+    The command may run while the services run. Publications wait until it ends, which can take minutes for a bucket.
     """
-    with open_shared_registry(registry, "removes unreferenced files by itself") as opened:
+    with opened_registry(registry, None) as opened:
         done = opened.sweep(grace_s=grace_hours * 3600, is_rehearsal=dry_run)
     out.print(
         f"{done.num_in_use} objects in use, {done.num_removed} unused ({done.num_removed_bytes} bytes)"

@@ -6,9 +6,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from shared.doctor.finding import Finding
-from shared.registry.address import SharedAddress
-from shared.registry.base import Registry
+from shared.registry.address import RegistryAddress
 from shared.registry.factory import folder_of, open_registry
+from shared.registry.registry import Registry
 
 
 def registry(url: str, model_ids: Sequence[str]) -> Finding:
@@ -22,7 +22,7 @@ def registry(url: str, model_ids: Sequence[str]) -> Finding:
     with closing(open_registry(url)) as opened:
         newest = {model_id: _newest(opened, model_id) for model_id in model_ids}
         opened.check_writable()
-    where = str(folder) if folder is not None else _described(SharedAddress.parse(url))
+    where = str(folder) if folder is not None else _described(RegistryAddress.parse(url))
     found = [
         f"{model_id} has {f'version {number}' if number else 'no router yet'}"
         for model_id, number in newest.items()
@@ -44,6 +44,7 @@ def _newest(opened: Registry, model_id: str) -> int | None:
     return listed[0].version if listed else None
 
 
-def _described(address: SharedAddress) -> str:
+def _described(address: RegistryAddress) -> str:
     # Without the URL of Redis, which may contain a password.
-    return f"Redis with s3://{address.bucket}/{address.prefix}".rstrip("/")
+    index = "Redis with " if address.redis_url else ""
+    return f"{index}s3://{address.bucket}/{address.prefix}".rstrip("/")

@@ -1,5 +1,6 @@
-"""Parses the URL of a shared registry, which names its Redis and its bucket.
+"""Parses the URL of a registry in a bucket, with or without an index in Redis.
 
+    s3://bucket[/prefix][?endpoint=URL][&region=NAME]
     redis://[user:password@]host[:6379][/database]?objects=s3://bucket[/prefix][&endpoint=URL][&region=NAME]
 
 `rediss://` uses TLS (`&ssl_ca_certs=FILE` names a private authority). `redis+cluster://` and `rediss+cluster://` are a cluster,
@@ -13,39 +14,49 @@ from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 from shared.errors import InvalidInput
 
-SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
-_OPTIONS = ("objects", "endpoint", "region", "ssl_ca_certs")
-_EXAMPLE = "redis://host:6379/0?objects=s3://bucket/prefix"
+BUCKET_SCHEME = "s3"
+REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
+_BUCKET_OPTIONS = ("endpoint", "region")
+_REDIS_OPTIONS = ("objects", *_BUCKET_OPTIONS, "ssl_ca_certs")
+_EXAMPLES = "s3://bucket/prefix, redis://host:6379/0?objects=s3://bucket/prefix"
 
 
 @dataclass(frozen=True)
-class SharedAddress:
-    """A parsed URL. `redis_url` may contain a password, so it is left out of repr, logs and errors. `prefix` has no outer slashes."""
+class RegistryAddress:
+    """A parsed URL. `prefix` has no outer slashes.
 
-    redis_url: str = field(repr=False)
-    is_cluster: bool
+    `redis_url`, "" without Redis, may contain a password, so it is left out of repr, logs and errors.
+    """
+
     bucket: str
     prefix: str = ""
+    redis_url: str = field(default="", repr=False)
+    is_cluster: bool = False
     endpoint: str | None = None
     region: str | None = None
     ssl_ca_certs: str | None = None
 
     @classmethod
-    def parse(cls, url: str) -> "SharedAddress":
+    def parse(cls, url: str) -> "RegistryAddress":
         """Parse a URL. Raises InvalidInput (BAD_REGISTRY), whose message repeats no part of the URL that may be secret."""
         try:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port
         except ValueError as error:
             raise _bad("host or port cannot be read") from error
-        if parts.scheme not in SCHEMES:
-            raise _bad(f"the scheme must be one of {', '.join(SCHEMES)}")
+        if parts.scheme == BUCKET_SCHEME:
+            options = _options(parts.query, _BUCKET_OPTIONS)
+            _check_endpoint(options.get("endpoint"))
+            bucket, prefix = _bucket(urlunsplit(parts._replace(query="")))
+            return cls(bucket, prefix, "", False, **options)
+        if parts.scheme not in REDIS_SCHEMES:
+            raise _bad(f"the scheme must be one of {', '.join((BUCKET_SCHEME, *REDIS_SCHEMES))}")
         if not host:
             raise _bad("it has no host")
         if parts.fragment:
             # Happens if a password contains '#' that is not percent-encoded.
             raise _bad("it has a fragment; percent-encode '#', '?', '/' and '@' in passwords")
-        options = _options(parts.query)
+        options = _options(parts.query, _REDIS_OPTIONS)
         transport, _, kind = parts.scheme.partition("+")
         database = parts.path.strip("/")
         if database and not (database.isascii() and database.isdigit()):
@@ -57,23 +68,23 @@ class SharedAddress:
         bucket, prefix = _bucket(options.pop("objects", ""))
         _check_endpoint(options.get("endpoint"))
         return cls(
-            redis_url=urlunsplit((transport, parts.netloc, f"/{database or 0}", "", "")),
-            is_cluster=bool(kind),
-            bucket=bucket,
-            prefix=prefix,
+            bucket,
+            prefix,
+            urlunsplit((transport, parts.netloc, f"/{database or 0}", "", "")),
+            bool(kind),
             **options,
         )
 
 
-def _options(query: str) -> dict[str, str]:
+def _options(query: str, known: tuple[str, ...]) -> dict[str, str]:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
         raise _bad("the options after '?' must be name=value, separated by '&'") from error
     options = dict(pairs)
-    unknown = sorted(set(options) - set(_OPTIONS))
+    unknown = sorted(set(options) - set(known))
     if unknown or len(options) != len(pairs):
-        raise _bad(f"the options are {', '.join(_OPTIONS)}, each at most once")
+        raise _bad(f"the options are {', '.join(known)}, each at most once")
     empty = sorted(name for name, value in options.items() if not value)
     if empty:
         raise _bad(f"{empty[0]} is empty")
@@ -83,7 +94,7 @@ def _options(query: str) -> dict[str, str]:
 def _bucket(text: str) -> tuple[str, str]:
     parts = urlsplit(text)
     if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
-        raise _bad("objects=s3://bucket/prefix is missing or does not have this form")
+        raise _bad("s3://bucket/prefix is missing or does not have this form")
     if "@" in parts.netloc or ":" in parts.netloc:
         raise _bad(
             "give the credentials of the bucket in AWS_* variables and its address in endpoint="
@@ -111,5 +122,5 @@ def _check_endpoint(endpoint: str | None) -> None:
 
 def _bad(what: str) -> InvalidInput:
     return InvalidInput(
-        f"the registry's URL is invalid: {what} (example: {_EXAMPLE})", reason="BAD_REGISTRY"
+        f"the registry's URL is invalid: {what} (examples: {_EXAMPLES})", reason="BAD_REGISTRY"
     )

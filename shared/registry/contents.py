@@ -186,3 +186,13 @@ def no_earlier_version_error(model_id: str, alias: str, version: int) -> Precond
         f"alias {alias!r} of {model_id!r} has named only version {version}, so it has no previous version",
         reason="NO_EARLIER_VERSION",
     )
+
+
+def version_damaged_error(model_id: str, version: int, error: Corrupt) -> Corrupt:
+    """The error for naming a damaged `version`. `error` is the error of reading it."""
+    return Corrupt(
+        f"version {version} of {model_id!r} is damaged, so no alias may name it: {error.message}."
+        " Name another version, or publish the same contents again",
+        reason="VERSION_DAMAGED",
+        metadata={**error.metadata, "model_id": model_id, "version": str(version)},
+    )

@@ -1,5 +1,6 @@
-"""Keeps the Redis index of a shared registry up to date with the journal and answers queries from it."""
+"""Keeps an index up to date with the journal and answers queries from it."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -8,11 +9,10 @@ from typing import TypeVar
 import structlog
 
 from shared.errors import Corrupt, NotFound, Unavailable
-from shared.registry.base import AliasChange
-from shared.registry.blobs import StepHook
+from shared.files import StepHook
+from shared.registry.index import ANYWHERE, Index, IndexDamaged
 from shared.registry.journal import Entry, Journal, VersionRecord
-from shared.registry.redis import IndexDamaged, RedisIndex
-from shared.registry.state import ModelState, advance
+from shared.registry.state import Event, ModelState, advance
 from shared.timeouts import COMMIT_S
 
 T = TypeVar("T")
@@ -25,38 +25,39 @@ def elapsed_s() -> float:
 
 
 class IndexKeeper:
-    """At most once every `freshness_s` seconds per model, the journal is checked for records that the index lacks.
+    """At most once every `index.freshness_s` seconds per model, queries check the journal for records that the index lacks.
 
-    Records can be missing because their writer died or because Redis lost data. An unreadable index is rebuilt from the journal,
-    once per query.
+    Records can be missing because another process wrote them, because their writer died or because Redis lost data. An unreadable
+    index is rebuilt from the journal, once per query.
 
     Methods raise Unavailable, Exhausted (REDIS_FULL), Corrupt (the journal is needed and damaged), PreconditionFailed.
     """
 
-    def __init__(
-        self, index: RedisIndex, journal: Journal, *, freshness_s: float, step: StepHook
-    ) -> None:
+    def __init__(self, index: Index, journal: Journal, *, step: StepHook) -> None:
         self._index = index
         self._journal = journal
-        self._freshness_s = freshness_s
         self._step = step
         self._looked_at_s: dict[str, float] = {}
 
-    def state(self, model_id: str) -> ModelState:
-        """Return the state in the index. Checks the journal first if the index is empty or was not compared for `freshness_s`."""
+    def state(self, model_id: str, *, is_fresh: bool = False) -> ModelState:
+        """Return the model's state. With `is_fresh`, as writers need it, it has all records that exist when it is called."""
         state = self._known(model_id)
-        now_s = time.monotonic()
+        now_s, looked_at_s = time.monotonic(), self._looked_at_s.get(model_id)
+        may_be_lost = state.applied == 0 and self._index.may_forget
+        is_due = looked_at_s is None or now_s - looked_at_s >= self._index.freshness_s
+        if not (is_fresh or may_be_lost or is_due):
+            return state
         if state.applied:
-            if now_s - self._looked_at_s.get(model_id, -1e9) < self._freshness_s:
-                return state
-            # Noted before the check, so that only one call waits while the object store hangs.
+            # Noted before the look, so that only one call waits while the store hangs.
             self._looked_at_s[model_id] = now_s
         try:
-            if state.applied == 0 or self._journal.has(model_id, state.applied + 1):
-                return self._catch_up(model_id, state)
+            if state.applied == 0 or self._is_behind(model_id, state.applied, is_fresh=is_fresh):
+                state = self._catch_up(model_id, state)
+            self._looked_at_s[model_id] = now_s
         except (Corrupt, Unavailable) as error:
-            if state.applied == 0:
-                raise  # the index may have been lost, so an empty answer could be wrong
+            # An empty answer could be wrong.
+            if is_fresh or state.applied == 0:
+                raise
             log.error(
                 "the index was not brought up to the journal",
                 model_id=model_id,
@@ -67,16 +68,32 @@ class IndexKeeper:
     def _known(self, model_id: str) -> ModelState:
         return self._ask(model_id, lambda: self._index.state(model_id))
 
+    def _is_behind(self, model_id: str, applied: int, *, is_fresh: bool) -> bool:
+        if is_fresh and not self._journal.has(model_id, applied):
+            # A writer that went on would leave a gap.
+            raise Corrupt(
+                f"the journal of {model_id!r} has lost record {applied}, which this process has read (was the store restored from"
+                " a backup?); restore the record, or go on without it: restart all services, and with Redis run"
+                " `neap routers rebuild-index`",
+                reason="JOURNAL_INCOMPLETE",
+                metadata={"model_id": model_id},
+            )
+        return self._journal.has(model_id, applied + 1)
+
     def _catch_up(self, model_id: str, state: ModelState) -> ModelState:
-        entries = self._journal.after(model_id, state.applied)
-        if not entries:
-            return state
-        self._index.advance(model_id, advance(state, entries))
-        log.info("journal records applied", model_id=model_id, records=len(entries))
-        try:
-            return self._index.state(model_id)
-        except IndexDamaged as error:
-            raise _damaged_again_error(model_id) from error
+        while entries := self._journal.after(model_id, state.applied):
+            step = advance(state, entries)
+            now_at = self._index.advance(model_id, step)
+            if self._index.may_forget:  # for the others this is how they learn of anything
+                log.info("journal records applied", model_id=model_id, records=len(entries))
+            try:
+                state = self._index.state(model_id)
+            except IndexDamaged as error:
+                raise _damaged_again_error(model_id) from error
+            if now_at >= step.state.applied:
+                break
+            # Somebody else has applied fewer records at the same time.
+        return state
 
     def _ask(self, model_id: str, question: Callable[[], T]) -> T:
         try:
@@ -96,32 +113,36 @@ class IndexKeeper:
     def version_of_request(self, model_id: str, request_id: str) -> int | None:
         return self._ask(model_id, lambda: self._index.version_of_request(model_id, request_id))
 
-    def events(self, model_id: str, after: int) -> list[tuple[int, int | AliasChange | None]]:
-        """See `RedisIndex.events`."""
+    def events(self, model_id: str, after: int) -> list[Event]:
+        """Return the next page of events."""
         return self._ask(model_id, lambda: self._index.events(model_id, after))
 
     def wait(self, model_id: str, after: int, timeout_s: float) -> None:
-        """Wait until there is an event after `after`, for at most `timeout_s` and at most a second."""
+        """See `Index.wait`."""
         with suppress(IndexDamaged):  # the next page of events restores it
             self._index.wait(model_id, after, timeout_s)
+
+    def sync(self, model_id: str) -> None:
+        """See `Journal.sync`."""
+        self._journal.sync(model_id)
 
     def commit(
         self,
         model_id: str,
         propose: Callable[[ModelState], Entry | T],
-        give_up_at: float | None = None,
+        give_up_at: float = math.inf,
     ) -> Entry | T:
         """Call `propose` with the newest state, record the Entry it returns and add it to the index.
 
         If `propose` returns anything but an Entry, nothing is recorded and the value is returned. Nothing is recorded after
         `give_up_at` (of `elapsed_s`), unless the process stands still just then.
         """
-        if give_up_at is None:
-            give_up_at = elapsed_s() + COMMIT_S
-        state = self.state(model_id)
+        give_up_at = min(give_up_at, elapsed_s() + COMMIT_S)
+        state = self.state(model_id, is_fresh=True)
         while elapsed_s() < give_up_at:
             proposed = propose(state)
             if not isinstance(proposed, Entry):
+                self.sync(model_id)
                 return proposed
             self._step("journal:begin")
             if elapsed_s() >= give_up_at:
@@ -131,11 +152,11 @@ class IndexKeeper:
                 now_at = self._index.advance(model_id, advance(state, [proposed]))
                 if now_at < proposed.sequence:
                     # Redis has lost data since `state` was read.
-                    self._catch_up(model_id, self._known(model_id))
+                    self.state(model_id, is_fresh=True)
                 self._step("index:advanced")
                 return proposed
             # Another writer has taken this number: apply its record and propose again.
-            state = self._catch_up(model_id, self._known(model_id))
+            state = self.state(model_id, is_fresh=True)
         raise _busy_error(model_id)
 
     def models(self) -> list[str]:
@@ -160,7 +181,7 @@ class IndexKeeper:
     def _replace(self, model_id: str) -> ModelState:
         """Replace the model's part of the index by the state from the journal, in one atomic step."""
         step = advance(ModelState(), self._journal.after(model_id, 0))
-        self._index.replace(model_id, step)
+        self._index.advance(model_id, step, replace_at=ANYWHERE)
         # Other writers may have advanced the index between the two lines above. Their records are in the journal.
         return self._catch_up(model_id, step.state)
 

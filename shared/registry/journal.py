@@ -1,26 +1,27 @@
 """A model's journal: an append-only sequence of immutable records, one object each. The index is derived from it.
 
-Records are numbered from 1 without gaps. In a bucket, the object store lets only one writer create a number, so the journal orders
-all publications and changes of a model. A change is final once its record exists, whatever happens to its writer or the index. In a
-folder, SQLite orders the changes, and the journal records those that were committed (`shared.registry.local_journal`).
+Records are numbered from 1 without gaps. The store lets only one writer create a number, so the journal orders all publications and
+changes of a model. A change is final once its record exists, whatever happens to its writer or the index.
 """
 
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 from shared.errors import Corrupt, PreconditionFailed
 from shared.registry.base import AliasChange, Canary
 from shared.registry.sealed import open_sealed, seal
+from shared.registry.store import Store
 
 # Records with a canary have schema 2. All others keep schema 1, which older builds can read.
 _ENTRY_SCHEMA = 2
-_MAX_PARALLEL_READS = 16
+_NAME = re.compile(r"[0-9]{20}\.json")
 
 log = structlog.get_logger("neap.registry")
 
@@ -41,7 +42,8 @@ class VersionRecord:
 class Entry:
     """Record `sequence` of a model: a publication with the aliases it moved, or an alias change.
 
-    `event` is the number of the event in backends that count events over all models. Such a backend writes one record per event.
+    `event` is the number of its event if an older neap wrote it into a folder. That one counted events over all models and wrote one
+    record per event.
     """
 
     model_id: str
@@ -52,27 +54,9 @@ class Entry:
     event: int | None = None
 
 
-class RecordStore(Protocol):
-    """A store of records under paths with '/': a bucket (`ObjectStore`) or a folder (`FolderRecords`)."""
-
-    def create(self, path: str, data: bytes) -> bool:
-        """Create a record. Returns False if it already exists."""
-
-    def replace(self, path: str, data: bytes) -> None: ...
-
-    def get(self, path: str) -> bytes | None: ...
-
-    def exists(self, path: str) -> bool: ...
-
-    def names(self, folder: str, *, after: str = "") -> list[str]:
-        """List names in order, beginning after `after`."""
-
-    def folders(self, folder: str) -> list[str]: ...
-
-
 class Journal:
-    def __init__(self, objects: RecordStore) -> None:
-        self._objects = objects
+    def __init__(self, store: Store) -> None:
+        self._store = store
 
     def append(self, entry: Entry) -> bool:
         """Write a record. Returns False if another writer has taken its number.
@@ -80,47 +64,46 @@ class Journal:
         Raises Unavailable, after which the record may exist nevertheless.
         """
         path = _path(entry.model_id, entry.sequence)
-        if self._objects.create(path, _encode(entry)):
+        if self._store.create(path, _encode(entry)):
             return True
         # An earlier attempt may have succeeded although its answer was lost.
         return self.read(entry.model_id, entry.sequence).entry_id == entry.entry_id
 
-    def restore(self, entry: Entry) -> None:
-        """Replace a damaged or missing record. Only for callers that know its contents for certain."""
-        self._objects.replace(_path(entry.model_id, entry.sequence), _encode(entry))
-
-    def sequences(self, model_id: str) -> list[int]:
-        """List the numbers of the existing records in order."""
-        return [int(name.partition(".")[0]) for name in self._objects.names(_folder(model_id))]
-
     def has(self, model_id: str, sequence: int) -> bool:
-        return self._objects.exists(_path(model_id, sequence))
+        return self._store.exists(_path(model_id, sequence))
+
+    def restore(self, entry: Entry) -> None:
+        """Write a record that is damaged or missing. Only for callers that know its contents for certain."""
+        self._store.replace(_path(entry.model_id, entry.sequence), _encode(entry))
+
+    def sync(self, model_id: str) -> None:
+        """Make the records that exist survive a power cut, because their writers may not have come so far."""
+        self._store.sync(_path(model_id, 1))
 
     def after(self, model_id: str, sequence: int) -> list[Entry]:
         """Return all records after `sequence`. Raises Corrupt, also if a record in between is missing."""
-        names = self._objects.names(_folder(model_id), after=_name(sequence))
-        wanted = [_name(number) for number in range(sequence + 1, sequence + 1 + len(names))]
-        if names != wanted:
-            missing = sorted(set(wanted) - set(names))
+        names = self._store.names(_folder(model_id), after=_name(sequence))
+        numbers = [int(name.partition(".")[0]) for name in names if _NAME.fullmatch(name)]
+        wanted = range(sequence + 1, sequence + 1 + len(numbers))
+        if missing := sorted(set(wanted) - set(numbers)):
             raise Corrupt(
-                f"the journal of {model_id!r} lacks {missing[0]}, although later records exist",
+                f"the journal of {model_id!r} lacks {_name(missing[0])}, although later records exist",
                 reason="JOURNAL_INCOMPLETE",
                 metadata={"model_id": model_id},
             )
-        numbers = range(sequence + 1, sequence + 1 + len(names))
-        if len(numbers) < 2:
+        if min(self._store.max_parallel_reads, len(numbers)) < 2:
             return [self.read(model_id, number) for number in numbers]
-        with ThreadPoolExecutor(_MAX_PARALLEL_READS) as pool:
+        with ThreadPoolExecutor(self._store.max_parallel_reads) as pool:
             return list(pool.map(lambda number: self.read(model_id, number), numbers))
 
     def models(self) -> list[str]:
         """List all models that have a journal."""
-        return [name.replace("!", "/") for name in self._objects.folders("models")]
+        return [name.replace("!", "/") for name in self._store.folders("models")]
 
     def read(self, model_id: str, sequence: int) -> Entry:
         """Return a record. Raises Corrupt, also if it is missing."""
         path = _path(model_id, sequence)
-        record = open_sealed(self._objects.get(path) or b"", path)
+        record = open_sealed(self._store.get(path) or b"", path)
         entry = _decode(record)
         if (entry.model_id, entry.sequence) != (model_id, sequence):
             raise Corrupt(f"the stored record {path} belongs to another path")

@@ -10,10 +10,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from shared.errors import Conflict, Unavailable
-from shared.registry.object_store import ObjectStore
 from shared.registry.sealed import open_sealed, seal
+from shared.timeouts import COMMIT_S
+
+if TYPE_CHECKING:
+    from shared.registry.bucket_store import BucketStore
 
 PATH = "sweep.json"
 RENEW_S = 5.0
@@ -23,9 +27,12 @@ TRUST_S, DEAD_S = 45.0, 60.0
 
 
 class LeaseWatch:
-    """Tells publishers whether a sweep is running. Not thread-safe."""
+    """A `SweepWatch`. Not thread-safe."""
 
-    def __init__(self, objects: ObjectStore, *, dead_s: float = DEAD_S) -> None:
+    # A sweep that takes its lease after the look waits for longer than this before it reads the journals.
+    safe_s = COMMIT_S
+
+    def __init__(self, objects: "BucketStore", *, dead_s: float = DEAD_S) -> None:
         self._objects = objects
         self._dead_s = dead_s
         self._seen: tuple[bytes, float] | None = None
@@ -43,14 +50,12 @@ class LeaseWatch:
 
 
 class Lease:
-    """The lease of its holder, valid inside the block of `held`.
+    """The `SweepLease` of its holder, valid inside the block of `held`.
 
     `ends_at_s`: when it ends unless it is renewed, in Unix seconds by the store's clock. None before it is taken.
     """
 
-    path = PATH
-
-    def __init__(self, objects: ObjectStore) -> None:
+    def __init__(self, objects: "BucketStore") -> None:
         self._objects = objects
         self._id = uuid.uuid4().hex
         self._beat = 0
@@ -92,6 +97,9 @@ class Lease:
             self.renew()
             time.sleep(min(left_s, RENEW_S))
         self.renew()
+
+    def now_s(self) -> float:
+        return self._objects.last_modified_s(PATH)
 
     @contextmanager
     def held(self, *, dead_s: float = DEAD_S) -> Iterator["Lease"]:

@@ -11,7 +11,7 @@ from inference_service.evaluate.sides import neap
 from shared.engine.engine import Engine
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import wrap_model
-from shared.registry.local import LocalRegistry
+from shared.registry.factory import open_registry
 from tests.worker import build_ladder, build_model, build_tokenizer, serving
 
 
@@ -56,7 +56,7 @@ def test_streams_of_a_base_model_go_as_plain_text(tmp_path, capsys):
             later = await client.run(chat("hello", "full", 2), Stream(0.0))
             return refused, later
 
-    registry = LocalRegistry(tmp_path)
+    registry = open_registry(str(tmp_path))
     with Engine(base_model()) as engine, serving(engine, registry) as worker:
         refused, later = asyncio.run(run(worker.target))
     registry.close()

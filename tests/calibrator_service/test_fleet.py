@@ -15,7 +15,7 @@ from shared.engine.engine import Engine
 from shared.engine.request.request import GenerationRequest
 from shared.errors import Cancelled, PreconditionFailed
 from shared.model.loaded import LoadedModel, wrap_model
-from shared.registry.local import LocalRegistry
+from shared.registry.factory import open_registry
 from tests.worker import EOS, build_model, build_tokenizer, serving
 
 REQUESTS = [
@@ -47,7 +47,7 @@ def expected(loaded: LoadedModel) -> list[tuple[int, ...]]:
 
 @contextmanager
 def worker(tmp_path: Any) -> Iterator[Any]:
-    with Engine(model()) as engine, serving(engine, LocalRegistry(tmp_path)) as state:
+    with Engine(model()) as engine, serving(engine, open_registry(str(tmp_path))) as state:
         yield state
 
 

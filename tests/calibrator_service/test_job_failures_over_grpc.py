@@ -105,12 +105,12 @@ def test_a_product_that_cannot_be_published_waits_visibly_until_it_is_retried(st
         "import calibrator_service.publisher as p\n"
         "def refuse(*_):\n"
         "    p.publish = real\n"
-        "    raise PreconditionFailed('no index', reason='INDEX_MISSING')\n"
+        "    raise PreconditionFailed('a newer neap', reason='SCHEMA_TOO_NEW')\n"
         "real, p.publish = p.publish, refuse\n"
     )
     job = service.create()
     waiting = next(now for now in service.watch(job) if now.state == pb.STATE_WAITING)
-    assert (waiting.failure.reason, waiting.failure.message) == ("INDEX_MISSING", "no index")
+    assert (waiting.failure.reason, waiting.failure.message) == ("SCHEMA_TOO_NEW", "a newer neap")
     retry = service.calibrations.RetryCalibration
     asked = pb.RetryCalibrationRequest(calibration_id=job.calibration_id)
     assert retry(asked, timeout=60).calibration.state == pb.STATE_RUNNING

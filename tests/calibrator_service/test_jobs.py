@@ -89,12 +89,12 @@ def test_cancel_asks_about_a_product_that_may_be_published(store):
     job_id = started(store)
     store.finish(job_id, 1)
     assert publications.begin_publishing(job_id)
-    publications.record_attempt(job_id, "INDEX_MISSING", "no index", is_waiting=True)
+    publications.record_attempt(job_id, "SCHEMA_TOO_NEW", "a newer neap", is_waiting=True)
     assert store.get(job_id).state is JobState.WAITING
     now = store.cancel(job_id)
     assert (now.state, now.cancel_requested) == (JobState.PUBLISHING, True)
     assert not publications.begin_publishing(job_id)
-    publications.record_attempt(job_id, "INDEX_MISSING", "no index", is_waiting=True)
+    publications.record_attempt(job_id, "SCHEMA_TOO_NEW", "a newer neap", is_waiting=True)
     assert store.get(job_id).state is JobState.PUBLISHING, "it must be found out by itself"
     assert publications.end_publishing(job_id, None).state is JobState.CANCELLED
     assert publications.lose_product(job_id).state is JobState.CANCELLED, "an end is final"

@@ -15,7 +15,8 @@ from calibrator_service.lineage import fetch_statistics, find_parent
 from shared.errors import Corrupt, NotFound, PreconditionFailed
 from shared.ladder.blob_names import LADDER_BLOB, STATISTICS_BLOB
 from shared.registry.base import PublishedVersion
-from shared.registry.local import LocalRegistry
+from shared.registry.factory import open_registry
+from shared.registry.registry import Registry
 from tests.calibrator_service.conftest import error_of
 from tests.registry_damage import content_path
 
@@ -23,13 +24,13 @@ SPEC = CalibrationSpec("tiny", max_tokens=10)
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Iterator[LocalRegistry]:
-    opened = LocalRegistry(tmp_path / "registry")
+def registry(tmp_path: Path) -> Iterator[Registry]:
+    opened = open_registry(str(tmp_path / "registry"))
     yield opened
     opened.close()
 
 
-def publish(registry: LocalRegistry, number: int, **blobs: bytes) -> PublishedVersion:
+def publish(registry: Registry, number: int, **blobs: bytes) -> PublishedVersion:
     named = {
         LADDER_BLOB: b"ladder",
         **{f"{name}.safetensors": data for name, data in blobs.items()},
@@ -99,7 +100,7 @@ def test_statistics_above_the_limit_are_not_read(registry, tmp_path, monkeypatch
 
 
 def statistics_of(service, version: int) -> bytes:
-    with closing(LocalRegistry(service.folder / "registry")) as registry:
+    with closing(open_registry(str(service.folder / "registry"))) as registry:
         return registry.read_blob(registry.get("tiny", version), STATISTICS_BLOB)
 
 
@@ -112,7 +113,7 @@ def test_a_job_keeps_the_version_that_its_alias_named(service):
     assert (parent.version, parent.alias, parent.share) == (1, "latest", 1.0)
     assert parent.manifest_digest == service.version(1).manifest_digest
     service.wait_for(waits, pb.PHASE_COLLECTING)
-    with closing(LocalRegistry(service.folder / "registry")) as registry:
+    with closing(open_registry(str(service.folder / "registry"))) as registry:
         publish(registry, 7, statistics=b"other sums")
     assert service.aliases() == {"latest": 2}
     assert service.create("wait-once", "two", **asked).calibration_id == waits.calibration_id

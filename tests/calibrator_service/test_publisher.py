@@ -156,7 +156,7 @@ def test_what_may_pass_is_repeated_by_itself(
     ("error", "reason"),
     [
         (InvalidInput("too large", reason="MANIFEST_TOO_LARGE"), "MANIFEST_TOO_LARGE"),
-        (PreconditionFailed("no index", reason="INDEX_MISSING"), "INDEX_MISSING"),
+        (PreconditionFailed("a newer neap", reason="SCHEMA_TOO_NEW"), "SCHEMA_TOO_NEW"),
         (AlreadyExists("other contents"), "ALREADY_EXISTS"),
         (RuntimeError("secret detail"), "INTERNAL"),
     ],
@@ -238,7 +238,10 @@ def test_cancel_removes_a_product_that_the_registry_does_not_have(
     Registry(monkeypatch, error)
     publisher = start()
     wait_until(lambda: store.get(job.calibration_id).failure_reason)
-    real, away = module.find_published, [PreconditionFailed("no index", reason="INDEX_MISSING")]
+    real, away = (
+        module.find_published,
+        [PreconditionFailed("a newer neap", reason="SCHEMA_TOO_NEW")],
+    )
 
     def find_published(*given: object) -> PublishedVersion | None:
         if away:
@@ -248,7 +251,7 @@ def test_cancel_removes_a_product_that_the_registry_does_not_have(
     monkeypatch.setattr(module, "find_published", find_published)
     store.cancel(job.calibration_id)
     publisher.hurry(job.calibration_id)
-    wait_for(store, job, JobState.PUBLISHING, "INDEX_MISSING")
+    wait_for(store, job, JobState.PUBLISHING, "SCHEMA_TOO_NEW")
     assert load_product(folder.work(job.calibration_id)) is not None
     away.clear()
     publisher.hurry(job.calibration_id)

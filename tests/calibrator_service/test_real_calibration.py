@@ -24,7 +24,7 @@ from shared.cli.main import app
 from shared.errors import Cancelled, InvalidInput, UnsupportedModel
 from shared.ladder.artefact import unpack_ladder
 from shared.ladder.blob_names import STATISTICS_BLOB
-from shared.registry.local import LocalRegistry
+from shared.registry.factory import open_registry
 from tests.calibrator_service.conftest import Service
 from tests.families import VOCABULARY_SIZE, build_family
 from tests.registry_damage import content_path
@@ -65,7 +65,7 @@ def test_killed_mid_job_resumes_and_publishes_a_ladder(start_service, model_fold
     assert end.num_resumes == 1
     phases = [now.phase for now in seen if now.state == pb.STATE_RUNNING]
     assert phases == sorted(phases)
-    registry = LocalRegistry(tmp_path / "registry")
+    registry = open_registry(str(tmp_path / "registry"))
     made = registry.resolve("tiny", "latest")
     assert made.manifest_digest == end.manifest_digest
     blobs = {name: registry.read_blob(made, name) for name in made.manifest["blobs"]}
@@ -125,7 +125,7 @@ def test_model_and_dataset_that_do_not_exist(start_service, model_folder, tmp_pa
         end = service.end_of(job, JOB_TIMEOUT_S)
         assert end.state == pb.STATE_FAILED
         assert end.failure.reason in reasons, end.failure
-    assert LocalRegistry(tmp_path / "registry").list_versions("tiny") == []
+    assert open_registry(str(tmp_path / "registry")).list_versions("tiny") == []
 
 
 def test_unsupported_model_rung_too_deep_and_cancellation(model_folder, tmp_path):
@@ -188,7 +188,7 @@ def test_a_child_through_grpc_has_the_sums_of_everything_at_once(
     child = calibrated("child", 2, parent=pb.ParentRouter(alias="latest"))
     both = calibrated("both", 1, 2)
     assert child.spec.parent.version == first.router_version
-    registry = LocalRegistry(tmp_path / "registry")
+    registry = open_registry(str(tmp_path / "registry"))
 
     def statistics(job: pb.Calibration) -> Statistics:
         made = registry.get("tiny", job.router_version)

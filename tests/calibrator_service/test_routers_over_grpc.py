@@ -11,7 +11,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from neap_client.router.v1 import router_pb2 as pb
 
 from shared.errors import Conflict, Corrupt, InvalidInput, NeapError, NotFound, PreconditionFailed
-from shared.registry.local import LocalRegistry
+from shared.registry.factory import open_registry
+from shared.registry.registry import Registry
 from tests.calibrator_service.conftest import Service, error_of
 from tests.manifests import real_manifest
 
@@ -26,20 +27,20 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 @pytest.fixture
-def registry(service: Service) -> Iterator[LocalRegistry]:
-    opened = LocalRegistry(service.folder / "registry")
+def registry(service: Service) -> Iterator[Registry]:
+    opened = open_registry(str(service.folder / "registry"))
     yield opened
     opened.close()
 
 
 @pytest.fixture
-def publish(registry: LocalRegistry, request: pytest.FixtureRequest) -> Callable[..., int]:
+def publish(registry: Registry, request: pytest.FixtureRequest) -> Callable[..., int]:
     """Publishes for a model named after the test, so that tests share a service but no versions."""
 
     def one(number: int = 0, **options: Any) -> int:
         return registry.publish(
             model(request),
-            {**MANIFEST, "number": number},
+            {**MANIFEST, "number": number, "of": model(request)},
             {"x": f"weights {number}".encode() * 100},
             request_id=f"{model(request)}-{number}",
             **options,

@@ -151,14 +151,13 @@ async def test_an_empty_registry_delays_nothing_and_the_first_publication_is_loa
 
 @pytest.mark.parametrize("damage", ["other model", "truncated"])
 async def test_a_router_that_cannot_be_loaded_does_not_stop_the_worker(
-    registry, store, loaded, publish, damage
+    store, loaded, publish, damage, tmp_path
 ):
     publish("good", "stable")
-    published = registry.registry.get(
-        "tiny", publish("bad", "latest", fingerprint="other" if damage == "other model" else "")
-    )
+    version = publish("bad", "latest", fingerprint="other" if damage == "other model" else "")
     if damage == "truncated":
-        path = registry.registry.root / content_path("manifests", published.manifest_digest)
+        published = open_registry(str(tmp_path / "registry")).get("tiny", version)
+        path = tmp_path / "registry" / content_path("manifests", published.manifest_digest)
         path.write_bytes(b"{")
     routers = store()
     with structlog.testing.capture_logs() as logs:

@@ -218,16 +218,17 @@ async def test_a_broken_canary_fails_no_request(
 
 
 async def test_a_loaded_router_is_served_although_its_artefact_is_damaged(
-    registry, loaded, publish, unpack
+    registry, loaded, publish, unpack, tmp_path
 ):
     digest = publish("first").manifest_digest
     store = RouterStore(registry, unpack=unpack)
     first = await store.select(loaded, RouterChoice())
-    (registry.root / content_path("manifests", digest)).unlink()
+    (tmp_path / "registry" / content_path("manifests", digest)).unlink()
     assert (await store.select(loaded, RouterChoice())) is first
     await store.refresh(loaded)
+    anew = open_registry(str(tmp_path / "registry"))
     with pytest.raises(Corrupt) as raised:
-        await RouterStore(registry, unpack=unpack).select(loaded, RouterChoice())
+        await RouterStore(anew, unpack=unpack).select(loaded, RouterChoice())
     assert raised.value.metadata["expected_digest"] == digest
     publish("second")
     await served(store, loaded, 2)

@@ -21,7 +21,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_the_new_contents_replace_the_old(path):
     assert path.read_bytes() == b"old"
-    write_atomically(path, b"new", drop_cached=True)
+    write_atomically(path, b"new")
     assert path.read_bytes() == b"new"
     assert list(path.parent.iterdir()) == [path]
 
@@ -68,15 +68,6 @@ def test_a_writer_that_is_killed_leaves_the_old_contents_or_the_new(path, failin
     assert path.read_bytes() == expected
     write_atomically(path, b"newer")  # leftovers of a killed writer do not block the next
     assert path.read_bytes() == b"newer"
-
-
-def test_another_writers_part_is_left_alone(path):
-    part = path.with_name("part")
-    part.write_bytes(b"somebody's")
-    with pytest.raises(FileExistsError):
-        write_atomically(path, b"new", part=part)
-    assert part.read_bytes() == b"somebody's"
-    assert path.read_bytes() == b"old"
 
 
 def test_a_missing_folder_is_not_created(tmp_path):

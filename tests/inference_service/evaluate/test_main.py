@@ -12,7 +12,7 @@ from inference_service.evaluate import __main__ as evaluate
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import load_model
-from shared.registry.local import LocalRegistry
+from shared.registry.factory import open_registry
 from tests.random_ladder import random_ladder
 from tests.worker import save_model
 
@@ -24,7 +24,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("site")
     source = save_model(folder / "model")
     ladder = random_ladder(load_model(source, model_id="tiny"), 0, agreement=0.9)
-    registry = LocalRegistry(folder / "registry")
+    registry = open_registry(str(folder / "registry"))
     registry.publish("tiny", *pack_ladder(ladder, {}), request_id="once")
     registry.close()
     prompts = folder / "prompts.jsonl"

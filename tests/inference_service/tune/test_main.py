@@ -9,7 +9,7 @@ import pytest
 from inference_service.tune.__main__ import main
 from shared.ladder.artefact import pack_ladder
 from shared.model.load import load_model
-from shared.registry.local import LocalRegistry
+from shared.registry.factory import open_registry
 from tests.random_ladder import random_ladder
 from tests.worker import save_model
 
@@ -30,7 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("site")
     source = save_model(folder / "model")
     ladder = random_ladder(load_model(source, model_id="tiny"), 0, agreement=0.9)
-    registry = LocalRegistry(folder / "registry")
+    registry = open_registry(str(folder / "registry"))
     registry.publish(
         "tiny", *pack_ladder(ladder, {"risk": RISK, "margin_risk": MARGIN_RISK}), request_id="once"
     )

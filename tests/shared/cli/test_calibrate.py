@@ -9,7 +9,7 @@ from neap_client.calibration.v1 import calibration_pb2 as pb
 from shared.cli.console import print_line
 from shared.cli.job_progress import figures_line
 from shared.errors import PermissionDenied
-from shared.registry.local import LocalRegistry
+from shared.registry.factory import open_registry
 
 SHIPPED = Path(__file__).parents[3] / "bench" / "router"
 
@@ -311,9 +311,9 @@ def test_a_parent_of_files_is_imported_and_named_by_its_digest(
     base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
     result = neap(*base, "--from", str(SHIPPED))
     assert result.exit_code == 0, result.output
-    made = LocalRegistry(tmp_path / "registry").get("tiny", 1)
+    made = open_registry(str(tmp_path / "registry")).get("tiny", 1)
     parent = pb.ParentRouter(version=1, manifest_digest=made.manifest_digest, share=1.0)
     assert service.calibration.spec.parent == parent
-    assert LocalRegistry(tmp_path / "registry").aliases("tiny") == {}
+    assert open_registry(str(tmp_path / "registry")).aliases("tiny") == {}
     result = neap(*base, "--from", str(tmp_path))
     assert (result.exit_code, "manifest.json is missing" in result.stderr) == (1, True)

@@ -78,11 +78,12 @@ def test_a_registry_that_does_not_exist_is_not_created(doctor, tmp_path):
 def test_a_registry_that_can_only_be_read_is_broken(doctor, tmp_path):
     folder = tmp_path / "data" / "registry"
     open_registry(str(folder)).close()
-    (folder / "staging").touch()  # publications make folders in there; this stops root, too
+    (folder / "parts").rmdir()
+    (folder / "parts").touch()  # files are written in there; this stops root, too
     result, findings = doctor()
     assert result.exit_code == 1
     assert "[STORAGE_UNAVAILABLE]" in findings["registry"]["detail"]
-    assert (folder / "staging").is_file()
+    assert (folder / "parts").is_file()
 
 
 def test_a_model_that_is_no_model_is_broken_for_a_reason(doctor, tmp_path):

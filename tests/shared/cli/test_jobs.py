@@ -41,13 +41,13 @@ def test_watch_ends_with_a_job_that_waits_for_somebody(service, neap, flags):
         },
         {
             "state": pb.STATE_WAITING,
-            "failure": pb.Failure(reason="INDEX_MISSING", message="no index"),
+            "failure": pb.Failure(reason="SCHEMA_TOO_NEW", message="a newer neap"),
         },
     ]
     service.calibration.may_end.clear()
     result = neap("jobs", "watch", "job-1", *flags, "--calibrator", service.address)
     assert result.exit_code == 1
-    assert "no index [INDEX_MISSING]" in result.stderr
+    assert "a newer neap [SCHEMA_TOO_NEW]" in result.stderr
     assert "`neap jobs retry job-1` tries again" in result.stderr
     if not flags:
         assert "not published yet: Redis does not answer [REDIS_UNAVAILABLE]" in result.stderr

@@ -16,7 +16,7 @@ from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.ladder.table_router import fit_table_router
-from shared.registry.local import LocalRegistry
+from shared.registry.factory import open_registry
 
 MODEL = ModelIdentity("tiny", "sha256:" + "0" * 64, "LlamaForCausalLM", 4, 16, 100)
 SHIPPED = Path(__file__).parents[3] / "bench" / "router"
@@ -38,7 +38,7 @@ def test_the_published_version_has_the_contents_of_the_files(neap, folder, tmp_p
     (folder / "README.md").write_text("made on a machine far away")
     result = neap("routers", "import", str(folder), "--data-dir", str(tmp_path))
     assert result.exit_code == 0, result.output
-    registry = LocalRegistry(tmp_path / "registry")
+    registry = open_registry(str(tmp_path / "registry"))
     made = registry.get("tiny", 1)
     assert result.stdout == f"published version 1 of tiny ({made.manifest_digest})\n"
     assert registry.aliases("tiny") == {}
@@ -49,7 +49,7 @@ def test_the_published_version_has_the_contents_of_the_files(neap, folder, tmp_p
 
 
 def test_the_same_files_again_are_the_same_version(neap, folder, tmp_path):
-    registry = LocalRegistry(tmp_path / "registry")
+    registry = open_registry(str(tmp_path / "registry"))
     command = ["routers", "import", str(folder), "--registry", f"file://{tmp_path}/registry"]
     first = neap(*command, "--alias", "latest")
     assert first.stdout.endswith("\nlatest: 1\n")
@@ -78,19 +78,19 @@ def test_an_exported_router_has_the_same_digest_where_it_is_imported(
     assert neap("routers", "import", str(folder), *flags, "--alias", "latest").exit_code == 0
     command = ["routers", "export", str(files), *chosen, "--model", "tiny"]
     result = neap(*command, *flags)
-    made = LocalRegistry(here).get("tiny", 1)
+    made = open_registry(str(here)).get("tiny", 1)
     said = f"wrote version 1 of tiny ({made.manifest_digest}) to {files}\n"
     assert (result.exit_code, result.stdout) == (0, said), result.output
     assert sorted(path.name for path in files.iterdir()) == [BLOB, MANIFEST]
     assert neap("routers", "import", str(files), "--registry", str(there)).exit_code == 0
-    assert LocalRegistry(there).get("tiny", 1).manifest_digest == made.manifest_digest
+    assert open_registry(str(there)).get("tiny", 1).manifest_digest == made.manifest_digest
     again = neap(*command, *flags)
     assert (again.exit_code, "exists" in again.stderr) == (1, True)
 
 
 def test_a_router_copied_out_of_a_registry_can_be_imported(neap, folder, tmp_path):
     """Its manifest has the key that the registry adds."""
-    registry = LocalRegistry(tmp_path / "registry")
+    registry = open_registry(str(tmp_path / "registry"))
     assert neap("routers", "import", str(folder), "--data-dir", str(tmp_path)).exit_code == 0
     made = registry.get("tiny", 1)
     (folder / MANIFEST).write_text(json.dumps(made.manifest))
@@ -116,21 +116,24 @@ def test_statistics_are_carried_from_registry_to_registry(neap, folder, tmp_path
     assert neap(*command).exit_code == 0
     assert (files / STATISTICS_BLOB).read_bytes() == STATISTICS
     assert neap("routers", "import", str(files), "--registry", str(there)).exit_code == 0
-    first, second = LocalRegistry(here).get("tiny", 1), LocalRegistry(there).get("tiny", 1)
+    first, second = (
+        open_registry(str(here)).get("tiny", 1),
+        open_registry(str(there)).get("tiny", 1),
+    )
     assert first.manifest_digest == second.manifest_digest
-    assert LocalRegistry(there).read_blob(second, STATISTICS_BLOB) == STATISTICS
+    assert open_registry(str(there)).read_blob(second, STATISTICS_BLOB) == STATISTICS
 
 
 def test_a_router_may_be_imported_without_its_statistics(neap, folder, tmp_path):
     add_statistics(folder)
     flags = ["--registry", str(tmp_path / "here")]
     assert neap("routers", "import", str(folder), *flags).exit_code == 0
-    made = LocalRegistry(tmp_path / "here").get("tiny", 1)
+    made = open_registry(str(tmp_path / "here")).get("tiny", 1)
     (folder / MANIFEST).write_text(json.dumps(made.manifest))
     (folder / STATISTICS_BLOB).unlink()
     result = neap("routers", "import", str(folder), *flags)
     assert result.exit_code == 0, result.output
-    assert list(LocalRegistry(tmp_path / "here").get("tiny", 2).manifest["blobs"]) == [BLOB]
+    assert list(open_registry(str(tmp_path / "here")).get("tiny", 2).manifest["blobs"]) == [BLOB]
 
 
 def test_what_is_not_published_is_not_exported(neap, tmp_path):
@@ -144,11 +147,11 @@ def test_what_is_not_published_is_not_exported(neap, tmp_path):
 def test_the_registry_setting_of_the_services_is_used(neap, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("NEAP_REGISTRY", str(tmp_path / "from-environment"))
     assert neap("routers", "import", str(folder)).exit_code == 0
-    assert LocalRegistry(tmp_path / "from-environment").get("tiny", 1)
+    assert open_registry(str(tmp_path / "from-environment")).get("tiny", 1)
     flags = ["--registry", str(tmp_path / "from-flag")]
     assert neap("routers", "import", str(folder), *flags).exit_code == 0
-    assert LocalRegistry(tmp_path / "from-flag").get("tiny", 1)
-    result = neap("routers", "import", str(folder), "--registry", "s3://bucket")
+    assert open_registry(str(tmp_path / "from-flag")).get("tiny", 1)
+    result = neap("routers", "import", str(folder), "--registry", "http://bucket")
     assert (result.exit_code, "BAD_REGISTRY" in result.stderr) == (1, True)
 
 
@@ -202,7 +205,7 @@ def test_an_invalid_folder_publishes_nothing(neap, folder, tmp_path, damage):
     assert result.stderr.count("\n") == 1
     assert result.stderr.rstrip().endswith(message)
     assert "unexpected" not in result.stderr
-    assert LocalRegistry(tmp_path / "registry").list_versions("tiny") == []
+    assert open_registry(str(tmp_path / "registry")).list_versions("tiny") == []
 
 
 @pytest.mark.parametrize(
@@ -215,7 +218,7 @@ def test_invalid_names_are_refused_before_anything_is_published(
     result = neap("routers", "import", str(folder), "--data-dir", str(tmp_path), *flags)
     assert result.exit_code == 1
     assert reason in result.stderr
-    assert LocalRegistry(tmp_path / "registry").list_versions("tiny") == []
+    assert open_registry(str(tmp_path / "registry")).list_versions("tiny") == []
 
 
 def test_the_router_in_this_repository_can_be_imported(neap, tmp_path):
@@ -224,4 +227,4 @@ def test_the_router_in_this_repository_can_be_imported(neap, tmp_path):
     )
     assert result.exit_code == 0, result.output
     model_id = read_ladder(SHIPPED).model.model_id
-    assert LocalRegistry(tmp_path / "registry").aliases(model_id) == {"latest": 1}
+    assert open_registry(str(tmp_path / "registry")).aliases(model_id) == {"latest": 1}

@@ -1,33 +1,25 @@
-"""Fixtures for the backends under test: the embedded registry, and the shared one over each available Redis and a real S3 server."""
+"""Fixtures for the registries under test: in a folder, in a bucket of a real S3 server, and with an index in each available Redis."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from shared.registry.address import SharedAddress
-from shared.registry.base import Registry
+from shared.registry.address import RegistryAddress
 from shared.registry.factory import open_registry
+from shared.registry.registry import Registry
 from tests.registry_damage import bucket_of, damaged
 from tests.registry_damage import harm as harm_object
-from tests.registry_servers import SERVERS, shared_url
-from tests.servers import RedisServer
+from tests.registry_servers import SERVERS, new_place, shared_url
 
 # (path below the registry's root, "flip" | "truncate" | "delete")
 Harm = Callable[[str, str], None]
 
 
-@pytest.fixture(params=["local", *SERVERS])
-def place(
-    request: pytest.FixtureRequest, tmp_path: Path, start_redis: Callable[[str], RedisServer]
-) -> str:
+@pytest.fixture(params=["folder", "bucket", *SERVERS])
+def place(request: pytest.FixtureRequest) -> str:
     """The path or URL of a new registry."""
-    if request.param == "local":
-        return str(tmp_path / "registry")
-    server = start_redis(request.param)
-    with server.client() as client:
-        client.flushall()
-    return shared_url(server, request.getfixturevalue("s3"))
+    return new_place(request.param, request)
 
 
 @pytest.fixture
@@ -56,7 +48,7 @@ def harm(place: str, request: pytest.FixtureRequest) -> Harm:
             file.write_bytes(damaged(file.read_bytes(), damage))
 
     def in_bucket(path: str, damage: str) -> None:
-        bucket = bucket_of(request.getfixturevalue("s3"), SharedAddress.parse(place).prefix)
+        bucket = bucket_of(request.getfixturevalue("s3"), RegistryAddress.parse(place).prefix)
         harm_object(bucket, path, damage)
 
     return in_bucket if "://" in place else in_folder
@@ -64,7 +56,7 @@ def harm(place: str, request: pytest.FixtureRequest) -> Harm:
 
 @pytest.fixture
 def url(start_redis, s3) -> str:
-    """An empty shared registry over the first of the servers."""
+    """A new registry in a bucket with an index in the first of the servers."""
     server = start_redis(SERVERS[0])
     with server.client() as client:
         client.flushall()

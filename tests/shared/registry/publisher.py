@@ -8,15 +8,11 @@ import os
 import resource
 import signal
 import sys
-from pathlib import Path
 
 import structlog
 
 from shared.errors import NeapError
-from shared.registry.address import SharedAddress
-from shared.registry.base import Registry
-from shared.registry.local import LocalRegistry
-from shared.registry.shared import SharedRegistry
+from shared.registry.factory import open_registry
 
 BLOB = b"weights " * 50_000
 
@@ -33,11 +29,7 @@ def main() -> None:
         if rest and name == rest[0]:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    registry: Registry = (
-        SharedRegistry(SharedAddress.parse(root), step=step)
-        if "://" in root
-        else LocalRegistry(Path(root), step=step)
-    )
+    registry = open_registry(root, step=step)
     for number in range(int(count)):
         name = f"{request_id}-{number}"
         try:

@@ -3,16 +3,16 @@
 import pytest
 
 from shared.errors import InvalidInput
-from shared.registry.address import SharedAddress
+from shared.registry.address import RegistryAddress
 
 OBJECTS = "objects=s3://bucket/some/prefix"
 
 
 def test_a_url_with_all_options_is_parsed():
-    address = SharedAddress.parse(
+    address = RegistryAddress.parse(
         f"rediss://ann:p%40ss@host:6380/3?{OBJECTS}&endpoint=https://store:9000&region=eu&ssl_ca_certs=/ca.pem"
     )
-    assert address == SharedAddress(
+    assert address == RegistryAddress(
         redis_url="rediss://ann:p%40ss@host:6380/3",
         is_cluster=False,
         bucket="bucket",
@@ -25,9 +25,9 @@ def test_a_url_with_all_options_is_parsed():
 
 
 def test_options_that_are_left_out_get_their_defaults():
-    address = SharedAddress.parse("redis://host?objects=s3://bucket")
+    address = RegistryAddress.parse("redis://host?objects=s3://bucket")
     assert (address.redis_url, address.prefix, address.endpoint) == ("redis://host/0", "", None)
-    cluster = SharedAddress.parse(f"rediss+cluster://host:7000?{OBJECTS}")
+    cluster = RegistryAddress.parse(f"rediss+cluster://host:7000?{OBJECTS}")
     assert (cluster.redis_url, cluster.is_cluster) == ("rediss://host:7000/0", True)
 
 
@@ -59,7 +59,7 @@ def test_options_that_are_left_out_get_their_defaults():
 )
 def test_the_error_for_a_wrong_url_names_the_fault_but_no_secret(url):
     with pytest.raises(InvalidInput) as raised:
-        SharedAddress.parse(url)
+        RegistryAddress.parse(url)
     assert raised.value.reason == "BAD_REGISTRY"
     assert "redis://" in raised.value.message
     assert "SECRET" not in raised.value.message

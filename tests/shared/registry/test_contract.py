@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from shared.errors import AlreadyExists, Conflict, InvalidInput, NotFound, PreconditionFailed
-from shared.registry.base import AliasChange, Canary, PublishedVersion, Registry
+from shared.registry.base import AliasChange, Canary, PublishedVersion
+from shared.registry.registry import Registry
 from tests.manifests import real_manifest
 
 MODEL = "acme/tiny-llama"

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from shared.errors import Conflict, InvalidInput, NotFound, PreconditionFailed
-from shared.registry.base import AliasChange, Canary, Registry
+from shared.registry.base import AliasChange, Canary
+from shared.registry.registry import Registry
 
 MODEL = "acme/tiny-llama"
 PASSED = {"checks": {"unpacks": {"passed": True}}}
@@ -192,7 +193,7 @@ def test_of_concurrent_compare_and_swaps_one_succeeds(
     for thread in threads:
         thread.join()
     assert (len(won), len(lost)) == (1, 3)
-    assert moves(stable)[0] == (2, won[0].to_version, None)
+    assert moves(open_again())[0] == (2, won[0].to_version, None)
 
 
 def test_last_event_is_the_number_of_the_newest_event(registry: Registry) -> None:

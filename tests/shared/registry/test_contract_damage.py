@@ -1,11 +1,12 @@
-"""Behaviour of every registry backend if one version's manifest is damaged (shared/registry/base.py)."""
+"""Every pairing of a store and an index, if a manifest, a blob or a journal record is damaged."""
 
 from collections.abc import Callable
 
 import pytest
 
 from shared.errors import Corrupt
-from shared.registry.base import AliasChange, Canary, PublishedVersion, Registry
+from shared.registry.base import AliasChange, Canary, PublishedVersion
+from shared.registry.registry import Registry
 from tests.registry_damage import content_path
 
 MODEL = "acme/tiny"
@@ -122,3 +123,73 @@ def test_publishing_still_works_and_the_same_contents_repair_the_manifest(broken
     assert again.version == 5
     assert not any(version.damage for version in registry.list_versions(MODEL))
     assert registry.set_alias(MODEL, "stable", 2).to_version == 2
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "delete"])
+def test_a_damaged_blob_is_reported_and_repaired_by_the_same_contents(registry, harm, how):
+    made = publish(registry, 1)
+    expected = made.manifest["blobs"]["x"]["digest"]
+    harm(content_path("blobs", expected), how)
+    with pytest.raises(Corrupt) as raised:
+        registry.read_blob(made, "x")
+    assert raised.value.metadata["expected_digest"] == expected
+    assert raised.value.metadata["actual_digest"] != expected
+    registry.publish(MODEL, {"number": 2}, {"x": b"1" * 100}, request_id="again")
+    assert registry.read_blob(made, "x") == b"1" * 100
+
+
+RECORD = "models/acme!tiny/journal/00000000000000000002.json"
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "delete"])
+def test_a_damaged_record_stops_new_clients_without_an_index_and_nobody_else(
+    place, registry, open_again, harm, how
+):
+    for number in (1, 2, 3):
+        publish(registry, number)
+    before = registry.list_versions(MODEL)
+    harm(RECORD, how)
+    other = open_again()
+    if place.startswith("redis"):
+        assert other.list_versions(MODEL) == before, "the index still has what the record said"
+        with pytest.raises(Corrupt):
+            other.rebuild(MODEL)
+    else:
+        for call in (other.list_versions, other.aliases, lambda _: publish(other, 4)):
+            with pytest.raises(Corrupt) as raised:
+                call(MODEL)
+        assert how != "delete" or raised.value.reason == "JOURNAL_INCOMPLETE"
+    assert other.publish("other", {}, {"x": b"1"}, request_id="elsewhere").version == 1
+    assert registry.list_versions(MODEL) == before
+    assert publish(registry, 5).version == 4
+
+
+def test_a_record_damaged_before_it_was_read_stops_writers_but_not_readers(
+    place, registry, open_again, harm
+):
+    publish(registry, 1)
+    other = open_again()
+    assert other.aliases(MODEL) == {"stable": 1}
+    registry._index.advance = lambda model_id, step: step.state.applied  # it dies before this
+    publish(registry, 2)
+    harm(RECORD, "truncate")
+    assert other.resolve(MODEL, "stable").version == 1
+    assert [version.version for version in other.list_versions(MODEL)] == [1]
+    with pytest.raises(Corrupt):
+        other.set_alias(MODEL, "other", 1)
+    assert other.publish("other", {}, {"x": b"1"}, request_id="other").version == 1
+
+
+def test_objects_are_never_overwritten(registry, harm):
+    publish(registry, 1)
+    store = registry._store
+
+    def times() -> dict[str, float]:
+        folders = ("blobs", "manifests", "models", "requests")
+        return {o.name: o.last_modified_s for folder in folders for o in store.objects(folder)}
+
+    written = times()
+    publish(registry, 2)
+    registry.publish(MODEL, {"number": 1}, {"x": b"1" * 100}, request_id="again")
+    registry.set_alias(MODEL, "other", 1)
+    assert {name: when for name, when in times().items() if name in written} == written

@@ -1,371 +1,119 @@
-"""Sweeps of a real object store while publishers are working."""
+"""Sweeps, in every pairing of a store and an index."""
 
 import threading
-import time
-from collections.abc import Iterator
-from functools import partial
 
-import obstore
 import pytest
-from obstore.store import S3Store
 
-from shared.errors import (
-    Conflict,
-    Corrupt,
-    InvalidInput,
-    NeapError,
-    PreconditionFailed,
-    Unavailable,
-)
-from shared.registry import index_keeper, object_store, shared
-from shared.registry import sweep as sweep_module
-from shared.registry.address import SharedAddress
+from shared import file_lock
+from shared.errors import Corrupt, InvalidInput, Unavailable
 from shared.registry.canonical import digest_of
-from shared.registry.journal import Journal
-from shared.registry.lease import PATH, Lease, LeaseWatch
-from shared.registry.object_store import ObjectStore
-from shared.registry.shared import SharedRegistry
+from shared.registry.content_store import ContentStore
+from shared.registry.factory import open_registry
+from shared.registry.registry import Registry
+from shared.registry.store import Store
 from shared.registry.sweep import Sweep, sweep
-from tests.registry_damage import bucket_of, content_path, harm
-from tests.registry_servers import shared_registry
-from tests.s3_gate import s3_gate
+from tests.registry_damage import content_path
 
 WEIGHTS = b"weights" * 100
 
 
 @pytest.fixture
-def registry(url: str) -> Iterator[SharedRegistry]:
-    with shared_registry(url) as opened:
-        yield opened
+def store(registry: Registry) -> Store:
+    return registry._store
 
 
 @pytest.fixture
-def objects(url: str) -> ObjectStore:
-    return ObjectStore(SharedAddress.parse(url))
+def contents(store: Store) -> ContentStore:
+    return ContentStore(store)
 
 
-@pytest.fixture
-def bucket(url: str, s3) -> S3Store:
-    return bucket_of(s3, SharedAddress.parse(url).prefix)
-
-
-def publish(registry: SharedRegistry, data: bytes = WEIGHTS, request_id: str = "one"):
+def publish(registry: Registry, data: bytes = WEIGHTS, request_id: str = "one"):
     return registry.publish("acme/tiny", {"a": 1}, {"x": data}, request_id=request_id)
 
 
-def test_unused_objects_are_removed_and_used_ones_kept(registry, objects):
+def test_unused_objects_are_removed_and_used_ones_kept(registry, store, contents):
     version = publish(registry)
-    objects.put_content("blobs", b"left over")
-    objects.put_content("manifests", b"{}")
-    rehearsed = sweep(objects, grace_s=0, settle_s=0, is_rehearsal=True)
+    contents.put("blobs", b"left over")
+    contents.put("manifests", b"{}")
+    rehearsed = sweep(store, grace_s=0, settle_s=0, is_rehearsal=True)
     assert rehearsed == Sweep(
         num_in_use=2, num_removed=2, num_removed_bytes=11, num_in_grace_period=0
     )
-    assert objects.read("blobs", digest_of(b"left over")) == b"left over"
-    assert sweep(objects, grace_s=0, settle_s=0) == rehearsed
+    assert contents.read("blobs", digest_of(b"left over")) == b"left over"
+    assert sweep(store, grace_s=0, settle_s=0) == rehearsed
     assert registry.read_blob(version, "x") == WEIGHTS
-    assert not objects.has_content("blobs", digest_of(b"left over"))
-    assert not objects.has_content("manifests", digest_of(b"{}"))
-    assert sweep(objects, grace_s=0, settle_s=0) == Sweep(2, 0, 0, 0)
-    assert objects.get(PATH) is None
+    assert not contents.has("blobs", digest_of(b"left over"))
+    assert not contents.has("manifests", digest_of(b"{}"))
+    assert sweep(store, grace_s=0, settle_s=0) == Sweep(2, 0, 0, 0)
+    assert not store.exists("sweep.json")
 
 
-def test_objects_within_the_grace_period_are_kept(registry, objects):
+def test_objects_within_the_grace_period_are_kept(registry, store, contents):
     publish(registry)
-    objects.put_content("blobs", b"left over")
-    assert sweep(objects, grace_s=3600, settle_s=0) == Sweep(2, 0, 0, 1)
-    assert objects.has_content("blobs", digest_of(b"left over"))
+    contents.put("blobs", b"left over")
+    assert sweep(store, grace_s=3600, settle_s=0) == Sweep(2, 0, 0, 1)
+    assert contents.has("blobs", digest_of(b"left over"))
     with pytest.raises(InvalidInput):
-        sweep(objects, grace_s=-1, settle_s=0)
+        sweep(store, grace_s=-1, settle_s=0)
 
 
-def test_a_publisher_waits_for_a_sweep_and_stores_again_what_it_removed(registry, objects):
-    # The object exists but is unused, so a publisher of the same contents would read it and not write it again.
-    objects.put_content("blobs", WEIGHTS)
+def test_nothing_is_removed_if_a_record_cannot_be_read(registry, store, contents, harm):
+    publish(registry)
+    contents.put("blobs", b"left over")
+    path = f"models/acme!tiny/journal/{1:020d}.json"
+    harm(path, "truncate")
+    with pytest.raises(Corrupt):
+        sweep(store, grace_s=0, settle_s=0)
+    assert contents.has("blobs", digest_of(b"left over"))
+    assert not store.exists("sweep.json")
+
+
+def test_no_blob_is_removed_if_a_manifest_is_damaged(registry, store, contents, harm):
+    version = publish(registry)
+    publish(registry, b"other", "two")
+    contents.put("blobs", b"left over")
+    contents.put("manifests", b"{}")
+    harm(content_path("manifests", version.manifest_digest), "truncate")
+    found = sweep(store, grace_s=0, settle_s=0)
+    assert (found.num_removed, found.num_damaged) == (1, 1), "the manifest that no journal names"
+    assert found.num_kept == 2
+    assert contents.has("blobs", digest_of(WEIGHTS))
+    assert publish(registry, WEIGHTS, "again").version == 3, "the same contents repair it"
+    assert sweep(store, grace_s=0, settle_s=0) == Sweep(4, 1, 9, 0)
+
+
+def test_a_sweep_of_a_folder_waits_for_its_publishers(tmp_path, monkeypatch):
+    folder = str(tmp_path)
+    done = []
+
+    def step(name: str) -> None:
+        if name == "claimed":
+            with monkeypatch.context() as patch:
+                patch.setattr(file_lock, "FILE_LOCK_S", 0.05)
+                with pytest.raises(Unavailable) as raised:
+                    sweep(open_registry(folder)._store, grace_s=0)
+                assert raised.value.reason == "LOCKED"
+            done.append(name)
+
+    registry = open_registry(folder, step=step)
+    version = publish(registry)
+    assert done == ["claimed"]
+    assert sweep(registry._store, grace_s=0) == Sweep(2, 0, 0, 0)
+    assert registry.read_blob(version, "x") == WEIGHTS
+
+
+def test_a_publisher_in_a_folder_waits_for_a_sweep(tmp_path):
+    registry = open_registry(str(tmp_path))
+    contents = ContentStore(registry._store)
+    # The object exists but is unused, so a publisher of the same contents that did not wait would rely on it.
+    contents.put("blobs", WEIGHTS)
     done: list[object] = []
     publisher = threading.Thread(target=lambda: done.append(publish(registry)))
-    with Lease(objects).held() as lease:
+    with registry._store.sweeping(dead_s=1.0) as lease:
         publisher.start()
-        deadline_s = time.monotonic() + 60
-        while not objects.folders("manifests/sha256"):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
-        time.sleep(0.3)
-        objects.remove_content("blobs", digest_of(WEIGHTS), lease.renew())
-        assert objects.folders("models") == []
+        publisher.join(0.3)
+        registry._store.remove_before(content_path("blobs", digest_of(WEIGHTS)), lease.renew())
+        assert done == []
     publisher.join(60)
     (version,) = done
     assert registry.read_blob(version, "x") == WEIGHTS
-
-
-def test_a_publisher_whose_check_for_a_sweep_is_too_old_does_not_record(url, monkeypatch):
-    with shared_registry(url) as registry:
-        monkeypatch.setattr("shared.registry.shared.COMMIT_S", 0.0)
-        with pytest.raises(Exception, match="too many concurrent writers"):
-            publish(registry)
-        monkeypatch.undo()
-        assert registry.list_versions("acme/tiny") == []
-        assert publish(registry).version == 1
-
-
-def test_a_lease_that_is_not_renewed_can_be_taken(registry, objects):
-    objects.create(PATH, Lease(objects)._content())
-    watch = LeaseWatch(objects, dead_s=0.3)
-    assert watch.is_held()
-    time.sleep(0.35)
-    assert not watch.is_held()
-    objects.replace(PATH, Lease(objects)._content())
-    assert watch.is_held()
-    # A later sweep can take the lease.
-    assert sweep(objects, grace_s=0, settle_s=0, dead_s=0.3) == Sweep(0, 0, 0, 0)
-    assert objects.get(PATH) is None
-
-
-def test_a_second_sweep_is_refused_and_a_sweep_that_lost_its_lease_stops(objects, monkeypatch):
-    objects.put_content("blobs", b"left over")
-    with Lease(objects).held() as lease:
-        stop = threading.Event()
-
-        def keep_renewing():
-            while not stop.wait(0.05):
-                monkeypatch.setattr(lease, "_renewed_s", -1e9)
-                lease.renew()
-
-        renewing = threading.Thread(target=keep_renewing)
-        renewing.start()
-        try:
-            monkeypatch.setattr("shared.registry.lease.RENEW_S", 0.2)
-            with pytest.raises(Conflict) as caught:
-                sweep(objects, grace_s=0, settle_s=0, dead_s=0.6)
-        finally:
-            stop.set()
-            renewing.join()
-        assert caught.value.reason == "SWEEP_RUNNING"
-        objects.replace(PATH, Lease(objects)._content())
-        monkeypatch.setattr(lease, "_renewed_s", -1e9)
-        with pytest.raises(Conflict) as caught:
-            lease.renew()
-        assert caught.value.reason == "SWEEP_TAKEN_OVER"
-    assert objects.get(PATH) is not None  # the lease now belongs to the other sweep
-    assert objects.has_content("blobs", digest_of(b"left over"))
-
-
-def test_nothing_is_removed_if_a_record_cannot_be_read(registry, objects, bucket):
-    publish(registry)
-    objects.put_content("blobs", b"left over")
-    path = f"models/acme!tiny/journal/{1:020d}.json"
-    record = bytes(obstore.get(bucket, path).bytes())
-    obstore.put(bucket, path, record[:-9])
-    with pytest.raises(Corrupt):
-        sweep(objects, grace_s=0, settle_s=0)
-    assert objects.has_content("blobs", digest_of(b"left over"))
-    assert objects.get(PATH) is None
-
-
-def test_no_blob_is_removed_if_a_manifest_is_damaged(registry, objects, bucket):
-    version = publish(registry)
-    publish(registry, b"other", "two")
-    objects.put_content("blobs", b"left over")
-    objects.put_content("manifests", b"{}")
-    harm(bucket, content_path("manifests", version.manifest_digest), "truncate")
-    found = sweep(objects, grace_s=0, settle_s=0)
-    assert (found.num_removed, found.num_damaged) == (1, 1), "the manifest that no journal names"
-    assert found.num_kept == 2
-    assert objects.has_content("blobs", digest_of(WEIGHTS))
-    assert publish(registry, WEIGHTS, "again").version == 3, "the same contents repair it"
-    assert sweep(objects, grace_s=0, settle_s=0) == Sweep(4, 1, 9, 0)
-
-
-class Pause:
-    """A place where a sweep stands still until the test lets it go on, the first time that it comes there."""
-
-    def __init__(self) -> None:
-        self._reached, self._go_on = threading.Event(), threading.Event()
-
-    def __call__(self) -> None:
-        if not self._reached.is_set():
-            self._reached.set()
-            assert self._go_on.wait(60)
-
-    def wait(self) -> None:
-        assert self._reached.wait(60)
-
-    def end(self) -> None:
-        self._go_on.set()
-
-
-def then(function, pause):
-    def call(*args, **kwargs):
-        result = function(*args, **kwargs)
-        pause()
-        return result
-
-    return call
-
-
-@pytest.fixture
-def short_lease(monkeypatch):
-    """A lease of 3 s, after which the store refuses removals. Publishers treat its holder as dead after 5 s."""
-    monkeypatch.setattr("shared.registry.lease.TRUST_S", 3.0)
-    monkeypatch.setattr("shared.registry.lease.RENEW_S", 0.5)
-    monkeypatch.setattr("shared.registry.shared.LeaseWatch", partial(LeaseWatch, dead_s=5.0))
-    monkeypatch.setattr("shared.registry.shared.SWEEP_POLL_S", 0.05)
-
-
-STANDSTILLS = ["journals read", "lease checked", "removal signed", "on the way"]
-
-
-@pytest.mark.parametrize("standstill", STANDSTILLS)
-@pytest.mark.usefixtures("short_lease")
-def test_a_sweep_that_stood_still_removes_nothing_of_what_was_published_meanwhile(
-    url, s3, registry, objects, monkeypatch, standstill
-):
-    # What an earlier attempt has left behind: old enough to be swept, and found again by the publisher.
-    with monkeypatch.context() as patch:
-        patch.setattr(registry, "_claim", raising(Unavailable("stopped")))
-        with pytest.raises(Unavailable):
-            publish(registry)
-    pause, caught = Pause(), []
-
-    def gate(method, path, headers):
-        if standstill == "on the way" and method == "DELETE" and "sha256" in path:
-            pause()
-
-    with s3_gate(s3.port, gate) as endpoint:
-        swept = ObjectStore(SharedAddress.parse(url.replace(s3.endpoint, endpoint)))
-        if standstill == "journals read":
-            in_use = then(sweep_module._digests_in_use, pause)
-            monkeypatch.setattr(sweep_module, "_digests_in_use", in_use)
-        elif standstill == "removal signed":
-            signed = then(object_store.signed_removal, pause)
-            monkeypatch.setattr(object_store, "signed_removal", signed)
-        elif standstill == "lease checked":
-            in_use = then(
-                sweep_module._digests_in_use,
-                lambda: monkeypatch.setattr(Lease, "_is_own", then(Lease._is_own, pause)),
-            )
-            monkeypatch.setattr(sweep_module, "_digests_in_use", in_use)
-            monkeypatch.setattr("shared.registry.lease.RENEW_S", 0.0)
-
-        def run():
-            try:
-                sweep(swept, grace_s=0, settle_s=0)
-            except NeapError as error:
-                caught.append(error.reason)
-
-        sweeping = threading.Thread(target=run)
-        sweeping.start()
-        pause.wait()
-        version = publish(registry)
-        pause.end()
-        sweeping.join(60)
-    assert caught in (["SWEEP_TOO_SLOW"], ["OBJECT_STORE_REFUSED"])
-    assert registry.read_blob(registry.get("acme/tiny", version.version), "x") == WEIGHTS
-    assert objects.has_content("manifests", version.manifest_digest)
-    # The next one waits for nobody, takes over and finds everything in use.
-    assert sweep(objects, grace_s=0, settle_s=0, dead_s=0.3) == Sweep(2, 0, 0, 0)
-
-
-def raising(error):
-    def call(*args, **kwargs):
-        raise error
-
-    return call
-
-
-@pytest.mark.usefixtures("short_lease")
-def test_the_end_of_a_lost_lease_leaves_that_of_another_sweep(objects):
-    other = Lease(objects)
-    with Lease(objects).held() as lease:
-        is_own = lease._is_own
-
-        def taken_over_after_the_check():
-            found = is_own()
-            time.sleep(3.5)
-            objects.replace(PATH, other._content())
-            return found
-
-        lease._is_own = taken_over_after_the_check
-    assert other._is_own()
-
-
-@pytest.mark.parametrize("ahead_s", [-7200.0, -120.0, 0.0, 60.0, 7200.0])
-def test_a_removal_ends_by_the_clock_of_the_store(objects, monkeypatch, ahead_s):
-    """The clock of this machine is read before the removal is signed, and set in between."""
-    objects.put_content("blobs", b"left over")
-    digest = digest_of(b"left over")
-    now_s = time.time()
-    monkeypatch.setattr("shared.registry.timed_removal.time.time", lambda: now_s + ahead_s)
-    if ahead_s == 0.0:
-        objects.remove_content("blobs", digest, now_s + 30)
-    else:
-        with pytest.raises(Unavailable) as caught:
-            objects.remove_content("blobs", digest, now_s + 30)
-        assert caught.value.reason == "SWEEP_TOO_SLOW"
-    assert objects.has_content("blobs", digest) == (ahead_s != 0.0)
-
-
-def test_a_store_that_accepts_late_removals_is_refused(url, s3, objects, bucket, monkeypatch):
-    monkeypatch.setattr(object_store, "PROBE_S", 1.2)
-    objects.check_removals()
-    assert objects.names("probes") == []
-
-    def gate(method, path, headers):
-        if method != "DELETE":
-            return None
-        obstore.delete(bucket, "probes/" + path.partition("?")[0].rpartition("/")[2])
-        return 204
-
-    with s3_gate(s3.port, gate) as endpoint:
-        careless = ObjectStore(SharedAddress.parse(url.replace(s3.endpoint, endpoint)))
-        with pytest.raises(PreconditionFailed) as caught:
-            careless.check_removals()
-    assert caught.value.reason == "NO_EXPIRING_REQUESTS"
-
-
-def test_a_removal_that_fails_is_repeated_and_one_that_may_not_be_is_refused(url, s3, objects):
-    objects.put_content("blobs", b"left over")
-    digest, answers = digest_of(b"left over"), [503, 503]
-    with s3_gate(s3.port, lambda method, *_: answers.pop() if method == "DELETE" else None) as at:
-        failing = ObjectStore(SharedAddress.parse(url.replace(s3.endpoint, at)))
-        with pytest.raises(Unavailable) as caught:
-            failing.remove_content("blobs", digest, time.time() + 30)
-        assert caught.value.reason == "OBJECT_STORE_UNAVAILABLE"
-        answers += [403]
-        with pytest.raises(Unavailable) as caught:
-            failing.remove_content("blobs", digest, time.time() + 30)
-        assert caught.value.reason == "OBJECT_STORE_REFUSED"
-    answers += [0, 503]
-    with s3_gate(
-        s3.port, lambda method, *_: (answers.pop() or None) if method == "DELETE" else None
-    ) as at:
-        failing = ObjectStore(SharedAddress.parse(url.replace(s3.endpoint, at)))
-        failing.remove_content("blobs", digest, time.time() + 30)
-    assert not objects.has_content("blobs", digest)
-    objects.remove_content("blobs", digest, time.time() + 30)
-
-
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_a_publisher_that_stood_still_before_its_record_stores_again_what_was_swept(
-    registry, objects, monkeypatch, is_killed
-):
-    append = Journal.append
-
-    def stand_still(journal, entry):
-        assert sweep(objects, grace_s=0, settle_s=0).num_removed == 2
-        late_s = index_keeper.elapsed_s() + 3600
-        for module in (shared, index_keeper):
-            monkeypatch.setattr(module, "elapsed_s", lambda: late_s)
-        assert append(journal, entry)
-        if is_killed:
-            raise KeyboardInterrupt
-        return True
-
-    monkeypatch.setattr(Journal, "append", stand_still)
-    if is_killed:
-        with pytest.raises(KeyboardInterrupt):
-            publish(registry)
-    version = publish(registry)
-    assert version.version == 1
-    assert registry.read_blob(registry.get("acme/tiny", 1), "x") == WEIGHTS
-    assert objects.has_content("manifests", version.manifest_digest)

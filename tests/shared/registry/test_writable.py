@@ -7,8 +7,8 @@ import pytest
 
 from shared.doctor.registry import registry as examine
 from shared.errors import Exhausted, Unavailable
-from shared.registry.base import Registry
 from shared.registry.factory import open_registry
+from shared.registry.registry import Registry
 from tests.registry_damage import bucket_of
 from tests.registry_servers import shared_registry, shared_url
 from tests.servers import READER_ENVIRONMENT, RedisServer, S3Server

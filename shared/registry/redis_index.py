@@ -1,4 +1,4 @@
-"""The index of a shared registry in Redis 6.2 or later, or Valkey. It can be rebuilt completely from the journal.
+"""An `Index` in Redis 6.2 or later, or Valkey, which all clients of a bucket share.
 
 Two keys per model, with one hash tag, so that a cluster keeps them on one node:
 
@@ -11,6 +11,7 @@ A model's whole index is in one hash. A server that evicts keys therefore drops 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
@@ -20,8 +21,9 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 from shared.errors import Exhausted, NeapError, PreconditionFailed, Unavailable
-from shared.registry.address import SharedAddress
+from shared.registry.address import RegistryAddress
 from shared.registry.base import AliasChange
+from shared.registry.index import EVENT_PAGE, IndexDamaged
 from shared.registry.journal import (
     VersionRecord,
     change_from_record,
@@ -29,11 +31,11 @@ from shared.registry.journal import (
     changes_from_records,
     version_from_record,
 )
-from shared.registry.state import Advance, ModelState, request_field, version_field
+from shared.registry.state import Advance, Event, ModelState
 from shared.timeouts import REDIS_ANSWER_S, REDIS_CONNECT_S, REDIS_WAIT_S
 
-_ANYWHERE = -1
-_EVENT_PAGE = 100
+# A change of another client is told by the stream. This is for records whose writer died, and for data that Redis lost.
+FRESHNESS_S = 30.0
 
 # KEYS index, events; ARGV registry, before (-1: whatever it is), replace ("1": whatever there is goes first), applied, number of
 # fields, fields and values, events' first number, events. Returns what is applied now, or -1 when the index is another registry's. A
@@ -72,18 +74,16 @@ return {count, redis.call('XLEN', KEYS[2]), redis.call('XRANGE', KEYS[2], ARGV[1
 log = structlog.get_logger("neap.registry")
 
 
-class IndexDamaged(Exception):
-    """The index of a model cannot be read. The text is for the log."""
-
-
 class RedisIndex:
-    """The index in Redis. Every call has a bounded duration.
+    """Every call has a bounded duration.
 
-    Methods raise Unavailable (REDIS_UNAVAILABLE, REDIS_REFUSED, ...) and Exhausted (REDIS_FULL). Methods that read also raise
-    IndexDamaged.
+    Methods raise Unavailable (REDIS_UNAVAILABLE, REDIS_REFUSED, ...) and Exhausted (REDIS_FULL).
     """
 
-    def __init__(self, address: SharedAddress) -> None:
+    may_forget = True
+
+    def __init__(self, address: RegistryAddress, *, freshness_s: float = FRESHNESS_S) -> None:
+        self.freshness_s = freshness_s
         options: dict[str, Any] = {
             "socket_connect_timeout": REDIS_CONNECT_S,
             "socket_timeout": REDIS_ANSWER_S,
@@ -101,8 +101,9 @@ class RedisIndex:
                 retry = Retry(ExponentialBackoff(cap=0.2, base=0.02), 1)
                 self._client = redis.Redis.from_url(address.redis_url, retry=retry, **options)
 
-    def check(self) -> None:
+    def open(self, registry_id: str) -> None:
         """Check that the server answers. Logs a warning if it evicts keys when its memory is full."""
+        self._registry_id = registry_id
         with _errors():
             self._client.ping()
         try:
@@ -119,21 +120,18 @@ class RedisIndex:
         with _errors():
             self._client.set("neap:probe", "", px=1)
 
-    def set_registry_id(self, registry_id: str) -> None:
-        """Set the id of the registry to which the index must belong. Call it before any query."""
-        self._registry_id = registry_id
-
     def state(self, model_id: str) -> ModelState:
         """Return the model's state, empty if it is not in the index. Raises PreconditionFailed (INDEX_OF_ANOTHER_REGISTRY)."""
         names = ("registry", "applied", "versions", "events", "aliases")
         with _errors(), _parsed():
-            owner, *counts, aliases = self._client.hmget(_keys(model_id)[0], names)
+            owner, *counts, encoded = self._client.hmget(_keys(model_id)[0], names)
             if owner is None:
                 return ModelState()
             self._check_owner(owner)
-            changes = changes_from_records(model_id, json.loads(aliases))
+            changes = changes_from_records(model_id, json.loads(encoded))
             applied, num_versions, num_events = map(int, counts)
-            return ModelState(applied, num_versions, num_events, {c.alias: c for c in changes})
+            aliases = {change.alias: change for change in changes}
+            return ModelState(applied, num_versions, num_events, num_events, aliases)
 
     def _check_owner(self, owner: bytes) -> None:
         if owner.decode("utf-8", "replace") != self._registry_id:
@@ -143,7 +141,7 @@ class RedisIndex:
         """Return the records in the order of `numbers`. Raises IndexDamaged if one is missing."""
         if not numbers:
             return []
-        fields = [version_field(number) for number in numbers]
+        fields = [f"version:{number}" for number in numbers]
         with _errors(), _parsed():
             owner, *found = self._client.hmget(_keys(model_id)[0], ["registry", *fields])
             if owner is not None:
@@ -152,16 +150,14 @@ class RedisIndex:
 
     def version_of_request(self, model_id: str, request_id: str) -> int | None:
         with _errors(), _parsed():
-            found = self._client.hget(_keys(model_id)[0], request_field(request_id))
+            found = self._client.hget(_keys(model_id)[0], f"request:{request_id}")
             return None if found is None else int(found)
 
-    def events(self, model_id: str, after: int) -> list[tuple[int, int | AliasChange | None]]:
-        """Return the next page of events: their numbers, each with the version published, the change, or None for an event of a kind
-        that a newer build has added. Raises IndexDamaged if the stream does not match the index.
-        """
+    def events(self, model_id: str, after: int) -> list[Event]:
+        """Return the next page of events. Raises IndexDamaged if the stream does not match the index."""
         with _errors(), _parsed():
             expected, found, rows = self._client.eval(
-                _EVENTS, 2, *_keys(model_id), f"{after + 1}-0", _EVENT_PAGE
+                _EVENTS, 2, *_keys(model_id), f"{after + 1}-0", EVENT_PAGE
             )
             if expected != found:
                 raise IndexDamaged(f"{found} events instead of {expected}")
@@ -177,41 +173,36 @@ class RedisIndex:
             self._client.xread({_keys(model_id)[1]: f"{after}-0"}, count=1, block=block_ms)
 
     def advance(self, model_id: str, step: Advance, *, replace_at: int | None = None) -> int:
-        """Apply all of `step` atomically if the index is at the record where `step` begins. Returns the record where it is now.
-
-        With `replace_at`, replace an index that is at that record by `step`, which begins at an empty index.
-        """
+        """See `Index.advance`. Events are numbered from 1. Raises PreconditionFailed (INDEX_OF_ANOTHER_REGISTRY)."""
         state = step.state
-        aliases = json.dumps([change_to_record(change) for change in state.aliases.values()])
         fields = {
-            **step.fields,
             "versions": str(state.num_versions),
             "events": str(state.num_events),
-            "aliases": aliases,
+            "aliases": json.dumps(list(map(change_to_record, state.aliases.values()))),
         }
+        for made in step.versions:
+            fields[f"version:{made.version}"] = json.dumps(asdict(made))
+            fields[f"request:{made.request_id}"] = str(made.version)
+        events = [json.dumps(_encoded(what)) for _, what in step.events]
         pairs = [text for pair in fields.items() for text in pair]
         before, replaces = (step.before, "0") if replace_at is None else (replace_at, "1")
-        first_event = state.num_events - len(step.events) + 1
+        first_event = state.num_events - len(events) + 1
         arguments = [self._registry_id, before, replaces, state.applied, len(fields), *pairs]
         with _errors():
             now_at = int(
-                self._client.eval(
-                    _ADVANCE, 2, *_keys(model_id), *arguments, first_event, *step.events
-                )
+                self._client.eval(_ADVANCE, 2, *_keys(model_id), *arguments, first_event, *events)
             )
         if now_at < 0:
             raise _foreign_index_error()
         return now_at
 
-    def replace(self, model_id: str, step: Advance) -> None:
-        """Replace the index atomically by `step`, which begins at an empty index.
-
-        Raises PreconditionFailed if the index belongs to another registry.
-        """
-        self.advance(model_id, step, replace_at=_ANYWHERE)
-
     def close(self) -> None:
         self._client.close()
+
+
+def _encoded(what: int | AliasChange | None) -> dict[str, Any]:
+    assert what is not None
+    return {"version": what} if isinstance(what, int) else {"change": change_to_record(what)}
 
 
 def _event(model_id: str, event: Mapping[str, Any]) -> int | AliasChange | None:

@@ -2,16 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 
 import pytest
 
-from shared.registry import shared
-from shared.registry.address import SharedAddress
+from shared.registry import publication
+from shared.registry.address import RegistryAddress
 from shared.registry.base import AliasChange
+from shared.registry.bucket_store import BucketStore
+from shared.registry.content_store import ContentStore
 from shared.registry.factory import open_registry
 from shared.registry.journal import Entry, Journal, VersionRecord
-from shared.registry.object_store import ObjectStore
-from shared.registry.shared import SharedRegistry
+from shared.registry.lease import LeaseWatch
+from shared.registry.registry import Registry
 from shared.registry.sweep import sweep
 from tests.registry_servers import SERVERS, shared_registry
 
@@ -21,14 +24,14 @@ HOUR_S = 3600.0
 
 
 @pytest.fixture
-def registry(url: str) -> Iterator[SharedRegistry]:
+def registry(url: str) -> Iterator[Registry]:
     with shared_registry(url) as opened:
         yield opened
 
 
 def test_five_hundred_versions_are_listed_resolved_and_restored(registry, url, start_redis):
     first = registry.publish(MODEL, {"a": 1}, {"x": b"weights"}, request_id="1")
-    journal = Journal(ObjectStore(SharedAddress.parse(url)))
+    journal = Journal(BucketStore(RegistryAddress.parse(url)))
     for number in range(2, NUM_VERSIONS + 1):
         record = VersionRecord(number, first.manifest_digest, 1e9 + number, 7, str(number), "ann")
         moved = AliasChange(MODEL, "latest", number - 1, number, "ann", "published", 1e9 + number)
@@ -51,17 +54,21 @@ def test_five_hundred_versions_are_listed_resolved_and_restored(registry, url, s
 
 
 def test_publishers_with_wrong_clocks_keep_the_order_and_all_versions(registry, url, monkeypatch):
-    objects = ObjectStore(SharedAddress.parse(url))
-    objects.put_content("blobs", b"left over")
+    # A sweep whose clock is wrong cannot remove its lease, so that others wait until it counts as dead.
+    watch = partial(LeaseWatch, dead_s=1.0)
+    monkeypatch.setattr("shared.registry.bucket_store.LeaseWatch", watch)
+    objects = BucketStore(RegistryAddress.parse(url))
+    ContentStore(objects).put("blobs", b"left over")
     for request, shift_s in enumerate((HOUR_S * 1e4, -HOUR_S * 1e4, 0.0), start=1):
-        monkeypatch.setattr(shared.time, "time", lambda now=1.7e9 + shift_s: now)
-        made = registry.publish(
-            MODEL, {"n": request}, {"x": b"%d" % request}, request_id=str(request)
-        )
-        assert made.version == request
-        # The age of an object is measured by the store's clock, not by the clock of this process.
-        assert sweep(objects, grace_s=HOUR_S, settle_s=0).num_in_grace_period == 1
-    monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(publication.time, "time", lambda now=1.7e9 + shift_s: now)
+            made = registry.publish(
+                MODEL, {"n": request}, {"x": b"%d" % request}, request_id=str(request)
+            )
+            assert made.version == request
+            # The age of an object is measured by the store's clock, not by the clock of this process.
+            found = sweep(objects, grace_s=HOUR_S, settle_s=0, dead_s=1.0)
+            assert found.num_in_grace_period == 1
     assert registry.resolve(MODEL, "latest").version == 3
     history = registry.alias_history(MODEL, "latest")
     assert [change.to_version for change in history] == [3, 2, 1]

@@ -9,11 +9,10 @@ import pytest
 import structlog
 
 from shared.errors import Corrupt, Exhausted, NeapError, Unavailable
-from shared.registry import object_store, redis
-from shared.registry.address import SharedAddress
+from shared.registry import bucket_store, redis_index
 from shared.registry.factory import open_registry
-from shared.registry.shared import SharedRegistry
-from tests.registry_servers import shared_registry, shared_url
+from shared.registry.registry import Registry
+from tests.registry_servers import bucket_url, shared_registry, shared_url
 from tests.relay import relay
 from tests.s3_gate import s3_gate
 from tests.servers import RedisServer, S3Server, free_ports, redis_programs
@@ -24,13 +23,13 @@ PUBLICATION_STEPS = [
 ] + ["claimed", "journal:begin", "journal:written", "index:advanced"]
 
 
-def publish(registry: SharedRegistry, request_id: str = "one") -> int:
+def publish(registry: Registry, request_id: str = "one") -> int:
     return registry.publish(
         "tiny", {"a": 1}, {"x": b"weights" * 1000}, request_id=request_id
     ).version
 
 
-def calls(registry: SharedRegistry) -> list[Callable[[], object]]:
+def calls(registry: Registry) -> list[Callable[[], object]]:
     return [
         lambda: registry.resolve("tiny", "latest"),
         lambda: registry.aliases("tiny"),
@@ -53,7 +52,7 @@ def url(own_redis: RedisServer, s3: S3Server) -> str:
 
 
 @pytest.fixture
-def registry(url: str) -> Iterator[SharedRegistry]:
+def registry(url: str) -> Iterator[Registry]:
     with shared_registry(url) as opened:
         yield opened
 
@@ -79,7 +78,7 @@ def test_calls_fail_while_redis_is_down_and_work_when_it_is_back_empty(registry,
 
 def test_calls_end_within_their_timeout_if_redis_hangs(url, own_redis, monkeypatch):
     for name in ("CONNECT", "ANSWER", "WAIT"):
-        monkeypatch.setattr(redis, f"REDIS_{name}_S", 0.3)
+        monkeypatch.setattr(redis_index, f"REDIS_{name}_S", 0.3)
     registry = open_registry(url)
     publish(registry)
     own_redis.hold()
@@ -132,7 +131,7 @@ def test_if_redis_dies_between_record_and_index_a_retry_returns_the_same_version
             own_redis.kill()
 
     with (
-        closing(SharedRegistry(SharedAddress.parse(url), step=step)) as dying,
+        closing(open_registry(url, step=step)) as dying,
         fails(Unavailable, "REDIS_UNAVAILABLE"),
     ):
         publish(dying)
@@ -151,7 +150,7 @@ def test_if_redis_loses_its_data_between_record_and_index_the_publication_succee
             with own_redis.client() as client:
                 client.flushall()
 
-    with closing(SharedRegistry(SharedAddress.parse(url), step=step)) as client:
+    with closing(open_registry(url, step=step)) as client:
         assert publish(client) == 2
     assert registry.aliases("tiny") == {"latest": 2}
 
@@ -240,10 +239,10 @@ def test_opening_fails_if_s3_does_not_run_or_credentials_are_missing(own_redis, 
 def test_calls_end_within_their_timeout_if_s3_hangs(own_redis, own_s3, monkeypatch):
     """Every call ends within the limits of shared.timeouts, which are short here. A call with a limit elsewhere would take longer."""
     for name in ("RECORD", "CONTENT", "STALL", "SENDING_STALL", "RETRY"):
-        monkeypatch.setattr(object_store, f"OBJECT_STORE_{name}_S", 1)
+        monkeypatch.setattr(bucket_store, f"OBJECT_STORE_{name}_S", 1)
     url = shared_url(own_redis, own_s3)
     steps = Steps()
-    with closing(SharedRegistry(SharedAddress.parse(url), step=steps)) as registry:
+    with closing(open_registry(url, step=steps)) as registry:
         made = registry.get("tiny", publish(registry))
         steps.at("write:blobs", own_s3.hold)
         try:
@@ -279,9 +278,13 @@ class Steps:
             self._then()
 
 
-def test_if_s3_is_lost_at_any_step_of_a_publication_a_retry_publishes_once(url, registry, s3):
+@pytest.mark.parametrize("has_redis", [False, True])
+def test_if_s3_is_lost_at_any_step_of_a_publication_a_retry_publishes_once(
+    own_redis, s3, has_redis
+):
     """The proxy drops its connections and accepts no new ones. Readers see the whole publication or nothing of it. Repeating the request
     succeeds."""
+    url = shared_url(own_redis, s3) if has_redis else bucket_url(s3)
     is_cut = threading.Event()
 
     def accept(client: socket.socket) -> socket.socket:
@@ -296,11 +299,9 @@ def test_if_s3_is_lost_at_any_step_of_a_publication_a_retry_publishes_once(url, 
     steps = Steps()
     with (
         relay(s3.port, accept=accept, answer=answer) as port,
+        closing(open_registry(url, freshness_s=0.0)) as registry,
         closing(
-            SharedRegistry(
-                SharedAddress.parse(url.replace(s3.endpoint, f"http://127.0.0.1:{port}")),
-                step=steps,
-            )
+            open_registry(url.replace(s3.endpoint, f"http://127.0.0.1:{port}"), step=steps)
         ) as cut,
     ):
         for number, step in enumerate(PUBLICATION_STEPS):
@@ -353,7 +354,7 @@ def test_a_write_that_s3_refuses_because_of_a_concurrent_one_is_repeated(own_red
 
 
 def test_conflicts_that_do_not_end_make_the_object_store_unavailable(own_redis, s3, monkeypatch):
-    monkeypatch.setattr(object_store, "OBJECT_STORE_CONFLICT_PAUSES_S", (0.0,))
+    monkeypatch.setattr(bucket_store, "OBJECT_STORE_CONFLICT_PAUSES_S", (0.0,))
     is_refusing = False
 
     def gate(method: str, path: str, headers: Mapping[str, str]) -> int | None:

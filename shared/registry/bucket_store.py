@@ -1,0 +1,210 @@
+"""A `Store` in a bucket. Objects are created only if absent (If-None-Match: *).
+
+Besides the objects that every store has there is sweep.json while a sweep runs, see lease.py. Only this object changes.
+"""
+
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
+from http.client import HTTPException
+from typing import TYPE_CHECKING
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from obstore.store import S3Store
+
+from shared.errors import NeapError, PreconditionFailed, Unavailable
+from shared.registry.address import RegistryAddress
+from shared.registry.lease import Lease, LeaseWatch
+from shared.registry.store import StoredObject
+from shared.registry.timed_removal import send_removal, signed_removal
+from shared.timeouts import (
+    OBJECT_STORE_CONFLICT_PAUSES_S,
+    OBJECT_STORE_CONNECT_S,
+    OBJECT_STORE_CONTENT_S,
+    OBJECT_STORE_RECORD_S,
+    OBJECT_STORE_RETRY_S,
+    OBJECT_STORE_SENDING_STALL_S,
+    OBJECT_STORE_STALL_S,
+)
+
+if TYPE_CHECKING:  # the library has these for type checkers only
+    from obstore.store import ClientConfig, RetryConfig, S3Config
+
+# Where large objects are.
+CONTENTS = ("blobs/", "manifests/")
+# How long a probe of `check_removals` is accepted.
+PROBE_S = 2.0
+
+
+class BucketStore:
+    """A thread-safe client of the bucket. Methods raise Unavailable (OBJECT_STORE_UNAVAILABLE, OBJECT_STORE_REFUSED)."""
+
+    max_parallel_reads = 16
+
+    def __init__(self, address: RegistryAddress) -> None:
+        # Requests for small records have a short timeout; large contents may take longer.
+        self._small = _client(address, OBJECT_STORE_RECORD_S, OBJECT_STORE_RECORD_S)
+        self._large = _client(address, OBJECT_STORE_CONTENT_S, OBJECT_STORE_STALL_S)
+        self._sending = _client(address, OBJECT_STORE_CONTENT_S, OBJECT_STORE_SENDING_STALL_S)
+
+    def create(self, path: str, data: bytes) -> bool:
+        client = self._sending if path.startswith(CONTENTS) else self._small
+        # S3 refuses a write also while another one of the same object is in progress (409 ConditionalRequestConflict), and the library
+        # reports both refusals alike.
+        for pause_s in (*OBJECT_STORE_CONFLICT_PAUSES_S, 0.0):
+            with _errors():
+                try:
+                    obstore.put(client, path, data, mode="create", use_multipart=False)
+                except AlreadyExistsError:
+                    if self.exists(path):
+                        return False
+                else:
+                    return True
+            time.sleep(pause_s * random.uniform(0.5, 1.5))
+        raise _unavailable("refuses concurrent writes of one object", "OBJECT_STORE_BUSY")
+
+    def sync(self, path: str) -> None:
+        """Nothing to do: an object that is seen is stored."""
+
+    def get(
+        self, path: str, check_size: Callable[[int], None] = lambda size_bytes: None
+    ) -> bytes | None:
+        client = self._large if path.startswith(CONTENTS) else self._small
+        with _errors():
+            try:
+                answer = obstore.get(client, path)
+            except FileNotFoundError:
+                return None
+            check_size(answer.meta["size"])
+            return bytes(answer.bytes())
+
+    def exists(self, path: str) -> bool:
+        with _errors():
+            try:
+                obstore.head(self._small, path)
+            except FileNotFoundError:
+                return False
+        return True
+
+    def replace(self, path: str, data: bytes) -> None:
+        client = self._sending if path.startswith(CONTENTS) else self._small
+        with _errors():
+            obstore.put(client, path, data, use_multipart=False)
+
+    def remove(self, path: str) -> None:
+        with _errors(), suppress(FileNotFoundError):
+            obstore.delete(self._small, path)
+
+    def remove_before(self, path: str, before_s: float) -> None:
+        """Remove an object by a request that the store refuses after `before_s`, in Unix seconds by its own clock.
+
+        Raises Unavailable (also SWEEP_TOO_SLOW).
+        """
+        with _errors():
+            url, _ = signed_removal(self._small, path, before_s)
+            if not send_removal(url):
+                raise Unavailable(
+                    "the registry's object store refuses a removal: it came too late, or the credentials do not allow it",
+                    reason="OBJECT_STORE_REFUSED",
+                )
+
+    def check_removals(self) -> None:
+        """Check that the store refuses a removal that comes too late. Raises PreconditionFailed (NO_EXPIRING_REQUESTS)."""
+        path = f"probes/{uuid.uuid4().hex}"
+        self.create(path, b"")
+        with _errors():
+            url, ends_at_s = signed_removal(self._small, path, time.time() + PROBE_S)
+            while self.last_modified_s(path) <= ends_at_s:
+                time.sleep(PROBE_S / 4)
+                self.replace(path, b"")
+            send_removal(url)
+        if not self.exists(path):
+            raise PreconditionFailed(
+                "the object store accepts signed requests whose time has passed; a sweep could remove what is in use",
+                reason="NO_EXPIRING_REQUESTS",
+            )
+        self.remove(path)
+
+    def last_modified_s(self, path: str) -> float:
+        """Return the time of the last write in Unix seconds by the store's clock. Raises Unavailable, also if the object is missing."""
+        with _errors():
+            return obstore.head(self._small, path)["last_modified"].timestamp()
+
+    def objects(self, folder: str) -> Iterator[StoredObject]:
+        with _errors():
+            for page in obstore.list(self._small, f"{folder}/"):
+                for entry in page:
+                    name, written = entry["path"].rpartition("/")[2], entry["last_modified"]
+                    yield StoredObject(name, entry["size"], written.timestamp())
+
+    @contextmanager
+    def publishing(self) -> Iterator[LeaseWatch]:
+        yield LeaseWatch(self)
+
+    def sweeping(self, *, dead_s: float) -> AbstractContextManager[Lease]:
+        return Lease(self).held(dead_s=dead_s)
+
+    def names(self, folder: str, *, after: str = "") -> list[str]:
+        with _errors():
+            found: list[str] = []
+            offset = f"{folder}/{after}" if after else None
+            for page in obstore.list(self._small, f"{folder}/", offset=offset):
+                found.extend(entry["path"].rpartition("/")[2] for entry in page)
+            return sorted(found)
+
+    def folders(self, folder: str) -> list[str]:
+        with _errors():
+            found = obstore.list_with_delimiter(self._small, f"{folder}/")["common_prefixes"]
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
+
+def _client(address: RegistryAddress, timeout_s: int, stall_s: int) -> S3Store:
+    # Settings that the URL does not give are left to the library, which reads AWS_* variables.
+    config: S3Config = {}
+    options: ClientConfig = {
+        "connect_timeout": f"{OBJECT_STORE_CONNECT_S}s",
+        "timeout": f"{timeout_s}s",
+        "read_timeout": f"{stall_s}s",
+    }
+    if address.region is not None:
+        config["region"] = address.region
+    if address.endpoint is not None:
+        config["endpoint"] = address.endpoint
+        options["allow_http"] = address.endpoint.startswith("http://")
+    prefix = address.prefix or None
+    retry: RetryConfig = {
+        "max_retries": 1,
+        "retry_timeout": timedelta(seconds=OBJECT_STORE_RETRY_S),
+    }
+    with _errors():
+        return S3Store(
+            address.bucket,
+            prefix=prefix,
+            config=config,
+            client_options=options,
+            retry_config=retry,
+        )
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    # The library's texts may contain addresses and parts of answers, so they stay in the chained exception.
+    try:
+        yield
+    except (PermissionDeniedError, UnauthenticatedError) as error:
+        raise _unavailable("refuses the credentials", "OBJECT_STORE_REFUSED") from error
+    except (BaseError, OSError, HTTPException) as error:
+        raise _unavailable("does not answer", "OBJECT_STORE_UNAVAILABLE") from error
+
+
+def _unavailable(what: str, reason: str) -> NeapError:
+    return Unavailable(f"the registry's object store {what}", reason=reason)
