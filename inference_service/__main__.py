@@ -1,11 +1,18 @@
 """`python -m inference_service`: a worker that serves frozen models with published routers."""
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # imports make no garbage
+
 from shared.cpus import size_thread_pools, usable_cpus
+from shared.light_imports import import_transformers_lightly
 from shared.rpc.service_logs import log_all_output, log_stdout, report_start_failure
 
 if __name__ == "__main__":  # before anything below imports torch
     log_all_output()
     size_thread_pools()
+    import_transformers_lightly()
 
 import asyncio
 import os
@@ -27,6 +34,7 @@ from inference_service.routers import MAX_WAITING, RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.config import ModelSource, WorkerSettings, settings_from_command_line
 from shared.configured_model import load_configured
+from shared.engine.drafting.costs import RememberingMeter
 from shared.engine.engine import Engine
 from shared.errors import InvalidInput, NeapError, PreconditionFailed
 from shared.metrics_server import serve_metrics
@@ -190,6 +198,7 @@ def _load_engine(
         learned_bytes=settings.learned_table_mb << 20,
         shadow_share=settings.shadow_share,
         on_failure=on_failure,
+        cost_meter=RememberingMeter(),
         runner_of=partial(
             make_runner,
             record=SWITCH[settings.record_passes],
@@ -205,9 +214,12 @@ def _load_engine(
         )
     say("warming up")
     engine.warm_up()
+    loaded.facts.keep()
     log.info("model warm", model_id=source.model_id)
     return engine
 
 
 if __name__ == "__main__":
+    gc.freeze()  # no collection looks at what was imported
+    gc.enable()
     sys.exit(main())

@@ -256,6 +256,13 @@ class WorkerSettings(ServiceSettings):
         ge=0,
         description="MiB on disk, below the data folder, for routers fetched from a registry in a bucket. 0 keeps none.",
     )
+    start_cache_mb: int = Field(
+        default=16384,
+        ge=0,
+        description="MiB on disk, in the folder start-cache below the data folder, for what a start of this worker remembers for the next one: packed "
+        "weights, which take as much as the model's file, and what was proven and measured. It counts for the same model, build and machine only, "
+        "and is made anew if it is damaged. 0 keeps nothing.",
+    )
     default_alias: Alias = Field(
         default="latest",
         description="Alias of the router for requests that name none.",

@@ -9,6 +9,7 @@ from shared.config import ModelSource, ServiceSettings, WorkerSettings
 from shared.errors import PreconditionFailed
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
+from shared.model.remembered.store import StartStore
 
 
 def load_configured(source: ModelSource, settings: ServiceSettings) -> LoadedModel:
@@ -18,7 +19,12 @@ def load_configured(source: ModelSource, settings: ServiceSettings) -> LoadedMod
     """
     if isinstance(settings, WorkerSettings) and settings.cpu_path != "auto":
         use_cpu_path(settings.cpu_path)
-    return load_model(source.source, model_id=source.model_id, **load_options(settings))
+    options = load_options(settings)
+    if isinstance(settings, WorkerSettings) and settings.start_cache_mb:
+        options["store"] = StartStore(
+            settings.data_dir / "start-cache", settings.start_cache_mb << 20
+        )
+    return load_model(source.source, model_id=source.model_id, **options)
 
 
 def use_cpu_path(name: str) -> None:

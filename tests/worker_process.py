@@ -20,7 +20,7 @@ def start_worker(
     return subprocess.Popen(
         [sys.executable, "-m", "inference_service", "--listen", listen, *flags],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NEAP_START_CACHE_MB": "0"},
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,

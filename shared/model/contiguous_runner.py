@@ -1,11 +1,9 @@
 """The runner over contiguous KV caches: direct passes where they give the same bits, else the model's own forward, on any device."""
 
 from collections.abc import Iterator, Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from shared.model.borders import NUM_CHECKED, crossing_length, origins
 from shared.model.cache import KVCache, as_contiguous
@@ -22,9 +20,6 @@ RAGGED_TOLERANCE = 1e-4
 _CANNOT = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 # Windows up to this number of tokens are tried with as many tokens. Of a longer one only the mask is checked.
 LONGEST_BORDER = 512
-# By model: the context length with which `check_cuts` has passed, and whether ragged batches gave the same states. A large model takes
-# seconds for these checks, and a calibration makes several runners.
-_PROVEN: WeakKeyDictionary[PreTrainedModel, tuple[int, bool]] = WeakKeyDictionary()
 
 
 class ContiguousRunner(GatedModel):
@@ -40,12 +35,10 @@ class ContiguousRunner(GatedModel):
     def __init__(self, loaded: LoadedModel, why: str = "") -> None:
         super().__init__(loaded)
         self.why_not_recorded = self.why_not_compiled = why
-        proven = _PROVEN.get(loaded.model)
-        if proven is None or proven[0] != loaded.context_length:
-            check_cuts(self)
-            proven = loaded.context_length, self._check_ragged()
-            _PROVEN[loaded.model] = proven
-        self.supports_ragged = proven[1]
+        # A large model takes seconds for these, and a calibration makes several runners.
+        length, recall = loaded.context_length, loaded.facts.recall
+        recall(f"cuts do not matter, {length}", lambda: check_cuts(self))
+        self.supports_ragged = recall(f"rows may share a pass, {length}", self._check_ragged)
         self.counters.reset()
 
     @property

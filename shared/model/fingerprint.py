@@ -57,7 +57,8 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def _tensor_digest(tensor: Tensor) -> bytes:
-    stored = lazy(tensor)
-    rounded = tensor.detach().to(torch.bfloat16) if stored is None else stored.rounded()
-    data = rounded.contiguous().cpu().view(torch.uint8)
-    return hashlib.sha256(data.numpy().data).digest()
+    stored, digest = lazy(tensor), hashlib.sha256()
+    parts = [tensor.detach().to(torch.bfloat16)] if stored is None else stored.rounded_parts()
+    for part in parts:
+        digest.update(part.contiguous().cpu().view(torch.uint8).numpy().data)
+    return digest.digest()

@@ -1,7 +1,8 @@
 """A model's own forward, run in parts: what the contiguous and the paged runner have in common."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from shared.model.runner import Taps, tap_depths
 from shared.model.substitution.match import Unsuitable
 from shared.model.substitution.ragged import Span
 
+T = TypeVar("T")
+
 # Largest relative difference at which final norm + head, called directly, count as what the model itself computes from a state.
 HEAD_TOLERANCE = 1e-4
 
@@ -29,16 +32,21 @@ class GatedModel:
         self.num_layers = loaded.num_layers
         self.gates = _gates_of(loaded)
         self.regimes = _regimes_of(loaded)
-        self.head_is_direct = self._check_direct_head()
+        self.head_is_direct = self._recall("head is direct", self._check_direct_head)
         # Whether a state at depth 0 is the token's row of the embedding and nothing else.
         self.embedding_is_direct = False
-        self.embedding_is_direct = self._check_direct_embedding()
+        self.embedding_is_direct = self._recall("embedding is direct", self._check_direct_embedding)
         # Runs passes without the model's own forward, or None if `why_not_direct`.
         self.direct: DirectPass | None = None
         self.direct, self.why_not_direct = self._check_direct_pass()
         # The model's own keys and values of one token. They show what each layer puts into a cache.
         self.one_token_cache = self._run_one_token()
         self.counters.reset()
+
+    def _recall(self, name: str, find_out: Callable[[], T]) -> T:
+        """What an earlier start knows of the model with this context length, or else what `find_out` returns."""
+        name = f"{name}, {self.loaded.context_length}"
+        return self.loaded.facts.recall(name, find_out, again=True)
 
     @property
     def counters(self) -> LayerCounters:
@@ -174,10 +182,14 @@ class GatedModel:
         except Unsuitable as reason:
             return None, str(reason)
         limit = min(self.loaded.context_length, direct.causal_until)
+        why_not = self._recall("pass is direct", lambda: self._why_not_direct(direct, limit))
+        return (None, why_not) if why_not else (direct, "")
+
+    def _why_not_direct(self, direct: DirectPass, limit: float) -> str:
         for place in origins(self.loaded.model.config, self.loaded.context_length):
             if not self._is_direct_at(place, direct, limit):
-                return None, f"it would give other bits from position {place} on"
-        return (direct, "") if limit else (None, "its masks are never causal")
+                return f"it would give other bits from position {place} on"
+        return "" if limit else "its masks are never causal"
 
     def _is_direct_at(self, place: int, direct: DirectPass, limit: float) -> bool:
         """Whether passes over positions from `place` on, up to `limit`, have the same bits."""
@@ -212,7 +224,12 @@ def _regimes_of(loaded: LoadedModel) -> Regimes:
     """Those of the model up to its context length. They are found once."""
     found: dict[int, Regimes] = vars(loaded.model).setdefault("_neap_regimes", {})
     if loaded.context_length not in found:
-        found[loaded.context_length] = find_regimes(loaded.model, loaded.context_length)
+        name = f"has one regime, {loaded.context_length}"
+        regimes = Regimes()
+        if not loaded.facts.earlier.get(name):
+            regimes = find_regimes(loaded.model, loaded.context_length)
+            loaded.facts.note(name, not regimes.are_several)
+        found[loaded.context_length] = regimes
     return found[loaded.context_length]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from shared.model.fingerprint import fingerprint
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.own_thread import run_in_own_thread
 from shared.model.parts import refuse_config
+from shared.model.remembered.facts import Facts
+from shared.model.remembered.store import Entry, StartStore
 from shared.model.source import arguments_of, not_found, size_mb
 from shared.model.weights.lazy import lazy, realise
 from shared.model.weights.quantised import missing_package, quantisation, widens
@@ -50,6 +53,7 @@ def load_model(
     accelerate: bool = True,
     kv_dtype: torch.dtype | None = None,
     compute_dtype: torch.dtype | None = None,
+    store: StartStore | None = None,
 ) -> LoadedModel:
     """Loads a Hugging Face folder, a .gguf file, or a model by its hub name.
 
@@ -57,6 +61,8 @@ def load_model(
     the format, and a matrix is packed as soon as it is read; other devices also compute in `dtype`. Weights are read from safetensors or
     GGUF, never from a pickle. `context_length`: an upper limit, in tokens, below the model's own. `accelerate`, `kv_dtype` and
     `compute_dtype` are as in `shared.model.loaded.wrap_model`.
+    `store`: what earlier starts have proven, measured and packed for this model is taken from there, if it is to run on a CPU from files
+    of this machine. `LoadedModel.facts.keep` puts there what this start has found out.
     Logs the size on disk before loading, and the seconds taken and the formats of the weights afterwards.
 
     Raises `NotFound` (reason MODEL_NOT_FOUND), `PermissionDenied` (MODEL_GATED), `UnsupportedModel` (also with reason PACKAGE_MISSING),
@@ -67,21 +73,22 @@ def load_model(
     check_device(device)
     name = model_id or str(source)
     log.info("loading model", model_id=name, source=str(source), size_mb=size_mb(Path(source)))
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "context_length": context_length,
+        "accelerate": accelerate,
+        "kv_dtype": kv_dtype,
+        "compute_dtype": compute_dtype,
+    }
+    entry = store.entry(source, options) if store is not None and device == "cpu" else None
     loaded = run_in_own_thread(
-        _load_model,
-        source,
-        model_id=name,
-        dtype=dtype,
-        device=device,
-        context_length=context_length,
-        accelerate=accelerate,
-        kv_dtype=kv_dtype,
-        compute_dtype=compute_dtype,
+        _load_model, source, model_id=name, device=device, entry=entry, **options
     )
     load_s = time.monotonic() - started_s
     log.info(
         "model loaded",
         model_id=name,
+        remembered=bool(loaded.facts.earlier),
         seconds=round(load_s, 1),
         fingerprint=loaded.fingerprint,
     )
@@ -98,10 +105,15 @@ def _load_model(
     accelerate: bool,
     kv_dtype: torch.dtype | None,
     compute_dtype: torch.dtype | None,
+    entry: Entry | None,
 ) -> LoadedModel:
+    facts, made = (Facts(), None) if entry is None else (entry.facts, entry.matrices)
     where = arguments_of(source)
     theirs = f"transformers cannot load {source} as a causal language model"
-    with Checkpoint(dtype) as checkpoint, _load_errors(source, f"neap cannot prepare {source}"):
+    with (
+        Checkpoint(dtype, made) as checkpoint,
+        _load_errors(source, f"neap cannot prepare {source}"),
+    ):
         readers = _gguf_readers(checkpoint) if "gguf_file" in where else []
         with _load_errors(source, theirs), replaced(readers):
             config = AutoConfig.from_pretrained(**where)
@@ -115,9 +127,11 @@ def _load_model(
         with replaced(readers):
             with _load_errors(source, theirs):
                 model = _build(where, torch.float32 if in_float32 else dtype or "auto")
+            if entry is not None:
+                entry.check()
             # Hashing does not hold the interpreter lock, so it runs while the tokenizer is built.
             with ThreadPoolExecutor(1) as pool:
-                hashing = pool.submit(fingerprint, model)
+                hashing = pool.submit(facts.recall, "fingerprint", partial(fingerprint, model))
                 with _load_errors(source, theirs):
                     tokenizer = AutoTokenizer.from_pretrained(**where)
             identity = hashing.result()
@@ -143,7 +157,10 @@ def _load_model(
             identity=identity,
             kv_dtype=kv_dtype,
             compute_dtype=compute_dtype,
+            facts=facts,
         )
+        if entry is not None:
+            entry.keep_matrices()
     release_free_memory()
     if checkpoint.widened:
         log.warning(

@@ -1,6 +1,6 @@
 """A frozen model with its parts, from a model that is already built."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
@@ -12,6 +12,7 @@ from shared.model.borders import context_limit
 from shared.model.dtypes import dtype_name, rounded_to
 from shared.model.fingerprint import fingerprint
 from shared.model.parts import ModelParts, find_parts
+from shared.model.remembered.facts import Facts
 from shared.model.substitution import attention
 from shared.model.weights.quantised import quantisation
 
@@ -27,7 +28,7 @@ class LoadedModel:
 
     `kv_dtype`: the dtype in which caches hold keys and values. `compute_dtype`: the one in which matrices are multiplied.
     `acceleration`: what of it runs on neap's CPU kernels; None if it was not accelerated. `source`: where `load_model` read it, in
-    `load_s` seconds; None for a model that was already built.
+    `load_s` seconds; None for a model that was already built. `facts`: what is known about it.
     """
 
     model_id: str
@@ -42,6 +43,7 @@ class LoadedModel:
     acceleration: "AccelerationReport | None" = None
     source: str | None = None
     load_s: float = 0.0
+    facts: Facts = field(default_factory=Facts, compare=False, repr=False)
 
     @property
     def num_layers(self) -> int:
@@ -82,6 +84,7 @@ def wrap_model(
     identity: str | None = None,
     kv_dtype: torch.dtype | None = None,
     compute_dtype: torch.dtype | None = None,
+    facts: Facts | None = None,
 ) -> LoadedModel:
     """Freezes a model that is already built, and finds its parts.
 
@@ -89,17 +92,19 @@ def wrap_model(
     known. `kv_dtype`: the dtype in which caches hold keys and values, rounded once when they are written; None: the one that the model
     computes in. `compute_dtype`: for an accelerated model, bfloat16 multiplies weights that are kept in bfloat16 by inputs rounded to
     it, and int8 multiplies GGUF's blocks by inputs rounded to 8 bits. None: int8 if there are such blocks, else the one of the model.
+    `facts`: what is known about this model, loaded in this way. It is not proven again.
     Raises `UnsupportedModel` (reason KV_DTYPE_NOT_SUPPORTED if the model's attention cannot read that dtype, COMPUTE_DTYPE_NOT_SUPPORTED
     if no matrix can be multiplied in that one).
     """
     model.requires_grad_(False).eval()
     parts = find_parts(model)
     limit = context_limit(model.config)
+    facts = facts or Facts()
     identity = identity or fingerprint(model)
     kv_dtype = kv_dtype or model.dtype
     report = None
     if accelerate and model.device.type == "cpu" and model.dtype == torch.float32:
-        report = _accelerate(model, model_id, kv_dtype, compute_dtype or torch.int8)
+        report = _accelerate(model, model_id, kv_dtype, compute_dtype or torch.int8, facts)
     possible = set(map(rounded_to, report.formats)) if report else set()
     compute_dtype = compute_dtype or (torch.int8 if torch.int8 in possible else model.dtype)
     if compute_dtype not in {model.dtype, *possible}:
@@ -125,17 +130,22 @@ def wrap_model(
         kv_dtype=kv_dtype,
         compute_dtype=compute_dtype,
         acceleration=report,
+        facts=facts,
     )
 
 
 def _accelerate(
-    model: PreTrainedModel, model_id: str, kv_dtype: torch.dtype, compute_dtype: torch.dtype
+    model: PreTrainedModel,
+    model_id: str,
+    kv_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    facts: Facts,
 ) -> "AccelerationReport | None":
     """What was replaced; None if a quantised model keeps its own modules."""
     from shared.model.substitution.apply import accelerate
 
     try:
-        report = accelerate(model, kv_dtype, compute_dtype)
+        report = accelerate(model, kv_dtype, compute_dtype, facts)
     except UnsupportedModel as error:
         if quantisation(model.config) is None:
             raise

@@ -25,6 +25,8 @@ REPEATS = 8
 # Measurements of passes stop after this time, but not before MIN_REPEATS repeats. Start-up waits for them.
 MEASURE_S = 0.3
 MIN_REPEATS = 3
+# Costs are measured anew after this time: other work on the machine may have slowed them down.
+REMEMBERED_S = 7 * 86400.0
 # Sizes of the passes that many sequences share.
 WIDE_PASS_TOKENS = (16, 32, 64)
 WIDE_REPEATS = 3
@@ -49,6 +51,22 @@ class CostMeter:
     ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
         """The costs of a ladder's layer exits. See `exit_timings`."""
         return exit_timings(runner, ladder)
+
+
+class RememberingMeter(CostMeter):
+    """Returns the costs of passes that an earlier start has measured, with the same build on the same machine, until they are old."""
+
+    def measure_passes(
+        self, runner: Runner, *, between: Callable[[], None] = lambda: None
+    ) -> PassCosts:
+        facts, name = runner.loaded.facts, f"costs, {runner.loaded.context_length}"
+        known = facts.earlier.get(name)
+        if known is not None and 0 <= time.time() - known["measured_s"] < REMEMBERED_S:
+            wide = tuple((count, seconds) for count, seconds in known["wide"])
+            return PassCosts(tuple(known["deep"]), wide=wide)
+        costs = super().measure_passes(runner, between=between)
+        facts.note(name, {"deep": costs.deep, "wide": costs.wide, "measured_s": time.time()})
+        return costs
 
 
 def measure_deep(

@@ -4,7 +4,8 @@
 input, and the module is replaced only if the results agree to 1e-5. This is done once for all modules with the same `signature`, which
 differ in their weights only. The report names the modules that were not replaced. Decoder layers that consist of replaced modules then
 become one op each, if the op gives the same bits (`fused_layers`). At the end the logits of the whole model are compared with those
-before. Modules stay in the model; only their `forward` changes.
+before. Modules stay in the model; only their `forward` changes. What an earlier start has proven of the same model, build and machine is
+not proven again.
 
 Weights that are still in a file (`shared.model.weights`) are packed in their own number format. Those of modules without a kernel are
 read as float32.
@@ -12,9 +13,10 @@ read as float32.
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from shared import ops
 from shared.errors import UnsupportedModel
 from shared.model.borders import context_limit, origins
 from shared.model.cache_argument import cache_argument, with_cache
+from shared.model.remembered.facts import Facts
 from shared.model.substitution import attention, rotary
 from shared.model.substitution.experts import experts
 from shared.model.substitution.fused_layers import substitute_layers
@@ -38,6 +41,7 @@ from shared.model.weights.quantised import quantisation
 # Largest relative error of logits. It is larger than that of a module, because tens of layers amplify the errors of the modules.
 MODEL_TOLERANCE = 1e-3
 
+_PROVEN = "substitution"  # the name of the fact
 _UNDO = "_neap_undo"  # an attribute of the model, because a table of models would keep them alive
 
 
@@ -71,11 +75,13 @@ def accelerate(
     model: PreTrainedModel,
     kv_dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype = torch.float32,
+    facts: Facts | None = None,
 ) -> AccelerationReport:
     """Makes a float32 model on a CPU run neap's kernels, in place. For inference only.
 
     `kv_dtype`: the dtype of the caches over which the model will run. `compute_dtype`: float32, or the dtype that products
     round their inputs to once everything has been compared in float32: bfloat16 with weights kept in bfloat16, int8 with GGUF's blocks.
+    `facts`: what is known about this model; what is found out is added.
     Weights that are packed are freed: a `LazyWeight` takes their place, which widens the packed matrix when an operation reads it.
 
     Raises `ValueError` if the model is in training mode, is not float32 on the CPU, or is accelerated already; `PreconditionFailed` if
@@ -93,26 +99,39 @@ def accelerate(
             raise ValueError(
                 f"{name} is {parameter.dtype} on {parameter.device}, want float32 on cpu"
             )
-    run = Substitutions(model)
+    facts = facts or Facts()
+    proven: dict[str, Any] = facts.values.get(_PROVEN, {})
+    run = Substitutions(model, proven.get("modules"))
     with torch.no_grad():
-        expected = _logits_in_one_pass(model)
+        expected = None if proven else _logits_in_one_pass(model)
         try:
             _substitute_modules(run)
             files = tuple(_substitute_rotary(run))
-            attends, error = _substitute_attention(run, expected)
-            if row_invariant := _make_row_invariant(run):
-                error = relative_error(_padded_logits(model), expected)
+            if expected is None:
+                attends = _attend_as_proven(run, proven["attention"])
+                _run_row_invariantly(run, proven["row invariant"])
+            else:
+                attends, error = _substitute_attention(run, expected)
+                if callers := _make_row_invariant(run):
+                    error = relative_error(_padded_logits(model), expected)
+                if error > MODEL_TOLERANCE:
+                    raise UnsupportedModel(
+                        f"accelerated logits differ by {error:.1e} (relative) from the model's own",
+                        reason="ACCELERATION_MISMATCH",
+                    )
+                proven = {
+                    "modules": run.findings,
+                    "attention": run.left_alone.get("attention"),
+                    "row invariant": callers,
+                }
             widened = _widen_the_rest(run)
-            if error > MODEL_TOLERANCE:
-                raise UnsupportedModel(
-                    f"accelerated logits differ by {error:.1e} (relative) from the model's own",
-                    reason="ACCELERATION_MISMATCH",
-                )
-            layers = substitute_layers(run, _random_ids(model, 1, 9), kv_dtype) if attends else 0
+            ids = _random_ids(model, 1, 9)
+            layers = substitute_layers(run, ids, kv_dtype, proven) if attends else 0
             run.round_inputs(compute_dtype)
         except BaseException:
             run.undo_all()
             raise
+    facts.note(_PROVEN, proven)
     setattr(model, _UNDO, run.undo)
     return AccelerationReport(
         linears=run.counts["linear"],
@@ -126,7 +145,7 @@ def accelerate(
         left_alone=dict(run.left_alone),
         embeddings=run.counts["embedding"],
         experts=run.counts["experts"],
-        row_invariant=row_invariant,
+        row_invariant=len(proven["row invariant"]),
         formats=dict(run.formats),
         widened=widened,
     )
@@ -163,13 +182,20 @@ def _substitute_modules(run: Substitutions) -> None:
             run.attempt("embedding", name, module, embedding)
 
 
-def _make_row_invariant(run: Substitutions) -> int:
-    """Runs the modules that call torch's functions themselves so that rows do not matter. Returns their number."""
+def _make_row_invariant(run: Substitutions) -> list[tuple[str, list[str]]]:
+    """Runs the modules that call torch's functions themselves so that rows do not matter. Returns their names, each with those of the
+    parameters that it multiplies by."""
+    names = {module: name for name, module in run.model.named_modules()}
     with watched(run.model) as callers:
         _logits_in_one_pass(run.model)
-    for module, multiplied_by in callers.items():
-        run.run_row_invariantly(module, multiplied_by)
-    return len(callers)
+    found = [(names[module], sorted(multiplied_by)) for module, multiplied_by in callers.items()]
+    _run_row_invariantly(run, found)
+    return found
+
+
+def _run_row_invariantly(run: Substitutions, callers: Iterable[tuple[str, list[str]]]) -> None:
+    for name, multiplied_by in callers:
+        run.run_row_invariantly(run.model.get_submodule(name), multiplied_by)
 
 
 def _widen_the_rest(run: Substitutions) -> dict[str, str]:
@@ -232,6 +258,19 @@ def _substitute_attention(run: Substitutions, expected: Tensor) -> tuple[bool, f
     model.set_attn_implementation(before)
     run.left_alone["attention"] = reason
     return False, relative_error(_padded_logits(model), expected)
+
+
+def _attend_as_proven(run: Substitutions, reason: str | None) -> bool:
+    """Whether the model runs neap's attention. `reason`: why it cannot, if it cannot."""
+    if reason is not None:
+        run.left_alone["attention"] = reason
+        return False
+    attention.register()
+    run.undo.append(
+        partial(run.model.set_attn_implementation, run.model.config._attn_implementation)
+    )
+    run.model.set_attn_implementation(attention.NAME)
+    return True
 
 
 def _random_ids(model: PreTrainedModel, *shape: int) -> Tensor:

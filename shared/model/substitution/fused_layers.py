@@ -20,8 +20,12 @@ PASSES = (5, 1, 3)
 assert sum(PASSES) == NUM_CHECKED
 
 
-def substitute_layers(run: Substitutions, ids: Tensor, kv_dtype: torch.dtype) -> int:
+def substitute_layers(
+    run: Substitutions, ids: Tensor, kv_dtype: torch.dtype, proven: dict[str, Any]
+) -> int:
     """Fuses all layers that can be fused, and returns their number. `run.left_alone` says why the others cannot.
+
+    `proven`: if it has "layers", what an earlier call for the same model has put there: the names of the layers that gave other bits.
 
     `ids` [1, >= 9] int64: random tokens. `kv_dtype`: that of caches, over which bits are compared. To be called last, when the layers' modules and attention have been replaced.
     """
@@ -38,10 +42,14 @@ def substitute_layers(run: Substitutions, ids: Tensor, kv_dtype: torch.dtype) ->
             candidates[layer] = FusedLayer(layer, plan(layer, *watch(layer, run.found, call)))
         except Unsuitable as reason:
             run.left_alone[names[layer]] = f"not one op: {reason}"
-    for place in origins(run.model.config, context_limit(run.model.config)):
-        for layer, why in _find_disagreeing(run, candidates, ids, kv_dtype, place).items():
-            run.left_alone[names[layer]] = f"not one op: {why}"
-            del candidates[layer]
+    if "layers" not in proven:
+        proven["layers"] = {}
+        for place in origins(run.model.config, context_limit(run.model.config)):
+            for layer, why in _find_disagreeing(run, candidates, ids, kv_dtype, place).items():
+                proven["layers"][names[layer]] = f"not one op: {why}"
+                del candidates[layer]
+    run.left_alone |= proven["layers"]
+    candidates = {own: f for own, f in candidates.items() if names[own] not in proven["layers"]}
     for layer, fused in candidates.items():
         layer.forward = fused.forward
         run.undo.append(partial(_unfuse, layer, fused))

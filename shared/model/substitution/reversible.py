@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,28 @@ from transformers import PreTrainedModel
 
 from shared import ops
 from shared.model.dtypes import rounded_to
-from shared.model.substitution.linear import pack_matrix, packable
+from shared.model.substitution.linear import MlpForm, pack_matrix, packable
 from shared.model.substitution.match import Substitute, Unsuitable, signature
 from shared.model.substitution.row_invariant import row_invariant
 from shared.model.weights.lazy import LazyWeight, as_parameter, lazy
 from shared.model.weights.quantised import is_plain
 from shared.model.weights.stored import Stored
+
+
+def noted(form: object) -> Any:
+    """A substitute's form, as JSON can hold it."""
+    if isinstance(form, MlpForm):
+        return {"order": list(form.order), "activation": form.activation}
+    return list(form) if isinstance(form, tuple) else form
+
+
+def form_of(known: Any) -> object:
+    """The form that was `noted`. Raises `Unsuitable` if it was refused."""
+    if not isinstance(known, dict):
+        return tuple(known) if isinstance(known, list) else known
+    if "refused" in known:
+        raise Unsuitable(known["refused"])
+    return MlpForm(tuple(known["order"]), known["activation"])
 
 
 class Propose(Protocol):
@@ -28,11 +44,14 @@ class Propose(Protocol):
 class Substitutions:
     """The state of one call of `accelerate`: counts of what it replaced, and the steps that undo it.
 
-    `left_alone` maps a module's name to the reason why it kept its own forward. `consumed`: modules that need no replacement any more.
+    `proven`: the `findings` of an earlier call for the same model. `left_alone` maps a module's name to the reason why it kept its own forward. `consumed`: modules that need no replacement any more.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, proven: dict[str, Any] | None = None) -> None:
         self.model = model
+        self._proven = proven or {}
+        # By kind and name of a module: its form, or why it has none. JSON can hold it.
+        self.findings: dict[str, Any] = {}
         self.undo: list[Callable[[], object]] = []
         self.left_alone: dict[str, str] = {}
         self.consumed: set[nn.Module] = set()
@@ -64,16 +83,25 @@ class Substitutions:
     def attempt(self, kind: str, name: str, module: nn.Module, propose: Propose) -> None:
         """Replaces the forward of `module` by what `propose` returns, or notes the reason why it raised `Unsuitable`.
 
-        Of modules with the same signature only the first one is compared with its substitute.
+        Of modules with the same signature only the first one is compared with its substitute, and none that has been compared before.
         """
-        key = (kind, signature(module))
+        place = f"{kind} {name}"
+        known, key = self._proven.get(place), None
         try:
-            if key in self._refusals:
-                raise Unsuitable(self._refusals[key])
-            found = propose(module, form=self._forms.get(key))
-            self._forms[key] = found.form
+            if known is not None:
+                found = propose(module, form=form_of(known))
+            else:
+                key = (kind, signature(module))
+                if key in self._refusals:
+                    raise Unsuitable(self._refusals[key])
+                found = propose(module, form=self._forms.get(key))
+                self._forms[key] = found.form
+            self.findings[place] = noted(found.form)
         except Unsuitable as reason:
-            self._refusals[key] = self.left_alone[name] = str(reason)
+            if key is not None:
+                self._refusals[key] = str(reason)
+            self.left_alone[name] = str(reason)
+            self.findings[place] = {"refused": str(reason)}
             return
         self.left_alone.pop(name, None)
         self.undo.append(partial(_set_forward, module, vars(module).get("forward")))

@@ -1,6 +1,6 @@
 """Reads parts of a file into memory of their own, and notices if the file changes meanwhile.
 
-Files are not mapped: if a mapped file is cut, the next access to its pages ends the process with SIGBUS.
+Files of others are not mapped: if a mapped file is cut, the next access to its pages ends the process with SIGBUS.
 """
 
 import os

@@ -8,7 +8,6 @@ and the matrix is widened.
 Transformers also reads a file's metadata, which includes the vocabulary, several times. Here it is read once.
 """
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -51,7 +50,7 @@ def gguf_replacements(checkpoint: Checkpoint) -> list[Replacement]:
     def load(path: str | Path, return_tensors: bool = False, *rest: Any, **options: Any) -> Any:
         model = model_of(str(path))
         if not return_tensors:
-            return copy.deepcopy(model.metadata)  # because callers modify the result
+            return _copied(model.metadata)  # because callers modify the result
         return model.load(*rest, **options)
 
     model_names = functools.cache(gguf.get_tensor_name_map)
@@ -62,6 +61,15 @@ def gguf_replacements(checkpoint: Checkpoint) -> list[Replacement]:
     if header_reader is not None:
         replacements += _header_replacements(contents_of)
     return replacements
+
+
+def _copied(value: Any) -> Any:
+    """Copies dicts and lists. What a vocabulary consists of, hundreds of thousands of texts and numbers, is not looked at one by one."""
+    if isinstance(value, dict):
+        return {key: _copied(own) for key, own in value.items()}
+    if not isinstance(value, list):
+        return value
+    return value.copy() if {*map(type, value)} <= {str, int, float} else list(map(_copied, value))
 
 
 def _header_replacements(contents_of: Callable[[str], GgufContents]) -> list[Replacement]:
@@ -197,6 +205,7 @@ class GgufModel:
                 wanted=self._checkpoint.dtype,
                 row_order=row_order,
                 transposed=transposed,
+                made=self._checkpoint.made,
             )
         return Blocks(
             *place,
@@ -204,6 +213,7 @@ class GgufModel:
             wanted=self._checkpoint.dtype,
             row_order=row_order,
             transposed=transposed,
+            made=self._checkpoint.made,
         )
 
     def _widen(self, names: Iterable[str], why: str) -> None:
@@ -227,11 +237,12 @@ class _Reader:
 
 
 class _ReaderField:
-    """`data` are the places of the values in `parts`."""
+    """`data` are the places of the values in `parts`. A single value is taken out of its list, so an array is given as one."""
 
     def __init__(self, field: Field) -> None:
-        self.parts, self.types = field.values, field.types
-        self.data = range(len(field.values))
+        is_array = len(field.values) > 1
+        self.parts, self.types = [field.values] if is_array else field.values, field.types
+        self.data = range(len(self.parts))
 
 
 class _ReaderTensor:

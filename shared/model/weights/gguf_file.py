@@ -137,6 +137,23 @@ class _Cursor:
                 self.file.path, f"the text at byte {self.position} is not UTF-8"
             ) from error
 
+    def strings(self, count: int) -> list[str]:
+        """`count` texts, of which each follows its length. As `string`, but a vocabulary has hundreds of thousands."""
+        texts: list[str] = []
+        data, position, unpack = self._data, self.position, struct.Struct("<Q").unpack_from
+        try:
+            while len(texts) < count and position + 8 <= len(data):
+                (length,) = unpack(data, position)
+                end = position + 8 + length
+                if end > len(data):
+                    break
+                texts.append(data[position + 8 : end].decode())
+                position = end
+        except UnicodeDecodeError:
+            pass  # `string` says where
+        self.position = position
+        return texts
+
     def check_count(self, count: int, least_bytes: int, what: str) -> None:
         """Refuses `count` things of at least `least_bytes` each if the rest of the file is shorter."""
         if count * least_bytes > self.file.size - self.position:
@@ -181,7 +198,11 @@ def _values(cursor: _Cursor, kind: GGUFValueType, count: int) -> list[Any]:
         return list(cursor.unpack(form, count))
     if kind == GGUFValueType.STRING:
         cursor.check_count(count, 8, "texts")
-        return [cursor.string() for _ in range(count)]
+        texts = cursor.strings(count)
+        while len(texts) < count:  # the next one is not read yet, or damaged
+            texts.append(cursor.string())
+            texts += cursor.strings(count - len(texts))
+        return texts
     raise corrupt(cursor.file.path, "its metadata has an array of arrays")
 
 

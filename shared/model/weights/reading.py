@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import modeling_utils
 
+from shared.model.remembered.packed import PackedMatrices
 from shared.model.weights.files import StableFile
 from shared.model.weights.lazy import LazyWeight
 from shared.model.weights.safetensors_file import NAMES, TensorEntry, read_entries
@@ -33,11 +34,14 @@ class Checkpoint:
     As a context manager it closes the files at the end. If one of them has changed, it raises `Unavailable` (reason MODEL_FILE_CHANGED),
     also in place of an error that the changed file may have caused.
 
+    `made` has the matrices that are packed already, and those that are packed from these files.
+
     `widened` maps the name of a tensor to the reason why it could not stay in its own format.
     """
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
+    def __init__(self, dtype: torch.dtype | None, made: PackedMatrices | None = None) -> None:
         self.dtype = dtype
+        self.made = made or PackedMatrices()
         self.widened: dict[str, str] = {}
         self._files: dict[Path, StableFile] = {}
 
@@ -125,7 +129,16 @@ class SafetensorsReader:
         shape = entry.shape
         if self._lazy and len(shape) == 2 and entry.num_bytes and entry.dtype in LAZY_DTYPES:
             wanted = self._checkpoint.dtype
-            return LazyWeight(Plain(self._file, entry.offset, shape, entry.dtype, wanted=wanted))
+            return LazyWeight(
+                Plain(
+                    self._file,
+                    entry.offset,
+                    shape,
+                    entry.dtype,
+                    wanted=wanted,
+                    made=self._checkpoint.made,
+                )
+            )
         data = self._file.read(entry.offset, entry.num_bytes)
         return data.view(entry.dtype).view(shape)
 

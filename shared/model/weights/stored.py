@@ -1,7 +1,8 @@
 """Matrices of a model that are still in a checkpoint's file, or packed for the kernels."""
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from shared import ops
 from shared.errors import UnsupportedModel
 from shared.model.dtypes import dtype_name
+from shared.model.remembered.packed import PackedMatrices
 from shared.model.weights.files import StableFile
 
 # The block formats of GGUF that the kernels multiply by.
@@ -24,6 +26,8 @@ PLAIN_KINDS = {
 # The dtypes of the kernels' matrices.
 LAZY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL_ROWS = slice(None)
+# A matrix is widened in parts of so many numbers where it need not be there as a whole: an embedding takes a gigabyte.
+PART_NUMBERS = 1 << 22
 
 
 class Stored(ABC):
@@ -69,11 +73,15 @@ class Stored(ABC):
         """The checkpoint's matrix as the model holds it, rounded to bfloat16 once, whatever other dtype was wanted."""
         return self.widened().to(torch.bfloat16)
 
+    def rounded_parts(self) -> Iterator[Tensor]:
+        """The numbers of `rounded` in their order, in parts."""
+        yield self.rounded()
+
 
 class Plain(Stored):
     """Numbers of one dtype in a file. `row_order` [N] int64: row i of the matrix is row `row_order[i]` of the file.
 
-    `wanted`: the dtype they are rounded to when they are read. None: their own.
+    `wanted`: the dtype they are rounded to when they are read. None: their own. `made`: where packed matrices are kept while loading.
     """
 
     def __init__(
@@ -86,9 +94,11 @@ class Plain(Stored):
         wanted: torch.dtype | None = None,
         row_order: Tensor | None = None,
         transposed: bool = False,
+        made: PackedMatrices | None = None,
     ) -> None:
         self._place = (file, offset, shape, dtype)
         self._wanted, self._row_order = wanted or dtype, row_order
+        self._made = made or PackedMatrices()
         super().__init__(*shape, dtype_name(self._wanted), transposed=transposed)
 
     def read(self) -> Tensor:
@@ -105,10 +115,12 @@ class Plain(Stored):
         return self.read().float()
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
-        return ops.pack_linear(self.read()[rows])
+        name = _name(self._place[0], self._place[1], self.format, rows, self._row_order)
+        return self._made.get(name, lambda: ops.pack_linear(self.read()[rows]))
 
     def pack_transpose(self, rows: slice = ALL_ROWS) -> tuple[Tensor, str]:
-        return ops.pack_linear(self.read().T[rows]), self.format
+        name = _name(self._place[0], self._place[1], f"{self.format}.T", rows, self._row_order)
+        return self._made.get(name, lambda: ops.pack_linear(self.read().T[rows])), self.format
 
     def look_up(self, ids: Tensor) -> Tensor:
         file, offset, (_, columns), dtype = self._place
@@ -121,7 +133,7 @@ class Plain(Stored):
 
 
 class Blocks(Stored):
-    """Quantised blocks in a GGUF file. `wanted` and `row_order` as in `Plain`. A block never spans two rows."""
+    """Quantised blocks in a GGUF file. `wanted`, `row_order` and `made` as in `Plain`. A block never spans two rows."""
 
     def __init__(
         self,
@@ -133,12 +145,12 @@ class Blocks(Stored):
         wanted: torch.dtype | None = None,
         row_order: Tensor | None = None,
         transposed: bool = False,
+        made: PackedMatrices | None = None,
     ) -> None:
         self._place = (file, offset, shape, kind)
         self._wanted, self._row_order = wanted, row_order
-        # Made once: loading reads a matrix for the fingerprint, for the model's own pass, and for the kernels. Not kept if the kernels get
-        # another format.
-        self._packed: Tensor | None = None
+        # Made once: loading reads a matrix for the fingerprint, for the model's own pass, and for the kernels.
+        self._made = made or PackedMatrices()
         super().__init__(*shape, dtype_name(wanted) if wanted else kind.name, transposed=transposed)
 
     def read(self) -> Tensor:
@@ -161,22 +173,30 @@ class Blocks(Stored):
         return rounded_to(rows, self._wanted or rows.dtype).float().view(*ids.shape, columns)
 
     def rounded(self) -> Tensor:
-        numbers = ops.unpack_linear(self._pack()).to(torch.bfloat16)
+        blocks = self.pack() if self._wanted is None else self._pack_blocks()
+        numbers = ops.unpack_linear(blocks).to(torch.bfloat16)
         return numbers.T.contiguous() if self.transposed else numbers
 
+    def rounded_parts(self) -> Iterator[Tensor]:
+        if self.transposed or self._wanted is not None:
+            yield self.rounded()
+            return
+        packed = self.pack()
+        for rows in torch.arange(self.rows).split(max(1, PART_NUMBERS // self.columns)):
+            yield ops.packed_rows(packed, rows).to(torch.bfloat16)
+
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
-        packed = self._pack(rows)
+        name = _name(self._place[0], self._place[1], self.format, rows, self._row_order)
+        return self._made.get(name, lambda: self._packed(rows))
+
+    def _packed(self, rows: slice) -> Tensor:
+        packed = self._pack_blocks(rows)
         if self._wanted is None:
             return packed
         return ops.pack_linear(rounded_to(ops.unpack_linear(packed), self._wanted))
 
-    def _pack(self, rows: slice = ALL_ROWS) -> Tensor:
-        if self._packed is not None and rows == ALL_ROWS:
-            return self._packed
-        packed = ops.pack_blocks(self.read()[rows], self._place[3].name, self.columns)
-        if self._wanted is None and rows == ALL_ROWS:
-            self._packed = packed
-        return packed
+    def _pack_blocks(self, rows: slice = ALL_ROWS) -> Tensor:
+        return ops.pack_blocks(self.read()[rows], self._place[3].name, self.columns)
 
 
 class Joined(Stored):
@@ -281,6 +301,12 @@ def rounded_to(numbers: Tensor, dtype: torch.dtype) -> Tensor:
             reason="WEIGHTS_OVERFLOW",
         )
     return rounded
+
+
+def _name(file: StableFile, offset: int, form: str, rows: slice, row_order: Tensor | None) -> str:
+    """Names what a packed matrix was made from."""
+    order = "" if row_order is None else hashlib.sha256(row_order.numpy().data).hexdigest()
+    return f"{file.path.name}:{offset}:{form}:{rows.start}:{rows.stop}:{order}"
 
 
 def _in_file(ids: Tensor, row_order: Tensor | None) -> Sequence[int]:

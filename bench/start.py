@@ -1,0 +1,67 @@
+"""How long a worker takes until it is ready, and the memory that it then has.
+
+    python -m bench.start --model DIR [--starts 4] [--data-dir DIR]
+
+Starts `python -m inference_service` with an empty registry, several times one after another, and asks for its health. The first start finds
+nothing in the folder that starts remember things in; --data-dir keeps that folder. Seconds of a processor (user and system) are the
+worker's own, so other work on the machine changes them little; seconds by the clock are from the start of the process. Memory: the most that
+was resident (VmHWM), and what is resident when the worker is ready, of which anonymous memory is the worker's own, and the rest is of mapped
+files. Linux only.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from bench.machine import described
+from bench.worker import worker_process
+
+READY_TIMEOUT_S = 600.0
+COLUMNS = ("start", "ready, s", "processor, s", "peak MB", "RSS MB", "anonymous")
+
+
+def processor_seconds(pid: int) -> float:
+    """User and system time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_mb(pid: int, name: str) -> int:
+    """A size of /proc/PID/status, such as VmHWM, in MB."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (kib,) = (int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    return kib * 1024 // 1_000_000
+
+
+def start(model: str, folder: Path) -> list[str]:
+    """The cells of a row: those of COLUMNS but the first."""
+    began_s = time.monotonic()
+    with worker_process(model, folder / "registry", folder / "log") as worker:
+        worker.wait_serving(READY_TIMEOUT_S)
+        ready_s, pid = time.monotonic() - began_s, worker.pid
+        cells = [f"{ready_s:.1f}", f"{processor_seconds(pid):.1f}"]
+        cells += [str(memory_mb(pid, name)) for name in ("VmHWM", "VmRSS", "RssAnon")]
+    return cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--model", required=True, help="Hugging Face folder or .gguf file")
+    parser.add_argument("--starts", type=int, default=4)
+    parser.add_argument("--data-dir", type=Path, help="kept; without it, a temporary folder")
+    options = parser.parse_args()
+    print(described("cpu"))
+    print(f"| {' | '.join(COLUMNS)} |")
+    print("|---" * len(COLUMNS) + "|")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.data_dir or Path(temporary)
+        for number in range(1, options.starts + 1):
+            print(f"| {number} | {' | '.join(start(options.model, folder))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Imports torch and transformers without what a service never runs. For main modules, before anything else imports them.
+
+Transformers' modelling code imports torch's compiler, distributed tensors and scipy, for kernels of some GPUs, for sharded training and for
+losses of object detection. That is half of a worker's imports, and 80 MB. It also reads all of its own modelling files, twice, for a list of
+what they define.
+"""
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_COMPILER = "torch._dynamo"
+# The one module of the compiler that transformers runs, to make masks. It needs none of the others.
+_NEEDED = f"{_COMPILER}._trace_wrapped_higher_order_op"
+# Transformers asks these before it imports distributed tensors and scipy.
+_NOT_NEEDED = ("is_torch_distributed_available", "is_scipy_available")
+
+_LISTING = "transformers.utils.import_utils"
+
+Function = Callable[..., Any]
+
+
+def import_transformers_lightly() -> None:
+    """Does nothing for what is imported already."""
+    import torch
+
+    if _COMPILER not in sys.modules:
+        late = _LateCompiler()
+        torch._dynamo = sys.modules[_COMPILER] = late
+        importlib.import_module(_NEEDED)
+        del late.__path__  # to import any other module loads the compiler
+    if _LISTING not in sys.modules:
+        sys.meta_path.insert(0, _ListsOnce())
+    from transformers import utils
+    from transformers.utils import import_utils
+
+    for name in _NOT_NEEDED:
+        for module in (utils, import_utils):
+            setattr(module, name, _no)
+
+
+class _ListsOnce:
+    """Finds the module of transformers that lists what its files define, and lets it read each folder once."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != _LISTING:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            loader.exec_module = functools.partial(self._run, loader.exec_module)
+        return spec
+
+    @staticmethod
+    def _run(execute: Callable[[ModuleType], None], module: Any) -> None:
+        execute(module)
+        read = functools.cache(module.create_import_structure_from_path)
+
+        @functools.wraps(module.create_import_structure_from_path)
+        def of_folder(path: Any) -> Any:
+            place = Path(path)
+            return read(str(place.parent if place.is_file() else place))
+
+        module.create_import_structure_from_path = of_folder
+
+
+def _no() -> bool:
+    return False
+
+
+class _LateCompiler(ModuleType):
+    """Torch's compiler, which is loaded when something needs more of it than a mark on a function. It then marks those functions."""
+
+    def __init__(self) -> None:
+        super().__init__(_COMPILER)
+        spec = importlib.util.find_spec(_COMPILER)
+        assert spec is not None
+        self.__spec__, self.__path__ = spec, list(spec.submodule_search_locations or ())
+        self._marked: list[tuple[str, Function]] = []
+
+    def allow_in_graph(self, function: Function) -> Function:
+        self._marked.append(("allow_in_graph", function))
+        return function
+
+    def assume_constant_result(self, function: Function) -> Function:
+        self._marked.append(("assume_constant_result", function))
+        return function
+
+    def disable(self, function: Function | None = None, *args: Any, **options: Any) -> Function:
+        def late(own: Function) -> Function:
+            @functools.wraps(own)
+            def run(*given: Any, **named: Any) -> Any:
+                if isinstance(self, _LateCompiler):  # nothing is compiled yet
+                    return own(*given, **named)
+                return self.disable(own, *args, **options)(*given, **named)
+
+            return run
+
+        return late if function is None else late(function)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)
+        self._load()
+        return getattr(self, name)
+
+    def _load(self) -> None:
+        spec, marked = self.__spec__, self._marked
+        assert spec is not None
+        assert spec.loader is not None
+        self.__class__ = ModuleType  # type: ignore[assignment]  # this object becomes the module
+        self.__path__, self.__file__ = list(spec.submodule_search_locations or ()), spec.origin
+        spec.loader.exec_module(self)
+        for mark, function in marked:
+            getattr(self, mark)(function)

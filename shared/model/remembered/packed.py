@@ -1,0 +1,118 @@
+"""Matrices packed for the kernels, in memory while a model is loaded, and in a file that later starts map.
+
+A matrix is known by what it was made from: the file, the place in it, the rows, and what was done to them. The file has the matrices one
+after another, each at a multiple of ALIGNMENT bytes, and nothing else; their places and checksums are facts.
+"""
+
+import mmap
+import os
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from shared.cpus import usable_cpus
+
+# That of pages, so that writing to one matrix copies pages of this one only.
+ALIGNMENT = 1 << 12
+# The bytes of a packed matrix that change when products are told to round their inputs.
+HEADER_BYTES = 64
+_PIECE = 1 << 24
+
+# name -> place, number of bytes, checksums of the pieces
+Table = dict[str, list[Any]]
+
+
+class PackedMatrices:
+    """The packed matrices of one model by name: those that were made, and those that are `mapped` from an earlier start's file."""
+
+    def __init__(self, mapped: dict[str, Tensor] | None = None) -> None:
+        self._known = dict(mapped or {})
+        # Products are told to round their inputs in the header, once everything is compared. The file has the matrices before that.
+        self._headers: dict[str, bytes] = {}
+
+    def get(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """The packed matrix `name`: uint8 [*]. Made once."""
+        found = self._known.get(name)
+        if found is None:
+            found = self._known[name] = make()
+            self._headers[name] = bytes(found[:HEADER_BYTES].numpy())
+        return found
+
+    def forget(self) -> None:
+        """Forgets the mapped ones. To be called before any of them is taken."""
+        self._known.clear()
+        self._headers.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of those that were made."""
+        return sum(self._known[name].nbytes for name in self._headers)
+
+    def write(self, file: BinaryIO) -> Table:
+        """Appends all that were made, in the order of their names, so that workers that write at once write the same. Raises `OSError`."""
+        table: Table = {}
+        for name, header in sorted(self._headers.items()):
+            file.write(bytes(-file.tell() % ALIGNMENT))
+            data = memoryview(self._known[name].numpy())  # type: ignore[arg-type]
+            place, sums = file.tell(), []
+            file.write(header)
+            file.write(data[len(header) :])
+            for start in range(0, len(data), _PIECE):
+                piece = data[start : start + _PIECE]
+                if start == 0:
+                    sums.append(zlib.crc32(piece[len(header) :], zlib.crc32(header)))
+                else:
+                    sums.append(zlib.crc32(piece))
+            table[name] = [place, len(data), sums]
+        return table
+
+
+class MappedFile:
+    """The matrices of a file, mapped. Writing to one changes this process' own copy of a page. Raises `OSError`, and `ValueError` if the
+    file does not have the size that its table says.
+
+    The file must not be cut while it is mapped: whoever touches a page that is no longer there is ended by SIGBUS. The store replaces and
+    removes files; it never writes to one that has its name.
+    """
+
+    def __init__(self, path: Path, table: Table) -> None:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            ends = [place + count for place, count, _ in table.values()]
+            if not ends or max(ends) != size:
+                raise ValueError("it does not have the size that was written")
+            mapped = mmap.mmap(
+                file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+            )
+        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._table = table
+        self.matrices = {
+            name: self._bytes[place : place + count] for name, (place, count, _) in table.items()
+        }
+
+    def checked(self) -> "Future[bool]":
+        """Begins to compare all checksums. Whether they agree. It reads the whole file, and brings it into memory."""
+        pool = ThreadPoolExecutor(1, "neap-checksums")
+        try:
+            return pool.submit(self._agrees)
+        finally:
+            pool.shutdown(wait=False)
+
+    def _agrees(self) -> bool:
+        with ThreadPoolExecutor(usable_cpus()) as pool:
+            return all(pool.map(self._piece_agrees, self._pieces()))
+
+    def _pieces(self) -> Iterable[tuple[int, int, int]]:
+        for place, count, sums in self._table.values():
+            for index, expected in enumerate(sums):
+                start = index * _PIECE
+                yield place + start, place + min(start + _PIECE, count), expected
+
+    def _piece_agrees(self, piece: tuple[int, int, int]) -> bool:
+        start, end, expected = piece
+        return zlib.crc32(self._bytes[start:end].numpy().data) == expected

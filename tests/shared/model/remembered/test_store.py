@@ -1,0 +1,316 @@
+"""What a start remembers: it gives the same bits, it is not believed if it is damaged or of something else, and it is never needed."""
+
+import errno
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import structlog
+import torch
+from torch import Tensor
+
+from shared import ops
+from shared.engine.drafting.costs import CostMeter, RememberingMeter
+from shared.engine.engine import Engine
+from shared.model.load import load_model
+from shared.model.loaded import LoadedModel
+from shared.model.numerics import Numerics
+from shared.model.remembered import key, store
+from shared.model.remembered.store import StartStore
+from shared.model.substitution import apply
+from tests.gguf_files import write_llama
+from tests.worker import save_model
+
+MAX_BYTES = 1 << 30
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "tiny.gguf")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "start-cache"
+
+
+def _start(model: Path, folder: Path, max_bytes: int = MAX_BYTES) -> LoadedModel:
+    """A start of a worker: what it finds out is kept."""
+    loaded = load_model(model, store=StartStore(folder, max_bytes))
+    with Engine(loaded, cost_meter=RememberingMeter()) as engine:
+        engine.warm_up()
+    loaded.facts.keep()
+    return loaded
+
+
+@torch.no_grad()
+def _logits(loaded: LoadedModel) -> Tensor:
+    logits: Tensor = loaded.model(input_ids=torch.arange(9)[None]).logits
+    return logits
+
+
+def _entry(folder: Path) -> Path:
+    (entry,) = (path for path in folder.iterdir() if path.name != "contents")
+    return entry
+
+
+def _remembers(loaded: LoadedModel) -> bool:
+    return bool(loaded.facts.earlier)
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise AssertionError("this is known already")
+
+
+def _flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("form", ["gguf", "safetensors"])
+def test_a_later_start_gives_the_same_bits_and_does_nothing_again(
+    tmp_path: Path, folder: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = (
+        write_llama(tmp_path / "tiny.gguf") if form == "gguf" else save_model(tmp_path / "folder")
+    )
+    first = _start(path, folder)
+    for owner, name in (
+        (ops, "pack_blocks"),
+        (ops, "pack_linear"),
+        (apply, "_logits_in_one_pass"),
+        (apply, "_padded_logits"),
+        (CostMeter, "measure_passes"),
+    ):
+        monkeypatch.setattr(owner, name, _fail)
+    second = _start(path, folder)
+    assert _remembers(second)
+    assert not _remembers(first)
+    assert torch.equal(_logits(first), _logits(second))
+    assert torch.equal(_logits(second), _logits(load_plain(path, monkeypatch)))
+    assert second.fingerprint == first.fingerprint
+    assert second.acceleration == first.acceleration
+
+
+def load_plain(path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    monkeypatch.undo()
+    return load_model(path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda entry: _flip(entry / "packed", 200),
+        lambda entry: _flip(entry / "packed", 3),
+        lambda entry: _cut(entry / "packed"),
+        lambda entry: (entry / "packed").unlink(),
+        lambda entry: _flip(entry / "facts.json", 300),
+        lambda entry: _cut(entry / "facts.json"),
+        lambda entry: (entry / "facts.json").write_bytes(b"[]"),
+    ],
+    ids=["flipped", "header", "cut", "gone", "facts flipped", "facts cut", "facts of another kind"],
+)
+def test_what_is_damaged_is_made_anew(
+    model: Path, folder: Path, damage: Callable[[Path], object]
+) -> None:
+    expected = _logits(_start(model, folder))
+    damage(_entry(folder))
+    anew = _start(model, folder)
+    assert not _remembers(anew)
+    assert torch.equal(_logits(anew), expected)
+    assert _remembers(_start(model, folder))
+
+
+def test_an_entry_under_a_foreign_name_is_not_believed(
+    tmp_path: Path, model: Path, folder: Path
+) -> None:
+    other = write_llama(tmp_path / "other.gguf", inner=128)
+    expected = _logits(_start(other, folder))
+    theirs = _entry(folder)
+    _start(model, folder)
+    (own,) = (path for path in folder.iterdir() if path not in (theirs, folder / "contents"))
+    shutil.rmtree(theirs)
+    shutil.copytree(own, theirs)
+    with structlog.testing.capture_logs() as logs:
+        loaded = _start(other, folder)
+    assert not _remembers(loaded)
+    assert torch.equal(_logits(loaded), expected)
+    assert [line["reason"] for line in logs if "damaged" in line["event"]] == [
+        "it belongs to something else"
+    ]
+
+
+@pytest.mark.parametrize("part", ["code", "versions", "processor", "threads", "variables"])
+def test_another_build_or_machine_proves_anew(
+    model: Path, folder: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _start(model, folder)
+    build = key.build_of()
+    assert part in build
+    monkeypatch.setattr(key, "build_of", lambda: build | {part: "another"})
+    assert not _remembers(_start(model, folder))
+    monkeypatch.undo()
+    assert _remembers(_start(model, folder))
+
+
+def test_a_change_of_a_source_file_changes_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "a.py").write_text("x = 1")
+    (package / "library.so").write_bytes(b"code")
+    monkeypatch.setattr(key, "PACKAGE", package)
+    monkeypatch.setattr(key, "LIBRARY", package / "library.so")
+    before = key.build_of()["code"]
+    (package / "a.py").write_text("x = 2")
+    after = key.build_of()["code"]
+    (package / "library.so").write_bytes(b"cade")
+    assert len({before, after, key.build_of()["code"]}) == 3
+
+
+def test_weights_that_changed_in_place_are_read_again(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key, "_SETTLED_NS", 0)
+    first = _start(model, folder)
+    before = model.stat()
+    other = write_llama(model.with_name("other.gguf"), inner=96)
+    _flip(other, other.stat().st_size - 9)
+    model.write_bytes(other.read_bytes())
+    os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert model.stat().st_size == before.st_size
+    assert model.stat().st_ino == before.st_ino
+    second = _start(model, folder)
+    assert not _remembers(second)
+    assert second.fingerprint != first.fingerprint
+    assert not torch.equal(_logits(first), _logits(second))
+
+
+def test_a_copy_of_the_same_content_is_known_and_read_once(
+    tmp_path: Path, model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key, "_SETTLED_NS", 0)
+    _start(model, folder)
+    (tmp_path / "elsewhere").mkdir()
+    copied = Path(shutil.copy(model, tmp_path / "elsewhere"))
+    assert _remembers(_start(copied, folder))
+    monkeypatch.setattr(store, "content_of", _fail)
+    assert _remembers(_start(copied, folder))
+    assert _remembers(_start(model, folder))
+
+
+def test_a_file_that_was_just_written_is_read_each_time(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key, "_SETTLED_NS", 1 << 62)
+    _start(model, folder)
+    assert not (folder / "contents").exists()
+    assert _remembers(_start(model, folder))
+
+
+def test_a_folder_that_cannot_be_written_costs_one_line(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.write_text("a file is in the way")
+    monkeypatch.setattr(key, "_SETTLED_NS", 0)
+    with structlog.testing.capture_logs() as logs:
+        loaded = _start(model, folder)
+    assert torch.equal(_logits(loaded), _logits(load_model(model)))
+    assert [line for line in logs if line["log_level"] == "warning"] == [
+        {
+            "event": "nothing is remembered for the next start: the folder cannot be written",
+            "log_level": "warning",
+            "folder": str(folder),
+            "errno": errno.ENOTDIR,
+        }
+    ]
+
+
+def test_a_full_disk_leaves_nothing_behind(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "fsync", full)
+    loaded = _start(model, folder)
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
+    monkeypatch.undo()
+    assert not _remembers(_start(model, folder))
+    assert torch.equal(_logits(loaded), _logits(_start(model, folder)))
+
+
+def test_two_workers_at_once_both_start(model: Path, folder: Path) -> None:
+    expected, made = _logits(load_model(model)), []
+    threads = [
+        threading.Thread(target=lambda: made.append(_start(model, folder))) for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    later = _start(model, folder)
+    assert _remembers(later)
+    assert [torch.equal(_logits(loaded), expected) for loaded in (*made, later)] == [True] * 3
+    assert list(folder.rglob("*.part")) == []
+
+
+def test_a_model_that_is_mapped_survives_the_removal_of_its_entry(
+    model: Path, folder: Path
+) -> None:
+    expected = _logits(_start(model, folder))
+    loaded = _start(model, folder)
+    shutil.rmtree(folder)
+    assert torch.equal(_logits(loaded), expected)
+
+
+def test_the_least_recently_used_entry_gives_way(tmp_path: Path, folder: Path) -> None:
+    models = [write_llama(tmp_path / f"{n}.gguf", inner=96 + 32 * n) for n in range(3)]
+    _start(models[0], folder)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    limit = int(2.7 * size)
+    _start(models[1], folder, limit)
+    assert _remembers(_start(models[0], folder, limit))
+    _start(models[2], folder, limit)
+    assert _remembers(_start(models[0], folder, limit))
+    assert not _remembers(_start(models[1], folder, limit))
+
+
+def test_matrices_larger_than_the_folder_may_be_are_not_written(model: Path, folder: Path) -> None:
+    _start(model, folder, 1000)
+    assert not list(folder.rglob("packed"))
+
+
+def test_the_promise_is_tried_again_if_the_bits_are_others(model: Path, folder: Path) -> None:
+    _start(model, folder)
+    path = _entry(folder) / "facts.json"
+    record = json.loads(path.read_bytes())
+    (name,) = (name for name in record["facts"] if name.startswith("numerics"))
+    known = Numerics(**record["facts"][name]["numerics"])
+    record["facts"][name] = {"bits": "", "numerics": {"id": "", "is_exact": False, "why_not": ""}}
+    record.pop("digest")
+    path.write_text(json.dumps(record | {"digest": store._digest(record)}))
+    loaded = load_model(model, store=StartStore(folder, MAX_BYTES))
+    with structlog.testing.capture_logs() as logs, Engine(loaded) as engine:
+        assert engine.numerics == known
+    assert any("other bits" in line["event"] for line in logs)
+
+
+def test_costs_are_measured_again_when_they_are_old(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = _start(model, folder)
+    (name,) = (name for name in first.facts.values if name.startswith("costs"))
+    monkeypatch.setattr("shared.engine.drafting.costs.REMEMBERED_S", 0.0)
+    second = _start(model, folder)
+    assert second.facts.values[name]["measured_s"] > first.facts.values[name]["measured_s"]

@@ -1,0 +1,76 @@
+"""What a worker imports at its start, and that torch's compiler still works when it comes late."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PREFIX = """
+import json, sys
+from shared.light_imports import import_transformers_lightly
+import_transformers_lightly()
+"""
+HEAVY = (
+    "datasets",
+    "pandas",
+    "sklearn",
+    "scipy",
+    "torch.distributed.tensor",
+    "torch._inductor",
+    "torch._dynamo.utils",
+)
+
+
+def _run(program: str) -> object:
+    command = [sys.executable, "-c", PREFIX + program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_worker_imports_nothing_that_it_does_not_run() -> None:
+    program = f"""
+import torch
+import inference_service.__main__
+from transformers import LlamaConfig, LlamaForCausalLM
+with torch.device("meta"):
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=1, vocab_size=9))
+print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))
+"""
+    assert _run(program) == []
+
+
+def test_transformers_lists_its_files_once_and_finds_the_same() -> None:
+    program = """
+from pathlib import Path
+import transformers.models
+from transformers.utils import import_utils
+folder = Path(transformers.__file__).parent / "models"
+once, each_time = import_utils.create_import_structure_from_path, import_utils.create_import_structure_from_path.__wrapped__
+known = once(folder)
+print(json.dumps([known is once(folder / "__init__.py"), len(known) > 100, known == each_time(str(folder))]))
+"""
+    assert _run(program) == [True, True, True]
+
+
+def test_the_compiler_comes_when_it_is_needed_and_knows_what_was_marked() -> None:
+    program = """
+import torch
+from transformers.integrations import deepgemm
+late = torch._dynamo
+marked = [function for mark, function in late._marked if mark == "assume_constant_result"]
+
+@torch.compiler.disable(recursive=False)
+def apart(x):
+    return 3 * x
+
+@torch.compile(backend="eager")
+def compiled(x):
+    return apart(x) + 1
+
+result = float(compiled(torch.ones(1)))
+known = [getattr(function, "_dynamo_marked_constant", False) for function in marked]
+print(json.dumps([result, "torch._dynamo.utils" in sys.modules, bool(known) and all(known)]))
+"""
+    assert _run(program) == [4.0, True, True]
