@@ -1,6 +1,6 @@
 """What a client waits when the worker of its answers dies or is told to end, and another one goes on.
 
-    python -m bench.resumed --model DIR --router FOLDER [--rounds 3] [--tokens 96]
+    python -m bench.resumed --model DIR --router FOLDER [--rounds 3] [--tokens 256]
 
 Two workers with one thread each serve the same model. Four answers to Spec-Bench prompts run, greedy and sampled, exact. When they have a
 third of their tokens, the worker of some of them is killed (SIGKILL), or told to end (SIGTERM, --grace-s 1, --drain-timeout-s 3600). Printed:
@@ -90,7 +90,7 @@ def main() -> None:
     parser = make_parser(__doc__, router=True)
     add_prompts(parser, per_task=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--tokens", type=int, default=256)
     options = parsed(parser)
     prompts = read_prompts(options.prompts, options.per_task)[:NUM_STREAMS]
     requests = [
@@ -119,6 +119,8 @@ def main() -> None:
             ]
             moved = [gap for one in rounds for gap in one[0]]
             others = [gap for one in rounds for gap in one[1]]
+            if not moved:
+                raise SystemExit("no answer moved: ask for more --tokens")
             of_others = f"{statistics.median(others) * 1e3:.0f}" if others else "none"
             gaps = f"{statistics.median(moved) * 1e3:.0f} (at most {max(moved) * 1e3:.0f})"
             ended_s = statistics.median(one[2] for one in rounds)
