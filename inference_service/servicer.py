@@ -161,8 +161,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             client=client_key(context),
             deadline_s=deadline_s,
         )
-        if request.can_resume and self._hands_over:
-            raise _handed_over()
         router: LoadedRouter | None = None
         if generation.policy.name != "full":
             choice = to_router_choice(request.router)
@@ -183,6 +181,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             )
         stream = EventStream()
         if request.can_resume:
+            if self._hands_over:  # also a call that was being prepared when that began
+                raise _handed_over()
             self._resumable.add(stream)
         try:
             handle = await self._pools.requests.call(_submit, engine, generation, router, stream)

@@ -161,3 +161,30 @@ def test_a_stopping_worker_hands_over_only_answers_that_go_on_elsewhere(workers,
         assert stays.num_attempts == 1
         assert not any(s.continued_inexactly for stream in streams for s in stream.resumptions)
     registry.close()
+
+
+def test_a_call_that_is_prepared_while_the_worker_begins_to_stop_is_handed_over(
+    tmp_path, monkeypatch
+):
+    """Nothing of it may be left to wait for."""
+    registry = open_registry(str(tmp_path))
+    loaded = wrap_model(build_model(), build_tokenizer(), model_id="tiny", accelerate=True)
+    with Engine(loaded) as engine, serving(engine, registry) as stopping:
+        publish(registry, engine)
+        own = stopping.store.select
+
+        async def select(*args, **options):
+            stopping.servicer.hand_over()
+            return await own(*args, **options)
+
+        monkeypatch.setattr(stopping.store, "select", select)
+        request = request_of(5, depth=EXACT)
+        with grpc.insecure_channel(stopping.target) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            assert answer(stub, request)[3].usage.num_completion_tokens == 5
+            stopping.servicer._hands_over = False
+            request.can_resume = True
+            code, info, _ = refused(stub, request)
+        assert (code, info.reason) == (grpc.StatusCode.UNAVAILABLE, "HANDED_OVER")
+        assert engine.num_running == 0
+    registry.close()
