@@ -67,6 +67,7 @@ def to_generation_request(
         client=client,
         deadline_s=deadline_s,
         is_low_priority=request.low_priority,
+        # The engine refuses so many, and millions of ids need not become Python integers before.
         resumed_ids=tuple(request.resume.token_ids[: loaded.context_length]),
     )
 

@@ -63,10 +63,7 @@ class AsyncGenerationStream(Generation, AsyncIterator[GenerateResponse]):
         try:
             return await self._receive()
         except NeapError as error:
-            if not self._may_resume(error):
-                raise
-            attempts = self._new_attempts()
-            wait_s = attempts.wait_s(error)
+            attempts, wait_s = self._attempts_after(error)
         await self._wait(wait_s)
         await repeat_async(self._attempt, attempts, sleep=self._wait)
         return self._held.popleft() if self._held else await self._receive()

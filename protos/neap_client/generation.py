@@ -112,15 +112,20 @@ class Generation:
             deadline_s=self._deadline_s,
         )
 
-    def _may_resume(self, error: NeapError) -> bool:
-        """Whether an answer that was interrupted by `error` goes on by another call: its worker, not the request, has failed."""
-        return (
+    def _attempts_after(self, error: NeapError) -> tuple[Attempts, float]:
+        """Return the attempts at resuming the answer that `error` has interrupted, and the seconds before the first one. Raises `error` unless the
+        worker, and not the request, has failed."""
+        may_resume = (
             isinstance(error, Unavailable)
             and self._resumes != "never"
             and self.started is not None
             and self.finished is None
             and len(self.resumptions) < MAX_RESUMPTIONS
         )
+        if not may_resume:
+            raise error
+        attempts = self._new_attempts()
+        return attempts, attempts.wait_s(error)
 
     def _begin_attempt(self) -> None:
         """Start a call, except for the first attempt, which the constructor has started."""
@@ -236,10 +241,7 @@ class GenerationStream(Generation, Iterator[GenerateResponse]):
         try:
             return self._receive()
         except NeapError as error:
-            if not self._may_resume(error):
-                raise
-            attempts = self._new_attempts()
-            wait_s = attempts.wait_s(error)
+            attempts, wait_s = self._attempts_after(error)
         self._closing.wait(wait_s)
         repeat(self._attempt, attempts, sleep=self._closing.wait)
         return self._held.popleft() if self._held else self._receive()

@@ -226,7 +226,7 @@ class EngineLoop:
         self._ladders.evict_unused()
 
     def _put_back(self, job: Job) -> None:
-        job.put_back()
+        job.count_put_back()
         if job.sequence is None:
             return
         try:
@@ -238,13 +238,12 @@ class EngineLoop:
 
     def _is_started(self, job: Job) -> bool:
         """Whether the job can be stepped. Starts it if its ladder is bound. Otherwise the ladder is bound in the background."""
-        if job.sequence is not None and not job.is_put_back:
+        if job.sequence is not None and job.sequence.has_cache:
             return True
         assert self.costs is not None
         try:
             if job.sequence is not None:
                 self._decoder.readmit(job.sequence)
-                job.is_put_back = False
                 return True
             drafter = self._ladders.find(job.ladder, self.costs)
             if drafter is None:

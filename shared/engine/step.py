@@ -28,6 +28,7 @@ from shared.engine.request.sequence import Sequence
 from shared.engine.statistics import EngineStatistics
 from shared.engine.verification import Verdict, verify
 from shared.ladder.learned_successors import LearnedSuccessors
+from shared.model.cache import KVCache
 from shared.model.runner import Runner
 
 logger = logging.getLogger(__name__)
@@ -91,10 +92,7 @@ class Decoder:
         `on_states` as in `GenerationHandle`. `submitted_s`: since when it waits, in `time.monotonic()` seconds; None: since now.
         `answer`: of this request, if it has been made already. Raises `Exhausted` (reasons OUT_OF_MEMORY, KV_PAGES).
         """
-        loaded = self.runner.loaded
-        capacity = max_num_tokens(request, loaded.context_length)
-        cache = self.runner.new_cache(capacity)
-        self.runner.reserve(cache)
+        loaded, cache = self.runner.loaded, self._new_cache(request)
         learned = None
         # Under relaxed, drafts may be final. The published bounds know none of this table, and it may learn the full model's choices only.
         if self.learned is not None and request.policy.name == "exact":
@@ -119,10 +117,13 @@ class Decoder:
 
     def readmit(self, sequence: Sequence) -> None:
         """Lets a sequence go on that was put back. Raises as `admit` does."""
-        context_length = self.runner.loaded.context_length
-        cache = self.runner.new_cache(max_num_tokens(sequence.request, context_length))
+        sequence.cache = self._new_cache(sequence.request)
+
+    def _new_cache(self, request: GenerationRequest) -> KVCache:
+        capacity = max_num_tokens(request, self.runner.loaded.context_length)
+        cache = self.runner.new_cache(capacity)
         self.runner.reserve(cache)
-        sequence.cache = cache
+        return cache
 
     def step(self, sequences: Rows[Sequence], costs: PassCosts) -> list[list[TokenChunk]]:
         """One piece of the prompt, or one verified chain of drafts, for each sequence. Returns the chunks that became final, per sequence.

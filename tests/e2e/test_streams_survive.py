@@ -49,11 +49,10 @@ def requests():
 class Worker:
     """One of the workers, which always listens at the same address."""
 
-    def __init__(self, number, folder, registry):
+    def __init__(self, folder, registry):
         self._place = folder, registry
         self._stack, self.address = ExitStack(), "127.0.0.1:0"
         self.is_ready = threading.Event()
-        self.number, self._process = number, None
         self.start()
 
     def start(self):
@@ -82,9 +81,10 @@ class Worker:
 class Clients:
     """Threads that ask for answers until `stop`, and compare each with that of a run alone. `failures`: what went wrong."""
 
-    def __init__(self, workers, url, expected):
+    def __init__(self, workers, url, expected, http_text):
         targets = ",".join(worker.address for worker in workers)
-        self._target, self._url, self._expected = f"ipv4:{targets}", url, expected
+        self._target, self._url = f"ipv4:{targets}", url
+        self._expected, self._http_text = expected, http_text
         self._over = threading.Event()
         self.failures, self.num_answers, self.num_resumed = [], 0, 0
         self._lock = threading.Lock()
@@ -143,9 +143,7 @@ class Clients:
                     part = json.loads(line.removeprefix("data: "))
                     assert "error" not in part, part
                     text += part["choices"][0]["text"]
-        assert (text, ends) == (self.http_text, 1)
-
-    http_text = ""
+        assert (text, ends) == (self._http_text, 1)
 
 
 class Whole:
@@ -162,7 +160,7 @@ def test_no_stream_is_lost_and_each_is_that_of_a_run_alone(folder, tmp_path, eng
     publish(registry, engine)
     registry.close()
     with ExitStack() as stack:
-        workers = [Worker(n, folder, tmp_path / "registry") for n in range(NUM_WORKERS)]
+        workers = [Worker(folder, tmp_path / "registry") for _ in range(NUM_WORKERS)]
         for worker in workers:
             stack.callback(worker.close)
         targets = ",".join(worker.address for worker in workers)
@@ -175,9 +173,9 @@ def test_no_stream_is_lost_and_each_is_that_of_a_run_alone(folder, tmp_path, eng
             wholes.append(Whole(client, asked[-1]))
             plain = request_of(NUM_NEW, depth=EXACT)
             plain.stopping.ignore_eos = False
-            Clients.http_text = Whole(client, plain).text
+            http_text = Whole(client, plain).text
         assert wholes[-1].finished.reason == pb.FINISH_REASON_STOP_STRING
-        clients = Clients(workers, url, list(zip(asked, wholes, strict=True)))
+        clients = Clients(workers, url, list(zip(asked, wholes, strict=True)), http_text)
         stack.callback(clients.stop)
         suffering, done = [], []
         draw, end_s = random.Random(1), time.monotonic() + CHAOS_S

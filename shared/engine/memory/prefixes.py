@@ -35,8 +35,8 @@ def common_prefix(left: bytes, right: bytes) -> int:
 
 
 class Donor(Protocol):
-    """A sequence whose positions [0, num_settled) hold `tokens` in `cache`, through every layer. `given_key`: of the tokens that are
-    its prompt. `read_length` as in `Sequence`."""
+    """A sequence whose positions [0, num_settled) hold `tokens` in `cache`, through every layer. `given_key`: of the tokens that
+    its request gives it. `read_length` as in `Sequence`."""
 
     @property
     def tokens(self) -> Sequence[int]: ...

@@ -12,10 +12,15 @@ from shared.ladder.ladder import Ladder
 from shared.model.loaded import LoadedModel
 
 
+def max_answer_tokens(request: GenerationRequest, context_length: int) -> int:
+    """The most tokens that the answer can have."""
+    room = context_length - len(request.prompt_ids)
+    return min(request.stopping.max_tokens or DEFAULT_MAX_TOKENS, room)
+
+
 def max_num_tokens(request: GenerationRequest, context_length: int) -> int:
     """The most tokens that a request can grow to: its prompt and its longest possible answer."""
-    room = context_length - len(request.prompt_ids)
-    return len(request.prompt_ids) + min(request.stopping.max_tokens or DEFAULT_MAX_TOKENS, room)
+    return len(request.prompt_ids) + max_answer_tokens(request, context_length)
 
 
 class Admission:
@@ -83,7 +88,7 @@ class Admission:
             )
 
     def _check_resumed(self, request: GenerationRequest) -> None:
-        most = max_num_tokens(request, self._loaded.context_length) - len(request.prompt_ids)
+        most = max_answer_tokens(request, self._loaded.context_length)
         if len(request.resumed_ids) > most:
             raise InvalidInput(
                 f"{len(request.resumed_ids)} tokens of the answer are there already; it may have {most}",

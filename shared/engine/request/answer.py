@@ -1,6 +1,6 @@
 """The text of an answer, and where it ends."""
 
-from shared.engine.request.admission import max_num_tokens
+from shared.engine.request.admission import max_answer_tokens
 from shared.engine.request.request import FinishReason, GenerationRequest
 from shared.engine.request.text import Detokenizer, StopStrings
 from shared.errors import InvalidInput
@@ -15,7 +15,7 @@ class Answer:
     """
 
     def __init__(self, request: GenerationRequest, loaded: LoadedModel) -> None:
-        self.max_tokens = max_num_tokens(request, loaded.context_length) - len(request.prompt_ids)
+        self.max_tokens = max_answer_tokens(request, loaded.context_length)
         self.num_tokens = 0
         self.end: tuple[FinishReason, str] | None = None
         self._stopping = request.stopping

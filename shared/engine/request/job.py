@@ -37,8 +37,6 @@ class Job(GenerationHandle):
         self.num_prompt_tokens = len(request.given_ids)
         self.deadline_s = request.deadline_s
         self.is_low_priority = request.is_low_priority
-        # It has given up its keys and values, and goes on when it is admitted again.
-        self.is_put_back = False
         self._num_put_back = 0
         self.awaited: Future[None] | None = None
         self.sequence: Sequence | None = None
@@ -48,7 +46,5 @@ class Job(GenerationHandle):
         """Whether it may be put back into the queue. Not for ever, so that it ends; and states that were shown are not shown again."""
         return self._num_put_back < MAX_PUT_BACK and self.on_states is None
 
-    def put_back(self) -> None:
-        """It has been put back into the queue."""
+    def count_put_back(self) -> None:
         self._num_put_back += 1
-        self.is_put_back = self.sequence is not None

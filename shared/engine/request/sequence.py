@@ -85,8 +85,8 @@ class Sequence:
         self.num_deep_passes = 0
         self.num_layer_executions = 0
         self.num_token_layers = 0
-        self.counted = Progress(len(request.resumed_ids))
         self._num_resumed = len(request.resumed_ids)
+        self.counted = Progress(self._num_resumed)
         self.failure: NeapError | None = None
         self._exits: Counter[tuple[str, int]] = Counter()
         self.vocabulary_size = loaded.vocabulary_size
@@ -132,6 +132,11 @@ class Sequence:
         length = len(self.tokens)
         if self._regimes.next_reread(length - 1) == length and not self.is_finished:
             self.num_settled, self.read_length, self.read_until = 0, length, length
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether there is room for its keys and values: not after `give_up_cache`, until it gets a cache again."""
+        return self.cache.capacity > 0
 
     def give_up_cache(self, empty: KVCache) -> None:
         """Goes on without keys and values. All tokens so far are given then, and are read again."""

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ class StartStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(record | {"digest": _digest(record)}).encode())
 
-    def attempt(self, write: Any) -> None:
+    def attempt(self, write: Callable[[], None]) -> None:
         """Calls `write`. If the disk refuses, says so once, and the service goes on."""
         try:
             write()

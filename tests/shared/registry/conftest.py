@@ -11,6 +11,7 @@ from shared.registry.registry import Registry
 from tests.registry_damage import bucket_of, damaged
 from tests.registry_damage import harm as harm_object
 from tests.registry_servers import SERVERS, new_place, shared_url
+from tests.servers import RedisServer, S3Server
 
 # (path below the registry's root, "flip" | "truncate" | "delete")
 Harm = Callable[[str, str], None]
@@ -55,12 +56,18 @@ def harm(place: str, request: pytest.FixtureRequest) -> Harm:
 
 
 @pytest.fixture
-def url(start_redis, s3) -> str:
-    """A new registry in a bucket with an index in the first of the servers."""
+def redis_server(start_redis: Callable[[str], RedisServer]) -> RedisServer:
+    """The first of the servers, emptied."""
     server = start_redis(SERVERS[0])
     with server.client() as client:
         client.flushall()
-    return shared_url(server, s3)
+    return server
+
+
+@pytest.fixture
+def url(redis_server: RedisServer, s3: S3Server) -> str:
+    """A new registry in a bucket with an index in this server."""
+    return shared_url(redis_server, s3)
 
 
 @pytest.fixture

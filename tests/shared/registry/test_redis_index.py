@@ -21,24 +21,11 @@ from shared.registry.factory import open_registry
 from shared.registry.registry import Registry
 from shared.registry.sealed import open_sealed, seal
 from tests.registry_damage import bucket_of, harm
-from tests.registry_servers import SERVERS, shared_registry, shared_url
-from tests.servers import RedisServer, S3Server
+from tests.registry_servers import shared_registry, shared_url
+from tests.servers import S3Server
 
 PUBLISHER = Path(__file__).with_name("publisher.py")
 REPOSITORY = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def redis_server(start_redis) -> RedisServer:
-    server = start_redis(SERVERS[0])
-    with server.client() as client:
-        client.flushall()
-    return server
-
-
-@pytest.fixture
-def url(redis_server: RedisServer, s3: S3Server) -> str:
-    return shared_url(redis_server, s3)
 
 
 @pytest.fixture
