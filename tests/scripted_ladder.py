@@ -50,25 +50,17 @@ class ScriptedLadder:
     def prepare(self) -> Iterator[None]:
         return iter(())
 
-    def new_sequence(self, prompt: Sequence[int], learned: object = None) -> "ScriptedLadder":
-        self.context = list(prompt)
-        return self
+    def proposers(self, learned: object = None) -> tuple["_Table"]:
+        self.context = []
+        return (_Table(self),)
 
-    def append(self, tokens: Sequence[int]) -> None:
-        self.context += tokens
-
-    def table_drafts(self, drafted: Sequence[int] = ()) -> list[Draft]:
-        self.drafted = list(drafted)
-        proposal = self.table(self.context + self.drafted) if self.table else None
-        return [Draft(*proposal, rung="suffix", depth=0)] if proposal else []
-
-    def propose(
-        self, index: int, begins: Sequence[torch.Tensor], starts: Sequence[ChainStart]
-    ) -> list[list[HeadDraft]]:
+    def propose(self, index: int, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
         """Its outputs are the deep state of the last settled token, so that the whole chain sees it."""
         found = []
-        for begin, start in zip(begins, starts, strict=True):
+        for start in starts:
+            begin = start.begin
             assert start.entering is not None
+            assert begin is not None
             deep = begin[-1] if begin.dim() == 2 else begin
             draft = self._exit(index, start.entering[-1], deep, start.place + len(start.tokens))
             found.append([HeadDraft(draft, deep)])
@@ -85,3 +77,19 @@ class ScriptedLadder:
         if self.table is None:
             self.drafted = [*self.drafted, draft.token]
         return draft
+
+
+class _Table:
+    """The table of the one sequence that drafts with the ladder."""
+
+    def __init__(self, ladder: ScriptedLadder) -> None:
+        self._ladder = ladder
+
+    def append(self, tokens: Sequence[int]) -> None:
+        self._ladder.context += tokens
+
+    def propose(self, drafted: Sequence[int] = ()) -> list[Draft]:
+        ladder = self._ladder
+        ladder.drafted = list(drafted)
+        proposal = ladder.table(ladder.context + ladder.drafted) if ladder.table else None
+        return [Draft(*proposal, rung="suffix", depth=0)] if proposal else []

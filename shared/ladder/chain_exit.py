@@ -67,13 +67,9 @@ class SteppedChain:
     def __init__(self, steps: ChainSteps, vocabulary: Tensor, depth: int) -> None:
         self._steps, self._vocabulary, self._depth = steps, vocabulary, depth
 
-    def propose(
-        self, begins: Sequence[Tensor], starts: Sequence[ChainStart]
-    ) -> list[list[HeadDraft]]:
-        """As `NativeChain.propose`, with one draft of each chain. The drafts are read back in one device synchronisation."""
-        states = [
-            chained(begin) if begin.dim() == 1 else in_slots(begin.float()) for begin in begins
-        ]
+    def propose(self, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
+        """As `ExitProposer.propose`, with one draft of each chain. The drafts are read back in one device synchronisation."""
+        states = slots_of(starts)
         entering = [start.entering for start in starts if start.entering is not None]
         place = 0
         while late := [i for i, start in enumerate(starts) if place + 1 < len(start.tokens)]:
@@ -97,6 +93,12 @@ class SteppedChain:
             [HeadDraft(Draft(int(token), probability, name, self._depth), output)]
             for token, probability, output in zip(*read, outputs, strict=True)
         ]
+
+
+def slots_of(starts: Sequence[ChainStart]) -> list[Tensor]:
+    """What the head reads [3, D] to go on with each chain."""
+    begins = [start.begin for start in starts if start.begin is not None]
+    return [chained(begin) if begin.dim() == 1 else in_slots(begin.float()) for begin in begins]
 
 
 def projection_in_16_bits(matrix: Tensor) -> Projection:

@@ -41,7 +41,7 @@ class LayerExit:
         return self.depth, *((name, tuple(w.shape)) for name, w in weights)
 
 
-class Proposer(Protocol):
+class ExitProposer(Protocol):
     """An exit as the drafter asks it, bound to a model on its device.
 
     `reads_states`: `starts` must have the states with which tokens enter the exit; they are then computed by the model's layers.
@@ -49,10 +49,8 @@ class Proposer(Protocol):
 
     reads_states: bool
 
-    def propose(
-        self, begins: Sequence[Tensor], starts: Sequence[ChainStart]
-    ) -> list[list[HeadDraft]]:
-        """At least one draft of each chain. See `NativeChain.propose`."""
+    def propose(self, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
+        """At least one draft of each chain. All `starts` must have a `begin`."""
 
 
 def bind_exit(
@@ -61,7 +59,7 @@ def bind_exit(
     bias: Tensor | None,
     vocabulary: Tensor,
     runner: Runner,
-) -> Proposer:
+) -> ExitProposer:
     """The exit with the fastest way of drafting that it and the runner allow.
 
     `rows` [Vd, W] and `bias` [Vd]: the LM head's, of the draft vocabulary [Vd]. Head and router must be on their device.

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from shared.errors import RouterMismatch
-from shared.ladder.exits import LayerExit, Proposer, bind_exit
+from shared.ladder.exits import ExitProposer, LayerExit, bind_exit
 from shared.ladder.head_rows import gather_rows
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS, JointWeights
 from shared.ladder.learned_successors import ClientSuccessors
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.recorded_chain import RecordedChain
-from shared.ladder.rungs import LEARNED, SUCCESSOR, SUFFIX, Draft
-from shared.ladder.successors import MAX_ORDER, SuccessorMatch, SuccessorTable
-from shared.ladder.suffix import SuffixIndex, SuffixMatch
-from shared.ladder.table_router import AGREES, DIFFERS, SILENT, Evidence, TableRouter
+from shared.ladder.rungs import SUCCESSOR, SUFFIX, Proposer
+from shared.ladder.successors import SuccessorTable
+from shared.ladder.table_proposer import TableProposer
+from shared.ladder.table_router import TableRouter
 from shared.model.loaded import LoadedModel
 from shared.model.runner import Runner, tap_depths
 from shared.ops.chains import ChainStart
@@ -105,7 +105,7 @@ class BoundLadder:
         )
         # The depths below L whose settled states chains begin with.
         self.kept_depths = tap_depths(runner.num_layers) if ladder.exits else ()
-        self._bound: list[Proposer] = []
+        self._bound: list[ExitProposer] = []
         if ladder.exits:
             assert ladder.draft_vocabulary is not None
             device = runner.loaded.device
@@ -127,89 +127,14 @@ class BoundLadder:
             if isinstance(one, RecordedChain):
                 yield from one.prepare()
 
-    def new_sequence(
-        self, prompt: Sequence[int], learned: ClientSuccessors | None = None
-    ) -> "SequenceDrafter":
-        return SequenceDrafter(self.ladder, prompt, learned)
+    def proposers(self, learned: ClientSuccessors | None = None) -> tuple[Proposer, ...]:
+        """The proposers of a new sequence."""
+        return (TableProposer(self.ladder, (), learned),)
 
     @torch.inference_mode()
-    def propose(
-        self, index: int, begins: Sequence[Tensor], starts: Sequence[ChainStart]
-    ) -> list[list[HeadDraft]]:
-        """The drafts of `exits[index]`, of all chains in one call. See `NativeChain.propose`.
+    def propose(self, index: int, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
+        """The drafts of `exits[index]`, of all chains in one call. See `ExitProposer.propose`.
 
         An exit at one of the `state_depths` reads `entering` of `starts`.
         """
-        return self._bound[index].propose(begins, starts)
-
-
-class SequenceDrafter:
-    """The suffix and successor rungs of one sequence. Only final tokens are appended; drafts are passed to `table_draft`.
-
-    `learned` drafts too, with the probabilities of the successor rung's router.
-    """
-
-    def __init__(
-        self, ladder: Ladder, prompt: Sequence[int], learned: ClientSuccessors | None = None
-    ) -> None:
-        self._suffix_router = ladder.suffix_router
-        self._successor_router = ladder.successor_router
-        self._successors = ladder.successors if ladder.successor_router else None
-        self._index = SuffixIndex(prompt) if self._suffix_router else None
-        self._learned = learned if ladder.successor_router else None
-        self._tail = tuple(prompt[-MAX_ORDER:])
-
-    def append(self, tokens: Sequence[int]) -> None:
-        """Appends final tokens to the sequence."""
-        self._tail = (*self._tail, *tokens)[-MAX_ORDER:]
-        if self._index is not None:
-            for token in tokens:
-                self._index.append(token)
-
-    def table_draft(self, drafted: Sequence[int] = ()) -> Draft | None:
-        """The draft for the token after the sequence + `drafted`, from suffix lookup, successor table or learned table, whichever
-        gives the highest probability. None if none knows the context. No layer runs."""
-        return max(self.table_drafts(drafted), key=lambda draft: draft.probability, default=None)
-
-    def table_drafts(self, drafted: Sequence[int] = ()) -> list[Draft]:
-        """All drafts that `table_draft` chooses from. Several may be the same token."""
-        suffix, successors = self.table_matches(drafted)
-        found: list[Draft] = []
-        chained = len(drafted)
-        if suffix is not None and self._suffix_router is not None:
-            evidence = suffix_evidence(suffix, successors, chained)
-            found.append(Draft(suffix.token, self._suffix_router.probability(evidence), SUFFIX, 0))
-        if self._successor_router is not None:
-            learned = (
-                self._learned.matches(self._tail_with(drafted)) if self._learned is not None else []
-            )
-            for rung, matches in ((SUCCESSOR, successors), (LEARNED, learned)):
-                for match in matches:
-                    evidence = successor_evidence(match, suffix, chained)
-                    probability = self._successor_router.probability(evidence)
-                    found.append(Draft(match.token, probability, rung, 0))
-        return found
-
-    def table_matches(
-        self, drafted: Sequence[int]
-    ) -> tuple[SuffixMatch | None, list[SuccessorMatch]]:
-        """The matches of both rungs without probabilities, for `table_draft` and for training the routers."""
-        suffix = self._index.propose(drafted) if self._index is not None else None
-        if self._successors is None:
-            return suffix, []
-        return suffix, self._successors.matches(self._tail_with(drafted))
-
-    def _tail_with(self, drafted: Sequence[int]) -> tuple[int, ...]:
-        return (*self._tail, *drafted)[-MAX_ORDER:] if drafted else self._tail
-
-
-def suffix_evidence(match: SuffixMatch, others: Sequence[SuccessorMatch], chained: int) -> Evidence:
-    """The router's features of a suffix match. `other` compares it with the table's match of the longest context, `others[0]`."""
-    other = SILENT if not others else AGREES if others[0].token == match.token else DIFFERS
-    return Evidence(match.match_length, match.count, match.share, chained, other)
-
-
-def successor_evidence(match: SuccessorMatch, other: SuffixMatch | None, chained: int) -> Evidence:
-    """The router's features of a successor match, compared with the suffix match `other`."""
-    verdict = SILENT if other is None else AGREES if other.token == match.token else DIFFERS
-    return Evidence(match.order, match.count, match.share, chained, verdict)
+        return self._bound[index].propose(starts)

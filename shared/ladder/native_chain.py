@@ -65,20 +65,19 @@ class NativeChain:
             router=router_weights(router),
         )
 
-    def propose(
-        self, begins: Sequence[Tensor], starts: Sequence[ChainStart]
-    ) -> list[list[HeadDraft]]:
-        """The drafts of each chain. It begins with the settled states [3, D], or goes on from the head's output [W] for its last token
-        that the head has seen."""
-        order = sorted(range(len(starts)), key=lambda number: begins[number].dim() == 1)
-        states = [begin for begin in begins if begin.dim() == 2]
-        outputs = [begin for begin in begins if begin.dim() == 1]
+    def propose(self, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
+        """As `ExitProposer.propose`, of whole chains."""
+        order = sorted(range(len(starts)), key=lambda number: starts[number].has_begun)
+        ordered = [starts[number] for number in order]
+        begins = [start.begin for start in ordered if start.begin is not None]
+        num_new = sum(not start.has_begun for start in starts)
+        states, outputs = begins[:num_new], begins[num_new:]
         found = draft_chains(
             torch.stack(states).float()
             if states
             else torch.empty(0, NUM_STATES, self._hidden_size),
             torch.stack(outputs) if outputs else torch.empty(0, self._hidden_size),
-            [starts[number] for number in order],
+            ordered,
             self._weights,
             LOWEST,
             HIGHEST,

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shared.ladder.chain_exit import ChainSteps
-from shared.ladder.fused_head import NUM_SLOTS, chained, in_slots
+from shared.ladder.chain_exit import ChainSteps, slots_of
+from shared.ladder.fused_head import NUM_SLOTS, chained
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.routers import HIGHEST
 from shared.ladder.rungs import Draft, exit_name
@@ -60,26 +60,18 @@ class RecordedChain:
             self._recorded_for(size)
             yield
 
-    def propose(
-        self, begins: Sequence[Tensor], starts: Sequence[ChainStart]
-    ) -> list[list[HeadDraft]]:
-        """As `NativeChain.propose`, with at most NUM_DRAFTS drafts of each chain. Waits for the device once per MAX_CHAINS chains."""
+    def propose(self, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
+        """As `ExitProposer.propose`, with at most NUM_DRAFTS drafts of each chain. Waits for the device once per MAX_CHAINS chains."""
         found: list[list[HeadDraft]] = []
         for first in range(0, len(starts), MAX_CHAINS):
-            piece = slice(first, first + MAX_CHAINS)
-            found += self._propose(begins[piece], starts[piece])
+            found += self._propose(starts[first : first + MAX_CHAINS])
         return found
 
-    def _propose(
-        self, begins: Sequence[Tensor], starts: Sequence[ChainStart]
-    ) -> list[list[HeadDraft]]:
+    def _propose(self, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
         count = len(starts)
         # Before the tensors are filled: recording runs the work.
         feed, step = self._recorded_for(next(size for size in NUM_CHAINS if size >= count))
-        states = [
-            chained(begin) if begin.dim() == 1 else in_slots(begin.float()) for begin in begins
-        ]
-        self._states[:count].copy_(torch.stack(states))
+        self._states[:count].copy_(torch.stack(slots_of(starts)))
         # The last column holds all newest tokens. A sequence with fewer tokens than others enters the columns later.
         width = max(len(start.tokens) for start in starts)
         columns = [[-1] * (width - len(start.tokens)) + list(start.tokens) for start in starts]

@@ -1,6 +1,8 @@
-"""Names of rungs, and the draft that a rung returns."""
+"""Names of rungs, the draft that a rung returns, and what makes drafts for a sequence."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 SUFFIX = "suffix"
 SUCCESSOR = "successor"
@@ -35,3 +37,13 @@ class Draft:
     probability: float
     rung: str
     depth: int
+
+
+class Proposer(Protocol):
+    """A source of drafts for one sequence that runs no layer. `append` takes final tokens only; drafts are passed to `propose`."""
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Appends final tokens to the sequence."""
+
+    def propose(self, drafted: Sequence[int] = ()) -> list[Draft]:
+        """Drafts for the token after the sequence and `drafted`. Several may be the same token."""

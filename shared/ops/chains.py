@@ -59,6 +59,9 @@ class ChainStart(NamedTuple):
     min(p * `factor`, highest). The chain ends with the first draft after which it is below `least_survival`.
 
     `entering` [len(tokens), D]: the states of the tokens at the exit's depth. The op reads them from the embedding.
+
+    `begin`: what the chain goes on from: the head's output [W] for the last token that it has seen, or the settled states [3, D] if it
+    has seen none. The op takes it apart from the starts.
     """
 
     tokens: Sequence[int]
@@ -68,6 +71,12 @@ class ChainStart(NamedTuple):
     factor: float
     least_survival: float
     entering: Tensor | None = None
+    begin: Tensor | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the head has seen a token of the chain."""
+        return self.begin is not None and self.begin.dim() == 1
 
 
 def chain_length(start: ChainStart, probabilities: Sequence[float], highest: float) -> int:

@@ -12,6 +12,7 @@ from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.ops.chains import ChainStart
+from tests.chain_starts import begun
 from tests.fixed_costs import fixed_cost_engine
 
 DEPTH, SHARE = 2, 0.8
@@ -26,7 +27,7 @@ def drafts_of(bound: BoundLadder, index: int, entering: Tensor) -> list[Draft]:
     """The first drafts of chains whose newest tokens enter the exit with `entering` [N, D]."""
     starts = [ChainStart([0], 0, 1, 1.0, 1.0, 0.0, state) for state in entering.split(1)]
     begins = torch.randn(len(starts), NUM_STATES, entering.shape[1]).unbind()
-    return [one.draft for [one] in bound.propose(index, begins, starts)]
+    return [one.draft for [one] in bound.propose(index, begun(begins, starts))]
 
 
 def test_each_token_is_followed_by_the_next_of_the_cycle(imposed: Imposed) -> None:

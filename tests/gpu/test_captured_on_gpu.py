@@ -12,6 +12,7 @@ from shared.model.ragged import RaggedSequence
 from shared.model.recorder import CudaRecorder
 from shared.model.substitution.compiled import LayerCompiler
 from shared.ops.chains import ChainStart
+from tests.chain_starts import begun
 from tests.families import VOCABULARY_SIZE, build_family
 from tests.fixed_costs import fixed_cost_engine
 from tests.random_ladder import random_ladder
@@ -128,7 +129,7 @@ def test_recorded_chains_are_those_that_run_step_by_step():
     for count in (1, 2, 9, 70):
         begins = torch.randn(count, 3, loaded.hidden_size, device="cuda").unbind()
         starts = [ChainStart([4, 6][: 1 + i % 2], 0, 4, 1.0, 1.0, 0.0) for i in range(count)]
-        found, expected = (bound.propose(0, begins, starts) for bound in (recorded, plain))
+        found, expected = (bound.propose(0, begun(begins, starts)) for bound in (recorded, plain))
         for own, other in zip(found, expected, strict=True):
             # Only the first drafts: behind a near-tie the chains go apart.
             assert own[0].draft.probability == pytest.approx(other[0].draft.probability, abs=1e-3)

@@ -16,8 +16,9 @@ from calibrator_service.calibration.states.collect import LabelledSequence
 from calibrator_service.calibration.states.training_data import TrainingData
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.routers import exit_samples
-from shared.ladder.ladder import Ladder, SequenceDrafter, suffix_evidence
+from shared.ladder.ladder import Ladder
 from shared.ladder.rungs import SUCCESSOR, SUFFIX, exit_name
+from shared.ladder.table_proposer import TableProposer, suffix_evidence
 
 log = structlog.get_logger("neap.calibration")
 
@@ -75,19 +76,19 @@ def table_figures(
     only_successors = Ladder(ladder.model, None, ladder.successors, ladder.successor_router)
     for sequence in sequences:
         tokens, choices = sequence.tokens.tolist(), sequence.choices.tolist()
-        both = SequenceDrafter(ladder, tokens[: sequence.first + 1])
-        successor = SequenceDrafter(only_successors, tokens[: sequence.first + 1])
+        both = TableProposer(ladder, tokens[: sequence.first + 1])
+        successor = TableProposer(only_successors, tokens[: sequence.first + 1])
         for position in range(sequence.first, len(tokens)):
             if position > sequence.first:
                 both.append(tokens[position : position + 1])
                 successor.append(tokens[position : position + 1])
             num_positions += 1
-            suffix, successors = both.table_matches(())
+            suffix, successors = both.matches(())
             if suffix is not None and ladder.suffix_router is not None:
                 evidence = suffix_evidence(suffix, successors, 0)
                 found[SUFFIX][0].append(ladder.suffix_router.probability(evidence))
                 found[SUFFIX][1].append(suffix.token == choices[position])
-            draft = successor.table_draft(())
+            draft = successor.best(())
             if draft is not None:
                 found[SUCCESSOR][0].append(draft.probability)
                 found[SUCCESSOR][1].append(draft.token == choices[position])
@@ -107,12 +108,12 @@ def tokens_per_pass(ladder: Ladder, sequences: Sequence[LabelledSequence]) -> di
             tokens = sequence.tokens.tolist()
             if not _is_greedy(sequence):
                 continue  # the model would have continued differently
-            drafter = SequenceDrafter(ladder, tokens[: sequence.first + 1])
+            drafter = TableProposer(ladder, tokens[: sequence.first + 1])
             settled = sequence.first
             while settled + 1 < len(tokens):
                 drafted: list[int] = []
                 while len(drafted) < limit and settled + len(drafted) + 1 < len(tokens):
-                    draft = drafter.table_draft(drafted)
+                    draft = drafter.best(drafted)
                     if draft is None or draft.probability < MIN_DRAFT_PROBABILITY:
                         break
                     drafted.append(draft.token)

@@ -23,6 +23,7 @@ from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
 from shared.ladder.ladder import Ladder
 from shared.ladder.rungs import Draft
+from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.ops.chains import ChainStart
 
@@ -151,11 +152,11 @@ class Replayer:
     def _table_drafts(self, replay: _Replay, chained: int) -> list[Drafts]:
         """The table rungs' drafts for each chain of one replay."""
         tokens, end = replay.sequence.tokens, replay.sequence.answer_start
-        drafter, found = self._ladder.new_sequence(tokens[:end]), []
+        drafter, found = TableProposer(self._ladder.ladder, tokens[:end]), []
         for settled in replay.reach:
             drafter.append(tokens[end : settled + 1])
             end = settled + 1
-            draft = drafter.table_draft(tokens[end : end + chained])
+            draft = drafter.best(tokens[end : end + chained])
             found.append([(draft.token, draft.probability)] if draft else [])
         return found
 
@@ -183,10 +184,10 @@ class Replayer:
         else:
             begins = [self._settled_states(*place) for place in places]
         starts = [
-            ChainStart([r.sequence.tokens[s + chained]], chained, 1, 1.0, 1.0, 0.0, state)
-            for (r, s), state in zip(places, states.split(1), strict=True)
+            ChainStart([r.sequence.tokens[s + chained]], chained, 1, 1.0, 1.0, 0.0, state, begin)
+            for (r, s), state, begin in zip(places, states.split(1), begins, strict=True)
         ]
-        single = [draft for [draft] in self._ladder.propose(index, begins, starts)]
+        single = [draft for [draft] in self._ladder.propose(index, starts)]
         drafts, outputs = [one.draft for one in single], [one.output for one in single]
         for (replay, settled), output in zip(places, outputs, strict=True):
             replay.outputs[settled, index] = output

@@ -13,9 +13,10 @@ from calibrator_service.calibration.training.logistic import fit_logistic
 from shared.engine.drafting.confidence import TABLE_ALONE, cases, log_odds
 from shared.ladder.exits import LayerExit
 from shared.ladder.joint_weights import CASES, DEFAULT_WEIGHTS, MAX_WEIGHT, JointWeights
-from shared.ladder.ladder import Ladder, SequenceDrafter
+from shared.ladder.ladder import Ladder
 from shared.ladder.routers import scalar_features
 from shared.ladder.rungs import Draft
+from shared.ladder.table_proposer import TableProposer
 
 # Positions that are learned from and measured on.
 MAX_POSITIONS = 20_000
@@ -49,10 +50,10 @@ def said_at(
 def table_positions(ladder: Ladder, sequence: LabelledSequence) -> Iterator[Position]:
     """What the tables say of the sequence's labelled positions."""
     tokens, choices = sequence.tokens.tolist(), sequence.choices.tolist()
-    drafter = SequenceDrafter(ladder, tokens[: sequence.first])
+    drafter = TableProposer(ladder, tokens[: sequence.first])
     for position in range(sequence.first, len(tokens)):
         drafter.append(tokens[position : position + 1])
-        yield drafter.table_drafts(), choices[position]
+        yield drafter.propose(), choices[position]
 
 
 def _exit_drafts(

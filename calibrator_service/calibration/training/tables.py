@@ -6,14 +6,9 @@ from dataclasses import dataclass, replace
 from calibrator_service.calibration.run import Run
 from calibrator_service.calibration.states.collect import LabelledSequence
 from calibrator_service.calibration.states.training_data import TrainingData
-from shared.ladder.ladder import (
-    Ladder,
-    ModelIdentity,
-    SequenceDrafter,
-    successor_evidence,
-    suffix_evidence,
-)
+from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.risk import CERTIFIED_DRAFTS
+from shared.ladder.table_proposer import TableProposer, successor_evidence, suffix_evidence
 from shared.ladder.table_router import Evidence, fit_table_router
 
 MAX_CHAIN = CERTIFIED_DRAFTS
@@ -35,13 +30,13 @@ def table_samples(ladder: Ladder, sequence: LabelledSequence) -> Iterator[TableS
     also the sequence's next token, so that the context of each draft is the true one.
     """
     tokens, choices = sequence.tokens.tolist(), sequence.choices.tolist()
-    drafter = SequenceDrafter(ladder, tokens[: sequence.first + 1])
+    drafter = TableProposer(ladder, tokens[: sequence.first + 1])
     for settled in range(sequence.first, len(tokens)):
         if settled > sequence.first:
             drafter.append(tokens[settled : settled + 1])
         for chained in range(min(MAX_CHAIN, len(tokens) - settled)):
             position = settled + chained
-            suffix, successors = drafter.table_matches(tokens[settled + 1 : position + 1])
+            suffix, successors = drafter.matches(tokens[settled + 1 : position + 1])
             choice, is_drafted = choices[position], False
             if suffix is not None:
                 agreed = suffix.token == choice

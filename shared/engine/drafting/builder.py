@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from shared.engine.drafting.ahead import Ahead
 from shared.engine.drafting.planner import (
@@ -102,17 +101,10 @@ class DraftBuilder:
         tokens = PASS_WEIGHT * USUAL_TOKENS_PER_PASS + passes + self.sequence.num_accepted
         return tokens / (PASS_WEIGHT + passes)
 
-    def chain_begin(self, index: int) -> Tensor:
-        """What exit `index` goes on from: its output [D] for the last token that it has seen, or the states [3, D] of the last
-        settled token at the depths that chains begin with."""
-        states, output = self.sequence.settled_states, self.ahead[index].output
-        assert states is not None
-        return states if output is None else output
-
     def chain_start(self, index: int, depth: int, reads_states: bool, least: float) -> ChainStart:
         """The tokens that exit `index` at `depth` has not seen. It may go on until survival is below `least` or too low for a place
         in the deep pass."""
-        num_seen = self.ahead[index].num_seen
+        num_seen, output = self.ahead[index].num_seen, self.ahead[index].output
         return ChainStart(
             tokens=self.chain.tokens[num_seen:],
             place=num_seen,
@@ -121,12 +113,13 @@ class DraftBuilder:
             factor=self.sequence.confidence.factor(exit_name(depth)),
             least_survival=max(least, self._least_survival),
             entering=torch.stack(self.chain.kept[depth][num_seen:]) if reads_states else None,
+            begin=self.sequence.settled_states if output is None else output,
         )
 
     def look_up(self) -> None:
         """Begins the next position with the drafts of the tables. Runs no layer."""
         self._said.clear()
-        drafts = self._table_drafts([draft.token for draft in self.chain.drafts])
+        drafts = self._proposed([draft.token for draft in self.chain.drafts])
         if self.sequence.request.policy.name != "exact":
             # Bounds are certified for the draft of which its router is surest.
             drafts = sorted(drafts, key=lambda draft: -draft.probability)[:1]
@@ -202,14 +195,15 @@ class DraftBuilder:
                 path.append(found.token)
             self.chain.possible.append(branch)
 
-    def _table_drafts(self, path: list[int]) -> list[Draft]:
-        """What the tables say after `path`. Nothing, if the request wants layers to run for each draft."""
-        assert self.sequence.tables is not None
-        return self.sequence.tables.table_drafts(path) if self.min_layers == 0 else []
+    def _proposed(self, path: list[int]) -> list[Draft]:
+        """What the sequence's proposers say after `path`. Nothing, if the request wants layers to run for each draft."""
+        if self.min_layers > 0:
+            return []
+        return [draft for proposer in self.sequence.proposers for draft in proposer.propose(path)]
 
     def _best_of_tables(self, path: list[int]) -> tuple[Draft | None, float]:
         """The tables' most probable draft after `path`, and its probability."""
-        drafts = self._table_drafts(path)
+        drafts = self._proposed(path)
         for draft in drafts:
             _check_token(draft, self.sequence.vocabulary_size)
         return next(iter(self.sequence.confidence.rate(drafts)), (None, 0.0))

@@ -80,12 +80,11 @@ class Drafter:
             if depth == 0:
                 keep_embeddings(chains, self._runner)
         share_s = self.costs.exits[index].of(len(asked)) / len(asked)
-        begins = [one.chain_begin(index) for one, _ in asked]
         starts = [
             one.chain_start(index, depth, reads_states, one.survival * share_s / gain_s)
             for one, gain_s in asked
         ]
-        chains_drafts = ladder.propose(index, begins, starts)
+        chains_drafts = ladder.propose(index, starts)
         for (one, _), drafts in zip(asked, chains_drafts, strict=True):
             one.ahead[index].put(drafts)
 

@@ -42,9 +42,9 @@ def self_test(runner: Runner, ladder: BoundLadder, costs: PassCosts) -> Slices:
         decoder = Decoder(runner)
         sequence = decoder.admit(request, Drafter(runner, costs, ladder))
         while not sequence.is_finished:
-            assert sequence.tables is not None
-            for draft in sequence.tables.table_drafts():
-                check_draft(draft, loaded.vocabulary_size)
+            for proposer in sequence.proposers:
+                for draft in proposer.propose():
+                    check_draft(draft, loaded.vocabulary_size)
             decoder.step([sequence], costs)
             if sequence.failure is not None:
                 raise sequence.failure

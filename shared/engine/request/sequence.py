@@ -18,8 +18,8 @@ from shared.engine.request.request import (
 )
 from shared.engine.statistics import Progress
 from shared.errors import NeapError
-from shared.ladder.ladder import SequenceDrafter
 from shared.ladder.learned_successors import ClientSuccessors
+from shared.ladder.rungs import Proposer
 from shared.model.cache import KVCache
 from shared.model.loaded import LoadedModel
 from shared.model.regimes import Regimes
@@ -73,7 +73,7 @@ class Sequence:
         kept_depths = ladder.kept_depths if ladder and ladder.kept_depths else tapped
         self.kept_depths = (*kept_depths, loaded.num_layers)
         self.settled_states: Tensor | None = None
-        self.tables: SequenceDrafter | None = ladder.new_sequence((), learned) if ladder else None
+        self.proposers: tuple[Proposer, ...] = ladder.proposers(learned) if ladder else ()
         self._num_shown = 0
         self._learned = learned
         self.submitted_s = time.monotonic() if submitted_s is None else submitted_s
@@ -140,7 +140,7 @@ class Sequence:
 
     def give_up_cache(self, empty: KVCache) -> None:
         """Goes on without keys and values. All tokens so far are given then, and are read again."""
-        if self.has_begun:  # the tables know all tokens
+        if self.has_begun:  # the proposers know all tokens
             self._num_shown = len(self.tokens)
         answer = tuple(self.tokens[self.num_prompt_tokens :])
         self.request = replace(self.request, resumed_ids=answer)
@@ -152,10 +152,10 @@ class Sequence:
         return self.answer.end is not None
 
     def show_prompt(self, end: int) -> None:
-        """Tells the tables the given tokens before position `end`: piece by piece, because a long prompt takes longer than a pass."""
-        if self.tables is not None:
-            self.tables.append(self.request.given_ids[self._num_shown : end])
-            self._num_shown = max(self._num_shown, end)
+        """Tells the proposers the given tokens before position `end`: piece by piece, because a long prompt takes longer than a pass."""
+        for proposer in self.proposers:
+            proposer.append(self.request.given_ids[self._num_shown : end])
+        self._num_shown = max(self._num_shown, end)
 
     def count_layers(self, num_layer_executions: int, num_token_layers: int) -> None:
         """Adds the layers that ran for one chain of drafts: see `DepthStatistics`."""
@@ -175,8 +175,8 @@ class Sequence:
             if text is None:
                 break
             self._exits[token.rung, token.exit_depth] += 1
-            if self.tables is not None:
-                self.tables.append([token.token_id])
+            for proposer in self.proposers:
+                proposer.append([token.token_id])
             chunks.append(TokenChunk(text, (token,)))
         return chunks
 

@@ -49,7 +49,7 @@ class _Drafts:
     def append(self, tokens: Rows[int]) -> None:
         self._tokens += tokens
 
-    def table_drafts(self, drafted: Rows[int] = ()) -> list[Draft]:
+    def propose(self, drafted: Rows[int] = ()) -> list[Draft]:
         context = (*self._tokens, *drafted)
         draw = random.Random(f"{self._seed}/{len(context)}")
         kind = draw.random()
@@ -73,15 +73,15 @@ class _Ladder:
         self._right, self._seed = right, seed
         self.num_shared = 0
 
-    def new_sequence(self, prompt: Rows[int], learned: object = None) -> _Drafts:
-        return _Drafts(self._right, prompt, self._seed)
+    def proposers(self, learned: object = None) -> tuple[_Drafts]:
+        return (_Drafts(self._right, (), self._seed),)
 
-    def propose(
-        self, index: int, begins: Rows[torch.Tensor], starts: Rows[ChainStart]
-    ) -> list[list[HeadDraft]]:
+    def propose(self, index: int, starts: Rows[ChainStart]) -> list[list[HeadDraft]]:
         self.num_shared += len(starts) > 1
         found = []
-        for begin, start in zip(begins, starts, strict=True):
+        for start in starts:
+            begin = start.begin
+            assert begin is not None
             assert start.entering is not None
             assert torch.isfinite(begin).all()
             assert torch.isfinite(start.entering).all()

@@ -13,9 +13,10 @@ from shared.engine.memory.prefixes import MIN_SHARED, Prefixes
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import Sequence
 from shared.engine.step import Decoder
-from shared.ladder.ladder import BoundLadder, Ladder, SequenceDrafter
+from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import SUFFIX, Draft, exit_name
+from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
 from shared.model.runner import Taps
@@ -38,7 +39,7 @@ def request_of(
     return GenerationRequest(tuple(prompt), sampling, stopping, policy)
 
 
-class _Knowing(SequenceDrafter):
+class _Knowing(TableProposer):
     """Tables that know the answer. At one position of four they are silent, and at one of five they are wrong."""
 
     def __init__(self, text: Rows[int], prompt: Rows[int]) -> None:
@@ -47,7 +48,7 @@ class _Knowing(SequenceDrafter):
     def append(self, tokens: Rows[int]) -> None:
         self._num_tokens += len(tokens)
 
-    def table_drafts(self, drafted: Rows[int] = ()) -> list[Draft]:
+    def propose(self, drafted: Rows[int] = ()) -> list[Draft]:
         place = self._num_tokens + len(drafted)
         if place % 4 == 0:
             return []
@@ -94,9 +95,7 @@ def test_every_draft_is_that_of_the_settled_prefix_and_the_chain(runner, ladder,
         if prompt == PREFIX:
             decoder.prefixes.insert(alone)
     answers = iter([texts[tuple(prompt)] for prompt, _ in REQUESTS])
-    monkeypatch.setattr(
-        BoundLadder, "new_sequence", lambda _, prompt, *__: _Knowing(next(answers), prompt)
-    )
+    monkeypatch.setattr(BoundLadder, "proposers", lambda *_: (_Knowing(next(answers), ()),))
     requests = [request_of(*request, DepthPolicy("exact", max_drafts=5)) for request in REQUESTS]
     sequences = [decoder.admit(each, drafter) for each in requests]
     num_compared = 0
@@ -108,7 +107,7 @@ def test_every_draft_is_that_of_the_settled_prefix_and_the_chain(runner, ladder,
             for place, draft in enumerate(chain.drafts):
                 if draft.rung == exit_name(0):
                     start = ChainStart(chain.tokens[: place + 1], 0, 1, 1.0, 1.0, 0.0)
-                    [[expected]] = bound.propose(0, [states], [start])
+                    [[expected]] = bound.propose(0, [start._replace(begin=states)])
                     assert draft == expected.draft
                     num_compared += 1
         decoder.step(going, COSTS)

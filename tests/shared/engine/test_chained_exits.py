@@ -20,10 +20,11 @@ from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.step import Decoder
 from shared.ladder import native_chain
 from shared.ladder.fused_head import FusedHead
-from shared.ladder.ladder import BoundLadder, Ladder, SequenceDrafter
+from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
+from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.runner import Runner, tap_depths
@@ -76,16 +77,14 @@ def decode(
     rounds: list[Round] = []
     propose = BoundLadder.propose
 
-    def table_drafts(self: SequenceDrafter, drafted: Rows[int] = ()) -> list[Draft]:
+    def looked_up(self: TableProposer, drafted: Rows[int] = ()) -> list[Draft]:
         gains.place = len(drafted) + 1
         place = len(sequence.tokens) + len(drafted)
         token = text[place] if place % 6 else (text[place] + 1) % VOCABULARY_SIZE
         return [Draft(token, 0.9, "suffix", 0)]
 
-    def noted(
-        self: BoundLadder, index: int, begins: Rows[Tensor], starts: Rows[ChainStart]
-    ) -> list[list[HeadDraft]]:
-        [start], [[first, *_]] = starts, propose(self, index, begins, starts)
+    def noted(self: BoundLadder, index: int, starts: Rows[ChainStart]) -> list[list[HeadDraft]]:
+        [start], [[first, *_]] = starts, propose(self, index, starts)
         if rounds:
             place = start.place + len(start.tokens)
             rounds[-1].outputs.setdefault(index, []).append((place, first.output))
@@ -94,7 +93,7 @@ def decode(
 
     # Fewer bits would change the outputs by more than the tolerance.
     monkeypatch.setattr(native_chain, "FORMAT", "F32")
-    monkeypatch.setattr(SequenceDrafter, "table_drafts", table_drafts)
+    monkeypatch.setattr(TableProposer, "propose", looked_up)
     monkeypatch.setattr(BoundLadder, "propose", noted)
     decoder = Decoder(runner)
     request = GenerationRequest(

@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,9 +162,11 @@ OWN = {
         Corrupt,
         "BAD",
     ),
-    "a new sequence": Case(with_ladder(ScriptedLadder(), new_sequence=fail)),
+    "a new sequence": Case(with_ladder(ScriptedLadder(), proposers=fail)),
     "tables": Case(with_ladder(ScriptedLadder(lambda context: fail()))),
-    "what tables are told": Case(with_ladder(ScriptedLadder(), append=fail)),
+    "what tables are told": Case(
+        with_ladder(ScriptedLadder(), proposers=lambda _: (SimpleNamespace(append=fail),))
+    ),
     "drafting no token": Case(
         with_ladder(ScriptedLadder(lambda context: (10**6, 0.9))), Corrupt, "DRAFT_OUT_OF_RANGE"
     ),

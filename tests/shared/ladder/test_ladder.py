@@ -10,14 +10,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shared.errors import RouterMismatch
 from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import NUM_STATES, FusedHead
-from shared.ladder.ladder import Ladder, ModelIdentity, SequenceDrafter
+from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.learned_successors import LearnedSuccessors
 from shared.ladder.routers import DepthRouter, scalar_features
 from shared.ladder.successor_builder import SuccessorBuilder
+from shared.ladder.table_proposer import TableProposer
 from shared.ladder.table_router import SIZES, Evidence, TableRouter, fit_table_router
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.ops.chains import ChainStart
+from tests.chain_starts import begun
 
 VOCABULARY = torch.tensor([1, 5, 9, 30])
 
@@ -75,9 +77,9 @@ def test_an_exit_computes_what_its_modules_compute() -> None:
         ChainStart([7], place - 1, 1, 1.0, 1.0, 0.0, entering[row : row + 1])
         for row, (_, place) in enumerate(cases)
     ]
-    together = [bound.propose(index, states.unbind(), starts) for index in range(2)]
+    together = [bound.propose(index, begun(states, starts)) for index in range(2)]
     for row, (index, place) in enumerate(cases):
-        [[found]] = bound.propose(index, [states[row]], [starts[row]])
+        [[found]] = bound.propose(index, [starts[row]._replace(begin=states[row])])
         draft = found.draft
         assert together[index][row][0].draft == draft, "the result does not depend on the batch"
         head = mine.exits[index].head
@@ -92,8 +94,8 @@ def test_an_exit_computes_what_its_modules_compute() -> None:
 def test_the_rung_with_the_higher_probability_drafts() -> None:
     loaded = model()
     context = [7, 3, 2, 7]  # after 7 the suffix rung proposes 3, the table 8
-    by_table = SequenceDrafter(ladder(loaded, 0.3, 0.6), context).table_draft()
-    by_suffix = SequenceDrafter(ladder(loaded, 0.6, 0.3), context).table_draft()
+    by_table = TableProposer(ladder(loaded, 0.3, 0.6), context).best()
+    by_suffix = TableProposer(ladder(loaded, 0.6, 0.3), context).best()
     assert by_table is not None
     assert by_suffix is not None
     assert (by_table.token, by_table.rung) == (8, "successor")
@@ -102,17 +104,17 @@ def test_the_rung_with_the_higher_probability_drafts() -> None:
 
 
 def test_drafts_chain_without_becoming_context() -> None:
-    drafter = SequenceDrafter(replace(ladder(model()), successors=None), [1, 2, 3, 4, 1])
-    first = drafter.table_draft()
+    drafter = TableProposer(replace(ladder(model()), successors=None), [1, 2, 3, 4, 1])
+    first = drafter.best()
     assert first is not None
-    second = drafter.table_draft([first.token])
+    second = drafter.best([first.token])
     assert second is not None
     assert (first.token, second.token) == (2, 3)
-    assert drafter.table_draft([33]) is None
+    assert drafter.best([33]) is None
     drafter.append([33])
-    assert drafter.table_draft() is None
+    assert drafter.best() is None
     drafter.append([5, 33])
-    again = drafter.table_draft()
+    again = drafter.best()
     assert again is not None
     assert again.token == 5
 
@@ -120,15 +122,15 @@ def test_drafts_chain_without_becoming_context() -> None:
 def test_a_learned_table_drafts_with_the_successor_router() -> None:
     mine, learned = ladder(model()), LearnedSuccessors(1 << 16).of("ann")
     learned.learn([1, 2, 3, 5, 6], 3)
-    later = SequenceDrafter(mine, [30, 2, 3], learned)
-    drafts = [later.table_draft(), later.table_draft([5])]
+    later = TableProposer(mine, [30, 2, 3], learned)
+    drafts = [later.best(), later.best([5])]
     assert [(d.token, d.rung, d.probability) for d in drafts if d] == [
         (5, "learned", pytest.approx(0.6)),
         (6, "learned", pytest.approx(0.6)),
     ]
-    assert SequenceDrafter(mine, [30, 2, 3]).table_draft() is None
+    assert TableProposer(mine, [30, 2, 3]).best() is None
     later.append([30, 1])
-    assert later.table_draft() is None
+    assert later.best() is None
 
 
 def test_each_routers_probability_depends_on_the_other_rung() -> None:
@@ -138,8 +140,8 @@ def test_each_routers_probability_depends_on_the_other_rung() -> None:
     differing = [Evidence(1, 1, 1.0, 0, 1)] * 50
     router = fit_table_router(agreeing + differing, [True] * 50 + [False] * 50)
     mine = replace(ladder(loaded), suffix_router=router, successor_router=table_router(0.01))
-    differs = SequenceDrafter(mine, [7, 3, 2, 7]).table_draft()
-    agrees = SequenceDrafter(mine, [7, 8, 2, 7]).table_draft()
+    differs = TableProposer(mine, [7, 3, 2, 7]).best()
+    agrees = TableProposer(mine, [7, 8, 2, 7]).best()
     assert agrees is not None
     assert differs is not None
     assert agrees.probability > 0.8 > 0.2 > differs.probability

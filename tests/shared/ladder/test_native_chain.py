@@ -12,6 +12,7 @@ from shared.ladder.native_chain import embedding_rows
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
 from shared.ops.chains import ChainStart
+from tests.chain_starts import begun
 from tests.families import build_family
 from tests.random_ladder import random_ladder
 
@@ -34,10 +35,10 @@ def test_chains_that_begin_and_chains_that_go_on_share_a_call_in_any_order(bound
         ChainStart([4 + number], int(begin.dim() == 1), 1 + number % 3, 1.0, 1.0, 0.0)
         for number, begin in enumerate(begins)
     ]
-    together = bound.propose(0, begins, starts)
+    together = bound.propose(0, begun(begins, starts))
     assert [len(chain) for chain in together] == [start.room for start in starts]
     for begin, start, chain in zip(begins, starts, together, strict=True):
-        [alone] = bound.propose(0, [begin], [start])
+        [alone] = bound.propose(0, [start._replace(begin=begin)])
         assert [one.draft for one in chain] == [one.draft for one in alone]
         assert all(torch.equal(a.output, b.output) for a, b in zip(chain, alone, strict=True))
 
@@ -45,7 +46,9 @@ def test_chains_that_begin_and_chains_that_go_on_share_a_call_in_any_order(bound
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_states_of_a_model_in_16_bits_begin_chains(bound, dtype):
     settled, start = torch.randn(3, 32).to(dtype), ChainStart([4], 0, 3, 1.0, 1.0, 0.0)
-    [found], [expected] = (bound.propose(0, [each], [start]) for each in (settled, settled.float()))
+    [found], [expected] = (
+        bound.propose(0, [start._replace(begin=each)]) for each in (settled, settled.float())
+    )
     assert [one.draft for one in found] == [one.draft for one in expected]
 
 

@@ -17,6 +17,7 @@ from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.host_syncs import host_syncs
 from shared.model.paged_runner import PagedRunner
 from shared.ops.chains import ChainStart, chain_length
+from tests.chain_starts import begun
 from tests.device_waits import Reads
 from tests.paged import load_family, make_runner
 from tests.random_ladder import random_ladder
@@ -97,7 +98,7 @@ def test_each_chain_is_its_own(ladder, bound, runner, recorder, count):
         begins.append(torch.randn(shape, generator=generator))
         tokens = [4 + number % 7, 9, 5 + number % 5][: 1 + number % 3]
         starts.append(start_of(tokens, 2 if goes_on else 0, 1 + number % (NUM_DRAFTS + 2)))
-    found = bound.propose(0, begins, starts)
+    found = bound.propose(0, begun(begins, starts))
     assert recorder.num_recorded == num_recorded, "all of it was recorded when it was prepared"
     for begin, start, own in zip(begins, starts, found, strict=True):
         expected = expected_chain(ladder, runner, begin, start)
@@ -106,8 +107,9 @@ def test_each_chain_is_its_own(ladder, bound, runner, recorder, count):
 
 def test_a_chain_goes_on_from_any_of_its_outputs(bound):
     begin = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
-    [whole] = bound.propose(0, [begin], [start_of([4])])
-    [rest] = bound.propose(0, [whole[0].output], [start_of([whole[0].draft.token], place=1)])
+    [whole] = bound.propose(0, [start_of([4])._replace(begin=begin)])
+    later = start_of([whole[0].draft.token], place=1)
+    [rest] = bound.propose(0, [later._replace(begin=whole[0].output)])
     for one, other in zip(rest, whole[1:], strict=False):
         assert one.draft.token == other.draft.token
         assert one.draft.probability == pytest.approx(other.draft.probability, abs=1e-5)
@@ -117,7 +119,7 @@ def test_the_other_drafts_of_a_place_share_what_the_router_leaves(ladder, bound,
     [one] = ladder.exits
     rows, _ = gather_rows(runner.loaded.parts.head, ladder.draft_vocabulary)
     begin = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(3))
-    [chain] = bound.propose(0, [begin], [start_of([4])])
+    [chain] = bound.propose(0, [start_of([4])._replace(begin=begin)])
     for found in chain:
         logits = rows @ one.head.adapted(found.output)
         order = logits.argsort(descending=True)[:DRAFTS_PER_PLACE]
@@ -133,22 +135,22 @@ def test_the_other_drafts_of_a_place_share_what_the_router_leaves(ladder, bound,
 def test_outputs_are_the_callers_own(bound):
     """A later call writes to the same tensors."""
     begins = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(0)).unbind()
-    [first] = bound.propose(0, [begins[0]], [start_of([4])])
+    [first] = bound.propose(0, [start_of([4])._replace(begin=begins[0])])
     kept = [one.output.clone() for one in first]
-    bound.propose(0, [begins[1]], [start_of([5])])
+    bound.propose(0, [start_of([5])._replace(begin=begins[1])])
     assert all(torch.equal(one.output, own) for one, own in zip(first, kept, strict=True))
 
 
 def test_a_chain_ends_where_its_survival_does(bound):
     begin = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
-    [whole] = bound.propose(0, [begin], [start_of([4])])
+    [whole] = bound.propose(0, [start_of([4])._replace(begin=begin)])
     chances = [min(one.draft.probability * 0.8, HIGHEST) for one in whole]
     for length in range(1, NUM_DRAFTS + 1):
         survival = 0.9 * float(torch.tensor(chances[:length]).prod())
-        start = ChainStart([4], 0, NUM_DRAFTS, 0.9, 0.8, survival * 1.001)
-        [found] = bound.propose(0, [begin], [start])
+        start = ChainStart([4], 0, NUM_DRAFTS, 0.9, 0.8, survival * 1.001, begin=begin)
+        [found] = bound.propose(0, [start])
         assert len(found) == length
-        [found] = bound.propose(0, [begin], [start._replace(least_survival=survival * 0.999)])
+        [found] = bound.propose(0, [start._replace(least_survival=survival * 0.999)])
         assert len(found) == min(length + 1, NUM_DRAFTS)
 
 
@@ -178,17 +180,17 @@ def test_a_call_waits_for_the_device_once(bound):
     reads = Reads()
     begins = torch.randn(5, 3, WIDTH).unbind()
     with reads:
-        bound.propose(0, begins, [start_of([4, 5])] * 5)
+        bound.propose(0, begun(begins, [start_of([4, 5])] * 5))
     assert reads.found == ["tolist"]
 
 
 def test_a_runner_over_contiguous_caches_drafts_the_same_without_recording(ladder, bound, runner):
     """So a calibration on a GPU replays what a worker drafts there."""
     begin = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
-    [expected] = bound.propose(0, [begin], [start_of([4])])
+    [expected] = bound.propose(0, [start_of([4])._replace(begin=begin)])
     contiguous = ContiguousRunner(runner.loaded)
     work_done = []
     assert contiguous.record(work := lambda: work_done.append(1)) is work
     assert ladder.bind(contiguous).state_depths == bound.state_depths == ()
-    [found] = ladder.bind(contiguous).propose(0, [begin], [start_of([4])])
+    [found] = ladder.bind(contiguous).propose(0, [start_of([4])._replace(begin=begin)])
     assert [one.draft.token for one in found] == [one.draft.token for one in expected]

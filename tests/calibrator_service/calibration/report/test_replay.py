@@ -23,6 +23,7 @@ from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.routers import DepthRouter
 from shared.ladder.rungs import Draft
 from shared.ladder.successor_builder import SuccessorBuilder
+from shared.ladder.table_proposer import TableProposer
 from shared.ladder.table_router import SIZES, TableRouter
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
@@ -56,7 +57,7 @@ def scripted(
         def append(self, tokens: Sequence[int]) -> None:
             self.tokens += tokens
 
-        def table_draft(self, drafted: Sequence[int] = ()) -> Draft | None:
+        def best(self, drafted: Sequence[int] = ()) -> Draft | None:
             settled, chained = len(self.tokens) - 1, len(drafted)
             whole = [*self.tokens, *drafted]
             assert whole == list(sequence.tokens[: len(whole)]), "drafts see nothing but the truth"
@@ -66,7 +67,7 @@ def scripted(
             choice = sequence.tokens[settled + chained + 1]
             return Draft(choice if said[0] else choice + 1, said[1], "suffix", 0)
 
-    monkeypatch.setattr("shared.ladder.ladder.SequenceDrafter", Scripted)
+    monkeypatch.setattr("calibrator_service.calibration.report.replay.TableProposer", Scripted)
     replayer = Replayer(Ladder(ModelIdentity.of(loaded)), ContiguousRunner(loaded))
     (found,) = replayer.differing([sequence])
     return found
@@ -195,12 +196,12 @@ def by_the_book(
     tokens, end = sequence.tokens, len(sequence.tokens)
     highest, drafted = 0.0, DraftsByPlace()
     for settled in range(sequence.answer_start, end - 1):
-        drafter, reach = bound.new_sequence(tokens[: settled + 1]), 1.0
+        drafter, reach = TableProposer(ladder, tokens[: settled + 1]), 1.0
         outputs: dict[int, torch.Tensor] = {}
         for chained in range(min(MAX_CHAIN, end - 1 - settled)):
             at = settled + chained
             states = runner.capture(torch.tensor([tokens[: at + 1]]), [0, 1, 2, 3])
-            drafts = [drafter.table_draft(tokens[settled + 1 : at + 1])]
+            drafts = [drafter.best(tokens[settled + 1 : at + 1])]
             for index, depth in enumerate(bound.depths):
                 entering = states[depth][:, at]
                 settled_states = [states[d][0, settled - 1] for d in (*bound.kept_depths, 3)]
@@ -208,7 +209,7 @@ def by_the_book(
                 if depth in bound.state_depths and chained:
                     begin, place, unseen = outputs[index], chained, tokens[at : at + 1]
                 start = ChainStart(unseen, place, 1, 1.0, 1.0, 0.0, entering)
-                [[one]] = bound.propose(index, [begin], [start])
+                [[one]] = bound.propose(index, [start._replace(begin=begin)])
                 drafts.append(one.draft)
                 outputs[index] = one.output
             said = [d for d in drafts if d is not None]

@@ -18,8 +18,9 @@ from calibrator_service.calibration.training.draft_vocabulary import DraftVocabu
 from calibrator_service.calibration.training.joint import Position, fit_joint, said_at
 from shared.engine.drafting.confidence import Confidence, log_odds
 from shared.ladder.joint_weights import CASES, DEFAULT_WEIGHTS, MAX_WEIGHT, JointWeights, Weights
-from shared.ladder.ladder import Ladder, ModelIdentity, SequenceDrafter
+from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.rungs import SUFFIX, Draft, exit_name
+from shared.ladder.table_proposer import TableProposer
 from shared.ladder.table_router import SIZES, TableRouter
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import tap_depths
@@ -170,11 +171,11 @@ def test_every_proposer_is_asked_at_each_position_as_it_is_served(counting, tmp_
         captured = runner.capture(torch.tensor([tokens]), [0, 2, *kept, runner.num_layers])
         for settled in range(max(sequence.first, 1), len(tokens)):
             begin = torch.stack([captured[d][0, settled - 1] for d in (*kept, runner.num_layers)])
-            drafts = SequenceDrafter(ladder, tokens[: settled + 1]).table_drafts()
+            drafts = TableProposer(ladder, tokens[: settled + 1]).propose()
             for index, depth in enumerate(ladder.exits):
                 entering = captured[depth.depth][0, settled : settled + 1]
                 start = ChainStart(tokens[settled : settled + 1], 0, 1, 1.0, 1.0, 0.0, entering)
-                [[one]] = bound.propose(index, [begin], [start])
+                [[one]] = bound.propose(index, [start._replace(begin=begin)])
                 drafts.append(one.draft)
             wanted.append((drafts, int(sequence.choices[settled])))
     assert len(found) == len(wanted) > 40

@@ -14,10 +14,11 @@ from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import Sequence
 from shared.engine.step import Decoder
-from shared.ladder.ladder import BoundLadder, Ladder, SequenceDrafter
+from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import CERTIFIED_DRAFTS
 from shared.ladder.rungs import Draft
+from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
 from shared.model.runner import Runner
@@ -92,11 +93,9 @@ def test_one_exit_is_asked_once_for_all_that_want_it(runner, monkeypatch):
     asked: list[int] = []
     propose = BoundLadder.propose
 
-    def noted(
-        self: BoundLadder, index: int, begins: Rows[torch.Tensor], starts: Rows[ChainStart]
-    ) -> object:
+    def noted(self: BoundLadder, index: int, starts: Rows[ChainStart]) -> object:
         asked.append(len(starts))
-        return propose(self, index, begins, starts)
+        return propose(self, index, starts)
 
     monkeypatch.setattr(BoundLadder, "propose", noted)
     runner.counters.reset()
@@ -161,7 +160,7 @@ def test_only_exact_prefers_a_table_that_was_right_more_often_than_it_said(
     said = [Draft(8, 0.6, "suffix", 0), Draft(9, 0.5, "successor", 0)]
     for _ in range(100):
         sequence.confidence.record(said[:1], 7)
-    monkeypatch.setattr(SequenceDrafter, "table_drafts", lambda self, drafted=(): said)
+    monkeypatch.setattr(TableProposer, "propose", lambda self, drafted=(): said)
     monkeypatch.setattr(Confidence, "expected_gain", lambda self, index, before: 0.0)
     [chain] = draft_chains([sequence], 1)
     assert chain.drafts[0].token == expected

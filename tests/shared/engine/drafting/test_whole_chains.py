@@ -20,9 +20,10 @@ from shared.ladder import native_chain
 from shared.ladder.chain_exit import ChainSteps, SteppedChain
 from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import FusedHead
-from shared.ladder.ladder import BoundLadder, Ladder, SequenceDrafter
+from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import SUFFIX, Draft
+from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
 from shared.model.runner import Runner
@@ -112,24 +113,22 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[list[ChainStart]]:
     calls: list[list[ChainStart]] = []
     propose = BoundLadder.propose
 
-    def note(
-        self: BoundLadder, index: int, begins: Rows[torch.Tensor], starts: Rows[ChainStart]
-    ) -> object:
+    def note(self: BoundLadder, index: int, starts: Rows[ChainStart]) -> object:
         calls.append(list(starts))
-        return propose(self, index, begins, starts)
+        return propose(self, index, starts)
 
     monkeypatch.setattr(BoundLadder, "propose", note)
     return calls
 
 
 def table_of(*positions: int, probability: float = 0.9999) -> Callable[..., list[Draft]]:
-    """A `table_drafts` that knows the drafts of some positions of every chain, better than an exit may."""
+    """A `propose` of tables that knows the drafts of some positions of every chain, better than an exit may."""
 
-    def table_drafts(self: SequenceDrafter, tokens: Rows[int] = ()) -> list[Draft]:
+    def propose(self: TableProposer, tokens: Rows[int] = ()) -> list[Draft]:
         known = len(tokens) in positions
         return [Draft(11 + len(tokens), probability, SUFFIX, 0)] if known else []
 
-    return table_drafts
+    return propose
 
 
 def single_steps(
@@ -146,7 +145,7 @@ def single_steps(
 def test_a_whole_chain_has_the_drafts_of_its_single_steps(
     any_runner: Runner, monkeypatch: pytest.MonkeyPatch, noted: list, positions: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(SequenceDrafter, "table_drafts", table_of(*positions))
+    monkeypatch.setattr(TableProposer, "propose", table_of(*positions))
     ladder = fused_ladder(any_runner)
     policies = [DepthPolicy("exact", max_drafts=n) for n in (NUM_DRAFTS, 2, NUM_DRAFTS)]
     whole = drafted(any_runner, ladder, policies)
@@ -174,7 +173,7 @@ def test_one_call_drafts_all_chains_while_the_tables_are_silent(
 def test_a_table_that_drafts_another_token_voids_what_was_drafted_after_it(
     any_runner: Runner, monkeypatch: pytest.MonkeyPatch, noted: list
 ) -> None:
-    monkeypatch.setattr(SequenceDrafter, "table_drafts", table_of(2))
+    monkeypatch.setattr(TableProposer, "propose", table_of(2))
     drafted(any_runner, fused_ladder(any_runner), [DepthPolicy("exact", max_drafts=NUM_DRAFTS)])
     first, second = (starts[0] for starts in noted)
     assert (first.place, len(first.tokens), first.room) == (0, 1, NUM_DRAFTS)
@@ -188,10 +187,10 @@ def test_a_table_that_drafts_the_same_token_costs_no_call(
     ladder, policies = fused_ladder(runner), [DepthPolicy("exact", max_drafts=NUM_DRAFTS)]
     [plain] = drafted(runner, ladder, policies)
 
-    def same(self: SequenceDrafter, tokens: Rows[int] = ()) -> list[Draft]:
+    def same(self: TableProposer, tokens: Rows[int] = ()) -> list[Draft]:
         return [Draft(plain[2][0], 0.9999, SUFFIX, 0)] if len(tokens) == 2 else []
 
-    monkeypatch.setattr(SequenceDrafter, "table_drafts", same)
+    monkeypatch.setattr(TableProposer, "propose", same)
     noted.clear()
     [again] = drafted(runner, ladder, policies)
     assert [token for token, _ in again] == [token for token, _ in plain]

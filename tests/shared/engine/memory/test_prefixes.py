@@ -259,9 +259,16 @@ def test_a_step_copies_and_shows_to_the_tables_no_more_than_its_share(loaded, mo
     shown: list[tuple[int, ...]] = []
     copied: list[int] = []
 
-    class Recording(ScriptedLadder):
+    class Recording:
         def append(self, tokens):
             shown.append(tuple(tokens))
+
+        def propose(self, drafted=()):
+            return []
+
+    class RecordingLadder(ScriptedLadder):
+        def proposers(self, learned=None):
+            return (Recording(),)
 
     copy = ContiguousCache.copy
 
@@ -275,7 +282,7 @@ def test_a_step_copies_and_shows_to_the_tables_no_more_than_its_share(loaded, mo
         run(engine, prompt)
         asked = (*prompt[:-1], 92)
         request = GenerationRequest(asked, stopping=StoppingParams(max_tokens=1, ignore_eos=True))
-        *_, finished = engine.submit(request, Recording()).events()  # type: ignore[arg-type]
+        *_, finished = engine.submit(request, RecordingLadder()).events()  # type: ignore[arg-type]
         assert isinstance(finished, Finished)
         assert finished.num_cached_tokens == len(prompt) - 1
         assert copied == [20, 20, 20, 18]
