@@ -1,14 +1,17 @@
 """What each rule and learner of drafting is worth: `exact` with all of them, without one of them, and without any.
 
     python -m bench.ablation --model DIR --router FOLDER [--dtype float32] [--batch 1 4 16] [--per-task 4] [--rounds 2]
+        [--without "branches" "exits"]
 
-A closed loop keeps B requests running (`bench.batch`), greedy, at most 64 new tokens, prompts from the prefix cache. All sides answer all
-prompts, in turn within a round. Each has a copy of the router, so each learns for itself. An answer that differs from the one at full
-depth ends the program. Printed: tokens per second, medians over rounds, as shares of those of `exact` with everything.
+Closed loops keep B requests running (`bench.batch`), greedy, at most 64 new tokens, prompts from the prefix cache. All sides answer the same
+2 * B prompts in turn, in an order that rotates, then the next 2 * B. Each has a copy of the router and a record of its own of whether
+drafting pays, so each learns for itself; the first round is not timed. An answer that differs from the one at full depth ends the program.
+Printed: tokens per second as shares of those of `exact` with everything for the same prompts, medians over prompts and rounds.
 """
 
 import dataclasses
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -94,39 +97,63 @@ def sides_of(folder: Any) -> dict[str, tuple[Ladder | None, Sequence[str]]]:
     return found
 
 
+def turned(names: list[str], number: int) -> list[str]:
+    """The names in order, beginning somewhere else for each `number`."""
+    first = 5 * number % len(names)
+    return names[first:] + names[:first]
+
+
 def main() -> None:
     parser = make_parser(__doc__, router=True)
     add_prompts(parser, 4)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: as stored")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--without",
+        nargs="+",
+        choices=[*WITHOUT, EXITS],
+        help="only these; default: each, and none",
+    )
     options = parsed(parser)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     loaded = load_model(options.model, dtype=dtype)
     sides = sides_of(options.router)
-    rates: dict[tuple[str, int], list[float]] = {}
+    if options.without:
+        left = [FULL, ALL, *(f"without {name}" for name in options.without)]
+        sides = {name: sides[name] for name in left}
+    shares: dict[tuple[str, int], list[float]] = {}
+    adaptive: defaultdict[str, AdaptiveDrafting] = defaultdict(AdaptiveDrafting)
     with Engine(
         loaded, max_ladders=len(sides), max_running=max(MAX_RUNNING, *options.batch)
     ) as engine:
         prompts = first_turns(loaded, options.prompts, options.per_task)
         expected = closed_loop(engine, "full", None, prompts, 1)[1]
+        turn = 0
         for number in range(options.rounds + 1):  # the first one learns, and is not timed
             for batch in options.batch:
-                for name, (ladder, left_out) in sides.items():
-                    with without(left_out):
-                        policy: Any = "exact" if ladder else "full"
-                        rate, answers = closed_loop(engine, policy, ladder, prompts, batch)
-                    if answers != expected:
-                        raise SystemExit(f"{name} at batch {batch} has other answers")
+                for place in range(0, len(prompts) - 2 * batch + 1, 2 * batch):
+                    own = slice(place, place + 2 * batch)
+                    rates: dict[str, float] = {}
+                    turn += 1
+                    for name in turned(list(sides), turn):
+                        ladder, left_out = sides[name]
+                        record = mock.patch.object(engine._decoder, "_adaptive", adaptive[name])
+                        with without(left_out), record:
+                            policy: Any = "exact" if ladder else "full"
+                            loop = closed_loop(engine, policy, ladder, prompts[own], batch)
+                        rates[name], answers = loop
+                        if answers != expected[own]:
+                            raise SystemExit(f"{name} at batch {batch} has other answers")
                     if number:
-                        rates.setdefault((name, batch), []).append(rate)
+                        for name, rate in rates.items():
+                            shares.setdefault((name, batch), []).append(rate / rates[ALL])
             print(f"round {number} of {options.rounds}", flush=True)
-    medians = {key: statistics.median(own) for key, own in rates.items()}
     print(described("cpu"), loaded.model.dtype, loaded.compute_dtype)
     print("\n| side | " + " | ".join(f"batch {batch}" for batch in options.batch) + " |")
     print("|---" * (len(options.batch) + 1) + "|")
     for name in sides:
-        cells = [f"{medians[name, batch] / medians[ALL, batch]:.3f}" for batch in options.batch]
+        cells = [f"{statistics.median(shares[name, batch]):.3f}" for batch in options.batch]
         print(f"| {name} | {' | '.join(cells)} |")
 
 

@@ -85,8 +85,8 @@ def measured_costs(run: Run, runner: ContiguousRunner, ladder: Ladder) -> PassCo
     def between() -> None:
         run.report("evaluating", 0.99)
 
-    deep = measure_deep(runner, most_tokens=2, between=between, estimate=min)
-    timings = exit_timings(runner, ladder.bind(runner), estimate=min)
+    deep = measure_deep(runner, most_tokens=2, between=between)
+    timings = exit_timings(runner, ladder.bind(runner))
     while True:
         try:
             next(timings)

@@ -1,8 +1,12 @@
-"""Measures the costs of passes and exits on this device."""
+"""Measures the costs of passes and exits on this device.
+
+A cost is the least of its repeats: what the work takes alone. Beside other processes, medians were up to six times as high, and a worker goes by
+them for as long as it lives (docs/decisions/045).
+"""
 
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 import torch
@@ -74,11 +78,10 @@ def measure_deep(
     *,
     most_tokens: int = MAX_PASS_TOKENS,
     between: Callable[[], None] = lambda: None,
-    estimate: Callable[[Iterable[float]], float] = statistics.median,
 ) -> tuple[float, ...]:
     """Seconds of a pass over 1..`most_tokens` tokens through all layers and the head, smoothed: see `smoothed`.
 
-    `estimate` makes one figure of the repeats: their median tells what a pass takes beside other work, their least what it takes alone. Calls `between` before each pass; an exception that it raises ends the measurement.
+    Calls `between` before each pass; an exception that it raises ends the measurement.
     """
     context = min(CONTEXT_TOKENS, runner.loaded.context_length // 2)
     widest = min(most_tokens, runner.loaded.context_length - context)
@@ -97,7 +100,7 @@ def measure_deep(
         MIN_REPEATS,
         REPEATS,
     )
-    return smoothed([estimate(column) for column in zip(*rounds, strict=True)])
+    return smoothed([min(column) for column in zip(*rounds, strict=True)])
 
 
 def measure_wide(
@@ -121,7 +124,7 @@ def measure_wide(
             runner.logits(state[0]).argmax(-1).tolist()
 
         timings = _repeated(lambda: _seconds(deep_pass), MIN_WIDE_REPEATS, WIDE_REPEATS)
-        least = max(least, statistics.median(timings))
+        least = max(least, min(timings))
         points.append((width, least))
     return tuple(points)
 
@@ -147,13 +150,11 @@ def exit_timings(
     ladder: BoundLadder,
     *,
     repeats: int = REPEATS,
-    estimate: Callable[[Iterable[float]], float] = statistics.median,
 ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
     """Measures, `repeats` times, the costs of taking tokens from the embedding to each layer exit and through its head and router.
 
     Yields the drafts after each measurement, so that the engine can step requests in between. A deep pass before each measurement
-    evicts heads and tables from the processor's caches, as while serving. With warm caches they would seem half as expensive. `estimate` as in
-    `measure_deep`.
+    evicts heads and tables from the processor's caches, as while serving. With warm caches they would seem half as expensive.
     """
     loaded = runner.loaded
     context = min(CONTEXT_TOKENS, loaded.context_length - 1)
@@ -175,8 +176,11 @@ def exit_timings(
             else:
                 states = runner.embed(own, context)
             entering = states[0].split(1)
-        starts = [ChainStart([1], 0, 1, 1.0, 1.0, 0.0, state) for state in entering]
-        chains = ladder.propose(index, settled[:count].unbind(0), starts)
+        starts = [
+            ChainStart([1], 0, 1, 1.0, 1.0, 0.0, state, begin)
+            for state, begin in zip(entering, settled[:count], strict=True)
+        ]
+        chains = ladder.propose(index, starts)
         return [chain[0].draft for chain in chains]
 
     one = tokens[:, :1]
@@ -192,7 +196,7 @@ def exit_timings(
                 drafts = ask_exit(index, depth, count)
                 taken.append(time.perf_counter() - start)
                 yield drafts
-        alone_s, together_s = (estimate(seconds[n][1:]) for n in (1, num_together))
+        alone_s, together_s = (min(seconds[n][1:]) for n in (1, num_together))
         each_more_s = max(together_s - alone_s, 0.0) / max(num_together - 1, 1)
         costs.append(ExitCost(alone_s, each_more_s))
     return tuple(costs)

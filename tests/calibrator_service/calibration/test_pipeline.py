@@ -56,6 +56,8 @@ def _many_rows() -> Iterator[None]:
     """The tiny model repeats its beginnings, so most rows are duplicates and many rows are needed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("calibrator_service.calibration.plan.num_decoded_rows", lambda _: 160)
+        # So that progress is seen on a machine that writes all the text within one poll.
+        patch.setattr("calibrator_service.calibration.text.engine_writer.POLL_S", 0.001)
         yield
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shared.engine.drafting import costs
 from shared.engine.drafting.costs import exit_timings, measure_deep, measure_wide
+from shared.engine.drafting.planner import ExitCost
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
 from tests.families import build_family
@@ -81,3 +82,34 @@ def test_exits_are_measured_after_a_context_that_has_been_read() -> None:
     ladder = random_ladder(runner.loaded, 0, (0, 2)).bind(runner)
     for drafts in exit_timings(runner, ladder):
         assert all(math.isfinite(draft.probability) for draft in drafts)
+
+
+def test_other_work_beside_a_measurement_does_not_change_what_it_finds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker measures once, at its start, and goes by it for as long as it lives. Here two repeats of three are slowed down."""
+    now, counts = [0.0], {"passes": 0, "exits": 0}
+    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: 0.0)
+    monkeypatch.setattr(costs, "time", clock)
+
+    def work(kind: str, calls_per_repeat: int) -> None:
+        repeat = counts[kind] // calls_per_repeat
+        now[0] += 1.0 if repeat % 3 == 1 else 23.0
+        counts[kind] += 1
+
+    def ask(_: list[int]) -> tuple[int, float]:
+        work("exits", 1 + costs.EXIT_TOKENS)
+        return 4, 0.5
+
+    runner = ContiguousRunner(load_family("llama"))
+    ladder = ScriptedLadder(exits=ask, depths=(0,))
+    timings = exit_timings(runner, ladder)  # type: ignore[arg-type]
+    with torch.inference_mode():
+        deep = measure_deep(runner, between=lambda: work("passes", costs.MAX_PASS_TOKENS))
+        try:
+            while True:
+                next(timings)
+        except StopIteration as stop:
+            [found] = stop.value
+    assert deep == (1.0,) * costs.MAX_PASS_TOKENS
+    assert found == ExitCost(1.0, 1.0)
