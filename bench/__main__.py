@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shared.cli.demo_model import demo_model
+from neap_engine.cli.demo_model import demo_model
 
 BENCHMARKS = ("decode", "batch", "load")
 

@@ -11,9 +11,9 @@ import tempfile
 from contextlib import closing
 from pathlib import Path
 
-import neap_engine
 import torch
 
+import neap_engine
 from bench.machine import described
 from bench.options import add_prompts, make_parser, parsed
 from bench.prompts import first_turns

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import neap_engine
-
 from bench.decode_figures import EXACT, FULL, MAX_LADDERS, measure, print_tables, summarise
 from bench.machine import described
 from bench.options import add_prompts, make_parser, parsed
 from bench.prompts import BenchPrompt, read_prompts
 from calibrator_service.calibration.pipeline import CalibrationResult
-from inference_service.evaluate.sides import neap
+from neap_engine.evaluate.sides import neap
 from shared.configured_model import dtype_named
 from shared.engine.engine import Engine
 from shared.ladder.artefact import unpack_ladder

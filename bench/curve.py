@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shared.cli.charts import write_panels
+from neap_engine.cli.charts import write_panels
 
 TICKS = {150: "150 s", 300: "5 min", 900: "15 min", 3600: "1 h"}
 

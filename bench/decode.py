@@ -28,7 +28,7 @@ from bench.hugging_face import HF, hugging_face
 from bench.machine import described
 from bench.options import add_device, add_prompts, make_parser, parsed
 from bench.prompts import PLAIN_TEXT_NOTE, read_prompts, takes_chat
-from inference_service.evaluate.sides import Side, neap
+from neap_engine.evaluate.sides import Side, neap
 from shared.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any, Final
 
 from bench.prompts import BenchPrompt, encode_turns
-from inference_service.evaluate.sides import Run, Side
+from neap_engine.evaluate.sides import Run, Side
 from shared.model.loaded import LoadedModel
 
 FULL: Final = "full"

@@ -11,7 +11,7 @@ from typing import Any
 from bench.decode_figures import EXACT, FULL, summarise
 from bench.forms import Form
 from bench.options import silence_transformers
-from inference_service.evaluate.sides import Run, Side, in_process, neap
+from neap_engine.evaluate.sides import Run, Side, in_process, neap
 from shared.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import ModelIdentity

@@ -25,7 +25,7 @@ from neap_client import NeapClient
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from bench.trials import run_trials
-from shared.cli.processes import ServiceProcess
+from neap_engine.cli.processes import ServiceProcess
 from shared.registry.factory import open_registry
 
 MODEL_ID = "trial"

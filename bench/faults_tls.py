@@ -11,7 +11,7 @@ from typing import Any
 import trustme
 from neap_client import ClientSecurity, NeapClient
 
-from shared.cli.processes import ServiceProcess
+from neap_engine.cli.processes import ServiceProcess
 from shared.errors import NeapError, Unavailable
 
 NUM_ROTATIONS = 20

@@ -28,7 +28,7 @@ from neap_client.inference.v1 import inference_pb2_grpc
 from bench.faults_tls import tls_trials
 from bench.trials import run_trials
 from bench.worker import MODEL_ID, worker_process
-from shared.cli.processes import ServiceProcess
+from neap_engine.cli.processes import ServiceProcess
 from shared.errors import NeapError
 from shared.ladder.folder import read_router_folder
 from shared.registry.factory import open_registry

@@ -99,7 +99,7 @@ def main() -> None:
         service(
             "inference_service", "--model", f"bench={options.model}", "--data-dir", folder
         ) as worker,
-        service("shared.gateway", "--workers", worker) as gateway,
+        service("neap_engine.gateway", "--workers", worker) as gateway,
         NeapClient(worker) as grpc_client,
         httpx.Client(base_url=f"http://{gateway}", timeout=600) as http_client,
     ):

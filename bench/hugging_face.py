@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from bench.options import silence_transformers
-from inference_service.evaluate.sides import Side, in_process
-from inference_service.evaluate.transformers_sides import (
+from neap_engine.evaluate.sides import Side, in_process
+from neap_engine.evaluate.transformers_sides import (
     GENERATE,
     PAD,
     generate,

@@ -24,8 +24,8 @@ from calibrator_service.calibration.pipeline import calibrate
 from calibrator_service.calibration.plan import MAX_EPOCHS, resolve
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
-from shared.cli.calibrate import read_prompts
-from shared.cli.learned_view import print_learned
+from neap_engine.cli.calibrate import read_prompts
+from neap_engine.cli.learned_view import print_learned
 from shared.configured_model import dtype_named
 from shared.ladder.folder import read_router_folder
 from shared.model.load import load_model

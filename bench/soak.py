@@ -35,7 +35,7 @@ from bench.soak_requests import (
     answer_request,
 )
 from bench.worker import publish_router, resident_bytes, worker_process
-from shared.cli.processes import ServiceProcess
+from neap_engine.cli.processes import ServiceProcess
 
 READY_TIMEOUT_S = 180.0
 # Upper limit for the last requests to end, and for a worker to drain.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.cli.processes import ServiceProcess
+from neap_engine.cli.processes import ServiceProcess
 from shared.ladder.folder import read_router_folder
 from shared.registry.factory import open_registry
 

@@ -13,10 +13,10 @@ from calibrator_service.job import JobState
 from calibrator_service.jobs import JobCount
 from calibrator_service.metrics import CalibratorMetrics
 from inference_service.metrics import WorkerMetrics
+from neap_engine.gateway.metrics import GatewayMetrics
 from shared.engine.memory.prefixes import Prefixes
 from shared.engine.quality.shadow import Shadow, ShadowCounts
 from shared.engine.statistics import EngineStatistics
-from shared.gateway.metrics import GatewayMetrics
 from shared.ladder.rungs import Draft
 from shared.model.numerics import Numerics
 

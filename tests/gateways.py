@@ -11,12 +11,12 @@ import httpx
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1 import inference_pb2_grpc
 
+from neap_engine.gateway.app import Gateway
+from neap_engine.gateway.metrics import GatewayMetrics
+from neap_engine.gateway.server import GatewayServer
+from neap_engine.gateway.workers import SERVICE_NAME, open_client
 from shared.config import make_settings
 from shared.errors import NotFound
-from shared.gateway.app import Gateway
-from shared.gateway.metrics import GatewayMetrics
-from shared.gateway.server import GatewayServer
-from shared.gateway.workers import SERVICE_NAME, open_client
 from shared.gateway_settings import GatewaySettings
 from shared.rpc.pages import named_page
 from shared.rpc.security import ServerSecurity

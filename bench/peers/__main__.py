@@ -42,7 +42,7 @@ from bench.peers.models import Models, environments, fetched_gguf
 from bench.peers.prompts import encode, read_texts
 from bench.peers.run import Planned, measure, start
 from bench.peers.worker import EngineFailed
-from shared.cli.demo_model import demo_model
+from neap_engine.cli.demo_model import demo_model
 from shared.errors import InvalidInput, NeapError
 
 ROUTER = Path(__file__).parents[1] / "router"

@@ -9,7 +9,7 @@ from pathlib import Path
 from bench.peers.catalogue import FLOAT32, GIVEN, OURS, PEERS, QUANTISED, ROUNDED, Choice
 from bench.peers.environment import Environment
 from bench.peers.gguf_file import file_type, write_gguf
-from shared.cli.demo_model import GGUF_NAME, download, unpack
+from neap_engine.cli.demo_model import GGUF_NAME, download, unpack
 from shared.errors import NotFound
 
 LLAMA_CPP, OPENVINO = "llama.cpp", "openvino"

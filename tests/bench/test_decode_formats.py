@@ -6,7 +6,7 @@ from pathlib import Path
 from bench.decode_figures import EXACT, FULL
 from bench.decode_formats import answers_in, print_formats, tables_by_format
 from bench.forms import Form
-from inference_service.evaluate.sides import Run
+from neap_engine.evaluate.sides import Run
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.folder import write_router_folder
 from shared.model.loaded import wrap_model

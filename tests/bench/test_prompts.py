@@ -7,7 +7,7 @@ from bench.decode_figures import EXACT, FULL, measure, summarise
 from bench.load import chat
 from bench.prompts import BenchPrompt, encode_turns, read_prompts
 from bench.streams import FINISHED, Stream, StreamClient
-from inference_service.evaluate.sides import neap
+from neap_engine.evaluate.sides import neap
 from shared.engine.engine import Engine
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import wrap_model

@@ -5,7 +5,7 @@ import json
 from neap_client.calibration.v1 import calibration_pb2 as pb
 from typer.testing import CliRunner, Result
 
-from shared.cli.main import app
+from neap_engine.cli.main import app
 from tests.calibrator_service.conftest import Service
 
 

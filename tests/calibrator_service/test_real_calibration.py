@@ -20,7 +20,7 @@ from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.calibration.statistics import Statistics, read_statistics
 from calibrator_service.convert import spec_from_proto
 from calibrator_service.process_config import ModelOptions
-from shared.cli.main import app
+from neap_engine.cli.main import app
 from shared.errors import Cancelled, InvalidInput, UnsupportedModel
 from shared.ladder.artefact import unpack_ladder
 from shared.ladder.blob_names import STATISTICS_BLOB

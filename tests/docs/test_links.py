@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from shared.cli.main import app
+from neap_engine.cli.main import app
 from shared.config import CalibratorSettings, WorkerSettings
 from shared.gateway_settings import GatewaySettings
 from shared.settings_flags import flag_of

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from shared.reference import reasons
-from shared.reference.__main__ import reference_page
-from shared.reference.source import Place
+from neap_engine.reference import reasons
+from neap_engine.reference.__main__ import reference_page
+from neap_engine.reference.source import Place
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_is_generated_from_the_protos_and_the_source():
     assert (ROOT / "docs/reference.md").read_text() == reference_page(), (
-        "run: python -m shared.reference > docs/reference.md"
+        "run: python -m neap_engine.reference > docs/reference.md"
     )
 
 

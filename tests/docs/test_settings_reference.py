@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from neap_engine.settings_reference import settings_page
 from shared.config import CalibratorSettings, WorkerSettings, settings_from_command_line
 from shared.gateway_settings import GatewaySettings
 from shared.security_settings import ClientSettings
 from shared.settings_flags import flag_of, variables_of
-from shared.settings_reference import settings_page
 
 ROOT = Path(__file__).parents[2]
 SERVICES = (WorkerSettings, CalibratorSettings, GatewaySettings)
@@ -16,7 +16,7 @@ SERVICES = (WorkerSettings, CalibratorSettings, GatewaySettings)
 
 def test_the_page_is_generated_from_the_settings():
     assert (ROOT / "docs/settings.md").read_text() == settings_page(), (
-        "run: python -m shared.settings_reference > docs/settings.md"
+        "run: python -m neap_engine.settings_reference > docs/settings.md"
     )
 
 

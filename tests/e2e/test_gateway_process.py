@@ -26,7 +26,7 @@ CHAT = "/v1/chat/completions"
 def gateway_process(target, *flags):
     """(process, URL) of `neap serve gateway`."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "protos"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "shared.cli.main", "serve", "gateway"]
+    command = [sys.executable, "-m", "neap_engine.cli.main", "serve", "gateway"]
     process = subprocess.Popen(
         [*command, "--listen", "127.0.0.1:0", "--workers", target, *flags],
         cwd=ROOT,
@@ -156,7 +156,13 @@ def test_curl_streams_events():
 
 
 def test_a_wrong_setting_ends_the_start_with_a_reason():
-    command = [sys.executable, "-m", "shared.gateway", "--workers", "dns:///worker.example:7071"]
+    command = [
+        sys.executable,
+        "-m",
+        "neap_engine.gateway",
+        "--workers",
+        "dns:///worker.example:7071",
+    ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     assert "TOKENS_OVER_PLAIN_TEXT" in ended.stderr
@@ -165,8 +171,8 @@ def test_a_wrong_setting_ends_the_start_with_a_reason():
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        ("shared.gateway.__main__", {"torch", "transformers"}),
-        ("shared.cli.main", {"starlette", "uvicorn", "openai"}),
+        ("neap_engine.gateway.__main__", {"torch", "transformers"}),
+        ("neap_engine.cli.main", {"starlette", "uvicorn", "openai"}),
     ],
 )
 def test_nothing_heavy_is_imported(module, unwanted):

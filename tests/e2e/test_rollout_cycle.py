@@ -14,7 +14,7 @@ import pytest
 from neap_client import NeapClient
 from neap_client.router.v1 import router_pb2
 
-from shared.cli.processes import ServiceProcess
+from neap_engine.cli.processes import ServiceProcess
 from shared.errors import NeapError
 from shared.ladder.artefact import pack_ladder
 from shared.model.load import load_model

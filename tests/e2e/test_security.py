@@ -11,7 +11,7 @@ from neap_client import ClientSecurity, NeapClient
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
-from shared.cli.main import app
+from neap_engine.cli.main import app
 from shared.engine.engine import Engine
 from shared.errors import Exhausted, PermissionDenied, Unauthenticated
 from shared.model.load import load_model

@@ -2,10 +2,10 @@
 
 import pytest
 
+from neap_engine.gateway.app import Gateway
+from neap_engine.gateway.metrics import GatewayMetrics
+from neap_engine.gateway.workers import open_client
 from shared.config import settings_from_command_line
-from shared.gateway.app import Gateway
-from shared.gateway.metrics import GatewayMetrics
-from shared.gateway.workers import open_client
 from shared.gateway_settings import GatewaySettings
 from tests.k8s.test_settings import PROBES, ports_of
 from tests.kustomize import COMPOSITIONS, OVERLAYS, environment, name_of, render, services

@@ -10,7 +10,7 @@ import typer
 from calibrator_service import router_servicer
 from calibrator_service import servicer as calibration_servicer
 from inference_service import servicer as inference_servicer
-from shared.cli.main import app
+from neap_engine.cli.main import app
 from shared.config import CalibratorSettings, WorkerSettings, settings_from_command_line
 from shared.gateway_settings import GatewaySettings
 from tests.kustomize import (

@@ -4,11 +4,11 @@ import doctest
 import re
 from pathlib import Path
 
-import neap_engine
 import pytest
-from neap_engine.logs import log_to_logging
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import neap_engine
+from neap_engine.logs import log_to_logging
 from tests.worker import save_model
 
 ROOT = Path(__file__).parents[2]

@@ -1,6 +1,7 @@
 import logging
 
 import structlog
+
 from neap_engine.logs import log_to_logging
 
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from neap_engine import tide
-from neap_engine.tide import TIDE, TIDEConfig, calibrate
 
 from calibrator_service.calibration.pipeline import CalibrationResult
 from calibrator_service.calibration.spec import CalibrationSpec, HubDataset, TextFile
+from neap_engine import tide
+from neap_engine.tide import TIDE, TIDEConfig, calibrate
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import wrap_model

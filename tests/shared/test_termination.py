@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shared.cli.main import app
+from neap_engine.cli.main import app
 from shared.termination import unwinding_on_sigterm
 
 
@@ -39,6 +39,6 @@ def test_a_program_that_handles_the_signal_keeps_its_handler() -> None:
 
 
 def test_commands_unwind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.cli.models.fetch_all", terminate)
+    monkeypatch.setattr("neap_engine.cli.models.fetch_all", terminate)
     result = CliRunner().invoke(app, ["models", "fetch", "nobody/tiny", str(tmp_path / "tiny")])
     assert result.exit_code == 143

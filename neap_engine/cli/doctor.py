@@ -1,0 +1,114 @@
+"""`neap doctor`: says what this machine can do with the settings of the services, and why not."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from neap_engine.cli.console import RegistryUrl, err, exit_on_error, fail, out
+from shared.config import WorkerSettings, make_settings
+from shared.plain_text import one_line, printable
+
+if TYPE_CHECKING:
+    from neap_engine.doctor.finding import Finding
+
+STYLES = {"ok": "green", "off": "yellow", "broken": "bold red"}
+
+
+@exit_on_error
+def doctor(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            metavar="ID=SOURCE",
+            help="Model to load, as the services are told. May be given several times. Default: NEAP_MODELS.",
+        ),
+    ] = None,
+    registry: RegistryUrl = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--data-dir",
+            help="Data folder of the services. Default: NEAP_DATA_DIR, or the user's data folder.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", help="Device of the services: cpu or cuda. Default: NEAP_DEVICE, or cpu."
+        ),
+    ] = None,
+    skip_models: Annotated[
+        bool,
+        typer.Option(
+            "--skip-models",
+            help="Load no model, for example beside a service that has them in memory already.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the findings as one line of JSON.")
+    ] = False,
+) -> None:
+    """Say what this machine can do with the settings of the services, and why not.
+
+    The settings are those of `neap serve worker`, from the flags and the variables NEAP_... Each thing is tried: a kernel runs, a
+    probe is written to the registry and removed, a model is loaded.
+
+    ok: it works. off: it does not, and these settings do not need it. broken: these settings need it. The exit status is 1 if
+    anything is broken.
+    """
+    given = {"models": model, "registry": registry, "data_dir": data_dir, "device": device}
+    settings = make_settings(
+        WorkerSettings, **{name: value for name, value in given.items() if value is not None}
+    )
+    findings = examine(settings, loads_models=not skip_models)
+    if as_json:
+        print_json(findings)
+    else:
+        out.print(table(findings))
+    broken = [finding.name for finding in findings if finding.status == "broken"]
+    if broken:
+        fail(f"broken: {', '.join(broken)}")
+
+
+def examine(settings: WorkerSettings, *, loads_models: bool) -> "list[Finding]":
+    """Run all checks. On a terminal, a line on standard error says which one is running."""
+    with err.status("importing torch and transformers"):
+        # Imported here because this takes seconds, which other commands do not need.
+        import transformers
+
+        from neap_engine.doctor.checks import checks
+        from shared.rpc.logs import configure_logging
+
+        # A finding says what these would say.
+        configure_logging("error")
+        transformers.logging.disable_progress_bar()
+    findings = []
+    for check in checks(settings, loads_models=loads_models):
+        with err.status(f"checking {one_line(check.name)}"):
+            findings.append(check.finding())
+    return findings
+
+
+def table(findings: "list[Finding]") -> Table:
+    shown = Table("", "what", "finding")
+    for finding in findings:
+        text = Text(one_line(finding.detail))
+        if finding.advice:
+            text.append(f"\n{one_line(finding.advice)}", style="italic")
+        status = Text(finding.status, style=STYLES[finding.status])
+        shown.add_row(status, Text(one_line(finding.name)), text)
+    return shown
+
+
+def print_json(findings: "list[Finding]") -> None:
+    document = {
+        "is_broken": any(finding.status == "broken" for finding in findings),
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+    }
+    print(printable(json.dumps(document, ensure_ascii=False)), flush=True)

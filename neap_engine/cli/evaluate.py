@@ -1,0 +1,71 @@
+"""`neap evaluate`: neap beside simpler ways to go faster, on one's own prompts. The measuring runs in processes of its own."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from neap_engine.cli.console import RegistryUrl, exit_on_error, out, print_line
+from neap_engine.cli.evaluate_view import draw, evaluation_table, notes, write_csv
+from neap_engine.cli.tune import DataDir, Model, Prompts, Router, measure, variables
+from shared.errors import Unavailable
+
+MODULE = "neap_engine.evaluate"
+DEFAULT_MARGINS = (0.1, 0.5)
+
+
+@exit_on_error
+def evaluate(
+    prompts: Prompts,
+    model: Model,
+    router: Router = "latest",
+    margin: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--margin",
+            help="Margin of the policy relaxed. May be given several times. "
+            f"Default: {', '.join(f'{value:g}' for value in DEFAULT_MARGINS)}.",
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            "--layers",
+            min=2,
+            help="Layers of the side that lacks some. Default: as many as make it about as fast as exact, by the speed on three prompts.",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=2, help="Maximum number of new tokens per answer.")
+    ] = 128,
+    registry: RegistryUrl = None,
+    data_dir: DataDir = None,
+    table: Annotated[Path, typer.Option("--csv", help="CSV file to write.")] = Path(
+        "neap-evaluate.csv"
+    ),
+    output: Annotated[Path, typer.Option("--output", help="PNG file to write.")] = Path(
+        "neap-evaluate.png"
+    ),
+) -> None:
+    """Answer your own prompts with neap and with simpler ways to go faster, and compare quality and speed.
+
+    The sides: the policies full, exact and relaxed; the model without some of its layers, about as fast as exact; transformers'
+    generate, alone, with prompt lookup and with early exit; and TIDE's published method. A prompt may have an "answer", whose last number
+    is then compared. Answers are greedy, one at a time, on this machine. Memory for three copies of the model is needed. The
+    settings of a worker that say how a model is loaded are read, NEAP_COMPUTE_DTYPE for example.
+    """
+    command = [sys.executable, "-m", MODULE, "--model", model, "--router", router]
+    command += ["--prompts", str(prompts), "--max-tokens", str(max_tokens)]
+    for value in DEFAULT_MARGINS if margin is None else margin:
+        command += ["--margin", str(value)]
+    if layers is not None:
+        command += ["--layers", str(layers)]
+    report = measure(command, variables(registry, data_dir))
+    if report is None:
+        raise Unavailable("the measuring process gave no report", reason="MEASURING_ENDED")
+    out.print(evaluation_table(report["run"], report["rows"]))
+    for line in notes(report["rows"]):
+        print_line(line)
+    for path in (write_csv(table, report["rows"]), draw(output, report["run"], report["rows"])):
+        out.print(f"wrote {path}", markup=False)

@@ -1,0 +1,106 @@
+"""Shows an evaluation: a table, a CSV file, and a picture of quality against speed."""
+
+import csv
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from neap_engine.cli.console import table_cell
+
+SIZE_INCHES = (8.0, 5.0)
+DOTS_PER_INCH = 110
+
+# A row of a report: the fields of `neap_engine.evaluate.figures.Row`.
+Row = Mapping[str, Any]
+
+
+def title(run: Mapping[str, Any]) -> str:
+    return (
+        f"{run['model_id']}, router version {run['router_version']}, {run['num_prompts']} prompts, "
+        f"at most {run['max_tokens']} tokens"
+    )
+
+
+def evaluation_table(run: Mapping[str, Any], rows: Sequence[Row]) -> Table:
+    """The first row, full, is the baseline of answers and of speed."""
+    table = Table(
+        "side",
+        "tokens/s",
+        "layers per\ntoken",
+        "answers as\nfull's",
+        "tokens full\nwould choose",
+        "perplexity",
+        "right",
+        title=table_cell(title(run)),
+        caption=table_cell(f"Greedy, one request at a time. Machine: {run['machine']}"),
+    )
+    for row in rows:
+        table.add_row(table_cell(row["side"]), *_figures(row, rows[0]))
+    return table
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What stands below the table: why a side was not measured, what is certified, and how many right answers are lost."""
+    lines = [f"{row['side']}: {row['note']}" for row in rows if row["note"]]
+    lines += [
+        f"{row['side']}: {row['lost_low']:.1%} to {row['lost_high']:.1%} fewer right answers than full (95 % bootstrap interval)"
+        for row in rows[1:]
+        if row["num_checkable"]
+    ]
+    return lines
+
+
+def _figures(row: Row, baseline: Row) -> list[str]:
+    if not row["num_answers"]:
+        return [""] * 6
+    speed_up = row["tokens_per_s"] / baseline["tokens_per_s"] if baseline["tokens_per_s"] else 0.0
+    checkable = row["num_checkable"]
+    return [
+        f"{row['tokens_per_s']:.1f} ({speed_up:.2f}x)",
+        f"{row['layers_per_token']:.1f}",
+        f"{row['num_identical']} of {row['num_answers']}",
+        f"{row['chosen_share']:.1%}",
+        f"{row['perplexity']:.3f}",
+        f"{row['num_right']} of {checkable}" if checkable else "",
+    ]
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> Path:
+    """Writes one line per side and returns the file's absolute path. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path.absolute()
+
+
+def draw(path: Path, run: Mapping[str, Any], rows: Sequence[Row]) -> Path:
+    """Writes a PNG, the share of tokens that the full model would choose against speed. Returns its absolute path. Raises OSError."""
+    # Imported here because it takes a second, which other commands need not spend. The Agg backend needs no display.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=SIZE_INCHES)
+    try:
+        measured = [row for row in rows if row["num_answers"]]
+        for row, marker in zip(measured, itertools.cycle("osD^v<>PX*")):
+            place = row["tokens_per_s"], 100 * row["chosen_share"]
+            axes.scatter(*place, marker=marker, s=60, alpha=0.8, label=row["side"])
+        axes.set_title(title(run), fontsize=9)
+        axes.set_xlabel("tokens per second")
+        axes.set_ylabel("tokens that the full model would choose, %")
+        axes.set_xlim(left=0)
+        axes.set_ylim(-2, 103)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+        figure.tight_layout()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DOTS_PER_INCH)
+    finally:
+        pyplot.close(figure)
+    return path.absolute()

@@ -1,0 +1,129 @@
+"""`neap generate`: streams one continuation from a worker."""
+
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from neap_client import NeapClient, generate_request
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.requests import set_prompt
+
+from neap_engine.cli.connection import calls_service, connect
+from neap_engine.cli.console import DEFAULT_WORKER, ServedModel, Worker, err, out
+from neap_engine.cli.depth_view import DepthView
+from neap_engine.cli.json_lines import print_message
+from neap_engine.cli.measure import statistics_line
+from neap_engine.cli.request_flags import takes_request_flags
+from neap_engine.cli.risk_view import bound_line
+from shared.errors import InvalidInput, NeapError
+
+NO_CHAT_TEMPLATE = "NO_CHAT_TEMPLATE"
+PLAIN_TEXT_NOTE = "the model has no chat template: prompts are continued as plain text"
+
+
+@calls_service
+@takes_request_flags
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt. - reads it from standard input.")],
+    worker: Worker = DEFAULT_WORKER,
+    model: ServedModel = "",
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="Continue the prompt as plain text, without the chat template."),
+    ] = False,
+    system: Annotated[
+        str, typer.Option("--system", help="System message of the chat. Default: none.")
+    ] = "",
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout", min=0, help="Deadline of the whole request in seconds. Default: none."
+        ),
+    ] = None,
+    show_depth: Annotated[
+        bool,
+        typer.Option(
+            "--show-depth",
+            help="Colour each token by the depth at which it left, and print a legend to standard error.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each event as one line of JSON.")
+    ] = False,
+    *,
+    options: dict[str, Any],
+) -> None:
+    """Generate text and stream it to standard output. A line of statistics goes to standard error.
+
+    If the model has no chat template, the prompt is continued as plain text, and a line on standard error says so.
+    """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with connect(worker) as client:
+        served = served_model(client, model)
+        request = generate_request(
+            served.model_id,
+            text,
+            system=system,
+            raw=raw,
+            **options,
+        )
+
+        def show() -> None:
+            events = client.generate(request, timeout_s=timeout)
+            if as_json:
+                for event in events:
+                    print_message(event)
+            else:
+                print_text(events, served.num_layers, coloured=show_depth)
+
+        try:
+            show()
+        except NeapError as error:
+            # Plain text would lose the system message, so with --system the error is shown instead.
+            if error.reason != NO_CHAT_TEMPLATE or system:
+                raise
+            err.print(PLAIN_TEXT_NOTE, markup=False, style="dim")
+            set_prompt(request, text, raw=True)
+            show()
+
+
+def print_text(
+    events: Iterator[pb.GenerateResponse],
+    num_layers: int,
+    *,
+    coloured: bool,
+    with_statistics: bool = True,
+) -> None:
+    """Stream the text to standard output. The legend and the statistics go to standard error."""
+    view = DepthView(out, num_layers, coloured)
+    finished: pb.Finished | None = None
+    started: pb.Started | None = None
+    for event in events:
+        if event.HasField("chunk"):
+            view.chunk(event.chunk)
+        elif event.HasField("started"):
+            started = event.started
+        elif event.HasField("finished"):
+            finished = event.finished
+            view.text(finished.text)
+    out.print()
+    if coloured:
+        err.print(view.legend())
+    if not with_statistics:
+        return
+    if finished is not None:
+        err.print(statistics_line(finished), markup=False, style="dim")
+    if started is not None and started.policy == "relaxed":
+        err.print(bound_line(started), markup=False, style="dim")
+
+
+def served_model(client: NeapClient, model_id: str) -> pb.Model:
+    """Return the model by name, or the worker's only model. Raises NotFound, or InvalidInput if `model_id` is needed."""
+    if model_id:
+        return client.get_model(model_id)
+    models = client.list_models()
+    if len(models) != 1:
+        names = ", ".join(model.model_id for model in models) or "none"
+        raise InvalidInput(f"the worker serves {names}; choose a model with --model")
+    return models[0]

@@ -1,0 +1,63 @@
+"""Says in words what a calibration learned from, and how often its rungs were right on text that it had not learned from."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from neap_engine.cli.console import print_line
+from neap_engine.cli.job_progress import LEAST_POSITIONS_SHOWN, rung_in_words, shown_share
+
+# Of the figures of joint probabilities in a manifest.
+SITUATIONS = {
+    "tables_unsure": "where tables are unsure",
+    "agree": "where tables and exits agree",
+    "differ": "where they differ",
+}
+
+
+def print_learned(manifest: Mapping[str, Any]) -> None:
+    """Print `learned_lines`, indented."""
+    for line in learned_lines(manifest):
+        print_line(f"  {line}")
+
+
+def learned_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a manifest says about a router's text and figures, and which exits it does without; nothing where it does not say it, or in
+    another form."""
+    calibration = _mapping(manifest.get("calibration"))
+    tokens = _mapping(calibration.get("tokens"))
+    total, measured = tokens.get("total"), tokens.get("report")
+    if isinstance(total, int) and isinstance(measured, int):
+        yield f"learned from {total - measured:,} tokens"
+        shares = [
+            f"{rung_in_words(name)} {shown_share(agreement, measured)}"
+            for name, agreement in _agreements(manifest.get("rungs"))
+        ]
+        if shares:
+            yield f"guessed right, of {measured:,} tokens that it did not learn from: {', '.join(shares)}"
+    if briers := list(_briers(_mapping(calibration.get("joint")))):
+        yield f"Brier score of how sure it is of a guess, 0 is best (in brackets: of one proposer alone): {', '.join(briers)}"
+    for name, why in _mapping(calibration.get("left_out")).items():
+        yield f"without {name}: {why}"
+
+
+def _briers(joint: Mapping[str, Any]) -> Iterator[str]:
+    for situation, words in SITUATIONS.items():
+        figures = _mapping(joint.get(situation))
+        joint_brier, alone, count = map(figures.get, ("brier", "brier_alone", "positions"))
+        if not isinstance(count, int):
+            continue
+        if count < LEAST_POSITIONS_SHOWN:
+            yield f"{words} not known (only {count} positions)"
+        elif isinstance(joint_brier, float) and isinstance(alone, float):
+            yield f"{words} {joint_brier:.3f} ({alone:.3f})"
+
+
+def _agreements(rungs: Any) -> Iterator[tuple[str, float]]:
+    for rung in rungs if isinstance(rungs, list) else ():
+        agreement = _mapping(_mapping(rung).get("figures")).get("agreement")
+        if isinstance(agreement, float):
+            yield str(rung.get("name")), agreement
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

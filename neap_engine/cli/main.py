@@ -1,0 +1,54 @@
+"""The application `neap`, assembled from the commands."""
+
+import typer
+
+from neap_engine.cli import (
+    calibrate,
+    chat,
+    connection,
+    demo,
+    doctor,
+    evaluate,
+    generate,
+    jobs,
+    loaded_models,
+    models,
+    report,
+    router_files,
+    router_rebuild,
+    router_sweep,
+    routers,
+    serve,
+    tokens,
+    tune,
+)
+
+app = typer.Typer(
+    name="neap",
+    help="Serve frozen causal language models with early exits that really skip layers.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.callback()(connection.global_options)
+app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
+app.command("calibrate")(calibrate.calibrate)
+app.command("chat")(chat.chat)
+app.command("generate")(generate.generate)
+app.command("ps")(loaded_models.ps)
+app.command("report")(report.report)
+app.command("tune")(tune.tune)
+app.command("evaluate")(evaluate.evaluate)
+app.add_typer(serve.app, name="serve")
+models.app.command("list")(loaded_models.list_models)
+routers.app.command("export")(router_files.export_router)
+routers.app.command("import")(router_files.import_router)
+routers.app.command("rebuild-index")(router_rebuild.rebuild_index)
+routers.app.command("sweep")(router_sweep.sweep)
+app.add_typer(jobs.app, name="jobs")
+app.add_typer(models.app, name="models")
+app.add_typer(routers.app, name="routers")
+app.add_typer(tokens.app, name="tokens")
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,156 @@
+"""The flags of commands that generate: those of a request, written once."""
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import typer
+from neap_client.requests import Policy
+
+from neap_engine.cli.flags import with_flags
+
+T = TypeVar("T")
+
+
+def request_options(
+    *,
+    policy: Annotated[
+        Policy,
+        typer.Option(
+            "--policy",
+            help="Depth policy. full: no early exits. exact: early tokens are drafts that the full model verifies, "
+            "so the output is that of full. relaxed: with --margin, drafts are also accepted that the full model ranks close to its own "
+            "choice; without it, early tokens are final where the router is confident.",
+        ),
+    ] = "exact",
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            "--threshold",
+            help="With --policy relaxed: router probability, in (0, 1], from which an early token is final. "
+            "A wrong token may then be any token; a margin loses less for the same speed. Default: 0.85, if there is no --margin.",
+        ),
+    ] = None,
+    margin: Annotated[
+        float | None,
+        typer.Option(
+            "--margin",
+            help="With --policy relaxed: accept a draft if the full model prefers its own choice by at most this difference of "
+            "natural log-probabilities.",
+        ),
+    ] = None,
+    max_drafts: Annotated[
+        int,
+        typer.Option(
+            "--max-drafts",
+            min=0,
+            help="With --policy exact: maximum number of drafts per deep pass. "
+            "0 means that the worker chooses.",
+        ),
+    ] = 0,
+    min_layers: Annotated[
+        int,
+        typer.Option(
+            "--min-layers",
+            min=0,
+            help="Number of layers that a token passes before it may leave. "
+            "0 allows exits before the first layer.",
+        ),
+    ] = 0,
+    router: Annotated[
+        str,
+        typer.Option(
+            "--router", help="Router to use: a version number or an alias. Default: latest."
+        ),
+    ] = "",
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            help="Maximum number of new tokens. Default: 256, or fewer if the context is full before.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature",
+            help="Sampling temperature; 0 means greedy decoding. Default: 0.",
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            "--top-k", min=0, help="Sample from the k most probable tokens, k >= 1. Default: off."
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p",
+            help="Sample from the smallest set of tokens with this total probability, in (0, 1]. "
+            "Default: off.",
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            "--min-p",
+            help="Drop tokens less probable than this fraction, in [0, 1], of the most probable token. "
+            "Default: off.",
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            "--repetition-penalty",
+            help="Penalty on tokens that occurred before, in [0.01, 100]; above 1 makes them less likely. "
+            "Default: 1, off.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed", min=0, help="Random seed for sampling. Default: the worker chooses one."
+        ),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stop",
+            help="End before this string. May be given up to 16 times, each at most 256 bytes.",
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option("--ignore-eos", help="Do not end at the model's end-of-sequence tokens."),
+    ] = False,
+) -> dict[str, Any]:
+    """Return the flags as arguments of `generate_request`."""
+    return {
+        "policy": policy,
+        "threshold": threshold,
+        "margin": margin,
+        "max_drafts": max_drafts,
+        "min_layers": min_layers,
+        "router": router,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "stop": stop or (),
+        "ignore_eos": ignore_eos,
+    }
+
+
+def takes_request_flags(command: Callable[..., T]) -> Callable[..., T]:
+    """Wrap a command so that it has the flags of a request. They arrive as its argument `options`."""
+    flags = inspect.signature(request_options).parameters
+
+    def run(*args: Any, **kwargs: Any) -> T:
+        options = request_options(**{name: kwargs.pop(name) for name in flags if name in kwargs})
+        return command(*args, options=options, **kwargs)
+
+    return with_flags(run, command, flags.values(), without="options")

@@ -1,0 +1,155 @@
+"""`neap routers export` and `import`: routers as files. Both open the registry directly, as `sweep` and `rebuild-index` do."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from neap_engine.cli.console import Model, RegistryUrl, exit_on_error, print_line
+from neap_engine.cli.routers import current_user, selector
+from shared.config import ServiceSettings, make_settings
+from shared.errors import AlreadyExists, Corrupt
+
+if TYPE_CHECKING:
+    from shared.registry.base import PublishedVersion
+    from shared.registry.registry import Registry
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-dir",
+        help="Data folder of the services. It holds the registry if none is named. "
+        "Default: the user's data folder.",
+    ),
+]
+
+
+@exit_on_error
+def import_router(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder with manifest.json, ladder.safetensors and, if the router has them, statistics.safetensors."
+        ),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            help="Id of the model, as configured on the services. Default: the id in the manifest.",
+        ),
+    ] = "",
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--alias",
+            help="Alias to point at the version, for example latest. May be given several times. "
+            "Default: none.",
+        ),
+    ] = None,
+    registry: RegistryUrl = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Publish a ladder from files.
+
+    Importing the same files again publishes no second version; it only points the given aliases at the existing one.
+    """
+    made = publish_folder(folder, model, alias or (), registry=registry, data_dir=data_dir)
+    print_line(f"published version {made.version} of {made.model_id} ({made.manifest_digest})")
+    for name in alias or ():
+        print_line(f"{name}: {made.version}")
+
+
+def publish_folder(
+    folder: Path,
+    model: str,
+    aliases: Sequence[str],
+    *,
+    registry: str | None = None,
+    data_dir: Path | None = None,
+) -> "PublishedVersion":
+    """Publish the router in `folder`, or find it published, and point the aliases at it. `model`: "" means the manifest's.
+
+    Raises what `read_router_folder`, `unpack_ladder` and the registry raise.
+    """
+    # Imported here because they need torch, which takes seconds to load. Other commands do not need it.
+    from shared.ladder.artefact import unpack_ladder
+    from shared.ladder.blob_names import STATISTICS_BLOB
+    from shared.ladder.checks import check_artefact
+    from shared.ladder.folder import read_router_folder
+    from shared.registry.canonical import canonical_json, digest_of
+    from shared.registry.contents import blob_entries
+
+    manifest, blobs = read_router_folder(folder, with_statistics=True)
+    # A registry has added it to the manifest of a router that was copied out of it.
+    recorded = manifest.pop("blobs", None)
+    if isinstance(recorded, dict) and STATISTICS_BLOB not in blobs:
+        recorded.pop(STATISTICS_BLOB, None)  # a router may be copied without them
+    if recorded not in (None, blob_entries(blobs)):
+        raise Corrupt(f"{folder} does not have the files that its manifest names")
+    ladder = unpack_ladder(manifest, blobs)
+    manifest = {**manifest, "checks": check_artefact(manifest, blobs)}
+    model_id = model or ladder.model.model_id
+    contents = {
+        "model_id": model_id,
+        "manifest": manifest,
+        "blobs": {name: digest_of(data) for name, data in blobs.items()},
+    }
+    with opened_registry(registry, data_dir) as opened:
+        made = opened.publish(
+            model_id,
+            manifest,
+            blobs,
+            request_id=f"import-{digest_of(canonical_json(contents))}",
+            aliases=aliases,
+            actor=current_user(),
+        )
+        for name in aliases:
+            # `publish` moves no alias if the version already existed.
+            opened.set_alias(model_id, name, made.version, actor=current_user(), reason="imported")
+    return made
+
+
+@exit_on_error
+def export_router(
+    model: Model,
+    folder: Annotated[Path, typer.Argument(help="The folder to write. It must not exist yet.")],
+    version: Annotated[str, typer.Argument(help="A version number or an alias.")] = "latest",
+    registry: RegistryUrl = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Write a published version to a folder, which `neap routers import` reads.
+
+    Where it is imported, the version has the digest that it has here.
+    """
+    from shared.ladder.folder import write_router_folder
+
+    if folder.exists():
+        raise AlreadyExists(f"{folder} exists; name a new folder")
+    with opened_registry(registry, data_dir) as opened:
+        chosen = selector(version)
+        if "version" in chosen:
+            found = opened.get(model, chosen["version"])
+        else:
+            found = opened.resolve(model, chosen["alias"])
+        blobs = {name: opened.read_blob(found, name) for name in found.manifest["blobs"]}
+    manifest = {name: value for name, value in found.manifest.items() if name != "blobs"}
+    write_router_folder(folder, manifest, blobs)
+    print_line(f"wrote version {found.version} of {model} ({found.manifest_digest}) to {folder}")
+
+
+@contextmanager
+def opened_registry(url: str | None, data_dir: Path | None) -> Iterator["Registry"]:
+    """Open the registry of the services. None means their own settings. Raises what `open_registry` raises."""
+    from shared.registry.factory import open_registry
+    from shared.rpc.logs import configure_logging
+
+    given: dict[str, Any] = {"registry": url, "data_dir": data_dir}
+    settings = make_settings(
+        ServiceSettings, **{name: value for name, value in given.items() if value is not None}
+    )
+    configure_logging("warning")  # to standard error
+    with closing(open_registry(settings.registry)) as opened:
+        yield opened

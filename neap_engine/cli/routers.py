@@ -1,0 +1,278 @@
+"""`neap routers`: lists published routers and moves their aliases."""
+
+import getpass
+import json
+from typing import Annotated, Any
+
+import typer
+from neap_client.router.v1 import router_pb2
+from rich.table import Table
+
+from neap_engine.cli.alias_text import (
+    aliases_by_version,
+    canary_text,
+    describe_change,
+    share_per_mille,
+)
+from neap_engine.cli.connection import calls_service, connect
+from neap_engine.cli.console import (
+    DEFAULT_CALIBRATOR,
+    Calibrator,
+    Model,
+    format_time,
+    out,
+    print_line,
+    table_cell,
+)
+from neap_engine.cli.job_progress import LEAST_POSITIONS_SHOWN
+from neap_engine.cli.json_lines import print_message
+from neap_engine.cli.learned_view import print_learned
+from neap_engine.cli.line_view import ancestry, print_ancestry
+from neap_engine.cli.risk_view import print_risk
+from shared.errors import InvalidInput
+
+app = typer.Typer(
+    help="List, inspect, import and roll out published routers.", no_args_is_help=True
+)
+
+Alias = Annotated[str, typer.Option("--alias", help="Name of the alias.")]
+Expect = Annotated[
+    int | None,
+    typer.Option(
+        "--expect",
+        help="Refuse the change unless the alias names this version now. 0 means that the alias must not exist. "
+        "Default: no check.",
+    ),
+]
+Reason = Annotated[str, typer.Option("--reason", help="Reason to record in the alias' history.")]
+
+
+@app.command("list")
+@calls_service
+def list_routers(
+    model: Model,
+    calibrator: Calibrator = DEFAULT_CALIBRATOR,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each version as one line of JSON.")
+    ] = False,
+) -> None:
+    """List the versions of a model, newest first, with their aliases."""
+    with connect(calibrator) as client:
+        versions = list(client.list_versions(model))
+        names = aliases_by_version(client.list_aliases(model))
+    if as_json:
+        for version in versions:
+            print_message(version, aliases=names.get(version.version, []))
+        return
+    if not versions:
+        print_line(f"no router is published for {model}")
+        return
+    table = Table("version", "aliases", "published", "rungs", "MB", "digest")
+    for version in versions:
+        table.add_row(
+            str(version.version),
+            table_cell(" ".join(names.get(version.version, []))),
+            format_time(version.create_time),
+            table_cell(
+                "DAMAGED" if version.damage else " ".join(rung.name for rung in version.rungs)
+            ),
+            f"{version.size_bytes / 1e6:.2f}",
+            table_cell(version.manifest_digest[:19]),
+        )
+    out.print(table)
+    for version in versions:
+        if version.damage:
+            print_line(f"version {version.version} is damaged: {version.damage}")
+
+
+@app.command("show")
+@calls_service
+def show(
+    model: Model,
+    version: Annotated[str, typer.Argument(help="A version number or an alias.")] = "latest",
+    calibrator: Calibrator = DEFAULT_CALIBRATOR,
+    manifest: Annotated[
+        bool, typer.Option("--manifest", help="Print only the manifest, as JSON.")
+    ] = False,
+) -> None:
+    """Show one version: its held-out figures per rung, the routers that it goes on from, and the certified bounds of the policy relaxed."""
+    with connect(calibrator) as client:
+        router = client.get_version(model, **selector(version))
+        line = [] if manifest else list(ancestry(client, router))
+    if manifest:
+        out.print(router.manifest_json, markup=False, soft_wrap=True)
+        return
+    print_line(f"{model} version {router.version}")
+    out.print(f"  published {format_time(router.create_time)}, {router.size_bytes / 1e6:.2f} MB")
+    print_line(f"  manifest  {router.manifest_digest}")
+    print_line(f"  model     {router.model_fingerprint}")
+    contents = json.loads(router.manifest_json)
+    num_positions = positions_by_rung(contents)
+    table = Table("rung", "depth", "agreement", "coverage", "router AUC", "Brier", "precision")
+    for rung in router.rungs:
+        figures = (
+            rung.agreement,
+            rung.coverage,
+            rung.router_auc,
+            rung.router_brier,
+            rung.router_precision,
+        )
+        cells = [f"{figure:.3f}" for figure in figures]
+        count = num_positions.get(rung.name, LEAST_POSITIONS_SHOWN)
+        if count < LEAST_POSITIONS_SHOWN:
+            cells = ["not known", *("-" for _ in cells[1:])]
+            print_line(f"  {rung.name}: {count} held-out positions are too few for figures")
+        table.add_row(table_cell(rung.name), str(rung.depth), *cells)
+    out.print(table)
+    print_learned(contents)
+    print_ancestry(line)
+    print_risk(contents)
+
+
+@app.command("promote")
+@calls_service
+def promote(
+    model: Model,
+    version: Annotated[
+        int | None,
+        typer.Argument(
+            help="Version to point the alias at. Default: the version of its canary.", min=1
+        ),
+    ] = None,
+    alias: Alias = "stable",
+    reason: Reason = "",
+    expect: Expect = None,
+    calibrator: Calibrator = DEFAULT_CALIBRATOR,
+) -> None:
+    """Point an alias at a version. Without a version, point it at the version of its canary and end the canary."""
+    if version is None and expect is not None:
+        raise InvalidInput("--expect needs a version", reason="BAD_ARGUMENT")
+    with connect(calibrator) as client:
+        if version is None:
+            promotion = router_pb2.PromoteCanaryRequest(
+                model_id=model, alias=alias, actor=current_user(), reason=reason
+            )
+            change = client.promote_canary(promotion)
+        else:
+            change = client.set_alias(
+                model, alias, version, expected_version=expect, actor=current_user(), reason=reason
+            )
+    print_line(describe_change(change))
+
+
+@app.command("canary")
+@calls_service
+def canary(
+    model: Model,
+    version: Annotated[
+        int, typer.Argument(help="Version that gets a share of the requests.", min=1)
+    ],
+    share: Annotated[
+        str,
+        typer.Option(
+            "--share",
+            help="Share of the alias' requests, in steps of 0.1%: 10%, 2.5% or 25/1000.",
+        ),
+    ],
+    alias: Alias = "stable",
+    reason: Reason = "",
+    expect: Expect = None,
+    calibrator: Calibrator = DEFAULT_CALIBRATOR,
+) -> None:
+    """Give a second version (a canary) a share of an alias' requests, or change that share."""
+    per_mille = share_per_mille(share)
+    request = router_pb2.SetCanaryRequest(
+        model_id=model,
+        alias=alias,
+        canary=router_pb2.Canary(version=version, share_per_mille=per_mille),
+        expected_version=expect,
+        actor=current_user(),
+        reason=reason,
+    )
+    with connect(calibrator) as client:
+        change = client.set_canary(request)
+    print_line(describe_change(change))
+
+
+@app.command("abort")
+@calls_service
+def abort(
+    model: Model,
+    alias: Alias = "stable",
+    reason: Reason = "",
+    calibrator: Calibrator = DEFAULT_CALIBRATOR,
+) -> None:
+    """End an alias' canary. All requests get the alias' own version again."""
+    request = router_pb2.SetCanaryRequest(
+        model_id=model, alias=alias, actor=current_user(), reason=reason
+    )
+    with connect(calibrator) as client:
+        change = client.set_canary(request)
+    print_line(describe_change(change))
+
+
+@app.command("rollback")
+@calls_service
+def rollback(
+    model: Model,
+    alias: Alias = "stable",
+    reason: Reason = "",
+    expect: Expect = None,
+    calibrator: Calibrator = DEFAULT_CALIBRATOR,
+) -> None:
+    """Undo the last change: end the alias' canary or, if it has none, point the alias at its previous version again."""
+    with connect(calibrator) as client:
+        change = client.rollback_alias(
+            model, alias, expected_version=expect, actor=current_user(), reason=reason
+        )
+    print_line(describe_change(change))
+
+
+@app.command("history")
+@calls_service
+def history(
+    model: Model, alias: Alias = "stable", calibrator: Calibrator = DEFAULT_CALIBRATOR
+) -> None:
+    """List every change of an alias, newest first."""
+    with connect(calibrator) as client:
+        changes = client.alias_history(model, alias)
+    table = Table("when", "from", "to", "canary", "by", "reason")
+    for change in changes:
+        before = str(change.from_version) if change.HasField("from_version") else "-"
+        canary = canary_text(change.canary) if change.HasField("canary") else ""
+        table.add_row(
+            format_time(change.change_time),
+            before,
+            str(change.to_version),
+            canary,
+            table_cell(change.actor),
+            table_cell(change.reason),
+        )
+    out.print(table)
+
+
+def positions_by_rung(contents: dict[str, Any]) -> dict[str, int]:
+    """Return the numbers of held-out positions that a manifest's figures stand on. Older manifests do not tell them."""
+    found = {}
+    for rung in contents.get("rungs", []):
+        figures = rung.get("figures")
+        if isinstance(figures, dict) and isinstance(figures.get("positions"), int):
+            found[rung.get("name")] = figures["positions"]
+    return found
+
+
+def selector(version: str) -> dict[str, Any]:
+    """Return keyword arguments for `NeapClient.get_version`: digits are a version, other text is an alias. Raises InvalidInput."""
+    if version.isdigit():
+        return {"version": int(version)}
+    if not version:
+        raise InvalidInput("the version is empty; give a number or an alias")
+    return {"alias": version}
+
+
+def current_user() -> str:
+    """Return the user name to record in the history, or "unknown": in a container the user id may have no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"

@@ -1,0 +1,166 @@
+"""Checks of the machine: kernels, GPU, the compiler that torch.compile needs, versions."""
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from neap_engine.doctor.finding import Finding, missing
+from neap_engine.version import installed_version
+from shared import ops
+from shared.configured_model import use_cpu_path
+from shared.cpus import usable_cpus
+from shared.errors import NeapError
+from shared.model.device import check_device
+from shared.ops import library
+from shared.ops.build import described
+from shared.ops.choices import choose_greedy
+
+PACKAGES = ("torch", "transformers", "triton", "grpcio", "protobuf")
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def versions() -> Finding:
+    """The versions that a report of a fault should name."""
+    facts: dict[str, str | None] = {
+        "neap": installed_version(),
+        "python": platform.python_version(),
+        **{name: _version_of(name) for name in PACKAGES},
+        "system": platform.platform(),
+    }
+    known = [f"{name} {value}" for name, value in facts.items() if value is not None]
+    return Finding("versions", "ok", ", ".join(known), facts=facts)
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu_kernels(path: str = "auto") -> Finding:
+    """Loads the library and runs a kernel. Every device needs the library. `path`: that of the settings. Raises what `library.load` and
+    `use_cpu_path` raise."""
+    if path != "auto":
+        use_cpu_path(path)
+    isa = ops.cpu_isa()
+    _run_a_kernel("cpu")
+    detail = f"built; {isa} instructions serve on {usable_cpus()} usable CPUs"
+    if isa == "portable" and platform.machine() in ("x86_64", "AMD64"):
+        detail += "; this CPU has no AVX2 with FMA and F16C, so they are slow"
+    return Finding("CPU kernels", "ok", detail, facts={"isa": isa, "usable_cpus": usable_cpus()})
+
+
+def _run_a_kernel(device: str) -> None:
+    chosen = choose_greedy(torch.tensor([[1.0, 3.0, 2.0]], device=device)).item()
+    if chosen != 1:
+        raise RuntimeError(f"the kernel choose_greedy returned {chosen} instead of 1 on {device}")
+
+
+def gpu(is_needed: bool) -> Finding:
+    """Uses the first GPU through torch."""
+    driver = _driver_version()
+    try:
+        check_device("cuda")
+    except NeapError as error:
+        advice = ""
+        if torch.version.cuda is None:
+            advice = "install a torch that is built for CUDA (docs/running.md, TORCH_INDEX_URL)"
+        has_driver = f"; the machine has NVIDIA's driver {driver}" if driver else ""
+        return missing("GPU", is_needed, error.message + has_driver, advice)
+    one = torch.cuda.get_device_properties(0)
+    facts = {
+        "name": one.name,
+        "count": torch.cuda.device_count(),
+        "capability": f"{one.major}.{one.minor}",
+        "memory_bytes": one.total_memory,
+        "driver": driver,
+        "cuda": torch.version.cuda,
+    }
+    detail = (
+        f"{facts['count']} x {one.name}, capability {facts['capability']}, {one.total_memory / 2**30:.0f} GiB,"
+        f" driver {driver or 'unknown'}, torch for CUDA {torch.version.cuda}"
+    )
+    return Finding("GPU", "ok", detail, facts=facts)
+
+
+def _driver_version() -> str | None:
+    try:
+        found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", DRIVER.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def cuda_kernels(is_needed: bool) -> Finding:
+    """Looks for CUDA kernels in the library, and runs one if there is a GPU. Raises what `library.load` raises if it does not load."""
+    name = "CUDA kernels"
+    if not library.is_available():
+        return missing(name, is_needed, "the library is not built", "run `make build-ops`")
+    if not library.runs_on("cuda"):
+        return missing(name, is_needed, "the library is built for CPUs only", _next_build())
+    if not torch.cuda.is_available():
+        return Finding(name, "ok", "built; not run, because there is no usable GPU")
+    try:
+        _run_a_kernel("cuda")
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        advice = (
+            "run `make build-ops` on this machine, or name its architecture in TORCH_CUDA_ARCH_LIST"
+        )
+        return missing(name, is_needed, f"they do not run on this GPU: {why}", advice)
+    return Finding(name, "ok", "built; they run on this GPU")
+
+
+def _next_build() -> str:
+    try:
+        return f"`make build-ops` on this machine builds {described()}"
+    except NeapError as error:
+        return f"`make build-ops` on this machine fails: {error.message}"
+
+
+def layer_compiler(is_needed: bool) -> Finding:
+    """Compiles a file as torch.compile does on a GPU: Triton needs a C compiler and Python's headers for its launchers."""
+    name = "torch.compile"
+    if importlib.util.find_spec("triton") is None:
+        return missing(
+            name, is_needed, "the package triton is not installed; torch for CUDA needs it"
+        )
+    compiler = next(
+        filter(None, map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))), None
+    )
+    if compiler is None:
+        advice = "install gcc or clang, or set CC"
+        return missing(name, is_needed, "there is no C compiler", advice)
+    with tempfile.TemporaryDirectory(prefix="neap-") as folder:
+        source = Path(folder) / "probe.c"
+        source.write_text("#include <Python.h>\nint probe(void) { return PY_MAJOR_VERSION; }\n")
+        include = sysconfig.get_paths()["include"]
+        command = [
+            compiler,
+            "-shared",
+            "-fPIC",
+            f"-I{include}",
+            str(source),
+            "-o",
+            f"{folder}/probe.so",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        why = next(
+            (line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200]
+        )
+        advice = "install Python's headers (python3-dev)" if "Python.h" in why else ""
+        return missing(
+            name, is_needed, f"{compiler} cannot build an extension module: {why}", advice
+        )
+    return Finding(name, "ok", f"{compiler} with Python's headers", facts={"compiler": compiler})

@@ -1,0 +1,276 @@
+"""The ASGI application: endpoints of OpenAI's API, and health."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from functools import partial
+from typing import Any
+
+import structlog
+from neap_client import AsyncNeapClient
+from neap_client.metadata import REQUEST_ID_KEY, Metadata
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from neap_engine.gateway.answers import Choice, Response, model_object
+from neap_engine.gateway.clients import Clients, address_key
+from neap_engine.gateway.errors import (
+    CLIENT_CLOSED_REQUEST,
+    error_headers,
+    error_object,
+    path_error,
+    unexpected,
+)
+from neap_engine.gateway.exchange import Exchange
+from neap_engine.gateway.merging import merged
+from neap_engine.gateway.metrics import GatewayMetrics
+from neap_engine.gateway.parsing import BodyParser
+from neap_engine.gateway.requests import Generation
+from neap_engine.gateway.shares import Shares
+from neap_engine.gateway.workers import SERVICE_NAME
+from shared.errors import InvalidInput, NeapError, Unavailable
+from shared.gateway_settings import GatewaySettings
+from shared.rpc.tracing import end_http_span, trace_id_of
+
+HEALTH_TIMEOUT_S = 2.0
+
+Handler = Callable[[Exchange], Awaitable[None]]
+log = structlog.get_logger("neap.gateway")
+
+
+class Gateway:
+    """Belongs to one event loop. `drain` makes it unready; `ending` ends the requests that run."""
+
+    def __init__(
+        self, settings: GatewaySettings, workers: AsyncNeapClient, metrics: GatewayMetrics
+    ) -> None:
+        self.ending = asyncio.Event()
+        self._settings = settings
+        self._workers = workers
+        self._metrics = metrics
+        self._is_draining = False
+        self._clients = Clients(workers)
+        self._parser = BodyParser(settings.max_choices)
+        self._places = Shares(settings.max_requests, "places")
+        self._bytes = Shares(settings.body_budget_mb << 20, "bytes for bodies")
+        metrics.running.set_function(lambda: self._places.used)
+        metrics.body_bytes.set_function(lambda: self._bytes.used)
+
+    @property
+    def num_running(self) -> int:
+        """The number of requests whose body has arrived and that are not answered yet."""
+        return self._places.used
+
+    def drain(self) -> None:
+        self._is_draining = True
+
+    def app(self) -> Starlette:
+        chat, text = partial(self._generate, is_chat=True), partial(self._generate, is_chat=False)
+        routes = [
+            self._route("/v1/chat/completions", "POST", chat),
+            self._route("/v1/completions", "POST", text),
+            self._route("/v1/models", "GET", self._list_models),
+            self._route("/v1/models/{model_id:path}", "GET", self._get_model),
+            Route("/healthz", _alive),
+            Route("/readyz", self._ready),
+        ]
+        app = Starlette(routes=routes, exception_handlers={HTTPException: _path_error})
+        # A path with another slash is unknown. A redirect would name a host that a proxy may not know.
+        app.router.redirect_slashes = False
+        return app
+
+    def _route(self, path: str, method: str, handler: Handler) -> Route:
+        endpoint = _Endpoint(self, path.partition("/{")[0], handler)
+        return Route(path, endpoint, methods=[method])
+
+    async def serve(
+        self, endpoint: str, handler: Handler, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Serve one request to the API: every failure becomes OpenAI's error object. Logs and counts it."""
+        started_s = time.monotonic()
+        exchange = Exchange(
+            scope,
+            receive,
+            send,
+            request_timeout_s=self._settings.request_timeout_s,
+            stall_timeout_s=self._settings.stall_timeout_s,
+        )
+        span = exchange.start_span(endpoint)
+        if trace_id := trace_id_of(span):
+            exchange.log_fields["trace_id"] = trace_id
+        error: NeapError | None = None
+        try:
+            await exchange.run(handler, self.ending)
+        except NeapError as caught:
+            # The frames of its traceback hold the request, and would do so until the next collection of garbage.
+            error = caught.with_traceback(None)
+            if error.reason.startswith("GRPC_"):
+                # The client sees only the reason, because the text may contain addresses.
+                log.warning("call to a worker failed", reason=error.reason, why=error.message)
+        except Exception as caught:
+            error = unexpected(caught)
+        finally:
+            if error is not None:
+                await exchange.fail(error)
+            self._record(endpoint, exchange, error, time.monotonic() - started_s)
+            reason = {"reason": error.reason} if error is not None else {}
+            end_http_span(span, exchange.status or CLIENT_CLOSED_REQUEST, reason)
+
+    def _record(
+        self, endpoint: str, exchange: Exchange, error: NeapError | None, duration_s: float
+    ) -> None:
+        status = exchange.status or CLIENT_CLOSED_REQUEST
+        fields: dict[str, Any] = {"reason": error.reason} if error is not None else {}
+        if error is not None:
+            self._metrics.errors.labels(endpoint, error.reason).inc()
+        self._metrics.requests.labels(endpoint, str(status)).inc()
+        self._metrics.duration.labels(endpoint).observe(duration_s)
+        log.info(
+            "request ended",
+            endpoint=endpoint,
+            status=status,
+            duration_s=round(duration_s, 6),
+            request_id=exchange.request_id,
+            **fields,
+            **exchange.log_fields,
+        )
+
+    def _token(self, exchange: Exchange) -> Metadata:
+        return () if self._settings.drop_tokens else exchange.token()
+
+    def _metadata(self, exchange: Exchange) -> Metadata:
+        """Return the metadata of a call with one response. A generation has an argument for the request id."""
+        return (*self._token(exchange), (REQUEST_ID_KEY, exchange.request_id))
+
+    async def _list_models(self, exchange: Exchange) -> None:
+        with self._placed(exchange):
+            models = await self._workers.list_models(metadata=self._metadata(exchange))
+            data = [model_object(model) for model in models]
+            await exchange.respond(200, {"object": "list", "data": data})
+
+    async def _get_model(self, exchange: Exchange) -> None:
+        model_id: str = exchange.scope["path_params"]["model_id"]
+        with self._placed(exchange):
+            model = await self._workers.get_model(model_id, metadata=self._metadata(exchange))
+            await exchange.respond(200, model_object(model))
+
+    @contextmanager
+    def _placed(self, exchange: Exchange) -> Iterator[None]:
+        """Hold a place for a request without a body."""
+        exchange.expect_no_body()
+        with self._places.holding(address_key(exchange.address)) as hold:
+            hold(1)
+            yield
+
+    async def _generate(self, exchange: Exchange, *, is_chat: bool) -> None:
+        """Hold bytes as they arrive and a place once all have, so that a client that sends slowly takes nothing from others."""
+        started_s = time.monotonic()
+        token = self._token(exchange)
+        client = await self._clients.identify(token, exchange.address, exchange.request_id)
+        with self._bytes.holding(client) as hold_bytes, self._places.holding(client) as hold_places:
+            body = await exchange.read_body(hold_bytes, max_bytes=self._settings.max_body_mb << 20)
+            hold_places(1)
+            generation = await self._parser.parse(client, body, is_chat=is_chat)
+            del body
+            if 2 * generation.num_bytes > self._bytes.total:
+                raise InvalidInput(
+                    f"the prompts take {generation.num_bytes} bytes, once for each choice; at most {self._bytes.total // 2} are"
+                    " allowed",
+                    reason="BODY_TOO_LARGE",
+                    metadata={"max_bytes": str(self._bytes.total // 2)},
+                )
+            hold_bytes(generation.num_bytes)
+            await self._answer(exchange, generation, token, started_s)
+
+    async def _answer(
+        self, exchange: Exchange, generation: Generation, token: Metadata, started_s: float
+    ) -> None:
+        is_chat, calls = generation.is_chat, generation.calls()
+        exchange.log_fields.update(generation.log_fields, model_id=generation.model[:128])
+        choices = [
+            Choice(index, is_chat=is_chat, keeps=not generation.is_stream)
+            for index in range(len(calls))
+        ]
+        response = Response(
+            exchange.request_id,
+            generation.model,
+            is_chat=is_chat,
+            includes_usage=generation.includes_usage,
+        )
+        # The workers' logs tell the calls of one request apart by these.
+        suffixes = [f"-{choice.index}" for choice in choices] if len(choices) > 1 else [""]
+        left_s = max(0.0, started_s + self._settings.generation_timeout_s - time.monotonic())
+        streams = [
+            self._workers.generate(
+                call, timeout_s=left_s, request_id=exchange.request_id + suffix, metadata=token
+            )
+            for call, suffix in zip(calls, suffixes, strict=True)
+        ]
+        events = merged(streams)
+        try:
+            async with aclosing(events):
+                async for index, event in events:
+                    if "ttft_s" not in exchange.log_fields and event.HasField("chunk"):
+                        ttft_s = time.monotonic() - started_s
+                        exchange.log_fields["ttft_s"] = round(ttft_s, 6)
+                        self._metrics.first_token.labels(exchange.scope["path"]).observe(ttft_s)
+                    for part in choices[index].receive(event):
+                        if generation.is_stream:
+                            if not exchange.status:
+                                await exchange.start_stream()
+                            await exchange.send_event(response.chunk(part))
+        finally:
+            num_tokens = sum(choice.num_tokens for choice in choices)
+            self._metrics.tokens.inc(num_tokens)
+            exchange.log_fields["generated_tokens"] = num_tokens
+            if resumed := sum(len(stream.resumptions) for stream in streams):
+                self._metrics.resumptions.inc(resumed)
+                exchange.log_fields["resumptions"] = resumed
+        if any(choice.finished is None for choice in choices):
+            raise Unavailable("the worker ended the answer early", reason="INCOMPLETE_ANSWER")
+        if not generation.is_stream:
+            await exchange.respond(200, response.whole(choices))
+            return
+        if generation.includes_usage:
+            await exchange.send_event(response.usage_chunk(choices))
+        await exchange.send_event("[DONE]")
+        await exchange.end_stream()
+
+    async def _ready(self, request: Request) -> JSONResponse:
+        """200 if requests can be served: the gateway is not draining, and a worker serves."""
+        if self._is_draining:
+            return JSONResponse({"status": "draining"}, 503)
+        try:
+            is_serving = await self._workers.is_serving(SERVICE_NAME, timeout_s=HEALTH_TIMEOUT_S)
+        except NeapError as error:
+            log.debug("no worker is ready", reason=error.reason, why=error.message)
+            is_serving = False
+        if not is_serving:
+            return JSONResponse({"status": "no worker serves"}, 503)
+        return JSONResponse({"status": "ready"})
+
+
+class _Endpoint:
+    """An ASGI application, so that the handler has `receive` and `send` themselves."""
+
+    def __init__(self, gateway: Gateway, name: str, handler: Handler) -> None:
+        self._gateway, self._name, self._handler = gateway, name, handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._gateway.serve(self._name, self._handler, scope, receive, send)
+
+
+async def _alive(request: Request) -> JSONResponse:
+    return JSONResponse({"status": "alive"})
+
+
+async def _path_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    found = path_error(error.status_code, request.url.path)
+    headers = {**error_headers(found), **(error.headers or {})}
+    return JSONResponse({"error": error_object(found)}, error.status_code, headers)

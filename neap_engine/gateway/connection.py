@@ -1,0 +1,131 @@
+"""One HTTP connection: uvicorn's, with bounds on the time to send a request and to read a response, and on connections of one peer."""
+
+import asyncio
+import json
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from neap_engine.gateway.clients import address_key
+from neap_engine.gateway.errors import error_headers, error_object, http_status, refused
+from neap_engine.gateway.shares import Shares
+from shared.errors import Exhausted, NeapError
+
+# Bytes buffered here for a client that does not read, in addition to the kernel's buffer.
+WRITE_BUFFER_BYTES = 16 * 1024
+
+
+class Connection(H11Protocol):
+    """uvicorn makes one for each connection, by `connection_class`. `scope["state"]["abort"]` closes it at once.
+
+    A connection whose request has no complete head after `request_timeout_s` is closed, and so is one whose client reads nothing of
+    what is left of a response for `stall_timeout_s`. A peer that has more than its share of `connections` gets 429.
+    """
+
+    request_timeout_s: float
+    stall_timeout_s: float
+    connections_of_peers: Shares
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.app_state = {**self.app_state, "abort": self._abort}
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._peer: str | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        peer = address_key(self.client[0] if self.client else "")
+        try:
+            self.connections_of_peers.take(peer)
+        except Exhausted as error:
+            self._refuse(error)
+            return
+        self._peer = peer
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timers()
+        if self._peer is not None:
+            self.connections_of_peers.give_back(self._peer)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._await_head()
+        super().data_received(data)
+
+    def handle_events(self) -> None:
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before:
+            # From here on `Exchange` watches the request and its response.
+            self._stop_timers()
+
+    def on_response_complete(self) -> None:
+        # First, because a request that has already arrived begins the next cycle here.
+        self._await_reader(0)
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are not HTTP, with OpenAI's error object instead of uvicorn's text."""
+        self._refuse(refused(msg, reason="BAD_HTTP"))
+
+    def _refuse(self, error: NeapError) -> None:
+        """Answer with `error` instead of the application, and close the connection."""
+        body = json.dumps({"error": error_object(error)}).encode()
+        status = http_status(error)
+        headers = [
+            *error_headers(error).items(),
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            for event in (
+                h11.Response(
+                    status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode()
+                ),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(self.request_timeout_s, self._abort)
+
+    def _await_reader(self, num_before: int) -> None:
+        """Abort if none of `num_before` bytes that were unread `stall_timeout_s` ago has been read since."""
+        num_unread = self.transport.get_write_buffer_size()
+        if num_before and num_unread >= num_before:
+            self._abort()
+        elif num_unread:
+            self._read_timer = self.loop.call_later(
+                self.stall_timeout_s, self._await_reader, num_unread
+            )
+
+    def _abort(self) -> None:
+        self._stop_timers()
+        self.transport.abort()
+
+    def _stop_timers(self) -> None:
+        for timer in (self._head_timer, self._read_timer):
+            if timer is not None:
+                timer.cancel()
+        self._head_timer = self._read_timer = None
+
+
+def connection_class(
+    *, request_timeout_s: float, stall_timeout_s: float, max_connections: int
+) -> type[Connection]:
+    """Return the class with these bounds. uvicorn passes no arguments of ours to it."""
+    bounds = {
+        "request_timeout_s": request_timeout_s,
+        "stall_timeout_s": stall_timeout_s,
+        "connections_of_peers": Shares(max_connections, "connections"),
+    }
+    return type("BoundedConnection", (Connection,), bounds)

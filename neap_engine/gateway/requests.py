@@ -1,0 +1,192 @@
+"""Turns the bodies of the API into calls of `Generate`, one for each choice."""
+
+from dataclasses import dataclass
+
+from neap_client.inference.v1 import inference_pb2 as pb
+
+from neap_engine.gateway.body import parse_object, validated
+from neap_engine.gateway.errors import refused
+from neap_engine.gateway.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DepthOptions,
+    GenerationFields,
+)
+
+# OpenAI's default for completions. Chats without a limit get the worker's default.
+COMPLETION_TOKENS = 16
+# OpenAI's default. An absent temperature would mean greedy decoding to a worker.
+TEMPERATURE = 1.0
+UINT64 = 2**64 - 1
+SAMPLING = {field.name for field in pb.Sampling.DESCRIPTOR.fields} - {"seed"}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a request asks for. `prompts` are serialized messages GenerateRequest, each of which is called `num_choices` times."""
+
+    model: str
+    is_chat: bool
+    is_stream: bool
+    includes_usage: bool
+    prompts: tuple[bytes, ...]
+    num_choices: int
+    seed: int | None
+    log_fields: dict[str, str]
+
+    @property
+    def num_bytes(self) -> int:
+        """What the calls take on their way to the workers, all together."""
+        return self.num_choices * sum(map(len, self.prompts))
+
+    def calls(self) -> list[bytes]:
+        """Return a call for each choice of the response, in the order of their indices."""
+        seeds = [b""] * self.num_choices
+        if self.seed is not None:
+            # Choices with the same seed would be the same.
+            seeds = [_seeded(self.seed + index) for index in range(self.num_choices)]
+        return [prompt + seed for prompt in self.prompts for seed in seeds]
+
+
+def parse_generation(body: bytes, *, is_chat: bool, max_choices: int) -> Generation:
+    """Parse and check a body. Raises InvalidInput: BAD_JSON, UNKNOWN_FIELD, UNSUPPORTED_FIELD, INVALID_INPUT, TOO_MANY_CHOICES."""
+    fields = parse_object(body)
+    prompts: list[pb.GenerateRequest]
+    request: ChatRequest | CompletionRequest
+    try:
+        if is_chat:
+            request = validated(ChatRequest, fields)
+            prompts = [pb.GenerateRequest(chat=_chat(request))]
+        else:
+            request = validated(CompletionRequest, fields)
+            prompts = _prompts(request, max_choices)
+        shared_part = _common(request)
+    except UnicodeEncodeError as error:
+        raise refused("a text has half of a surrogate pair", reason="BAD_JSON") from error
+    num_choices = request.n or 1
+    if len(prompts) * num_choices > max_choices:
+        raise refused(
+            f"the request has {len(prompts) * num_choices} choices (n times prompts); at most {max_choices} are allowed",
+            "n",
+            reason="TOO_MANY_CHOICES",
+        )
+    for prompt in prompts:
+        prompt.MergeFrom(shared_part)
+    options = request.stream_options
+    user = request.safety_identifier or request.user
+    return Generation(
+        model=request.model,
+        is_chat=is_chat,
+        is_stream=bool(request.stream),
+        includes_usage=bool(options and options.include_usage),
+        prompts=tuple(prompt.SerializeToString() for prompt in prompts),
+        num_choices=num_choices,
+        seed=request.seed,
+        log_fields={"user": user[:64]} if user else {},
+    )
+
+
+def _seeded(seed: int) -> bytes:
+    """Return a message with nothing but a seed. It is merged with the message before it."""
+    return pb.GenerateRequest(sampling=pb.Sampling(seed=seed & UINT64)).SerializeToString()
+
+
+def _chat(request: ChatRequest) -> pb.Chat:
+    chat = pb.Chat()
+    for message in request.messages:
+        content = message.content
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        # OpenAI's newer models call the role "system" "developer".
+        role = "system" if message.role == "developer" else message.role
+        chat.messages.append(pb.ChatMessage(role=role, content=text))
+    return chat
+
+
+def _prompts(request: CompletionRequest, max_choices: int) -> list[pb.GenerateRequest]:
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [pb.GenerateRequest(text=prompt)]
+    if isinstance(prompt[0], int):
+        return [pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt))]
+    if len(prompt) > max_choices:
+        raise refused(
+            f"there are {len(prompt)} prompts; at most {max_choices} are allowed",
+            "prompt",
+            reason="TOO_MANY_CHOICES",
+        )
+    return [
+        pb.GenerateRequest(text=part)
+        if isinstance(part, str)
+        else pb.GenerateRequest(token_ids=pb.TokenIds(ids=part))
+        for part in prompt
+    ]
+
+
+def _common(request: ChatRequest | CompletionRequest) -> pb.GenerateRequest:
+    """Return the part of the call that all choices share, without the prompt and the seed."""
+    call = pb.GenerateRequest(
+        model_id=request.model,
+        sampling=_sampling(request),
+        stopping=_stopping(request),
+        depth=_depth(request.neap or DepthOptions()),
+        logprobs=_logprobs(request),
+    )
+    options = request.neap or DepthOptions()
+    if options.router_version is not None and options.router_alias is not None:
+        raise refused("router_version and router_alias exclude each other", "neap.router_alias")
+    if options.router_version is not None:
+        call.router.version = options.router_version
+    if options.router_alias is not None:
+        call.router.alias = options.router_alias
+    return call
+
+
+def _sampling(request: GenerationFields) -> pb.Sampling:
+    """Return all fields but the seed, which each choice has for itself. They have the same names in a body."""
+    given = request.model_dump(include=SAMPLING, exclude_none=True)
+    return pb.Sampling(**{"temperature": TEMPERATURE, **given})
+
+
+def _stopping(request: ChatRequest | CompletionRequest) -> pb.Stopping:
+    max_tokens = request.max_tokens
+    if isinstance(request, CompletionRequest):
+        max_tokens = COMPLETION_TOKENS if max_tokens is None else max_tokens
+    elif request.max_completion_tokens is not None:
+        if max_tokens is not None and max_tokens != request.max_completion_tokens:
+            raise refused("max_tokens and max_completion_tokens differ", "max_completion_tokens")
+        max_tokens = request.max_completion_tokens
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    return pb.Stopping(
+        max_tokens=max_tokens,
+        stop_strings=stop,
+        stop_token_ids=request.stop_token_ids or [],
+        ignore_eos=bool(request.ignore_eos),
+    )
+
+
+def _depth(options: DepthOptions) -> pb.DepthPolicy:
+    policy = options.policy or "exact"
+    for name in ("threshold", "margin"):
+        if getattr(options, name) is not None and policy != "relaxed":
+            raise refused(f"{name} needs the policy relaxed", f"neap.{name}")
+    if options.threshold is not None and options.margin is not None:
+        raise refused("threshold and margin exclude each other", "neap.margin")
+    if options.max_drafts is not None and policy != "exact":
+        raise refused("max_drafts needs the policy exact", "neap.max_drafts")
+    depth = pb.DepthPolicy(min_layers=options.min_layers or 0)
+    if policy == "full":
+        depth.full.SetInParent()
+    elif policy == "relaxed":
+        depth.relaxed.CopyFrom(pb.Relaxed(threshold=options.threshold, margin=options.margin))
+    else:
+        depth.exact.max_drafts = options.max_drafts or 0
+        depth.exact.SetInParent()
+    return depth
+
+
+def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
+    if isinstance(request, CompletionRequest):
+        return request.logprobs
+    if request.top_logprobs and not request.logprobs:
+        raise refused("top_logprobs needs logprobs", "top_logprobs")
+    return (request.top_logprobs or 0) if request.logprobs else None

@@ -1,0 +1,90 @@
+"""Commands wait for a service of this machine that is starting."""
+
+import socket
+import time
+from concurrent import futures
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from neap_client.inference.v1 import inference_pb2_grpc
+
+from neap_engine.cli import connection
+from tests.neap_engine.cli.conftest import FakeInference
+
+STATUS = health_pb2.HealthCheckResponse
+
+
+class StartingWorker:
+    """Starts to listen at the first pause of whoever waits for it, and serves once that has seen it load."""
+
+    def __init__(self, output) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{taken.getsockname()[1]}"
+        self._output = output
+        self.inference = FakeInference()
+        self.inference.loading = "loading (reading tiny, 1 of 2)"
+        self._health = health.HealthServicer()
+        self._health.set("", STATUS.NOT_SERVING)
+        self._server: grpc.Server | None = None
+
+    def pause(self, seconds: float) -> None:
+        if self._server is None:
+            self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.inference, self._server)
+            self._server.add_insecure_port(self.address)
+            self._server.start()
+        elif "(reading tiny, 1 of 2)" in self._output():
+            self.inference.loading = ""
+            self._health.set("", STATUS.SERVING)
+        _sleep(0.01)
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.stop(None).wait()
+
+
+_sleep = time.sleep
+
+
+@pytest.fixture
+def starting(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(connection, "say", said.append)
+    worker = StartingWorker(lambda: "\n".join(said))
+    monkeypatch.setattr(connection.time, "sleep", worker.pause)
+    yield worker, said
+    worker.stop()
+
+
+@pytest.mark.parametrize("flags", [[], ["--wait", "50"]])
+def test_a_command_waits_for_a_service_that_starts_and_loads(starting, neap, flags):
+    worker, said = starting
+    result = neap("generate", "hi", "--worker", worker.address, *flags)
+    assert (result.exit_code, result.stdout) == (0, "Héllo there\n"), result.output
+    assert [line.partition(": ")[2] for line in said] == [
+        "nobody answers yet (--wait 0 does not wait)",
+        "loading (reading tiny, 1 of 2) (--wait 0 does not wait)",
+    ]
+
+
+def test_commands_do_not_wait_for_other_machines(monkeypatch):
+    monkeypatch.setattr(connection, "is_loopback_target", lambda target: False)
+    monkeypatch.setattr(connection.NeapClient, "is_serving", lambda *_, **__: pytest.fail("asked"))
+    token = connection._wait_s.set(None)
+    connection.connect("127.0.0.1:1").close()
+    connection._wait_s.reset(token)
+
+
+def test_every_command_that_calls_a_service_can_wait(neap):
+    for command in (
+        ["generate"],
+        ["calibrate"],
+        ["report"],
+        ["jobs", "watch"],
+        ["routers", "list"],
+        ["routers", "promote"],
+    ):
+        assert "--wait" in neap(*command, "--help").output

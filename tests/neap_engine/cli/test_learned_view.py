@@ -1,0 +1,65 @@
+import pytest
+
+from neap_engine.cli.learned_view import learned_lines
+from tests.manifests import real_manifest
+
+TOKENS = {"heads": 700, "routers": 200, "report": 1100, "total": 2000}
+
+
+def test_it_says_what_was_learned_and_on_how_much_it_was_measured():
+    rungs = [
+        {"name": "suffix", "figures": {"agreement": 0.123}},
+        {"name": "depth-0", "figures": {"agreement": 0.25}},
+        {"name": "depth-4"},
+    ]
+    assert list(learned_lines({"rungs": rungs, "calibration": {"tokens": TOKENS}})) == [
+        "learned from 900 tokens",
+        "guessed right, of 1,100 tokens that it did not learn from: repeated text 12%, exit at depth 0 25%",
+    ]
+
+
+@pytest.mark.parametrize(("measured", "claims"), [(199, False), (200, True)])
+def test_it_claims_nothing_from_few_tokens(measured, claims):
+    tokens = {"report": measured, "total": 2000}
+    rungs = [{"name": "suffix", "figures": {"agreement": 0.5}}]
+    said = list(learned_lines({"rungs": rungs, "calibration": {"tokens": tokens}}))
+    assert any("repeated text 50%" in line for line in said) == claims
+    assert any(f"not known (only {measured} positions)" in line for line in said) != claims
+
+
+def test_it_reads_what_a_calibration_writes():
+    learned, guessed = learned_lines(real_manifest())
+    tokens = real_manifest()["calibration"]["tokens"]
+    assert learned == f"learned from {tokens['heads'] + tokens['routers']:,} tokens"
+    assert f"{tokens['report']:,}" in guessed
+    assert "exit at depth 0 49%" in guessed
+
+
+def test_it_says_how_well_it_knows_which_guesses_are_right():
+    def figures(count: int) -> dict[str, float]:
+        return {"positions": count, "agreement": 0.5, "brier": 0.1234, "brier_alone": 0.25}
+
+    joint = {"tables_unsure": figures(200), "agree": figures(199), "differ": {"positions": 0}}
+    assert list(learned_lines({"calibration": {"joint": joint}})) == [
+        "Brier score of how sure it is of a guess, 0 is best (in brackets: of one proposer alone): where tables are unsure 0.123 (0.250), "
+        "where tables and exits agree not known (only 199 positions), where they differ not known (only 0 positions)"
+    ]
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        {},
+        {"calibration": 7},
+        {"calibration": {"joint": 7}},
+        {"calibration": {"joint": {"agree": 7, "differ": {"positions": "x"}}}},
+        {"calibration": {"joint": {"agree": {"positions": 300, "brier": "x"}}}},
+        {"calibration": {"tokens": []}},
+        {"calibration": {"tokens": {"total": "x", "report": 1}}},
+        {"calibration": {"tokens": TOKENS}, "rungs": [{"name": "suffix", "figures": 5}]},
+        {"calibration": {"tokens": TOKENS}, "rungs": [7]},
+        {"calibration": {"tokens": TOKENS}, "rungs": 7},
+    ],
+)
+def test_a_manifest_of_another_form_says_less(manifest):
+    assert not any("guess" in line for line in learned_lines(manifest))

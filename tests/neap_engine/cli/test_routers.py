@@ -1,0 +1,198 @@
+import json
+
+import pytest
+
+from calibrator_service.calibration.source_record import shown_manifest
+from neap_engine.cli import line_view
+from tests.manifests import real_manifest
+
+
+def test_list(service, neap):
+    result = neap("routers", "list", "--model", "tiny", "--calibrator", service.address)
+    assert result.exit_code == 0, result.output
+    rows = [line.split("│") for line in result.stdout.splitlines() if "suffix" in line]
+    assert [row[1].strip() for row in rows] == ["2", "1"]
+    assert [row[2].strip() for row in rows] == ["", "stable"]
+    assert rows[0][5].strip() == "2.50"
+
+
+def test_list_as_json(service, neap):
+    command = ["routers", "list", "--json", "--calibrator", service.address, "--model"]
+    versions = [json.loads(line) for line in neap(*command, "tiny").stdout.splitlines()]
+    assert [version["version"] for version in versions] == ["2", "1"]
+    assert [version["aliases"] for version in versions] == [[], ["stable"]]
+    assert versions[0]["rungs"][0]["name"] == "suffix"
+    assert neap(*command, "none").stdout == ""
+
+
+def test_list_of_an_unknown_model_prints_that_it_has_no_router(service, neap):
+    result = neap("routers", "list", "--model", "none", "--calibrator", service.address)
+    assert result.stdout == "no router is published for none\n"
+
+
+def test_list_shows_damaged_versions(service, neap):
+    service.routers.damage[1] = "the stored manifest sha256:1 is missing"
+    result = neap("routers", "list", "--model", "tiny", "--calibrator", service.address)
+    rows = [line.split("│") for line in result.stdout.splitlines() if "│" in line]
+    # The table continues a long list of rungs on a line without a version.
+    rungs = {row[1].strip(): row[4].strip() for row in rows if row[1].strip()}
+    assert rungs == {"2": "suffix successor", "1": "DAMAGED"}
+    assert "version 1 is damaged: the stored manifest sha256:1 is missing\n" in result.stdout
+
+
+def test_show(service, neap):
+    base = ["routers", "show", "--model", "tiny", "--calibrator", service.address]
+    result = neap(*base, "1")
+    assert "tiny version 1" in result.stdout
+    rows = [line.split("│") for line in result.stdout.split("\n") if "depth-0" in line]
+    figures = next(
+        rung["figures"] for rung in real_manifest()["rungs"] if rung["name"] == "depth-0"
+    )
+    names = ("agreement", "coverage", "router_auc", "router_brier", "router_precision")
+    shown = [f"{figures[name]:.3f}" for name in names]
+    assert [cell.strip() for cell in rows[0][1:-1]] == ["depth-0", "0", *shown]
+    assert json.loads(neap(*base, "1", "--manifest").stdout) == shown_manifest(real_manifest())
+    missing = neap(*base, "9")
+    assert missing.exit_code == 1
+    assert "VERSION_NOT_FOUND" in missing.stderr
+
+
+def test_show_prints_the_certified_bounds(service, neap):
+    show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
+    assert "3.0% of prompts" in neap(*show).stdout
+    service.routers.manifest = {"rungs": []}
+    assert "no certified bound\n" in neap(*show).stdout
+    service.routers.manifest = {"rungs": [], "calibration": {"risk": {"reason": "GIVEN_TEXT"}}}
+    bounds = [{"threshold": 0.99, "epsilon": 0.05}, {"threshold": 0.9, "epsilon": 0.2}]
+    risk = {"loss": "generation_differs", "delta": 0.05, "num_prompts": 400, "bounds": bounds}
+    assert "no certified bound (GIVEN_TEXT)" in neap(*show).stdout
+    service.routers.manifest = {"rungs": [], "risk": {**risk, "max_new_tokens": 128}}
+    shown = neap(*show).stdout
+    for part in (">= 0.99", "5.0%", ">= 0.9", "20.0%", "first 128 tokens", "400 prompts", "0.95"):
+        assert part in shown, part
+    margins = {**risk, "bounds": [{"margin": 0.02, "epsilon": 0.3}]}
+    service.routers.manifest = {"rungs": [], "margin_risk": margins}
+    shown = neap(*show).stdout
+    for part in ("relaxed with threshold  no certified bound", "<= 0.02", "30.0%", "whole answers"):
+        assert part in shown, part
+
+
+@pytest.mark.parametrize("left_out", [{"depth-0": "it would not pay"}, None, 7])
+def test_show_prints_which_exits_were_left_out(service, neap, left_out):
+    service.routers.manifest = {"rungs": [], "calibration": {"left_out": left_out}}
+    shown = neap("routers", "show", "--model", "tiny", "--calibrator", service.address, "1")
+    assert ("  without depth-0: it would not pay" in shown.stdout) == isinstance(left_out, dict)
+    assert shown.exit_code == 0, shown.output
+
+
+@pytest.mark.parametrize(("positions", "shown"), [(199, "not known"), (200, "0.400")])
+def test_show_claims_nothing_from_few_positions(service, neap, positions, shown):
+    figures = {"agreement": 0.4, "positions": positions}
+    service.routers.manifest = {"rungs": [{"name": "depth-0", "figures": figures}]}
+    result = neap("routers", "show", "--model", "tiny", "--calibrator", service.address, "1")
+    [row] = [line.split("│") for line in result.stdout.splitlines() if "│ depth-0" in line]
+    assert row[3].strip() == shown
+    assert ("199 held-out positions are too few" in result.stdout) == (positions == 199)
+
+
+def test_promote_rollback_history(service, neap):
+    where = ["--model", "tiny", "--calibrator", service.address]
+    promoted = neap("routers", "promote", "2", "--expect", "0", "--reason", "better", *where)
+    assert promoted.stdout == "stable: 1 -> 2\n"
+    request = service.routers.requests[0]
+    assert (request.alias, request.version, request.reason) == ("stable", 2, "better")
+    assert request.HasField("expected_version")
+    assert request.actor
+    assert neap("routers", "rollback", *where).stdout == "stable: 2 -> 1\n"
+    history = neap("routers", "history", *where).stdout
+    assert "better" in history
+    assert "ada" in history
+
+
+@pytest.mark.parametrize(
+    "reason", ["\x1b]0;owned\x07", "\x9b31m", "one\ntwo", "\u202eevil", "[/red][b"]
+)
+def test_control_characters_from_a_service_are_escaped(service, neap, reason):
+    where = ["--model", "tiny", "--calibrator", service.address]
+    service.routers.reason = service.routers.damage[2] = reason
+    service.routers.manifest = {"calibration": {"risk": {"reason": reason}}}
+    for command in ("history", "list", "show"):
+        result = neap("routers", command, *where)
+        assert result.exit_code == 0, result.output
+        assert all(line.isprintable() for line in result.stdout.splitlines())
+        shown = "".join(
+            letter if letter.isprintable() else f"\\u{ord(letter):04x}" for letter in reason
+        )
+        assert shown in result.stdout
+
+
+def test_canary_promotion_and_abort(service, neap):
+    where = ["--model", "tiny", "--calibrator", service.address]
+    begun = neap("routers", "canary", "2", "--share", "2.5%", "--expect", "1", *where)
+    assert begun.stdout == "stable: 1, 2.5% to 2\n"
+    request = service.routers.requests[0]
+    assert (request.canary.version, request.canary.share_per_mille) == (2, 25)
+    assert request.expected_version == 1
+    assert request.actor
+    listed = neap("routers", "list", *where).stdout
+    assert "stable:2.5%" in listed
+    assert "2.5% to 2" in neap("routers", "history", *where).stdout
+    assert neap("routers", "abort", "--reason", "slow", *where).stdout == "stable: 1, no canary\n"
+    ended = service.routers.requests[1]
+    assert (ended.HasField("canary"), ended.reason) == (False, "slow")
+    neap("routers", "canary", "2", "--share", "25/1000", *where)
+    assert neap("routers", "promote", *where).stdout == "stable: 1 -> 2\n"
+    neap("routers", "rollback", "--expect", "2", *where)
+    assert service.routers.requests[-1].expected_version == 2
+
+
+def test_invalid_shares_are_refused(service, neap):
+    where = ["--model", "tiny", "--calibrator", service.address]
+    for share in ("10", "0%", "0.05%", "101%", "-1%", "x%", "1/2", "%", "nan%"):
+        refused = neap("routers", "canary", "2", "--share", share, *where)
+        assert refused.exit_code == 1, share
+        assert "BAD_SHARE" in refused.stderr
+    assert service.routers.requests == []
+
+
+def manifest_of(tokens: int, **parent: object) -> dict[str, object]:
+    spec = {"source": {"kind": "AnswerFile", "digest": f"sha256:{tokens:064d}"}}
+    if parent:
+        spec["parent"] = parent
+    return {"rungs": [], "calibration": {"tokens": {"total": tokens}, "spec": spec}}
+
+
+def test_show_prints_the_line_of_a_router(service, neap):
+    """Parents are found by their digests, because a number may be another registry's."""
+    show = ["routers", "show", "--model", "tiny", "--calibrator", service.address]
+    fake = service.routers
+    fake.manifests = {
+        2: manifest_of(300, version=9, manifest_digest="sha256:1", alias="stable", share=0.5),
+        1: manifest_of(20_000, version=4, manifest_digest="sha256:elsewhere", share=1.0),
+    }
+    lines = neap(*show, "2").stdout.split("\n")
+    first = lines.index("line, the youngest first") + 1
+    assert lines[first].startswith("  version 2, 1970-")
+    assert ": 300 tokens of AnswerFile sha256:000000000000, added to the next" in lines[first]
+    assert lines[first].endswith(", which was stable then (share 0.5)")
+    assert lines[first + 1].startswith("  version 1, 1970-")
+    assert lines[first + 1].endswith("added to the next")
+    assert lines[first + 2] == "  a router that is not in this registry, sha256:elsewhere"
+    fake.manifests = {1: manifest_of(20_000)}
+    assert "youngest" not in neap(*show, "1").stdout
+
+
+def test_a_line_that_returns_to_itself_ends(service, neap, monkeypatch):
+    monkeypatch.setattr(line_view, "MAX_ANCESTORS", 3)
+    service.routers.manifests = {1: manifest_of(5, version=1, manifest_digest="sha256:1")}
+    show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
+    assert neap(*show).stdout.count("  version 1, ") == 3
+
+
+@pytest.mark.parametrize(
+    "calibration", [{"spec": []}, {"spec": {"parent": "x", "source": 1}, "tokens": 3}]
+)
+def test_a_manifest_without_a_readable_line_is_shown(service, neap, calibration):
+    service.routers.manifests = {1: {"rungs": [], "calibration": calibration}}
+    show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
+    assert neap(*show).exit_code == 0

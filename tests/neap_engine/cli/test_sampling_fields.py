@@ -1,0 +1,78 @@
+"""Every field of the proto Sampling can be asked for wherever a request is made, and arrives where tokens are chosen."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.requests import generate_request
+
+from inference_service.convert import to_sampling
+from neap_engine.gateway.requests import parse_generation
+from neap_engine.gateway.schema import NEUTRAL
+from neap_engine.hugging_face.options import FILTERS
+from shared.model.sampling import SamplingParams
+
+DOCS = Path(__file__).parents[3] / "docs"
+FIELDS = pb.Sampling.DESCRIPTOR.fields
+# Calls of transformers take seeds from torch's generator.
+NOT_OF_TRANSFORMERS = {"seed"}
+
+
+@pytest.fixture(params=FIELDS, ids=lambda field: field.name)
+def given(request):
+    """(name, a value that is allowed and not the default)."""
+    field = request.param
+    return field.name, 0.5 if field.cpp_type == field.CPPTYPE_DOUBLE else 3
+
+
+def test_the_engine_has_the_fields_of_the_proto():
+    assert [field.name for field in FIELDS] == [field.name for field in fields(SamplingParams)]
+
+
+def test_the_worker_reads_it(given):
+    name, value = given
+    assert getattr(to_sampling(pb.Sampling(**{name: value})), name) == value
+
+
+def test_its_absence_is_the_engines_default():
+    assert to_sampling(pb.Sampling(seed=0)) == SamplingParams()
+
+
+def test_the_client_sends_it(given):
+    name, value = given
+    request = generate_request("tiny", "hi", **{name: value})
+    assert request.sampling == pb.Sampling(**{name: value})
+
+
+def test_the_command_line_sends_it(given, service, neap):
+    name, value = given
+    flag = f"--{name.replace('_', '-')}"
+    result = neap("generate", "hi", "--worker", service.address, flag, str(value))
+    assert result.exit_code == 0, result.output
+    assert service.inference.requests[0].sampling == pb.Sampling(**{name: value})
+
+
+def test_the_gateway_sends_it(given):
+    name, value = given
+    body = {"model": "tiny", "prompt": "hi", "temperature": 0, name: value}
+    generation = parse_generation(json.dumps(body).encode(), is_chat=False, max_choices=1)
+    sent = pb.GenerateRequest.FromString(generation.calls()[0]).sampling
+    assert sent == pb.Sampling(**{"temperature": 0, name: value})
+    # A field that is honoured is not one that a body may have as long as it asks for nothing.
+    assert name not in NEUTRAL
+
+
+def test_a_processor_of_transformers_stands_for_it(given):
+    name, _ = given
+    assert (name in {field for _, _, field in FILTERS}) != (name in NOT_OF_TRANSFORMERS)
+
+
+def test_the_documents_name_it(given):
+    name, _ = given
+    pages = ["clients.md", "openai.md"]
+    if name not in NOT_OF_TRANSFORMERS:
+        pages.append("library.md")
+    for page in pages:
+        assert f"`{name}`" in (DOCS / page).read_text(), page

@@ -1,0 +1,47 @@
+import json
+import subprocess
+
+import pytest
+
+from neap_engine.cli import shipped_router as module
+from shared.errors import Unavailable
+from shared.ladder.folder import read_router_folder
+from tests.manifests import real_manifest
+
+FINGERPRINT = real_manifest()["model"]["fingerprint"]
+
+
+def test_the_checkout_has_it_for_its_model_alone():
+    folder = module.shipped_router(FINGERPRINT)
+    assert folder is not None
+    assert read_router_folder(folder)[0]["model"]["fingerprint"] == FINGERPRINT
+    assert module.shipped_router("sha256:" + "0" * 64) is None
+
+
+def test_an_installation_without_one_has_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "PLACES", (tmp_path,))
+    assert module.shipped_router(FINGERPRINT) is None
+
+
+def test_an_installed_one_comes_first(monkeypatch, tmp_path):
+    (tmp_path / "manifest.json").write_text(json.dumps({"model": {"fingerprint": "f"}}))
+    monkeypatch.setattr(module, "PLACES", (tmp_path, *module.PLACES))
+    assert module.shipped_router("f") == tmp_path
+
+
+def test_an_import_that_fails_says_why(tmp_path):
+    with pytest.raises(Unavailable, match="holds no router"):
+        module.import_shipped(tmp_path, "tiny", "shipped", tmp_path)
+
+
+def test_the_import_goes_to_the_demos_registry(monkeypatch, tmp_path):
+    ran = []
+
+    def run(command, **_):
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    module.import_shipped(tmp_path / "router", "tiny", "shipped", tmp_path / "data")
+    flags = ["--model", "tiny", "--alias", "shipped", "--data-dir", str(tmp_path / "data")]
+    assert ran[0][-8:] == ["import", str(tmp_path / "router"), *flags]

@@ -1,0 +1,30 @@
+"""How a model runs is described: on a CPU by what runs on our kernels, on a GPU by its runner."""
+
+import pytest
+
+from neap_engine.doctor.model import described_acceleration, described_runner
+from shared.config import WorkerSettings
+from shared.model.loaded import wrap_model
+from shared.model.runners import make_runner
+from tests.families import build_family
+
+
+def test_modules_that_keep_their_own_code_are_named():
+    loaded = wrap_model(build_family("gpt2"), accelerate=True)
+    text = described_acceleration(loaded.acceleration, loaded)
+    name, reason = next(iter(loaded.acceleration.left_alone.items()))
+    assert f"modules keep their own code, such as {name}: {reason}" in text
+    assert f"0 of {loaded.num_layers} layers run as one kernel" in text
+
+
+def test_a_model_that_is_not_accelerated_has_no_report():
+    assert wrap_model(build_family("llama")).acceleration is None
+
+
+@pytest.mark.parametrize(("wanted", "status"), [("on", "broken"), ("auto", "ok"), ("off", "ok")])
+@pytest.mark.parametrize("setting", ["record_passes", "compile_layers"])
+def test_a_runner_that_does_not_do_what_a_setting_demands_is_broken(setting, wanted, status):
+    runner = make_runner(wrap_model(build_family("llama")), 1 << 20)
+    found, text = described_runner(runner, WorkerSettings(**{setting: wanted}))
+    assert found == status
+    assert "not layers compiled (only a GPU does this)" in text

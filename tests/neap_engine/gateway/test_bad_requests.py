@@ -1,0 +1,250 @@
+"""Requests that the gateway refuses itself: they never reach a worker, and the error names the field."""
+
+import json
+import socket
+import tracemalloc
+from contextlib import suppress
+
+import pytest
+
+from neap_engine.gateway.requests import parse_generation
+from neap_engine.gateway.schema import NEUTRAL, ChatRequest
+from shared.errors import InvalidInput
+from tests.gateways import chat_body, chunk, finished, gateway_to, scripted_worker, started
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with scripted_worker(lambda request: [started(), chunk("ab"), finished()]) as state:
+        yield state
+
+
+@pytest.fixture(scope="module")
+def gateway(worker):
+    with gateway_to(worker.target, max_body_mb=1, max_choices=4, request_timeout_s=0.5) as state:
+        yield state
+
+
+def refused(gateway, body, path="/v1/chat/completions"):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    reply = gateway.http.post(path, content=content)
+    error = reply.json()["error"]
+    assert reply.headers["x-should-retry"] == "false"
+    assert error["type"] == "invalid_request_error"
+    return reply.status_code, error["neap"]["reason"], error["param"]
+
+
+TEXT = {"model": "tiny", "prompt": "x"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "param"),
+    [
+        ({"temprature": 1}, "UNKNOWN_FIELD", "temprature"),
+        ({"neap": {"policy": "full", "x": 1}}, "UNKNOWN_FIELD", "neap.x"),
+        ({"stream_options": {"x": 1}, "stream": True}, "UNKNOWN_FIELD", "stream_options.x"),
+        ({"presence_penalty": 0.5}, "UNSUPPORTED_FIELD", "presence_penalty"),
+        ({"frequency_penalty": -1}, "UNSUPPORTED_FIELD", "frequency_penalty"),
+        ({"frequency_penalty": False}, "UNSUPPORTED_FIELD", "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "UNSUPPORTED_FIELD", "logit_bias"),
+        ({"tools": [{"type": "function"}]}, "UNSUPPORTED_FIELD", "tools"),
+        ({"response_format": {"type": "json_object"}}, "UNSUPPORTED_FIELD", "response_format"),
+        ({"tool_choice": "required"}, "UNSUPPORTED_FIELD", "tool_choice"),
+        ({"service_tier": "priority"}, "UNSUPPORTED_FIELD", "service_tier"),
+        ({"metadata": "x"}, "UNSUPPORTED_FIELD", "metadata"),
+        ({"store": 1}, "UNSUPPORTED_FIELD", "store"),
+        ({"min_tokens": 5}, "UNSUPPORTED_FIELD", "min_tokens"),
+        ({"messages": [{"role": "user", "content": "x", "name": 1}]}, "UNSUPPORTED_FIELD", "messages[0].name"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "INVALID_INPUT", "messages[0].role"),
+        ({"messages": [{"role": "user", "content": None}]}, "INVALID_INPUT", "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "INVALID_INPUT", "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]}, "UNKNOWN_FIELD", "messages[0].content[0].y"),
+        ({"messages": []}, "INVALID_INPUT", "messages"),
+        ({"messages": "x"}, "INVALID_INPUT", "messages"),
+        ({"model": None}, "INVALID_INPUT", "model"),
+        ({"temperature": "1"}, "INVALID_INPUT", "temperature"),
+        ({"temperature": True}, "INVALID_INPUT", "temperature"),
+        ({"temperature": -1}, "INVALID_INPUT", "temperature"),
+        ({"top_p": 0}, "INVALID_INPUT", "top_p"),
+        ({"max_tokens": 0}, "INVALID_INPUT", "max_tokens"),
+        ({"max_tokens": 1.5}, "INVALID_INPUT", "max_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "INVALID_INPUT", "max_completion_tokens"),
+        ({"seed": 2**64}, "INVALID_INPUT", "seed"),
+        ({"seed": str(2**64)}, "INVALID_INPUT", "seed"),
+        ({"seed": "one"}, "INVALID_INPUT", "seed"),
+        ({"seed": ""}, "INVALID_INPUT", "seed"),
+        ({"seed": 1.0}, "INVALID_INPUT", "seed"),
+        ({"top_k": -2}, "INVALID_INPUT", "top_k"),
+        ({"top_k": False}, "INVALID_INPUT", "top_k"),
+        ({"stop": ""}, "INVALID_INPUT", "stop"),
+        ({"stop": ["a", ""]}, "INVALID_INPUT", "stop[1]"),
+        ({"stop": ["a"] * 1025}, "INVALID_INPUT", "stop"),
+        ({"n": 5}, "TOO_MANY_CHOICES", "n"),
+        ({"top_logprobs": 2}, "INVALID_INPUT", "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "INVALID_INPUT", "top_logprobs"),
+        ({"neap": {"policy": "fast"}}, "INVALID_INPUT", "neap.policy"),
+        ({"neap": {"threshold": 0.9}}, "INVALID_INPUT", "neap.threshold"),
+        ({"neap": {"margin": 0.1}}, "INVALID_INPUT", "neap.margin"),
+        ({"neap": {"policy": "relaxed", "margin": -1}}, "INVALID_INPUT", "neap.margin"),
+        ({"neap": {"policy": "relaxed", "margin": 1, "threshold": 0.9}}, "INVALID_INPUT", "neap.margin"),
+        ({"neap": {"policy": "full", "max_drafts": 2}}, "INVALID_INPUT", "neap.max_drafts"),
+        ({"neap": {"router_version": 1, "router_alias": "a"}}, "INVALID_INPUT", "neap.router_alias"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_fields_are_named(gateway, worker, fields, reason, param):
+    before = len(worker.worker.requests)
+    assert refused(gateway, chat_body(**fields)) == (400, reason, param)
+    assert len(worker.worker.requests) == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "param"),
+    [
+        ({"echo": True}, "UNSUPPORTED_FIELD", "echo"),
+        ({"suffix": "x"}, "UNSUPPORTED_FIELD", "suffix"),
+        ({"best_of": 3}, "UNSUPPORTED_FIELD", "best_of"),
+        ({"messages": []}, "UNKNOWN_FIELD", "messages"),
+        ({"prompt": []}, "INVALID_INPUT", "prompt"),
+        ({"prompt": ["x"] * 5}, "TOO_MANY_CHOICES", "prompt"),
+        ({"prompt": ["x", "y"], "n": 3}, "TOO_MANY_CHOICES", "n"),
+        ({"logprobs": 21}, "INVALID_INPUT", "logprobs"),
+    ],
+    ids=str,
+)
+def test_wrong_fields_of_completions_are_named(gateway, fields, reason, param):
+    status, found, name = refused(gateway, {**TEXT, **fields}, "/v1/completions")
+    assert (status, found) == (400, reason)
+    assert name is not None
+    assert name.startswith(param)
+
+
+def test_a_number_that_python_cannot_print_is_refused(gateway):
+    body = {**TEXT, "prompt": ["x", "y"], "n": 10**4300 - 1}
+    assert refused(gateway, body, "/v1/completions") == (400, "INVALID_INPUT", "n")
+
+
+@pytest.mark.parametrize("name", [*NEUTRAL, *ChatRequest.model_fields])
+def test_null_is_as_good_as_no_field(gateway, name):
+    if name not in ("model", "messages"):
+        reply = gateway.http.post("/v1/chat/completions", json=chat_body(**{name: None}))
+        assert reply.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "meant"),
+    [
+        ({"temprature": 1}, "temperature"),
+        ({"max_new_tokens": 1}, "max_tokens"),
+        ({"policy": "full"}, "neap.policy"),
+        ({"neap": {"polcy": "full"}}, "neap.policy"),
+        ({"messages": [{"role": "user", "content": "x", "nam": "a"}]}, "messages[0].name"),
+        ({"stream_options": {"include_usag": True}, "stream": True}, "stream_options.include_usage"),
+        ({"zzz": 1}, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_unknown_field_that_looks_like_another_is_a_question(gateway, fields, meant):
+    reply = gateway.http.post("/v1/chat/completions", json=chat_body(**fields))
+    message = reply.json()["error"]["message"]
+    assert message.partition("; did you mean ")[2] == (f"{meant}?" if meant else "")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"[]", b"null", b'"x"', b"\xff{}", b'{"model": NaN}', b"[" * 10_000),
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"temperature": 0, "temperature": 1}',
+        json.dumps({f"field{index}": 0 for index in range(1025)}).encode(),
+    ],
+    ids=lambda body: str(body[:20]),
+)
+def test_wrong_json_is_refused(gateway, body):
+    assert refused(gateway, body) == (400, "BAD_JSON", None)
+
+
+@pytest.mark.parametrize(
+    ("is_chat", "fields"),
+    [
+        (True, {"messages": [1] * 100_000}),
+        (True, {"messages": [{}] * 100_000}),
+        (True, {"messages": [{"role": "user", "content": [1] * 100_000}]}),
+        (False, {"prompt": [1.5] * 100_000}),
+        (False, {"prompt": [[1.5]] * 100_000}),
+        (False, {"prompt": "x", "stop": [1] * 100_000}),
+    ],
+    ids=["messages", "empty messages", "parts", "prompts", "lists of ids", "stop strings"],
+)
+def test_a_million_mistakes_cost_no_more_than_one(is_chat, fields):
+    """By the memory that errors take; time would follow it. A gateway that checks such a body serves nobody else meanwhile."""
+    body = json.dumps({"model": "m", **fields}).encode()
+    tracemalloc.start()
+    try:
+        json.loads(body)
+        _, parsed_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        with pytest.raises(InvalidInput):
+            parse_generation(body, is_chat=is_chat, max_choices=4)
+        _, checked_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert checked_bytes < 3 * parsed_bytes
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_a_body_that_is_too_large_is_refused_and_its_sender_sees_why(gateway, is_declared):
+    parts = [b'{"model": "', *(b"x" * 65_536 for _ in range(32)), b'"}']
+    content = b"".join(parts) if is_declared else iter(parts)
+    reply = gateway.http.post("/v1/chat/completions", content=content)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (413, "body_too_large")
+    assert gateway.http.get("/healthz").status_code == 200
+
+
+def received(connection, expected):
+    """What has arrived once `expected` has, or once the other side has closed the connection: headers and body may come apart."""
+    answer = b""
+    while expected not in answer and (piece := connection.recv(65_536)):
+        answer += piece
+    return answer
+
+
+def test_a_body_that_does_not_arrive_is_given_up(gateway):
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=60) as connection:
+        connection.sendall(head)
+        answer = received(connection, b"REQUEST_TIMEOUT")
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"REQUEST_TIMEOUT" in answer
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comple"])
+def test_a_connection_without_a_request_is_closed(gateway, sent):
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=60) as connection:
+        connection.sendall(sent)
+        with suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+
+
+def test_bytes_that_are_not_http_get_an_error_object(gateway):
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=60) as connection:
+        connection.sendall(b"\x16\x03\x01 no http\r\n\r\n")
+        answer = received(connection, b"BAD_HTTP")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"BAD_HTTP" in answer
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("POST", "/v1/models", 405, "method_not_allowed"),
+        ("POST", "/v1/embeddings", 404, "path_not_found"),
+        ("POST", "/v1/chat/completions/", 404, "path_not_found"),
+        ("GET", "/", 404, "path_not_found"),
+    ],
+)
+def test_unknown_paths_and_methods_get_error_objects(gateway, method, path, status, code):
+    reply = gateway.http.request(method, path)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)

@@ -1,0 +1,310 @@
+"""One client, known or not, takes neither the gateway's memory nor its places from the others."""
+
+import asyncio
+import json
+import socket
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from neap_engine.gateway import parsing, server, structure
+from neap_engine.gateway.clients import address_key
+from shared.rpc.access import Access
+from shared.rpc.callers import Role
+from shared.rpc.security import ServerSecurity
+from tests.gateways import chat_body, chunk, finished, gateway_to, scripted_worker, started
+from tests.tokens import write_tokens
+from tests.waiting import wait_until
+
+CHAT = "/v1/chat/completions"
+CALLERS = {"ann": (Role.GENERATE,), "bob": (Role.GENERATE,), "eve": (Role.CALIBRATE,)}
+
+
+@pytest.fixture
+def go_on():
+    """Set to let calls with the model "held" end."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def secure(tmp_path, go_on):
+    """(a worker that asks for tokens, the headers of each caller)."""
+    tokens = write_tokens(tmp_path / "tokens", CALLERS)
+
+    async def held():
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+
+    def script(request):
+        wait = [held()] if request.model_id == "held" else []
+        return [started(), *wait, chunk("a"), finished()]
+
+    security = ServerSecurity(None, Access(tmp_path / "tokens"))
+    headers = {name: {"authorization": f"Bearer {token}"} for name, token in tokens.items()}
+    with scripted_worker(script, security) as worker:
+        yield worker, headers
+
+
+def head(num_bytes, headers, *more):
+    given = [f"{name}: {value}" for name, value in headers.items()]
+    lines = [
+        f"POST {CHAT} HTTP/1.1",
+        "host: x",
+        f"content-length: {num_bytes}",
+        "connection: close",
+        *given,
+        *more,
+    ]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+@contextmanager
+def connected(gateway, address="127.0.0.1"):
+    with socket.create_connection(
+        ("127.0.0.1", gateway.port), timeout=60, source_address=(address, 0)
+    ) as connection:
+        yield connection
+
+
+def status_and_code(gateway, headers, **fields):
+    reply = gateway.http.post(CHAT, json=chat_body(**fields), headers=headers)
+    return reply.status_code, reply.json().get("error", {}).get("code")
+
+
+@pytest.mark.parametrize("name", [None, "eve"], ids=["no token", "a role that may not"])
+def test_the_body_of_one_who_may_not_generate_is_not_kept(secure, name):
+    worker, headers = secure
+    body = json.dumps(chat_body(n=16, user="x" * (24 << 20))).encode()
+    with gateway_to(worker.target) as gateway, ExitStack() as stack:
+        expected = status_and_code(gateway, headers.get(name))
+        assert expected in ((401, "invalid_api_key"), (403, "role_missing"))
+        connections = [stack.enter_context(connected(gateway)) for _ in range(4)]
+        whole = head(len(body), headers.get(name, {})) + body
+        tracemalloc.start()
+        try:
+            for connection in connections:
+                connection.sendall(whole)
+            # Each has sent all of its body before it reads, as most clients do, and gets the answer.
+            answers = [connection.makefile("rb").read() for connection in connections]
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        for answer in answers:
+            assert answer.startswith(f"HTTP/1.1 {expected[0]} ".encode())
+            assert expected[1].encode() in answer
+        # What is on its way through the sockets and buffers of four connections takes a few MB.
+        assert peak_bytes < len(body)
+
+
+def test_workers_are_asked_once_for_a_token_they_know(secure):
+    worker, headers = secure
+    with gateway_to(worker.target) as gateway:
+        for _ in range(3):
+            assert status_and_code(gateway, headers["ann"])[0] == 200
+        # Whether calls without a token may generate, and whether this token may.
+        assert worker.worker.num_questions == 1
+        refused = [status_and_code(gateway, {})[0] for _ in range(3)]
+        assert refused == [401] * 3
+        assert worker.worker.num_questions == 1
+
+
+def test_a_token_that_was_refused_can_be_used_once_the_workers_know_it(secure, tmp_path):
+    worker, headers = secure
+    path = tmp_path / "tokens"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith("bob ")))
+    with gateway_to(worker.target) as gateway:
+        assert status_and_code(gateway, headers["bob"]) == (401, "invalid_api_key")
+        path.write_text("".join(lines))
+        assert status_and_code(gateway, headers["bob"]) == (200, None)
+        path.write_text("".join(line for line in lines if not line.startswith("bob ")))
+        # The answer about the token is remembered, but the worker checks every call.
+        assert status_and_code(gateway, headers["bob"]) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize("sender", ["ann", "a stranger"])
+def test_half_sent_requests_take_no_place(secure, sender):
+    worker, headers = secure
+    with gateway_to(worker.target, max_requests=2) as gateway, ExitStack() as stack:
+        assert status_and_code(gateway, headers["ann"])[0] == 200
+        for _ in range(20):
+            connection = stack.enter_context(connected(gateway))
+            connection.sendall(head(10, headers.get(sender, {}), "expect: 100-continue") + b"{")
+            # The gateway asks for the body of one who may generate.
+            first = b"HTTP/1.1 100" if sender in headers else b"HTTP/1.1 401"
+            assert connection.recv(100).startswith(first)
+        for name in ("ann", "bob"):
+            assert status_and_code(gateway, headers[name]) == (200, None)
+
+
+@contextmanager
+def holding(gateway, headers, num_requests, **fields):
+    """`num_requests` that are answered when `go_on` is set, while the block runs."""
+    before = gateway.gateway.num_running
+    with ThreadPoolExecutor(num_requests) as pool:
+        asked = [
+            pool.submit(status_and_code, gateway, headers, model="held", **fields)
+            for _ in range(num_requests)
+        ]
+        wait_until(lambda: gateway.gateway.num_running == before + num_requests)
+        yield asked
+
+
+def test_a_client_has_a_share_of_the_places(secure, go_on):
+    worker, headers = secure
+    with (
+        gateway_to(worker.target, max_requests=4) as gateway,
+        holding(gateway, headers["ann"], 2) as of_ann,
+    ):
+        assert status_and_code(gateway, headers["ann"]) == (429, "client_limit")
+        spelt = {"authorization": headers["ann"]["authorization"].replace("Bearer ", "bEaReR  ")}
+        assert status_and_code(gateway, spelt) == (429, "client_limit")
+        with holding(gateway, headers["bob"], 1) as of_bob:
+            assert status_and_code(gateway, headers["bob"]) == (429, "client_limit")
+            reply = gateway.http.get("/v1/models", headers=headers["ann"])
+            assert reply.status_code == 200
+            go_on.set()
+        assert [asked.result() for asked in of_ann + of_bob] == [(200, None)] * 3
+        assert gateway.gateway.num_running == 0
+
+
+def test_no_more_requests_run_than_there_are_places(secure, go_on):
+    worker, headers = secure
+    with gateway_to(worker.target, max_requests=1) as gateway, holding(gateway, headers["ann"], 1):
+        reply = gateway.http.post(CHAT, json=chat_body(), headers=headers["bob"])
+        assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+        assert reply.json()["error"]["code"] == "gateway_full"
+        assert gateway.http.get("/healthz").status_code == 200
+        go_on.set()
+
+
+def test_a_client_has_a_share_of_the_bytes_which_counts_a_prompt_for_each_choice(secure, go_on):
+    worker, headers = secure
+    large = {"messages": [{"role": "user", "content": "x" * 900_000}]}
+    with gateway_to(worker.target, body_budget_mb=8, max_body_mb=1) as gateway:
+        assert status_and_code(gateway, headers["ann"], n=5, **large) == (413, "body_too_large")
+        sample = gateway.metrics.registry.get_sample_value
+        with holding(gateway, headers["ann"], 1, n=4, **large) as of_ann:
+            wait_until(lambda: 3_600_000 < sample("neap_gateway_body_bytes") < 3_700_000)
+            assert status_and_code(gateway, headers["ann"], **large) == (429, "client_limit")
+            assert status_and_code(gateway, headers["bob"], **large) == (200, None)
+            go_on.set()
+        assert of_ann[0].result() == (200, None)
+        assert sample("neap_gateway_body_bytes") == 0
+
+
+def test_clients_without_tokens_are_told_apart_by_address(go_on):
+    """A token that nobody asks for tells no client apart, because anybody can make up another."""
+
+    async def held():
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+
+    def script(request):
+        return [started(), held(), chunk("a"), finished()]
+
+    other = {"authorization": "Bearer two"}
+    with (
+        scripted_worker(script) as worker,
+        gateway_to(worker.target, max_requests=4) as gateway,
+        holding(gateway, {"authorization": "Bearer one"}, 2),
+    ):
+        assert status_and_code(gateway, other) == (429, "client_limit")
+        with connected(gateway, "127.0.0.2") as connection:
+            body = json.dumps(chat_body()).encode()
+            connection.sendall(head(len(body), other) + body)
+            wait_until(lambda: gateway.gateway.num_running == 3)
+            go_on.set()
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("address", "key"),
+    [
+        ("10.0.0.7", "10.0.0.7"),
+        ("::ffff:10.0.0.7", "10.0.0.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::9", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("/run/socket", "/run/socket"),
+    ],
+)
+def test_addresses_of_one_host_are_one_client(address, key):
+    assert address_key(address) == key
+
+
+def test_a_peer_has_a_share_of_the_connections(monkeypatch):
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 8)
+    with gateway_to("127.0.0.1:1") as gateway, ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(connected(gateway, "127.0.0.2"))
+        with connected(gateway, "127.0.0.2") as more:
+            answer = more.makefile("rb").read()
+            assert answer.startswith(b"HTTP/1.1 429 ")
+            assert b"client_limit" in answer
+        assert gateway.http.get("/healthz").status_code == 200
+        stack.close()
+        wait_until(lambda: gateway.server.num_connections == 1)
+        with connected(gateway, "127.0.0.2") as again:
+            again.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert again.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+def test_large_bodies_are_parsed_beside_the_loop_and_clients_take_turns(secure, monkeypatch):
+    worker, headers = secure
+    parse, order, may_parse = parsing.parse_generation, [], threading.Event()
+
+    def slow(body, **options):
+        order.append(json.loads(body)["user"])
+        assert may_parse.wait(60)
+        return parse(body, **options)
+
+    monkeypatch.setattr(parsing, "parse_generation", slow)
+    large = {"messages": [{"role": "user", "content": "x" * parsing.INLINE_BYTES}]}
+    with gateway_to(worker.target) as gateway, ThreadPoolExecutor(5) as pool:
+        asked = []
+
+        def ask(name):
+            running = gateway.gateway.num_running
+            asked.append(pool.submit(status_and_code, gateway, headers[name], user=name, **large))
+            wait_until(lambda: gateway.gateway.num_running == running + 1)
+
+        for name in ("ann", "ann", "ann", "bob"):
+            ask(name)
+        assert gateway.http.get("/healthz").status_code == 200
+        may_parse.set()
+        assert [one.result() for one in asked] == [(200, None)] * 4
+    assert order == ["ann", "bob", "ann", "ann"]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 7, 1000])
+def test_values_are_counted_outside_of_strings_wherever_a_chunk_ends(monkeypatch, chunk_bytes):
+    fields = {'[,"\\': ["{[,\\\\", "\\", '"', {"a": [1, 2, "é,"]}], "b\\": {}, "c": '\\"[,'}
+    body = json.dumps(fields).encode()
+    chunks = [body[at : at + chunk_bytes] for at in range(0, len(body), chunk_bytes)]
+
+    for limit, num in (("MAX_CONTAINERS", 5), ("MAX_VALUES", 7)):
+        for most, is_refused in ((num, False), (num - 1, True)):
+            monkeypatch.setattr(structure, limit, most)
+            counter = structure.Structure()
+            try:
+                for part in chunks:
+                    counter.add(part)
+                refused = False
+            except structure.InvalidInput as error:
+                refused = error.reason == "BODY_TOO_LARGE"
+            assert refused == is_refused
+        monkeypatch.setattr(structure, limit, 1000)
+
+
+def test_a_body_of_too_many_values_is_refused(secure):
+    worker, headers = secure
+    with gateway_to(worker.target) as gateway:
+        messages = [{"role": "user", "content": "x"}] * structure.MAX_CONTAINERS
+        reply = status_and_code(gateway, headers["ann"], messages=messages)
+        assert reply == (413, "body_too_large")
