@@ -1,4 +1,7 @@
-"""The names of the library, gathered; each is documented where it is defined. To import this module prepares the process for them."""
+"""The names of the library, each documented where it is defined. `neap_engine` gives them, and imports this module for the first.
+
+The import sends neap's log lines to `logging`, and fits torch's number of threads.
+"""
 
 from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
 from calibrator_service.calibration.spec import (

@@ -171,7 +171,7 @@ def test_a_wrong_setting_ends_the_start_with_a_reason():
 @pytest.mark.parametrize(
     ("module", "unwanted"),
     [
-        ("neap_engine.gateway.__main__", {"torch", "transformers"}),
+        ("neap_engine.gateway.__main__", {"torch", "transformers", "typer"}),
         ("neap_engine.cli.main", {"starlette", "uvicorn", "openai"}),
     ],
 )

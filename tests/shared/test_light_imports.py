@@ -13,6 +13,8 @@ import_transformers_lightly()
 """
 HEAVY = (
     "datasets",
+    "starlette",
+    "uvicorn",
     "pandas",
     "sklearn",
     "scipy",
