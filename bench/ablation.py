@@ -52,7 +52,7 @@ def all_drafts(
 
 
 def each_alone(_: Confidence, drafts: Sequence[Draft]) -> Iterator[tuple[Draft, str, float]]:
-    """The most probable draft of each token, as its own router rates it."""
+    """The most probable draft of each token, as its own confidence head rates it."""
     best: dict[int, Draft] = {}
     for draft in sorted(drafts, key=lambda one: one.probability):
         best[draft.token] = draft

@@ -30,7 +30,7 @@ from shared.ladder.ladder import Ladder
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
-from shared.model.runner import tap_depths
+from shared.model.runner import captured_depths
 
 MAX_STATE_BYTES = 4 << 30
 PLACES = (1, 2, 3, 4)
@@ -92,7 +92,7 @@ def _answers(loaded: LoadedModel, options: argparse.Namespace) -> list[TokenSequ
 def _labelled(
     loaded: LoadedModel, answers: list[TokenSequence], depths: set[int], folder: Path
 ) -> tuple[list[LabelledSequence], StateChunks]:
-    captured = sorted({*depths, *tap_depths(loaded.num_layers)})
+    captured = sorted({*depths, *captured_depths(loaded.num_layers)})
     collector = Collector(
         ContiguousRunner(loaded), captured, folder, max_state_bytes=MAX_STATE_BYTES
     )

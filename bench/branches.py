@@ -12,7 +12,7 @@ from bench.decode_figures import FULL, measure, print_tables, summarise
 from bench.machine import described
 from bench.options import add_device, add_prompts, make_parser, parsed
 from bench.prompts import read_prompts
-from neap_engine.evaluate.sides import Run, neap
+from neap_engine.evaluate.sides import TimedAnswer, neap
 from shared.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.policy import DepthPolicy
@@ -37,7 +37,7 @@ def main() -> None:
         full = neap(engine, DepthPolicy("full"), None, options.max_tokens)
         exact = neap(engine, DepthPolicy("exact"), ladder, options.max_tokens)
 
-        def without_branches(ids: list[int]) -> Run:
+        def without_branches(ids: list[int]) -> TimedAnswer:
             with without(["branches"]):
                 return exact(ids)
 

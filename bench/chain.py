@@ -4,7 +4,7 @@
 
 Random weights in the shapes of SmolLM2-135M with 8,192 draft tokens. In a format such as Q8_0/Q4_0, the draft rows have the second one.
 Each cell has three times in ms: of the first draft, of each further draft of a chain, and of feeding the head a token that another
-rung drafted. Memory is read before each call, as a deep pass does, so the first step finds no weights in the caches.
+rung drafted. Memory is read before each call, as a verify pass does, so the first step finds no weights in the caches.
 """
 
 import argparse
@@ -15,10 +15,10 @@ import torch
 from bench.floor import available
 from bench.stopwatch import ClockStopwatch
 from shared import ops
+from shared.ladder.confidence_head import HIGHEST, LOWEST
 from shared.ladder.native_chain import packed_as
-from shared.ladder.routers import HIGHEST, LOWEST
 from shared.ops.chains import ChainStart, ChainWeights, draft_chains
-from shared.ops.exits import RouterWeights
+from shared.ops.exits import ConfidenceWeights
 
 WIDTH, MLP, DRAFT_VOCABULARY, VOCABULARY, ROUTER = 576, 1536, 8192, 49152, 128
 SHAPES = {
@@ -45,7 +45,7 @@ def random_weights(form: str) -> tuple[ChainWeights, int]:
         )
         for name, shape in SHAPES.items()
     }
-    router = RouterWeights(
+    confidence = ConfidenceWeights(
         hidden=torch.empty(0),
         bias=torch.zeros(ROUTER),
         output=torch.zeros(ROUTER),
@@ -61,7 +61,7 @@ def random_weights(form: str) -> tuple[ChainWeights, int]:
         norm=torch.ones(WIDTH),
         gain=torch.ones(WIDTH),
         bias=None,
-        router=router,
+        confidence=confidence,
     )
     return weights, sum(matrix.numel() for name, matrix in packed.items() if name != "fuse")
 

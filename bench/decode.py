@@ -40,11 +40,11 @@ from shared.model.own_thread import run_in_own_thread
 
 def levers(ladder: Ladder, vocabulary_size: int) -> dict[str, Ladder]:
     """Ladders that hold only a part of `ladder`, by name."""
-    no_tables = replace(ladder, suffix_router=None, successors=None, successor_router=None)
+    no_tables = replace(ladder, lookup_confidence=None, ngrams=None, ngram_confidence=None)
     no_exits = replace(ladder, exits=(), draft_vocabulary=None)
     found = {
-        "suffix lookup": replace(no_exits, successors=None, successor_router=None),
-        "successor table": replace(no_exits, suffix_router=None),
+        "suffix lookup": replace(no_exits, ngrams=None, ngram_confidence=None),
+        "successor table": replace(no_exits, lookup_confidence=None),
         "both tables": no_exits,
     }
     if ladder.exits:

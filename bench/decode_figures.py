@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any, Final
 
 from bench.prompts import BenchPrompt, encode_turns
-from neap_engine.evaluate.sides import Run, Side
+from neap_engine.evaluate.sides import Side, TimedAnswer
 from shared.model.loaded import LoadedModel
 
 FULL: Final = "full"
@@ -18,11 +18,11 @@ MAX_LADDERS = 16
 
 def measure(
     loaded: LoadedModel, sides: dict[str, Side], prompts: list[BenchPrompt], seconds: float
-) -> dict[str, dict[str, list[Run]]]:
+) -> dict[str, dict[str, list[TimedAnswer]]]:
     """Runs by task and side, one per prompt and turn. The first side's answers make the conversations. After `seconds` no further prompt
     is started."""
     end_s = time.monotonic() + seconds
-    results: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    results: dict[str, dict[str, list[TimedAnswer]]] = defaultdict(lambda: defaultdict(list))
     assert loaded.tokenizer is not None
     names = list(sides)
     for number, prompt in enumerate(prompts):
@@ -44,7 +44,7 @@ def measure(
     return results
 
 
-def summarise(results: dict[str, dict[str, list[Run]]]) -> dict[str, Any]:
+def summarise(results: dict[str, dict[str, list[TimedAnswer]]]) -> dict[str, Any]:
     """Figures by task and side, over prompts that full depth answered with at least MIN_TOKENS tokens. Ratios are to our full depth.
 
     `speed_up`: ratio of the mean tokens per second over prompts, Spec-Bench's measure (2401.07851). `speed_up_median`: median over
@@ -79,7 +79,7 @@ def summarise(results: dict[str, dict[str, list[Run]]]) -> dict[str, Any]:
                 "layers_per_token": sum(r.layer_executions for r, _ in pairs) / max(tokens, 1),
                 "accepted": sum(r.accepted for r, _ in pairs),
                 "drafted": sum(r.drafted for r, _ in pairs),
-                "tokens_per_deep_pass": tokens / max(sum(r.deep_passes for r, _ in pairs), 1),
+                "tokens_per_deep_pass": tokens / max(sum(r.verify_passes for r, _ in pairs), 1),
             }
     return tables
 
@@ -99,7 +99,7 @@ def print_tables(tables: dict[str, Any]) -> None:
         )
         print(f"| {name} | {cells} | **{speed_up:.2f}** | {median:.2f} | {total:.2f} |")
     print(
-        "\n| side | tokens/s | layer executions per token | tokens per deep pass | accepted / drafted | identical to full |"
+        "\n| side | tokens/s | layer executions per token | tokens per verify pass | accepted / drafted | identical to full |"
     )
     print("|---|---|---|---|---|---|")
     for name in names:

@@ -11,18 +11,20 @@ from typing import Any
 from bench.decode_figures import EXACT, FULL, summarise
 from bench.forms import Form
 from bench.options import silence_transformers
-from neap_engine.evaluate.sides import Run, Side, in_process, neap
+from neap_engine.evaluate.sides import Side, TimedAnswer, in_process, neap
 from shared.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import ModelIdentity
 from shared.ladder.policy import DepthPolicy
 
-Results = Mapping[str, Mapping[str, list[Run]]]
+Results = Mapping[str, Mapping[str, list[TimedAnswer]]]
 # Full depth in the first format, with which all formats are compared.
 FIRST = "first"
 
 
-def answers_in(form: Form, router: Path, max_tokens: int) -> Callable[[tuple[str, list[int]]], Run]:
+def answers_in(
+    form: Form, router: Path, max_tokens: int
+) -> Callable[[tuple[str, list[int]]], TimedAnswer]:
     """Loads a form of the model. The function that is returned answers (FULL or EXACT, prompt)."""
     silence_transformers()
     loaded = form.load()
@@ -48,8 +50,8 @@ def sides_by_format(chosen: list[Form], router: Path, max_tokens: int) -> Iterat
         yield sides
 
 
-def _ask(run: Callable[[Any], Any], policy: str, ids: list[int]) -> Run:
-    answer: Run = run((policy, ids))
+def _ask(run: Callable[[Any], Any], policy: str, ids: list[int]) -> TimedAnswer:
+    answer: TimedAnswer = run((policy, ids))
     return answer
 
 
@@ -70,7 +72,7 @@ def print_formats(by_format: Mapping[str, Any]) -> None:
     """One line per format: means over tasks, of the same turns."""
     first = next(iter(by_format))
     print(
-        f"\n| format | full, tokens/s | exact, tokens/s | exact / full | full / {first} full | tokens per deep pass "
+        f"\n| format | full, tokens/s | exact, tokens/s | exact / full | full / {first} full | tokens per verify pass "
         f"| exact identical to full | full identical to {first} |"
     )
     print("|---" * 8 + "|")

@@ -38,9 +38,9 @@ from shared.engine.request.request import (
     TokenChunk,
 )
 from shared.errors import NeapError
-from shared.ladder.draws import router_weights
+from shared.ladder.confidence_head import HIGHEST, LOWEST, ConfidenceHead, scalar_features
+from shared.ladder.draws import confidence_weights
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
 from shared.ops import library
 from shared.ops.exits import new_tickets, route
 
@@ -100,7 +100,7 @@ class _Answer:
             self.arrivals.append((time.perf_counter(), len(event.tokens)))
             self.tokens += [token.token_id for token in event.tokens]
         elif isinstance(event, Finished):
-            self.tokens_per_pass = event.depth.num_tokens / max(event.depth.num_deep_passes, 1)
+            self.tokens_per_pass = event.depth.num_tokens / max(event.depth.num_verify_passes, 1)
         elif event is None:
             self._ended.set()
         else:
@@ -115,7 +115,7 @@ class _Answer:
 def decode(
     engine: Engine, policy: DepthPolicy, prompts: list[list[int]]
 ) -> tuple[float, float, list[list[int]]]:
-    """(tokens per second while all requests decode, mean tokens per deep pass, answers)."""
+    """(tokens per second while all requests decode, mean tokens per verify pass, answers)."""
     answers = [_Answer() for _ in prompts]
     stopping = StoppingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
     for answer, prompt in zip(answers, prompts, strict=True):
@@ -168,13 +168,13 @@ def router_us(
     tide: Mapping[int, TideTimes],
     timed: Callable[[Callable[[], object]], float] | None = None,
 ) -> dict[int, dict[str, float]]:
-    """Microseconds for norm and router, by number of tokens and contender; PyTorch eager and compiled.
+    """Microseconds for norm and confidence head, by number of tokens and contender; PyTorch eager and compiled.
 
     `timed` returns the microseconds of one call; by default it measures in a CUDA graph. `tide`: TIDE's times to print beside.
     """
     timed = timed or _graph_us
-    router = DepthRouter(ROUTER_WIDTH).to(device).requires_grad_(False)
-    weights = router_weights(router)
+    router = ConfidenceHead(ROUTER_WIDTH).to(device).requires_grad_(False)
+    weights = confidence_weights(router)
     found: dict[int, dict[str, float]] = {}
     for tokens in ROUTER_TOKENS:
         # float32, as exit heads return it.

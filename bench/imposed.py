@@ -10,8 +10,8 @@ right.**
   In deeper layers the output projections are 0: they are read and multiplied as usual but add nothing. So the state at the last exit
   is the final state, and exit and full model differ only where the next token is not in the draft vocabulary.
 - Each exit's head has the size of a trained one and returns the state that the newest token enters it with. The draft vocabulary is a random part of the
-  cycle, so a draft is right with probability `share`, independently at each token. The last exit's router gives `share` for every
-  token. Routers of earlier exits give `share` for about half of the tokens, selected by the sign of a random direction of the state,
+  cycle, so a draft is right with probability `share`, independently at each token. The last exit's confidence head gives `share` for every
+  token. Confidence heads of earlier exits give `share` for about half of the tokens, selected by the sign of a random direction of the state,
   and nearly 0 for the others, which go on to the next exit.
 """
 
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import NUM_STATES, FusedHead, default_mlp_width
 from shared.ladder.ladder import Ladder, ModelIdentity
-from shared.ladder.routers import DepthRouter
 from shared.model.loaded import LoadedModel, wrap_model
 
 # Lower token ids are not used: tokenizers reserve them for special tokens.
 FIRST_TOKEN = 16
-# Router probability of an earlier exit for tokens that are to go on to the next one.
+# Probability of an earlier exit for tokens that are to go on to the next one.
 UNSURE = 0.02
 # Factor of the output projections in layers before the last exit.
 OUTPUT_SCALE = 0.1
@@ -126,14 +126,14 @@ def _shape_weights(model: LlamaForCausalLM, depth: int, cycle: Tensor) -> None:
 def _ladder(loaded: LoadedModel, depths: Sequence[int], share: float, vocabulary: Tensor) -> Ladder:
     exits = [_exit(loaded.hidden_size, depth, share) for depth in depths]
     for earlier in exits[:-1]:
-        _be_sure_of_half(earlier.router, share)
+        _be_sure_of_half(earlier.confidence, share)
     return Ladder(ModelIdentity.of(loaded), exits=tuple(exits), draft_vocabulary=vocabulary)
 
 
 def _exit(width: int, depth: int, share: float) -> LayerExit:
-    """An exit whose head returns the entering state and whose router gives `share` for every token."""
+    """An exit whose head returns the entering state and whose confidence head gives `share` for every token."""
     head = FusedHead(width, default_mlp_width(width))
-    router = DepthRouter(width)
+    confidence = ConfidenceHead(width)
     with torch.no_grad():
         nn.init.zeros_(head.down)
         nothing = torch.zeros(width, NUM_STATES * width)
@@ -141,15 +141,15 @@ def _exit(width: int, depth: int, share: float) -> LayerExit:
             torch.cat([nothing, torch.eye(width), nothing[:, :width], torch.eye(width)], 1)
         )
         nn.init.ones_(head.gain)
-        nn.init.zeros_(router.output.weight)
-        nn.init.zeros_(router.output.bias)
-        nn.init.zeros_(router.skip.weight)
-        router.shift.fill_(torch.logit(torch.tensor(share), eps=1e-3))
-    return LayerExit(depth, head, router, agreement=share)
+        nn.init.zeros_(confidence.output.weight)
+        nn.init.zeros_(confidence.output.bias)
+        nn.init.zeros_(confidence.skip.weight)
+        confidence.shift.fill_(torch.logit(torch.tensor(share), eps=1e-3))
+    return LayerExit(depth, head, confidence, agreement=share)
 
 
-def _be_sure_of_half(router: DepthRouter, share: float) -> None:
-    """Makes the router give `share` on one side of a random hyperplane of the states and UNSURE on the other.
+def _be_sure_of_half(confidence: ConfidenceHead, share: float) -> None:
+    """Makes the confidence head give `share` on one side of a random hyperplane of the states and UNSURE on the other.
 
     The log-odds follow the step silu(z) - silu(z - 5), which is 0 for z far below 0 and 5 far above. z is the state's component along
     the hyperplane's normal, times 200, so that the step is steep.
@@ -157,11 +157,11 @@ def _be_sure_of_half(router: DepthRouter, share: float) -> None:
     low, high = (float(torch.logit(torch.tensor(p), eps=1e-3)) for p in (UNSURE, share))
     step = (high - low) / 5
     with torch.no_grad():
-        direction = torch.randn(router.hidden.in_features)
-        router.hidden.weight.zero_()
-        router.hidden.weight[:2] = 200 * direction / direction.norm()
-        router.hidden.bias.zero_()
-        router.hidden.bias[1] = -5.0
-        router.scalars.weight.zero_()
-        router.output.weight[0, :2] = torch.tensor([step, -step])
-        router.shift.fill_(low)
+        direction = torch.randn(confidence.hidden.in_features)
+        confidence.hidden.weight.zero_()
+        confidence.hidden.weight[:2] = 200 * direction / direction.norm()
+        confidence.hidden.bias.zero_()
+        confidence.hidden.bias[1] = -5.0
+        confidence.scalars.weight.zero_()
+        confidence.output.weight[0, :2] = torch.tensor([step, -step])
+        confidence.shift.fill_(low)

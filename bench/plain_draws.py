@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.ladder.routers import DepthRouter, scalar_features
+from shared.ladder.confidence_head import ConfidenceHead, scalar_features
 
 
 @dataclass(frozen=True)
 class PlainDraws:
-    """An exit's router and draft vocabulary. `project`: adapted states [N, D] -> draft logits [N, Vd]. `precision`: a context for every
+    """An exit's confidence head and draft vocabulary. `project`: adapted states [N, D] -> draft logits [N, Vd]. `precision`: a context for every
     call."""
 
-    router: DepthRouter
+    confidence: ConfidenceHead
     project: Callable[[Tensor], Tensor]
     precision: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -26,7 +26,7 @@ class PlainDraws:
         """The same with float16 copies of the weights and of `rows` [Vd, D], and float16 products: PyTorch's best case on a GPU."""
         small = rows.half()
         return PlainDraws(
-            deepcopy(self.router).half(),
+            deepcopy(self.confidence).half(),
             lambda states: F.linear(states.half(), small),
             partial(torch.autocast, rows.device.type, torch.float16, cache_enabled=False),
         )
@@ -38,7 +38,7 @@ class PlainDraws:
             return logits.argmax(-1), torch.topk(logits, 2), logits.logsumexp(-1)
 
     def route(self, adapted: Tensor, place: Tensor, logits: Tensor) -> Tensor:
-        """The router alone -> probabilities [N]. `place` [N] int64 >= 1."""
+        """The confidence head alone -> probabilities [N]. `place` [N] int64 >= 1."""
         with self.precision():
-            probability: Tensor = self.router(adapted, scalar_features(logits, place))
+            probability: Tensor = self.confidence(adapted, scalar_features(logits, place))
             return probability

@@ -2,7 +2,7 @@
 
     python -m bench.profile --model DIR [--formats float32 bfloat16 Q8_0 ..] [--tokens 1 4 8 16] [--context 200] [--steps 20]
 
-A step of N tokens is that of N requests by policy full, whose prompts have --context tokens: all go through one deep pass, and one token
+A step of N tokens is that of N requests by policy full, whose prompts have --context tokens: all go through one verify pass, and one token
 of each is chosen and delivered. Medians in ms over --steps steps, and their share of the whole step. What is not a matrix should take at
 most a fifth each; what takes more is marked with !.
 
@@ -31,7 +31,7 @@ from shared.engine import step as step_module
 from shared.engine.engine import Engine
 from shared.engine.request.handle import EngineEvent
 from shared.engine.request.request import GenerationRequest, StoppingParams
-from shared.engine.request.sequence import Sequence as Generating
+from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
 from shared.engine.verification import verify
 from shared.errors import UnsupportedModel
@@ -89,7 +89,7 @@ class StepProfile:
         return timed
 
     def _at_steps(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(decoder: Decoder, batch: Sequence[Generating], *args: Any) -> Any:
+        def noted(decoder: Decoder, batch: Sequence[DecodingSequence], *args: Any) -> Any:
             now_s, layers = time.perf_counter(), profile_layers(True)
             if self._began_s is not None:
                 self._add(now_s - self._began_s, layers)

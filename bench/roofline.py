@@ -5,7 +5,7 @@
 SmolLM2's sizes (D 576, 4,587 draft tokens, V 49,152) and those of an 8B Llama (D 4096, 8,192, V 128,256).
 
 Microseconds with cold caches (`bench.stopwatch`). On a CPU: lower quartiles, because others may be using the machine; before every
-call 64 MB of other memory are read, as a deep pass would, so weights come from memory. On a GPU: medians of calls in a CUDA graph,
+call 64 MB of other memory are read, as a verify pass would, so weights come from memory. On a GPU: medians of calls in a CUDA graph,
 with the L2 cache swept before each. The contenders of a line take turns within each round.
 
 `floor`: all threads read as many bytes as the op must read and write; on a GPU a copy moves them. `GFLOP`: two per product.
@@ -29,9 +29,9 @@ from bench.machine import described
 from bench.plain_draws import PlainDraws
 from bench.stopwatch import Contenders, stopwatch
 from shared import ops
-from shared.ladder.draws import router_weights
+from shared.ladder.confidence_head import HIGHEST, LOWEST, ConfidenceHead
+from shared.ladder.draws import confidence_weights
 from shared.ladder.head_rows import projection
-from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter
 from shared.ops.choices import choose_greedy, choose_sampled
 from shared.ops.exits import draft_top, new_tickets, route
 from shared.ops.library import runs_on
@@ -115,14 +115,14 @@ class Bench:
 
 
 def bench_draws(bench: Bench, width: int) -> None:
-    """Times the draft vocabulary and the router of an exit."""
+    """Times the draft vocabulary and the confidence head of an exit."""
     size, _ = SIZES[width]
-    router = DepthRouter(width).requires_grad_(False)
+    confidence = ConfidenceHead(width).requires_grad_(False)
     rows = torch.randn(size, width) / width**0.5
-    ways = {"PyTorch": PlainDraws(router, projection(rows, None))}
+    ways = {"PyTorch": PlainDraws(confidence, projection(rows, None))}
     if bench.on_gpu:
         ways["PyTorch half"] = ways["PyTorch"].halved(rows)
-    small, weights = rows.half(), router_weights(router)
+    small, weights = rows.half(), confidence_weights(confidence)
     hidden_size = weights.hidden.numel()
     for tokens in bench.tokens:
         adapted = torch.randn(tokens, width)

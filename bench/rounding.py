@@ -21,7 +21,7 @@ from bench.machine import described
 from bench.options import add_prompts, make_parser, parsed
 from bench.prompts import first_turns
 from shared.configured_model import dtype_named
-from shared.engine.drafting.costs import measure_deep, measure_wide
+from shared.engine.drafting.costs import measure_verify, measure_wide
 from shared.engine.engine import Engine
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.load import load_model
@@ -66,8 +66,8 @@ def measured(
     loaded: LoadedModel, windows: Tensor, prompts: list[list[int]], new_tokens: int
 ) -> Side:
     runner = ContiguousRunner(loaded)
-    deep = measure_deep(runner)
-    seconds = dict(enumerate(deep, start=1)) | dict(measure_wide(runner, deep))
+    verify = measure_verify(runner)
+    seconds = dict(enumerate(verify, start=1)) | dict(measure_wide(runner, verify))
     choices, surprise = read(runner, windows)
     with closing(Engine(loaded)) as engine:
         answers = [

@@ -1,4 +1,4 @@
-"""Times ops with cold caches, as in a deep pass: by the clock on a CPU, in CUDA graphs on a GPU.
+"""Times ops with cold caches, as in a verify pass: by the clock on a CPU, in CUDA graphs on a GPU.
 
 Contenders take turns within each round, so that a busy machine slows all of them alike.
 """

@@ -208,7 +208,7 @@ def _statistics(depth: DepthStatistics) -> inference_pb2.DepthStatistics:
         num_accepted=depth.num_accepted,
         num_layer_executions=depth.num_layer_executions,
         mean_layers_per_token=depth.mean_layers_per_token,
-        num_deep_passes=depth.num_deep_passes,
+        num_deep_passes=depth.num_verify_passes,
         num_token_layers=depth.num_token_layers,
         num_relaxed=depth.num_relaxed,
     )

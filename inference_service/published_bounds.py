@@ -27,5 +27,5 @@ def holds_for(risk: PublishedRisk, loaded: LoadedModel) -> bool:
 
 
 def arithmetic(loaded: LoadedModel) -> tuple[str, str, str]:
-    """(dtype of keys and values, dtype of products, type of device), by name."""
+    """(dtype of keys and values, dtype of matmuls, type of device), by name."""
     return dtype_name(loaded.kv_dtype), dtype_name(loaded.compute_dtype), loaded.device.type

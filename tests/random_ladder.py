@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
+from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import Ladder, ModelIdentity
-from shared.ladder.routers import DepthRouter
 from shared.model.loaded import LoadedModel
 
 
@@ -20,9 +20,11 @@ def random_ladder(
     """
     torch.manual_seed(seed)
     width = loaded.hidden_size
-    exits = [LayerExit(d, FusedHead(width, 32), DepthRouter(width, 8), agreement) for d in depths]
+    exits = [
+        LayerExit(d, FusedHead(width, 32), ConfidenceHead(width, 8), agreement) for d in depths
+    ]
     for layer_exit in exits:
-        for parameter in layer_exit.router.parameters():
+        for parameter in layer_exit.confidence.parameters():
             torch.nn.init.normal_(parameter)
     vocabulary = torch.arange(0, loaded.vocabulary_size, 2)
     return Ladder(ModelIdentity.of(loaded), exits=tuple(exits), draft_vocabulary=vocabulary)

@@ -9,7 +9,7 @@ from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.rungs import Draft
 from shared.model.loaded import LoadedModel
-from shared.model.runner import Runner, tap_depths
+from shared.model.runner import Runner, captured_depths
 from shared.ops.chains import ChainStart
 
 # Given all tokens so far (context and drafts), the next draft's (token, probability), or None.
@@ -44,7 +44,7 @@ class ScriptedLadder:
             raise RouterMismatch("another model's")
 
     def bind(self, runner: Runner) -> "ScriptedLadder":
-        self.kept_depths = tap_depths(runner.num_layers) if self.depths else ()
+        self.kept_depths = captured_depths(runner.num_layers) if self.depths else ()
         return self
 
     def prepare(self) -> Iterator[None]:

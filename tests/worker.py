@@ -20,7 +20,7 @@ from inference_service.routers import RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.engine.engine import Engine
 from shared.ladder.ladder import Ladder, ModelIdentity
-from shared.ladder.table_router import SIZES, TableRouter
+from shared.ladder.table_confidence import SIZES, TableConfidence
 from shared.model.loaded import LoadedModel
 from shared.rpc.security import ServerSecurity
 from shared.rpc.serving import RpcServer
@@ -74,7 +74,7 @@ def build_ladder(loaded: LoadedModel, **identity: str) -> Ladder:
     """Suffix lookup that trusts every match; `identity` changes the model it claims to be for."""
     return Ladder(
         model=replace(ModelIdentity.of(loaded), **identity),
-        suffix_router=TableRouter(4.0, [[0.0] * size for size in SIZES]),
+        lookup_confidence=TableConfidence(4.0, [[0.0] * size for size in SIZES]),
     )
 
 

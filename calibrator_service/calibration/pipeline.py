@@ -17,7 +17,7 @@ from calibrator_service.calibration.report.held_out import held_out_report
 from calibrator_service.calibration.report.joint_figures import joint_figures
 from calibrator_service.calibration.report.risk import certified_risks
 from calibrator_service.calibration.report.worth import without_unpaid
-from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.source_record import published_spec, source_record
 from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.calibration.states.training_data import (
@@ -38,13 +38,13 @@ from calibrator_service.calibration.text.stream import (
 from calibrator_service.calibration.text.writer import Writer
 from calibrator_service.calibration.text.writers import Writers
 from calibrator_service.calibration.training.closed_form import seconds_to_solve
+from calibrator_service.calibration.training.confidence import fit_ladder
 from calibrator_service.calibration.training.draft_vocabulary import (
     DraftVocabulary,
     choose_draft_vocabulary,
 )
 from calibrator_service.calibration.training.heads import fit_heads
 from calibrator_service.calibration.training.joint import fit_joint, said_at
-from calibrator_service.calibration.training.routers import fit_ladder
 from shared.errors import InvalidInput
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.blob_names import STATISTICS_BLOB
@@ -120,13 +120,15 @@ def calibrate(
             stack.enter_context(unwinding_on_sigterm())
             scratch = TemporaryDirectory(prefix="neap-calibration-", ignore_cleanup_errors=True)
             work_dir = stack.enter_context(scratch)
-        run = Run(loaded, plan, Path(work_dir), progress, should_stop)
+        run = CalibrationRun(loaded, plan, Path(work_dir), progress, should_stop)
         # A thread of its own, because OpenMP keeps a pool of threads per calling thread (docs/decisions/004).
         return run_in_own_thread(run_phases, run, parent, fleet_of)
 
 
 def run_phases(
-    run: Run, parent: Parent | None = None, fleet_of: Callable[[Writer], Writer] | None = None
+    run: CalibrationRun,
+    parent: Parent | None = None,
+    fleet_of: Callable[[Writer], Writer] | None = None,
 ) -> CalibrationResult:
     """All phases in order, in the calling thread. Raises as `calibrate`."""
     run.report("loading", 0.0)
@@ -153,7 +155,7 @@ def run_phases(
             material = replace(
                 material,
                 moments=statistics.moments,
-                successors=statistics.successors,
+                ngrams=statistics.ngrams,
                 choice_counts=statistics.choice_counts,
             )
         is_used = splitter.has_assigned

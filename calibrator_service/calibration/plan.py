@@ -15,12 +15,12 @@ from shared.ladder.head_rows import head_width
 from shared.ladder.rungs import exit_name
 from shared.model.layer_configs import layer_configs
 from shared.model.loaded import LoadedModel
-from shared.model.runner import tap_depths
+from shared.model.runner import captured_depths
 
 QUICK_BUDGET_S = 150.0
 # Largest artefact with the default rung.
 ARTEFACT_BYTES = 16_000_000
-# The successor table may have these in any case: heads of wide models alone may need more than ARTEFACT_BYTES.
+# The n-gram table may have these in any case: heads of wide models alone may need more than ARTEFACT_BYTES.
 LEAST_TABLE_BYTES = 4_000_000
 DEFAULT_NEW_TOKENS = 128
 DEFAULT_DEPTHS = (0,)
@@ -77,7 +77,7 @@ class Plan:
 
     `left_out`: name -> why, of the exits that the ladder would have by default and does not get.
     `max_tokens` counts tokens learned from: the answers of generated text, all tokens of given text. `table_bytes` bounds the
-    successor table. `trains`: whether training by gradients follows the closed form; `mlp_width`: of the block that it
+    n-gram table. `trains`: whether training by gradients follows the closed form; `mlp_width`: of the block that it
     trains. `max_tokens` and `budget_s` are infinite if they do not bound the calibration.
     """
 
@@ -96,7 +96,7 @@ class Plan:
 
     def captured_depths(self, num_layers: int) -> tuple[int, ...]:
         """The depths below L whose states heads learn from."""
-        return tuple(sorted({*self.depths, *tap_depths(num_layers)})) if self.depths else ()
+        return tuple(sorted({*self.depths, *captured_depths(num_layers)})) if self.depths else ()
 
     @property
     def rows(self) -> int:
@@ -190,7 +190,7 @@ def why_without_exits(loaded: LoadedModel, num_exits: int) -> str:
 
 
 def exit_bytes(spec: CalibrationSpec, hidden_size: int, mlp_width: int) -> int:
-    """Size of the matrices of an exit's head and router in the artefact."""
+    """Size of the matrices of an exit's two heads in the artefact."""
     columns = 6 * hidden_size + 3 * mlp_width
     return 2 * hidden_size * (columns + spec.router_width)
 

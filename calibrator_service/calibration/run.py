@@ -16,7 +16,7 @@ from shared.errors import Cancelled, Corrupt
 from shared.model.loaded import LoadedModel
 
 
-class Run:
+class CalibrationRun:
     """What all phases share. `figures` go out with every report of progress; `seconds` are those of the finished phases.
 
     The time budget counts from the first start: a run that was killed continues with the rest of its budget. Raises `Corrupt` for a

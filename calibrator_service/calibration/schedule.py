@@ -8,7 +8,7 @@ RISK_SHARE = 0.08
 MIN_RISK_PROMPTS = 30
 # Tokens written per prompt of the risk split, in answers' lengths: some prompts are written as well.
 ANSWERS_PER_PROMPT = 1.15
-# Training routers and held-out figures; measuring what exits cost, and packing the router.
+# Training confidence heads and held-out figures; measuring what exits cost, and packing the router.
 ROUTERS_SHARE, REPORT_SHARE = 0.02, 0.04
 # Training heads by gradients, where that is done.
 TRAINING_SHARE = 0.28

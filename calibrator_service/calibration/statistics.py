@@ -15,13 +15,13 @@ from torch import Tensor
 from calibrator_service.calibration.states.moments import Moments, MomentsLayout
 from calibrator_service.calibration.states.training_data import TrainingData
 from shared.errors import Corrupt, PreconditionFailed, RouterMismatch
+from shared.ladder.ngram_builder import NgramTableBuilder
 from shared.ladder.rungs import exit_name
-from shared.ladder.successor_builder import SuccessorBuilder
 from shared.model.loaded import LoadedModel
 from shared.tensor_parts import take_part
 
 FORMAT = 1
-# Upper limit of the file. A model of hidden size 1,536 needs 210 MB for each exit and up to 80 MB for the counts of successors.
+# Upper limit of the file. A model of hidden size 1,536 needs 210 MB for each exit and up to 80 MB for the counts of n-grams.
 MAX_BYTES = 1 << 30
 _HEADER = "neap"
 
@@ -38,7 +38,7 @@ class Statistics:
     fingerprint: str
     tokenizer: str
     moments: Mapping[int, Moments]
-    successors: SuccessorBuilder
+    ngrams: NgramTableBuilder
     choice_counts: Tensor
     num_tokens: float
     learned: Tensor
@@ -53,7 +53,7 @@ class Statistics:
             loaded.fingerprint,
             tokenizer_digest(loaded),
             material.moments,
-            material.successors,
+            material.ngrams,
             material.choice_counts.double(),
             float(material.num_tokens["heads"]),
             torch.tensor(sorted(learned), dtype=torch.long),
@@ -70,14 +70,14 @@ class Statistics:
             total.merge(own)
             total.merge(_moments_at(parent, depth), share)
             moments[depth] = total
-        successors = SuccessorBuilder()
-        successors.add_counts(self.successors)
-        successors.add_counts(parent.successors, share)
+        ngrams = NgramTableBuilder()
+        ngrams.add_counts(self.ngrams)
+        ngrams.add_counts(parent.ngrams, share)
         return Statistics(
             self.fingerprint,
             self.tokenizer,
             moments,
-            successors,
+            ngrams,
             self.choice_counts + share * parent.choice_counts,
             self.num_tokens + share * parent.num_tokens,
             torch.cat([self.learned, parent.learned]).unique(),
@@ -110,7 +110,7 @@ class Statistics:
         for depth, moments in self.moments.items():
             for name, tensor in moments.to_tensors().items():
                 tensors[f"{exit_name(depth)}.{name}"] = tensor.contiguous()
-        for name, tensor in self.successors.to_tensors().items():
+        for name, tensor in self.ngrams.to_tensors().items():
             tensors[f"successors.{name}"] = tensor
         if sum(tensor.nbytes for tensor in tensors.values()) > MAX_BYTES:
             return None
@@ -160,7 +160,7 @@ def _statistics(header: Mapping[str, Any], tensors: dict[str, Tensor]) -> Statis
         if hidden_size < 1 or own["targets"].shape != (layout.width, 2 * hidden_size):
             raise Corrupt("the statistics of an exit have not the shapes of their layout")
         moments[depth] = Moments.from_tensors(own, layout)
-    successors = SuccessorBuilder.from_tensors(take_part(tensors, "successors"), len(choice_counts))
+    ngrams = NgramTableBuilder.from_tensors(take_part(tensors, "successors"), len(choice_counts))
     numbers = torch.tensor([header["num_tokens"], header["generation"]], dtype=torch.float64)
     if (
         tensors
@@ -175,7 +175,7 @@ def _statistics(header: Mapping[str, Any], tensors: dict[str, Tensor]) -> Statis
         str(header["fingerprint"]),
         str(header["tokenizer"]),
         moments,
-        successors,
+        ngrams,
         choice_counts,
         float(header["num_tokens"]),
         learned,

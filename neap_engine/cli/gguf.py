@@ -14,12 +14,12 @@ def convert(source: Path, target: Path) -> None:
 
     from shared.model.weights.gguf import gguf_replacements
     from shared.model.weights.lazy import realise
-    from shared.model.weights.reading import Checkpoint, replaced
+    from shared.model.weights.reading import CheckpointFiles, replaced
 
     quiet: Any = transformers.logging
     quiet.disable_progress_bar()
     # Any: the class declares its attributes as modules, but those set below are not.
-    with Checkpoint(torch.float32) as checkpoint, replaced(gguf_replacements(checkpoint)):
+    with CheckpointFiles(torch.float32) as checkpoint, replaced(gguf_replacements(checkpoint)):
         model: Any = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=torch.float32
         )

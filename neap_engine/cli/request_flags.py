@@ -44,7 +44,7 @@ def request_options(
         typer.Option(
             "--max-drafts",
             min=0,
-            help="With --policy exact: maximum number of drafts per deep pass. "
+            help="With --policy exact: maximum number of drafts per verify pass. "
             "0 means that the worker chooses.",
         ),
     ] = 0,

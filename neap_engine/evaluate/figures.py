@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from neap_engine.evaluate.sides import Run
+from neap_engine.evaluate.sides import TimedAnswer
 from neap_engine.evaluate.transformers_sides import Score
 
 RESAMPLES = 4000
@@ -21,7 +21,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 class Answer:
     """`is_right`: whether the answer ends with the number that is expected; None if none is."""
 
-    run: Run
+    run: TimedAnswer
     score: Score
     is_right: bool | None
 

@@ -16,7 +16,7 @@ from shared.rpc.logs import configure_logging
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedAnswer:
     """One answer. `decode_s`: seconds after the first step to the last token, for all tokens but the `num_first` of the first step.
     `total_s`: with prefill. `layer_executions`: of decoding."""
 
@@ -26,7 +26,7 @@ class Run:
     layer_executions: int = 0
     drafted: int = 0
     accepted: int = 0
-    deep_passes: int = 0
+    verify_passes: int = 0
     relaxed: int = 0
     num_first: int = 1
 
@@ -40,13 +40,13 @@ class Run:
 
 
 # Answers a prompt of token ids.
-Side = Callable[[list[int]], Run]
+Side = Callable[[list[int]], TimedAnswer]
 
 
 def neap(engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens: int) -> Side:
     """A `Side` that answers with the engine, greedily."""
 
-    def run(ids: list[int]) -> Run:
+    def run(ids: list[int]) -> TimedAnswer:
         request = GenerationRequest(
             tuple(ids), stopping=StoppingParams(max_tokens=max_tokens), policy=policy
         )
@@ -57,14 +57,14 @@ def neap(engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens:
                 tokens += [token.token_id for token in event.tokens]
             else:
                 depth = event.depth
-                return Run(
+                return TimedAnswer(
                     tuple(tokens),
                     event.decode_s,
                     time.perf_counter() - start,
                     depth.num_layer_executions,
                     depth.num_drafted,
                     depth.num_accepted,
-                    depth.num_deep_passes,
+                    depth.num_verify_passes,
                     depth.num_relaxed,
                 )
         raise AssertionError("the generation ended without a result")

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from neap_engine.evaluate.sides import Run
+from neap_engine.evaluate.sides import TimedAnswer
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 
@@ -89,8 +89,8 @@ class TransformersSides:
         for layer in loaded.parts.layers:
             layer.register_forward_pre_hook(self._count)
 
-    def __call__(self, task: tuple[str, list[int], list[int]]) -> Run | Score:
-        """`task`: (side, prompt, []) gives a `Run`, ("score", prompt, answer) a `Score`."""
+    def __call__(self, task: tuple[str, list[int], list[int]]) -> TimedAnswer | Score:
+        """`task`: (side, prompt, []) gives a `TimedAnswer`, ("score", prompt, answer) a `Score`."""
         name, prompt, answer = task
         if name == "score":
             return self.score(prompt, answer)
@@ -109,7 +109,7 @@ class TransformersSides:
     def _count(self, *_: object) -> None:
         self._num_calls += 1
 
-    def _answer(self, prompt: list[int], **options: Any) -> Run:
+    def _answer(self, prompt: list[int], **options: Any) -> TimedAnswer:
         before_decoding = 0
 
         def on_step(steps: int) -> None:
@@ -119,7 +119,7 @@ class TransformersSides:
 
         clock, start_s = Clock(on_step), time.perf_counter()
         new = generate(self._model, [prompt], self._max_tokens, streamer=clock, **options)
-        return Run(
+        return TimedAnswer(
             tuple(new[0].tolist()),
             clock.times[-1] - clock.times[1],
             time.perf_counter() - start_s,

@@ -30,7 +30,7 @@ from neap_engine.gateway.exchange import Exchange
 from neap_engine.gateway.merging import merged
 from neap_engine.gateway.metrics import GatewayMetrics
 from neap_engine.gateway.parsing import BodyParser
-from neap_engine.gateway.requests import Generation
+from neap_engine.gateway.requests import RequestedGeneration
 from neap_engine.gateway.shares import Shares
 from neap_engine.gateway.workers import SERVICE_NAME
 from shared.errors import InvalidInput, NeapError, Unavailable
@@ -188,7 +188,7 @@ class Gateway:
             await self._answer(exchange, generation, token, started_s)
 
     async def _answer(
-        self, exchange: Exchange, generation: Generation, token: Metadata, started_s: float
+        self, exchange: Exchange, generation: RequestedGeneration, token: Metadata, started_s: float
     ) -> None:
         is_chat, calls = generation.is_chat, generation.calls()
         exchange.log_fields.update(generation.log_fields, model_id=generation.model[:128])

@@ -3,7 +3,7 @@
 import asyncio
 from weakref import WeakValueDictionary
 
-from neap_engine.gateway.requests import Generation, parse_generation
+from neap_engine.gateway.requests import RequestedGeneration, parse_generation
 from shared.blocking import BlockingPool
 from shared.errors import NeapError
 
@@ -19,7 +19,7 @@ class BodyParser:
         self._pool = BlockingPool(1, name="gateway-parser")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def parse(self, client: str, body: bytes, *, is_chat: bool) -> Generation:
+    async def parse(self, client: str, body: bytes, *, is_chat: bool) -> RequestedGeneration:
         """Raises as `parse_generation` does."""
         if len(body) <= INLINE_BYTES:
             return parse_generation(body, is_chat=is_chat, max_choices=self._max_choices)
@@ -32,7 +32,7 @@ class BodyParser:
             raise parsed
         return parsed
 
-    def _parse(self, body: bytes, is_chat: bool) -> Generation | NeapError:
+    def _parse(self, body: bytes, is_chat: bool) -> RequestedGeneration | NeapError:
         try:
             return parse_generation(body, is_chat=is_chat, max_choices=self._max_choices)
         except NeapError as error:

@@ -22,7 +22,7 @@ SAMPLING = {field.name for field in pb.Sampling.DESCRIPTOR.fields} - {"seed"}
 
 
 @dataclass(frozen=True)
-class Generation:
+class RequestedGeneration:
     """What a request asks for. `prompts` are serialized messages GenerateRequest, each of which is called `num_choices` times."""
 
     model: str
@@ -48,7 +48,7 @@ class Generation:
         return [prompt + seed for prompt in self.prompts for seed in seeds]
 
 
-def parse_generation(body: bytes, *, is_chat: bool, max_choices: int) -> Generation:
+def parse_generation(body: bytes, *, is_chat: bool, max_choices: int) -> RequestedGeneration:
     """Parse and check a body. Raises InvalidInput: BAD_JSON, UNKNOWN_FIELD, UNSUPPORTED_FIELD, INVALID_INPUT, TOO_MANY_CHOICES."""
     fields = parse_object(body)
     prompts: list[pb.GenerateRequest]
@@ -74,7 +74,7 @@ def parse_generation(body: bytes, *, is_chat: bool, max_choices: int) -> Generat
         prompt.MergeFrom(shared_part)
     options = request.stream_options
     user = request.safety_identifier or request.user
-    return Generation(
+    return RequestedGeneration(
         model=request.model,
         is_chat=is_chat,
         is_stream=bool(request.stream),

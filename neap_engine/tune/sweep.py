@@ -72,7 +72,7 @@ class Sweep:
             self._bound(policy),
             answer.token_ids,
             answer.finished.decode_s,
-            answer.stats.num_deep_passes,
+            answer.stats.num_verify_passes,
         )
 
     def _bound(self, policy: DepthPolicy) -> float | None:

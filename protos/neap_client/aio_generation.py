@@ -8,13 +8,13 @@ import grpc
 import grpc.aio
 
 from neap_client.errors import NeapError
-from neap_client.generation import Generation
+from neap_client.generation import GenerationCalls
 from neap_client.inference.v1.inference_pb2 import GenerateResponse
 from neap_client.retry import repeat_async
 from neap_client.status import from_rpc_error
 
 
-class AsyncGenerationStream(Generation, AsyncIterator[GenerateResponse]):
+class AsyncGenerationStream(GenerationCalls, AsyncIterator[GenerateResponse]):
     """Iterates asynchronously over Started, token chunks and Finished, with the rules of GenerationStream.
 
     Only one task may iterate. Cancelling that task cancels the call; so does leaving an `async with` block of the stream.

@@ -53,7 +53,7 @@ class Answer:
         return self.finished.depth
 
 
-class Generation:
+class GenerationCalls:
     """What the streams of both clients know of their generation. `num_attempts` counts the calls made so far. `resumptions`: the Started of each
     call that resumed the answer; its `num_resumed_tokens` says where, `continued_inexactly` whether later tokens may differ."""
 
@@ -195,7 +195,7 @@ class Generation:
         return added
 
 
-class GenerationStream(Generation, Iterator[GenerateResponse]):
+class GenerationStream(GenerationCalls, Iterator[GenerateResponse]):
     """Iterates over Started, token chunks and Finished. Raises NeapError as the service raised it.
 
     A call that fails with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a retry delay, is repeated as long as no chunk has arrived. Started is

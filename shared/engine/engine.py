@@ -19,7 +19,7 @@ from shared.engine.quality.shadow import Shadow
 from shared.engine.request.admission import Admission
 from shared.engine.request.answer import Answer
 from shared.engine.request.handle import GenerationHandle, OnEvent, OnStates
-from shared.engine.request.job import Job
+from shared.engine.request.job import EngineJob
 from shared.engine.request.options import RequestOptions, request_of
 from shared.engine.request.prompt import Prompt
 from shared.engine.request.request import (
@@ -32,7 +32,7 @@ from shared.engine.scheduler import Scheduler, SchedulerLimits
 from shared.engine.step import Decoder
 from shared.errors import InvalidInput, Unavailable
 from shared.ladder.ladder import Ladder
-from shared.ladder.learned_successors import LearnedSuccessors
+from shared.ladder.learned_ngrams import LearnedNgrams
 from shared.model.loaded import LoadedModel
 from shared.model.numerics import Numerics, numerics_of
 from shared.model.own_thread import run_in_own_thread
@@ -119,7 +119,7 @@ class Engine:
             if prefix_cache_bytes is None:
                 prefix_cache_bytes = int(PREFIX_SHARE * kv_budget_bytes)
             token_bytes = run_in_own_thread(kv_token_bytes, runner)
-            learned = LearnedSuccessors(learned_bytes) if learned_bytes else None
+            learned = LearnedNgrams(learned_bytes) if learned_bytes else None
             prefixes = Prefixes(prefix_cache_bytes // token_bytes, runner.regimes)
             self._decoder = Decoder(runner, prefixes, learned)
             self._admission = Admission(
@@ -266,7 +266,7 @@ class Engine:
         ladder = ladder or self._ladder
         self._admission.check(request, ladder, lambda: self._num_cached(request.given_key))
         _ = request.given_key  # this and the answer are made here, not on the engine's thread
-        job = Job(
+        job = EngineJob(
             request,
             None if request.policy.name == "full" else ladder,
             self._admission.num_kv_tokens(request),

@@ -18,8 +18,8 @@ from shared.engine.model_claim import ModelClaim
 from shared.engine.quality.shadow import Shadow
 from shared.engine.request.admission import Admission
 from shared.engine.request.handle import EngineEvent
-from shared.engine.request.job import Job
-from shared.engine.request.sequence import Sequence
+from shared.engine.request.job import EngineJob
+from shared.engine.request.sequence import DecodingSequence
 from shared.engine.scheduler import Scheduler
 from shared.engine.step import Decoder
 from shared.errors import Cancelled, DeadlineExceeded, NeapError, Unavailable
@@ -46,7 +46,7 @@ class EngineLoop:
         shadow: Shadow,
         admission: Admission,
         ladders: LadderCache,
-        scheduler: Scheduler[Job],
+        scheduler: Scheduler[EngineJob],
         *,
         ladder: Ladder | None,
         claim: ModelClaim,
@@ -225,7 +225,7 @@ class EngineLoop:
             self._shadow.run_slice(num_free_tokens)
         self._ladders.evict_unused()
 
-    def _put_back(self, job: Job) -> None:
+    def _put_back(self, job: EngineJob) -> None:
         job.count_put_back()
         if job.sequence is None:
             return
@@ -236,7 +236,7 @@ class EngineLoop:
             job.sequence = None
             self._remove_and_end(job, failure_of(error))
 
-    def _is_started(self, job: Job) -> bool:
+    def _is_started(self, job: EngineJob) -> bool:
         """Whether the job can be stepped. Starts it if its ladder is bound. Otherwise the ladder is bound in the background."""
         if job.sequence is not None and job.sequence.has_cache:
             return True
@@ -263,7 +263,7 @@ class EngineLoop:
             return False
         return True
 
-    def _bind_in_background(self, job: Job) -> None:
+    def _bind_in_background(self, job: EngineJob) -> None:
         """Raises why the ladder could not be bound, if that has been tried."""
         assert job.ladder is not None
         assert self.costs is not None
@@ -274,7 +274,7 @@ class EngineLoop:
                 slices = self._ladders.prepare(job.ladder, self.costs, self_tests=False)
                 job.awaited = self.background.add(slices)
 
-    def _step(self, jobs: list[Job]) -> None:
+    def _step(self, jobs: list[EngineJob]) -> None:
         """One decode step for all of `jobs`. Those that are complete or have failed leave."""
         assert self.costs is not None
         try:
@@ -302,7 +302,7 @@ class EngineLoop:
         if has_failures:
             self._decoder.check_model()
 
-    def _finish(self, job: Job, sequence: Sequence) -> None:
+    def _finish(self, job: EngineJob, sequence: DecodingSequence) -> None:
         try:
             finished = sequence.finished()
         except Exception as error:
@@ -316,12 +316,12 @@ class EngineLoop:
             logger.exception("an answer could not be offered for a shadow check")
         self._remove_and_end(job, None)
 
-    def _remove_and_end(self, job: Job, error: NeapError | None) -> None:
+    def _remove_and_end(self, job: EngineJob, error: NeapError | None) -> None:
         with self.lock:
             self.scheduler.remove(job)
         self._end(job, error)
 
-    def _end(self, job: Job, error: NeapError | None) -> None:
+    def _end(self, job: EngineJob, error: NeapError | None) -> None:
         """Tells the caller that `job` has ended, and keeps its cache for reuse."""
         if job.awaited is not None:
             job.awaited.cancel()
@@ -336,7 +336,7 @@ class EngineLoop:
         self._deliver(job, None)
 
     @staticmethod
-    def _deliver(job: Job, event: EngineEvent) -> None:
+    def _deliver(job: EngineJob, event: EngineEvent) -> None:
         try:
             job.deliver(event)
         except BaseException:  # a caller's callback must not stop the engine

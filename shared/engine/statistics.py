@@ -3,8 +3,7 @@
 import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
-from collections.abc import Sequence as Rows
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from shared.engine.request.request import GenerationRequest, TokenChunk
@@ -48,7 +47,7 @@ class Distribution:
         self.sum += value * times
 
 
-class Progress(NamedTuple):
+class CountedProgress(NamedTuple):
     """What of a sequence has been counted already, or elsewhere. `delivered_s`: time of its last tokens, in `time.monotonic()` seconds; 0
     before the first."""
 
@@ -60,7 +59,7 @@ class Progress(NamedTuple):
 class CountedSequence(Protocol):
     """What the statistics read of a sequence; `counted` is theirs to set."""
 
-    counted: Progress
+    counted: CountedProgress
     num_layer_executions: int
     num_cached: int
     failure: NeapError | None
@@ -76,7 +75,7 @@ class DepthCounts:
 
     A layer execution is one call of one decoder layer for one request while decoding, with any number of its tokens. A pass that
     several requests share counts for each of them. Decoding without drafts takes `num_layers` executions per token. If a step of a
-    request takes fewer for the tokens that it gives, the difference is saved; if it takes more (because the deep pass rejected
+    request takes fewer for the tokens that it gives, the difference is saved; if it takes more (because the verify pass rejected
     drafts of layer exits), the difference is extra: executions = num_layers * tokens - saved + extra. The first token of a request
     comes from the prompt's pass and is in none of these figures.
     """
@@ -92,13 +91,13 @@ class DepthCounts:
         self.accepted: Counter[str] = Counter()
         self.exits: Counter[str] = Counter()
 
-    def count_drafts(self, drafts: Rows[Draft], num_accepted: int) -> None:
+    def count_drafts(self, drafts: Sequence[Draft], num_accepted: int) -> None:
         """Counts the drafts of one chain, in order. The first `num_accepted` of them became final."""
         for index, draft in enumerate(drafts):
             self.drafted[draft.rung] += 1
             self.accepted[draft.rung] += index < num_accepted
 
-    def count_tokens(self, num_tokens: int, chunks: Rows[TokenChunk]) -> None:
+    def count_tokens(self, num_tokens: int, chunks: Sequence[TokenChunk]) -> None:
         """Counts the tokens of one request from one step."""
         self.num_generated_tokens += num_tokens
         for chunk in chunks:
@@ -128,7 +127,7 @@ class EngineStatistics(DepthCounts):
         self.step_s = Distribution(STEP_BOUNDS_S)
         self.step_sequences = Distribution(BATCH_BOUNDS)
 
-    def record_drafts(self, drafts: Rows[Draft], num_accepted: int, version: int = 0) -> None:
+    def record_drafts(self, drafts: Sequence[Draft], num_accepted: int, version: int = 0) -> None:
         """See `count_drafts`."""
         for counts in self._counts(version):
             counts.count_drafts(drafts, num_accepted)
@@ -145,7 +144,10 @@ class EngineStatistics(DepthCounts):
         return self, own
 
     def record_step(
-        self, seconds: float, sequences: Rows[CountedSequence], results: Rows[Rows[TokenChunk]]
+        self,
+        seconds: float,
+        sequences: Sequence[CountedSequence],
+        results: Sequence[Sequence[TokenChunk]],
     ) -> None:
         """Counts a step of `sequences` that took `seconds`. `results` are the chunks that each of them got."""
         now = time.monotonic()
@@ -170,4 +172,6 @@ class EngineStatistics(DepthCounts):
             else:
                 self.num_prompt_tokens += len(sequence.request.given_ids)
                 self.num_cached_prompt_tokens += sequence.num_cached
-            sequence.counted = Progress(sequence.num_generated, sequence.num_layer_executions, now)
+            sequence.counted = CountedProgress(
+                sequence.num_generated, sequence.num_layer_executions, now
+            )

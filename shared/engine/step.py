@@ -2,8 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -24,10 +23,10 @@ from shared.engine.request.answer import Answer
 from shared.engine.request.handle import OnStates
 from shared.engine.request.prefill_rate import PrefillRate
 from shared.engine.request.request import GeneratedToken, GenerationRequest, TokenChunk
-from shared.engine.request.sequence import Sequence
+from shared.engine.request.sequence import DecodingSequence
 from shared.engine.statistics import EngineStatistics
 from shared.engine.verification import Verdict, verify
-from shared.ladder.learned_successors import LearnedSuccessors
+from shared.ladder.learned_ngrams import LearnedNgrams
 from shared.model.cache import KVCache
 from shared.model.runner import Runner
 
@@ -49,7 +48,7 @@ def prefill_budget(num_reading: int, num_decoding: int) -> int:
     return MIN_PREFILL_TOKENS + round((MAX_PREFILL_TOKENS - MIN_PREFILL_TOKENS) * share)
 
 
-def verify_parts(logits: Tensor, parts: Rows[Speculation]) -> list[Verdict]:
+def verify_parts(logits: Tensor, parts: Sequence[Speculation]) -> list[Verdict]:
     """The verdict on each part, branches included. logits [T, V]: the rows of all parts, part after part. See `verify`."""
     trials = [part.trials() for part in parts]
     wanted = [
@@ -70,7 +69,7 @@ class Decoder:
         self,
         runner: Runner,
         prefixes: Prefixes | None = None,
-        learned: LearnedSuccessors | None = None,
+        learned: LearnedNgrams | None = None,
     ) -> None:
         self.runner = runner
         self.prefixes = prefixes or Prefixes(0)
@@ -86,7 +85,7 @@ class Decoder:
         on_states: OnStates | None = None,
         submitted_s: float | None = None,
         answer: Answer | None = None,
-    ) -> Sequence:
+    ) -> DecodingSequence:
         """Creates the sequence of a checked request and allocates its KV cache. Runs no layer.
 
         `on_states` as in `GenerationHandle`. `submitted_s`: since when it waits, in `time.monotonic()` seconds; None: since now.
@@ -97,7 +96,7 @@ class Decoder:
         # Under relaxed, drafts may be final. The published bounds know none of this table, and it may learn the full model's choices only.
         if self.learned is not None and request.policy.name == "exact":
             learned = self.learned.of(request.client)
-        return Sequence(
+        return DecodingSequence(
             request,
             loaded,
             drafter,
@@ -109,13 +108,13 @@ class Decoder:
             submitted_s,
         )
 
-    def put_back(self, sequence: Sequence) -> None:
+    def put_back(self, sequence: DecodingSequence) -> None:
         """Takes a sequence's keys and values away, until `readmit`. They are kept for reuse as those of ended sequences are."""
         self.prefixes.insert(sequence)
         sequence.give_up_cache(self.runner.new_cache(0))
         self.statistics.num_put_back += 1
 
-    def readmit(self, sequence: Sequence) -> None:
+    def readmit(self, sequence: DecodingSequence) -> None:
         """Lets a sequence go on that was put back. Raises as `admit` does."""
         sequence.cache = self._new_cache(sequence.request)
 
@@ -125,10 +124,12 @@ class Decoder:
         self.runner.reserve(cache)
         return cache
 
-    def step(self, sequences: Rows[Sequence], costs: PassCosts) -> list[list[TokenChunk]]:
+    def step(
+        self, sequences: Sequence[DecodingSequence], costs: PassCosts
+    ) -> list[list[TokenChunk]]:
         """One piece of the prompt, or one verified chain of drafts, for each sequence. Returns the chunks that became final, per sequence.
 
-        One deep pass serves all sequences if the model supports ragged batches; otherwise each has its own. A sequence that fails
+        One verify pass serves all sequences if the model supports ragged batches; otherwise each has its own. A sequence that fails
         has a `failure` afterwards: alone if the work was its own, with all that shared a pass if the pass failed. The tokens of the
         other sequences do not change.
         """
@@ -147,9 +148,12 @@ class Decoder:
         return results
 
     def _step(
-        self, batch: Rows[Sequence], running: Rows[Sequence], costs: PassCosts
+        self,
+        batch: Sequence[DecodingSequence],
+        running: Sequence[DecodingSequence],
+        costs: PassCosts,
     ) -> list[list[TokenChunk]]:
-        """A step of the sequences that share a deep pass. `running`: all running sequences, which may share their prefixes."""
+        """A step of the sequences that share a verify pass. `running`: all running sequences, which may share their prefixes."""
         start_s = time.perf_counter()
         decoding = [sequence for sequence in batch if not sequence.is_reading]
         reading = [sequence for sequence in batch if sequence.is_reading]
@@ -178,7 +182,10 @@ class Decoder:
     # Prefill.
 
     def _prefill(
-        self, reading: Rows[Sequence], running: Rows[Sequence], num_decoding: int
+        self,
+        reading: Sequence[DecodingSequence],
+        running: Sequence[DecodingSequence],
+        num_decoding: int,
     ) -> list[Speculation]:
         """The next pieces of prompts, first come, first served, within the token budget of a step."""
         budget, copies = prefill_budget(len(reading), num_decoding), MAX_COPIED_TOKENS
@@ -197,9 +204,9 @@ class Decoder:
 
     def _prefill_piece(
         self,
-        sequence: Sequence,
-        running: Rows[Sequence],
-        others: Rows[Sequence],
+        sequence: DecodingSequence,
+        running: Sequence[DecodingSequence],
+        others: Sequence[DecodingSequence],
         budget: int,
         copies: int,
     ) -> Speculation | None:
@@ -227,7 +234,7 @@ class Decoder:
 
     # Draft.
 
-    def _draft(self, decoding: Rows[Sequence], *, drafts: bool) -> list[Speculation]:
+    def _draft(self, decoding: Sequence[DecodingSequence], *, drafts: bool) -> list[Speculation]:
         """Each sequence's last token and the drafts after it; sequences that want the same exit share its pass."""
         drafted = draft_chains(decoding, len(decoding), drafts=drafts)
         return [one for one in drafted if one.sequence.failure is None]
@@ -235,7 +242,7 @@ class Decoder:
     # Plan.
 
     def _plan(
-        self, drafted: Rows[Speculation], prefills: Rows[Speculation], costs: PassCosts
+        self, drafted: Sequence[Speculation], prefills: Sequence[Speculation], costs: PassCosts
     ) -> None:
         """Truncates each trunk and branch to what its verification is expected to pay for."""
         trees = best_trees(
@@ -251,8 +258,8 @@ class Decoder:
         for part, tree in zip(drafted, trees, strict=True):
             part.prune(tree)
 
-    def _commit_final(self, drafted: Rows[Speculation]) -> list[Speculation]:
-        """Commits the drafts that need no verification (policy relaxed). Returns the parts that still need the deep pass."""
+    def _commit_final(self, drafted: Sequence[Speculation]) -> list[Speculation]:
+        """Commits the drafts that need no verification (policy relaxed). Returns the parts that still need the verify pass."""
         return [part for part in drafted if attempt(part.sequence, self._emit_final, part)]
 
     def _emit_final(self, part: Speculation) -> bool:
@@ -262,18 +269,18 @@ class Decoder:
         sequence.num_drafted += len(part.tokens) - 1
         sequence.num_accepted += len(final)
         self.statistics.record_drafts(final, len(final), sequence.request.router_version)
-        if sequence.is_finished:  # there will be no deep pass that counts these layers
+        if sequence.is_finished:  # there will be no verify pass that counts these layers
             sequence.count_layers(part.num_layer_executions, part.num_token_layers)
         return not sequence.is_finished
 
     # Verify and commit.
 
-    def _verify_and_commit(self, parts: Rows[Speculation]) -> None:
-        """Runs the deep pass over all chains, verifies their drafts, and commits what the full model confirms."""
+    def _verify_and_commit(self, parts: Sequence[Speculation]) -> None:
+        """Runs the verify pass over all chains, verifies their drafts, and commits what the full model accepts."""
         if not parts:
             return
         try:
-            logits = self._deep_pass(parts)
+            logits = self._verify_pass(parts)
         except Exception as error:
             failed = [part.sequence for part in parts]
             fail_all(failed, error, "a pass failed that was shared by")
@@ -285,10 +292,10 @@ class Decoder:
             if part.sequence.failure is None:
                 attempt(part.sequence, self._commit, part, verdicts.get(id(part)))
 
-    def _deep_pass(self, parts: Rows[Speculation]) -> Tensor | None:
+    def _verify_pass(self, parts: Sequence[Speculation]) -> Tensor | None:
         """Takes all tokens through all layers. Returns the logits [N, V] that the parts need, part after part; None if none does."""
         states = settle(parts, self.runner)
-        own: Rows[Tensor] = states.split_with_sizes([len(part.tokens) for part in parts])
+        own: Sequence[Tensor] = states.split_with_sizes([len(part.tokens) for part in parts])
         wanted = [
             rows[len(rows) - part.num_logits :]
             for part, rows in zip(parts, own, strict=True)
@@ -296,7 +303,9 @@ class Decoder:
         ]
         return self.runner.logits(torch.cat(wanted)) if wanted else None
 
-    def _verify(self, logits: Tensor | None, parts: Rows[Speculation]) -> Rows[Verdict | None]:
+    def _verify(
+        self, logits: Tensor | None, parts: Sequence[Speculation]
+    ) -> Sequence[Verdict | None]:
         """Verifies all parts together, which reads the device once. If that fails, each alone, so that only the culprits fail."""
         if logits is None:
             return []
@@ -315,9 +324,9 @@ class Decoder:
         return verdict
 
     def _keep_branches(
-        self, parts: Rows[Speculation], verdicts: Mapping[int, Verdict | None]
+        self, parts: Sequence[Speculation], verdicts: Mapping[int, Verdict | None]
     ) -> None:
-        """Moves the keys and values of confirmed branches to their positions, those of all parts together."""
+        """Moves the keys and values of accepted branches to their positions, those of all parts together."""
         moves = [
             (part.sequence, move)
             for part in parts
@@ -337,10 +346,10 @@ class Decoder:
         if not part.is_prefill:
             assert verdict is not None
             sequence.count_layers(part.num_layer_executions, part.num_token_layers)
-            sequence.num_deep_passes += 1
+            sequence.num_verify_passes += 1
             sequence.num_accepted += len(verdict.tokens) - 1
             sequence.num_relaxed += verdict.num_relaxed
-            tested = part.said[part.num_final :][: verdict.num_confirmed + 1]
+            tested = part.said[part.num_final :][: verdict.num_accepted + 1]
             for said, token in zip(tested, verdict.tokens, strict=False):
                 sequence.confidence.record(said, token)
             self._record_drafts(part, verdict)
@@ -361,14 +370,14 @@ class Decoder:
 
     def _record_drafts(self, part: Speculation, verdict: Verdict) -> None:
         version = part.sequence.request.router_version
-        self.statistics.record_drafts(part.drafts[part.num_final :], verdict.num_confirmed, version)
+        self.statistics.record_drafts(part.drafts[part.num_final :], verdict.num_accepted, version)
         for number, branch in enumerate(part.branches):
             num_accepted = verdict.num_in_branch if number == verdict.branch else 0
             self.statistics.record_drafts(branch.drafts, num_accepted, version)
 
     def _tokens(self, part: Speculation, verdict: Verdict) -> list[GeneratedToken]:
-        """The drafts that were confirmed, with the exits that made them, and the token that the full model chose after them."""
-        exits = [(draft.depth, draft.rung) for draft in part.confirmed(verdict)]
+        """The drafts that were accepted, with the exits that made them, and the token that the full model chose after them."""
+        exits = [(draft.depth, draft.rung) for draft in part.accepted(verdict)]
         exits.append((self.runner.num_layers, FULL))
         tokens = [
             GeneratedToken(token, depth, rung)

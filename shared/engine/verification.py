@@ -1,4 +1,4 @@
-"""Verifies drafts: which of them the full model confirms."""
+"""Verifies drafts: which of them the full model accepts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.request.logprobs import Logprobs, logprobs, logprobs_from_row
-from shared.model.choosing import choose, num_confirmed, within_margins
+from shared.model.choosing import choose, num_accepted, within_margins
 from shared.model.distribution import reads_without_sync
 from shared.model.sampling import Trial
 from shared.ops.choices import NO_TOKEN
@@ -16,9 +16,9 @@ from shared.ops.choices import NO_TOKEN
 
 @dataclass(frozen=True)
 class Verdict:
-    """`tokens`: the confirmed drafts and the token that the full model chooses after them, NO_TOKEN if it has none. `logprobs`: of these tokens, if asked for.
-    `num_relaxed`: how many of the drafts were confirmed by the request's margin alone, where the full model chose another token.
-    `branch`: the number of the branch whose first `num_in_branch` drafts are the last confirmed ones, if there is one.
+    """`tokens`: the accepted drafts and the token that the full model chooses after them, NO_TOKEN if it has none. `logprobs`: of these tokens, if asked for.
+    `num_relaxed`: how many of the drafts were accepted by the request's margin alone, where the full model chose another token.
+    `branch`: the number of the branch whose first `num_in_branch` drafts are the last accepted ones, if there is one.
     """
 
     tokens: list[int]
@@ -33,18 +33,18 @@ class Verdict:
         return self.tokens[-1] != NO_TOKEN
 
     @property
-    def num_confirmed(self) -> int:
-        """Confirmed drafts of the trunk, without those of a branch."""
+    def num_accepted(self) -> int:
+        """Accepted drafts of the trunk, without those of a branch."""
         return len(self.tokens) - 1 - self.num_in_branch
 
     def with_branch(self, number: int, after: "Verdict") -> "Verdict":
-        """The verdict where the first draft of this branch is the token that the full model chose after the trunk's confirmed ones. `after`:
+        """The verdict where the first draft of this branch is the token that the full model chose after the trunk's accepted ones. `after`:
         the verdict on the rest of the branch."""
         scores = None
         if self.logprobs is not None and after.logprobs is not None:
             scores = self.logprobs + after.logprobs
         return Verdict(
-            self.tokens + after.tokens, scores, self.num_relaxed, number, 1 + after.num_confirmed
+            self.tokens + after.tokens, scores, self.num_relaxed, number, 1 + after.num_accepted
         )
 
 
@@ -65,7 +65,7 @@ def verify(
     found = [[logprobs_from_row(list(islice(numbers, len(row)))) for row in own] for own in scores]
     verdicts = []
     for index, (trial, tokens) in enumerate(zip(trials, chosen, strict=True)):
-        num_tokens = 1 + num_confirmed(tokens, trial.drafts)
+        num_tokens = 1 + num_accepted(tokens, trial.drafts)
         own = None if wanted[index] is None else found[index][:num_tokens]
         num_relaxed = int(sum(replaced[index][:num_tokens]))
         verdicts.append(Verdict(tokens[:num_tokens], own, num_relaxed))
@@ -85,7 +85,7 @@ def compute_choices(
     choices = within_margins(logits, trials, own_choices)
     if reads_without_sync(logits.device):  # so nothing is computed of rows that do not count
         choices = [
-            tokens[: 1 + num_confirmed(tokens.tolist(), trial.drafts)]
+            tokens[: 1 + num_accepted(tokens.tolist(), trial.drafts)]
             for tokens, trial in zip(choices, trials, strict=True)
         ]
     relaxed = []

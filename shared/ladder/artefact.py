@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from shared.errors import Corrupt, PreconditionFailed
 from shared.ladder.blob_names import LADDER_BLOB, served_blobs
+from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import FusedHead
 from shared.ladder.joint_weights import JointWeights
 from shared.ladder.ladder import Ladder, ModelIdentity
+from shared.ladder.ngram_table import NgramTable
 from shared.ladder.risk import RISK_KEYS
-from shared.ladder.routers import DepthRouter
 from shared.ladder.rungs import SUCCESSOR, SUFFIX, exit_name
-from shared.ladder.successors import SuccessorTable
-from shared.ladder.table_router import TableRouter
+from shared.ladder.table_confidence import TableConfidence
 from shared.model.own_thread import run_in_own_thread
 from shared.tensor_parts import take_part
 
@@ -68,15 +68,15 @@ def pack_ladder(
             {"name": name, "depth": depth, **layout, "figures": dict(figures.get(name, {}))}
         )
 
-    if ladder.suffix_router is not None:
-        rung(SUFFIX, 0, router=ladder.suffix_router.to_json())
-    if ladder.successors is not None and ladder.successor_router is not None:
-        table = ladder.successors.to_tensors()
+    if ladder.lookup_confidence is not None:
+        rung(SUFFIX, 0, router=ladder.lookup_confidence.to_json())
+    if ladder.ngrams is not None and ladder.ngram_confidence is not None:
+        table = ladder.ngrams.to_tensors()
         tensors |= {f"{SUCCESSOR}.{name}": tensor for name, tensor in table.items()}
-        rung(SUCCESSOR, 0, router=ladder.successor_router.to_json())
+        rung(SUCCESSOR, 0, router=ladder.ngram_confidence.to_json())
     for layer_exit in ladder.exits:
-        head, router = layer_exit.head, layer_exit.router
-        for part, module in (("head", head), ("router", router)):
+        head, confidence = layer_exit.head, layer_exit.confidence
+        for part, module in (("head", head), ("router", confidence)):
             for name, tensor in module.state_dict().items():
                 tensors[f"{layer_exit.name}.{part}.{name}"] = (
                     tensor.detach().half().cpu().contiguous()
@@ -87,7 +87,7 @@ def pack_ladder(
             form=FORM,
             mlp_width=head.mlp_width,
             head_width=head.hidden_size,
-            router_width=router.hidden.out_features,
+            router_width=confidence.hidden.out_features,
         )
     if ladder.draft_vocabulary is not None:
         tensors["draft_vocabulary"] = ladder.draft_vocabulary.to(torch.int32).cpu()
@@ -186,7 +186,7 @@ class _Unpacker:
         table = take_part(self.tensors, SUCCESSOR)
         if (successor is None) == bool(table):
             raise Corrupt(
-                "the router has a successor table without its rung, or the rung without the table"
+                "the router has an n-gram table without its rung, or the rung without the table"
             )
         exits = tuple(self._exit(rung, model) for rung in rungs.values())
         depths = [layer_exit.depth for layer_exit in exits]
@@ -199,9 +199,9 @@ class _Unpacker:
             )
         return Ladder(
             model=model,
-            suffix_router=TableRouter.from_json(suffix["router"]) if suffix else None,
-            successors=SuccessorTable.from_tensors(table, model.vocabulary_size) if table else None,
-            successor_router=TableRouter.from_json(successor["router"]) if successor else None,
+            lookup_confidence=TableConfidence.from_json(suffix["router"]) if suffix else None,
+            ngrams=NgramTable.from_tensors(table, model.vocabulary_size) if table else None,
+            ngram_confidence=TableConfidence.from_json(successor["router"]) if successor else None,
             exits=exits,
             draft_vocabulary=vocabulary,
             # Routers of earlier versions have none.
@@ -226,16 +226,16 @@ class _Unpacker:
         # The meta device allocates nothing, so the manifest's sizes cost no memory before they are checked against the tensors.
         with torch.device("meta"):
             head = FusedHead(model.hidden_size, _size(rung["mlp_width"], MAX_MLP_WIDTH))
-            router = DepthRouter(model.hidden_size, router_width)
+            confidence = ConfidenceHead(model.hidden_size, router_width)
         tensors = take_part(self.tensors, f"{rung['name']}.head")
         if self.manifest["schema_version"] == TIED_VERSION:
             tensors["fuse"] = _untied(tensors["fuse"], model.hidden_size)
         _fill(head, tensors)
-        _fill(router, take_part(self.tensors, f"{rung['name']}.router"))
+        _fill(confidence, take_part(self.tensors, f"{rung['name']}.router"))
         agreement = float(rung["figures"].get("agreement", 0.0))
         if not 0.0 <= agreement <= 1.0:
             raise Corrupt(f"the agreement of rung {rung['name']!r} is {agreement}")
-        return LayerExit(depth, head.eval(), router.eval(), agreement)
+        return LayerExit(depth, head.eval(), confidence.eval(), agreement)
 
     def _draft_vocabulary(self, model: ModelIdentity, is_needed: bool) -> Tensor | None:
         stored = self.tensors.pop("draft_vocabulary", None)

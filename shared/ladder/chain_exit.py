@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared import ops
+from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.draws import Draws, KernelDraws, is_supported, kernel_weight, plain_draws
 from shared.ladder.fused_head import FusedHead, chained, fused_output, in_slots
 from shared.ladder.head_rows import Projection, projection
 from shared.ladder.native_chain import HeadDraft
-from shared.ladder.routers import DepthRouter
 from shared.ladder.rungs import Draft, exit_name
 from shared.ops.chains import ChainStart
 
@@ -26,7 +26,7 @@ class ChainSteps:
     def __init__(
         self,
         head: FusedHead,
-        router: DepthRouter,
+        confidence: ConfidenceHead,
         rows: Tensor,
         bias: Tensor | None,
         num_drafts: int = 2,
@@ -35,9 +35,9 @@ class ChainSteps:
         self._head = head
         self._draws: Draws
         if is_supported(rows.device, len(rows)):
-            self._draws = KernelDraws(router, rows, bias, num_drafts, num_chains)
+            self._draws = KernelDraws(confidence, rows, bias, num_drafts, num_chains)
         else:
-            self._draws = plain_draws(router, projection(rows, bias), num_drafts)
+            self._draws = plain_draws(confidence, projection(rows, bias), num_drafts)
         self._matrices = [projection_in_16_bits(matrix) for matrix in head.matrices]
 
     def output(self, states: Tensor, entering: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def slots_of(starts: Sequence[ChainStart]) -> list[Tensor]:
 
 
 def projection_in_16_bits(matrix: Tensor) -> Projection:
-    """A product by `matrix` [M, K] in the format of `kernel_weight`, with float32 results."""
+    """A matmul by `matrix` [M, K] in the format of `kernel_weight`, with float32 results."""
     weight = kernel_weight(matrix)
     if weight.device.type == "cpu" and ops.is_available():
         packed, size = ops.pack_linear(weight), len(weight)

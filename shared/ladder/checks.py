@@ -7,8 +7,8 @@ from typing import Any
 from shared.errors import NeapError
 from shared.ladder.artefact import unpack_ladder
 
-# A router that always gave the rung's share of agreement would have a Brier score of share * (1 - share). Short calibrations have
-# small held-out sets, so a router may exceed that by this much.
+# A confidence head that always gave the rung's share of agreement would have a Brier score of share * (1 - share). Short calibrations have
+# small held-out sets, so one may exceed that by this much.
 BRIER_SLACK = 0.05
 
 
@@ -17,8 +17,8 @@ def check_artefact(
 ) -> dict[str, dict[str, Any]]:
     """The checks of a ladder's artefact, by name.
 
-    `unpacks`: the bytes can be loaded as a worker would, and give the manifest's rungs. `figures`: all are finite. `routers`: each
-    router's held-out Brier score is no worse than that of always giving the rung's share of agreement, plus BRIER_SLACK; rungs
+    `unpacks`: the bytes can be loaded as a worker would, and give the manifest's rungs. `figures`: all are finite. `routers`: each confidence
+    head's held-out Brier score is no worse than that of always giving the rung's share of agreement, plus BRIER_SLACK; rungs
     without figures pass.
     """
     rungs = [(str(rung["name"]), rung.get("figures", {})) for rung in manifest["rungs"]]

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from shared.ladder.confidence_head import HIGHEST, LOWEST, ConfidenceHead, scalar_features
 from shared.ladder.head_rows import Projection
-from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
 from shared.ladder.unit import EPSILON
 from shared.ops import library
-from shared.ops.exits import ROUTE_TOKENS, RouterWeights, draft_top, new_tickets, route
+from shared.ops.exits import ROUTE_TOKENS, ConfidenceWeights, draft_top, new_tickets, route
 
 LARGEST_HALF = 65504.0
 # Adapted states [N, W] and places in chains [N] int64 >= 1 -> indices into the draft vocabulary [N, K] int64 and probabilities [N, K],
@@ -27,16 +27,16 @@ def kernel_weight(weight: Tensor) -> Tensor:
     return (weight.half() if fits else weight).contiguous()
 
 
-def router_weights(router: DepthRouter) -> RouterWeights:
-    """A router's weights, with its calibration (slope and shift) folded into the output layer."""
-    slope = router.slope.detach()
-    return RouterWeights(
-        hidden=kernel_weight(router.hidden.weight),
-        bias=router.hidden.bias.detach().clone(),
-        output=(slope * router.output.weight[0]).detach(),
-        features=router.scalars.weight.detach().T.contiguous(),
-        skip=(slope * router.skip.weight[0]).detach(),
-        shift=float(slope * router.output.bias + router.shift),
+def confidence_weights(confidence: ConfidenceHead) -> ConfidenceWeights:
+    """A confidence head's weights, with its calibration (slope and shift) folded into the output layer."""
+    slope = confidence.slope.detach()
+    return ConfidenceWeights(
+        hidden=kernel_weight(confidence.hidden.weight),
+        bias=confidence.hidden.bias.detach().clone(),
+        output=(slope * confidence.output.weight[0]).detach(),
+        features=confidence.scalars.weight.detach().T.contiguous(),
+        skip=(slope * confidence.skip.weight[0]).detach(),
+        shift=float(slope * confidence.output.bias + confidence.shift),
         eps=EPSILON,
     )
 
@@ -44,12 +44,12 @@ def router_weights(router: DepthRouter) -> RouterWeights:
 class KernelDraws:
     """`Draws` on the kernels. `rows` [Vd, W] and `bias` [Vd]: the LM head's, of the draft vocabulary.
 
-    `num_drafts`: K, at least 2, as the router compares two. `num_tokens`: the most tokens of a call that is recorded. Larger calls replace a tensor that a recording would go on using.
+    `num_drafts`: K, at least 2, as the confidence head compares two. `num_tokens`: the most tokens of a call that is recorded. Larger calls replace a tensor that a recording would go on using.
     """
 
     def __init__(
         self,
-        router: DepthRouter,
+        confidence: ConfidenceHead,
         rows: Tensor,
         bias: Tensor | None,
         num_drafts: int = 2,
@@ -58,7 +58,7 @@ class KernelDraws:
         self._rows = kernel_weight(rows)
         self._bias = None if bias is None else bias.float().contiguous()
         self._num_drafts = min(num_drafts, len(rows))
-        self.router = router_weights(router)
+        self.confidence = confidence_weights(confidence)
         self._tickets = new_tickets(num_tokens, rows.device)
 
     def __call__(self, adapted: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,16 +66,18 @@ class KernelDraws:
         if len(adapted) > len(self._tickets) * ROUTE_TOKENS:
             self._tickets = new_tickets(len(adapted), adapted.device)
         top, indices, log_mass = draft_top(adapted, self._rows, self._bias, self._num_drafts)
-        first = route(adapted, self.router, top, log_mass, places, LOWEST, HIGHEST, self._tickets)
+        first = route(
+            adapted, self.confidence, top, log_mass, places, LOWEST, HIGHEST, self._tickets
+        )
         return indices, with_others(first, (top - log_mass[:, None]).exp())
 
 
-def plain_draws(router: DepthRouter, project: Projection, num_drafts: int = 1) -> Draws:
+def plain_draws(confidence: ConfidenceHead, project: Projection, num_drafts: int = 1) -> Draws:
     """What `KernelDraws` computes, in PyTorch. `project` maps adapted states to logits [N, Vd]."""
 
     def draws(adapted: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         logits = project(adapted)
-        first = router(adapted, scalar_features(logits, places))
+        first = confidence(adapted, scalar_features(logits, places))
         top, indices = logits.topk(min(num_drafts, logits.shape[-1]))
         shares = (top - logits.logsumexp(-1, keepdim=True)).exp()
         return indices, with_others(first, shares)
@@ -84,7 +86,7 @@ def plain_draws(router: DepthRouter, project: Projection, num_drafts: int = 1) -
 
 
 def with_others(first: Tensor, shares: Tensor) -> Tensor:
-    """The probabilities [N, K] of drafts of which a router has judged the first: `first` [N]. `shares` [N, K]: the head's own
+    """The probabilities [N, K] of drafts of which a confidence head has judged the first: `first` [N]. `shares` [N, K]: the head's own
     probabilities. The others share what is left as the head would."""
     left = ((1 - first) / (1 - shares[:, 0]).clamp_min(1e-6))[:, None]
     return torch.cat([first[:, None], (left * shares[:, 1:]).clamp(0, 1)], 1)

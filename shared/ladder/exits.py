@@ -1,4 +1,4 @@
-"""Layer exits: a head and a router as they were trained, and bound to the LM head's rows for drafting."""
+"""Layer exits: a head and a confidence head as they were trained, and bound to the LM head's rows for drafting."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from typing import Protocol
 from torch import Tensor
 
 from shared.ladder.chain_exit import ChainSteps, SteppedChain
+from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.fused_head import FusedHead
 from shared.ladder.native_chain import HeadDraft, NativeChain, embedding_rows
 from shared.ladder.recorded_chain import DRAFTS_PER_PLACE, MAX_CHAINS, RecordedChain
-from shared.ladder.routers import DepthRouter
 from shared.ladder.rungs import exit_name
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import Runner
@@ -19,7 +19,7 @@ from shared.ops.chains import ChainStart
 
 @dataclass(frozen=True)
 class LayerExit:
-    """An exit at `depth` (0 <= depth < L): a head that proposes a token, and a router that gives its probability of being right.
+    """An exit at `depth` (0 <= depth < L): a head that proposes a token, and a confidence head that gives its probability of being right.
 
     `agreement`: share of held-out tokens on which the exit's token is the full model's greedy choice. The planner uses it to
     estimate an exit before running it.
@@ -27,7 +27,7 @@ class LayerExit:
 
     depth: int
     head: FusedHead
-    router: DepthRouter
+    confidence: ConfidenceHead
     agreement: float = 0.0
 
     @property
@@ -37,7 +37,7 @@ class LayerExit:
     @property
     def layout(self) -> object:
         """Everything that the time of the exit depends on."""
-        weights = (*self.head.named_parameters(), *self.router.named_parameters())
+        weights = (*self.head.named_parameters(), *self.confidence.named_parameters())
         return self.depth, *((name, tuple(w.shape)) for name, w in weights)
 
 
@@ -62,16 +62,16 @@ def bind_exit(
 ) -> ExitProposer:
     """The exit with the fastest way of drafting that it and the runner allow.
 
-    `rows` [Vd, W] and `bias` [Vd]: the LM head's, of the draft vocabulary [Vd]. Head and router must be on their device.
+    `rows` [Vd, W] and `bias` [Vd]: the LM head's, of the draft vocabulary [Vd]. Head and confidence head must be on their device.
     """
-    head, router = one.head, one.router
+    head, confidence = one.head, one.confidence
     # Where states at depth 0 are rows of the embedding, no step of a chain needs the runner's host side.
     needs_passes = one.depth > 0 or not runner.embedding_is_direct
     embedding = None if needs_passes else embedding_rows(runner, len(rows))
     if embedding is not None:
-        return NativeChain(head, router, rows, bias, vocabulary, embedding)
+        return NativeChain(head, confidence, rows, bias, vocabulary, embedding)
     # On a CPU without kernels, drafts in reserve cost too much.
     if needs_passes or (isinstance(runner, ContiguousRunner) and rows.device.type == "cpu"):
-        return SteppedChain(ChainSteps(head, router, rows, bias), vocabulary, one.depth)
-    steps = ChainSteps(head, router, rows, bias, DRAFTS_PER_PLACE, MAX_CHAINS)
+        return SteppedChain(ChainSteps(head, confidence, rows, bias), vocabulary, one.depth)
+    steps = ChainSteps(head, confidence, rows, bias, DRAFTS_PER_PLACE, MAX_CHAINS)
     return RecordedChain(steps, vocabulary, head.hidden_size, runner)

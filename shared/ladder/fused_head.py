@@ -52,8 +52,8 @@ class FusedHead(nn.Module):
         `states`: of the last settled token [..., NUM_STATES, D], or `in_slots` of these or `chained` of the output for the token before,
         both [..., NUM_SLOTS, D]. `entering` [..., D].
         """
-        products = (partial(F.linear, weight=weight) for weight in self.matrices)
-        return fused_output(states, entering, self.norm, *products)
+        matmuls = (partial(F.linear, weight=weight) for weight in self.matrices)
+        return fused_output(states, entering, self.norm, *matmuls)
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -80,7 +80,7 @@ def fused_output(
     up: Projection,
     down: Projection,
 ) -> Tensor:
-    """`FusedHead.forward`, with each product by a matrix as a function."""
+    """`FusedHead.forward`, with each matmul by a matrix as a function."""
     slots, newest = unit(in_slots(states)), unit(entering)
     kept, own = slots[..., :NUM_STATES, :], slots[..., NUM_STATES, :]
     is_further = (own != 0).any(-1, keepdim=True)

@@ -23,7 +23,7 @@ def gather_rows(head: nn.Module, vocabulary: Tensor) -> tuple[Tensor, Tensor | N
     weight, bias = head.get_parameter("weight"), getattr(head, "bias", None)
     own_bias = bias.detach()[vocabulary].float() if isinstance(bias, Tensor) else None
     vocabulary = vocabulary.to(weight.device)
-    # As an embedding's look-up, which widens these rows only if the weight is packed.
+    # As an embedding's look-up, which dequantises these rows only if the weight is packed.
     return F.embedding(vocabulary, weight.detach()).float(), own_bias
 
 

@@ -10,15 +10,15 @@ from shared.errors import RouterMismatch
 from shared.ladder.exits import ExitProposer, LayerExit, bind_exit
 from shared.ladder.head_rows import gather_rows
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS, JointWeights
-from shared.ladder.learned_successors import ClientSuccessors
+from shared.ladder.learned_ngrams import ClientNgrams
 from shared.ladder.native_chain import HeadDraft
+from shared.ladder.ngram_table import NgramTable
 from shared.ladder.recorded_chain import RecordedChain
 from shared.ladder.rungs import SUCCESSOR, SUFFIX, Proposer
-from shared.ladder.successors import SuccessorTable
+from shared.ladder.table_confidence import TableConfidence
 from shared.ladder.table_proposer import TableProposer
-from shared.ladder.table_router import TableRouter
 from shared.model.loaded import LoadedModel
-from shared.model.runner import Runner, tap_depths
+from shared.model.runner import Runner, captured_depths
 from shared.ops.chains import ChainStart
 
 
@@ -54,9 +54,9 @@ class Ladder:
     """
 
     model: ModelIdentity
-    suffix_router: TableRouter | None = None
-    successors: SuccessorTable | None = None
-    successor_router: TableRouter | None = None
+    lookup_confidence: TableConfidence | None = None
+    ngrams: NgramTable | None = None
+    ngram_confidence: TableConfidence | None = None
     exits: tuple[LayerExit, ...] = ()
     draft_vocabulary: Tensor | None = None
     joint_weights: JointWeights = DEFAULT_WEIGHTS
@@ -68,8 +68,8 @@ class Ladder:
     @property
     def rung_names(self) -> tuple[str, ...]:
         """Names of all rungs, in draft order."""
-        names = [SUFFIX] if self.suffix_router else []
-        names += [SUCCESSOR] if self.successors and self.successor_router else []
+        names = [SUFFIX] if self.lookup_confidence else []
+        names += [SUCCESSOR] if self.ngrams and self.ngram_confidence else []
         return (*names, *(layer_exit.name for layer_exit in self.exits))
 
     def check_model(self, loaded: LoadedModel) -> None:
@@ -90,7 +90,7 @@ class Ladder:
 
 
 class BoundLadder:
-    """A ladder ready for use with its model: head rows gathered once, heads and routers in float32 on the model's device."""
+    """A ladder ready for use with its model: head rows gathered once, heads and confidence heads in float32 on the model's device."""
 
     def __init__(self, ladder: Ladder, runner: Runner) -> None:
         self.ladder = ladder
@@ -104,7 +104,7 @@ class BoundLadder:
             *(e.layout for e in ladder.exits),
         )
         # The depths below L whose settled states chains begin with.
-        self.kept_depths = tap_depths(runner.num_layers) if ladder.exits else ()
+        self.kept_depths = captured_depths(runner.num_layers) if ladder.exits else ()
         self._bound: list[ExitProposer] = []
         if ladder.exits:
             assert ladder.draft_vocabulary is not None
@@ -112,7 +112,7 @@ class BoundLadder:
             self._vocabulary = ladder.draft_vocabulary.to(device)
             for layer_exit in ladder.exits:
                 layer_exit.head.to(device).requires_grad_(False)
-                layer_exit.router.to(device).requires_grad_(False)
+                layer_exit.confidence.to(device).requires_grad_(False)
             rows, bias = gather_rows(runner.loaded.parts.head, self._vocabulary)
             self._bound = [
                 bind_exit(one, rows, bias, self._vocabulary, runner) for one in ladder.exits
@@ -127,7 +127,7 @@ class BoundLadder:
             if isinstance(one, RecordedChain):
                 yield from one.prepare()
 
-    def proposers(self, learned: ClientSuccessors | None = None) -> tuple[Proposer, ...]:
+    def proposers(self, learned: ClientNgrams | None = None) -> tuple[Proposer, ...]:
         """The proposers of a new sequence."""
         return (TableProposer(self.ladder, (), learned),)
 

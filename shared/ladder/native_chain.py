@@ -1,4 +1,4 @@
-"""A fused head at depth 0, its draft rows and its router as the native op of whole chains. CPU only."""
+"""A fused head at depth 0, its draft rows and its confidence head as the native op of whole chains. CPU only."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shared import ops
-from shared.ladder.draws import is_supported, kernel_weight, router_weights
+from shared.ladder.confidence_head import HIGHEST, LOWEST, ConfidenceHead
+from shared.ladder.draws import confidence_weights, is_supported, kernel_weight
 from shared.ladder.fused_head import NUM_STATES, FusedHead
-from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter
 from shared.ladder.rungs import Draft, exit_name
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import Runner
@@ -41,7 +41,7 @@ class NativeChain:
     def __init__(
         self,
         head: FusedHead,
-        router: DepthRouter,
+        confidence: ConfidenceHead,
         rows: Tensor,
         bias: Tensor | None,
         vocabulary: Tensor,
@@ -56,13 +56,13 @@ class NativeChain:
             up=packed_small(head.up),
             down=packed_small(head.down),
             rows=packed_small(rows),
-            hidden=packed_small(router.hidden.weight),
+            hidden=packed_small(confidence.hidden.weight),
             embedding=embedding,
             vocabulary=vocabulary,
             norm=head.norm.detach(),
             gain=head.gain.detach(),
             bias=bias,
-            router=router_weights(router),
+            confidence=confidence_weights(confidence),
         )
 
     def propose(self, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:

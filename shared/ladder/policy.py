@@ -12,12 +12,12 @@ PolicyName = Literal["full", "exact", "relaxed"]
 
 @dataclass(frozen=True)
 class DepthPolicy:
-    """`full`: no exits. `exact`: tokens that leave early are drafts, which a deep pass verifies.
+    """`full`: no exits. `exact`: tokens that leave early are drafts, which a verify pass verifies.
 
-    `relaxed` with a `margin`: the deep pass also accepts a draft if the log-probability of its own choice exceeds the draft's by at
-    most `margin`. Without one: a token that leaves early is final, unverified, if its router probability is at least `threshold`.
+    `relaxed` with a `margin`: the verify pass also accepts a draft if the log-probability of its own choice exceeds the draft's by at
+    most `margin`. Without one: a token that leaves early is final, unverified, if its probability is at least `threshold`.
 
-    `min_layers`: a token may leave only after this many layers. `max_drafts`: upper limit of pending tokens per deep pass, or 0 if
+    `min_layers`: a token may leave only after this many layers. `max_drafts`: upper limit of pending tokens per verify pass, or 0 if
     the planner chooses. Raises `InvalidInput`.
     """
 
@@ -48,6 +48,6 @@ class DepthPolicy:
         return "threshold" if self.margin is None else "margin"
 
     def commits(self, probability: float) -> bool:
-        """Whether a draft of this router probability is final without verification."""
+        """Whether a draft of this probability is final without verification."""
         is_unverified = self.name == "relaxed" and self.margin is None
         return is_unverified and probability >= self.threshold

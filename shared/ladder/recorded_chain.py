@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from shared.ladder.chain_exit import ChainSteps, slots_of
+from shared.ladder.confidence_head import HIGHEST
 from shared.ladder.fused_head import NUM_SLOTS, chained
 from shared.ladder.native_chain import HeadDraft
-from shared.ladder.routers import HIGHEST
 from shared.ladder.rungs import Draft, exit_name
 from shared.model.recorder import Work
 from shared.model.runner import Runner

@@ -8,7 +8,7 @@ SUFFIX = "suffix"
 SUCCESSOR = "successor"
 # Not part of a router: the worker's own table, which learns from answers.
 LEARNED = "learned"
-# Width of a router's hidden layer. Here, because services check specs without torch.
+# Width of a confidence head's hidden layer. Here, because services check specs without torch.
 DEFAULT_ROUTER_WIDTH = 128
 
 

@@ -64,7 +64,7 @@ def _within_margin(logits: Tensor, drafts: Sequence[int], margin: float, choices
     return torch.cat([torch.where(is_near, drafted, chosen), last])
 
 
-def num_confirmed(chosen: Sequence[int], drafts: Sequence[int]) -> int:
+def num_accepted(chosen: Sequence[int], drafts: Sequence[int]) -> int:
     """The number of drafts before the first one that was not chosen."""
     return next((i for i, draft in enumerate(drafts) if chosen[i] != draft), len(drafts))
 

@@ -12,7 +12,7 @@ from shared.model.gated_model import GatedModel
 from shared.model.loaded import LoadedModel
 from shared.model.ragged import Branch, Move, RaggedCache, RaggedSequence
 from shared.model.recorder import Work
-from shared.model.runner import Taps
+from shared.model.runner import CapturedStates
 from shared.model.substitution import attention
 
 # Largest relative difference between the states of a sequence alone and in a ragged batch.
@@ -72,12 +72,12 @@ class ContiguousRunner(GatedModel):
         first: int,
         last: int,
         hidden: Tensor | None = None,
-        taps: Taps | None = None,
+        captured: CapturedStates | None = None,
     ) -> Tensor:
-        taps = self.tapped(first, last, taps)
+        captured = self.to_capture(first, last, captured)
         cache = RaggedCache(sequences)
         if self.direct is not None:
-            out = self.direct.run(first, last, hidden, token_ids, cache, cache.spans, taps)
+            out = self.direct.run(first, last, hidden, token_ids, cache, cache.spans, captured)
             if out is not None:
                 return out
         positions = torch.cat([torch.arange(span.start, span.end) for span in cache.spans])
@@ -86,7 +86,7 @@ class ContiguousRunner(GatedModel):
                 first,
                 last,
                 hidden,
-                taps=taps,
+                captured=captured,
                 input_ids=token_ids,
                 position_ids=positions[None].to(token_ids.device),
                 cache=cache,

@@ -123,7 +123,7 @@ class DirectPass:
         token_ids: Tensor,
         cache: ContiguousCache | RaggedCache,
         spans: Sequence[Span],
-        taps: dict[int, Tensor] | None,
+        captured: dict[int, Tensor] | None,
     ) -> Tensor | None:
         """As `Gates.run`, for tokens [B, T] at the positions of `spans`. None, if the model's own forward has to run this pass.
 
@@ -136,7 +136,7 @@ class DirectPass:
             first,
             last,
             state,
-            taps,
+            captured,
             position_embeddings=self._angles.of(spans),
             cache=cache,
         )

@@ -1,4 +1,4 @@
-"""Names of dtypes, as settings, manifests and messages have them, and which of them products may be rounded to."""
+"""Names of dtypes, as settings, manifests and messages have them, and which of them matmuls may be rounded to."""
 
 import torch
 
@@ -9,7 +9,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def rounded_to(format_name: str) -> torch.dtype | None:
-    """The dtype that inputs of products with weights in this format may be rounded to: int8 for GGUF's blocks."""
+    """The dtype that inputs of matmuls with weights in this format may be rounded to: int8 for GGUF's blocks."""
     return {"float32": None, "float16": None, "bfloat16": torch.bfloat16}.get(
         format_name, torch.int8
     )

@@ -37,7 +37,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     """A hash "sha256:<hex>" of architecture and weights.
 
     Weights are hashed as bfloat16, so that a checkpoint has one fingerprint whatever format it is kept in. Those of a `LazyWeight` are
-    read or widened a few matrices at a time. A model that another package has quantised is hashed with its quantised numbers, too.
+    read or dequantised a few matrices at a time. A model that another package has quantised is hashed with its quantised numbers, too.
     """
     config = model.config.get_text_config(decoder=True)
     functional = {key: setting_of(config, key) for key in FUNCTIONAL_KEYS}

@@ -14,7 +14,7 @@ from shared.model.gates import Gates, LayerCounters
 from shared.model.loaded import LoadedModel
 from shared.model.ragged import RaggedSequence
 from shared.model.regimes import Regimes, find_regimes, whole_or_each
-from shared.model.runner import Taps, tap_depths
+from shared.model.runner import CapturedStates, captured_depths
 from shared.model.substitution.match import Unsuitable
 from shared.model.substitution.ragged import Span
 
@@ -66,16 +66,16 @@ class GatedModel:
         last: int,
         base: int,
         hidden: Tensor | None = None,
-        taps: Taps | None = None,
+        captured: CapturedStates | None = None,
         read_length: int | None = None,
     ) -> Tensor:
         """As `Runner.run`, over a contiguous cache and for B rows of tokens: token_ids [B, Q], hidden [B, Q, D] -> [B, Q, D]."""
         own = as_contiguous(cache)
         own.begin(base, token_ids.shape[1])
-        taps = self.tapped(first, last, taps)
+        captured = self.to_capture(first, last, captured)
         if self.direct is not None and last:
             span = Span(base, token_ids.shape[1], own.origin)
-            out = self.direct.run(first, last, hidden, token_ids, own, [span], taps)
+            out = self.direct.run(first, last, hidden, token_ids, own, [span], captured)
             if out is not None:
                 return out
         sequence = RaggedSequence(own, base, token_ids.shape[1], read_length=read_length)
@@ -84,7 +84,7 @@ class GatedModel:
                 first,
                 last,
                 hidden,
-                taps=taps,
+                captured=captured,
                 input_ids=token_ids,
                 cache=own,
                 use_cache=True,
@@ -97,12 +97,14 @@ class GatedModel:
         own = [self.regimes.of(length) for sequence in sequences for length in sequence.lengths]
         return self.regimes.during(whole_or_each(own))
 
-    def tapped(self, first: int, last: int, taps: Taps | None) -> Taps | None:
-        """`taps` with a key for each depth that a pass through layers [first, last) is to tap: see `Gates.run`."""
-        if taps is not None:
-            wanted = (depth for depth in tap_depths(self.num_layers) if first < depth < last)
-            taps.update(dict.fromkeys(wanted, torch.empty(0)))
-        return taps
+    def to_capture(
+        self, first: int, last: int, captured: CapturedStates | None
+    ) -> CapturedStates | None:
+        """`captured` with a key for each depth at which a pass through layers [first, last) is to capture states: see `Gates.run`."""
+        if captured is not None:
+            wanted = (depth for depth in captured_depths(self.num_layers) if first < depth < last)
+            captured.update(dict.fromkeys(wanted, torch.empty(0)))
+        return captured
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:

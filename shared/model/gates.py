@@ -195,21 +195,21 @@ class Gates:
         entering: Tensor | None,
         *,
         forwards: tuple[Forward, ...] | None = None,
-        taps: dict[int, Tensor] | None = None,
+        captured: dict[int, Tensor] | None = None,
         **inputs: Any,
     ) -> Tensor:
         """Runs layers [first, last). `entering`: the state at depth `first` [B, Q, D]. Returns the state at depth `last` [B, Q, D].
 
         `inputs`: what the model's own forward gets. `cache` among them is the KV cache, whatever the forward calls it.
 
-        [0, 0) runs no layer and returns the state at depth 0. `forwards`: one per layer, run in place of the layers' own. `taps`: the
+        [0, 0) runs no layer and returns the state at depth 0. `forwards`: one per layer, run in place of the layers' own. `captured`: the
         state at each depth that is a key, in [first, last), becomes its value, [B, Q, D].
         """
         assert (entering is None) == (first == 0)
         assert 0 <= first < last <= self.num_layers or first == last == 0
         self._open(first, last, entering)
         self._running = forwards or self.forwards
-        self._captured = taps
+        self._captured = captured
         try:
             self._run_model(**inputs)
             assert self._leaving is not None
@@ -223,7 +223,12 @@ class Gates:
         return self._stack is not None and self._stack.all_fused
 
     def run_stacked(
-        self, first: int, last: int, state: Tensor, taps: dict[int, Tensor] | None, **shared: Any
+        self,
+        first: int,
+        last: int,
+        state: Tensor,
+        captured: dict[int, Tensor] | None,
+        **shared: Any,
     ) -> Tensor | None:
         """As `run`, but only the fused layers, without the model's forward around them. None if a layer must run its own forward.
 
@@ -232,8 +237,8 @@ class Gates:
         if self._stack is None or any(self._hooks):
             return None
         num_tokens = state.shape[0] * state.shape[1]
-        wanted = [depth for depth in taps or () if first <= depth < last]
-        tapped = {first: state}
+        wanted = [depth for depth in captured or () if first <= depth < last]
+        passed = {first: state}
         depth = first
         while depth < last:
             end = self._stack.end(depth, last)
@@ -241,11 +246,11 @@ class Gates:
             out = self._stack.run(depth, end, (state,), shared, inside)
             if out is None:
                 return None
-            tapped.update((depth + count, own) for count, own in inside.items())
+            passed.update((depth + count, own) for count, own in inside.items())
             state, depth = out, end
-            tapped[depth] = state
-        if taps:
-            taps.update((depth, tapped[depth]) for depth in wanted)
+            passed[depth] = state
+        if captured:
+            captured.update((depth, passed[depth]) for depth in wanted)
         self.counters.add(first, last, num_tokens)
         return state
 

@@ -32,9 +32,9 @@ from shared.model.remembered.facts import Facts
 from shared.model.remembered.store import Entry, StartStore
 from shared.model.source import arguments_of, not_found, size_mb
 from shared.model.weights.lazy import lazy, realise
-from shared.model.weights.quantised import missing_package, quantisation, widens
+from shared.model.weights.quantised import dequantises, missing_package, quantisation
 from shared.model.weights.reading import (
-    Checkpoint,
+    CheckpointFiles,
     Replacement,
     replaced,
     safetensors_replacements,
@@ -111,7 +111,7 @@ def _load_model(
     where = arguments_of(source)
     theirs = f"transformers cannot load {source} as a causal language model"
     with (
-        Checkpoint(dtype, made) as checkpoint,
+        CheckpointFiles(dtype, made) as checkpoint,
         _load_errors(source, f"neap cannot prepare {source}"),
     ):
         readers = _gguf_readers(checkpoint) if "gguf_file" in where else []
@@ -138,7 +138,7 @@ def _load_model(
         if not accelerate or not on_cpu:
             realise(model)
         if in_float32 and (dtype or config.dtype) not in (None, torch.float32):
-            checkpoint.widened |= {
+            checkpoint.dequantised |= {
                 name: "a parameter of several matrices is read as float32"
                 for name, parameter in model.named_parameters()
                 if parameter.dim() > 2 and lazy(parameter) is None
@@ -146,7 +146,7 @@ def _load_model(
         placed: Any = model  # `Any`, because the decorator of `to` upstream hides its type
         if not on_cpu:
             placed = placed.to(device)
-        if method is not None and _is_widened(placed, method, model_id) and on_cpu:
+        if method is not None and _is_dequantised(placed, method, model_id) and on_cpu:
             nn.Module.float(placed)
         loaded = wrap_model(
             placed,
@@ -162,20 +162,20 @@ def _load_model(
         if entry is not None:
             entry.keep_matrices()
     release_free_memory()
-    if checkpoint.widened:
+    if checkpoint.dequantised:
         log.warning(
             "matrices were widened to float32, which takes more memory",
             model_id=model_id,
-            reasons=dict(Counter(checkpoint.widened.values())),
-            first=next(iter(checkpoint.widened)),
+            reasons=dict(Counter(checkpoint.dequantised.values())),
+            first=next(iter(checkpoint.dequantised)),
         )
     return loaded
 
 
-def _is_widened(model: PreTrainedModel, method: str, model_id: str) -> bool:
+def _is_dequantised(model: PreTrainedModel, method: str, model_id: str) -> bool:
     """Whether the weights of a quantised checkpoint are no longer quantised. Logs how they are served. Raises `UnsupportedModel`."""
     try:
-        widened = widens(model)
+        dequantised = dequantises(model)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -183,7 +183,7 @@ def _is_widened(model: PreTrainedModel, method: str, model_id: str) -> bool:
             f"the quantised modules of {model_id} do not run on {model.device}",
             metadata={"method": method},
         ) from error
-    if widened:
+    if dequantised:
         log.warning(
             "quantised weights were widened, which takes more memory: no module multiplies by them on this device",
             model_id=model_id,
@@ -196,7 +196,7 @@ def _is_widened(model: PreTrainedModel, method: str, model_id: str) -> bool:
             method=method,
             dtype=str(model.dtype),
         )
-    return widened
+    return dequantised
 
 
 def _build(where: Mapping[str, Any], dtype: torch.dtype | str) -> PreTrainedModel:
@@ -247,7 +247,7 @@ def _load_errors(source: str | Path, failure: str) -> Iterator[None]:
         ) from error
 
 
-def _gguf_readers(checkpoint: Checkpoint) -> list[Replacement]:
+def _gguf_readers(checkpoint: CheckpointFiles) -> list[Replacement]:
     # Imported here: most processes read no such file.
     from shared.model.weights.gguf import gguf_replacements
 

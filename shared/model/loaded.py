@@ -64,7 +64,7 @@ class LoadedModel:
 
     @property
     def text_fingerprint(self) -> str:
-        """Identifies what decides the text that the model writes: `fingerprint`, and the dtype of products if it is not the model's."""
+        """Identifies what decides the text that the model writes: `fingerprint`, and the dtype of matmuls if it is not the model's."""
         if self.compute_dtype == self.model.dtype:
             return self.fingerprint
         return f"{self.fingerprint}/{dtype_name(self.compute_dtype)}"

@@ -27,7 +27,7 @@ log = structlog.get_logger("neap.model")
 
 # Tokens of the passes that are compared: a prompt in two pieces, one token, and a few beside another sequence's.
 _PIECE, _PROMPT, _FEW, _OTHER = 2, 19, 4, 6
-# The part of a path's name that changes the bits of rounded products alone.
+# The part of a path's name that changes the bits of rounded matmuls alone.
 _ROUNDED_ONLY = "bf16"
 
 

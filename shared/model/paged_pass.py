@@ -31,7 +31,7 @@ class TokenPlaces:
     branches begin, those that the model sees (other ones in checks only: see `KVCache.origin`), and their regimes."""
 
     positions: list[int] = field(default_factory=list)
-    kept_at: list[int] = field(default_factory=list)
+    slot_mapping: list[int] = field(default_factory=list)
     branches: list[int] = field(default_factory=list)
     seen_at: list[int] = field(default_factory=list)
     regimes: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ class TokenPlaces:
     def cut(self, part: slice) -> "TokenPlaces":
         return TokenPlaces(
             self.positions[part],
-            self.kept_at[part],
+            self.slot_mapping[part],
             self.branches[part],
             self.seen_at[part],
             self.regimes[part],
@@ -64,7 +64,7 @@ class TokenBuffer:
         self.num_tokens = num_tokens
         self.stacked = torch.zeros(7, num_tokens, dtype=torch.int64, device=device)
         self.ids, self.table_indices, *places = self.stacked.unbind()
-        self.positions, self.kept_at, self.branches, self.seen_at, self.regimes = places
+        self.positions, self.slot_mapping, self.branches, self.seen_at, self.regimes = places
         self.clear()
 
     @torch.inference_mode()
@@ -83,7 +83,7 @@ class TokenBuffer:
                 [0] * self.num_tokens,
                 table_indices + padding,
                 places.positions + nowhere,
-                places.kept_at + padding,
+                places.slot_mapping + padding,
                 places.branches + padding,
                 places.seen_at + padding,
                 places.regimes + padding,
@@ -140,12 +140,12 @@ class PagedForward:
         last: int,
         *,
         regimes: Regimes,
-        taps: dict[int, Tensor] | None = None,
+        captured: dict[int, Tensor] | None = None,
         checks: bool = False,
     ) -> Tensor:
         """Runs layers [first, last) over T tokens. `entering` [T, D]: their state at depth `first`, or None for depth 0.
 
-        Returns their state at depth `last` [T, D]. `taps` as in `Gates.run`, with B = 1. With `checks`, masks are
+        Returns their state at depth `last` [T, D]. `captured` as in `Gates.run`, with B = 1. With `checks`, masks are
         verified: see `PagedOffset`. Leaves the counters unchanged.
         """
         counters = self._gates.counters
@@ -161,7 +161,7 @@ class PagedForward:
                     last,
                     None if entering is None else entering[None],
                     forwards=self._layers,
-                    taps=taps,
+                    captured=captured,
                     input_ids=tokens.ids[None],
                     position_ids=tokens.seen_at[None],
                     cache=_LayerCache(PagedOffset(checks)),
@@ -185,7 +185,7 @@ class PagedForward:
                 block_tables,
                 tokens.table_indices,
                 tokens.positions,
-                tokens.kept_at,
+                tokens.slot_mapping,
                 tokens.branches,
             )
 

@@ -32,7 +32,7 @@ from shared.model.paged_pass import LayerTransform, PagedForward, TokenBuffer, T
 from shared.model.ragged import Move, RaggedSequence
 from shared.model.recorder import NoRecorder, Recorder, Work
 from shared.model.regimes import Regimes
-from shared.model.runner import Taps, tap_depths
+from shared.model.runner import CapturedStates, captured_depths
 
 logger = logging.getLogger(__name__)
 
@@ -166,13 +166,13 @@ class PagedRunner:
         last: int,
         base: int,
         hidden: Tensor | None = None,
-        taps: Taps | None = None,
+        captured: CapturedStates | None = None,
         read_length: int | None = None,
     ) -> Tensor:
         assert token_ids.shape[0] == 1
         sequence = RaggedSequence(cache, base, token_ids.shape[1], read_length=read_length)
         return self.run_ragged(
-            token_ids, [sequence], first=first, last=last, hidden=hidden, taps=taps
+            token_ids, [sequence], first=first, last=last, hidden=hidden, captured=captured
         )
 
     @torch.inference_mode()
@@ -184,7 +184,7 @@ class PagedRunner:
         first: int,
         last: int,
         hidden: Tensor | None = None,
-        taps: Taps | None = None,
+        captured: CapturedStates | None = None,
     ) -> Tensor:
         caches: list[PagedCache] = []
         places = TokenPlaces()
@@ -194,7 +194,7 @@ class PagedRunner:
             caches += [cache] * sequence.num_tokens
             positions = sequence.positions
             places.positions += positions
-            places.kept_at += range(sequence.base, sequence.base + sequence.num_tokens)
+            places.slot_mapping += range(sequence.base, sequence.base + sequence.num_tokens)
             for span in sequence.spans:
                 places.branches += [span.base] * span.num_tokens
             places.seen_at += [cache.origin + position for position in positions]
@@ -203,7 +203,9 @@ class PagedRunner:
             else:
                 places.regimes += [0] * sequence.num_tokens
         entering = None if hidden is None else hidden[0]
-        return self._run_in_buckets(token_ids[0], caches, places, first, last, entering, taps)[None]
+        return self._run_in_buckets(token_ids[0], caches, places, first, last, entering, captured)[
+            None
+        ]
 
     def move(self, moves: Sequence[Move]) -> None:
         self.pool.move(
@@ -248,7 +250,7 @@ class PagedRunner:
         first: int,
         last: int,
         entering: Tensor | None,
-        taps: Taps | None = None,
+        captured: CapturedStates | None = None,
     ) -> Tensor:
         """ids [T] and `entering` [T, D] -> the state at depth `last` [T, D]. `caches`: each token's; empty if no layer runs.
 
@@ -256,8 +258,8 @@ class PagedRunner:
         before it through its cache.
         """
         pieces = []
-        tapped: dict[int, list[Tensor]] = {
-            depth: [] for depth in self._tapped if taps is not None and first < depth < last
+        captures: dict[int, list[Tensor]] = {
+            depth: [] for depth in self._captured if captured is not None and first < depth < last
         }
         for start in range(0, len(places.positions), BUCKETS[-1]):
             piece = slice(start, start + BUCKETS[-1])
@@ -273,10 +275,10 @@ class PagedRunner:
             replay()
             self.counters.add(first, last, count)
             pieces.append(self._leaving[:count].clone())
-            for depth, found in tapped.items():
-                found.append(self._tapped[depth][:count].clone())
-        if taps is not None:
-            taps.update({depth: _joined(found)[None] for depth, found in tapped.items()})
+            for depth, found in captures.items():
+                found.append(self._captured[depth][:count].clone())
+        if captured is not None:
+            captured.update({depth: _joined(found)[None] for depth, found in captures.items()})
         return _joined(pieces)
 
     def _recorded_layers(self, first: int, last: int, bucket: int) -> Work:
@@ -291,19 +293,19 @@ class PagedRunner:
     @torch.inference_mode()
     def _run_layers(self, first: int, last: int, bucket: int) -> None:
         entering = self._entering[:bucket] if first else None
-        taps = self._model.tapped(first, last, {})
+        captured = self._model.to_capture(first, last, {})
         state = self._forward.run(
             self._tokens[bucket],
             entering,
             first,
             last,
             regimes=self.regimes,
-            taps=taps,
+            captured=captured,
             checks=self._checks,
         )
         self._leaving[:bucket].copy_(state)
-        for depth, tapped in (taps or {}).items():
-            self._tapped[depth][:bucket].copy_(tapped[0])
+        for depth, states in (captured or {}).items():
+            self._captured[depth][:bucket].copy_(states[0])
 
     def _recorded_head(self, bucket: int) -> Work:
         """The final norm and the head over one bucket of states. Records them at the first call."""
@@ -369,9 +371,9 @@ class PagedRunner:
         self._tokens = {bucket: TokenBuffer(bucket, device) for bucket in BUCKETS}
         self._entering = torch.zeros(BUCKETS[-1], width, dtype=dtype, device=device)
         self._leaving = torch.zeros_like(self._entering)
-        # Every pass writes its taps, wanted or not: two small copies cost less than recording each pass twice.
-        self._tapped = {
-            depth: torch.zeros_like(self._entering) for depth in tap_depths(self.num_layers)
+        # Every pass writes its captured states, wanted or not: two small copies cost less than recording each pass twice.
+        self._captured = {
+            depth: torch.zeros_like(self._entering) for depth in captured_depths(self.num_layers)
         }
         self._to_head = torch.zeros(HEAD_BUCKETS[-1], width, dtype=dtype, device=device)
         self._logits = torch.zeros(HEAD_BUCKETS[-1], self.loaded.vocabulary_size, device=device)

@@ -47,10 +47,10 @@ class RaggedSequence:
         """The trunk, then the branches."""
         origin, in_branches = self.cache.origin, sum(branch.num_tokens for branch in self.branches)
         found = [Span(self.base, self.num_tokens - in_branches, origin)]
-        kept_at = found[0].base + found[0].num_tokens
+        slot = found[0].base + found[0].num_tokens
         for base, num_tokens in self.branches:
-            found.append(Span(base, num_tokens, origin, kept_at - base))
-            kept_at += num_tokens
+            found.append(Span(base, num_tokens, origin, slot - base))
+            slot += num_tokens
         return found
 
     @property
@@ -92,7 +92,7 @@ class RaggedCache(LengthlessCache):
         self.spans, self._caches = tuple(spans), tuple(caches)
         super().__init__(RaggedOffset(self.spans))
         self._bases = [span.base for span in self.spans]
-        self._kept = [span.base + span.apart for span in self.spans]
+        self._slot_mapping = [span.base + span.slot_offset for span in self.spans]
         self._counts = [span.num_tokens for span in self.spans]
 
     def update(  # type: ignore[override]  # transformers passes the result to our attention without looking inside
@@ -114,6 +114,6 @@ class RaggedCache(LengthlessCache):
             [own_keys for [own_keys], _ in tables],
             [own_values for _, [own_values] in tables],
             self._bases,
-            self._kept,
+            self._slot_mapping,
             self._counts,
         )

@@ -17,11 +17,11 @@ from shared.model.recorder import Work
 from shared.model.regimes import Regimes
 
 # States on a pass' way: depth -> [1, Q, D]. See `Runner.run`.
-Taps = dict[int, Tensor]
+CapturedStates = dict[int, Tensor]
 
 
-def tap_depths(num_layers: int) -> tuple[int, int]:
-    """The depths below L at which passes can be tapped: a third and two thirds of the layers, at least 1."""
+def captured_depths(num_layers: int) -> tuple[int, int]:
+    """The depths below L at which passes can capture states: a third and two thirds of the layers, at least 1."""
     return max(1, round(num_layers / 3)), max(1, round(2 * num_layers / 3))
 
 
@@ -114,7 +114,7 @@ class Runner(Protocol):
         last: int,
         base: int,
         hidden: Tensor | None = None,
-        taps: Taps | None = None,
+        captured: CapturedStates | None = None,
         read_length: int | None = None,
     ) -> Tensor:
         """Runs layers [first, last) over tokens [1, Q] at positions [base, base + Q).
@@ -123,7 +123,7 @@ class Runner(Protocol):
         `last` [1, Q, D]. Token ids are always needed: some families derive positions or masks from them. A `base` smaller than the
         end of an earlier pass rolls the cache back.
 
-        `taps`: the pass adds the states at those of the `tap_depths` that lie strictly between `first` and `last`. `read_length` as in
+        `captured`: the pass adds the states at those of the `captured_depths` that lie strictly between `first` and `last`. `read_length` as in
         `RaggedSequence`.
         """
 
@@ -135,12 +135,12 @@ class Runner(Protocol):
         first: int,
         last: int,
         hidden: Tensor | None = None,
-        taps: Taps | None = None,
+        captured: CapturedStates | None = None,
     ) -> Tensor:
         """Runs layers [first, last) over a ragged batch: tokens [1, T] of several sequences, one sequence after another, no padding.
 
         `hidden` [1, T, D]: the tokens' state at depth `first`; None if and only if `first` is 0. Returns their state at depth
-        `last` [1, T, D]. `taps` as in `run`. To be called only if `supports_ragged`.
+        `last` [1, T, D]. `captured` as in `run`. To be called only if `supports_ragged`.
         """
 
     def move(self, moves: Sequence[Move]) -> None:

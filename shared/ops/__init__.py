@@ -60,10 +60,10 @@ def pack_blocks(blocks: Tensor, kind: str, in_features: int) -> Tensor:
 
 
 def round_inputs_(packed: Tensor) -> None:
-    """Makes products with a packed matrix round their inputs from now on: to bfloat16 if the weights are bfloat16, as Hugging Face does for
+    """Makes matmuls with a packed matrix round their inputs from now on: to bfloat16 if the weights are bfloat16, as Hugging Face does for
     such a model, and to 8 bits, 32 inputs sharing a scale, if they are GGUF's blocks, as llama.cpp does.
 
-    Sums of scaled products stay in float32. A gated product rounds only if both of its matrices ask for the same. Raises `RuntimeError`
+    Sums of scaled products stay in float32. A gated matmul rounds only if both of its matrices ask for the same. Raises `RuntimeError`
     for a matrix in float32 or float16.
     """
     load()
@@ -89,7 +89,7 @@ def packed_linear(
 ) -> Tensor:
     """x [..., K] float32 times the packed weight [N, K] plus bias [N] -> [..., N], `N = out_features`.
 
-    The bits are those of the product with the weight widened to float32, unless `round_inputs_` was called for the matrix.
+    The bits are those of the matmul with the weight dequantised to float32, unless `round_inputs_` was called for the matrix.
     """
     load()
     refuse_gradient(x, bias)
@@ -149,7 +149,7 @@ def contiguous_attention(
     """Attention of q over the first `kv_length` positions of a contiguous KV cache -> [B, Q, Hq, Dv] contiguous.
 
     q [B, Hq, Q, D] float32 of any strides; k [B, Hkv, S, D] and v [B, Hkv, S, Dv] float32, float16 or bfloat16 with a contiguous last
-    dimension. 16-bit numbers are widened in registers: the bits are those of the same numbers in float32.
+    dimension. 16-bit numbers are dequantised in registers: the bits are those of the same numbers in float32.
     `mask` [B or 1, 1, Q, kv_length] bool: True where a query sees the position. With `causal`, query j sees positions up to
     `kv_length - Q + j`. Both may be given. `scaling` defaults to D ** -0.5. The result of a query that sees no position is 0. Hidden
     positions must hold finite numbers, too.

@@ -12,7 +12,7 @@ from shared.ops.chains import ChainStart, ChainWeights
 
 def step(fused: Tensor, weights: ChainWeights) -> Tensor:
     """The head's output [W] from its fused input [W]. Here and below, the matrices of `weights` are not packed."""
-    eps = weights.router.eps
+    eps = weights.confidence.eps
     normed = reference.norm(fused, eps) * weights.norm
     gated = F.silu(weights.gate @ normed) * (weights.up @ normed)
     return reference.norm(fused + weights.down @ gated, eps)
@@ -22,11 +22,11 @@ def draft(
     output: Tensor, distance: int, weights: ChainWeights, lowest: float, highest: float
 ) -> tuple[int, float]:
     """The draft of an output [W] and its probability. `distance`: tokens of the chain up to the one that gave the output."""
-    router, adapted = weights.router, (output * weights.gain)[None]
+    confidence, adapted = weights.confidence, (output * weights.gain)[None]
     top, indices, log_mass = reference.draft_top(adapted, weights.rows, weights.bias)
     probability = reference.route(
-        adapted, weights.hidden, router.bias, router.output, router.features, router.skip, top, log_mass,
-        torch.tensor([distance]), router.shift, router.eps, lowest, highest,
+        adapted, weights.hidden, confidence.bias, confidence.output, confidence.features, confidence.skip, top, log_mass,
+        torch.tensor([distance]), confidence.shift, confidence.eps, lowest, highest,
     )  # fmt: skip
     return int(weights.vocabulary[indices[0, 0]]), float(probability)
 
@@ -40,7 +40,7 @@ def draft_chain(
     highest: float,
 ) -> tuple[list[int], list[float], list[Tensor]]:
     """Tokens, probabilities and outputs of one sequence, from its states [3, D] or from the last output [W] of its chain."""
-    eps = weights.router.eps
+    eps = weights.confidence.eps
     tokens: list[int] = []
     probabilities: list[float] = []
     outputs: list[Tensor] = []

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from shared.ops import refuse_gradient
-from shared.ops.exits import RouterWeights
+from shared.ops.exits import ConfidenceWeights
 from shared.ops.library import load
 
 
 @dataclass(frozen=True)
 class ChainWeights:
-    """The weights of head, draft vocabulary and router. Letters: D of the states, E of the embedding, W of the head, M of its MLP.
+    """The weights of head, draft vocabulary and confidence head. Letters: D of the states, E of the embedding, W of the head, M of its MLP.
 
     Packed matrices of any format: `fuse` [W, 3 * D + E], `next` [W, W + E], `gate` and `up` [M, W], `down` [W, M], `rows` [Vd, W] and
-    the router's `hidden` [R, W]. `embedding`: all rows of the model [V, E], packed, or contiguous float32, float16 or bfloat16.
-    `vocabulary` [Vd] int64: the tokens of `rows`, in [0, V). `norm` and `gain` [W] and `bias` [Vd] are float32. `router` gives the
-    rest of the router; its own `hidden` is not read.
+    the confidence head's `hidden` [R, W]. `embedding`: all rows of the model [V, E], packed, or contiguous float32, float16 or bfloat16.
+    `vocabulary` [Vd] int64: the tokens of `rows`, in [0, V). `norm` and `gain` [W] and `bias` [Vd] are float32. `confidence` gives the
+    rest of the confidence head; its own `hidden` is not read.
     """
 
     fuse: Tensor
@@ -34,7 +34,7 @@ class ChainWeights:
     norm: Tensor
     gain: Tensor
     bias: Tensor | None
-    router: RouterWeights
+    confidence: ConfidenceWeights
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -42,10 +42,18 @@ class ChainWeights:
 
     @property
     def vectors(self) -> list[Tensor]:
-        router = self.router
+        confidence = self.confidence
         bias = torch.empty(0) if self.bias is None else self.bias
-        features = router.features.flatten()
-        return [self.norm, self.gain, bias, router.bias, router.output, features, router.skip]
+        features = confidence.features.flatten()
+        return [
+            self.norm,
+            self.gain,
+            bias,
+            confidence.bias,
+            confidence.output,
+            features,
+            confidence.skip,
+        ]
 
 
 class ChainStart(NamedTuple):
@@ -90,7 +98,7 @@ def chain_length(start: ChainStart, probabilities: Sequence[float], highest: flo
 
 
 class Chains(NamedTuple):
-    """Of N sequences, up to K drafts each: `tokens` [N, K] int64 and `probabilities` [N, K], as the router gives them; `lengths` [N]
+    """Of N sequences, up to K drafts each: `tokens` [N, K] int64 and `probabilities` [N, K], as the confidence head gives them; `lengths` [N]
     int64: how many there are. `outputs` [N, K, W]: the head's output from which each draft was made. Beyond a chain's length a token
     is -1, and the others are 0."""
 
@@ -117,7 +125,7 @@ def draft_chains(
     """
     load()
     refuse_gradient(states, outputs)
-    router = weights.router
+    confidence = weights.confidence
     return Chains(
         *torch.ops.neap.draft_chains.default(
             states,
@@ -133,8 +141,8 @@ def draft_chains(
             weights.vocabulary,
             weights.matrices,
             weights.vectors,
-            router.shift,
-            router.eps,
+            confidence.shift,
+            confidence.eps,
             lowest,
             highest,
             max_drafts,

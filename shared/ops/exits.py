@@ -1,4 +1,4 @@
-"""The ops of a layer exit after its head, as typed functions: largest logits of the draft vocabulary, router. CPU and CUDA.
+"""The ops of a layer exit after its head, as typed functions: largest logits of the draft vocabulary, confidence head. CPU and CUDA.
 
 `N` tokens of width `D`. Weights are row-major [out, in], each tensor float32, float16 or bfloat16. Sums are in float32. `distance` [N] is
 the place of a token's draft in its chain, at least 1. Inference only. The functions raise `PreconditionFailed` if the library is not built, and
@@ -31,7 +31,7 @@ def draft_top(
 
 
 @dataclass(frozen=True)
-class RouterWeights:
+class ConfidenceWeights:
     """hidden [R, D], bias and output [R], features [3, R], skip [3]. All but `hidden` are float32.
 
     The gain of the norm is part of `hidden`, its bias part of `bias`, and the slope of a calibration part of `output`, `skip` and
@@ -55,7 +55,7 @@ def new_tickets(num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
 
 def route(
     x: Tensor,
-    weights: RouterWeights,
+    weights: ConfidenceWeights,
     top: Tensor,
     log_mass: Tensor,
     distance: Tensor,
@@ -63,7 +63,7 @@ def route(
     highest: float,
     tickets: Tensor,
 ) -> Tensor:
-    """The probability of each token's draft [N] float32 in [lowest, highest], from norm and router. One launch on a GPU.
+    """The probability of each token's draft [N] float32 in [lowest, highest], from norm and confidence head. One launch on a GPU.
 
     x [N, D], float32 or of the dtype of `hidden`; top [N, k] and log_mass [N] from `draft_top`; distance [N] int64; `tickets` from
     `new_tickets`.

@@ -107,7 +107,7 @@ def decoder_layers(
     weights: LayerWeights,
     kv: LayerKV,
     masks: Sequence[Tensor] = (),
-    taps: dict[int, Tensor] | None = None,
+    captured: dict[int, Tensor] | None = None,
 ) -> Tensor:
     """Each layer: h = x + out(attention(qkv(norm(x)))), then h + down(activation(gate(norm(h))) * up(norm(h))): x [B, Q, D] -> [B, Q, D].
 
@@ -115,11 +115,11 @@ def decoder_layers(
     are rotated by cos, sin [B or 1, Q, R], halves paired. Keys and values are written to `kv`, then queries attend as in
     `shared.ops.ragged_contiguous_attention`; without `masks`, all causally. The bits are those of the single ops, called one after another.
 
-    `taps`: for each key n, 1 to `weights.num_layers` - 1, the state after the first n layers becomes its value [B, Q, D].
+    `captured`: for each key n, 1 to `weights.num_layers` - 1, the state after the first n layers becomes its value [B, Q, D].
     """
     load()
     refuse_gradient(x)
-    stops = sorted(taps or ())
+    stops = sorted(captured or ())
     states: Tensor = torch.ops.neap.decoder_layers.default(
         x,
         cos,
@@ -141,7 +141,7 @@ def decoder_layers(
         weights.scaling,
         weights.softcap,
     )
-    *tapped, out = states.unbind()
-    if taps:
-        taps.update(zip(stops, tapped, strict=True))
+    *inner, out = states.unbind()
+    if captured:
+        captured.update(zip(stops, inner, strict=True))
     return out

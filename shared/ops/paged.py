@@ -20,7 +20,7 @@ def paged_attention(
     block_tables: Tensor,
     table_indices: Tensor,
     positions: Tensor,
-    kept_at: Tensor,
+    slot_mapping: Tensor,
     branches: Tensor,
     scaling: float | None = None,
     softcap: float = 0.0,
@@ -35,10 +35,10 @@ def paged_attention(
     written, and the result is 0.
 
     A query sees positions [0, its own] of its sequence, or the last `window` of them if `window` is not 0. That includes those written
-    by this call. `kept_at` [T] int64: the position at whose place a token's keys and values are written. For most tokens it is their position. The
+    by this call. `slot_mapping` [T] int64: the position at whose place a token's keys and values are written. For most tokens it is their position. The
     tokens of a branch, which stand beside others at the same positions, are kept at later ones. `branches` [T] int64: the first position
     of a token's branch, or any of its last positions for a token that is in none. From there on it sees what is kept
-    `kept_at - positions` places farther. No two tokens may be kept at the same place. Query head h reads key head h // (Hq / Hkv). `scaling` defaults to
+    `slot_mapping - positions` places farther. No two tokens may be kept at the same place. Query head h reads key head h // (Hq / Hkv). `scaling` defaults to
     D ** -0.5. With `softcap`, scores are softcap * tanh(scores / softcap). Sums are in float32. The bits of a token's result do not
     depend on the other tokens of the pass.
 
@@ -57,7 +57,7 @@ def paged_attention(
         block_tables,
         table_indices,
         positions,
-        kept_at,
+        slot_mapping,
         branches,
         scale,
         softcap,

@@ -116,7 +116,7 @@ def paged_attention(
     block_tables: Tensor,
     table_indices: Tensor,
     positions: Tensor,
-    kept_at: Tensor,
+    slot_mapping: Tensor,
     branches: Tensor,
     scaling: float,
     softcap: float = 0.0,
@@ -124,7 +124,7 @@ def paged_attention(
 ) -> Tensor:
     """Writes tokens to blocks, then attends -> [T, Hq, Dv]: see `shared.ops.paged.paged_attention`."""
     tokens, block_tokens, group = len(q), keys.shape[2], q.shape[1] // k.shape[1]
-    indices = torch.stack([table_indices, positions, kept_at, branches], 1).tolist()
+    indices = torch.stack([table_indices, positions, slot_mapping, branches], 1).tolist()
     real = [(token, *own) for token, own in enumerate(indices) if own[1] >= 0]
     for token, table, _, kept, _ in real:
         block, slot = block_tables[table, kept // block_tokens], kept % block_tokens

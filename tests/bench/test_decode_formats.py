@@ -6,7 +6,7 @@ from pathlib import Path
 from bench.decode_figures import EXACT, FULL
 from bench.decode_formats import answers_in, print_formats, tables_by_format
 from bench.forms import Form
-from neap_engine.evaluate.sides import Run
+from neap_engine.evaluate.sides import TimedAnswer
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.folder import write_router_folder
 from shared.model.loaded import wrap_model
@@ -15,9 +15,9 @@ from tests.worker import build_ladder, build_model, build_tokenizer
 TOKENS = tuple(range(11))
 
 
-def _run(per_token_s: float, tokens: tuple[int, ...] = TOKENS) -> Run:
+def _run(per_token_s: float, tokens: tuple[int, ...] = TOKENS) -> TimedAnswer:
     seconds = per_token_s * (len(tokens) - 1)
-    return Run(tokens, seconds, seconds, deep_passes=5)
+    return TimedAnswer(tokens, seconds, seconds, verify_passes=5)
 
 
 def test_a_line_per_format(capsys) -> None:

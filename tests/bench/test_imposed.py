@@ -56,7 +56,7 @@ def test_exact_answers_as_full_and_drafts_by_the_exit(imposed: Imposed) -> None:
         full = engine.generate(prompt, policy="full", max_tokens=120)
         exact = engine.generate(prompt, policy=DepthPolicy("exact", max_drafts=3), max_tokens=120)
     assert exact.token_ids == full.token_ids
-    accepted = exact.stats.num_accepted / exact.stats.num_deep_passes
+    accepted = exact.stats.num_accepted / exact.stats.num_verify_passes
     # Expected number of accepted drafts of three: 0.8 + 0.8^2 + 0.8^3.
     assert accepted == pytest.approx(1.95, abs=0.5)
 

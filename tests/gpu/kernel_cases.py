@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shared.ops import reference
 from shared.ops.choices import choose_greedy, choose_sampled
-from shared.ops.exits import RouterWeights, draft_top, new_tickets, route
+from shared.ops.exits import ConfidenceWeights, draft_top, new_tickets, route
 from shared.ops.paged import paged_attention
 from tests.shared.ops.paged_passes import CLOSE, drawn_pass
 
@@ -65,7 +65,7 @@ def _route(tokens: int, width: int, size: int, dtype: torch.dtype, mixed: bool) 
 
     def run(x: Tensor, hidden: Tensor, *others: Tensor) -> Outputs:
         *vectors, top, log_mass, distance, tickets = others
-        weights = RouterWeights(hidden, *vectors, shift=0.1, eps=1e-3)
+        weights = ConfidenceWeights(hidden, *vectors, shift=0.1, eps=1e-3)
         return route(x, weights, top, log_mass, distance, *limits, tickets), tickets
 
     def expected(*tensors: Tensor) -> Outputs:

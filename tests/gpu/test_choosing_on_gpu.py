@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.verification import compute_choices, verify
-from shared.model.choosing import num_confirmed
+from shared.model.choosing import num_accepted
 from shared.model.distribution import candidates, nucleus
 from shared.model.sampling import SamplingParams, Trial
 from shared.ops import library
@@ -67,7 +67,7 @@ def test_verdicts_are_the_same_alone_and_in_company(device: str, size: int) -> N
     rows = logits.split([trial.num_rows for trial in trials])
     for trial, own, verdict in zip(trials, rows, verify(logits, trials), strict=True):
         assert verify(own, [trial]) == [verdict]
-        assert num_confirmed(verdict.tokens, trial.drafts) == len(verdict.tokens) - 1
+        assert num_accepted(verdict.tokens, trial.drafts) == len(verdict.tokens) - 1
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])

@@ -92,9 +92,9 @@ def test_a_token_attends_to_the_same_bits_alone_and_in_company(device: str, widt
     """Alone, a token's pieces are shared out among many thread blocks; among hundreds, one thread block takes them all."""
     made = drawn_pass([1] * 300, [500, 3, 129] * 100, 0, (group, 2), (width, width), 16, torch.float16)  # fmt: skip
     tensors = copied(list(vars(made).values())[:10], device)
-    q, k, v, *pools, block_tables, indices, positions, kept_at, branches = tensors
+    q, k, v, *pools, block_tables, indices, positions, slot_mapping, branches = tensors
     run = torch.ops.neap.paged_attention.default
-    together = run(q, k, v, *pools, block_tables, indices, positions, kept_at, branches, 0.2)
+    together = run(q, k, v, *pools, block_tables, indices, positions, slot_mapping, branches, 0.2)
     for token in range(0, 300, 37):
         own = slice(token, token + 1)
         alone = run(
@@ -105,7 +105,7 @@ def test_a_token_attends_to_the_same_bits_alone_and_in_company(device: str, widt
             block_tables,
             indices[own],
             positions[own],
-            kept_at[own],
+            slot_mapping[own],
             branches[own],
             0.2,
         )

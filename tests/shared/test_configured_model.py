@@ -6,7 +6,7 @@ from shared.config import CalibratorSettings, WorkerSettings
 from shared.configured_model import load_options
 
 
-def test_both_services_choose_the_dtype_of_products() -> None:
+def test_both_services_choose_the_dtype_of_matmuls() -> None:
     for kind in (CalibratorSettings, WorkerSettings):
         assert load_options(kind(compute_dtype="bfloat16"))["compute_dtype"] == torch.bfloat16
         assert load_options(kind())["compute_dtype"] is None

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from shared.ladder.risk import RiskBound
 
 DELTA = 0.05
-# Fixed before any data is seen, safest first. A router's probability is at most 0.999.
+# Fixed before any data is seen, safest first. A probability is at most 0.999.
 THRESHOLDS = (0.999, 0.998, 0.995, 0.99, 0.98, 0.97, 0.95, 0.93, 0.9, 0.87, 0.85, 0.8, 0.75, 0.7)
 MARGINS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0)
 EPSILONS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)

@@ -9,30 +9,30 @@ import torch
 
 from calibrator_service.calibration.report.chain_agreement import chain_agreement
 from calibrator_service.calibration.report.metrics import rung_figures
-from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.spec import Label
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.collect import LabelledSequence
 from calibrator_service.calibration.states.training_data import TrainingData
+from calibrator_service.calibration.training.confidence import exit_samples
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
-from calibrator_service.calibration.training.routers import exit_samples
 from shared.ladder.ladder import Ladder
 from shared.ladder.rungs import SUCCESSOR, SUFFIX, exit_name
-from shared.ladder.table_proposer import TableProposer, suffix_evidence
+from shared.ladder.table_proposer import TableProposer, lookup_evidence
 
 log = structlog.get_logger("neap.calibration")
 
-# Simulated limits on the table rungs' drafts per deep pass, and the probability from which on a draft is made.
+# Simulated limits on the table rungs' drafts per verify pass, and the probability from which on a draft is made.
 DRAFT_LIMITS = (1, 3, 5)
 MIN_DRAFT_PROBABILITY = 0.3
 # Figures from fewer positions of the report split than this prove nothing.
 LEAST_POSITIONS = 50
-# Samples per call of a router.
+# Samples per call of a confidence head.
 PASS_SIZE = 4096
 
 
 def held_out_report(
-    run: Run,
+    run: CalibrationRun,
     material: TrainingData,
     vocabulary: DraftVocabulary,
     ladder: Ladder,
@@ -61,7 +61,7 @@ def held_out_report(
         "simulated": simulated,
         "tokens": {**material.num_tokens, "total": sum(material.num_tokens.values())},
         "draft_vocabulary_coverage": float(is_covered.float().mean()),
-        "successor_entries": ladder.successors.num_entries if ladder.successors else 0,
+        "successor_entries": ladder.ngrams.num_entries if ladder.ngrams else 0,
         "depths": [exit_name(depth) for depth in run.plan.depths],
         "left_out": dict(run.plan.left_out),
     }
@@ -70,25 +70,25 @@ def held_out_report(
 def table_figures(
     ladder: Ladder, sequences: Sequence[LabelledSequence]
 ) -> dict[str, dict[str, object]]:
-    """Figures of the table rungs by name, for the first draft at every position; of the successor table its best order."""
+    """Figures of the table rungs by name, for the first draft at every position; of the n-gram table its best order."""
     found: dict[str, tuple[list[float], list[bool]]] = {SUFFIX: ([], []), SUCCESSOR: ([], [])}
     num_positions = 0
-    only_successors = Ladder(ladder.model, None, ladder.successors, ladder.successor_router)
+    only_ngrams = Ladder(ladder.model, None, ladder.ngrams, ladder.ngram_confidence)
     for sequence in sequences:
         tokens, choices = sequence.tokens.tolist(), sequence.choices.tolist()
         both = TableProposer(ladder, tokens[: sequence.first + 1])
-        successor = TableProposer(only_successors, tokens[: sequence.first + 1])
+        ngram = TableProposer(only_ngrams, tokens[: sequence.first + 1])
         for position in range(sequence.first, len(tokens)):
             if position > sequence.first:
                 both.append(tokens[position : position + 1])
-                successor.append(tokens[position : position + 1])
+                ngram.append(tokens[position : position + 1])
             num_positions += 1
-            suffix, successors = both.matches(())
-            if suffix is not None and ladder.suffix_router is not None:
-                evidence = suffix_evidence(suffix, successors, 0)
-                found[SUFFIX][0].append(ladder.suffix_router.probability(evidence))
-                found[SUFFIX][1].append(suffix.token == choices[position])
-            draft = successor.best(())
+            lookup, ngrams = both.matches(())
+            if lookup is not None and ladder.lookup_confidence is not None:
+                evidence = lookup_evidence(lookup, ngrams, 0)
+                found[SUFFIX][0].append(ladder.lookup_confidence.probability(evidence))
+                found[SUFFIX][1].append(lookup.token == choices[position])
+            draft = ngram.best(())
             if draft is not None:
                 found[SUCCESSOR][0].append(draft.probability)
                 found[SUCCESSOR][1].append(draft.token == choices[position])
@@ -100,7 +100,7 @@ def table_figures(
 
 
 def tokens_per_pass(ladder: Ladder, sequences: Sequence[LabelledSequence]) -> dict[str, float]:
-    """Simulated decoding with the table rungs alone: tokens per deep pass with at most 1, 3 and 5 drafts in one chain."""
+    """Simulated decoding with the table rungs alone: tokens per verify pass with at most 1, 3 and 5 drafts in one chain."""
     figures = {}
     for limit in DRAFT_LIMITS:
         num_tokens = num_passes = 0
@@ -144,7 +144,7 @@ def exit_figures(
     vocabulary: DraftVocabulary,
     label: Label,
 ) -> dict[str, dict[str, object]]:
-    """Figures of the layer exits by name. Agreement is that of the token, whichever label the routers were trained with."""
+    """Figures of the layer exits by name. Agreement is that of the token, whichever label the confidence heads were trained with."""
     figures = {}
     for layer_exit in ladder.exits:
         depth, head = layer_exit.depth, layer_exit.head
@@ -152,7 +152,7 @@ def exit_figures(
         samples = exit_samples(depth, head, chunks, vocabulary, layers, label)
         parts = zip(samples.adapted.split(PASS_SIZE), samples.scalars.split(PASS_SIZE), strict=True)
         with torch.no_grad():
-            probability = torch.cat([layer_exit.router(a.float(), s) for a, s in parts])
+            probability = torch.cat([layer_exit.confidence(a.float(), s) for a, s in parts])
         agreed = samples.label.numpy()
         figure = rung_figures(probability.double().numpy(), agreed, len(agreed))
         if label == "cosine":

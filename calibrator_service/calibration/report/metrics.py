@@ -1,4 +1,4 @@
-"""Metrics of a rung: how often its draft is right, and how well its router's probability predicts that."""
+"""Metrics of a rung: how often its draft is right, and how well its probability predicts that."""
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,12 @@ def rung_figures(
         "agreement": float(agreed.sum()) / max(num_positions, 1),
         "coverage": len(agreed) / max(num_positions, 1),
         "agreement_when_proposed": float(agreed.mean()) if len(agreed) else 0.0,
-        **router_figures(probability, agreed),
+        **confidence_figures(probability, agreed),
         "reliability": reliability(probability, agreed),
     }
 
 
-def router_figures(probability: Floats, agreed: npt.NDArray[np.bool_]) -> dict[str, float]:
+def confidence_figures(probability: Floats, agreed: npt.NDArray[np.bool_]) -> dict[str, float]:
     """AUC, Brier score, precision at CONFIDENT and expected calibration error of N probabilities [N] and outcomes [N]; 0 if N is 0."""
     if len(agreed) == 0:
         return {"router_auc": 0.0, "router_brier": 0.0, "router_precision": 0.0, "router_ece": 0.0}

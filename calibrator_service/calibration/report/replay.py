@@ -130,7 +130,7 @@ class Replayer:
     def _follow_chains(self, replays: Sequence[_Replay]) -> None:
         """One round per length of a chain; all chains of all replays in each round."""
         for replay in replays:
-            # The prompt's deep pass chooses the first token, so the earliest chain begins there.
+            # The prompt's verify pass chooses the first token, so the earliest chain begins there.
             first, end = replay.sequence.answer_start, len(replay.sequence.tokens)
             replay.reach = dict.fromkeys(range(first, end - 1), 1.0)
         for chained in range(MAX_CHAIN):

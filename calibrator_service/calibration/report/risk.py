@@ -16,7 +16,7 @@ from calibrator_service.calibration.report.certificate import (
     certify_thresholds,
 )
 from calibrator_service.calibration.report.replay import Replayer
-from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.spec import AnswerFile
 from calibrator_service.calibration.text.risk_answers import RiskAnswers
 from calibrator_service.calibration.text.shards import TokenSequence
@@ -36,7 +36,7 @@ NONE_PASSED: dict[Setting, str] = {
 
 
 def certified_risks(
-    run: Run, runner: ContiguousRunner, ladder: Ladder, answers: RiskAnswers
+    run: CalibrationRun, runner: ContiguousRunner, ladder: Ladder, answers: RiskAnswers
 ) -> dict[str, Any]:
     """The manifest's "risk" and "margin_risk" (see `shared.ladder.risk`). Without bounds they have a "reason". Raises `Cancelled`."""
     found = Replayer(ladder, runner).differing(
@@ -53,7 +53,7 @@ def certified_risks(
 
 
 def _record(
-    run: Run,
+    run: CalibrationRun,
     answers: RiskAnswers,
     setting: Setting,
     values: Sequence[float],

@@ -8,8 +8,8 @@ from typing import Any
 import structlog
 
 from calibrator_service.calibration.report.held_out import LEAST_POSITIONS
-from calibrator_service.calibration.run import Run
-from shared.engine.drafting.costs import exit_timings, measure_deep
+from calibrator_service.calibration.run import CalibrationRun
+from shared.engine.drafting.costs import exit_timings, measure_verify
 from shared.engine.drafting.planner import PassCosts, exit_gain_s
 from shared.ladder.exits import LayerExit
 from shared.ladder.ladder import Ladder
@@ -22,7 +22,7 @@ CONFIDENCE_Z = 1.645
 
 
 def without_unpaid(
-    run: Run,
+    run: CalibrationRun,
     runner: ContiguousRunner,
     ladder: Ladder,
     report: Mapping[str, Any],
@@ -75,7 +75,7 @@ def lower_bound(share: float, count: int) -> float:
     return (share + square / (2 * count) - CONFIDENCE_Z * spread) / (1 + square / count)
 
 
-def measured_costs(run: Run, runner: ContiguousRunner, ladder: Ladder) -> PassCosts:
+def measured_costs(run: CalibrationRun, runner: ContiguousRunner, ladder: Ladder) -> PassCosts:
     """What passes over one and two tokens and the exits of `ladder` cost here at the least. Raises `Cancelled`.
 
     The least of the repeats, because another process that runs now would make an exit, which waits for all threads several times
@@ -85,13 +85,13 @@ def measured_costs(run: Run, runner: ContiguousRunner, ladder: Ladder) -> PassCo
     def between() -> None:
         run.report("evaluating", 0.99)
 
-    deep = measure_deep(runner, most_tokens=2, between=between)
+    verify = measure_verify(runner, most_tokens=2, between=between)
     timings = exit_timings(runner, ladder.bind(runner))
     while True:
         try:
             next(timings)
         except StopIteration as stop:
-            return PassCosts(deep, exits=stop.value)
+            return PassCosts(verify, exits=stop.value)
         between()
 
 

@@ -1,4 +1,4 @@
-"""Chunks of states: what exit heads and routers learn from."""
+"""Chunks of states: what exit heads and confidence heads learn from."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -28,10 +28,10 @@ from calibrator_service.calibration.states.labels import cosine_converged, greed
 from calibrator_service.calibration.states.sums import Sums
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
 from calibrator_service.calibration.text.splits import SPLITS, Split
-from shared.ladder.successors import Array
+from shared.ladder.ngram_table import Array
 from shared.ladder.unit import unit
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.runner import tap_depths
+from shared.model.runner import captured_depths
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Collector:
 
     def _was_observed(self, sequence: TokenSequence) -> bool:
         """Whether the engine that wrote the sequence has shown all states that are wanted."""
-        depths = {0, *tap_depths(self._runner.num_layers)}
+        depths = {0, *captured_depths(self._runner.num_layers)}
         return (
             sequence.states is not None
             and first_position(sequence) > 0
@@ -186,7 +186,7 @@ class Collector:
         start = max(first - 1, sequence.states_start)
         states = sequence.states[start - sequence.states_start : end - sequence.states_start]
         tokens = torch.tensor(sequence.tokens[start:end]).to(self._runner.loaded.device)
-        low, middle = tap_depths(self._runner.num_layers)
+        low, middle = captured_depths(self._runner.num_layers)
         found = {0: unit(self._runner.embed(tokens[None], start)[0]).half()}
         found |= {low: states[:, 0], middle: states[:, 1]}
         positions = torch.arange(first, end)

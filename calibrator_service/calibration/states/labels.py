@@ -30,5 +30,5 @@ def cosine_converged(
 
 
 def agreement(label: Label, predicted: Tensor, choices: Tensor, converged: Tensor) -> Tensor:
-    """What a router learns, bool [N]: the exit's token is the full model's; with the cosine label, the state has converged."""
+    """What a confidence head learns, bool [N]: the exit's token is the full model's; with the cosine label, the state has converged."""
     return predicted == choices if label == "agreement" else converged

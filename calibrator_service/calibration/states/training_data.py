@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from calibrator_service.calibration.plan import MAX_STATE_BYTES
-from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.states.chunk import StateChunks
 from calibrator_service.calibration.states.collect import Collector, LabelledSequence
 from calibrator_service.calibration.states.moments import Moments, MomentsLayout
@@ -16,11 +16,11 @@ from calibrator_service.calibration.states.sums import Sums
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.splits import SPLITS, Split
 from calibrator_service.calibration.text.stream import CollectingProgress, too_little_text
-from shared.ladder.successor_builder import SuccessorBuilder
+from shared.ladder.ngram_builder import NgramTableBuilder
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
-from shared.model.runner import tap_depths
+from shared.model.runner import captured_depths
 
 # Tokens of the routers split, and of the report split, on which the table rungs are evaluated; they are held in memory.
 MAX_TABLE_TOKENS = 100_000
@@ -31,7 +31,7 @@ class TrainingData:
     """moments: of the heads split, by exit, which heads are solved from; chunks: states of each split that is read again;
     table_sequences: sequences of the routers and report splits, for the tables.
 
-    choice_counts: [V], how often the full model chose each token in the heads split; successors: has counted the successors
+    choice_counts: [V], how often the full model chose each token in the heads split; ngrams: has counted the n-grams
     of that split; num_tokens: tokens learned from, per split.
     """
 
@@ -39,12 +39,12 @@ class TrainingData:
     chunks: Mapping[Split, StateChunks]
     table_sequences: Mapping[Split, tuple[LabelledSequence, ...]]
     choice_counts: Tensor
-    successors: SuccessorBuilder
+    ngrams: NgramTableBuilder
     num_tokens: Mapping[Split, int]
 
 
 def collect_training_data(
-    run: Run,
+    run: CalibrationRun,
     runner: ContiguousRunner,
     sequences: Iterable[tuple[Split, TokenSequence]],
     progress: CollectingProgress,
@@ -76,13 +76,13 @@ def collect_training_data(
     table_sequences: dict[Split, list[LabelledSequence]] = {"routers": [], "report": []}
     num_table_tokens: dict[Split, int] = {"routers": 0, "report": 0}
     choice_counts = torch.zeros(run.loaded.vocabulary_size, dtype=torch.long)
-    successors = SuccessorBuilder()
+    ngrams = NgramTableBuilder()
 
     def take(split: Split, labelled: list[LabelledSequence]) -> None:
         for sequence in labelled:
             num_tokens[split] += sequence.num_labelled
             if split == "heads":
-                successors.add(sequence.tokens, sequence.choices, sequence.first)
+                ngrams.add(sequence.tokens, sequence.choices, sequence.first)
             elif num_table_tokens[split] < MAX_TABLE_TOKENS:
                 table_sequences[split].append(sequence)
                 num_table_tokens[split] += len(sequence.tokens)
@@ -108,14 +108,14 @@ def collect_training_data(
         chunks={split: collector.chunks(split) for split in SPLITS},
         table_sequences={split: tuple(own) for split, own in table_sequences.items()},
         choice_counts=choice_counts,
-        successors=successors,
+        ngrams=ngrams,
         num_tokens=num_tokens,
     )
 
 
 def layouts_of(loaded: LoadedModel, depths: Iterable[int]) -> dict[int, MomentsLayout]:
     """Which states each exit is solved from, by its depth."""
-    kept, size = tap_depths(loaded.num_layers), loaded.hidden_size
+    kept, size = captured_depths(loaded.num_layers), loaded.hidden_size
     return {depth: MomentsLayout(size, depth, kept) for depth in depths}
 
 

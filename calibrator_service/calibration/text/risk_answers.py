@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.schedule import ANSWERS_PER_PROMPT
 from calibrator_service.calibration.spec import AnswerFile
 from calibrator_service.calibration.text import seed_prompts
@@ -63,7 +63,7 @@ class Limits:
 
 
 def write_risk_answers(
-    run: Run,
+    run: CalibrationRun,
     text: Text,
     is_used: Callable[[Prompt], bool],
     writer: Writer,
@@ -94,7 +94,7 @@ def write_risk_answers(
     return RiskAnswers(text, tuple(sequences), generator.max_new_tokens)
 
 
-def _risk_limits(run: Run, text: Text, max_new_tokens: int, knows_speed: bool) -> Limits:
+def _risk_limits(run: CalibrationRun, text: Text, max_new_tokens: int, knows_speed: bool) -> Limits:
     """The number of prompts, which depends on the spec and on time and never on the answers."""
     seconds = run.seconds_until(run.schedule.risk_text)
     most = most_risk_prompts(run, text) if run.schedule.certifies else 0
@@ -232,7 +232,7 @@ class RiskAnswerGenerator:
         return prompts
 
 
-def _config(run: Run, text: Text) -> SelfGenerationConfig | None:
+def _config(run: CalibrationRun, text: Text) -> SelfGenerationConfig | None:
     """How the split is written: with a file of answers as for generated text without given prompts. None: it stays empty."""
     if isinstance(text, GivenText):
         if not isinstance(text.source, AnswerFile):

@@ -19,7 +19,7 @@ class TokenSequence:
 
     For given text `answer_start` is the length. `is_greedy`: each token of the answer is the full model's greedy choice. `kind`: of the
     prompt; it decides the split and is not stored. Nor are `states` [N, 3, D] float16, which the engine that wrote the answer has shown:
-    those of the tokens from `states_start` on at the depths `tap_depths` and L, scaled to a root mean square of 1. With them, each token of
+    those of the tokens from `states_start` on at the depths `captured_depths` and L, scaled to a root mean square of 1. With them, each token of
     the answer is the greedy choice of that engine's model: the model itself, or a copy of it in bfloat16.
     """
 

@@ -1,6 +1,6 @@
 """Assigns sequences to splits, so that heads, routers and the report learn from and are measured on different sequences.
 
-A router trained on the data of its head would trust the head too much. The fourth split, risk, has prompts of its own: see
+A confidence head trained on the data of its head would trust the head too much. The fourth split, risk, has prompts of its own: see
 `risk_answers`.
 """
 

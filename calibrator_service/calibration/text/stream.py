@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from calibrator_service.calibration.plan import RISK_PROMPTS
-from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.spec import AnswerFile, HubDataset, SelfGenerated, TextFile
 from calibrator_service.calibration.text.answers import answer_sequences, count_kinds
 from calibrator_service.calibration.text.self_generation import (
@@ -60,7 +60,7 @@ class GeneratedText:
 Text = GivenText | GeneratedText
 
 
-def plan_text(run: Run) -> Text:
+def plan_text(run: CalibrationRun) -> Text:
     """What the text of this run is made from. Raises as the source does, if it must be read for that."""
     source = run.spec.source
     if isinstance(source, AnswerFile):
@@ -89,7 +89,7 @@ def hold_out_prompts(
     return tuple(prompt for prompt in prompts if prompt not in apart), tuple(held_out)
 
 
-def most_risk_prompts(run: Run, text: Text) -> int:
+def most_risk_prompts(run: CalibrationRun, text: Text) -> int:
     """Prompts that the risk split may have. Their answers have no more tokens than the spec asks for in the other splits together."""
     most = RISK_PROMPTS
     if isinstance(text, GeneratedText) and text.config.prompts:
@@ -103,7 +103,7 @@ class CollectingProgress:
     `knows_speed`: the text is written as the answers of the risk split will be, so its speed says how many fit.
     """
 
-    def __init__(self, run: Run, text: Text, *, knows_speed: bool = False) -> None:
+    def __init__(self, run: CalibrationRun, text: Text, *, knows_speed: bool = False) -> None:
         self._run = run
         self._knows_speed = knows_speed
         self._risk_prompts = most_risk_prompts(run, text)
@@ -185,14 +185,14 @@ class CollectingProgress:
         run.report("collecting", end * min(1.0, max(by_time, by_tokens)))
 
 
-def too_little_text(run: Run, lacks: str, *, is_cut: bool) -> InvalidInput:
+def too_little_text(run: CalibrationRun, lacks: str, *, is_cut: bool) -> InvalidInput:
     """The error of a calibration whose text is not enough: BUDGET_TOO_SHORT if time cut it (`is_cut`), or else TOO_LITTLE_TEXT."""
     if is_cut:
         return _budget_too_short(run, lacks, 2 * max(run.plan.budget_s, run.elapsed_s()))
     return InvalidInput(f"the source gave too little text: {lacks}", reason="TOO_LITTLE_TEXT")
 
 
-def _budget_too_short(run: Run, found: str, needed_s: float) -> InvalidInput:
+def _budget_too_short(run: CalibrationRun, found: str, needed_s: float) -> InvalidInput:
     # The caller may not have asked for that budget: it may be the default.
     return InvalidInput(
         f"{run.plan.budget_s:.0f} seconds were too short a time budget for this model on this machine: {found}. Give it about "
@@ -203,7 +203,11 @@ def _budget_too_short(run: Run, found: str, needed_s: float) -> InvalidInput:
 
 
 def split_sequences(
-    run: Run, text: Text, splitter: Splitter, progress: CollectingProgress, writer: Writer
+    run: CalibrationRun,
+    text: Text,
+    splitter: Splitter,
+    progress: CollectingProgress,
+    writer: Writer,
 ) -> Iterator[tuple[Split, TokenSequence]]:
     """Yields new sequences with their splits until there are enough tokens, the phase's time is over, or nothing new comes.
 
@@ -226,7 +230,7 @@ def split_sequences(
 
 
 def _sequences(
-    run: Run, text: Text, progress: CollectingProgress, writer: Writer
+    run: CalibrationRun, text: Text, progress: CollectingProgress, writer: Writer
 ) -> Iterator[TokenSequence]:
     if isinstance(text, GivenText):
         if isinstance(text.source, AnswerFile):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import structlog
 import torch
 
-from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.spec import SelfGenerated
 from calibrator_service.calibration.text.engine_writer import EngineWriter
 from calibrator_service.calibration.text.stream import TEXT_SHARE
@@ -30,7 +30,9 @@ class Writers:
     train. `fleet_of`: see `pipeline.calibrate`.
     """
 
-    def __init__(self, run: Run, fleet_of: Callable[[Writer], Writer] | None = None) -> None:
+    def __init__(
+        self, run: CalibrationRun, fleet_of: Callable[[Writer], Writer] | None = None
+    ) -> None:
         self.own: Writer = EngineWriter(run.loaded, run.plan.rows)
         self.of_text: Writer = self.own
         if not isinstance(run.spec.source, SelfGenerated):
@@ -46,7 +48,7 @@ class Writers:
         self.own.close()
 
 
-def pays_for_copy(run: Run) -> bool:
+def pays_for_copy(run: CalibrationRun) -> bool:
     """Whether writing with a copy of the model in bfloat16 is faster, even though it must be loaded first."""
     loaded = run.loaded
     if loaded.source is None or loaded.acceleration is None or not multiplies_bfloat16():

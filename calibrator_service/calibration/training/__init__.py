@@ -1,1 +1,1 @@
-"""What is learned: the draft vocabulary, exit heads, tables and routers."""
+"""What is learned: the draft vocabulary, exit heads, tables and confidence heads."""

@@ -10,9 +10,9 @@ from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.training.batches import gather_chains
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from shared.ladder.fused_head import FusedHead, chained
-from shared.model.runner import tap_depths
+from shared.model.runner import captured_depths
 
-# Tokens of a chain on which exits are evaluated and routers are trained.
+# Tokens of a chain on which exits are evaluated and confidence heads are trained.
 NUM_PLACES = 4
 
 
@@ -45,7 +45,7 @@ def chain_outputs(
     Chains that the sequence's end cuts off are left out. `chunk` must be on the vocabulary's device.
     """
     device, lookup = vocabulary.device, vocabulary.lookup.to(vocabulary.device)
-    kept = tap_depths(num_layers)
+    kept = captured_depths(num_layers)
     chains = gather_chains(chunk, index, NUM_PLACES, (depth,), kept, lookup, device)
     states = chains.states
     for step in range(NUM_PLACES):

@@ -26,7 +26,7 @@ class Place:
     done: float = 0.0
 
 
-class Checkpoint:
+class TrainingCheckpoint:
     """Weights and optimiser of a training, in one file. `path` None: nothing is kept."""
 
     def __init__(

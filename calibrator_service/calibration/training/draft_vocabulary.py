@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.states.training_data import TrainingData
 from shared.ladder.head_rows import gather_rows, projection
 from shared.model.loaded import LoadedModel
@@ -41,7 +41,7 @@ class DraftVocabulary:
         return projection(self.rows, self.bias)
 
 
-def choose_draft_vocabulary(run: Run, material: TrainingData) -> DraftVocabulary:
+def choose_draft_vocabulary(run: CalibrationRun, material: TrainingData) -> DraftVocabulary:
     """The tokens that the full model chose most often in the heads split, and then those of the lowest ids.
 
     Most tokenizers number their tokens by how frequent they are. Text of another kind than the heads split's has many that it lacks.

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.plan import HeadTraining
-from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.training_data import TrainingData
-from calibrator_service.calibration.training.checkpoint import Checkpoint, Place
+from calibrator_service.calibration.training.checkpoint import Place, TrainingCheckpoint
 from calibrator_service.calibration.training.closed_form import solve_head
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.objectives import ChainObjective, make_teacher
@@ -35,7 +35,10 @@ LOSS_SHARE = 0.02
 
 
 def fit_heads(
-    run: Run, runner: ContiguousRunner, material: TrainingData, vocabulary: DraftVocabulary
+    run: CalibrationRun,
+    runner: ContiguousRunner,
+    material: TrainingData,
+    vocabulary: DraftVocabulary,
 ) -> dict[int, FusedHead]:
     """Depth -> head, rounded as published; trained heads are read from disk if an earlier run has trained them. Raises `Cancelled`."""
     ends = run.schedule
@@ -96,7 +99,7 @@ def train_heads(
 ) -> None:
     """Trains the heads together on the vocabulary's device, in place.
 
-    Products are computed in a format that the device multiplies faster: see `_fast_products`. Training ends after `params.seconds`,
+    Matmuls are computed in a format that the device multiplies faster: see `_fast_matmuls`. Training ends after `params.seconds`,
     and the learning rate follows whichever is further, epochs or time. `checkpoint`: the file from which a training that was killed
     continues; deleted at the end. `on_step` gets the share done and a running loss per depth, every REPORT_INTERVAL_S. Raises
     `Cancelled`.
@@ -112,7 +115,9 @@ def train_heads(
         betas=(0.9, 0.98),
         fused=device.type == "cuda" or None,
     )
-    kept = Checkpoint(checkpoint, nn.ModuleDict({str(d): h for d, h in heads.items()}), optimiser)
+    kept = TrainingCheckpoint(
+        checkpoint, nn.ModuleDict({str(d): h for d, h in heads.items()}), optimiser
+    )
     start = kept.load()
     start_s = time.monotonic()
     reported_s = -math.inf
@@ -134,7 +139,7 @@ def train_heads(
             for group in optimiser.param_groups:
                 group["lr"] = params.learning_rate * warm_up * 0.5 * (1 + math.cos(math.pi * done))
             with torch.enable_grad():
-                with _fast_products(device):
+                with _fast_matmuls(device):
                     found = objective.losses(chunk, index)
                 optimiser.zero_grad()
                 torch.stack(list(found.values())).sum().backward()
@@ -152,8 +157,8 @@ def train_heads(
 
 
 @contextmanager
-def _fast_products(device: torch.device) -> Iterator[None]:
-    """Scope in which a GPU multiplies float32 matrices in TF32, and a processor with bfloat16 products in bfloat16, which is
+def _fast_matmuls(device: torch.device) -> Iterator[None]:
+    """Scope in which a GPU multiplies float32 matrices in TF32, and a processor with bfloat16 matmuls in bfloat16, which is
     several times as fast. Sums, norms, weights and the optimiser stay in float32."""
     if device.type == "cpu" and multiplies_bfloat16():
         with torch.autocast("cpu", torch.bfloat16):

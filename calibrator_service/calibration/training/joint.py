@@ -11,10 +11,10 @@ from calibrator_service.calibration.training.chain_outputs import chain_outputs
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.logistic import fit_logistic
 from shared.engine.drafting.confidence import TABLE_ALONE, cases, log_odds
+from shared.ladder.confidence_head import scalar_features
 from shared.ladder.exits import LayerExit
 from shared.ladder.joint_weights import CASES, DEFAULT_WEIGHTS, MAX_WEIGHT, JointWeights
 from shared.ladder.ladder import Ladder
-from shared.ladder.routers import scalar_features
 from shared.ladder.rungs import Draft
 from shared.ladder.table_proposer import TableProposer
 
@@ -71,11 +71,11 @@ def _exit_drafts(
 def _first_drafts(
     one: LayerExit, chunk: StateChunk, vocabulary: DraftVocabulary, num_layers: int
 ) -> Iterator[Draft]:
-    device = one.router.slope.device
+    device = one.confidence.slope.device
     for index in torch.arange(len(chunk)).split(PASS_SIZE):
         output = next(chain_outputs(one.depth, one.head, chunk, index, vocabulary, num_layers))
         scalars = scalar_features(output.logits, output.chain_places)
-        said = one.router(output.adapted.to(device), scalars.to(device)).tolist()
+        said = one.confidence(output.adapted.to(device), scalars.to(device)).tolist()
         tokens = vocabulary.tokens[output.logits.argmax(-1).cpu()].tolist()
         for token, probability in zip(tokens, said, strict=True):
             yield Draft(token, probability, one.name, one.depth)

@@ -11,7 +11,7 @@ from calibrator_service.calibration.training.batches import gather_chains
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from shared.ladder.fused_head import FusedHead, chained
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.runner import tap_depths
+from shared.model.runner import captured_depths
 
 # Steps of its own chain over which a head is trained.
 NUM_STEPS = 2
@@ -40,7 +40,7 @@ class ChainObjective:
     ) -> None:
         self._heads, self._vocabulary = heads, vocabulary
         self._lookup = vocabulary.lookup.to(vocabulary.device)
-        self._kept_depths = tap_depths(num_layers)
+        self._kept_depths = captured_depths(num_layers)
         self._teacher, self._num_steps = teacher, num_steps
         self._hard_share = hard_share if teacher is not None else 1.0
 

@@ -1,15 +1,15 @@
-"""The table rungs (suffix and successor): the successor table, and routers trained on chains of drafts with known outcomes."""
+"""The table rungs: prompt look-up, the n-gram table, and their confidence trained on chains of drafts with known outcomes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.states.collect import LabelledSequence
 from calibrator_service.calibration.states.training_data import TrainingData
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.risk import CERTIFIED_DRAFTS
-from shared.ladder.table_proposer import TableProposer, successor_evidence, suffix_evidence
-from shared.ladder.table_router import Evidence, fit_table_router
+from shared.ladder.table_confidence import Evidence, fit_table_confidence
+from shared.ladder.table_proposer import TableProposer, lookup_evidence, ngram_evidence
 
 MAX_CHAIN = CERTIFIED_DRAFTS
 
@@ -36,28 +36,28 @@ def table_samples(ladder: Ladder, sequence: LabelledSequence) -> Iterator[TableS
             drafter.append(tokens[settled : settled + 1])
         for chained in range(min(MAX_CHAIN, len(tokens) - settled)):
             position = settled + chained
-            suffix, successors = drafter.matches(tokens[settled + 1 : position + 1])
+            lookup, ngrams = drafter.matches(tokens[settled + 1 : position + 1])
             choice, is_drafted = choices[position], False
-            if suffix is not None:
-                agreed = suffix.token == choice
+            if lookup is not None:
+                agreed = lookup.token == choice
                 is_drafted |= agreed
-                yield TableSample("suffix", suffix_evidence(suffix, successors, chained), agreed)
-            for match in successors:
+                yield TableSample("suffix", lookup_evidence(lookup, ngrams, chained), agreed)
+            for match in ngrams:
                 agreed = match.token == choice
                 is_drafted |= agreed
-                yield TableSample("successor", successor_evidence(match, suffix, chained), agreed)
+                yield TableSample("successor", ngram_evidence(match, lookup, chained), agreed)
             if not is_drafted or position + 1 >= len(tokens) or tokens[position + 1] != choice:
                 break
 
 
-def fit_tables(run: Run, material: TrainingData) -> Ladder:
-    """The ladder of the table rungs alone: the successor table of the heads split, and routers trained on the routers split."""
-    untrained = fit_table_router([], [])
+def fit_tables(run: CalibrationRun, material: TrainingData) -> Ladder:
+    """The ladder of the table rungs alone: the n-gram table of the heads split, and their confidence trained on the routers split."""
+    untrained = fit_table_confidence([], [])
     ladder = Ladder(
         ModelIdentity.of(run.loaded),
-        suffix_router=untrained,
-        successors=material.successors.build(run.plan.table_bytes),
-        successor_router=untrained,
+        lookup_confidence=untrained,
+        ngrams=material.ngrams.build(run.plan.table_bytes),
+        ngram_confidence=untrained,
     )
     evidence: dict[str, list[Evidence]] = {"suffix": [], "successor": []}
     agreed: dict[str, list[bool]] = {"suffix": [], "successor": []}
@@ -67,6 +67,6 @@ def fit_tables(run: Run, material: TrainingData) -> Ladder:
             agreed[sample.table].append(sample.agreed)
     return replace(
         ladder,
-        suffix_router=fit_table_router(evidence["suffix"], agreed["suffix"]),
-        successor_router=fit_table_router(evidence["successor"], agreed["successor"]),
+        lookup_confidence=fit_table_confidence(evidence["suffix"], agreed["suffix"]),
+        ngram_confidence=fit_table_confidence(evidence["successor"], agreed["successor"]),
     )

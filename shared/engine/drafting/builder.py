@@ -14,7 +14,7 @@ from shared.engine.drafting.planner import (
     least_survival,
 )
 from shared.engine.drafting.speculation import Speculation
-from shared.engine.request.sequence import Sequence as Generating
+from shared.engine.request.sequence import DecodingSequence
 from shared.errors import Corrupt
 from shared.ladder.risk import CERTIFIED_DRAFTS
 from shared.ladder.rungs import Draft, exit_name
@@ -23,7 +23,7 @@ from shared.ops.chains import ChainStart
 # Where a draft must survive more probably than this to pay, looking for branches takes longer than they save (bench/RESULTS.md, "What each
 # rule of drafting is worth").
 MAX_SURVIVAL_FOR_BRANCHES = 0.05
-# Tokens per deep pass that are assumed for a sequence without deep passes, and the weight of this assumption in passes.
+# Tokens per verify pass that are assumed for a sequence without verify passes, and the weight of this assumption in passes.
 USUAL_TOKENS_PER_PASS, PASS_WEIGHT = 1.5, 8
 
 
@@ -37,7 +37,7 @@ class DraftBuilder:
 
     def __init__(
         self,
-        sequence: Generating,
+        sequence: DecodingSequence,
         costs: PassCosts,
         num_sequences: int,
         *,
@@ -65,7 +65,7 @@ class DraftBuilder:
         self._rated: list[tuple[Draft, float]] = []
         # First drafts of branches: survival with them, place, draft, and its probability.
         self._possible: list[tuple[float, int, Draft, float]] = []
-        # The deep pass itself gives one token of the answer.
+        # The verify pass itself gives one token of the answer.
         self._room = min(sequence.num_left_in_regime - 1, costs.max_drafts)
         if policy.name == "relaxed":
             self._room = min(self._room, CERTIFIED_DRAFTS)
@@ -91,19 +91,19 @@ class DraftBuilder:
 
     @property
     def wants_more(self) -> bool:
-        """Whether another draft may be worth its place in the deep pass."""
+        """Whether another draft may be worth its place in the verify pass."""
         return len(self.chain.drafts) < self._room and self.survival >= self._least_survival
 
     @property
     def tokens_per_pass(self) -> float:
-        """Mean tokens that a deep pass has given for this sequence, starting from USUAL_TOKENS_PER_PASS."""
-        passes = self.sequence.num_deep_passes
+        """Mean tokens that a verify pass has given for this sequence, starting from USUAL_TOKENS_PER_PASS."""
+        passes = self.sequence.num_verify_passes
         tokens = PASS_WEIGHT * USUAL_TOKENS_PER_PASS + passes + self.sequence.num_accepted
         return tokens / (PASS_WEIGHT + passes)
 
     def chain_start(self, index: int, depth: int, reads_states: bool, least: float) -> ChainStart:
         """The tokens that exit `index` at `depth` has not seen. It may go on until survival is below `least` or too low for a place
-        in the deep pass."""
+        in the verify pass."""
         num_seen, output = self.ahead[index].num_seen, self.ahead[index].output
         return ChainStart(
             tokens=self.chain.tokens[num_seen:],
@@ -121,7 +121,7 @@ class DraftBuilder:
         self._said.clear()
         drafts = self._proposed([draft.token for draft in self.chain.drafts])
         if self.sequence.request.policy.name != "exact":
-            # Bounds are certified for the draft of which its router is surest.
+            # Bounds are certified for the draft of which its confidence head is surest.
             drafts = sorted(drafts, key=lambda draft: -draft.probability)[:1]
         self.consider(drafts)
 

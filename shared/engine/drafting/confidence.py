@@ -1,7 +1,7 @@
 """How probable it is that a draft is right, given what all proposers say of its position, and what asking an exit is expected to add.
 
 Tables and exits are calibrated one by one. Where they propose the same token, it is more probable than either says. Where they differ,
-both are less: an exit is then right a third to half as often as its router says, because it differs most where it is wrong.
+both are less: an exit is then right a third to half as often as its confidence head says, because it differs most where it is wrong.
 """
 
 import math
@@ -91,7 +91,7 @@ class Confidence:
         return sorted(rated, key=lambda one: -one[1])
 
     def factor(self, rung: str) -> float:
-        """By what the probabilities of an exit's router have to be scaled, whatever the tables say."""
+        """By what the probabilities of an exit's confidence head have to be scaled, whatever the tables say."""
         return self._ratio("", rung)
 
     def record(self, drafts: Sequence[Draft], token: int) -> None:

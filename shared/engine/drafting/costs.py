@@ -47,8 +47,8 @@ class CostMeter:
     ) -> PassCosts:
         """The costs of passes, without those of exits. Calls `between` before each pass; an exception that it raises ends
         the measurement."""
-        deep = measure_deep(runner, between=between)
-        return PassCosts(deep, wide=measure_wide(runner, deep, between=between))
+        verify = measure_verify(runner, between=between)
+        return PassCosts(verify, wide=measure_wide(runner, verify, between=between))
 
     def measure_exits(
         self, runner: Runner, ladder: BoundLadder
@@ -69,11 +69,11 @@ class RememberingMeter(CostMeter):
             wide = tuple((count, seconds) for count, seconds in known["wide"])
             return PassCosts(tuple(known["deep"]), wide=wide)
         costs = super().measure_passes(runner, between=between)
-        facts.note(name, {"deep": costs.deep, "wide": costs.wide, "measured_s": time.time()})
+        facts.note(name, {"deep": costs.verify, "wide": costs.wide, "measured_s": time.time()})
         return costs
 
 
-def measure_deep(
+def measure_verify(
     runner: Runner,
     *,
     most_tokens: int = MAX_PASS_TOKENS,
@@ -89,14 +89,16 @@ def measure_deep(
     ids = torch.ones(1, context + widest, dtype=torch.long, device=runner.loaded.device)
     runner.run(ids[:, :context], cache, first=0, last=runner.num_layers, base=0)
 
-    def deep_pass(width: int) -> None:
+    def verify_pass(width: int) -> None:
         between()
         state = runner.run(ids[:, :width], cache, first=0, last=runner.num_layers, base=context)
         runner.logits(state[0]).argmax(-1).tolist()
 
     # Interleaved, so that a slow moment of the machine does not affect one width only.
     rounds = _repeated(
-        lambda: [_seconds(lambda width=width: deep_pass(width)) for width in range(1, widest + 1)],  # type: ignore[misc]
+        lambda: [
+            _seconds(lambda width=width: verify_pass(width)) for width in range(1, widest + 1)
+        ],  # type: ignore[misc]
         MIN_REPEATS,
         REPEATS,
     )
@@ -104,26 +106,26 @@ def measure_deep(
 
 
 def measure_wide(
-    runner: Runner, deep: tuple[float, ...], *, between: Callable[[], None] = lambda: None
+    runner: Runner, verify: tuple[float, ...], *, between: Callable[[], None] = lambda: None
 ) -> tuple[tuple[int, float], ...]:
-    """(tokens, seconds) of passes over more tokens than `deep` has. The seconds never fall. () if the context is too short.
+    """(tokens, seconds) of passes over more tokens than `verify` has. The seconds never fall. () if the context is too short.
 
-    `between` as in `measure_deep`.
+    `between` as in `measure_verify`.
     """
     points: list[tuple[int, float]] = []
-    least = deep[-1]
+    least = verify[-1]
     for width in WIDE_PASS_TOKENS:
         if width >= runner.loaded.context_length:
             break
         cache = runner.new_cache(width)
         ids = torch.ones(1, width, dtype=torch.long, device=runner.loaded.device)
 
-        def deep_pass(ids: Tensor = ids, cache: KVCache = cache) -> None:
+        def verify_pass(ids: Tensor = ids, cache: KVCache = cache) -> None:
             between()
             state = runner.run(ids, cache, first=0, last=runner.num_layers, base=0)
             runner.logits(state[0]).argmax(-1).tolist()
 
-        timings = _repeated(lambda: _seconds(deep_pass), MIN_WIDE_REPEATS, WIDE_REPEATS)
+        timings = _repeated(lambda: _seconds(verify_pass), MIN_WIDE_REPEATS, WIDE_REPEATS)
         least = max(least, min(timings))
         points.append((width, least))
     return tuple(points)
@@ -151,9 +153,9 @@ def exit_timings(
     *,
     repeats: int = REPEATS,
 ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
-    """Measures, `repeats` times, the costs of taking tokens from the embedding to each layer exit and through its head and router.
+    """Measures, `repeats` times, the costs of taking tokens from the embedding to each layer exit and through its head and confidence head.
 
-    Yields the drafts after each measurement, so that the engine can step requests in between. A deep pass before each measurement
+    Yields the drafts after each measurement, so that the engine can step requests in between. A verify pass before each measurement
     evicts heads and tables from the processor's caches, as while serving. With warm caches they would seem half as expensive.
     """
     loaded = runner.loaded

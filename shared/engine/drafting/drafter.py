@@ -1,8 +1,7 @@
 """The drafting half of a step: drafts the next tokens of all sequences of a batch at once."""
 
 from collections import defaultdict
-from collections.abc import Iterable
-from collections.abc import Sequence as Rows
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 from shared.engine.drafting.builder import DraftBuilder
@@ -15,7 +14,7 @@ from shared.engine.drafting.planner import (
 from shared.engine.drafting.speculation import Speculation, advance_to
 from shared.engine.failure import attempt, fail_all
 from shared.engine.request.request import GenerationRequest
-from shared.engine.request.sequence import Sequence
+from shared.engine.request.sequence import DecodingSequence
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.native_chain import HeadDraft
@@ -40,12 +39,14 @@ class Drafter:
         """What earlier requests of this kind (greedy or sampled, with a margin or without) have shown of the ladder's drafts."""
         return self._confidence[request.sampling.is_greedy, request.policy.margin is not None]
 
-    def builder(self, sequence: Sequence, num_sequences: int, *, drafts: bool) -> DraftBuilder:
+    def builder(
+        self, sequence: DecodingSequence, num_sequences: int, *, drafts: bool
+    ) -> DraftBuilder:
         """The builder of a sequence's chain. See `draft_chains`."""
         branches = self._runner.supports_ragged
         return DraftBuilder(sequence, self.costs, num_sequences, drafts=drafts, branches=branches)
 
-    def ask_exits(self, builders: Rows[DraftBuilder], num_sequences: int) -> None:
+    def ask_exits(self, builders: Sequence[DraftBuilder], num_sequences: int) -> None:
         """Takes the chains' last tokens to the layer exits that are expected to pay, shallowest first. Each exit's tokens share a
         pass."""
         assert self.ladder is not None
@@ -66,7 +67,7 @@ class Drafter:
             one.sequence.confidence.record_gain(index, before, gain)
 
     def _propose(
-        self, ladder: BoundLadder, index: int, asked: Rows[tuple[DraftBuilder, float]]
+        self, ladder: BoundLadder, index: int, asked: Sequence[tuple[DraftBuilder, float]]
     ) -> None:
         """The exit drafts the asked chains on in one call, each as long as a draft is expected to save its share of the time: what it
         saves is proportional to survival."""
@@ -89,7 +90,7 @@ class Drafter:
             one.ahead[index].put(drafts)
 
     def _worth_asking(
-        self, index: int, depth: int, builders: Rows[DraftBuilder], num_sequences: int
+        self, index: int, depth: int, builders: Sequence[DraftBuilder], num_sequences: int
     ) -> list[tuple[DraftBuilder, float]]:
         """The chains whose last tokens are worth taking to exit `index` at `depth` in one pass, and the seconds that each is expected
         to save."""
@@ -109,9 +110,9 @@ class Drafter:
 
 
 def draft_chains(
-    sequences: Iterable[Sequence], num_sequences: int, *, drafts: bool = True
+    sequences: Iterable[DecodingSequence], num_sequences: int, *, drafts: bool = True
 ) -> list[Speculation]:
-    """Each sequence's last final token and its drafts. `num_sequences` sequences will share the deep pass.
+    """Each sequence's last final token and its drafts. `num_sequences` sequences will share the verify pass.
 
     Drafts in rounds of one draft per sequence, so that all sequences that ask the same exit share one shallow pass, one launch and
     one read-back. If `drafts` is false, only requests draft for which the engine may not choose (see `may_skip_drafting`). There
@@ -140,7 +141,7 @@ def draft_chains(
     return [one.chain for one in builders]
 
 
-def keep_embeddings(chains: Rows[Speculation], runner: Runner) -> None:
+def keep_embeddings(chains: Sequence[Speculation], runner: Runner) -> None:
     """Completes `kept[0]` of the chains: the states at depth 0 of all their tokens."""
     missing = [(chain, i) for chain in chains for i in range(len(chain.kept[0]), len(chain.tokens))]
     states = runner.embed_tokens(

@@ -1,6 +1,6 @@
-"""How many tokens each sequence drafts before a deep pass, and when a layer exit is worth its time.
+"""How many tokens each sequence drafts before a verify pass, and when a layer exit is worth its time.
 
-A deep pass over the last tokens of B sequences and k drafts yields B + (expected accepted drafts) tokens. With calibrated
+A verify pass over the last tokens of B sequences and k drafts yields B + (expected accepted drafts) tokens. With calibrated
 probabilities p_1, p_2, .. the i-th draft of a sequence survives with probability p_1 * .. * p_i. Costs are measured on the device.
 The planner picks the numbers of drafts with the most expected tokens per second; zero drafts is one of the choices. The more
 sequences share a pass, the more probable a draft must be to pay, and a full batch decodes without drafts.
@@ -25,7 +25,7 @@ TRUNK = -1
 
 @dataclass(frozen=True)
 class ExitCost:
-    """Measured seconds of taking tokens to a layer exit and through its head and router: `alone_s` for one token, `each_more_s` for
+    """Measured seconds of taking tokens to a layer exit and through its head and confidence head: `alone_s` for one token, `each_more_s` for
     each further token of the same pass."""
 
     alone_s: float
@@ -39,24 +39,24 @@ class ExitCost:
 class PassCosts:
     """Measured costs in seconds.
 
-    `deep[n - 1]` is the duration of a pass over n tokens through all layers and the head. `wide` has (tokens, seconds) of passes over
+    `verify[n - 1]` is the duration of a pass over n tokens through all layers and the head. `wide` has (tokens, seconds) of passes over
     more tokens, ascending. `exits` are the costs of the ladder's layer exits.
     """
 
-    deep: tuple[float, ...]
+    verify: tuple[float, ...]
     exits: tuple[ExitCost, ...] = ()
     wide: tuple[tuple[int, float], ...] = ()
 
     @property
     def max_drafts(self) -> int:
         """The most drafts of one sequence in a pass."""
-        return len(self.deep) - 1
+        return len(self.verify) - 1
 
     def of_pass(self, num_tokens: int) -> float:
         """Seconds of a pass over `num_tokens` tokens. Interpolated linearly between the measured sizes, and extrapolated beyond them."""
-        if num_tokens <= len(self.deep):
-            return self.deep[num_tokens - 1]
-        points = [(1, self.deep[0]), (len(self.deep), self.deep[-1]), *self.wide]
+        if num_tokens <= len(self.verify):
+            return self.verify[num_tokens - 1]
+        points = [(1, self.verify[0]), (len(self.verify), self.verify[-1]), *self.wide]
         at = min(bisect_left(points, (num_tokens,)), len(points) - 1)
         (low, low_s), (high, high_s) = points[at - 1], points[at]
         if high == low:
@@ -159,7 +159,7 @@ def exit_gain_s(
     """Seconds that asking a layer exit for one sequence's next draft is expected to save. The cost of asking is not subtracted.
 
     `gain` is the expected increase of the draft's probability. One more accepted draft saves the time of one token: the sequence's
-    share of a deep pass divided by its `tokens_per_pass`, minus the growth of the pass by one token.
+    share of a verify pass divided by its `tokens_per_pass`, minus the growth of the pass by one token.
     """
     cost = costs.of_pass(num_sequences)
     growth = costs.of_pass(num_sequences + 1) - cost

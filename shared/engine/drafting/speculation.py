@@ -1,4 +1,4 @@
-"""What one sequence puts into a step: the tokens that share a deep pass, the depth that each has reached, and what became of them."""
+"""What one sequence puts into a step: the tokens that share a verify pass, the depth that each has reached, and what became of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from shared.engine.drafting.planner import BranchDrafts, Tree
 from shared.engine.request.request import TokenChunk
-from shared.engine.request.sequence import Sequence as Generating
+from shared.engine.request.sequence import DecodingSequence
 from shared.engine.verification import Verdict
 from shared.ladder.rungs import Draft
 from shared.model.ragged import Branch, Move, RaggedSequence
-from shared.model.runner import Runner, Taps
+from shared.model.runner import CapturedStates, Runner
 from shared.model.sampling import Trial
 
 
@@ -29,7 +29,7 @@ class Speculation:
     tokens that became final in this step.
     """
 
-    sequence: Generating
+    sequence: DecodingSequence
     base: int
     tokens: list[int]
     is_prefill: bool = False
@@ -123,13 +123,13 @@ class Speculation:
         """Of the verdicts on its trials."""
         own, *of_branches = verdicts
         for number, branch in enumerate(self.branches):
-            if branch.place == own.num_confirmed and branch.drafts[0].token == own.tokens[-1]:
+            if branch.place == own.num_accepted and branch.drafts[0].token == own.tokens[-1]:
                 return own.with_branch(number, of_branches[number])
         return own
 
-    def confirmed(self, verdict: Verdict) -> list[Draft]:
-        """The drafts that a pass has confirmed."""
-        trunk = self.drafts[self.num_final :][: verdict.num_confirmed]
+    def accepted(self, verdict: Verdict) -> list[Draft]:
+        """The drafts that a pass has accepted."""
+        trunk = self.drafts[self.num_final :][: verdict.num_accepted]
         if verdict.branch is None:
             return trunk
         return trunk + self.branches[verdict.branch].drafts[: verdict.num_in_branch]
@@ -143,14 +143,14 @@ class Speculation:
         """The indices of the tokens that are settled: those before the one that the full model has just chosen. None: all are."""
         if verdict is None:
             return list(range(len(self.tokens)))
-        trunk = [*range(1 + self.num_final + verdict.num_confirmed)]
+        trunk = [*range(1 + self.num_final + verdict.num_accepted)]
         if verdict.branch is None:
             return trunk
         first = self._index_of(verdict.branch)
         return [*trunk, *range(first, first + verdict.num_in_branch)]
 
     def move(self, verdict: Verdict) -> Move | None:
-        """The move of confirmed keys and values of a branch to their positions. None: all are there."""
+        """The move of accepted keys and values of a branch to their positions. None: all are there."""
         if verdict.branch is None:
             return None
         start = self.base + self._index_of(verdict.branch)
@@ -201,7 +201,7 @@ def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> Tenso
         entering = [s for one, part in parts for s in one.states[part] if s is not None]
         hidden = torch.stack(entering)[None]
     kept = {depth for one, _ in parts for depth in one.kept}
-    taps: Taps | None = {} if any(first < depth < last for depth in kept) else None
+    captured: CapturedStates | None = {} if any(first < depth < last for depth in kept) else None
     if len(parts) == 1 and not parts[0][0].branches:
         [(one, part)] = parts
         states = runner.run(
@@ -211,16 +211,16 @@ def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> Tenso
             last=last,
             base=one.base + part.start,
             hidden=hidden,
-            taps=taps,
+            captured=captured,
             read_length=one.read_length,
         )[0]
     else:
         sequences = [one.part_of_pass(part) for one, part in parts]
         states = runner.run_ragged(
-            ids, sequences, first=first, last=last, hidden=hidden, taps=taps
+            ids, sequences, first=first, last=last, hidden=hidden, captured=captured
         )[0]
     counts = [part.stop - part.start for _, part in parts]
-    _keep(parts, counts, {**(taps or {}), last: states[None]})
+    _keep(parts, counts, {**(captured or {}), last: states[None]})
     for (one, part), count, own in zip(parts, counts, states.split_with_sizes(counts), strict=True):
         one.reached[part] = [last] * count
         one.states[part] = own.unbind(0)
@@ -229,7 +229,7 @@ def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> Tenso
     return states
 
 
-def _keep(parts: Sequence[_Part], counts: Sequence[int], passed: Taps) -> None:
+def _keep(parts: Sequence[_Part], counts: Sequence[int], passed: CapturedStates) -> None:
     """Adds what a pass has shown to what is kept. `passed`: depth -> states [1, T, D] of all parts."""
     for depth, states in passed.items():
         for (one, _), own in zip(parts, states[0].split_with_sizes(list(counts)), strict=True):

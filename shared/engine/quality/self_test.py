@@ -31,7 +31,7 @@ def self_test(runner: Runner, ladder: BoundLadder, costs: PassCosts) -> Slices:
     loaded = runner.loaded
     num_prompt = min(PROMPT_TOKENS, loaded.context_length // 2)
     num_new = min(NEW_TOKENS, loaded.context_length - num_prompt)
-    # The same tokens twice, so that the suffix lookup finds a match.
+    # The same tokens twice, so that prompt look-up finds a match.
     half = [1 + number % (loaded.vocabulary_size - 1) for number in range((num_prompt + 1) // 2)]
     request = GenerationRequest(
         prompt_ids=tuple((half + half)[:num_prompt]),

@@ -8,7 +8,7 @@ if any of its tokens does. A router's published bound limits the share of such g
 import logging
 import random
 from collections import deque
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.engine.failure import non_finite_logits
@@ -16,7 +16,7 @@ from shared.engine.memory.budget import round_up_to_blocks
 from shared.engine.memory.prefixes import Prefixes
 from shared.engine.quality.disagreement import exceeds, lower_limit
 from shared.engine.request.request import GenerationRequest
-from shared.engine.request.sequence import Sequence
+from shared.engine.request.sequence import DecodingSequence
 from shared.engine.verification import verify
 from shared.model.cache import KVCache
 from shared.model.runner import Runner
@@ -57,7 +57,7 @@ class _Check:
 
     given_key: bytes
 
-    tokens: Rows[int]
+    tokens: Sequence[int]
     num_prompt_tokens: int
     sampling: SamplingParams
     stratum: Stratum
@@ -114,7 +114,7 @@ class Shadow:
         """Counts a request for relaxed that was served as exact. Always call it from the same thread."""
         self.num_served_exact[version] = self.num_served_exact.get(version, 0) + 1
 
-    def offer(self, sequence: Sequence, max_tokens: int) -> None:
+    def offer(self, sequence: DecodingSequence, max_tokens: int) -> None:
         """Samples a finished generation for a check. Only greedy generations of policy relaxed can be checked.
 
         A generation of more than `max_tokens` positions is dropped, because there is no memory for its check.
@@ -133,7 +133,7 @@ class Shadow:
             return
         self._waiting.append((self._bounded_tokens(sequence), request))
 
-    def _bounded_tokens(self, sequence: Sequence) -> tuple[int, ...]:
+    def _bounded_tokens(self, sequence: DecodingSequence) -> tuple[int, ...]:
         """The prompt, and the part of the answer for which the bound holds."""
         limit = sequence.request.risk_bound_tokens
         if limit is None:

@@ -13,7 +13,7 @@ from shared.errors import DeadlineExceeded, NeapError
 # None: the generation has ended, after Finished or after an error.
 EngineEvent = GenerationEvent | NeapError | None
 OnEvent = Callable[[EngineEvent], None]
-# A position, and the states [N, 3, D] of the N tokens from there on, at the depths `tap_depths` and L.
+# A position, and the states [N, 3, D] of the N tokens from there on, at the depths `captured_depths` and L.
 OnStates = Callable[[int, Tensor], None]
 
 

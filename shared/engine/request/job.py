@@ -6,14 +6,14 @@ from concurrent.futures import Future
 from shared.engine.request.answer import Answer
 from shared.engine.request.handle import GenerationHandle, OnEvent, OnStates
 from shared.engine.request.request import GenerationRequest
-from shared.engine.request.sequence import Sequence
+from shared.engine.request.sequence import DecodingSequence
 from shared.ladder.ladder import Ladder
 
 # How often a request is put back into the queue at most. Each time it reads its tokens again.
 MAX_PUT_BACK = 8
 
 
-class Job(GenerationHandle):
+class EngineJob(GenerationHandle):
     """A request as the engine's thread knows it; its caller sees the handle. The scheduler sees it as a `Schedulable`.
 
     `num_kv_tokens`: tokens for which it reserves keys and values. `awaited` is the background task that binds its ladder. `sequence` is
@@ -39,7 +39,7 @@ class Job(GenerationHandle):
         self.is_low_priority = request.is_low_priority
         self._num_put_back = 0
         self.awaited: Future[None] | None = None
-        self.sequence: Sequence | None = None
+        self.sequence: DecodingSequence | None = None
 
     @property
     def may_be_put_back(self) -> bool:

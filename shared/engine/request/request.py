@@ -153,7 +153,7 @@ class DepthStatistics:
     num_accepted: int
     num_layer_executions: int
     num_token_layers: int
-    num_deep_passes: int
+    num_verify_passes: int
     num_tokens: int
     num_relaxed: int = 0
 
@@ -164,7 +164,7 @@ class DepthStatistics:
     def summary(self) -> str:
         """A summary of a few lines for people to read."""
         lines = [
-            f"{self.num_tokens} tokens, {self.num_deep_passes} deep passes, "
+            f"{self.num_tokens} tokens, {self.num_verify_passes} verify passes, "
             f"{self.mean_layers_per_token:.1f} layer executions per token",
             f"{self.num_accepted} of {self.num_drafted} drafts accepted",
         ]

@@ -16,20 +16,20 @@ from shared.engine.request.request import (
     GenerationRequest,
     TokenChunk,
 )
-from shared.engine.statistics import Progress
+from shared.engine.statistics import CountedProgress
 from shared.errors import NeapError
-from shared.ladder.learned_successors import ClientSuccessors
+from shared.ladder.learned_ngrams import ClientNgrams
 from shared.ladder.rungs import Proposer
 from shared.model.cache import KVCache
 from shared.model.loaded import LoadedModel
 from shared.model.regimes import Regimes
-from shared.model.runner import tap_depths
+from shared.model.runner import captured_depths
 
 if TYPE_CHECKING:  # drafting knows sequences; a sequence only keeps its drafter
     from shared.engine.drafting.drafter import Drafter
 
 
-class Sequence:
+class DecodingSequence:
     """Tokens, KV cache and counts of one request.
 
     The tokens at positions [0, num_settled) have been through every layer; `settled_states` [K, D] are the states of the last of
@@ -48,7 +48,7 @@ class Sequence:
         drafter: "Drafter",
         cache: KVCache,
         answer: Answer,
-        learned: ClientSuccessors | None = None,
+        learned: ClientNgrams | None = None,
         regimes: Regimes | None = None,
         on_states: OnStates | None = None,
         submitted_s: float | None = None,
@@ -69,8 +69,8 @@ class Sequence:
         # The tokens before this position are read in pieces, as prompts are.
         self.read_until = len(self.tokens)
         self.on_states = on_states
-        tapped = tap_depths(loaded.num_layers) if on_states else ()
-        kept_depths = ladder.kept_depths if ladder and ladder.kept_depths else tapped
+        shown_depths = captured_depths(loaded.num_layers) if on_states else ()
+        kept_depths = ladder.kept_depths if ladder and ladder.kept_depths else shown_depths
         self.kept_depths = (*kept_depths, loaded.num_layers)
         self.settled_states: Tensor | None = None
         self.proposers: tuple[Proposer, ...] = ladder.proposers(learned) if ladder else ()
@@ -82,11 +82,11 @@ class Sequence:
         self.num_drafted = 0
         self.num_accepted = 0
         self.num_relaxed = 0
-        self.num_deep_passes = 0
+        self.num_verify_passes = 0
         self.num_layer_executions = 0
         self.num_token_layers = 0
         self._num_resumed = len(request.resumed_ids)
-        self.counted = Progress(self._num_resumed)
+        self.counted = CountedProgress(self._num_resumed)
         self.failure: NeapError | None = None
         self._exits: Counter[tuple[str, int]] = Counter()
         self.vocabulary_size = loaded.vocabulary_size
@@ -185,7 +185,7 @@ class Sequence:
         text = self.answer.rest()
         assert self.answer.end is not None
         reason, match = self.answer.end
-        if self._learned is not None:  # only now: within an answer, the suffix rung knows the same
+        if self._learned is not None:  # only now: within an answer, prompt look-up knows the same
             self._learned.learn(self.tokens, self.num_prompt_tokens)
         now = time.monotonic()
         started = self.started_s or now
@@ -211,6 +211,6 @@ class Sequence:
             num_relaxed=self.num_relaxed,
             num_layer_executions=self.num_layer_executions,
             num_token_layers=self.num_token_layers,
-            num_deep_passes=self.num_deep_passes,
+            num_verify_passes=self.num_verify_passes,
             num_tokens=self.num_generated - self._num_resumed,
         )

@@ -19,7 +19,7 @@ from shared.cpus import usable_cpus
 
 # That of pages, so that writing to one matrix copies pages of this one only.
 ALIGNMENT = 1 << 12
-# The bytes of a packed matrix that change when products are told to round their inputs.
+# The bytes of a packed matrix that change when matmuls are told to round their inputs.
 HEADER_BYTES = 64
 _PIECE = 1 << 24
 
@@ -32,7 +32,7 @@ class PackedMatrices:
 
     def __init__(self, mapped: dict[str, Tensor] | None = None) -> None:
         self._known = dict(mapped or {})
-        # Products are told to round their inputs in the header, once everything is compared. The file has the matrices before that.
+        # Matmuls are told to round their inputs in the header, once everything is compared. The file has the matrices before that.
         self._headers: dict[str, bytes] = {}
 
     def get(self, name: str, make: Callable[[], Tensor]) -> Tensor:

@@ -79,10 +79,10 @@ def accelerate(
 ) -> AccelerationReport:
     """Makes a float32 model on a CPU run neap's kernels, in place. For inference only.
 
-    `kv_dtype`: the dtype of the caches over which the model will run. `compute_dtype`: float32, or the dtype that products
+    `kv_dtype`: the dtype of the caches over which the model will run. `compute_dtype`: float32, or the dtype that matmuls
     round their inputs to once everything has been compared in float32: bfloat16 with weights kept in bfloat16, int8 with GGUF's blocks.
     `facts`: what is known about this model; what is found out is added.
-    Weights that are packed are freed: a `LazyWeight` takes their place, which widens the packed matrix when an operation reads it.
+    Weights that are packed are freed: a `LazyWeight` takes their place, which dequantises the packed matrix when an operation reads it.
 
     Raises `ValueError` if the model is in training mode, is not float32 on the CPU, or is accelerated already; `PreconditionFailed` if
     the kernels are not built; and `UnsupportedModel` (reason ACCELERATION_MISMATCH), after undoing everything, if the logits of the whole
@@ -124,7 +124,7 @@ def accelerate(
                     "attention": run.left_alone.get("attention"),
                     "row invariant": callers,
                 }
-            widened = _widen_the_rest(run)
+            dequantised = _dequantise_the_rest(run)
             ids = _random_ids(model, 1, 9)
             layers = substitute_layers(run, ids, kv_dtype, proven) if attends else 0
             run.round_inputs(compute_dtype)
@@ -147,7 +147,7 @@ def accelerate(
         experts=run.counts["experts"],
         row_invariant=len(proven["row invariant"]),
         formats=dict(run.formats),
-        widened=widened,
+        widened=dequantised,
     )
 
 
@@ -198,9 +198,9 @@ def _run_row_invariantly(run: Substitutions, callers: Iterable[tuple[str, list[s
         run.run_row_invariantly(run.model.get_submodule(name), multiplied_by)
 
 
-def _widen_the_rest(run: Substitutions) -> dict[str, str]:
-    """Reads weights that are still in a file as float32. Returns those whose own format is another one, and why they were widened."""
-    widened: dict[str, str] = {}
+def _dequantise_the_rest(run: Substitutions) -> dict[str, str]:
+    """Reads weights that are still in a file as float32. Returns those whose own format is another one, and why they were dequantised."""
+    dequantised: dict[str, str] = {}
     for name, module in run.model.named_modules():
         for key, parameter in list(module._parameters.items()):
             stored = lazy(parameter)
@@ -211,10 +211,10 @@ def _widen_the_rest(run: Substitutions) -> dict[str, str]:
             ):  # its own forward looks rows up in the packed matrix
                 run.pack(module)
                 continue
-            run.widen(name, module, key)
+            run.dequantise(name, module, key)
             if stored.format != "float32":
-                widened[f"{name}.{key}"] = run.left_alone.get(name, "no kernel reads it")
-    return widened
+                dequantised[f"{name}.{key}"] = run.left_alone.get(name, "no kernel reads it")
+    return dequantised
 
 
 def _is_norm_like(module: nn.Module) -> bool:

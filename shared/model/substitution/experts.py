@@ -97,7 +97,7 @@ def _pack(parameter: Tensor, transposed: bool) -> Stacked:
             for part in stored.parts
         ]
     else:
-        plain = parameter.detach() if stored is None else stored.widened()
+        plain = parameter.detach() if stored is None else stored.dequantised()
         matrices = [pack_matrix(matrix, transposed=transposed) for matrix in plain]
     return Stacked(matrices)
 

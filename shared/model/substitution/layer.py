@@ -232,10 +232,10 @@ def run_plan(
     plan: LayerPlan,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    taps: dict[int, Tensor] | None = None,
+    captured: dict[int, Tensor] | None = None,
 ) -> Tensor | None:
     """The output [B, Q, D] of consecutive layers, of which the first is called with these arguments, and the others with the same but the
-    state. For a call that the op does not support, does nothing and returns None. `taps` as in `decoder_layers`."""
+    state. For a call that the op does not support, does nothing and returns None. `captured` as in `decoder_layers`."""
     layers_kv = getattr(cache_among(kwargs), "layers_kv", None)
     angles = kwargs.get("position_embeddings")
     if layers_kv is None or len(args) > 1 or type(angles) is not tuple or len(angles) != 2:
@@ -250,7 +250,9 @@ def run_plan(
     if hidden.shape[0] > 1:
         keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
     kv = layers_kv(keys, values, plan.indices)
-    return decoder_layers(hidden, *angles, weights=plan.weights, kv=kv, masks=masks, taps=taps)
+    return decoder_layers(
+        hidden, *angles, weights=plan.weights, kv=kv, masks=masks, captured=captured
+    )
 
 
 class LayerStack:
@@ -288,7 +290,7 @@ class LayerStack:
         end: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        taps: dict[int, Tensor] | None = None,
+        captured: dict[int, Tensor] | None = None,
     ) -> Tensor | None:
         """Layers [first, end), as `end` has found them: see `run_plan`. None also if one of them must run its own forward."""
         plans = [layer.plan for layer in self._layers[first:end] if layer is not None]
@@ -299,7 +301,7 @@ class LayerStack:
         plan = self._stacked.get((first, end))
         if plan is None:
             plan = self._stacked[first, end] = stacked_plan(able)
-        return run_plan(plan, args, kwargs, taps)
+        return run_plan(plan, args, kwargs, captured)
 
 
 def _only_supported_arguments(kwargs: dict[str, Any]) -> bool:

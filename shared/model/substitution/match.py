@@ -134,7 +134,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def agrees(actual: Forward, expected: Forward, *inputs: Tensor) -> bool:
     """Whether both functions of rows agree within TOLERANCE on each input. Raises `Unsuitable` if `expected` fails or returns no tensor.
 
-    The inputs go in together, because a weight that is still in its file is read and widened for each call.
+    The inputs go in together, because a weight that is still in its file is read and dequantised for each call.
     """
     x = torch.cat(inputs)
     try:

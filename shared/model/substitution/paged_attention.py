@@ -40,7 +40,7 @@ class PagedOffset(int):
 class LayerBlocks:
     """One layer's part of a block pool, and the tokens of a pass: the tensors that `paged_attention` takes after q, k and v.
 
-    keys [P, Hkv, G, D], values [P, Hkv, G, Dv], block_tables [R, M] int64, table_indices, positions, kept_at and branches [T] int64: see
+    keys [P, Hkv, G, D], values [P, Hkv, G, Dv], block_tables [R, M] int64, table_indices, positions, slot_mapping and branches [T] int64: see
     `shared.ops.paged.paged_attention`.
     """
 
@@ -49,7 +49,7 @@ class LayerBlocks:
     block_tables: Tensor
     table_indices: Tensor
     positions: Tensor
-    kept_at: Tensor
+    slot_mapping: Tensor
     branches: Tensor
 
 
@@ -130,7 +130,7 @@ def attention(
         layer.block_tables,
         layer.table_indices,
         layer.positions,
-        layer.kept_at,
+        layer.slot_mapping,
         layer.branches,
         scaling,
         softcap or 0.0,

@@ -13,14 +13,14 @@ from torch import Tensor
 class Span:
     """`num_tokens` tokens of one sequence at positions from `base` on. `origin` as in `KVCache`.
 
-    They see what the cache keeps for the positions before `base`, and one another. They are kept `apart` places behind those of their
+    They see what the cache keeps for the positions before `base`, and one another. Their slots are `slot_offset` behind those of their
     positions: a branch is, because other tokens have the places.
     """
 
     base: int
     num_tokens: int
     origin: int = 0
-    apart: int = 0
+    slot_offset: int = 0
 
     @property
     def start(self) -> int:

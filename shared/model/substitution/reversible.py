@@ -128,7 +128,7 @@ class Substitutions:
         self.undo.append(partial(self._restore, source, parameter, weight.requires_grad))
 
     def round_inputs(self, dtype: torch.dtype) -> None:
-        """Makes products round their inputs to `dtype`, where the format of the weights allows it."""
+        """Makes matmuls round their inputs to `dtype`, where the format of the weights allows it."""
         for format_name, matrices in self._by_format.items():
             for packed in matrices if rounded_to(format_name) == dtype else ():
                 ops.round_inputs_(packed)
@@ -148,18 +148,18 @@ class Substitutions:
         if not _is_packed(weight):
             self._keep(module, parameter, pack_matrix(weight.detach()))
 
-    def widen(self, name: str, module: nn.Module, parameter: str) -> None:
+    def dequantise(self, name: str, module: nn.Module, parameter: str) -> None:
         """Reads a parameter whose module has no substitute into memory as float32."""
         weight = module.get_parameter(parameter)
         stored = lazy(weight)
         assert stored is not None
-        self._set_weight(weight, as_parameter(stored.widened()))
+        self._set_weight(weight, as_parameter(stored.dequantised()))
 
     def _restore(self, source: nn.Module, parameter: str, requires_grad: bool) -> None:
         weight = source.get_parameter(parameter)
         stored = lazy(weight)
         if stored is not None:
-            plain = nn.Parameter(stored.widened(), requires_grad=requires_grad)
+            plain = nn.Parameter(stored.dequantised(), requires_grad=requires_grad)
             self._set_weight(weight, plain)
 
     def _set_weight(self, old: nn.Parameter, new: nn.Parameter) -> None:

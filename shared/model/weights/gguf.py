@@ -3,7 +3,7 @@
 Transformers knows the families: how tensors are called, and how a family's *tensor processor* undoes what llama.cpp did to them, for
 example to the order of the rows of Llama's queries. In place of a matrix it gets two columns of counting numbers. If they come out with
 whole rows moved, or transposed, the same is done to the rows of blocks. A processor that does anything else gets the weights themselves,
-and the matrix is widened.
+and the matrix is dequantised.
 
 Transformers also reads a file's metadata, which includes the vocabulary, several times. Here it is read once.
 """
@@ -23,7 +23,7 @@ from shared.errors import NeapError
 from shared.model.weights.files import StableFile
 from shared.model.weights.gguf_file import Field, GgufContents, TensorEntry, read_contents
 from shared.model.weights.lazy import LazyWeight
-from shared.model.weights.reading import Checkpoint, Replacement, replaced
+from shared.model.weights.reading import CheckpointFiles, Replacement, replaced
 from shared.model.weights.stored import (
     BLOCK_KINDS,
     PLAIN_KINDS,
@@ -42,7 +42,7 @@ except ImportError:  # an older version of transformers
 _load_gguf_checkpoint: Any = checkpoints.load_gguf_checkpoint  # transformers' own
 
 
-def gguf_replacements(checkpoint: Checkpoint) -> list[Replacement]:
+def gguf_replacements(checkpoint: CheckpointFiles) -> list[Replacement]:
     """Make transformers read .gguf files with `GgufModel`."""
     contents_of = functools.cache(lambda path: read_contents(checkpoint.open(path)))
     model_of = functools.cache(lambda path: GgufModel(checkpoint, Path(path), contents_of(path)))
@@ -99,7 +99,7 @@ def _plain(field: Field, with_texts: bool) -> Any:
 class GgufModel:
     """One .gguf file. Raises `Corrupt`, `UnsupportedModel`."""
 
-    def __init__(self, checkpoint: Checkpoint, path: Path, contents: GgufContents) -> None:
+    def __init__(self, checkpoint: CheckpointFiles, path: Path, contents: GgufContents) -> None:
         self._checkpoint = checkpoint
         self._path = str(path)
         self._file: StableFile = checkpoint.open(path)
@@ -127,7 +127,7 @@ class GgufModel:
         except (NeapError, OSError, MemoryError):
             raise
         except Exception:  # from a tensor processor that cannot handle counting numbers
-            self._widen(self._movable, "the family's tensor processor needs the numbers")
+            self._dequantise(self._movable, "the family's tensor processor needs the numbers")
             return self._load(model_to_load, torch_dtype)
 
     def _load(self, model_to_load: Any, torch_dtype: torch.dtype | None) -> Any:
@@ -149,7 +149,7 @@ class GgufModel:
                 return parsed
             if not unmoved:  # a real tensor with two rows
                 return parsed
-            self._widen(unmoved, "the family's tensor processor does more than move rows")
+            self._dequantise(unmoved, "the family's tensor processor does more than move rows")
 
     def _run(self, **options: Any) -> Any:
         """Transformers' own `load_gguf_checkpoint` over this file's contents."""
@@ -170,7 +170,7 @@ class GgufModel:
             self._next_row += entry.shape[0]
             return np.arange(2 * self._first_rows[name], 2 * self._next_row).reshape(-1, 2)
         if len(entry.shape) > 1 and entry.kind not in PLAIN_KINDS:
-            self._checkpoint.widened.setdefault(name, f"no kernel reads {entry.kind.name}")
+            self._checkpoint.dequantised.setdefault(name, f"no kernel reads {entry.kind.name}")
         data = self._file.read(entry.offset, entry.num_bytes)
         return dequantise(data, entry.kind, entry.shape).numpy()
 
@@ -216,9 +216,9 @@ class GgufModel:
             made=self._checkpoint.made,
         )
 
-    def _widen(self, names: Iterable[str], why: str) -> None:
+    def _dequantise(self, names: Iterable[str], why: str) -> None:
         self._read_as_numbers |= set(names)
-        self._checkpoint.widened.update(dict.fromkeys(names, why))
+        self._checkpoint.dequantised.update(dict.fromkeys(names, why))
 
 
 def _may_be_counting_numbers(tensor: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """A parameter of a model that stands for a matrix in a file or packed for the kernels.
 
-To the model it is a float32 tensor on the CPU. An operation that needs its numbers widens the matrix for this operation alone, so the
-model's own code runs with one widened matrix at a time. A look-up of rows, as in an embedding, widens these rows only.
+To the model it is a float32 tensor on the CPU. An operation that needs its numbers dequantises the matrix for this operation alone, so the
+model's own code runs with one dequantised matrix at a time. A look-up of rows, as in an embedding, dequantises these rows only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class LazyWeight(Tensor):
             return LazyWeight(assembled)
         if func._schema.is_mutable and any(_changes(func, args, kwargs)):
             raise RuntimeError(f"{func} would change weights that are read-only")
-        return func(*tree_map(_widened, args), **tree_map(_widened, kwargs))
+        return func(*tree_map(_dequantised, args), **tree_map(_dequantised, kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LazyWeight":
         copied = LazyWeight(self.stored)
@@ -113,13 +113,13 @@ def realise(model: nn.Module) -> None:
                 continue
             if id(parameter) not in made:
                 made[id(parameter)] = nn.Parameter(
-                    stored.widened(), requires_grad=parameter.requires_grad
+                    stored.dequantised(), requires_grad=parameter.requires_grad
                 )
             setattr(module, name, made[id(parameter)])
 
 
-def _widened(value: Any) -> Any:
-    return value.stored.widened() if isinstance(value, LazyWeight) else value
+def _dequantised(value: Any) -> Any:
+    return value.stored.dequantised() if isinstance(value, LazyWeight) else value
 
 
 def _is_noop(kwargs: Mapping[str, Any]) -> bool:

@@ -53,11 +53,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def widens(model: PreTrainedModel) -> bool:
+def dequantises(model: PreTrainedModel) -> bool:
     """Whether a model that was loaded from a quantised checkpoint keeps its weights in more bytes than the checkpoint does.
 
-    Transformers widens the weights of some methods, such as fp8, on devices that their modules do not run on. Some packages, such as
-    compressed-tensors, widen them when the model first runs; so this runs the model over one token, and raises what it raises.
+    Transformers dequantises the weights of some methods, such as fp8, on devices that their modules do not run on. Some packages, such as
+    compressed-tensors, dequantise them when the model first runs; so this runs the model over one token, and raises what it raises.
     """
     before = _num_bytes(model)
     model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)

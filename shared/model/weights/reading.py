@@ -28,7 +28,7 @@ Replacement = tuple[
 _lock = threading.RLock()
 
 
-class Checkpoint:
+class CheckpointFiles:
     """The files of one model. `dtype`: the one that matrices are rounded to; None: the checkpoint's own.
 
     As a context manager it closes the files at the end. If one of them has changed, it raises `Unavailable` (reason MODEL_FILE_CHANGED),
@@ -36,13 +36,13 @@ class Checkpoint:
 
     `made` has the matrices that are packed already, and those that are packed from these files.
 
-    `widened` maps the name of a tensor to the reason why it could not stay in its own format.
+    `dequantised` maps the name of a tensor to the reason why it could not stay in its own format.
     """
 
     def __init__(self, dtype: torch.dtype | None, made: PackedMatrices | None = None) -> None:
         self.dtype = dtype
         self.made = made or PackedMatrices()
-        self.widened: dict[str, str] = {}
+        self.dequantised: dict[str, str] = {}
         self._files: dict[Path, StableFile] = {}
 
     def open(self, path: str | Path) -> StableFile:
@@ -52,7 +52,7 @@ class Checkpoint:
             self._files[path] = StableFile(path)
         return self._files[path]
 
-    def __enter__(self) -> "Checkpoint":
+    def __enter__(self) -> "CheckpointFiles":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -92,7 +92,7 @@ def _replaced_where(entered: threading.local, own: Any, replacement: Any) -> Cal
     return call
 
 
-def safetensors_replacements(checkpoint: Checkpoint, *, lazy: bool) -> list[Replacement]:
+def safetensors_replacements(checkpoint: CheckpointFiles, *, lazy: bool) -> list[Replacement]:
     """Make transformers open .safetensors files with `SafetensorsReader`. `lazy`: whether matrices stay in their files."""
 
     def open_file(path: str, *_: Any, **__: Any) -> "SafetensorsReader":
@@ -104,7 +104,7 @@ def safetensors_replacements(checkpoint: Checkpoint, *, lazy: bool) -> list[Repl
 class SafetensorsReader:
     """What transformers uses of `safetensors.safe_open`, which maps the file and gives tensors that are parts of the mapping."""
 
-    def __init__(self, checkpoint: Checkpoint, path: str, *, lazy: bool) -> None:
+    def __init__(self, checkpoint: CheckpointFiles, path: str, *, lazy: bool) -> None:
         self._checkpoint, self._lazy = checkpoint, lazy
         self._file = checkpoint.open(path)
         self._entries = read_entries(self._file)

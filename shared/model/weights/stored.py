@@ -26,7 +26,7 @@ PLAIN_KINDS = {
 # The dtypes of the kernels' matrices.
 LAZY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL_ROWS = slice(None)
-# A matrix is widened in parts of so many numbers where it need not be there as a whole: an embedding takes a gigabyte.
+# A matrix is dequantised in parts of so many numbers where it need not be there as a whole: an embedding takes a gigabyte.
 PART_NUMBERS = 1 << 22
 
 
@@ -43,10 +43,10 @@ class Stored(ABC):
     def shape(self) -> tuple[int, ...]:
         return (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
 
-    def widened(self) -> Tensor:
+    def dequantised(self) -> Tensor:
         """The matrix as the model holds it: float32 [*shape]."""
-        widened = self.widened_rows()
-        return widened.T.contiguous() if self.transposed else widened
+        dequantised = self.dequantised_rows()
+        return dequantised.T.contiguous() if self.transposed else dequantised
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
@@ -54,7 +54,7 @@ class Stored(ABC):
         return ()
 
     @abstractmethod
-    def widened_rows(self) -> Tensor:
+    def dequantised_rows(self) -> Tensor:
         """float32 [N, K]."""
 
     @abstractmethod
@@ -63,15 +63,15 @@ class Stored(ABC):
 
     def pack_transpose(self, rows: slice = ALL_ROWS) -> tuple[Tensor, str]:
         """Rows of the transpose [K, N], packed, and the format of their numbers."""
-        return ops.pack_linear(self.widened_rows().T[rows]), "float32"
+        return ops.pack_linear(self.dequantised_rows().T[rows]), "float32"
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Rows `ids` [*] int64 as float32 [*, K]."""
-        return self.widened_rows()[ids]
+        return self.dequantised_rows()[ids]
 
     def rounded(self) -> Tensor:
         """The checkpoint's matrix as the model holds it, rounded to bfloat16 once, whatever other dtype was wanted."""
-        return self.widened().to(torch.bfloat16)
+        return self.dequantised().to(torch.bfloat16)
 
     def rounded_parts(self) -> Iterator[Tensor]:
         """The numbers of `rounded` in their order, in parts."""
@@ -111,7 +111,7 @@ class Plain(Stored):
         numbers = file.read(offset, shape[0] * shape[1] * dtype.itemsize).view(dtype).view(shape)
         return numbers if self._row_order is None else numbers[self._row_order]
 
-    def widened_rows(self) -> Tensor:
+    def dequantised_rows(self) -> Tensor:
         return self.read().float()
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
@@ -161,7 +161,7 @@ class Blocks(Stored):
         blocks = file.read(offset, rows * row_bytes).view(rows, row_bytes)
         return blocks if self._row_order is None else blocks[self._row_order]
 
-    def widened_rows(self) -> Tensor:
+    def dequantised_rows(self) -> Tensor:
         return ops.unpack_linear(self.pack())
 
     def look_up(self, ids: Tensor) -> Tensor:
@@ -210,8 +210,8 @@ class Joined(Stored):
     def memory(self) -> tuple[Tensor, ...]:
         return tuple(packed for part in self.parts for packed in part.memory)
 
-    def widened_rows(self) -> Tensor:
-        return torch.cat([part.widened_rows() for part in self.parts])
+    def dequantised_rows(self) -> Tensor:
+        return torch.cat([part.dequantised_rows() for part in self.parts])
 
     def rounded(self) -> Tensor:
         return torch.cat([part.rounded() for part in self.parts])
@@ -219,7 +219,7 @@ class Joined(Stored):
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
         # Widened numbers fit the dtype they come from. Blocks of quants cannot be made again.
         dtype = getattr(torch, self.format, torch.float32)
-        return ops.pack_linear(self.widened_rows()[rows].to(dtype))
+        return ops.pack_linear(self.dequantised_rows()[rows].to(dtype))
 
 
 class Stacked(Stored):
@@ -238,15 +238,15 @@ class Stacked(Stored):
     def memory(self) -> tuple[Tensor, ...]:
         return tuple(packed for part in self.parts for packed in part.memory)
 
-    def widened(self) -> Tensor:
-        return torch.stack([part.widened() for part in self.parts])
+    def dequantised(self) -> Tensor:
+        return torch.stack([part.dequantised() for part in self.parts])
 
     def rounded(self) -> Tensor:
         return torch.stack([part.rounded() for part in self.parts])
 
-    def widened_rows(self) -> Tensor:
+    def dequantised_rows(self) -> Tensor:
         """float32 [E, N, K]."""
-        return torch.stack([part.widened_rows() for part in self.parts])
+        return torch.stack([part.dequantised_rows() for part in self.parts])
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
         raise NotImplementedError("several matrices are packed one by one")
@@ -265,7 +265,7 @@ class Packed(Stored):
     def memory(self) -> tuple[Tensor, ...]:
         return (self.packed,)
 
-    def widened_rows(self) -> Tensor:
+    def dequantised_rows(self) -> Tensor:
         return ops.unpack_linear(self.packed)
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:

@@ -67,7 +67,7 @@ def assert_same_sums(one: Statistics | None, two: Statistics | None) -> None:
     assert one.num_tokens == two.num_tokens
     assert torch.equal(one.choice_counts, two.choice_counts)
     assert torch.equal(one.learned, two.learned)
-    counts, others = one.successors.to_tensors(), two.successors.to_tensors()
+    counts, others = one.ngrams.to_tensors(), two.ngrams.to_tensors()
     assert all(torch.equal(counts[name], others[name]) for name in counts)
     for depth, moments in one.moments.items():
         other = two.moments[depth]

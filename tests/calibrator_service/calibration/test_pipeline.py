@@ -80,7 +80,7 @@ def test_every_rung_learns(finished):
     assert rungs["depth-0"]["agreement"] > 0.5
     for name, figures in rungs.items():
         assert 0 < figures["coverage"] <= 1
-        if name in ("suffix", "successor"):  # an exit's router has a few hundred samples
+        if name in ("suffix", "successor"):  # an exit's confidence head has a few hundred samples
             assert figures["router_brier"] < 0.1
             assert figures["router_ece"] < 0.1
     assert result.report["simulated"]["rung0.tokens_per_pass_5"] > 2

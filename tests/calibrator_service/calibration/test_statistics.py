@@ -15,7 +15,7 @@ from calibrator_service.calibration import statistics as module
 from calibrator_service.calibration.states.moments import Moments, MomentsLayout
 from calibrator_service.calibration.statistics import Statistics, read_statistics, tokenizer_digest
 from shared.errors import Corrupt, PreconditionFailed, RouterMismatch
-from shared.ladder.successor_builder import SuccessorBuilder
+from shared.ladder.ngram_builder import NgramTableBuilder
 from shared.model.loaded import LoadedModel
 
 LAYOUT = MomentsLayout(hidden_size=4, depth=0, kept_depths=(0, 2))
@@ -28,12 +28,12 @@ def statistics_of(seed: int, layout: MomentsLayout = LAYOUT) -> Statistics:
     moments.second.addmm_(states.T, states)
     moments.targets.addmm_(states.T, torch.randn(50, 2 * layout.hidden_size, generator=generator))
     moments.count = 50.0
-    successors = SuccessorBuilder()
+    ngrams = NgramTableBuilder()
     tokens = np.random.default_rng(seed).integers(0, 9, 60)
-    successors.add(tokens[:-1], tokens[1:])
+    ngrams.add(tokens[:-1], tokens[1:])
     counts = torch.bincount(torch.from_numpy(tokens), minlength=9).double()
     learned = torch.tensor([seed, 100])
-    return Statistics("sha256:f", "", {0: moments}, successors, counts, 60.0, learned)
+    return Statistics("sha256:f", "", {0: moments}, ngrams, counts, 60.0, learned)
 
 
 def written(statistics: Statistics, path: Path) -> Path:
@@ -62,9 +62,7 @@ def test_a_grandchild_has_each_text_once(tmp_path):
     assert grandchild.moments[0].count == 150.0
     assert grandchild.num_tokens == 180.0
     assert grandchild.choice_counts.sum() == 180.0
-    counts = [
-        tensor for name, tensor in grandchild.successors.to_tensors().items() if "1.c" in name
-    ]
+    counts = [tensor for name, tensor in grandchild.ngrams.to_tensors().items() if "1.c" in name]
     assert counts[0].sum() == 3 * 59
     assert grandchild.generation == 2
     assert grandchild.learned.tolist() == [1, 2, 3, 100]

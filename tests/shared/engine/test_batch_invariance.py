@@ -1,7 +1,7 @@
 """A request's tokens do not depend on the other sequences of its batches. Random arrivals, pauses, cancels and shared prefixes."""
 
 import random
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.memory.prefixes import Prefixes
 from shared.engine.request.request import GenerationRequest, StoppingParams
-from shared.engine.request.sequence import Sequence
+from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.runner import tap_depths
+from shared.model.runner import captured_depths
 from shared.model.sampling import SamplingParams
 from shared.ops.chains import ChainStart
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, load_family
@@ -43,13 +43,13 @@ COSTS = PassCosts(
 class _Drafts:
     """One sequence's tables: right, wrong or silent, as drawn for the position."""
 
-    def __init__(self, right: dict[tuple[int, ...], int], prompt: Rows[int], seed: int) -> None:
+    def __init__(self, right: dict[tuple[int, ...], int], prompt: Sequence[int], seed: int) -> None:
         self._right, self._tokens, self._seed = right, list(prompt), seed
 
-    def append(self, tokens: Rows[int]) -> None:
+    def append(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens
 
-    def propose(self, drafted: Rows[int] = ()) -> list[Draft]:
+    def propose(self, drafted: Sequence[int] = ()) -> list[Draft]:
         context = (*self._tokens, *drafted)
         draw = random.Random(f"{self._seed}/{len(context)}")
         kind = draw.random()
@@ -67,7 +67,7 @@ class _Ladder:
     agreements = (0.9,)
     joint_weights = DEFAULT_WEIGHTS
     state_depths = (DEPTH,)
-    kept_depths = tap_depths(NUM_LAYERS)
+    kept_depths = captured_depths(NUM_LAYERS)
 
     def __init__(self, right: dict[tuple[int, ...], int], seed: int) -> None:
         self._right, self._seed = right, seed
@@ -76,7 +76,7 @@ class _Ladder:
     def proposers(self, learned: object = None) -> tuple[_Drafts]:
         return (_Drafts(self._right, (), self._seed),)
 
-    def propose(self, index: int, starts: Rows[ChainStart]) -> list[list[HeadDraft]]:
+    def propose(self, index: int, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
         self.num_shared += len(starts) > 1
         found = []
         for start in starts:
@@ -161,7 +161,7 @@ def test_other_sequences_in_the_batch_change_no_token(decoder, monkeypatch):
             results = decoder.step([running[index] for index in turn], COSTS)
             for index, chunks in zip(turn, results, strict=True):
                 answers[index] += [t.token_id for chunk in chunks for t in chunk.tokens]
-                sequence: Sequence = running[index]
+                sequence: DecodingSequence = running[index]
                 assert sequence.failure is None
                 if sequence.is_finished:
                     drafted += sequence.num_drafted

@@ -1,4 +1,4 @@
-"""Branches: other drafts beside a trunk. Confirmed ones give more tokens, and no answer changes. Over contiguous and over paged caches."""
+"""Branches: other drafts beside a trunk. Accepted ones give more tokens, and no answer changes. Over contiguous and over paged caches."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +15,7 @@ from shared.engine.request.request import Generation
 from shared.errors import NeapError
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft
-from shared.ladder.table_router import fit_table_router
+from shared.ladder.table_confidence import fit_table_confidence
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.paged_runner import PagedRunner
@@ -118,7 +118,7 @@ def scripted(prompt: tuple[int, ...], answer: tuple[int, ...]) -> ScriptedLadder
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_confirmed_branch_gives_more_tokens_and_changes_nothing(loaded, way, added):
+def test_an_accepted_branch_gives_more_tokens_and_changes_nothing(loaded, way, added):
     for prompt in PROMPTS:
         full = generate(loaded, None, prompt, way, "full")
         exact = generate(loaded, scripted(prompt, full.token_ids), prompt, way)
@@ -140,7 +140,7 @@ def test_a_confirmed_branch_gives_more_tokens_and_changes_nothing(loaded, way, a
         )
         stats = exact.stats
         assert stats.num_accepted == sum(rung != "full" for rung in rungs)
-        assert stats.num_tokens == 1 + stats.num_deep_passes + stats.num_accepted
+        assert stats.num_tokens == 1 + stats.num_verify_passes + stats.num_accepted
     assert added
 
 
@@ -153,13 +153,14 @@ def test_every_accepted_branch_saves_passes(loaded, added):
     # The same drafts without branches.
     fixed = DepthPolicy("exact", max_drafts=8)
     plain = generate(loaded, scripted(prompt, answer), prompt, "greedy", fixed).stats
-    assert plain.num_deep_passes - with_branches.num_deep_passes >= accepted - 1
+    assert plain.num_verify_passes - with_branches.num_verify_passes >= accepted - 1
 
 
 def test_exact_answers_are_those_of_full_in_company(loaded, added):
     """Whatever random exits say, greedy and sampled, with prefixes of one another."""
     ladder = replace(
-        random_ladder(loaded, 3, (0,), agreement=0.9), suffix_router=fit_table_router([], [])
+        random_ladder(loaded, 3, (0,), agreement=0.9),
+        lookup_confidence=fit_table_confidence([], []),
     )
     stem = tuple(range(3, 12)) * 4  # so that the tables say something, too
     requests = [(stem[: 6 + 5 * number], way) for number, way in enumerate([*WAYS, *WAYS][:5])]

@@ -1,6 +1,6 @@
 """Whole chains begin with the state of the settled prefix alone: in company, sampled, after rollbacks and over copied prefixes."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,7 +11,7 @@ from shared.engine.drafting.drafter import Drafter, draft_chains
 from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.memory.prefixes import MIN_SHARED, Prefixes
 from shared.engine.request.request import GenerationRequest, StoppingParams
-from shared.engine.request.sequence import Sequence
+from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
@@ -19,7 +19,7 @@ from shared.ladder.rungs import SUFFIX, Draft, exit_name
 from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
-from shared.model.runner import Taps
+from shared.model.runner import CapturedStates
 from shared.model.sampling import SamplingParams
 from shared.ops.chains import ChainStart
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
@@ -33,7 +33,7 @@ REQUESTS = [((*PREFIX, 30), GREEDY), ((*PREFIX, 31), SAMPLED), ((7, 8, 9), GREED
 
 
 def request_of(
-    prompt: Rows[int], sampling: SamplingParams, policy: DepthPolicy
+    prompt: Sequence[int], sampling: SamplingParams, policy: DepthPolicy
 ) -> GenerationRequest:
     stopping = StoppingParams(max_tokens=24, ignore_eos=True)
     return GenerationRequest(tuple(prompt), sampling, stopping, policy)
@@ -42,13 +42,13 @@ def request_of(
 class _Knowing(TableProposer):
     """Tables that know the answer. At one position of four they are silent, and at one of five they are wrong."""
 
-    def __init__(self, text: Rows[int], prompt: Rows[int]) -> None:
+    def __init__(self, text: Sequence[int], prompt: Sequence[int]) -> None:
         self._text, self._num_tokens = text, len(prompt)
 
-    def append(self, tokens: Rows[int]) -> None:
+    def append(self, tokens: Sequence[int]) -> None:
         self._num_tokens += len(tokens)
 
-    def propose(self, drafted: Rows[int] = ()) -> list[Draft]:
+    def propose(self, drafted: Sequence[int] = ()) -> list[Draft]:
         place = self._num_tokens + len(drafted)
         if place % 4 == 0:
             return []
@@ -66,17 +66,19 @@ def runner() -> ContiguousRunner:
 def ladder(runner: ContiguousRunner) -> Ladder:
     """One exit, whose drafts have a probability of about a half."""
     [layer_exit] = random_ladder(runner.loaded, 1, (0,)).exits
-    for parameter in layer_exit.router.parameters():
+    for parameter in layer_exit.confidence.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     return replace(random_ladder(runner.loaded, 1, (0,)), exits=(layer_exit,))
 
 
 def settled_states(runner: ContiguousRunner, bound: BoundLadder, tokens: list[int]) -> Tensor:
     """The states [3, D] of the last of the tokens, from one pass over all of them."""
-    taps: Taps = {}
+    captured: CapturedStates = {}
     cache = runner.new_cache(len(tokens))
-    last = runner.run(runner.ids(tokens), cache, first=0, last=NUM_LAYERS, base=0, taps=taps)
-    return torch.stack([*(taps[depth][0, -1] for depth in bound.kept_depths), last[0, -1]])
+    last = runner.run(
+        runner.ids(tokens), cache, first=0, last=NUM_LAYERS, base=0, captured=captured
+    )
+    return torch.stack([*(captured[depth][0, -1] for depth in bound.kept_depths), last[0, -1]])
 
 
 def test_every_draft_is_that_of_the_settled_prefix_and_the_chain(runner, ladder, monkeypatch):
@@ -116,7 +118,7 @@ def test_every_draft_is_that_of_the_settled_prefix_and_the_chain(runner, ladder,
         check(sequence, texts[tuple(sequence.request.prompt_ids)])
 
 
-def check(sequence: Sequence, text: list[int]) -> None:
+def check(sequence: DecodingSequence, text: list[int]) -> None:
     assert sequence.tokens == text[: len(sequence.tokens)]
     assert sequence.num_drafted > sequence.num_accepted > 0, "some drafts were rolled back"
     assert (sequence.num_cached > 0) == (sequence.request.prompt_ids[: len(PREFIX)] == PREFIX)

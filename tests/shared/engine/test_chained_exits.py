@@ -1,6 +1,6 @@
 """Exits that continue chains on their own output: what they see while serving is what they are trained on, and no answer changes."""
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from shared.ladder.rungs import Draft
 from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
-from shared.model.runner import Runner, tap_depths
+from shared.model.runner import Runner, captured_depths
 from shared.model.sampling import SamplingParams
 from shared.ops.chains import ChainStart
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
@@ -45,7 +45,7 @@ DRAFTING = DepthPolicy("exact", max_drafts=4)
 class _Gains(Confidence):
     """Every exit is worth asking at the `places` of a chain, whatever was recorded."""
 
-    def __init__(self, places: Rows[int] = range(1, 9)) -> None:
+    def __init__(self, places: Sequence[int] = range(1, 9)) -> None:
         super().__init__((1.0,) * len(DEPTHS))
         self.places, self.place = places, 0
 
@@ -77,13 +77,13 @@ def decode(
     rounds: list[Round] = []
     propose = BoundLadder.propose
 
-    def looked_up(self: TableProposer, drafted: Rows[int] = ()) -> list[Draft]:
+    def looked_up(self: TableProposer, drafted: Sequence[int] = ()) -> list[Draft]:
         gains.place = len(drafted) + 1
         place = len(sequence.tokens) + len(drafted)
         token = text[place] if place % 6 else (text[place] + 1) % VOCABULARY_SIZE
         return [Draft(token, 0.9, "suffix", 0)]
 
-    def noted(self: BoundLadder, index: int, starts: Rows[ChainStart]) -> list[list[HeadDraft]]:
+    def noted(self: BoundLadder, index: int, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
         [start], [[first, *_]] = starts, propose(self, index, starts)
         if rounds:
             place = start.place + len(start.tokens)
@@ -161,7 +161,7 @@ def outputs_in_training(
 ) -> list[dict[tuple[int, int], Tensor]]:
     """Per exit: (position of the first token, place) -> the output [D], from the states that calibration stores."""
     runner = ContiguousRunner(loaded)
-    depths = sorted({*DEPTHS, *tap_depths(NUM_LAYERS)})
+    depths = sorted({*DEPTHS, *captured_depths(NUM_LAYERS)})
     collector = Collector(runner, depths, folder, max_state_bytes=1 << 30)
     collector.add("heads", TokenSequence(tuple(tokens), len(PROMPT)))
     collector.finish("heads")

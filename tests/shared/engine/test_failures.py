@@ -336,10 +336,10 @@ SOUND_TOKENS = 17
 
 def spoil(patch: pytest.MonkeyPatch, value: float, rows: Any) -> None:
     """Sets logits of the victim: the rows that choose the tokens of its answer from SOUND_TOKENS on."""
-    deep_pass = Decoder._deep_pass
+    verify_pass = Decoder._verify_pass
 
     def spoiled(decoder: Decoder, parts: Any) -> Any:
-        logits, row = deep_pass(decoder, parts), 0
+        logits, row = verify_pass(decoder, parts), 0
         if logits is None:
             return None
         logits = logits.clone()
@@ -351,7 +351,7 @@ def spoil(patch: pytest.MonkeyPatch, value: float, rows: Any) -> None:
                 row += 1
         return logits
 
-    patch.setattr(Decoder, "_deep_pass", spoiled)
+    patch.setattr(Decoder, "_verify_pass", spoiled)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
@@ -368,7 +368,7 @@ def spoil(patch: pytest.MonkeyPatch, value: float, rows: Any) -> None:
     ids=str,
 )
 def test_logits_that_are_not_finite_end_their_own_request(loaded, alone, changes, value):
-    """After the tokens before them, which may be drafts that the same pass confirms."""
+    """After the tokens before them, which may be drafts that the same pass accepts."""
     asked = request(**changes)
     with fixed_cost_engine(loaded) as engine, pytest.MonkeyPatch.context() as patch:
         whole = collected(engine.submit(replace(asked, policy=FULL)))[0]

@@ -96,7 +96,7 @@ def test_full_depth_is_hugging_faces_generate_and_exact_is_full_depth(family, ac
             )
             assert exact.token_ids == full.token_ids
             assert 0 < exact.stats.num_accepted < exact.stats.num_drafted
-            assert exact.stats.num_deep_passes < full.stats.num_deep_passes
+            assert exact.stats.num_verify_passes < full.stats.num_verify_passes
 
 
 # Prompts that end before, at and behind every border, each the beginning of the next, and an answer that crosses what its prompt does not.

@@ -10,7 +10,7 @@ from shared.engine.request.request import TokenChunk
 from shared.errors import Cancelled
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.table_router import SIZES, TableRouter
+from shared.ladder.table_confidence import SIZES, TableConfidence
 from shared.model.loaded import LoadedModel
 from shared.model.sampling import SamplingParams
 from tests.fixed_costs import fixed_cost_engine
@@ -23,8 +23,8 @@ EXACT = DepthPolicy("exact", max_drafts=8)
 @pytest.fixture
 def ladder(loaded: LoadedModel) -> Ladder:
     """Drafts nothing of its own. Its router gives every match a probability of .9."""
-    router = TableRouter(math.log(9.0), [[0.0] * size for size in SIZES])
-    return Ladder(ModelIdentity.of(loaded), successor_router=router)
+    confidence = TableConfidence(math.log(9.0), [[0.0] * size for size in SIZES])
+    return Ladder(ModelIdentity.of(loaded), ngram_confidence=confidence)
 
 
 @pytest.fixture

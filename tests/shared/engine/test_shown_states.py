@@ -10,7 +10,7 @@ from shared.engine.engine import Engine
 from shared.ladder.policy import DepthPolicy
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
-from shared.model.runner import tap_depths
+from shared.model.runner import captured_depths
 from tests.fixed_costs import fixed_cost_engine
 from tests.random_ladder import random_ladder
 
@@ -48,7 +48,7 @@ def test_each_settled_token_is_shown_once_and_in_order(loaded, engine, policy):
     found = torch.cat([states for _, states in shown])
     tokens = [*PROMPT, *answer][:place]
     assert place >= len(PROMPT) + len(answer) - 1
-    depths = [*tap_depths(loaded.num_layers), loaded.num_layers]
+    depths = [*captured_depths(loaded.num_layers), loaded.num_layers]
     captured = ContiguousRunner(loaded).capture(torch.tensor([tokens]), depths)
     expected = torch.stack([captured[depth][0] for depth in depths], 1)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

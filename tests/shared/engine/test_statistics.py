@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shared.engine.statistics import Distribution, EngineStatistics, Progress
+from shared.engine.statistics import CountedProgress, Distribution, EngineStatistics
 from shared.ladder.rungs import Draft
 from shared.model.loaded import LoadedModel
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE
@@ -95,7 +95,7 @@ def test_of_drafts_the_first_are_accepted() -> None:
 
 def test_time_between_steps_is_shared_by_their_tokens() -> None:
     counted = EngineStatistics(NUM_LAYERS)
-    seen = Progress(3, 7, delivered_s=time.monotonic() - 900)
+    seen = CountedProgress(3, 7, delivered_s=time.monotonic() - 900)
     sequence = SimpleNamespace(
         request=SimpleNamespace(router_version=0),
         failure=None,

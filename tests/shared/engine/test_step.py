@@ -11,7 +11,7 @@ from shared.engine.request.request import (
     GenerationRequest,
     TokenChunk,
 )
-from shared.engine.request.sequence import Sequence
+from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder, prefill_budget
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
@@ -36,8 +36,8 @@ def test_right_drafts_save_layer_executions(loaded, answer):
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
         full = engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW)
     assert exact.token_ids == full.token_ids
-    # The first token is the prompt's; then four drafts and the deep pass' own token at a time: 5+5+5+5 and a last 3.
-    assert exact.stats.num_deep_passes == 5
+    # The first token is the prompt's; then four drafts and the verify pass' own token at a time: 5+5+5+5 and a last 3.
+    assert exact.stats.num_verify_passes == 5
     assert exact.stats.num_layer_executions == 5 * NUM_LAYERS
     assert exact.stats.num_token_layers == 23 * NUM_LAYERS
     assert full.stats.num_layer_executions == 23 * NUM_LAYERS
@@ -81,9 +81,9 @@ def test_rejected_drafts_leave_nothing_settled(loaded, answer, monkeypatch):
     right_token = right(answer)
     asked_after: list[int] = []
     num_pending: list[int] = []
-    emit = Sequence.emit
+    emit = DecodingSequence.emit
 
-    def counted(sequence: Sequence, tokens: list[GeneratedToken]) -> list[TokenChunk]:
+    def counted(sequence: DecodingSequence, tokens: list[GeneratedToken]) -> list[TokenChunk]:
         chunks = emit(sequence, tokens)
         num_pending.append(len(sequence.tokens) - sequence.num_settled)
         return chunks
@@ -93,7 +93,7 @@ def test_rejected_drafts_leave_nothing_settled(loaded, answer, monkeypatch):
         is_wrong = len(context) % 3 == 0
         return ((right_token(context) + is_wrong) % VOCABULARY_SIZE, 0.9)
 
-    monkeypatch.setattr(Sequence, "emit", counted)
+    monkeypatch.setattr(DecodingSequence, "emit", counted)
     ladder = ScriptedLadder(exits=exits, depths=(2,))
     with fixed_cost_engine(loaded, ladder) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
@@ -106,12 +106,12 @@ def test_rejected_drafts_leave_nothing_settled(loaded, answer, monkeypatch):
         assert torch.allclose(states[length - 1 - distance], deep_state, atol=1e-4)
 
 
-def test_layer_exits_reuse_the_shallow_layers_in_the_deep_pass(loaded, answer):
+def test_layer_exits_reuse_the_shallow_layers_in_the_verify_pass(loaded, answer):
     right_token = right(answer)
     ladder = ScriptedLadder(exits=lambda context: (right_token(context), 0.9), depths=(2,))
     with fixed_cost_engine(loaded, ladder) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
-    # Every token runs every layer exactly once: nothing shallow is repeated by the deep pass.
+    # Every token runs every layer exactly once: nothing shallow is repeated by the verify pass.
     assert exact.stats.num_token_layers == 23 * NUM_LAYERS
 
 
@@ -177,7 +177,7 @@ def test_a_margin_is_refused_where_it_has_no_meaning(loaded):
             DepthPolicy(name, margin=0.1)
 
 
-def test_layers_of_exits_count_where_no_deep_pass_follows(loaded, answer):
+def test_layers_of_exits_count_where_no_verify_pass_follows(loaded, answer):
     right_token = right(answer)
     ladder = ScriptedLadder(exits=lambda context: (right_token(context), 0.9), depths=(2,))
     with fixed_cost_engine(loaded, ladder) as engine:
@@ -188,7 +188,7 @@ def test_layers_of_exits_count_where_no_deep_pass_follows(loaded, answer):
             stop_token_ids=frozenset([answer[2]]),
         )
     assert relaxed.finished.reason is FinishReason.STOP_TOKEN
-    assert relaxed.stats.num_deep_passes == 0
+    assert relaxed.stats.num_verify_passes == 0
     # Each exit that was asked took one token through two layers.
     assert relaxed.stats.num_layer_executions == relaxed.stats.num_token_layers
     assert relaxed.stats.num_layer_executions == 2 * len(ladder.seen_states) > 0

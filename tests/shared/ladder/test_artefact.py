@@ -19,37 +19,37 @@ from shared.ladder.artefact import (
     round_weights,
     unpack_ladder,
 )
+from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import FusedHead
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS, JointWeights
 from shared.ladder.ladder import Ladder, ModelIdentity
-from shared.ladder.routers import DepthRouter
-from shared.ladder.successor_builder import SuccessorBuilder
-from shared.ladder.table_router import SIZES, TableRouter
+from shared.ladder.ngram_builder import NgramTableBuilder
+from shared.ladder.table_confidence import SIZES, TableConfidence
 
 WEIGHTS = JointWeights(exit_differs=(-2.5, 1 / 3, 0.1))
 MODEL = ModelIdentity("tiny", "sha256:" + "0" * 64, "LlamaForCausalLM", 4, 16, 100)
 
 
 def ladder() -> Ladder:
-    builder = SuccessorBuilder()
+    builder = NgramTableBuilder()
     row = np.random.default_rng(0).integers(0, 100, 300)
     builder.add(row[:-1], row[1:])
-    router = TableRouter(0.25, [[0.5] * size for size in SIZES])
+    confidence = TableConfidence(0.25, [[0.5] * size for size in SIZES])
     exits = []
     for depth in (0, 2):
         torch.manual_seed(depth)
-        head, depth_router = FusedHead(16, 24), DepthRouter(16, 8)
+        head, confidence_head = FusedHead(16, 24), ConfidenceHead(16, 8)
         for parameter in head.parameters():
             torch.nn.init.normal_(parameter)
-        for module in (head, depth_router):
+        for module in (head, confidence_head):
             round_weights(module)
-        exits.append(LayerExit(depth, head, depth_router))
+        exits.append(LayerExit(depth, head, confidence_head))
     return Ladder(
         MODEL,
-        router,
+        confidence,
         builder.build(1 << 20),
-        router,
+        confidence,
         tuple(exits),
         torch.tensor([1, 5, 99]),
         WEIGHTS,
@@ -74,10 +74,10 @@ def test_round_trip() -> None:
         adapted = before.head(*inputs)
         assert torch.equal(after.head(*inputs), adapted)
         scalars = torch.randn(3)
-        assert torch.equal(after.router(adapted, scalars), before.router(adapted, scalars))
-    assert unpacked.suffix_router is not None
-    assert original.suffix_router is not None
-    assert unpacked.suffix_router.to_json() == original.suffix_router.to_json()
+        assert torch.equal(after.confidence(adapted, scalars), before.confidence(adapted, scalars))
+    assert unpacked.lookup_confidence is not None
+    assert original.lookup_confidence is not None
+    assert unpacked.lookup_confidence.to_json() == original.lookup_confidence.to_json()
     assert unpacked.joint_weights == WEIGHTS == original.joint_weights
     assert pack_ladder(unpacked, {}) == (manifest, blobs)
 
@@ -122,7 +122,7 @@ def test_a_path_is_not_published(model_id: str, published: str) -> None:
 
 
 def test_a_ladder_without_exits() -> None:
-    original = Ladder(MODEL, ladder().suffix_router)
+    original = Ladder(MODEL, ladder().lookup_confidence)
     manifest, blobs = pack_ladder(original, {})
     assert manifest["schema_version"] == 1, "what earlier versions read"
     unpacked = unpack_ladder(manifest, blobs)

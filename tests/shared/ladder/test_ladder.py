@@ -8,14 +8,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shared.errors import RouterMismatch
+from shared.ladder.confidence_head import ConfidenceHead, scalar_features
 from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import NUM_STATES, FusedHead
 from shared.ladder.ladder import Ladder, ModelIdentity
-from shared.ladder.learned_successors import LearnedSuccessors
-from shared.ladder.routers import DepthRouter, scalar_features
-from shared.ladder.successor_builder import SuccessorBuilder
+from shared.ladder.learned_ngrams import LearnedNgrams
+from shared.ladder.ngram_builder import NgramTableBuilder
+from shared.ladder.table_confidence import SIZES, Evidence, TableConfidence, fit_table_confidence
 from shared.ladder.table_proposer import TableProposer
-from shared.ladder.table_router import SIZES, Evidence, TableRouter, fit_table_router
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.ops.chains import ChainStart
@@ -33,26 +33,26 @@ def model(seed: int = 0) -> LoadedModel:
     return wrap_model(LlamaForCausalLM(config), model_id="tiny")
 
 
-def table_router(probability: float) -> TableRouter:
+def table_confidence(probability: float) -> TableConfidence:
     bias = float(np.log(probability / (1 - probability)))
-    return TableRouter(bias, [[0.0] * size for size in SIZES])
+    return TableConfidence(bias, [[0.0] * size for size in SIZES])
 
 
 def ladder(loaded: LoadedModel, suffix: float = 0.3, successor: float = 0.6) -> Ladder:
-    builder = SuccessorBuilder()
+    builder = NgramTableBuilder()
     builder.add(np.array([7, 7, 7]), np.array([8, 8, 8]))
     torch.manual_seed(1)
-    exits = tuple(LayerExit(d, FusedHead(16, 24), DepthRouter(16, 8)) for d in (0, 2))
+    exits = tuple(LayerExit(d, FusedHead(16, 24), ConfidenceHead(16, 8)) for d in (0, 2))
     return Ladder(
-        ModelIdentity.of(loaded), table_router(suffix), builder.build(1 << 20),
-        table_router(successor), exits, VOCABULARY,
+        ModelIdentity.of(loaded), table_confidence(suffix), builder.build(1 << 20),
+        table_confidence(successor), exits, VOCABULARY,
     )  # fmt: skip
 
 
 def test_names_are_in_draft_order() -> None:
     full = ladder(model())
     assert full.rung_names == ("suffix", "successor", "depth-0", "depth-2")
-    assert replace(full, successors=None, exits=()).rung_names == ("suffix",)
+    assert replace(full, ngrams=None, exits=()).rung_names == ("suffix",)
 
 
 def test_another_model_is_refused_with_both_fingerprints() -> None:
@@ -85,7 +85,9 @@ def test_an_exit_computes_what_its_modules_compute() -> None:
         head = mine.exits[index].head
         adapted = head.adapted(head(states[row], entering[row]))
         logits = adapted @ loaded.parts.head.weight[VOCABULARY].T
-        expected = mine.exits[index].router(adapted, scalar_features(logits, torch.tensor(place)))
+        expected = mine.exits[index].confidence(
+            adapted, scalar_features(logits, torch.tensor(place))
+        )
         assert draft.token == VOCABULARY[logits.argmax()]
         assert draft.probability == pytest.approx(float(expected), abs=2e-3)  # 16 bits
         assert (draft.rung, draft.depth) == (mine.exits[index].name, bound.depths[index])
@@ -93,18 +95,18 @@ def test_an_exit_computes_what_its_modules_compute() -> None:
 
 def test_the_rung_with_the_higher_probability_drafts() -> None:
     loaded = model()
-    context = [7, 3, 2, 7]  # after 7 the suffix rung proposes 3, the table 8
+    context = [7, 3, 2, 7]  # after 7 prompt look-up proposes 3, the table 8
     by_table = TableProposer(ladder(loaded, 0.3, 0.6), context).best()
-    by_suffix = TableProposer(ladder(loaded, 0.6, 0.3), context).best()
+    by_lookup = TableProposer(ladder(loaded, 0.6, 0.3), context).best()
     assert by_table is not None
-    assert by_suffix is not None
+    assert by_lookup is not None
     assert (by_table.token, by_table.rung) == (8, "successor")
-    assert (by_suffix.token, by_suffix.rung) == (3, "suffix")
+    assert (by_lookup.token, by_lookup.rung) == (3, "suffix")
     assert by_table.probability == pytest.approx(0.6)
 
 
 def test_drafts_chain_without_becoming_context() -> None:
-    drafter = TableProposer(replace(ladder(model()), successors=None), [1, 2, 3, 4, 1])
+    drafter = TableProposer(replace(ladder(model()), ngrams=None), [1, 2, 3, 4, 1])
     first = drafter.best()
     assert first is not None
     second = drafter.best([first.token])
@@ -119,8 +121,8 @@ def test_drafts_chain_without_becoming_context() -> None:
     assert again.token == 5
 
 
-def test_a_learned_table_drafts_with_the_successor_router() -> None:
-    mine, learned = ladder(model()), LearnedSuccessors(1 << 16).of("ann")
+def test_a_learned_table_drafts_with_the_confidence_of_the_ngram_table() -> None:
+    mine, learned = ladder(model()), LearnedNgrams(1 << 16).of("ann")
     learned.learn([1, 2, 3, 5, 6], 3)
     later = TableProposer(mine, [30, 2, 3], learned)
     drafts = [later.best(), later.best([5])]
@@ -138,8 +140,10 @@ def test_each_routers_probability_depends_on_the_other_rung() -> None:
     loaded = model()
     agreeing = [Evidence(1, 1, 1.0, 0, 2)] * 50
     differing = [Evidence(1, 1, 1.0, 0, 1)] * 50
-    router = fit_table_router(agreeing + differing, [True] * 50 + [False] * 50)
-    mine = replace(ladder(loaded), suffix_router=router, successor_router=table_router(0.01))
+    confidence = fit_table_confidence(agreeing + differing, [True] * 50 + [False] * 50)
+    mine = replace(
+        ladder(loaded), lookup_confidence=confidence, ngram_confidence=table_confidence(0.01)
+    )
     differs = TableProposer(mine, [7, 3, 2, 7]).best()
     agrees = TableProposer(mine, [7, 8, 2, 7]).best()
     assert agrees is not None

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from shared.ladder.chain_exit import ChainSteps
+from shared.ladder.confidence_head import HIGHEST
 from shared.ladder.fused_head import chained
 from shared.ladder.head_rows import gather_rows
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.recorded_chain import DRAFTS_PER_PLACE, MAX_CHAINS, NUM_CHAINS, NUM_DRAFTS
-from shared.ladder.routers import HIGHEST
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.host_syncs import host_syncs
 from shared.model.paged_runner import PagedRunner
@@ -62,7 +62,7 @@ def expected_chain(
     vocabulary = ladder.draft_vocabulary
     assert vocabulary is not None
     rows, bias = gather_rows(runner.loaded.parts.head, vocabulary)
-    step = ChainSteps(one.head, one.router, rows, bias)  # type: ignore[arg-type]
+    step = ChainSteps(one.head, one.confidence, rows, bias)  # type: ignore[arg-type]
     states = (chained(begin) if begin.dim() == 1 else begin)[None]
     place, found = start.place, []
     *seen, newest = start.tokens

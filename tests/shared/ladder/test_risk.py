@@ -95,7 +95,7 @@ def test_a_bound_holds_for_the_engine_for_which_it_was_certified(served, holds: 
     assert anywhere.holds_in(*served)
 
 
-def test_a_bound_may_be_certified_with_rounded_products() -> None:
+def test_a_bound_may_be_certified_with_rounded_matmuls() -> None:
     engine = {"dtype": "float32", "compute_dtype": "bfloat16", "device": "cpu"}
     certified = PublishedRisk.of({"risk": {**TABLE, "engine": engine}})
     assert certified is not None

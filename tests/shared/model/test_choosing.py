@@ -91,7 +91,7 @@ def test_what_is_chosen_together_is_chosen_row_by_row_and_alone(has_kernels, cas
                 for row, context in zip(own, contexts, strict=True)
             ]
             assert some == tokens[: len(some)]
-            assert len(some) > choosing.num_confirmed(tokens, trial.drafts)
+            assert len(some) > choosing.num_accepted(tokens, trial.drafts)
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])

@@ -31,7 +31,7 @@ def _states(loaded: LoadedModel, parts: list[int]) -> Tensor:
 
 @torch.no_grad()
 def _logits_with_rounded_inputs(loaded: LoadedModel) -> Tensor:
-    """What transformers' own modules compute with the weights of `loaded` if the inputs of their products are rounded."""
+    """What transformers' own modules compute with the weights of `loaded` if the inputs of their matmuls are rounded."""
     model = loaded.model
     for module in model.modules():
         if isinstance(module, nn.Linear | Conv1D):
@@ -41,7 +41,7 @@ def _logits_with_rounded_inputs(loaded: LoadedModel) -> Tensor:
 
 # Llama's layers are one op each, GPT-2's run by modules and store their weights transposed.
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
-def test_products_round_their_inputs(family: str, tmp_path: Path) -> None:
+def test_matmuls_round_their_inputs(family: str, tmp_path: Path) -> None:
     def load(**options: object) -> LoadedModel:
         return load_family(tmp_path, family, torch.bfloat16, **options)
 

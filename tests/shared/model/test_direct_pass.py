@@ -56,21 +56,23 @@ def test_passes_have_the_bits_of_the_models_own_forward_and_do_not_call_it(famil
     ids = _ids(1, 40)
     caches = runner.new_cache(40), runner.new_cache(40)
     calls = _count_forwards(runner)
-    # A prompt, single tokens, a rollback to position 20, and a pass in two parts with a tap.
+    # A prompt, single tokens, a rollback to position 20, and a pass in two parts with captured states.
     for base, count in ((0, 23), (23, 1), (24, 5), (20, 9), (29, 11)):
         part = ids[:, base : base + count]
-        taps: tuple[dict[int, Tensor], dict[int, Tensor]] = {}, {}
+        captured: tuple[dict[int, Tensor], dict[int, Tensor]] = {}, {}
         del calls[:]
         states = []
-        for own, cache, tap in zip((runner, other), caches, taps, strict=True):
+        for own, cache, seen in zip((runner, other), caches, captured, strict=True):
             middle = own.run(part, cache, first=0, last=3, base=base)
             states.append(
-                own.run(part, cache, first=3, last=NUM_LAYERS, base=base, hidden=middle, taps=tap)
+                own.run(
+                    part, cache, first=3, last=NUM_LAYERS, base=base, hidden=middle, captured=seen
+                )
             )
         assert len(calls) == 2  # both by `other`
         assert torch.equal(*states)
-        assert taps[0].keys() == taps[1].keys() == {4}
-        assert torch.equal(taps[0][4], taps[1][4])
+        assert captured[0].keys() == captured[1].keys() == {4}
+        assert torch.equal(captured[0][4], captured[1][4])
     for layer in range(NUM_LAYERS):
         assert torch.equal(caches[0].keys[layer], caches[1].keys[layer])
         assert torch.equal(caches[0].values[layer], caches[1].values[layer])

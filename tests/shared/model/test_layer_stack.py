@@ -11,7 +11,7 @@ from shared.model.cache_argument import with_cache
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.ragged import RaggedSequence
-from shared.model.runner import Taps, tap_depths
+from shared.model.runner import CapturedStates, captured_depths
 from shared.model.substitution import layer as layer_module
 from shared.ops.layer import LayerWeights
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
@@ -103,14 +103,14 @@ def test_states_are_captured_where_they_are_wanted(spans):
 def test_a_tapped_pass_is_one_op(spans):
     ids = torch.randint(2, VOCABULARY_SIZE, (1, 6))
     runner = ContiguousRunner(_loaded())
-    wanted = tap_depths(NUM_LAYERS)
+    wanted = captured_depths(NUM_LAYERS)
     expected = {depth: _run(runner, ids, [0, depth])[0] for depth in (*wanted, NUM_LAYERS)}
-    taps: Taps = {}
+    captured: CapturedStates = {}
     del spans[:]
-    out = runner.run(ids, runner.new_cache(6), first=0, last=NUM_LAYERS, base=0, taps=taps)
+    out = runner.run(ids, runner.new_cache(6), first=0, last=NUM_LAYERS, base=0, captured=captured)
     assert spans == [NUM_LAYERS]
-    assert taps.keys() == set(wanted)
-    assert all(torch.equal(state, expected[depth]) for depth, state in taps.items())
+    assert captured.keys() == set(wanted)
+    assert all(torch.equal(state, expected[depth]) for depth, state in captured.items())
     assert torch.equal(out, expected[NUM_LAYERS])
 
 

@@ -12,7 +12,7 @@ from shared.model.gated_model import GatedModel
 from shared.model.paged_runner import BUCKETS, PagedRunner
 from shared.model.ragged import RaggedSequence
 from shared.model.recorder import NoRecorder
-from shared.model.runner import Taps, tap_depths
+from shared.model.runner import CapturedStates, captured_depths
 from shared.model.substitution import paged_attention
 from tests.families import VOCABULARY_SIZE
 from tests.paged import NOT_PAGED, PAGED, load_family, make_runner
@@ -240,14 +240,14 @@ def test_recording_that_fails_half_way_leaves_nothing_recorded(llama, num_good):
 def test_taps_are_the_models_own_states(runner):
     """In one pass, in pieces that are split at any depth, and in more than one bucket."""
     ids = random_ids(60)
-    wanted = tap_depths(runner.num_layers)
+    wanted = captured_depths(runner.num_layers)
     expected = runner._model.capture(ids, wanted)
     for first, last in ((0, 6), (0, 3), (1, 6), (2, 4)):
         cache, entering = runner.new_cache(60), None
         if first:
             entering = runner.run(ids, cache, first=0, last=first, base=0)
-        taps: Taps = {}
-        runner.run(ids, cache, first=first, last=last, base=0, hidden=entering, taps=taps)
-        assert set(taps) == {depth for depth in wanted if first < depth < last}
-        for depth, states in taps.items():
+        captured: CapturedStates = {}
+        runner.run(ids, cache, first=first, last=last, base=0, hidden=entering, captured=captured)
+        assert set(captured) == {depth for depth in wanted if first < depth < last}
+        for depth, states in captured.items():
             assert distance(states, expected[depth]) < TOLERANCE

@@ -6,7 +6,7 @@ import torch
 from shared.errors import InvalidInput, UnsupportedModel
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
-from shared.model.runner import Runner, Taps, tap_depths
+from shared.model.runner import CapturedStates, Runner, captured_depths
 from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
 
 TOLERANCE = 1e-4
@@ -38,7 +38,7 @@ def random_ids(length: int) -> torch.Tensor:
     return torch.randint(2, VOCABULARY_SIZE, (1, length))
 
 
-def test_shallow_one_by_one_then_one_deep_pass_gives_the_full_models_logits(runner):
+def test_shallow_one_by_one_then_one_verify_pass_gives_the_full_models_logits(runner):
     ids = random_ids(24)
     expected = full_logits(runner.loaded, ids)
     cache, run = runner.new_cache(32), partial(runner.run, read_length=24)
@@ -92,16 +92,16 @@ def test_capture_returns_the_state_at_each_depth(runner):
 
 def test_taps_are_the_models_own_states(runner):
     ids = torch.randint(2, VOCABULARY_SIZE, (1, 20))
-    wanted = tap_depths(runner.num_layers)
+    wanted = captured_depths(runner.num_layers)
     expected = runner.capture(ids, wanted)
     for first, last in ((0, 6), (0, 3), (1, 6), (2, 4)):
         cache, entering = runner.new_cache(20), None
         if first:
             entering = runner.run(ids, cache, first=0, last=first, base=0)
-        taps: Taps = {}
-        runner.run(ids, cache, first=first, last=last, base=0, hidden=entering, taps=taps)
-        assert set(taps) == {depth for depth in wanted if first < depth < last}
-        for depth, states in taps.items():
+        captured: CapturedStates = {}
+        runner.run(ids, cache, first=first, last=last, base=0, hidden=entering, captured=captured)
+        assert set(captured) == {depth for depth in wanted if first < depth < last}
+        for depth, states in captured.items():
             torch.testing.assert_close(states, expected[depth], rtol=1e-4, atol=1e-4)
 
 

@@ -26,7 +26,7 @@ class Pass:
     block_tables: Tensor
     table_indices: Tensor
     positions: Tensor
-    kept_at: Tensor
+    slot_mapping: Tensor
     branches: Tensor
     scaling: float = 0.3
     softcap: float = 0.0
@@ -42,7 +42,7 @@ class Pass:
     def alone(self, tokens: Tensor) -> "Pass":
         """The pass over some of its tokens, given by their indices [N] int64."""
         q, k, v = (t[tokens] for t in (self.q, self.k, self.v))
-        names = ("table_indices", "positions", "kept_at", "branches")
+        names = ("table_indices", "positions", "slot_mapping", "branches")
         return replace(self, q=q, k=k, v=v, **{name: getattr(self, name)[tokens] for name in names})
 
 
@@ -66,7 +66,7 @@ def drawn_pass(
     num_blocks = sum(needed) + 2
     order = torch.randperm(num_blocks)
     block_tables = torch.full((len(counts), max(needed) + 1), -1)
-    table_indices, positions, kept_at, branches, taken = [], [], [], [], 0
+    table_indices, positions, slot_mapping, branches, taken = [], [], [], [], 0
     keys = torch.full((num_blocks, kv_heads, block_tokens, width), float("nan"))
     values = torch.full((num_blocks, kv_heads, block_tokens, value_width), float("nan"))
     for table, (count, length) in enumerate(zip(counts, lengths, strict=True)):
@@ -82,11 +82,11 @@ def drawn_pass(
             begin = length + (2 * number + 1) % count
             positions += range(begin, begin + number + 1)
             branches += [begin] * (number + 1)
-        kept_at += range(length, length + len(positions) - len(kept_at))
+        slot_mapping += range(length, length + len(positions) - len(slot_mapping))
         table_indices += [table] * (len(positions) - len(table_indices))
     table_indices = torch.tensor(table_indices + [-7] * padding, dtype=torch.int64)
     positions = torch.tensor(positions + [-1] * padding, dtype=torch.int64)
-    kept_at = torch.tensor(kept_at + [-9] * padding, dtype=torch.int64)
+    slot_mapping = torch.tensor(slot_mapping + [-9] * padding, dtype=torch.int64)
     branches = torch.tensor(branches + [-5] * padding, dtype=torch.int64)
     mixed = torch.randperm(len(positions))
 
@@ -103,7 +103,7 @@ def drawn_pass(
         block_tables,
         table_indices[mixed],
         positions[mixed],
-        kept_at[mixed],
+        slot_mapping[mixed],
         branches[mixed],
         **options,
     )

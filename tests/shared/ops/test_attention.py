@@ -75,8 +75,8 @@ def test_16_bit_keys_and_values_give_the_bits_of_the_same_numbers_in_float32(
     q, k, v, mask = _inputs(p)
     k, v = k.to(kv_dtype), v.to(kv_dtype)
     options = (p["keys"], mask, p["causal"], None, p["softcap"])
-    widened = ops.contiguous_attention(q, k.float(), v.float(), *options)
-    assert torch.equal(ops.contiguous_attention(q, k, v, *options), widened)
+    dequantised = ops.contiguous_attention(q, k.float(), v.float(), *options)
+    assert torch.equal(ops.contiguous_attention(q, k, v, *options), dequantised)
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])

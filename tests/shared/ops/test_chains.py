@@ -11,7 +11,7 @@ from torch import Tensor
 from shared import ops
 from shared.ops import chain_reference
 from shared.ops.chains import Chains, ChainStart, ChainWeights, draft_chains
-from shared.ops.exits import RouterWeights
+from shared.ops.exits import ConfidenceWeights
 
 DRAWN = settings(
     max_examples=25,
@@ -46,7 +46,7 @@ def plain_weights(
         norm=torch.randn(width),
         gain=torch.randn(width),
         bias=torch.randn(drafts) if biased else None,
-        router=RouterWeights(
+        confidence=ConfidenceWeights(
             hidden=torch.empty(0),
             bias=torch.randn(ROUTER),
             output=torch.randn(ROUTER) / ROUTER**0.5,
@@ -69,12 +69,12 @@ def rounded(weights: ChainWeights, dtype: torch.dtype) -> ChainWeights:
 
 
 def certain(probability: float) -> ChainWeights:
-    """Small weights whose router gives every draft the same probability."""
+    """Small weights whose confidence head gives every draft the same probability."""
     weights = plain_weights(6, 8, 6, 12, 20)
     nothing = torch.zeros(ROUTER)
     shift = float(torch.logit(torch.tensor(probability)))
-    router = replace(weights.router, output=nothing, skip=torch.zeros(3), shift=shift)
-    return packed(replace(weights, router=router))
+    confidence = replace(weights.confidence, output=nothing, skip=torch.zeros(3), shift=shift)
+    return packed(replace(weights, confidence=confidence))
 
 
 @st.composite

@@ -88,7 +88,7 @@ def paged_call(made: Pass, shares: int, seed: int) -> Call:
         made.block_tables,
         made.table_indices,
         made.positions,
-        made.kept_at,
+        made.slot_mapping,
         made.branches,
     )
     out = blank(tokens, heads, value_width, dtype=made.q.dtype)
@@ -119,7 +119,7 @@ def check_paged(program: Path) -> None:
         # First every order of warps, then other numbers of thread blocks in a random order.
         orders = [(shares[0], seed) for seed in SEEDS] + [(share, 2) for share in shares[1:]]
         calls = [paged_call(made, share, seed) for share, seed in orders]
-        last = made.alone(made.kept_at.argmax()[None])
+        last = made.alone(made.slot_mapping.argmax()[None])
         earlier = replace(last, keys=expected.keys, values=expected.values)
         calls.append(paged_call(earlier, 0, 0))
         run(program, calls)
@@ -129,7 +129,7 @@ def check_paged(program: Path) -> None:
             assert torch.equal(raw(buffers[-1]), raw(company[0][-1]))
             assert torch.equal(raw(buffers[3]), raw(expected.keys))
             assert torch.equal(raw(buffers[4]), raw(expected.values))
-        assert torch.equal(alone[-1][0], company[0][-1][made.kept_at.argmax()])
+        assert torch.equal(alone[-1][0], company[0][-1][made.slot_mapping.argmax()])
 
 
 def check_lost_blocks(program: Path) -> None:

@@ -1,4 +1,4 @@
-"""Draft vocabulary and router: the CPU kernels against their references, over shapes drawn by hypothesis."""
+"""Draft vocabulary and confidence head: the CPU kernels against their references, over shapes drawn by hypothesis."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared.ops import reference
-from shared.ops.exits import RouterWeights, draft_top, new_tickets, route
+from shared.ops.exits import ConfidenceWeights, draft_top, new_tickets, route
 
 DRAWN = settings(
     max_examples=30,
@@ -64,8 +64,8 @@ def test_large_logits_do_not_overflow_the_mass(isa: str) -> None:
     assert float(log_mass) == pytest.approx(300.0 + 0.3132617, abs=1e-4)
 
 
-def router(width: int, size: int, dtype: torch.dtype) -> RouterWeights:
-    return RouterWeights(
+def confidence(width: int, size: int, dtype: torch.dtype) -> ConfidenceWeights:
+    return ConfidenceWeights(
         hidden=(torch.randn(size, width) / width**0.5).to(dtype),
         bias=torch.randn(size),
         output=torch.randn(size) / size**0.5,
@@ -82,7 +82,7 @@ def evidence(tokens: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return logits.topk(k).values, logits.logsumexp(-1), torch.randint(1, 6, (tokens,))
 
 
-def referred(x: torch.Tensor, weights: RouterWeights, *others: object) -> torch.Tensor:
+def referred(x: torch.Tensor, weights: ConfidenceWeights, *others: object) -> torch.Tensor:
     w = weights
     top, log_mass, distance, *limits = others
     return reference.route(
@@ -109,7 +109,7 @@ def test_route_agrees_with_its_reference(
     mixed: bool,
 ) -> None:
     x = (torch.randn(tokens, width) + 5).to(torch.float32 if mixed else dtype)
-    weights = router(width, size, dtype)
+    weights = confidence(width, size, dtype)
     others = (*evidence(tokens, k), 0.01, 0.99)
     tickets = new_tickets(tokens)
     probability = route(x, weights, *others, tickets)
@@ -118,9 +118,9 @@ def test_route_agrees_with_its_reference(
 
 
 def test_route_keeps_to_its_limits() -> None:
-    weights = router(4, 4, torch.float32)
+    weights = confidence(4, 4, torch.float32)
     for shift, limit in ((-60.0, 0.01), (60.0, 0.99)):
-        sure = RouterWeights(**{**vars(weights), "shift": shift})
+        sure = ConfidenceWeights(**{**vars(weights), "shift": shift})
         others = (*evidence(2, 2), 0.01, 0.99)
         probability = route(torch.randn(2, 4), sure, *others, new_tickets(2))
         assert probability.tolist() == pytest.approx([limit, limit])
@@ -154,7 +154,7 @@ def test_wrong_arguments_are_named() -> None:
         draft_top(torch.randn(1, 4), torch.randn(20, 4), None, 9)
     with pytest.raises(RuntimeError, match=r"k is 4, want 1 to 8 of 3 rows"):
         draft_top(torch.randn(1, 4), torch.randn(3, 4), None, 4)
-    weights = router(4, 4, torch.float16)
+    weights = confidence(4, 4, torch.float16)
     others = (*evidence(9, 2), 0.0, 1.0)
     with pytest.raises(RuntimeError, match="at least 2 of them"):
         route(torch.randn(9, 4), weights, *others, new_tickets(8))

@@ -1,4 +1,4 @@
-"""Weights in 16 bits and in GGUF's blocks give the bits of the same weights widened to float32."""
+"""Weights in 16 bits and in GGUF's blocks give the bits of the same weights dequantised to float32."""
 
 import gguf
 import numpy as np
@@ -45,7 +45,7 @@ def drawn_blocks(kind: str, n: int, num_blocks: int, seed: int) -> tuple[np.ndar
     return blocks_of(kind, n, num_blocks if kind[-1] != "K" else 1 + num_blocks % 3, seed)
 
 
-def widened_blocks(kind: str, blocks: np.ndarray) -> torch.Tensor:
+def dequantised_blocks(kind: str, blocks: np.ndarray) -> torch.Tensor:
     """The weights by GGUF's own reference code."""
     return torch.from_numpy(dequantize(blocks, gguf.GGMLQuantizationType[kind]))
 
@@ -54,7 +54,7 @@ def widened_blocks(kind: str, blocks: np.ndarray) -> torch.Tensor:
 def test_blocks_unpack_to_the_numbers_of_the_reference(isa: str, kind: str) -> None:
     blocks, inputs = blocks_of(kind, 37, 3, seed=0)
     packed = ops.pack_blocks(torch.from_numpy(blocks), kind, inputs)
-    expected = widened_blocks(kind, blocks)
+    expected = dequantised_blocks(kind, blocks)
     assert torch.equal(ops.unpack_linear(packed), expected)
     indices = torch.tensor([[0, 36], [17, 5]])
     assert torch.equal(ops.packed_rows(packed, indices), expected[indices])
@@ -62,17 +62,17 @@ def test_blocks_unpack_to_the_numbers_of_the_reference(isa: str, kind: str) -> N
 
 @DRAWN
 @given(m=ROWS, **BLOCKS)
-def test_products_with_blocks_have_the_bits_of_the_widened_matrix(
+def test_matmuls_with_blocks_have_the_bits_of_the_dequantised_matrix(
     isa: str, kind: str, m: int, n: int, num_blocks: int, seed: int
 ) -> None:
     blocks, inputs = drawn_blocks(kind, n, num_blocks, seed)
     packed = ops.pack_blocks(torch.from_numpy(blocks), kind, inputs)
     x = torch.randn(m, inputs, generator=torch.Generator().manual_seed(seed))
-    widened = ops.pack_linear(widened_blocks(kind, blocks))
-    expected = ops.packed_linear(x, widened, n)
+    dequantised = ops.pack_linear(dequantised_blocks(kind, blocks))
+    expected = ops.packed_linear(x, dequantised, n)
     assert torch.equal(ops.packed_linear(x, packed, n), expected)
-    gated = ops.packed_gated_linear(x, packed, widened, n, "silu")
-    assert torch.equal(gated, ops.packed_gated_linear(x, widened, packed, n, "silu"))
+    gated = ops.packed_gated_linear(x, packed, dequantised, n, "silu")
+    assert torch.equal(gated, ops.packed_gated_linear(x, dequantised, packed, n, "silu"))
 
 
 @DRAWN
@@ -82,7 +82,7 @@ def test_products_with_blocks_have_the_bits_of_the_widened_matrix(
     k=st.one_of(st.integers(1, 70), st.sampled_from([255, 256, 257, 513])),
     n=st.integers(1, 200),
 )
-def test_products_with_16_bits_have_the_bits_of_the_widened_matrix(
+def test_matmuls_with_16_bits_have_the_bits_of_the_dequantised_matrix(
     isa: str, dtype: torch.dtype, m: int, k: int, n: int
 ) -> None:
     x, weight = torch.randn(m, k), torch.randn(n, k).to(dtype)
@@ -91,7 +91,7 @@ def test_products_with_16_bits_have_the_bits_of_the_widened_matrix(
     assert torch.equal(ops.packed_linear(x, narrow, n), ops.packed_linear(x, wide, n))
 
 
-def test_extreme_numbers_widen_exactly(isa: str) -> None:
+def test_extreme_numbers_dequantise_exactly(isa: str) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         bits = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).reshape(64, 1024)
         numbers = ops.unpack_linear(ops.pack_linear(bits))

@@ -184,9 +184,9 @@ def test_a_stack_has_the_bits_of_its_layers_one_after_another(
     )
     before = x.clone()
     torch.set_num_threads(threads)
-    taps = dict.fromkeys(wanted, x[:0])
+    captured = dict.fromkeys(wanted, x[:0])
     kv = LayerKV(keys, values, *kvs[0][2:])
-    out = decoder_layers(x, cos, sin, stacked(parts), kv, masks, taps)
+    out = decoder_layers(x, cos, sin, stacked(parts), kv, masks, captured)
     torch.set_num_threads(1)
     assert torch.equal(x, before)
     states = []
@@ -194,8 +194,8 @@ def test_a_stack_has_the_bits_of_its_layers_one_after_another(
         x = decoder_layers(x, cos, sin, weights, kv, masks)
         states.append(x)
     assert torch.equal(out, x)
-    assert taps.keys() == wanted
-    assert all(torch.equal(taps[count], states[count - 1]) for count in wanted)
+    assert captured.keys() == wanted
+    assert all(torch.equal(captured[count], states[count - 1]) for count in wanted)
     assert all(map(torch.equal, _stores(keys), (t for kv in kvs for t in _stores(kv.keys))))
     assert all(map(torch.equal, _stores(values), (t for kv in kvs for t in _stores(kv.values))))
 
@@ -336,17 +336,17 @@ def test_no_tokens_are_no_work() -> None:
         ({"x": torch.zeros(1, 3, 12)}, "does not fit x"),
         ({"masks": [torch.ones(1, 1, 2, 3, dtype=torch.bool)]}, "mask has shape"),
         ({"masks": [PLAIN, PLAIN]}, "2 masks for 1 sequences"),
-        ({"taps": [1]}, "stop 1 is out of order, or not between 1 and 0"),
-        ({"taps": [0]}, "stop 0 is out of order"),
+        ({"captured": [1]}, "stop 1 is out of order, or not between 1 and 0"),
+        ({"captured": [0]}, "stop 0 is out of order"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict, message: str) -> None:
     weights, (x, cos, sin, kv, masks) = _weights(SMALL), _inputs(SMALL)
     kv = kv._replace(**change.pop("kv", {}))
     x, masks = change.pop("x", x), change.pop("masks", masks)
-    taps = dict.fromkeys(change.pop("taps", []), x)
+    captured = dict.fromkeys(change.pop("captured", []), x)
     with pytest.raises(RuntimeError, match=message):
-        decoder_layers(x, cos, sin, replace(weights, **change), kv, masks, taps)
+        decoder_layers(x, cos, sin, replace(weights, **change), kv, masks, captured)
 
 
 def test_what_is_no_table_is_refused() -> None:

@@ -55,7 +55,7 @@ def test_paged_attention_agrees_with_its_reference_and_ignores_its_neighbours(
         assert torch.equal(pool.view(torch.uint8), same.view(torch.uint8))
     # Token by token in the order of positions, the bits must be the same. Branches are kept after all others.
     one_by_one = made.copied()
-    for token in made.kept_at.argsort():
+    for token in made.slot_mapping.argsort():
         assert torch.equal(one_by_one.alone(token[None]).run()[0], out[token])
 
 
@@ -85,15 +85,15 @@ def test_a_branch_gets_the_bits_that_it_would_have_in_its_siblings_place() -> No
     made = drawn_pass([4], [40], 0, (2, 2), (16, 16), 8, torch.float32, num_branches=2)
     out = made.copied().run()
     for begin, length in ((41, 1), (43, 2)):
-        branch = (made.branches == begin) & (made.kept_at != made.positions)
+        branch = (made.branches == begin) & (made.slot_mapping != made.positions)
         assert branch.sum() == length
         for token in branch.nonzero().flatten():
-            sibling = made.kept_at == made.positions[token]
+            sibling = made.slot_mapping == made.positions[token]
             assert not sibling.any() or not torch.equal(out[token], out[sibling][0])
         # Without the tokens beside it, and kept where it stands.
-        others = ((made.kept_at == made.positions) & (made.positions < begin)) | branch
+        others = ((made.slot_mapping == made.positions) & (made.positions < begin)) | branch
         own = made.copied().alone(others.nonzero().flatten())
-        own.kept_at[:] = own.positions
+        own.slot_mapping[:] = own.positions
         assert torch.equal(own.run()[branch[others]], out[branch])
 
 
@@ -134,11 +134,11 @@ def test_large_scores_do_not_overflow() -> None:
         ("table_indices", torch.zeros(1, dtype=torch.int64), "table_indices has shape"),
         ("table_indices", torch.tensor([0, 1]), "token 1 has table index 1, but there are 1 block tables"),
         ("positions", torch.tensor([3, 12]), "token 1 has position 12, but its block table has 3 blocks of 4 tokens"),
-        ("kept_at", torch.tensor([3, 12]), "token 1 is kept at position 12, but its block table has 3 blocks of 4 tokens"),
-        ("kept_at", torch.tensor([3, 3]), "token 1 is kept at position 3"),
+        ("slot_mapping", torch.tensor([3, 12]), "token 1 is kept at position 12, but its block table has 3 blocks of 4 tokens"),
+        ("slot_mapping", torch.tensor([3, 3]), "token 1 is kept at position 3"),
         ("branches", torch.tensor([3, 5]), "token 1 has position 4, but its branch begins at 5"),
         ("branches", torch.tensor([3, -1]), "token 1 has position 4, but its branch begins at -1"),
-        ("kept_at", torch.zeros(1, dtype=torch.int64), "kept_at has shape"),
+        ("slot_mapping", torch.zeros(1, dtype=torch.int64), "kept_at has shape"),
         ("block_tables", torch.tensor([[0, 3, 1]]), "entry 1 of block table 0 is 3, but the pool has 3 blocks"),
         ("window", -1, "at least 0"),
     ],
@@ -153,7 +153,7 @@ def test_wrong_arguments_are_named(name: str, value: Tensor | int, message: str)
         block_tables=torch.tensor([[2, 0, 1]]),
         table_indices=torch.tensor([0, 0]),
         positions=torch.tensor([3, 4]),
-        kept_at=torch.tensor([3, 4]),
+        slot_mapping=torch.tensor([3, 4]),
         branches=torch.tensor([3, 4]),
     )
     made.run()

@@ -1,4 +1,4 @@
-"""Products that round their inputs: to bfloat16 with weights in bfloat16, to 8 bits with GGUF's blocks."""
+"""Matmuls that round their inputs: to bfloat16 with weights in bfloat16, to 8 bits with GGUF's blocks."""
 
 from contextlib import suppress
 
@@ -14,8 +14,8 @@ from tests.shared.ops.test_formats import (
     BLOCKS,
     KINDS,
     blocks_of,
+    dequantised_blocks,
     drawn_blocks,
-    widened_blocks,
 )
 
 # The sizes around which the kernels change their path, and odd numbers of inputs: the last pair has one only.
@@ -51,7 +51,7 @@ def test_inputs_are_rounded_and_rows_ignore_their_neighbours(
 
 @DRAWN
 @given(m=ROWS, k=DEPTHS, n=st.integers(1, 70))
-def test_a_gated_product_rounds_if_both_matrices_do(isa: str, m: int, k: int, n: int) -> None:
+def test_a_gated_matmul_rounds_if_both_matrices_do(isa: str, m: int, k: int, n: int) -> None:
     x, (gate, up) = torch.randn(m, k), torch.randn(2, n, k).bfloat16()
     rounds = [_rounding(weight) for weight in (gate, up)]
     plain = [ops.pack_linear(weight) for weight in (gate, up)]
@@ -108,7 +108,7 @@ def _rounded_to_bytes(x: torch.Tensor) -> torch.Tensor:
 
 @DRAWN
 @given(m=ROWS, **BLOCKS)
-def test_products_with_blocks_round_inputs_to_bytes_and_rows_ignore_their_neighbours(
+def test_matmuls_with_blocks_round_inputs_to_bytes_and_rows_ignore_their_neighbours(
     isa: str, kind: str, m: int, n: int, num_blocks: int, seed: int
 ) -> None:
     blocks, inputs = drawn_blocks(kind, n, num_blocks, seed)
@@ -116,7 +116,7 @@ def test_products_with_blocks_round_inputs_to_bytes_and_rows_ignore_their_neighb
     x = torch.randn(m, inputs, generator=torch.Generator().manual_seed(seed))
     x[0, :32], x[-1, 32:64] = 0.0, 1e-38
     out = ops.packed_linear(x, packed, n)
-    weight = widened_blocks(kind, blocks).double()
+    weight = dequantised_blocks(kind, blocks).double()
     expected = _rounded_to_bytes(x) @ weight.T
     # Of quants with an offset, two large numbers may nearly cancel.
     size = x.abs().double() @ weight.abs().T
@@ -126,9 +126,9 @@ def test_products_with_blocks_round_inputs_to_bytes_and_rows_ignore_their_neighb
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_with_the_largest_quants_and_inputs_do_not_overflow(isa: str, kind: str) -> None:
+def test_matmuls_with_the_largest_quants_and_inputs_do_not_overflow(isa: str, kind: str) -> None:
     blocks, inputs = blocks_of(kind, 3, 2, seed=0)
-    weight = widened_blocks(kind, blocks)
+    weight = dequantised_blocks(kind, blocks)
     x = weight.sign() * 3.0  # every product has one sign
     x[:, 0] *= 2.0
     out = ops.packed_linear(x, _rounding_blocks(kind, blocks, inputs), 3)
@@ -136,7 +136,7 @@ def test_products_with_the_largest_quants_and_inputs_do_not_overflow(isa: str, k
     torch.testing.assert_close(out, expected.float(), rtol=1e-4, atol=1e-3)
 
 
-def test_the_instruction_sets_give_the_same_products_with_bytes() -> None:
+def test_the_instruction_sets_give_the_same_matmuls_with_bytes() -> None:
     blocks, inputs = blocks_of("Q4_K", 40, 3, seed=1)
     packed, x = _rounding_blocks("Q4_K", blocks, inputs), torch.randn(5, inputs)
     found = []

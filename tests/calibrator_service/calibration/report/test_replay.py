@@ -17,14 +17,14 @@ from calibrator_service.calibration.report.replay import (
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
 from shared.engine.drafting.costs import MAX_PASS_TOKENS
+from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import Ladder, ModelIdentity
-from shared.ladder.routers import DepthRouter
+from shared.ladder.ngram_builder import NgramTableBuilder
 from shared.ladder.rungs import Draft
-from shared.ladder.successor_builder import SuccessorBuilder
+from shared.ladder.table_confidence import SIZES, TableConfidence
 from shared.ladder.table_proposer import TableProposer
-from shared.ladder.table_router import SIZES, TableRouter
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
 from shared.ops.chains import ChainStart
@@ -167,10 +167,10 @@ def random_ladder(loaded: LoadedModel, seed: int) -> Ladder:
     torch.manual_seed(seed)
     exits = []
     for depth in (0, 2):
-        head, router = FusedHead(32, 24), DepthRouter(32, 8)
-        torch.nn.init.constant_(router.output.bias, 2.0)
-        exits.append(LayerExit(depth, head.eval(), router.eval().requires_grad_(False)))
-    builder = SuccessorBuilder()
+        head, confidence = FusedHead(32, 24), ConfidenceHead(32, 8)
+        torch.nn.init.constant_(confidence.output.bias, 2.0)
+        exits.append(LayerExit(depth, head.eval(), confidence.eval().requires_grad_(False)))
+    builder = NgramTableBuilder()
     for start in range(5, 17):
         text = greedy(loaded, (0, start, start + 2)).tokens
         array = torch.tensor(text).numpy()
@@ -179,9 +179,9 @@ def random_ladder(loaded: LoadedModel, seed: int) -> Ladder:
     weights[2] = [0.3 * number for number in range(SIZES[2])]
     return Ladder(
         ModelIdentity.of(loaded),
-        TableRouter(0.5, weights),
+        TableConfidence(0.5, weights),
         builder.build(1 << 16),
-        TableRouter(1.0, weights),
+        TableConfidence(1.0, weights),
         tuple(exits),
         torch.arange(32),
     )

@@ -64,7 +64,7 @@ def result(base_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) ->
     return calibrated(base_model, tmp_path_factory.mktemp("risk"))
 
 
-def with_rounded_products(loaded: LoadedModel, folder: Path) -> LoadedModel:
+def with_rounded_matmuls(loaded: LoadedModel, folder: Path) -> LoadedModel:
     """The same model with weights in bfloat16, multiplied in it."""
     copy.deepcopy(loaded.model).bfloat16().save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
@@ -111,8 +111,8 @@ def test_every_difference_of_the_engine_is_found_by_the_replay(result, base_mode
     check_replay(base_model, result, tmp_path)
 
 
-def test_rounded_products_are_certified_as_they_are_served(tmp_path):
-    loaded = with_rounded_products(make_model(chat=False, accelerate=False), tmp_path / "model")
+def test_rounded_matmuls_are_certified_as_they_are_served(tmp_path):
+    loaded = with_rounded_matmuls(make_model(chat=False, accelerate=False), tmp_path / "model")
     result = calibrated(loaded, tmp_path / "work")
     engine = result.report["risk"]["engine"]
     assert (engine["dtype"], engine["compute_dtype"]) == ("float32", "bfloat16")

@@ -99,7 +99,7 @@ def test_costs_are_measured_with_the_ladder(counting):
     told: list[str] = []
     run: Any = SimpleNamespace(report=lambda phase, _: told.append(phase))
     costs = worth.measured_costs(run, ContiguousRunner(counting), random_ladder(counting, seed=0))
-    assert len(costs.deep) == 2
+    assert len(costs.verify) == 2
     assert all(one.alone_s > 0 for one in costs.exits)
     assert len(costs.exits) == 2
     assert set(told) == {"evaluating"}
@@ -113,7 +113,7 @@ def test_other_processes_do_not_make_an_exit_seem_expensive(counting, monkeypatc
     monkeypatch.setattr("shared.engine.drafting.costs.time.perf_counter", lambda: next(now))
     run: Any = SimpleNamespace(report=lambda *_: None)
     costs = worth.measured_costs(run, ContiguousRunner(counting), random_ladder(counting, seed=0))
-    assert costs.deep[0] == 1.0
+    assert costs.verify[0] == 1.0
     assert [one.alone_s for one in costs.exits] == [1.0, 1.0]
 
 

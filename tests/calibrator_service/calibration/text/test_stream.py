@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from calibrator_service.calibration.plan import resolve
-from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.calibration.text import stream
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig
@@ -36,9 +36,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def progress_of(
     loaded: LoadedModel, folder: Path, *, knows_speed: bool = False, **spec: Any
-) -> tuple[Run, CollectingProgress]:
+) -> tuple[CalibrationRun, CollectingProgress]:
     plan = resolve(CalibrationSpec(**spec), loaded)
-    run = Run(loaded, plan, folder, lambda _: None, lambda: False)
+    run = CalibrationRun(loaded, plan, folder, lambda _: None, lambda: False)
     text = GeneratedText(SelfGenerationConfig(), ())
     return run, CollectingProgress(run, text, knows_speed=knows_speed)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from calibrator_service.calibration.plan import resolve
-from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.spec import CalibrationSpec, TextFile
 from calibrator_service.calibration.text import writers
 from calibrator_service.calibration.text.writer import Pace, WriteRequest, write_all
@@ -30,9 +30,9 @@ def _fast_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": True})
 
 
-def run_of(loaded: LoadedModel, folder: Path, **spec: Any) -> Run:
+def run_of(loaded: LoadedModel, folder: Path, **spec: Any) -> CalibrationRun:
     plan = resolve(CalibrationSpec(**spec), loaded)
-    return Run(loaded, plan, folder, lambda _: None, lambda: False)
+    return CalibrationRun(loaded, plan, folder, lambda _: None, lambda: False)
 
 
 @pytest.mark.parametrize(

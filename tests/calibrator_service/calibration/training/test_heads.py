@@ -21,7 +21,7 @@ from shared.ladder.unit import unit
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.host_syncs import HostSyncs
 from shared.model.loaded import LoadedModel
-from shared.model.runner import tap_depths
+from shared.model.runner import captured_depths
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_killed_training_continues_to_the_same_weights(counting, tmp_path, mon
     """With the optimiser's state, chunk by chunk."""
     monkeypatch.setattr("calibrator_service.calibration.training.checkpoint.SAVE_INTERVAL_S", 0.0)
     runner = ContiguousRunner(counting)
-    collector = Collector(runner, [0, *tap_depths(3)], tmp_path, max_state_bytes=1 << 20, chunk_positions=30)  # fmt: skip
+    collector = Collector(runner, [0, *captured_depths(3)], tmp_path, max_state_bytes=1 << 20, chunk_positions=30)  # fmt: skip
     for row in torch.randint(5, 29, (9, 20)).tolist():
         collector.add("heads", TokenSequence(tuple(row), 3))
     chunks = collector.chunks("heads")
@@ -163,7 +163,7 @@ def test_the_teacher_is_the_full_model(counting, tmp_path):
 
 def test_a_chain_begins_behind_its_settled_prefix_and_ends_with_the_sequence(counting, tmp_path):
     runner = ContiguousRunner(counting)
-    low, middle = tap_depths(3)
+    low, middle = captured_depths(3)
     collector = Collector(runner, [0, low, middle], tmp_path, max_state_bytes=1 << 20)
     rows = torch.randint(5, 29, (2, 12))
     for row in rows.tolist():

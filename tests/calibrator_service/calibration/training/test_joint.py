@@ -20,10 +20,10 @@ from shared.engine.drafting.confidence import Confidence, log_odds
 from shared.ladder.joint_weights import CASES, DEFAULT_WEIGHTS, MAX_WEIGHT, JointWeights, Weights
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.rungs import SUFFIX, Draft, exit_name
+from shared.ladder.table_confidence import SIZES, TableConfidence
 from shared.ladder.table_proposer import TableProposer
-from shared.ladder.table_router import SIZES, TableRouter
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.runner import tap_depths
+from shared.model.runner import captured_depths
 from shared.ops.chains import ChainStart
 from tests.random_ladder import random_ladder
 
@@ -144,10 +144,10 @@ def test_learned_weights_predict_better_than_the_defaults_where_proposers_differ
 
 
 def test_every_proposer_is_asked_at_each_position_as_it_is_served(counting, tmp_path) -> None:
-    router = TableRouter(0.25, [[0.1] * size for size in SIZES])
-    ladder = replace(random_ladder(counting, 1), suffix_router=router)
+    confidence = TableConfidence(0.25, [[0.1] * size for size in SIZES])
+    ladder = replace(random_ladder(counting, 1), lookup_confidence=confidence)
     runner = ContiguousRunner(counting)
-    kept = tap_depths(runner.num_layers)
+    kept = captured_depths(runner.num_layers)
     answers = []
     for prompt in ([0, 7, 9], [0, *range(5, 12)]):
         output = counting.model.generate(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.drafting import costs
-from shared.engine.drafting.costs import exit_timings, measure_deep, measure_wide
+from shared.engine.drafting.costs import exit_timings, measure_verify, measure_wide
 from shared.engine.drafting.planner import ExitCost
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
@@ -46,7 +46,7 @@ def test_no_measurement_starts_while_a_pass_is_under_way(monkeypatch: pytest.Mon
     monkeypatch.setattr(time, "perf_counter", started)
     ladder = ScriptedLadder(exits=lambda _: (4, 0.5), depths=(0, 2))
     with torch.inference_mode():
-        measure_deep(runner)
+        measure_verify(runner)
         for _ in exit_timings(runner, ladder):  # type: ignore[arg-type]
             pass
     assert len(starts) > 100
@@ -66,14 +66,14 @@ def test_slow_passes_are_measured_less_often(
         passes[0] += 1
 
     with torch.inference_mode():
-        deep = measure_deep(runner, between=count)
-        deep_passes, passes[0] = passes[0], 0
-        wide = measure_wide(runner, deep, between=count)
+        verify = measure_verify(runner, between=count)
+        verify_passes, passes[0] = passes[0], 0
+        wide = measure_wide(runner, verify, between=count)
     rounds = costs.REPEATS if pass_s == 0 else costs.MIN_REPEATS
     wide_rounds = costs.WIDE_REPEATS if pass_s == 0 else costs.MIN_WIDE_REPEATS
-    assert deep_passes == (rounds + 1) * costs.MAX_PASS_TOKENS
+    assert verify_passes == (rounds + 1) * costs.MAX_PASS_TOKENS
     assert passes[0] == (wide_rounds + 1) * len(wide) > 0
-    assert deep == (pass_s,) * costs.MAX_PASS_TOKENS
+    assert verify == (pass_s,) * costs.MAX_PASS_TOKENS
 
 
 def test_exits_are_measured_after_a_context_that_has_been_read() -> None:
@@ -105,11 +105,11 @@ def test_other_work_beside_a_measurement_does_not_change_what_it_finds(
     ladder = ScriptedLadder(exits=ask, depths=(0,))
     timings = exit_timings(runner, ladder)  # type: ignore[arg-type]
     with torch.inference_mode():
-        deep = measure_deep(runner, between=lambda: work("passes", costs.MAX_PASS_TOKENS))
+        verify = measure_verify(runner, between=lambda: work("passes", costs.MAX_PASS_TOKENS))
         try:
             while True:
                 next(timings)
         except StopIteration as stop:
             [found] = stop.value
-    assert deep == (1.0,) * costs.MAX_PASS_TOKENS
+    assert verify == (1.0,) * costs.MAX_PASS_TOKENS
     assert found == ExitCost(1.0, 1.0)

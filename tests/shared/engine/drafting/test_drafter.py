@@ -1,7 +1,7 @@
 """Drafting for several sequences: a sequence's drafts do not depend on the others, and each asks its own ladder."""
 
 import math
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +12,7 @@ from shared.engine.drafting.confidence import Confidence
 from shared.engine.drafting.drafter import Drafter, draft_chains
 from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.request.request import GenerationRequest, StoppingParams
-from shared.engine.request.sequence import Sequence
+from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
@@ -48,10 +48,10 @@ def runner() -> Runner:
 
 def prefilled(
     runner: Runner,
-    ladders: Rows[Ladder],
-    policies: Rows[DepthPolicy],
+    ladders: Sequence[Ladder],
+    policies: Sequence[DepthPolicy],
     costs: PassCosts = COSTS,
-) -> list[Sequence]:
+) -> list[DecodingSequence]:
     """Sequences after the prefill of their own prompts, each with its ladder's drafter."""
     decoder = Decoder(runner)
     drafters: dict[int, Drafter] = {}
@@ -93,7 +93,7 @@ def test_one_exit_is_asked_once_for_all_that_want_it(runner, monkeypatch):
     asked: list[int] = []
     propose = BoundLadder.propose
 
-    def noted(self: BoundLadder, index: int, starts: Rows[ChainStart]) -> object:
+    def noted(self: BoundLadder, index: int, starts: Sequence[ChainStart]) -> object:
         asked.append(len(starts))
         return propose(self, index, starts)
 
@@ -124,7 +124,7 @@ def test_drafts_that_a_margin_accepts_do_not_count_for_other_requests(runner, sa
 def test_relaxed_drafts_as_many_as_its_bounds_count(runner, monkeypatch, limit):
     monkeypatch.setattr(builder, "CERTIFIED_DRAFTS", limit)
     all_final = DepthPolicy("relaxed", threshold=1e-6)
-    costs = replace(COSTS, deep=(1.0,) * (CERTIFIED_DRAFTS + 8))
+    costs = replace(COSTS, verify=(1.0,) * (CERTIFIED_DRAFTS + 8))
     [sequence] = prefilled(runner, [random_ladder(runner.loaded, 1)], [all_final], costs)
     [chain] = draft_chains([sequence], 1)
     assert len(chain.drafts) == limit
@@ -140,7 +140,7 @@ def test_an_exit_that_is_too_expensive_is_not_asked(runner, monkeypatch):
 
 def test_an_exit_whose_probability_is_no_number_loses_that_draft_alone(runner):
     ladder = random_ladder(runner.loaded, 0, DEPTHS)
-    for parameter in ladder.exits[0].router.parameters():
+    for parameter in ladder.exits[0].confidence.parameters():
         torch.nn.init.constant_(parameter, float("nan"))
     [sequence] = prefilled(runner, [ladder], [DepthPolicy("exact", max_drafts=2)])
     [chain] = draft_chains([sequence], 1)
@@ -154,7 +154,7 @@ def test_an_exit_whose_probability_is_no_number_loses_that_draft_alone(runner):
 def test_only_exact_prefers_a_table_that_was_right_more_often_than_it_said(
     runner, monkeypatch, policy, expected
 ):
-    """The bounds of relaxed are certified for the draft of which its router is surest."""
+    """The bounds of relaxed are certified for the draft of which its confidence head is surest."""
     one = DepthPolicy(policy, **({"threshold": 0.99} if policy == "relaxed" else {}))
     [sequence] = prefilled(runner, [random_ladder(runner.loaded, 1, DEPTHS)], [one])
     said = [Draft(8, 0.6, "suffix", 0), Draft(9, 0.5, "successor", 0)]

@@ -19,9 +19,9 @@ from shared.engine.drafting.planner import (
     select_sequences,
 )
 
-FLAT = PassCosts(deep=(1.0,) * 9, exits=(ExitCost(0.01, 0.001),))
-STEEP = PassCosts(deep=tuple(float(n) for n in range(1, 10)), exits=(ExitCost(0.01, 0.001),))
-STEP = PassCosts(deep=(1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0), exits=(ExitCost(0.2, 0.05),))
+FLAT = PassCosts(verify=(1.0,) * 9, exits=(ExitCost(0.01, 0.001),))
+STEEP = PassCosts(verify=tuple(float(n) for n in range(1, 10)), exits=(ExitCost(0.01, 0.001),))
+STEP = PassCosts(verify=(1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0), exits=(ExitCost(0.2, 0.05),))
 
 
 def lengths_of(trunks: list[list[float]], costs: PassCosts, **options: Any) -> list[int]:
@@ -33,7 +33,7 @@ def rate(probabilities: list[float], costs: PassCosts, count: int) -> float:
     for probability in probabilities[:count]:
         survival *= probability
         expected += survival
-    return expected / costs.deep[count]
+    return expected / costs.verify[count]
 
 
 @pytest.mark.parametrize("costs", [FLAT, STEEP, STEP])
@@ -196,13 +196,13 @@ def test_the_trees_are_the_best_of_all(costs: PassCosts) -> None:
 
 def test_free_positions_hold_the_best_branches_up_to_the_limit() -> None:
     branches = [beside(0, 0.01 * number) for number in range(20)]
-    [tree] = best_trees([[0.5, 0.5, 0.5]], PassCosts(deep=(1.0,) * 9), branches=[branches])
+    [tree] = best_trees([[0.5, 0.5, 0.5]], PassCosts(verify=(1.0,) * 9), branches=[branches])
     assert tree.num_drafts == 3
     assert tree.lengths == (0,) * 8 + (1,) * (MAX_TREE_TOKENS - 4)
 
 
 def test_a_probable_branch_is_taken_before_an_improbable_draft() -> None:
-    costs = PassCosts(deep=(1.0, 1.0, 1.0, 1.0, 9.0))
+    costs = PassCosts(verify=(1.0, 1.0, 1.0, 1.0, 9.0))
     [tree] = best_trees([[0.5, 0.1]], costs, branches=[[beside(0, 0.3, 0.9)]])
     assert tree == Tree(1, (2,))
 

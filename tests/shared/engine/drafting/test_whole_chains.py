@@ -1,8 +1,7 @@
 """An exit whose chains are drafted in one call, by the native op or as recorded work: it drafts what it drafts step by step, and only
 what may pay."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,7 +12,7 @@ from shared.engine.drafting.confidence import Confidence
 from shared.engine.drafting.drafter import Drafter, draft_chains
 from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.request.request import GenerationRequest, StoppingParams
-from shared.engine.request.sequence import Sequence
+from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
 from shared.ladder import ladder as ladder_module
 from shared.ladder import native_chain
@@ -72,16 +71,16 @@ def fused_ladder(runner: Runner, seed: int = 1) -> Ladder:
     torch.manual_seed(seed)
     head = FusedHead(runner.loaded.hidden_size, 64)
     torch.nn.init.normal_(head.gain)
-    router = ladder.exits[0].router
+    confidence = ladder.exits[0].confidence
     # Probabilities of about 0.9, so that chains grow to their limits.
-    torch.nn.init.constant_(router.slope, 0.05)
-    torch.nn.init.constant_(router.shift, 2.0)
-    return replace(ladder, exits=(LayerExit(0, head, router),))
+    torch.nn.init.constant_(confidence.slope, 0.05)
+    torch.nn.init.constant_(confidence.shift, 2.0)
+    return replace(ladder, exits=(LayerExit(0, head, confidence),))
 
 
 def prefilled(
-    runner: Runner, bound: BoundLadder, policies: Rows[DepthPolicy], costs: PassCosts = COSTS
-) -> list[Sequence]:
+    runner: Runner, bound: BoundLadder, policies: Sequence[DepthPolicy], costs: PassCosts = COSTS
+) -> list[DecodingSequence]:
     """Sequences after the prefill of their own prompts."""
     bound.agreements = (1.0,)
     decoder, drafter = Decoder(runner), Drafter(runner, costs, bound)
@@ -98,7 +97,7 @@ def prefilled(
 
 
 def drafted(
-    runner: Runner, ladder: Ladder, policies: Rows[DepthPolicy]
+    runner: Runner, ladder: Ladder, policies: Sequence[DepthPolicy]
 ) -> list[list[tuple[int, str]]]:
     sequences = prefilled(runner, ladder.bind(runner), policies)
     return [
@@ -113,7 +112,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[list[ChainStart]]:
     calls: list[list[ChainStart]] = []
     propose = BoundLadder.propose
 
-    def note(self: BoundLadder, index: int, starts: Rows[ChainStart]) -> object:
+    def note(self: BoundLadder, index: int, starts: Sequence[ChainStart]) -> object:
         calls.append(list(starts))
         return propose(self, index, starts)
 
@@ -124,7 +123,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[list[ChainStart]]:
 def table_of(*positions: int, probability: float = 0.9999) -> Callable[..., list[Draft]]:
     """A `propose` of tables that knows the drafts of some positions of every chain, better than an exit may."""
 
-    def propose(self: TableProposer, tokens: Rows[int] = ()) -> list[Draft]:
+    def propose(self: TableProposer, tokens: Sequence[int] = ()) -> list[Draft]:
         known = len(tokens) in positions
         return [Draft(11 + len(tokens), probability, SUFFIX, 0)] if known else []
 
@@ -138,7 +137,7 @@ def single_steps(
     vocabulary: torch.Tensor,
     _: Runner,
 ) -> SteppedChain:
-    return SteppedChain(ChainSteps(one.head, one.router, rows, bias), vocabulary, one.depth)
+    return SteppedChain(ChainSteps(one.head, one.confidence, rows, bias), vocabulary, one.depth)
 
 
 @pytest.mark.parametrize("positions", [(), (0,), (0, 1), (2,), (1, 3), (0, 1, 2, 3, 4)])
@@ -187,7 +186,7 @@ def test_a_table_that_drafts_the_same_token_costs_no_call(
     ladder, policies = fused_ladder(runner), [DepthPolicy("exact", max_drafts=NUM_DRAFTS)]
     [plain] = drafted(runner, ladder, policies)
 
-    def same(self: TableProposer, tokens: Rows[int] = ()) -> list[Draft]:
+    def same(self: TableProposer, tokens: Sequence[int] = ()) -> list[Draft]:
         return [Draft(plain[2][0], 0.9999, SUFFIX, 0)] if len(tokens) == 2 else []
 
     monkeypatch.setattr(TableProposer, "propose", same)

@@ -319,7 +319,7 @@ def test_a_failed_step_leaves_nothing_behind(loaded):
 
     class FailingMeter(FixedCosts):
         def measure_passes(self, runner, **options):
-            return FailingCosts(super().measure_passes(runner, **options).deep)
+            return FailingCosts(super().measure_passes(runner, **options).verify)
 
     with fixed_cost_engine(loaded, cost_meter=FailingMeter()) as engine:
         with pytest.raises(Exception, match="failed inside"):

@@ -83,7 +83,7 @@ def test_a_gated_mlp_is_found_whatever_its_layers_are_called(act: nn.Module) -> 
     found = gated_mlp(module)
     torch.testing.assert_close(found.forward(x), module(x))
     for (source, name), packed in zip(found.sources, found.packed, strict=True):
-        assert torch.equal(source.get_parameter(name), packed.widened())
+        assert torch.equal(source.get_parameter(name), packed.dequantised())
 
 
 def test_hooks_on_a_layer_keep_it_from_being_fused() -> None:

@@ -48,7 +48,7 @@ def test_rows_and_threads_do_not_matter(name: str) -> None:
     assert torch.equal(invariant(strided), expected)
 
 
-def test_products_with_packed_parameters_run_the_kernel() -> None:
+def test_matmuls_with_packed_parameters_run_the_kernel() -> None:
     x, weight, bias = torch.randn(7, 20), torch.randn(30, 20), torch.randn(30)
     packed = Packed(ops.pack_linear(weight), 30, 20, "float32")
     with torch.no_grad(), RowInvariant():

@@ -96,27 +96,27 @@ def test_a_matrix_in_blocks_is_read_once(file: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kinds", [*SMALL, LARGE, MIXED], ids=lambda k: getattr(k, "name", "K"))
-def test_a_model_in_blocks_is_the_widened_model(
+def test_a_model_in_blocks_is_the_dequantised_model(
     tmp_path: Path, kinds: Kind | dict[str, Kind], tied: bool
 ) -> None:
     size = {"width": 256, "inner": 256} if isinstance(kinds, dict) else {}
     path = write_llama(tmp_path / "tiny.gguf", kinds, tied=tied, **size)
     own = load_model(path, compute_dtype=torch.float32)
-    widened = load_model(path, dtype=torch.float32)
+    dequantised = load_model(path, dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
     names = {kind.name for kind in kinds.values()} if isinstance(kinds, dict) else {kinds.name}
     plain = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
     assert _formats(own) >= {plain.get(name, name) for name in names}
-    assert _formats(widened) == {"float32"}
+    assert _formats(dequantised) == {"float32"}
     for name, parameter in theirs.named_parameters():
         assert torch.equal(own.model.get_parameter(name), parameter), name
-    assert torch.equal(_logits(own), _logits(widened))
-    assert own.fingerprint == widened.fingerprint
+    assert torch.equal(_logits(own), _logits(dequantised))
+    assert own.fingerprint == dequantised.fingerprint
 
 
-def test_a_format_without_a_kernel_is_widened_and_named(tmp_path: Path) -> None:
+def test_a_format_without_a_kernel_is_dequantised_and_named(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "tiny.gguf", {"attn_q": Kind.TQ1_0}, width=256, inner=256)
     with structlog.testing.capture_logs() as lines:
         loaded = load_model(path)

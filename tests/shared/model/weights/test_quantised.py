@@ -1,4 +1,4 @@
-"""Checkpoints that transformers loads quantised: BitNet, whose modules are part of transformers, and fp8, which a CPU widens."""
+"""Checkpoints that transformers loads quantised: BitNet, whose modules are part of transformers, and fp8, which a CPU dequantises."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from shared.errors import UnsupportedModel
 from shared.model.fingerprint import fingerprint
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
-from shared.model.weights.quantised import widens
+from shared.model.weights.quantised import dequantises
 
 SETTINGS = {
     "bitnet": {"quant_method": "bitnet"},
@@ -98,7 +98,7 @@ def test_quantised_modules_are_kept_and_named(tmp_path: Path, dtype: torch.dtype
     torch.testing.assert_close(_logits(loaded), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_weights_that_transformers_widens_are_named(tmp_path: Path) -> None:
+def test_weights_that_transformers_dequantises_are_named(tmp_path: Path) -> None:
     """A CPU has no fp8 modules. Transformers gives float32 or bfloat16 layers, and used to mix the two."""
     folder = save_quantised(tmp_path, "fp8")
     tensors = load_file(folder / "model.safetensors")
@@ -139,21 +139,21 @@ def test_nothing_of_the_file_stays_mapped(tmp_path: Path) -> None:
 
 
 class Late(nn.Module):
-    """Like the layers of compressed-tensors: widens its weight when it first runs."""
+    """Like the layers of compressed-tensors: dequantises its weight when it first runs."""
 
-    def __init__(self, layer: nn.Linear, widens_weight: bool) -> None:
+    def __init__(self, layer: nn.Linear, dequantises_weight: bool) -> None:
         super().__init__()
-        self.widens_weight = widens_weight
+        self.dequantises_weight = dequantises_weight
         self.weight = nn.Parameter((layer.weight * 100).to(torch.int8), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.widens_weight and self.weight.dtype == torch.int8:
+        if self.dequantises_weight and self.weight.dtype == torch.int8:
             self.weight = nn.Parameter(self.weight / 100, requires_grad=False)
         return x @ (self.weight.float()).T
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_weights_that_widen_when_the_model_first_runs_are_noticed(late: bool) -> None:
+def test_weights_that_dequantise_when_the_model_first_runs_are_noticed(late: bool) -> None:
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=8,
@@ -165,7 +165,7 @@ def test_weights_that_widen_when_the_model_first_runs_are_noticed(late: bool) ->
     )
     model.config.quantization_config = {"quant_method": "late"}
     model.lm_head = Late(model.lm_head, late)
-    assert widens(model) == late
+    assert dequantises(model) == late
 
 
 def test_modules_that_do_not_run_here_are_refused(

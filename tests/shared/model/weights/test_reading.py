@@ -65,12 +65,12 @@ def test_a_bfloat16_checkpoint_computes_the_bits_of_its_float32_build(
     tmp_path: Path, family: str
 ) -> None:
     folder = save(tmp_path, family, torch.bfloat16)
-    own, widened = load_model(folder), load_model(folder, dtype=torch.float32)
+    own, dequantised = load_model(folder), load_model(folder, dtype=torch.float32)
     assert _formats(own) == {"bfloat16"}
-    assert _formats(widened) == {"float32"}
+    assert _formats(dequantised) == {"float32"}
     assert own.model.dtype == torch.float32
-    assert torch.equal(_logits(own), _logits(widened))
-    assert own.fingerprint == widened.fingerprint
+    assert torch.equal(_logits(own), _logits(dequantised))
+    assert own.fingerprint == dequantised.fingerprint
 
 
 def test_float16_is_kept_and_asked_for(tmp_path: Path, folder: Path) -> None:
@@ -153,7 +153,7 @@ def test_experts_stay_in_their_file_until_each_is_packed(tmp_path: Path) -> None
     for name in ("gate_up_proj", "down_proj"):
         kept, own = getattr(experts, name), build_family("mixtral").model.layers[2].mlp.experts
         assert lazy(kept).format == "bfloat16"
-        assert torch.equal(lazy(kept).widened(), getattr(own, name).bfloat16().float())
+        assert torch.equal(lazy(kept).dequantised(), getattr(own, name).bfloat16().float())
 
 
 def test_biases_of_experts_leave_their_file_with_it(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_biases_of_experts_leave_their_file_with_it(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded.model(ids).logits, own(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_what_has_no_kernel_is_widened_and_named(
+def test_what_has_no_kernel_is_dequantised_and_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unsuitable(module: object, **_: object) -> object:
@@ -199,7 +199,7 @@ def test_what_has_no_kernel_is_widened_and_named(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_experts_that_are_widened_are_named(
+def test_experts_that_are_dequantised_are_named(
     tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shared.model.weights.lazy._ASSEMBLIES", {})

@@ -44,7 +44,7 @@ def test_a_look_up_reads_its_rows_alone(
         path.write_bytes(bytes(OFFSET) + data)
         file = StableFile(path)
         stored = Plain(file, OFFSET, (ROWS, COLUMNS), form, wanted=wanted, row_order=order)
-    whole = stored.widened_rows()
+    whole = stored.dequantised_rows()
     read: list[int] = []
     original = StableFile.read
 

@@ -1,4 +1,4 @@
-"""Routers learn when their rung is right, on sequences that the heads were not trained on. With them the ladder is complete."""
+"""Confidence heads learn when their rung is right, on sequences that the heads were not trained on. With them the ladder is complete."""
 
 import math
 import time
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from calibrator_service.calibration.run import Run
+from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.spec import Label
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.labels import agreement
@@ -20,14 +20,14 @@ from calibrator_service.calibration.training.logistic import fit_logistic
 from calibrator_service.calibration.training.tables import fit_tables
 from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
+from shared.ladder.confidence_head import NUM_SCALARS, ConfidenceHead, scalar_features
 from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import Ladder
-from shared.ladder.routers import NUM_SCALARS, DepthRouter, scalar_features
 
-# Positions per router, which are held in memory as float16.
+# Positions per confidence head, which are held in memory as float16.
 MAX_SAMPLES = 100_000
-# The last samples are held out to calibrate the router: one in HELD_OUT_INTERVAL. If these are fewer than MIN_HELD_OUT, up to one in
+# The last samples are held out to calibrate the confidence head: one in HELD_OUT_INTERVAL. If these are fewer than MIN_HELD_OUT, up to one in
 # MIN_HELD_OUT_INTERVAL.
 HELD_OUT_INTERVAL, MIN_HELD_OUT_INTERVAL, MIN_HELD_OUT = 10, 3, 1000
 PASS_SIZE = 1024
@@ -38,9 +38,12 @@ PRIOR_SAMPLES = 10
 
 
 def fit_ladder(
-    run: Run, material: TrainingData, vocabulary: DraftVocabulary, heads: dict[int, FusedHead]
+    run: CalibrationRun,
+    material: TrainingData,
+    vocabulary: DraftVocabulary,
+    heads: dict[int, FusedHead],
 ) -> Ladder:
-    """The ladder of all rungs, with routers trained on the routers split. The agreement of its exits is not measured yet.
+    """The ladder of all rungs, with confidence heads trained on the routers split. The agreement of its exits is not measured yet.
 
     Raises `Cancelled`.
     """
@@ -57,14 +60,14 @@ def fit_ladder(
         )
         ends = run.schedule
         end_share = ends.heads + (ends.routers - ends.heads) * number / len(heads)
-        router = train_router(
+        confidence = train_confidence(
             samples,
             run.spec.router_width,
             seed=run.spec.seed,
             seconds=run.seconds_until(end_share),
             should_stop=run.should_stop,
         )
-        exits.append(LayerExit(depth, head, router))
+        exits.append(LayerExit(depth, head, confidence))
         run.report("training_routers", end_share)
     return replace(
         tables, exits=tuple(exits), draft_vocabulary=vocabulary.tokens if exits else None
@@ -72,7 +75,7 @@ def fit_ladder(
 
 
 @dataclass(frozen=True)
-class RouterSamples:
+class ConfidenceSamples:
     """One exit at N positions: adapted [N, D] float16, scalars [N, NUM_SCALARS], label [N] bool."""
 
     adapted: Tensor
@@ -91,9 +94,9 @@ def exit_samples(
     vocabulary: DraftVocabulary,
     num_layers: int,
     label: Label,
-) -> RouterSamples:
+) -> ConfidenceSamples:
     """Runs one exit as it will be served, along chains from up to MAX_SAMPLES positions of `chunks`."""
-    found: list[RouterSamples] = []
+    found: list[ConfidenceSamples] = []
     num_samples = 0
     for stored in chunks:
         chunk = stored.to(vocabulary.device)
@@ -109,45 +112,45 @@ def exit_samples(
                     label, one.logits.argmax(-1).cpu(), one.choices.cpu(), reached.cpu()
                 )
                 scalars = scalar_features(one.logits, one.chain_places)
-                found.append(RouterSamples(one.adapted.half().cpu(), scalars.cpu(), labels))
+                found.append(ConfidenceSamples(one.adapted.half().cpu(), scalars.cpu(), labels))
                 num_samples += len(labels)
         if num_samples >= MAX_SAMPLES:
             break
     if not found:
-        return RouterSamples(
+        return ConfidenceSamples(
             torch.zeros(0, head.hidden_size),
             torch.zeros(0, NUM_SCALARS),
             torch.zeros(0, dtype=torch.bool),
         )
-    return RouterSamples(
+    return ConfidenceSamples(
         torch.cat([one.adapted for one in found]),
         torch.cat([one.scalars for one in found]),
         torch.cat([one.label for one in found]),
     )
 
 
-def train_router(
-    samples: RouterSamples,
+def train_confidence(
+    samples: ConfidenceSamples,
     width: int,
     *,
     seed: int,
     seconds: float = math.inf,
     epochs: int = 8,
     should_stop: Callable[[], bool] = lambda: False,
-) -> DepthRouter:
-    """A router trained on all but the last `samples` and calibrated on those; rounded as published.
+) -> ConfidenceHead:
+    """A confidence head trained on all but the last `samples` and calibrated on those; rounded as published.
 
     Training ends after `seconds`. Raises `Cancelled`.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        router = DepthRouter(samples.adapted.shape[1], width)
+        confidence = ConfidenceHead(samples.adapted.shape[1], width)
     num_held_out = max(
         len(samples) // HELD_OUT_INTERVAL,
         min(len(samples) // MIN_HELD_OUT_INTERVAL, MIN_HELD_OUT),
     )
     num_trained = len(samples) - num_held_out
-    optimiser = torch.optim.AdamW(router.parameters(), lr=LEARNING_RATE, weight_decay=0.05)
+    optimiser = torch.optim.AdamW(confidence.parameters(), lr=LEARNING_RATE, weight_decay=0.05)
     generator = torch.Generator().manual_seed(seed)
     start_s = time.monotonic()
     num_batches = max(1, num_trained // BATCH_SIZE)
@@ -163,26 +166,28 @@ def train_router(
             for group in optimiser.param_groups:
                 group["lr"] = LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
             with torch.enable_grad():
-                score = router.score(samples.adapted[index].float(), samples.scalars[index])
+                score = confidence.score(samples.adapted[index].float(), samples.scalars[index])
                 loss = F.binary_cross_entropy_with_logits(score, samples.label[index].float())
                 optimiser.zero_grad()
                 loss.backward()
             optimiser.step()
-    round_weights(router)
-    calibrate_router(router, samples, num_trained)
-    round_weights(router)
-    return router.eval().requires_grad_(False)
+    round_weights(confidence)
+    calibrate_confidence(confidence, samples, num_trained)
+    round_weights(confidence)
+    return confidence.eval().requires_grad_(False)
 
 
 @torch.no_grad()
-def calibrate_router(router: DepthRouter, samples: RouterSamples, first: int) -> None:
+def calibrate_confidence(
+    confidence: ConfidenceHead, samples: ConfidenceSamples, first: int
+) -> None:
     """Platt scaling on samples[first:]: sets the slope (at least 0) and shift that minimise the log loss.
 
     A weak prior, worth PRIOR_SAMPLES towards slope 1 and one towards shift 0, bounds the influence of a handful of samples.
     """
-    score = router.score(samples.adapted[first:].float(), samples.scalars[first:])
+    score = confidence.score(samples.adapted[first:].float(), samples.scalars[first:])
     target = samples.label[first:]
     features = torch.stack([score, torch.ones_like(score)], -1)
     slope, shift = fit_logistic(features, target, (1.0, 0.0), (PRIOR_SAMPLES, 1.0))
-    router.slope.fill_(max(slope, 0.0))
-    router.shift.fill_(shift)
+    confidence.slope.fill_(max(slope, 0.0))
+    confidence.shift.fill_(shift)

@@ -1,4 +1,4 @@
-"""The successor table: back-off, counts, pruning, hashing, storage."""
+"""The n-gram table: back-off, counts, pruning, hashing, storage."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from shared.errors import Corrupt
-from shared.ladder import successors
-from shared.ladder.successor_builder import SuccessorBuilder
-from shared.ladder.successors import MAX_ORDER, SuccessorMatch, SuccessorTable
+from shared.ladder import ngram_table
+from shared.ladder.ngram_builder import NgramTableBuilder
+from shared.ladder.ngram_table import MAX_ORDER, NgramMatch, NgramTable
 
 LARGE = 1 << 20
 
 
-def learnt(*rows: list[int], max_bytes: int = LARGE, **options: int) -> SuccessorTable:
-    builder = SuccessorBuilder(**options)
+def learnt(*rows: list[int], max_bytes: int = LARGE, **options: int) -> NgramTable:
+    builder = NgramTableBuilder(**options)
     for row in rows:
         tokens = np.array(row)
         builder.add(tokens[:-1], tokens[1:])
@@ -27,8 +27,8 @@ def learnt(*rows: list[int], max_bytes: int = LARGE, **options: int) -> Successo
 def test_backs_off_to_shorter_contexts():
     # 7 is followed by 1 mostly, but after (3, 7) by 2, seen twice.
     table = learnt([0, 7, 1], [5, 7, 1], [6, 7, 1], [3, 7, 2], [3, 7, 2])
-    assert table.propose([9, 7]) == SuccessorMatch(1, 1, 3, 153 / 255)
-    assert table.propose([3, 7]) == SuccessorMatch(2, 2, 2, 1.0)
+    assert table.propose([9, 7]) == NgramMatch(1, 1, 3, 153 / 255)
+    assert table.propose([3, 7]) == NgramMatch(2, 2, 2, 1.0)
     assert [m.order for m in table.matches([3, 7])] == [2, 1]
     assert table.propose([3, 8]) is None
     assert table.propose([]) is None
@@ -39,12 +39,12 @@ def test_longest_context_is_max_order():
     other = [9, 9, 3, 4, 5, 7]
     table = learnt(row, row, other, other, other)
     match = table.propose([1, 2, 3, 4, 5])
-    assert match == SuccessorMatch(6, MAX_ORDER, 2, 1.0)
-    assert table.propose([0, 0, 3, 4, 5]) == SuccessorMatch(7, 1, 3, 153 / 255)
+    assert match == NgramMatch(6, MAX_ORDER, 2, 1.0)
+    assert table.propose([0, 0, 3, 4, 5]) == NgramMatch(7, 1, 3, 153 / 255)
 
 
 def test_positions_before_first_are_context_only():
-    builder = SuccessorBuilder()
+    builder = NgramTableBuilder()
     builder.add(np.array([1, 2, 3]), np.array([0, 0, 4]), first=2)
     table = builder.build(LARGE)
     assert table.propose([1]) is None
@@ -52,7 +52,7 @@ def test_positions_before_first_are_context_only():
 
 
 def test_the_models_choice_is_counted_and_not_the_next_token():
-    builder = SuccessorBuilder()
+    builder = NgramTableBuilder()
     builder.add(np.array([1, 2, 1, 2]), np.array([8, 9, 8, 9]))
     table = builder.build(LARGE)
     match = table.propose([1])
@@ -73,7 +73,7 @@ def test_the_tables_size_is_bounded_and_frequent_entries_are_kept():
 
 
 def test_counting_memory_is_bounded():
-    builder = SuccessorBuilder(capacity=50)
+    builder = NgramTableBuilder(capacity=50)
     for _ in range(40):
         builder.add(np.array([1, 2]), np.array([2, 3]))
     builder.add(np.arange(10, 1000), np.arange(11, 1001))
@@ -88,7 +88,7 @@ def test_counting_memory_is_bounded():
 def test_storage_round_trip(highest):
     row = np.random.default_rng(0).integers(0, highest, 500).tolist()
     table = learnt([*row, highest - 1, highest - 1, highest - 1])
-    read = SuccessorTable.from_tensors(table.to_tensors(), highest)
+    read = NgramTable.from_tensors(table.to_tensors(), highest)
     assert read.num_entries == table.num_entries > 400
     for end in range(1, len(row)):
         tail = row[max(0, end - 4) : end]
@@ -104,11 +104,11 @@ def test_invalid_storage_is_refused():
         "2.counts": torch.zeros_like(tensors["2.counts"]),
     }.items():
         with pytest.raises(Corrupt):
-            SuccessorTable.from_tensors({**tensors, name: damaged}, 10)
+            NgramTable.from_tensors({**tensors, name: damaged}, 10)
     with pytest.raises(Corrupt):
-        SuccessorTable.from_tensors(tensors, 2)
+        NgramTable.from_tensors(tensors, 2)
     with pytest.raises(Corrupt):
-        SuccessorTable.from_tensors({k: v for k, v in tensors.items() if k != "4.keys"}, 10)
+        NgramTable.from_tensors({k: v for k, v in tensors.items() if k != "4.keys"}, 10)
 
 
 class Counted(Sequence[int]):
@@ -129,7 +129,7 @@ class Counted(Sequence[int]):
 
 
 def test_a_lookup_reads_few_keys(monkeypatch):
-    monkeypatch.setattr(successors, "array", Counted)
+    monkeypatch.setattr(ngram_table, "array", Counted)
     rows = [np.random.default_rng(i).integers(0, 300, 2000).tolist() for i in range(20)]
     table = learnt(*rows, max_bytes=8 << 20)
     counted = Counted.made[::2]  # of each order the keys, then the tokens
@@ -142,23 +142,23 @@ def test_a_lookup_reads_few_keys(monkeypatch):
         assert 0 < keys.num_reads <= len(tails) * (len(keys).bit_length() + 1)
 
 
-def builder_of(*rows: list[int]) -> SuccessorBuilder:
-    builder = SuccessorBuilder()
+def builder_of(*rows: list[int]) -> NgramTableBuilder:
+    builder = NgramTableBuilder()
     for row in rows:
         tokens = np.array(row)
         builder.add(tokens[:-1], tokens[1:])
     return builder
 
 
-def stored(builder: SuccessorBuilder) -> dict[str, list[float]]:
+def stored(builder: NgramTableBuilder) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in builder.to_tensors().items()}
 
 
 def test_stored_counts_of_two_texts_add_to_those_of_both():
     generator = np.random.default_rng(0)
     rows = [generator.integers(0, 20, 200).tolist() for _ in range(6)]
-    parent = SuccessorBuilder.from_tensors(builder_of(*rows[:4]).to_tensors(), 20)
-    total = SuccessorBuilder()
+    parent = NgramTableBuilder.from_tensors(builder_of(*rows[:4]).to_tensors(), 20)
+    total = NgramTableBuilder()
     total.add_counts(parent)
     total.add_counts(builder_of(*rows[4:]))
     assert stored(total) == stored(builder_of(*rows))
@@ -178,9 +178,9 @@ def test_a_share_lets_old_counts_count_less():
     assert match.token == 5
     assert stored(total)["1.counts"] == [1.5, 2.0]
     # What was seen once stays in the table.
-    alone = SuccessorBuilder()
+    alone = NgramTableBuilder()
     alone.add_counts(builder_of([3, 4]), share=0.25)
-    assert alone.build(LARGE).propose([3]) == SuccessorMatch(4, 1, 1, 1.0)
+    assert alone.build(LARGE).propose([3]) == NgramMatch(4, 1, 1, 1.0)
 
 
 def test_the_rarest_counts_are_left_out_of_what_is_stored():
@@ -188,7 +188,7 @@ def test_the_rarest_counts_are_left_out_of_what_is_stored():
     tensors = builder.to_tensors(max_pairs=2)
     assert tensors["1.counts"].tolist() == [1.0, 2.0] or tensors["1.counts"].tolist() == [2.0, 1.0]
     assert all(len(tensors[f"{order}.counts"]) == 0 for order in range(2, MAX_ORDER + 1))
-    SuccessorBuilder.from_tensors(tensors, 9)
+    NgramTableBuilder.from_tensors(tensors, 9)
 
 
 def _without(tensors: dict[str, torch.Tensor]) -> None:
@@ -226,4 +226,4 @@ def test_damaged_counts_are_refused(damage):
     tensors = builder_of([1, 2, 3, 4, 1, 3]).to_tensors()
     damage(tensors)
     with pytest.raises(Corrupt):
-        SuccessorBuilder.from_tensors(tensors, 9)
+        NgramTableBuilder.from_tensors(tensors, 9)

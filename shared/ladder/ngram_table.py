@@ -1,4 +1,4 @@
-"""The successor rung: a table, learnt at calibration, of the token that the full model most often chooses after a short context.
+"""The n-gram table (rung `successor`), learnt at calibration, of the token that the full model most often chooses after a short context.
 
 Contexts are stored as 32-bit hashes, so a table of n entries takes an unseen context for a known one with probability n / 2^32.
 Under `exact` such a collision costs a rejected draft, never a wrong token.
@@ -26,7 +26,7 @@ Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class SuccessorMatch:
+class NgramMatch:
     """`token` followed this context of `order` tokens `count` times (capped at 255), a `share` of the context's occurrences."""
 
     token: int
@@ -59,7 +59,7 @@ def context_states(context_tail: Sequence[int], salt: int = 0) -> Iterator[int]:
         yield state
 
 
-class SuccessorTable:
+class NgramTable:
     """Immutable. Per order 1..MAX_ORDER: sorted context keys, and for each key a token, its count and its share (in 255ths)."""
 
     def __init__(self, orders: Sequence[tuple[Array, Array, Array, Array]]) -> None:
@@ -78,21 +78,19 @@ class SuccessorTable:
     def num_entries(self) -> int:
         return sum(len(keys) for keys, *_ in self._orders)
 
-    def matches(self, context_tail: Sequence[int]) -> list[SuccessorMatch]:
+    def matches(self, context_tail: Sequence[int]) -> list[NgramMatch]:
         """One match per order whose context is in the table, the longest context first. Takes a few microseconds."""
-        found: list[SuccessorMatch] = []
+        found: list[NgramMatch] = []
         states = zip(context_states(context_tail), self._orders, strict=False)
         for order, (state, (keys, tokens, counts, shares)) in enumerate(states, 1):
             key = state >> 32
             entry = bisect_left(keys, key)
             if entry < len(keys) and keys[entry] == key:
-                found.append(
-                    SuccessorMatch(tokens[entry], order, counts[entry], shares[entry] / 255)
-                )
+                found.append(NgramMatch(tokens[entry], order, counts[entry], shares[entry] / 255))
         found.reverse()
         return found
 
-    def propose(self, context_tail: Sequence[int]) -> SuccessorMatch | None:
+    def propose(self, context_tail: Sequence[int]) -> NgramMatch | None:
         """The match of the longest known context; None if not even the last token is known."""
         found = self.matches(context_tail)
         return found[0] if found else None
@@ -118,7 +116,7 @@ class SuccessorTable:
         return tensors
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], vocabulary_size: int) -> "SuccessorTable":
+    def from_tensors(cls, tensors: Mapping[str, Tensor], vocabulary_size: int) -> "NgramTable":
         """Raises `Corrupt` unless the tensors have the form that `to_tensors` returns, with tokens below `vocabulary_size`."""
         names = {
             f"{m}.{n}"
@@ -126,7 +124,7 @@ class SuccessorTable:
             for n in ("keys", "tokens", "counts", "shares")
         }
         if set(tensors) != names:
-            raise Corrupt("the successor table's tensors are not those of the format")
+            raise Corrupt("the n-gram table's tensors are not those of the format")
         orders = []
         for order in range(1, MAX_ORDER + 1):
             keys = _unsigned(tensors[f"{order}.keys"], torch.int32)
@@ -134,17 +132,17 @@ class SuccessorTable:
             counts = _unsigned(tensors[f"{order}.counts"], torch.uint8)
             shares = _unsigned(tensors[f"{order}.shares"], torch.uint8)
             if not len(keys) == len(tokens) == len(counts) == len(shares):
-                raise Corrupt(f"the successor table's columns of order {order} differ in length")
+                raise Corrupt(f"the n-gram table's columns of order {order} differ in length")
             if len(keys) and (
                 (np.diff(keys) <= 0).any() or tokens.max() >= vocabulary_size or counts.min() < 1
             ):
-                raise Corrupt(f"the successor table's entries of order {order} are not valid")
+                raise Corrupt(f"the n-gram table's entries of order {order} are not valid")
             orders.append((keys, tokens, counts, shares))
         return cls(orders)
 
 
 def _unsigned(tensor: Tensor, *dtypes: torch.dtype) -> Array:
     if tensor.dtype not in dtypes or tensor.dim() != 1:
-        raise Corrupt("a column of the successor table has the wrong shape or dtype")
+        raise Corrupt("a column of the n-gram table has the wrong shape or dtype")
     bits = 8 * tensor.element_size()
     return tensor.numpy().astype(np.int64) & ((1 << bits) - 1)

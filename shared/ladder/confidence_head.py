@@ -1,4 +1,4 @@
-"""The routers of layer exits: norm -> 128 -> SiLU -> 1, then calibrated."""
+"""The confidence heads of layer exits: norm -> 128 -> SiLU -> 1, then calibrated."""
 
 import torch
 import torch.nn.functional as F
@@ -9,12 +9,12 @@ from shared.ladder.unit import unit
 
 # Inputs beside the adapted state: see `scalar_features`.
 NUM_SCALARS = 3
-# Bounds of every probability a router returns.
+# Bounds of every probability a confidence head returns.
 LOWEST, HIGHEST = 1e-3, 0.999
 
 
 def scalar_features(logits: Tensor, place: Tensor) -> Tensor:
-    """Scalar inputs of a `DepthRouter`: log p(top), p(top) - p(second), (place - 1) / 4.
+    """Scalar inputs of a `ConfidenceHead`: log p(top), p(top) - p(second), (place - 1) / 4.
 
     `logits` [..., Vd] of the draft vocabulary; `place` [...] >= 1: of the draft in its chain. Returns [..., NUM_SCALARS].
     """
@@ -25,10 +25,10 @@ def scalar_features(logits: Tensor, place: Tensor) -> Tensor:
     return torch.stack([first, first.exp() - second, (place - 1).to(first.dtype) / 4], -1)
 
 
-class DepthRouter(nn.Module):
+class ConfidenceHead(nn.Module):
     """Probability that the exit's token is the full model's greedy choice.
 
-    The router normalises its input itself, so training and serving run the same forward.
+    The confidence head normalises its input itself, so training and serving run the same forward.
     """
 
     def __init__(self, head_width: int, width: int = DEFAULT_ROUTER_WIDTH) -> None:

@@ -1,4 +1,4 @@
-"""The suffix rung: drafts the token that followed an earlier occurrence of the current context in the same sequence.
+"""Prompt look-up (rung `suffix`): drafts the token that followed an earlier occurrence of the current context in the same sequence.
 
 The method is known as prompt lookup (LLMA, 2304.04487).
 """
@@ -12,8 +12,8 @@ MAX_OCCURRENCES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class SuffixMatch:
-    """The most frequent successor of the longest context that occurred before.
+class LookupMatch:
+    """The token that most often followed the longest context that occurred before.
 
     `match_length`: tokens of that context, at most the index's `max_match`. `count`: how many of the remembered occurrences
     `token` followed. `share`: `count` / occurrences remembered.
@@ -25,7 +25,7 @@ class SuffixMatch:
     share: float
 
 
-class SuffixIndex:
+class PromptLookup:
     """Maps every context of 1 to `max_match` tokens of one sequence to the tokens that followed it.
 
     Appending a token costs O(max_match). Most contexts of more than a few tokens occur once, so a context that has occurred once stands
@@ -63,7 +63,7 @@ class SuffixIndex:
                     followers[tuple(tokens[first:known])] = known
         tokens.append(token)
 
-    def propose(self, drafted: Sequence[int] = ()) -> SuffixMatch | None:
+    def propose(self, drafted: Sequence[int] = ()) -> LookupMatch | None:
         """The token that most often followed the longest known suffix of the sequence + `drafted`.
 
         Of tokens with equal counts the latest wins. None if not even the last token occurred before.
@@ -76,7 +76,7 @@ class SuffixIndex:
             if known is None:
                 break
             if not isinstance(known, list):
-                return SuffixMatch(self._tokens[known], self._match_length(tail, known), 1, 1.0)
+                return LookupMatch(self._tokens[known], self._match_length(tail, known), 1, 1.0)
             longest, length = known, size
         if not longest:
             return None
@@ -86,7 +86,7 @@ class SuffixIndex:
                 count = longest.count(token)
                 if count > best_count:
                     best, best_count = token, count
-        return SuffixMatch(best, length, best_count, best_count / len(longest))
+        return LookupMatch(best, length, best_count, best_count / len(longest))
 
     def _match_length(self, tail: tuple[int, ...], position: int) -> int:
         """How many of the last tokens of `tail` stand before `position`."""

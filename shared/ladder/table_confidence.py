@@ -1,4 +1,4 @@
-"""The router of the suffix and successor rungs: a calibrated, monotone probability for each of their drafts."""
+"""The confidence of prompt look-up and of the n-gram table: a calibrated, monotone probability for each of their drafts."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ COUNT_EDGES = (1, 2, 3, 4, 6, 10, 20, 60)
 SHARE_EDGES = (0.0, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95, 0.995)
 NUM_LENGTHS = 8
 NUM_CHAINED = 5
-# What the other table rung (suffix or successor) proposes: nothing, another token, or the same token.
+# What the other table rung (prompt look-up or n-gram table) proposes: nothing, another token, or the same token.
 SILENT, DIFFERS, AGREES = 0, 1, 2
 SIZES = (NUM_LENGTHS, len(COUNT_EDGES), len(SHARE_EDGES), NUM_CHAINED, 3)
 # Per feature: whether a higher bin never lowers the probability. True for match length, count and share.
@@ -27,9 +27,9 @@ FIT_STEPS = 60
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The features of one draft of the suffix or successor rung.
+    """The features of one draft of prompt look-up or of the n-gram table.
 
-    `length`: tokens matched (suffix), or the context's order (successor). `count` and `share`: as in the match. `chained`: number
+    `length`: tokens matched (look-up), or the context's order (n-grams). `count` and `share`: as in the match. `chained`: number
     of drafts before it in the chain. `other`: SILENT, DIFFERS or AGREES.
     """
 
@@ -47,7 +47,7 @@ def _bin(value: float, edges: Sequence[float]) -> int:
     return index
 
 
-class TableRouter:
+class TableConfidence:
     """Logistic regression over binned features: the sigmoid of a bias and one weight per feature.
 
     Plain Python: one probability takes about 1 us.
@@ -89,7 +89,7 @@ class TableRouter:
         return {"bias": self.bias, "weights": self.weights}
 
     @classmethod
-    def from_json(cls, data: Any) -> "TableRouter":
+    def from_json(cls, data: Any) -> "TableConfidence":
         """Raises `Corrupt` unless `data` has the form that `to_json` returns."""
         try:
             bias, weights = (
@@ -97,20 +97,20 @@ class TableRouter:
                 [[float(w) for w in row] for row in data["weights"]],
             )
         except (TypeError, KeyError, ValueError, OverflowError) as error:
-            raise Corrupt("a table router's bias or weights are missing or not numbers") from error
+            raise Corrupt("a table's bias or weights are missing or not numbers") from error
         numbers = [bias, *(weight for row in weights for weight in row)]
         if tuple(map(len, weights)) != SIZES or not all(abs(number) < 50 for number in numbers):
-            raise Corrupt("a table router has the wrong size or weights out of range")
+            raise Corrupt("a table's confidence has the wrong size or weights out of range")
         return cls(bias, weights)
 
 
-def fit_table_router(evidence: Sequence[Evidence], agreed: Sequence[bool]) -> TableRouter:
+def fit_table_confidence(evidence: Sequence[Evidence], agreed: Sequence[bool]) -> TableConfidence:
     """Fits the router by ridge logistic regression over the bins, with L-BFGS.
 
     `agreed[i]`: whether the full model's greedy choice was the draft of `evidence[i]`. In monotone features the weight grows from
     bin to bin by a softplus, which is never negative. Deterministic. Drafts in the same bins are merged into one weighted row.
     """
-    blank = TableRouter(0.0, [[0.0] * size for size in SIZES])
+    blank = TableConfidence(0.0, [[0.0] * size for size in SIZES])
     grouped: dict[tuple[int, ...], list[int]] = {}
     for item, label in zip(evidence, agreed, strict=True):
         cell = grouped.setdefault(blank.bins(item), [0, 0])
@@ -118,7 +118,7 @@ def fit_table_router(evidence: Sequence[Evidence], agreed: Sequence[bool]) -> Ta
         cell[1] += int(label)
     if not grouped:
         # Without any evidence every draft gets a probability of 0.1.
-        return TableRouter(-math.log(9.0), blank.weights)
+        return TableConfidence(-math.log(9.0), blank.weights)
     cells = torch.tensor(list(grouped), dtype=torch.long)
     weight, hits = torch.tensor(list(grouped.values()), dtype=torch.float64).unbind(1)
     overall = float(((hits.sum() + 0.5) / (weight.sum() + 1.0)).clamp(0.01, 0.99))
@@ -153,4 +153,4 @@ def fit_table_router(evidence: Sequence[Evidence], agreed: Sequence[bool]) -> Ta
     with torch.no_grad():
         rows = [[0.0, *row.clamp(-40, 40).tolist()] for row in effects()]
         bias_value = float(parameters[0].detach().clamp(-40, 40))
-    return TableRouter(bias_value, rows)
+    return TableConfidence(bias_value, rows)

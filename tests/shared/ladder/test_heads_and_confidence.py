@@ -1,12 +1,12 @@
-"""Exit heads and their routers as functions."""
+"""Exit heads and their confidence heads as functions."""
 
 import pytest
 import torch
 from torch import nn
 
+from shared.ladder.confidence_head import HIGHEST, LOWEST, ConfidenceHead, scalar_features
 from shared.ladder.fused_head import INITIAL_GAIN, NUM_STATES, FusedHead
 from shared.ladder.head_rows import gather_rows, projection
-from shared.ladder.routers import HIGHEST, LOWEST, DepthRouter, scalar_features
 
 
 def test_a_heads_output_depends_on_all_inputs_but_not_on_their_scale() -> None:
@@ -27,24 +27,27 @@ def test_a_head_starts_with_the_final_norms_gain_where_it_fits() -> None:
     torch.testing.assert_close(FusedHead(6, 16, gain).gain.data, torch.full((6,), INITIAL_GAIN))
 
 
-def test_the_input_norm_is_part_of_the_router() -> None:
-    router = DepthRouter(8, 16)
+def test_the_input_norm_is_part_of_the_confidence_head() -> None:
+    confidence = ConfidenceHead(8, 16)
     state, scalars = torch.randn(5, 8), torch.randn(5, 3)
     torch.testing.assert_close(
-        router(state * 100, scalars), router(state, scalars), rtol=1e-4, atol=1e-5
+        confidence(state * 100, scalars), confidence(state, scalars), rtol=1e-4, atol=1e-5
     )
     torch.testing.assert_close(
-        router.score(state * 0.01, scalars), router.score(state, scalars), rtol=1e-2, atol=1e-2
+        confidence.score(state * 0.01, scalars),
+        confidence.score(state, scalars),
+        rtol=1e-2,
+        atol=1e-2,
     )
 
 
 def test_a_routers_probability_is_bounded() -> None:
-    router = DepthRouter(4, 8)
+    confidence = ConfidenceHead(4, 8)
     with torch.no_grad():
-        router.shift.fill_(100.0)
-        assert float(router(torch.randn(4), torch.randn(3))) == pytest.approx(HIGHEST)
-        router.shift.fill_(-100.0)
-        assert float(router(torch.randn(4), torch.randn(3))) == pytest.approx(LOWEST)
+        confidence.shift.fill_(100.0)
+        assert float(confidence(torch.randn(4), torch.randn(3))) == pytest.approx(HIGHEST)
+        confidence.shift.fill_(-100.0)
+        assert float(confidence(torch.randn(4), torch.randn(3))) == pytest.approx(LOWEST)
 
 
 def test_scalar_features() -> None:

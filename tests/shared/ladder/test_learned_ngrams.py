@@ -4,25 +4,25 @@ import tracemalloc
 
 import pytest
 
-from shared.ladder.learned_successors import ENTRY_BYTES, SET_ENTRIES, LearnedSuccessors
-from shared.ladder.successors import MAX_ORDER, SuccessorMatch
+from shared.ladder.learned_ngrams import ENTRY_BYTES, SET_ENTRIES, LearnedNgrams
+from shared.ladder.ngram_table import MAX_ORDER, NgramMatch
 
 ONE_SET = SET_ENTRIES * ENTRY_BYTES
 
 
 def test_the_most_frequent_token_of_each_context_the_longest_context_first() -> None:
-    mine = LearnedSuccessors(1 << 16).of("ann")
+    mine = LearnedNgrams(1 << 16).of("ann")
     for first, token in ((5, 1), (5, 1), (6, 2), (5, 3), (6, 1)):
         mine.learn([first, 7, token], 2)
-    assert mine.matches([5, 7]) == [SuccessorMatch(1, 2, 2, 2 / 3), SuccessorMatch(1, 1, 3, 3 / 5)]
-    assert mine.matches([9, 7]) == [SuccessorMatch(1, 1, 3, 3 / 5)]
+    assert mine.matches([5, 7]) == [NgramMatch(1, 2, 2, 2 / 3), NgramMatch(1, 1, 3, 3 / 5)]
+    assert mine.matches([9, 7]) == [NgramMatch(1, 1, 3, 3 / 5)]
     assert mine.matches([7, 9]) == mine.matches([]) == []
     mine.learn([*range(10), 4], 10)
     assert [match.order for match in mine.matches(range(10))] == list(range(MAX_ORDER, 0, -1))
 
 
 def test_earlier_tokens_are_context_only() -> None:
-    mine = LearnedSuccessors(1 << 16).of("ann")
+    mine = LearnedNgrams(1 << 16).of("ann")
     mine.learn([1, 2, 3, 4], 2)
     assert not mine.matches([1])
     assert [match.order for match in mine.matches([1, 2])] == [2, 1]
@@ -30,36 +30,36 @@ def test_earlier_tokens_are_context_only() -> None:
 
 
 def test_a_token_that_follows_more_often_takes_the_place_of_the_first() -> None:
-    mine = LearnedSuccessors(1 << 16).of("ann")
+    mine = LearnedNgrams(1 << 16).of("ann")
     for token in (1, 2, 2, 3, 3, 3):
         mine.learn([7, token], 1)
     # 3 took the place of 1, which had the lower count, so it was counted from its second time on.
-    assert mine.matches([7]) == [SuccessorMatch(3, 1, 3, 3 / 6)]
+    assert mine.matches([7]) == [NgramMatch(3, 1, 3, 3 / 6)]
 
 
 def test_no_client_finds_what_another_one_taught() -> None:
-    table = LearnedSuccessors(1 << 16)
+    table = LearnedNgrams(1 << 16)
     table.of("ann").learn([1, 2, 3], 2)
     assert table.of("ann").matches([1, 2])
     assert table.of("bob").matches([1, 2]) == table.of("").matches([1, 2]) == []
-    assert not LearnedSuccessors(1 << 16).of("ann").matches([1, 2])
+    assert not LearnedNgrams(1 << 16).of("ann").matches([1, 2])
 
 
 def test_new_contexts_replace_the_least_frequent_ones() -> None:
-    table = LearnedSuccessors(ONE_SET)
+    table = LearnedNgrams(ONE_SET)
     mine = table.of("ann")
     for _ in range(2):
         mine.learn([0, 1], 1)
     for context in range(1, 50):
         mine.learn([context, 1], 1)
     assert table.num_entries == SET_ENTRIES
-    assert mine.matches([0]) == [SuccessorMatch(1, 1, 2, 1.0)]
+    assert mine.matches([0]) == [NgramMatch(1, 1, 2, 1.0)]
     assert mine.matches([49])
     assert not mine.matches([40])
 
 
 def test_counts_stay_small_and_go_on_learning() -> None:
-    mine = LearnedSuccessors(1 << 16).of("ann")
+    mine = LearnedNgrams(1 << 16).of("ann")
     for _ in range(1000):
         mine.learn([7, 1], 1)
     [before] = mine.matches([7])
@@ -76,7 +76,7 @@ def test_counts_stay_small_and_go_on_learning() -> None:
 def test_memory_is_bounded_whatever_is_recorded() -> None:
     tracemalloc.start()
     try:
-        table = LearnedSuccessors(1 << 16)
+        table = LearnedNgrams(1 << 16)
         for number in range(5000):
             table.of(str(number % 7)).learn([number, number + 1, number], 2)
         held, _ = tracemalloc.get_traced_memory()
@@ -88,4 +88,4 @@ def test_memory_is_bounded_whatever_is_recorded() -> None:
 
 def test_a_table_without_room_is_refused() -> None:
     with pytest.raises(ValueError, match="60 bytes"):
-        LearnedSuccessors(ONE_SET - 1)
+        LearnedNgrams(ONE_SET - 1)

@@ -1,4 +1,4 @@
-"""Builds a successor table: counts in bounded memory which token follows each context, and selects the entries to publish."""
+"""Builds an n-gram table: counts in bounded memory which token follows each context, and selects the entries to publish."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import Corrupt
-from shared.ladder.successors import MAX_COUNT, MAX_ORDER, Array, SuccessorTable, context_keys
+from shared.ladder.ngram_table import MAX_COUNT, MAX_ORDER, Array, NgramTable, context_keys
 
 # Distinct (context, token) pairs kept per order while counting; the rarest are dropped first (lossy counting, Manku and Motwani).
 DEFAULT_CAPACITY = 4_000_000
@@ -25,7 +25,7 @@ MAX_STORED_PAIRS = 4_000_000
 _TOKEN = np.uint64(0xFFFFFFFF)
 
 
-class SuccessorBuilder:
+class NgramTableBuilder:
     """Counts the full model's greedy choices by context (`add`), then makes the table (`build`)."""
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
@@ -54,7 +54,7 @@ class SuccessorBuilder:
         if self._num_pending > MAX_PENDING:
             self._merge()
 
-    def add_counts(self, other: "SuccessorBuilder", share: float = 1.0) -> None:
+    def add_counts(self, other: "NgramTableBuilder", share: float = 1.0) -> None:
         """Adds `share` times another builder's counts. Whole counts add exactly."""
         other._merge()
         for index, pairs in enumerate(other._pairs):
@@ -84,13 +84,13 @@ class SuccessorBuilder:
     @classmethod
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], vocabulary_size: int
-    ) -> "SuccessorBuilder":
+    ) -> "NgramTableBuilder":
         """Reads what `to_tensors` returned. Raises `Corrupt` for anything else."""
         orders = range(1, MAX_ORDER + 1)
         if set(tensors) != {
             f"{n}.{part}" for n in orders for part in ("pairs", "parents", "counts")
         }:
-            raise Corrupt("the counts of successors do not have the tensors of their format")
+            raise Corrupt("the counts of n-grams do not have the tensors of their format")
         builder = cls()
         for order in orders:
             parts = [tensors[f"{order}.{part}"] for part in ("pairs", "parents", "counts")]
@@ -98,7 +98,7 @@ class SuccessorBuilder:
             if dtypes != [torch.int64, torch.int32, torch.float64] or any(
                 part.shape != (len(parts[0]),) for part in parts
             ):
-                raise Corrupt("the counts of successors have wrong dtypes or shapes")
+                raise Corrupt("the counts of n-grams have wrong dtypes or shapes")
             pair = parts[0].numpy().view(np.uint64)
             parent = parts[1].numpy().view(np.uint32).astype(np.uint64)
             count = parts[2].numpy()
@@ -107,9 +107,7 @@ class SuccessorBuilder:
                 and bool(((pair & _TOKEN) < vocabulary_size).all())
                 and bool((np.isfinite(count) & (count > 0)).all())
             ):
-                raise Corrupt(
-                    "the counts of successors are not ordered, or not those of this model"
-                )
+                raise Corrupt("the counts of n-grams are not ordered, or not those of this model")
             builder._pairs[order - 1] = _Pairs(pair, parent, count)
         return builder
 
@@ -120,7 +118,7 @@ class SuccessorBuilder:
         self._pending = [[] for _ in range(MAX_ORDER)]
         self._num_pending = 0
 
-    def build(self, max_bytes: int) -> SuccessorTable:
+    def build(self, max_bytes: int) -> NgramTable:
         """A table of the most frequent entries that fit in `max_bytes`."""
         self._merge()
         columns = []
@@ -139,7 +137,7 @@ class SuccessorBuilder:
         if len(all_counts) > budget:
             floor = np.sort(all_counts)[::-1][budget]
             columns = [tuple(c[(r[2] * r[3]) > floor] for c in r) for r in columns]
-        return SuccessorTable(
+        return NgramTable(
             [
                 (
                     keys.astype(np.int64),

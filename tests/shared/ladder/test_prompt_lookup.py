@@ -1,14 +1,14 @@
-"""The suffix index against a brute-force search."""
+"""Prompt look-up against a brute-force search."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.ladder.suffix import MAX_OCCURRENCES, SuffixIndex, SuffixMatch
+from shared.ladder.prompt_lookup import MAX_OCCURRENCES, LookupMatch, PromptLookup
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
 
-def brute_force(tokens: list[int], drafted: list[int], max_match: int) -> SuffixMatch | None:
+def brute_force(tokens: list[int], drafted: list[int], max_match: int) -> LookupMatch | None:
     context = tokens[-max_match:] + drafted
     for length in range(min(max_match, len(context)), 0, -1):
         wanted = context[-length:]
@@ -23,30 +23,30 @@ def brute_force(tokens: list[int], drafted: list[int], max_match: int) -> Suffix
                 key=lambda t: (followers.count(t), len(followers) - followers[::-1].index(t)),
             )
             count = followers.count(best)
-            return SuffixMatch(best, length, count, count / len(followers))
+            return LookupMatch(best, length, count, count / len(followers))
     return None
 
 
 @settings(max_examples=300, deadline=None)
 @given(TOKENS, st.lists(st.integers(0, 3), max_size=6), st.integers(1, 5))
 def test_equals_brute_force(tokens: list[int], drafted: list[int], max_match: int) -> None:
-    assert SuffixIndex(tokens, max_match=max_match).propose(drafted) == brute_force(
+    assert PromptLookup(tokens, max_match=max_match).propose(drafted) == brute_force(
         tokens, drafted, max_match
     )
 
 
 def test_drafts_extend_the_context_but_are_not_indexed() -> None:
-    index = SuffixIndex([1, 2, 3, 4, 1])
-    assert index.propose() == SuffixMatch(2, 1, 1, 1.0)
-    assert index.propose([2]) == SuffixMatch(3, 2, 1, 1.0)
-    assert index.propose([2, 3]) == SuffixMatch(4, 3, 1, 1.0)
+    index = PromptLookup([1, 2, 3, 4, 1])
+    assert index.propose() == LookupMatch(2, 1, 1, 1.0)
+    assert index.propose([2]) == LookupMatch(3, 2, 1, 1.0)
+    assert index.propose([2, 3]) == LookupMatch(4, 3, 1, 1.0)
     assert index.propose([9]) is None
     # If drafts were indexed, the 9 drafted above would be found as a context.
     assert index.propose([9, 9]) is None
 
 
 def test_the_latest_of_equals_wins() -> None:
-    index = SuffixIndex([5, 1, 5, 2, 5])
+    index = PromptLookup([5, 1, 5, 2, 5])
     match = index.propose()
     assert match is not None
     assert (match.token, match.count, match.share) == (2, 1, 0.5)

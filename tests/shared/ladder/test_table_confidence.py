@@ -1,4 +1,4 @@
-"""The probabilities of the suffix and successor rungs' drafts: calibrated, monotone, bounded."""
+"""The confidence of prompt look-up and of the n-gram table: calibrated, monotone, bounded."""
 
 import itertools
 import random
@@ -6,7 +6,7 @@ import random
 import pytest
 
 from shared.errors import Corrupt
-from shared.ladder.table_router import (
+from shared.ladder.table_confidence import (
     AGREES,
     COUNT_EDGES,
     DIFFERS,
@@ -15,13 +15,13 @@ from shared.ladder.table_router import (
     SHARE_EDGES,
     SILENT,
     Evidence,
-    TableRouter,
-    fit_table_router,
+    TableConfidence,
+    fit_table_confidence,
 )
 
 
-def fitted() -> tuple[TableRouter, list[Evidence], list[bool]]:
-    """A router fitted on made-up drafts. Longer matches are right more often. Higher counts are right less often, which the router's
+def fitted() -> tuple[TableConfidence, list[Evidence], list[bool]]:
+    """A confidence head fitted on made-up drafts. Longer matches are right more often. Higher counts are right less often, which the confidence head's
     monotone form must not learn."""
     rng = random.Random(0)
     evidence, agreed = [], []
@@ -40,25 +40,25 @@ def fitted() -> tuple[TableRouter, list[Evidence], list[bool]]:
         )
         evidence.append(item)
         agreed.append(rng.random() < chance)
-    return fit_table_router(evidence, agreed), evidence, agreed
+    return fit_table_confidence(evidence, agreed), evidence, agreed
 
 
 def test_probabilities_are_calibrated() -> None:
-    router, evidence, agreed = fitted()
+    confidence, evidence, agreed = fitted()
     for length, other in itertools.product((1, 4, 8), (SILENT, DIFFERS, AGREES)):
         cell = [i for i, e in enumerate(evidence) if e.length == length and e.other == other]
-        mean = sum(router.probability(evidence[i]) for i in cell) / len(cell)
+        mean = sum(confidence.probability(evidence[i]) for i in cell) / len(cell)
         assert mean == pytest.approx(sum(agreed[i] for i in cell) / len(cell), abs=0.1)
 
 
 def test_stronger_evidence_never_lowers_the_probability() -> None:
-    router, _, _ = fitted()
+    confidence, _, _ = fitted()
     for length, count, share in itertools.product(range(1, 8), COUNT_EDGES[:-1], SHARE_EDGES[:-1]):
-        here = router.probability(Evidence(length, count, share, 0, SILENT))
-        assert router.probability(Evidence(length + 1, count, share, 0, SILENT)) >= here
-        assert router.probability(Evidence(length, count * 2, share, 0, SILENT)) >= here
+        here = confidence.probability(Evidence(length, count, share, 0, SILENT))
+        assert confidence.probability(Evidence(length + 1, count, share, 0, SILENT)) >= here
+        assert confidence.probability(Evidence(length, count * 2, share, 0, SILENT)) >= here
         assert (
-            router.probability(
+            confidence.probability(
                 Evidence(length, count, share + 0.15 if share < 0.85 else 1.0, 0, SILENT)
             )
             >= here
@@ -67,19 +67,19 @@ def test_stronger_evidence_never_lowers_the_probability() -> None:
 
 def test_probabilities_are_bounded_for_any_training_data() -> None:
     item = Evidence(3, 2, 0.5, 0, SILENT)
-    never = fit_table_router([item] * 5000, [False] * 5000)
-    always = fit_table_router([item] * 5000, [True] * 5000)
+    never = fit_table_confidence([item] * 5000, [False] * 5000)
+    always = fit_table_confidence([item] * 5000, [True] * 5000)
     assert LOWEST <= never.probability(item) < 0.02
     assert 0.98 < always.probability(item) <= HIGHEST
-    assert LOWEST <= fit_table_router([], []).probability(item) <= 0.2
+    assert LOWEST <= fit_table_confidence([], []).probability(item) <= 0.2
     assert 0 < always.probability(Evidence(99, 10_000, 1.0, 64, AGREES)) <= HIGHEST
 
 
 def test_storage_round_trip_and_refusal() -> None:
-    router, evidence, _ = fitted()
-    data = router.to_json()
-    again = TableRouter.from_json(data)
-    assert all(again.probability(e) == router.probability(e) for e in evidence[:100])
+    confidence, evidence, _ = fitted()
+    data = confidence.to_json()
+    again = TableConfidence.from_json(data)
+    assert all(again.probability(e) == confidence.probability(e) for e in evidence[:100])
     for damaged in (
         {},
         {**data, "bias": "x"},
@@ -89,4 +89,4 @@ def test_storage_round_trip_and_refusal() -> None:
         None,
     ):
         with pytest.raises(Corrupt):
-            TableRouter.from_json(damaged)
+            TableConfidence.from_json(damaged)

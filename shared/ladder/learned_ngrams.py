@@ -1,6 +1,6 @@
-"""The learned rung: a successor table that learns from the answers that are served, for each client apart.
+"""The learned rung: an n-gram table that learns from the answers that are served, for each client apart.
 
-The shipped `SuccessorTable` knows the texts of the calibration. This one knows what the same client was answered before.
+The shipped `NgramTable` knows the texts of the calibration. This one knows what the same client was answered before.
 """
 
 from array import array
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from secrets import token_bytes
 
-from shared.ladder.successors import MAX_COUNT, MAX_ORDER, SuccessorMatch, context_states
+from shared.ladder.ngram_table import MAX_COUNT, MAX_ORDER, NgramMatch, context_states
 
 # Entries of which one is replaced by a new context: the one that occurred least.
 SET_ENTRIES = 4
 ENTRY_BYTES = 15
 
 
-class LearnedSuccessors:
+class LearnedNgrams:
     """At most `max_bytes` of entries, all of them allocated at once. Used by the engine's thread only; any thread may read `num_entries`.
 
     An entry holds a context's hash, the tokens that followed it most often and last beside that one, and how often. The hash of a
@@ -35,20 +35,20 @@ class LearnedSuccessors:
         self._totals, self._first_counts, self._second_counts = (bytearray(size) for _ in range(3))
         self.num_entries = 0
 
-    def of(self, client: str) -> "ClientSuccessors":
+    def of(self, client: str) -> "ClientNgrams":
         """The part of the table that `client` learns and drafts from."""
         digest = blake2b(client.encode(errors="replace"), digest_size=8, key=self._secret).digest()
-        return ClientSuccessors(self, int.from_bytes(digest))
+        return ClientNgrams(self, int.from_bytes(digest))
 
-    def matches(self, salt: int, context_tail: Sequence[int]) -> list[SuccessorMatch]:
-        """As `SuccessorTable.matches`."""
-        found: list[SuccessorMatch] = []
+    def matches(self, salt: int, context_tail: Sequence[int]) -> list[NgramMatch]:
+        """As `NgramTable.matches`."""
+        found: list[NgramMatch] = []
         for order, state in enumerate(context_states(context_tail, salt), 1):
             entry = self._find(state)
             if entry is not None:
                 count = self._first_counts[entry]
                 share = count / self._totals[entry]
-                found.append(SuccessorMatch(self._firsts[entry], order, count, share))
+                found.append(NgramMatch(self._firsts[entry], order, count, share))
         found.reverse()
         return found
 
@@ -98,14 +98,14 @@ class LearnedSuccessors:
 
 
 @dataclass(frozen=True, slots=True)
-class ClientSuccessors:
-    """One client's part of a `LearnedSuccessors`."""
+class ClientNgrams:
+    """One client's part of a `LearnedNgrams`."""
 
-    table: LearnedSuccessors
+    table: LearnedNgrams
     salt: int
 
-    def matches(self, context_tail: Sequence[int]) -> list[SuccessorMatch]:
-        """See `LearnedSuccessors.matches`."""
+    def matches(self, context_tail: Sequence[int]) -> list[NgramMatch]:
+        """See `LearnedNgrams.matches`."""
         return self.table.matches(self.salt, context_tail)
 
     def learn(self, tokens: Sequence[int], first: int) -> None:
