@@ -105,7 +105,7 @@ class TableConfidence:
 
 
 def fit_table_confidence(evidence: Sequence[Evidence], agreed: Sequence[bool]) -> TableConfidence:
-    """Fits the router by ridge logistic regression over the bins, with L-BFGS.
+    """Fits it by ridge logistic regression over the bins, with L-BFGS.
 
     `agreed[i]`: whether the full model's greedy choice was the draft of `evidence[i]`. In monotone features the weight grows from
     bin to bin by a softplus, which is never negative. Deterministic. Drafts in the same bins are merged into one weighted row.

@@ -203,9 +203,8 @@ class PagedRunner:
             else:
                 places.regimes += [0] * sequence.num_tokens
         entering = None if hidden is None else hidden[0]
-        return self._run_in_buckets(token_ids[0], caches, places, first, last, entering, captured)[
-            None
-        ]
+        out = self._run_in_buckets(token_ids[0], caches, places, first, last, entering, captured)
+        return out[None]
 
     def move(self, moves: Sequence[Move]) -> None:
         self.pool.move(

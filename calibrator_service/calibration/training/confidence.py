@@ -158,7 +158,7 @@ def train_confidence(
         shuffled = torch.randperm(num_trained, generator=generator)
         for number, index in enumerate(shuffled.split(BATCH_SIZE)):
             if should_stop():
-                raise Cancelled("stopped while the routers were trained")
+                raise Cancelled("stopped while the confidence heads were trained")
             share = (epoch + number / num_batches) / epochs
             done = max(share, (time.monotonic() - start_s) / seconds)
             if done >= 1.0:
