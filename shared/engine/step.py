@@ -137,7 +137,7 @@ class Decoder:
         first = [sequence for sequence in sequences if sequence.started_s is None]
         for sequence in first:
             sequence.started_s = now
-        groups = [sequences] if self.runner.supports_ragged else [[one] for one in sequences]
+        groups = [sequences] if self.runner.supports_ragged else [[alone] for alone in sequences]
         results = [chunks for group in groups for chunks in self._step(group, sequences, costs)]
         try:
             for sequence in first:
@@ -237,7 +237,7 @@ class Decoder:
     def _draft(self, decoding: Sequence[DecodingSequence], *, drafts: bool) -> list[Speculation]:
         """Each sequence's last token and the drafts after it; sequences that want the same exit share its pass."""
         drafted = draft_chains(decoding, len(decoding), drafts=drafts)
-        return [one for one in drafted if one.sequence.failure is None]
+        return [part for part in drafted if part.sequence.failure is None]
 
     # Plan.
 

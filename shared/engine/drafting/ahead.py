@@ -34,10 +34,10 @@ class Ahead:
         """The draft of the next position of a chain of `num_tokens` tokens. None if there is none."""
         if not self._drafts:
             return None
-        found = self._drafts.popleft()
-        self.output = found.output
-        self.num_seen, self._newest = num_tokens, found.draft.token
-        return found
+        head_draft = self._drafts.popleft()
+        self.output = head_draft.output
+        self.num_seen, self._newest = num_tokens, head_draft.draft.token
+        return head_draft
 
     def follow(self, token: int) -> None:
         """The chain has been extended by `token`. If the exit has drafted another one, its later drafts are void."""

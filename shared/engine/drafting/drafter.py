@@ -51,20 +51,20 @@ class Drafter:
         pass."""
         assert self.ladder is not None
         for index, depth in enumerate(self.ladder.depths):
-            without = [one for one in builders if not one.ahead[index].has_drafts]
+            without = [builder for builder in builders if not builder.ahead[index].has_drafts]
             asked = self._worth_asking(index, depth, without, num_sequences)
             if asked:
                 self._propose(self.ladder, index, asked)
-            for one in builders:
-                found = one.ahead[index].take(len(one.chain.tokens))
-                if found is not None:
-                    self._consider(index, one, found)
+            for builder in builders:
+                head_draft = builder.ahead[index].take(len(builder.chain.tokens))
+                if head_draft is not None:
+                    self._consider(index, builder, head_draft)
 
-    def _consider(self, index: int, one: DraftBuilder, found: HeadDraft) -> None:
-        before = one.best_probability
-        gain = attempt(one.sequence, one.consider, [found.draft, *found.others])
+    def _consider(self, index: int, builder: DraftBuilder, head_draft: HeadDraft) -> None:
+        before = builder.best_probability
+        gain = attempt(builder.sequence, builder.consider, [head_draft.draft, *head_draft.others])
         if gain is not None:
-            one.sequence.confidence.record_gain(index, before, gain)
+            builder.sequence.confidence.record_gain(index, before, gain)
 
     def _propose(
         self, ladder: BoundLadder, index: int, asked: Sequence[tuple[DraftBuilder, float]]
@@ -74,7 +74,7 @@ class Drafter:
         depth = ladder.depths[index]
         reads_states = depth in ladder.state_depths
         if reads_states:
-            chains = [one.chain for one, _ in asked]
+            chains = [builder.chain for builder, _ in asked]
             for stop in ladder.state_depths:
                 if 0 < stop <= depth:  # a chain needs the states of all its tokens there
                     advance_to(stop, chains, self._runner)
@@ -82,28 +82,28 @@ class Drafter:
                 keep_embeddings(chains, self._runner)
         share_s = self.costs.exits[index].of(len(asked)) / len(asked)
         starts = [
-            one.chain_start(index, depth, reads_states, one.survival * share_s / gain_s)
-            for one, gain_s in asked
+            builder.chain_start(index, depth, reads_states, builder.survival * share_s / gain_s)
+            for builder, gain_s in asked
         ]
         chains_drafts = ladder.propose(index, starts)
-        for (one, _), drafts in zip(asked, chains_drafts, strict=True):
-            one.ahead[index].put(drafts)
+        for (builder, _), drafts in zip(asked, chains_drafts, strict=True):
+            builder.ahead[index].put(drafts)
 
     def _worth_asking(
         self, index: int, depth: int, builders: Sequence[DraftBuilder], num_sequences: int
     ) -> list[tuple[DraftBuilder, float]]:
         """The chains whose last tokens are worth taking to exit `index` at `depth` in one pass, and the seconds that each is expected
         to save."""
-        allowed = [one for one in builders if depth >= one.min_layers]
+        allowed = [builder for builder in builders if depth >= builder.min_layers]
         gains_s = [
             exit_gain_s(
-                one.survival,
-                one.sequence.confidence.expected_gain(index, one.best_probability),
+                builder.survival,
+                builder.sequence.confidence.expected_gain(index, builder.best_probability),
                 self.costs,
                 num_sequences,
-                one.tokens_per_pass,
+                builder.tokens_per_pass,
             )
-            for one in allowed
+            for builder in allowed
         ]
         chosen = select_sequences(gains_s, self.costs.exits[index])
         return [(allowed[place], gains_s[place]) for place in chosen]
@@ -119,26 +119,30 @@ def draft_chains(
     may be several only if the runner supports ragged batches. A sequence that fails has a `failure` afterwards: alone if the work was its
     own, with all that shared an exit if the exit failed.
     """
-    builders = [one.drafter.builder(one, num_sequences, drafts=drafts) for one in sequences]
-    going = [one for one in builders if one.wants_more]
+    builders = [
+        sequence.drafter.builder(sequence, num_sequences, drafts=drafts) for sequence in sequences
+    ]
+    going = [builder for builder in builders if builder.wants_more]
     while going:
         by_drafter: defaultdict[Drafter, list[DraftBuilder]] = defaultdict(list)
-        for one in going:
-            attempt(one.sequence, one.look_up)
-            if one.sequence.failure is None:  # several versions of a router may serve at once
-                by_drafter[one.sequence.drafter].append(one)
-        for drafter, own in by_drafter.items():
+        for builder in going:
+            attempt(builder.sequence, builder.look_up)
+            if builder.sequence.failure is None:  # several versions of a router may serve at once
+                by_drafter[builder.sequence.drafter].append(builder)
+        for drafter, asking in by_drafter.items():
             try:
-                drafter.ask_exits(own, num_sequences)
+                drafter.ask_exits(asking, num_sequences)
             except Exception as error:
-                fail_all([one.sequence for one in own], error, "asking exits failed for")
+                fail_all([builder.sequence for builder in asking], error, "asking exits failed for")
         going = [
-            one for one in going if one.sequence.failure is None and one.extend() and one.wants_more
+            builder
+            for builder in going
+            if builder.sequence.failure is None and builder.extend() and builder.wants_more
         ]
-    for one in builders:
-        if one.sequence.failure is None:
-            attempt(one.sequence, one.grow_branches)
-    return [one.chain for one in builders]
+    for builder in builders:
+        if builder.sequence.failure is None:
+            attempt(builder.sequence, builder.grow_branches)
+    return [builder.chain for builder in builders]
 
 
 def keep_embeddings(chains: Sequence[Speculation], runner: Runner) -> None:

@@ -121,11 +121,14 @@ class Speculation:
 
     def verdict(self, verdicts: Sequence[Verdict]) -> Verdict:
         """Of the verdicts on its trials."""
-        own, *of_branches = verdicts
+        of_trunk, *of_branches = verdicts
         for number, branch in enumerate(self.branches):
-            if branch.place == own.num_accepted and branch.drafts[0].token == own.tokens[-1]:
-                return own.with_branch(number, of_branches[number])
-        return own
+            if (
+                branch.place == of_trunk.num_accepted
+                and branch.drafts[0].token == of_trunk.tokens[-1]
+            ):
+                return of_trunk.with_branch(number, of_branches[number])
+        return of_trunk
 
     def accepted(self, verdict: Verdict) -> list[Draft]:
         """The drafts that a pass has accepted."""
@@ -171,13 +174,13 @@ def advance_to(depth: int, speculations: Sequence[Speculation], runner: Runner) 
     Returns the states [T, D] of the last pass, token after token; None if nothing had to run.
     """
     states = None
-    depths = {d for one in speculations for d in one.reached if 0 < d < depth}
+    depths = {d for speculation in speculations for d in speculation.reached if 0 < d < depth}
     for last in (*sorted(depths), depth):
         by_first: dict[int, list[_Part]] = {}
-        for one in speculations:
-            part, first = one.tokens_below(last)
+        for speculation in speculations:
+            part, first = speculation.tokens_below(last)
             if first < last:
-                by_first.setdefault(first, []).append((one, part))
+                by_first.setdefault(first, []).append((speculation, part))
         for first, parts in by_first.items():
             states = _run(parts, first, last, runner)
     return states
@@ -190,48 +193,54 @@ def settle(speculations: Sequence[Speculation], runner: Runner) -> Tensor:
     """
     states = advance_to(runner.num_layers, speculations, runner)
     assert states is not None
-    assert len(states) == sum(len(one.tokens) for one in speculations)
+    assert len(states) == sum(len(speculation.tokens) for speculation in speculations)
     return states
 
 
 def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> Tensor:
-    ids = runner.ids([token for one, part in parts for token in one.tokens[part]])
+    ids = runner.ids([token for speculation, part in parts for token in speculation.tokens[part]])
     hidden = None
     if first:
-        entering = [s for one, part in parts for s in one.states[part] if s is not None]
+        entering = [
+            s for speculation, part in parts for s in speculation.states[part] if s is not None
+        ]
         hidden = torch.stack(entering)[None]
-    kept = {depth for one, _ in parts for depth in one.kept}
+    kept = {depth for speculation, _ in parts for depth in speculation.kept}
     captured: CapturedStates | None = {} if any(first < depth < last for depth in kept) else None
     if len(parts) == 1 and not parts[0][0].branches:
-        [(one, part)] = parts
+        [(speculation, part)] = parts
         states = runner.run(
             ids,
-            one.sequence.cache,
+            speculation.sequence.cache,
             first=first,
             last=last,
-            base=one.base + part.start,
+            base=speculation.base + part.start,
             hidden=hidden,
             captured=captured,
-            read_length=one.read_length,
+            read_length=speculation.read_length,
         )[0]
     else:
-        sequences = [one.part_of_pass(part) for one, part in parts]
+        sequences = [speculation.part_of_pass(part) for speculation, part in parts]
         states = runner.run_ragged(
             ids, sequences, first=first, last=last, hidden=hidden, captured=captured
         )[0]
     counts = [part.stop - part.start for _, part in parts]
     _keep(parts, counts, {**(captured or {}), last: states[None]})
-    for (one, part), count, own in zip(parts, counts, states.split_with_sizes(counts), strict=True):
-        one.reached[part] = [last] * count
-        one.states[part] = own.unbind(0)
-        one.num_layer_executions += last - first
-        one.num_token_layers += count * (last - first)
+    for (speculation, part), count, its_states in zip(
+        parts, counts, states.split_with_sizes(counts), strict=True
+    ):
+        speculation.reached[part] = [last] * count
+        speculation.states[part] = its_states.unbind(0)
+        speculation.num_layer_executions += last - first
+        speculation.num_token_layers += count * (last - first)
     return states
 
 
 def _keep(parts: Sequence[_Part], counts: Sequence[int], passed: CapturedStates) -> None:
     """Adds what a pass has shown to what is kept. `passed`: depth -> states [1, T, D] of all parts."""
     for depth, states in passed.items():
-        for (one, _), own in zip(parts, states[0].split_with_sizes(list(counts)), strict=True):
-            if depth in one.kept:
-                one.kept[depth] += own.unbind(0)
+        for (speculation, _), its_states in zip(
+            parts, states[0].split_with_sizes(list(counts)), strict=True
+        ):
+            if depth in speculation.kept:
+                speculation.kept[depth] += its_states.unbind(0)
