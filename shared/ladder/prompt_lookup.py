@@ -1,4 +1,4 @@
-"""Prompt look-up (rung `suffix`): drafts the token that followed an earlier occurrence of the current context in the same sequence.
+"""Prompt look-up (rung `suffix`): drafts what followed an earlier occurrence of the context in the same sequence.
 
 The method is known as prompt lookup (LLMA, 2304.04487).
 """

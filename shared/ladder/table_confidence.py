@@ -1,4 +1,4 @@
-"""The confidence of prompt look-up and of the n-gram table: a calibrated, monotone probability for each of their drafts."""
+"""The confidence of prompt look-up and n-gram table: a calibrated, monotone probability for each of their drafts."""
 
 import math
 from collections.abc import Sequence

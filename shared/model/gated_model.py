@@ -100,7 +100,7 @@ class GatedModel:
     def to_capture(
         self, first: int, last: int, captured: CapturedStates | None
     ) -> CapturedStates | None:
-        """`captured` with a key for each depth at which a pass through layers [first, last) is to capture states: see `Gates.run`."""
+        """`captured` with a key per depth at which a pass through layers [first, last) captures: see `Gates.run`."""
         if captured is not None:
             wanted = (depth for depth in captured_depths(self.num_layers) if first < depth < last)
             captured.update(dict.fromkeys(wanted, torch.empty(0)))

@@ -370,7 +370,7 @@ class PagedRunner:
         self._tokens = {bucket: TokenBuffer(bucket, device) for bucket in BUCKETS}
         self._entering = torch.zeros(BUCKETS[-1], width, dtype=dtype, device=device)
         self._leaving = torch.zeros_like(self._entering)
-        # Every pass writes its captured states, wanted or not: two small copies cost less than recording each pass twice.
+        # Every pass captures its states, wanted or not: two small copies cost less than recording each pass twice.
         self._captured = {
             depth: torch.zeros_like(self._entering) for depth in captured_depths(self.num_layers)
         }

@@ -25,8 +25,8 @@ def draft(
     confidence, adapted = weights.confidence, (output * weights.gain)[None]
     top, indices, log_mass = reference.draft_top(adapted, weights.rows, weights.bias)
     probability = reference.route(
-        adapted, weights.hidden, confidence.bias, confidence.output, confidence.features, confidence.skip, top, log_mass,
-        torch.tensor([distance]), confidence.shift, confidence.eps, lowest, highest,
+        adapted, weights.hidden, confidence.bias, confidence.output, confidence.features, confidence.skip,
+        top, log_mass, torch.tensor([distance]), confidence.shift, confidence.eps, lowest, highest,
     )  # fmt: skip
     return int(weights.vocabulary[indices[0, 0]]), float(probability)
 

@@ -23,7 +23,7 @@ from shared.ops.chains import ChainStart
 # Where a draft must survive more probably than this to pay, looking for branches takes longer than they save (bench/RESULTS.md, "What each
 # rule of drafting is worth").
 MAX_SURVIVAL_FOR_BRANCHES = 0.05
-# Tokens per verify pass that are assumed for a sequence without verify passes, and the weight of this assumption in passes.
+# Tokens per verify pass that are assumed for a sequence without any, and the weight of this assumption in passes.
 USUAL_TOKENS_PER_PASS, PASS_WEIGHT = 1.5, 8
 
 

@@ -1,7 +1,7 @@
 """A parameter of a model that stands for a matrix in a file or packed for the kernels.
 
 To the model it is a float32 tensor on the CPU. An operation that needs its numbers dequantises the matrix for this operation alone, so the
-model's own code runs with one dequantised matrix at a time. A look-up of rows, as in an embedding, dequantises these rows only.
+model's own code runs with one dequantised matrix at a time. A look-up of rows, as in an embedding, reads only these.
 """
 
 from collections.abc import Mapping, Sequence

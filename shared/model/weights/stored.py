@@ -26,7 +26,7 @@ PLAIN_KINDS = {
 # The dtypes of the kernels' matrices.
 LAZY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL_ROWS = slice(None)
-# A matrix is dequantised in parts of so many numbers where it need not be there as a whole: an embedding takes a gigabyte.
+# A matrix is dequantised in parts of so many numbers where it need not be whole: an embedding takes a gigabyte.
 PART_NUMBERS = 1 << 22
 
 
