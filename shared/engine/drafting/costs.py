@@ -7,6 +7,7 @@ them for as long as it lives (docs/decisions/045).
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -95,10 +96,9 @@ def measure_verify(
         runner.logits(state[0]).argmax(-1).tolist()
 
     # Interleaved, so that a slow moment of the machine does not affect one width only.
+    widths = range(1, widest + 1)
     rounds = _repeated(
-        lambda: [
-            _seconds(lambda width=width: verify_pass(width)) for width in range(1, widest + 1)
-        ],  # type: ignore[misc]
+        lambda: [_seconds(partial(verify_pass, width)) for width in widths],
         MIN_REPEATS,
         REPEATS,
     )

@@ -26,7 +26,7 @@ SHIPPED = Path(__file__).parents[3] / "bench" / "router"
 def folder(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     layer_exit = LayerExit(2, FusedHead(16, 24), ConfidenceHead(16, 8))
-    for module in (layer_exit.head, layer_exit.router):
+    for module in (layer_exit.head, layer_exit.confidence):
         round_weights(module)
     router = fit_table_confidence([], [])
     ladder = Ladder(MODEL, router, exits=(layer_exit,), draft_vocabulary=torch.tensor([1, 5, 99]))
