@@ -13,6 +13,25 @@ from tests.servers import S3_ENVIRONMENT, RedisCluster, RedisServer, S3Server, r
 
 # "cluster" is a Valkey, too. The dev extra brings them.
 SERVERS = [*redis_programs(), "cluster"]
+# What a registry's step hook is told during a publication into a bucket with Redis.
+PUBLICATION_STEPS = [
+    f"{step}:{kind}" for kind in ("blobs", "manifests") for step in ("write", "written", "verified")
+] + ["claimed", "journal:begin", "journal:written", "index:advanced"]
+
+
+class Steps:
+    """A step hook that calls a function once."""
+
+    def __init__(self) -> None:
+        self._wanted, self._then = "", lambda: None
+
+    def at(self, wanted: str, then: Callable[[], object]) -> None:
+        self._wanted, self._then = wanted, then
+
+    def __call__(self, name: str) -> None:
+        if name == self._wanted:
+            self._wanted = ""
+            self._then()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 
 
-def run_on_small_disk(folder: Path, size: str, *command: object) -> str:
+def run_on_small_disk(folder: Path, size: str, *command: object, timeout_s: float = 120) -> str:
     """Runs `command` where `folder` is an empty tmpfs of `size` ("1m") and returns its standard output.
 
     Skips the test where mounting is not allowed.
@@ -22,9 +22,9 @@ def run_on_small_disk(folder: Path, size: str, *command: object) -> str:
     script = 'mount -t tmpfs -o size="$1" none "$2" && shift 2 && exec "$@"'
     return subprocess.run(
         [unshare, "-Urm", "sh", "-c", script, "sh", size, folder, *map(str, command)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'protos'}"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=120,
+        timeout=timeout_s,
     ).stdout

@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,26 @@ class Service:
             except OSError:
                 continue
         return found
+
+    def stopped_job(self) -> psutil.Process:
+        """The job's process once it has stopped itself (SIGSTOP)."""
+
+        def stopped() -> list[psutil.Process]:
+            processes = self.job_processes()
+            return [one for one in processes if one.status() == psutil.STATUS_STOPPED]
+
+        wait_until(stopped)
+        (process,) = stopped()
+        return process
+
+    def record(self, job: pb.Calibration) -> sqlite3.Row:
+        """The job's row, as its store has it."""
+        path = self.folder / "calibrator" / "jobs.db"
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+            connection.row_factory = sqlite3.Row
+            query = "SELECT * FROM jobs WHERE calibration_id = ?"
+            row: sqlite3.Row = connection.execute(query, (job.calibration_id,)).fetchone()
+        return row
 
     def create(self, behaviour: str = "", request_id: str = "one", **spec: Any) -> pb.Calibration:
         if not {"text_file", "answer_file", "hub_dataset", "self_generated"} & spec.keys():

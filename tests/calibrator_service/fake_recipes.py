@@ -9,9 +9,11 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from calibrator_service import recipe
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import SelfGenerated
 from calibrator_service.recipe import Product, Task
@@ -32,6 +34,8 @@ def count(task: Task, name: str) -> int:
 def run(task: Task) -> Product:
     assert isinstance(task.spec.source, SelfGenerated)
     behaviour = task.spec.source.prompts[0] if task.spec.source.prompts else ""
+    if behaviour == "real":
+        return recipe.run(replace(task, progress=lambda progress: _stop_in(task, progress)))
     attempt = count(task, "attempts")
     task.progress(Progress("collecting", 0.25, {"tokens": 1000.0, "attempt": float(attempt)}))
     if behaviour == "wait":
@@ -74,6 +78,15 @@ def run(task: Task) -> Product:
     elif behaviour == "with-statistics":
         blobs["statistics.safetensors"] = b"sums"
     return Product(manifest, blobs)
+
+
+def _stop_in(task: Task, progress: Progress) -> None:
+    """Stops this process once, in the phase that the file "stop-in" of the service's folder names."""
+    task.progress(progress)
+    wanted = task.work_dir.parents[2] / "stop-in"
+    if wanted.exists() and wanted.read_text() == progress.phase:
+        wanted.unlink()
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _refuse_the_end() -> None:

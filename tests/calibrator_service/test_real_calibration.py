@@ -1,7 +1,10 @@
 """Jobs that run the real pipeline, on a tiny random model saved to disk."""
 
 import json
+import os
 import random
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +31,17 @@ from shared.registry.factory import open_registry
 from tests.calibrator_service.conftest import Service
 from tests.families import VOCABULARY_SIZE, build_family
 from tests.registry_damage import content_path
+from tests.small_disk import run_on_small_disk
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.full
 
 StartService = Callable[..., Service]
 JOB_TIMEOUT_S = 120
+PHASES = ("loading", "collecting", "training_heads", "evaluating", "publishing")
+# A job's first phases are short: these begin in its process' start, in imports, and in loading.
+START_DELAYS_S = (0.0, 0.3, 1.0, 2.0)
+PROMPTS = [" ".join(f"w{number + at}" for at in range(2, 8)) for number in range(40)]
 
 
 @pytest.fixture(scope="module")
@@ -48,21 +57,35 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_killed_mid_job_resumes_and_publishes_a_ladder(start_service, model_folder, tmp_path):
-    service = start_service("--model", f"tiny={model_folder}", "--threads", "1", real=True)
-    job = service.create(
+def real_job(service: Service, request_id: str = "one") -> pb.Calibration:
+    """It stops itself in the phase that the file "stop-in" names."""
+    return service.create(
+        request_id=request_id,
         max_tokens=4000,
         rung_depths=[2],
-        self_generated=pb.SelfGenerated(max_new_tokens=24),
+        self_generated=pb.SelfGenerated(prompts=["real", *PROMPTS], max_new_tokens=24),
         draft_vocabulary_size=64,
     )
-    service.wait_for(job, pb.PHASE_COLLECTING)
-    service.kill()
-    service.start()
+
+
+def test_killed_in_each_phase_it_resumes_and_publishes_one_ladder(
+    start_service, model_folder, tmp_path
+):
+    stop_in = tmp_path / "stop-in"
+    stop_in.write_text(PHASES[0])
+    service = start_service("--model", f"tiny={model_folder}", "--threads", "1")
+    job = real_job(service)
+    for following in (*PHASES[1:], "none"):
+        service.stopped_job()
+        stop_in.write_text(following)
+        service.kill()
+        wait_until(lambda: not service.job_processes())
+        service.start()
     seen = list(service.watch(job, JOB_TIMEOUT_S))
     end = seen[-1]
     assert end.state == pb.STATE_SUCCEEDED, end.failure
-    assert end.num_resumes == 1
+    assert (end.num_resumes, service.record(job)["num_deaths"]) == (len(PHASES), 0)
+    assert len(service.versions()) == 1
     phases = [now.phase for now in seen if now.state == pb.STATE_RUNNING]
     assert phases == sorted(phases)
     registry = open_registry(str(tmp_path / "registry"))
@@ -74,6 +97,39 @@ def test_killed_mid_job_resumes_and_publishes_a_ladder(start_service, model_fold
     left_out = made.manifest["calibration"]["left_out"]
     assert [exit_.name for exit_ in ladder.exits] + list(left_out) == ["depth-2"]
     assert made.manifest["model"]["num_layers"] == 6
+
+
+def test_terminated_while_a_job_starts_it_counts_no_death(start_service, model_folder):
+    service = start_service("--model", f"tiny={model_folder}", "--threads", "1")
+    job = real_job(service)
+    for delay_s in START_DELAYS_S:
+        wait_until(lambda: service.record(job)["state"] == "running")
+        time.sleep(delay_s)
+        assert service.terminate() == 0
+        assert not service.job_processes()
+        service.start()
+    end = service.end_of(job, JOB_TIMEOUT_S)
+    assert end.state == pb.STATE_SUCCEEDED, end.failure
+    assert service.record(job)["num_deaths"] == 0
+    assert len(service.versions()) == 1
+
+
+def test_a_disk_that_is_full_to_its_last_byte_loses_no_job(model_folder, tmp_path):
+    """FULL_DISK_S: how long nothing is free, if neither the job ends nor anything waits visibly; then in every phase of a job."""
+    phases = PHASES if "FULL_DISK_S" in os.environ else ("collecting", "publishing")
+    script = Path(__file__).with_name("full_disk.py")
+    (tmp_path / "disk").mkdir()
+    command = (sys.executable, script, tmp_path / "disk", model_folder, *phases)
+    said = run_on_small_disk(tmp_path / "disk", "96m", *command, timeout_s=280)
+    ends = [json.loads(line) for line in said.splitlines()]
+    print(ends)
+    assert [end["phase"] for end in ends] == list(phases)
+    for end in ends:
+        assert end["is_listed"], end
+        assert (end["state"], end["reason"]) in (("SUCCEEDED", ""), ("FAILED", "DISK_FULL")), end
+        assert (end["next"], end["num_processes"]) == ("SUCCEEDED", 0), end
+        assert end["num_succeeded"] == end["num_whole_versions"], end
+    assert (ends[-1]["state"], ends[-1]["num_resumes"]) == ("SUCCEEDED", 0), "it waited for room"
 
 
 def test_a_request_without_limits_gets_the_quick_budget(model_folder, tmp_path, monkeypatch):
