@@ -71,7 +71,7 @@ def save_model(folder: Path, seed: int = 0) -> Path:
 
 
 def build_ladder(loaded: LoadedModel, **identity: str) -> Ladder:
-    """Suffix lookup that trusts every match; `identity` changes the model it claims to be for."""
+    """Prompt look-up that trusts every match; `identity` changes the model it claims to be for."""
     return Ladder(
         model=replace(ModelIdentity.of(loaded), **identity),
         lookup_confidence=TableConfidence(4.0, [[0.0] * size for size in SIZES]),
