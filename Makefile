@@ -1,6 +1,7 @@
 # Every target installs what it needs on a machine with Python 3.11+, git, make and a C++ compiler.
 #   make demo | test | test-full | check | bench | format | build-ops | venv | clean
-# Variables: PYTHON, VENV, EXTRAS, TORCH_VERSION, TORCH_INDEX_URL (an index with the torch build you want), TESTS, TEST_JOBS, DEMO_FLAGS, BENCH_FLAGS.
+# Variables: PYTHON, VENV, EXTRAS, TORCH_VERSION, TORCH_INDEX_URL (an index with the torch build you want), TESTS,
+#   TEST_JOBS, DEMO_FLAGS, BENCH_FLAGS.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -25,23 +26,29 @@ STAMP := $(VENV)/.installed
 LIBRARY := shared/ops/_lib/libneap_ops.so
 PROTO_SOURCES := $(shell find protos -name '*.proto')
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
+CLANG_FORMATTED := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 SCRIPTS := .ci/run .ci/promtool .ci/proto-breaking
+# Prints what a command says, and an advice, only if it fails.
+quietly = out=$$($(1) 2>&1) || { echo "$$out" >&2; $(if $(2),echo "$(2)" >&2;) exit 1; }
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 
 .PHONY: help venv build-ops demo test test-full check bench format clean
 
 help:
-	@sed -n '1,3s/^# *//p' Makefile
+	@sed -n '1,4s/^# *//p' Makefile
 
 venv: $(STAMP)
 
-# torch is installed first and separately, so that one variable selects its CPU or CUDA build. The package is built against it.
+# torch is installed first and separately, so that one variable selects its CPU or CUDA build. The package is built
+# against it.
 $(STAMP): pyproject.toml shared/build_hook.py protos/pyproject.toml protos/hatch_build.py $(PROTO_SOURCES)
 	@[ -n "$(PYTHON)" ] || { echo "neap needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
 	@echo "installing neap into $(VENV) (torch $(TORCH_VERSION) first; minutes on a new machine)"
 	@[ -x $(BIN)/python ] || "$(PYTHON)" -m venv $(VENV)
 	@$(PIP) install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch==$(TORCH_VERSION)
-	@$(PIP) install $$($(BIN)/python -c 'import tomllib; print(*(line for path in ("pyproject.toml", "protos/pyproject.toml") for line in tomllib.load(open(path, "rb"))["build-system"]["requires"]))')
+	@$(PIP) install $$($(BIN)/python -c 'import tomllib; \
+		print(*(line for path in ("pyproject.toml", "protos/pyproject.toml") \
+		for line in tomllib.load(open(path, "rb"))["build-system"]["requires"]))')
 	@$(PIP) install --no-build-isolation --editable ./protos --editable '.[$(EXTRAS)]'
 	@touch $@
 
@@ -62,10 +69,11 @@ test-full: $(LIBRARY)
 	@$(BIN)/python -m pytest -m full $(TESTS)
 
 check: $(STAMP)
-	@echo "ruff format"; out=$$($(BIN)/ruff format --check --output-format concise . 2>&1) || { echo "$$out" >&2; echo "run make format" >&2; exit 1; }
+	@echo "ruff format"; $(call quietly,$(BIN)/ruff format --check --output-format concise .,run make format)
+	@echo "clang-format"; $(call quietly,$(BIN)/clang-format --dry-run --Werror $(CLANG_FORMATTED),run make format)
 	@echo "ruff"; $(BIN)/ruff check --quiet .
 	@echo "mypy"; $(BIN)/mypy --no-error-summary
-	@echo "import-linter"; out=$$($(BIN)/lint-imports 2>&1) || { echo "$$out" >&2; exit 1; }
+	@echo "import-linter"; $(call quietly,$(BIN)/lint-imports)
 	@echo "buf lint"; $(BIN)/buf lint
 	@echo "buf breaking"; BUF=$(BIN)/buf .ci/proto-breaking
 	@echo "shellcheck"; $(BIN)/shellcheck $(SCRIPTS)
@@ -77,6 +85,7 @@ bench: $(LIBRARY)
 format: $(STAMP)
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format --quiet .
+	@$(BIN)/clang-format -i $(CLANG_FORMATTED)
 
 clean:
 	@rm -rf $(VENV) build dist shared/ops/_lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-// The attention ops on the CPU: a batch over one cache, and a ragged batch of several sequences, each over its own cache.
+// The attention ops on the CPU: a batch over one cache, and a ragged batch of sequences, each over its own cache.
 #include "attention_problem.h"
 #include "team.h"
 
@@ -6,7 +6,8 @@ namespace neap::binding {
 
 namespace {
 
-// The query side of a problem. `q` [B, Hq, Q, D] gives sizes and strides; `queries_begin` and `out` point to the problem's first query.
+// The query side of a problem. `q` [B, Hq, Q, D] gives sizes and strides; `queries_begin` and `out` point to the
+// problem's first query.
 AttentionArgs attention_args(const Tensor& q, const float* queries_begin, int64_t queries, float* out) {
   AttentionArgs args{};
   args.q = queries_begin, args.out = out, args.batch = q.size(0), args.heads = q.size(1), args.queries = queries;
@@ -21,8 +22,10 @@ void attend_split(AttentionArgs args) {
   const int64_t padded_width = (args.value_width + kPanel - 1) / kPanel * kPanel;
   Tensor partials = empty({items, blocks, tile_queries(args) * (args.heads / args.kv_heads), kPanel + padded_width});
   args.partials = mutable_floats(partials);
-  parallel(items * blocks, num_flops(args), [&](int64_t b, int64_t e) { kernels.attention_split(args, thread_scratch(scratch), b, e); });
-  parallel(items, (double)partials.numel(), [&](int64_t b, int64_t e) { kernels.attention_join(args, thread_scratch(scratch), b, e); });
+  parallel(items * blocks, num_flops(args),
+           [&](int64_t b, int64_t e) { kernels.attention_split(args, thread_scratch(scratch), b, e); });
+  parallel(items, (double)partials.numel(),
+           [&](int64_t b, int64_t e) { kernels.attention_join(args, thread_scratch(scratch), b, e); });
 }
 
 // Runs problems of different sizes in one parallel loop over all their items.
@@ -37,11 +40,13 @@ void attend_together(const std::vector<AttentionArgs>& problems) {
     flops += num_flops(problem);
   }
   parallel(items, flops, [&](int64_t begin, int64_t end) {
-    each_loop(ends, begin, end, [&](size_t at, int64_t b, int64_t e) { kernels.attention(problems[at], thread_scratch(scratch), b, e); });
+    each_loop(ends, begin, end,
+              [&](size_t at, int64_t b, int64_t e) { kernels.attention(problems[at], thread_scratch(scratch), b, e); });
   });
 }
 
-// Rounds tokens [from, from + count) of new keys or values [1, H, T, D] into slots [base, base + count) of a contiguous cache [1, H, S, D].
+// Rounds tokens [from, from + count) of new keys or values [1, H, T, D] into slots [base, base + count) of a contiguous
+// cache [1, H, S, D].
 void write_slots(const Tensor& fresh, int64_t from, int64_t count, const Tensor& cache, Dtype dtype, int64_t base) {
   const Kernels& kernels = neap::kernels();
   uint8_t* slots = static_cast<uint8_t*>(cache.mutable_data_ptr());
@@ -53,55 +58,66 @@ void write_slots(const Tensor& fresh, int64_t from, int64_t count, const Tensor&
 
 }  // namespace
 
-Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal, double scaling,
-                            std::optional<double> softcap) {
+Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal,
+                            double scaling, std::optional<double> softcap) {
   const char* op = "contiguous_attention";
   check_float(op, "q", q, 4);
   const Dtype kv_dtype = check_kv(op, k, v);
   const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2), kv_heads = k.size(1);
-  NEAP_CHECK(k.size(0) == batch && v.size(0) == batch && v.size(1) == kv_heads && k.size(3) == q.size(3) && k.size(2) == v.size(2), op, ": q ", text(q),
-             ", k ", text(k), " and v ", text(v), " do not fit [B, Hq, Q, D], [B, Hkv, S, D], [B, Hkv, S, Dv]");
-  NEAP_CHECK(kv_heads > 0 && heads % kv_heads == 0, op, ": ", heads, " query heads cannot share ", kv_heads, " key heads");
-  NEAP_CHECK(kv_length >= 0 && kv_length <= k.size(2), op, ": kv_length ", kv_length, " exceeds the ", k.size(2), " slots given");
-  NEAP_CHECK((k.numel() == 0 || k.stride(3) == 1) && (v.numel() == 0 || v.stride(3) == 1), op, ": the last dimension of k and v must be contiguous");
+  NEAP_CHECK(k.size(0) == batch && v.size(0) == batch && v.size(1) == kv_heads && k.size(3) == q.size(3) &&
+                 k.size(2) == v.size(2),
+             op, ": q ", text(q), ", k ", text(k), " and v ", text(v),
+             " do not fit [B, Hq, Q, D], [B, Hkv, S, D], [B, Hkv, S, Dv]");
+  NEAP_CHECK(kv_heads > 0 && heads % kv_heads == 0, op, ": ", heads, " query heads cannot share ", kv_heads,
+             " key heads");
+  NEAP_CHECK(kv_length >= 0 && kv_length <= k.size(2), op, ": kv_length ", kv_length, " exceeds the ", k.size(2),
+             " slots given");
+  NEAP_CHECK((k.numel() == 0 || k.stride(3) == 1) && (v.numel() == 0 || v.stride(3) == 1), op,
+             ": the last dimension of k and v must be contiguous");
   NEAP_CHECK(!softcap || *softcap > 0, op, ": softcap must be positive");
   if (mask) check_mask(op, *mask, batch, queries, kv_length);
   Tensor out = empty({batch, queries, heads, v.size(3)});
   if (out.numel() == 0) return out;
   AttentionArgs args = attention_args(q, floats(q), queries, mutable_floats(out));
   attend_over(&args, k, v, kv_dtype, kv_length, mask ? &*mask : nullptr, causal, scaling, softcap);
-  if (keeps_threads_busy(num_items(args), num_blocks(args), torch::stable::get_num_threads()))
-    attend_together({args});
-  else
-    attend_split(args);
+  if (keeps_threads_busy(num_items(args), num_blocks(args), torch::stable::get_num_threads())) attend_together({args});
+  else attend_split(args);
   return out;
 }
 
 Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values,
-                                   std::vector<int64_t> bases, std::vector<int64_t> kept, std::vector<int64_t> counts, std::vector<Tensor> masks, double scaling,
-                                   std::optional<double> softcap) {
+                                   std::vector<int64_t> bases, std::vector<int64_t> kept, std::vector<int64_t> counts,
+                                   std::vector<Tensor> masks, double scaling, std::optional<double> softcap) {
   const char* op = "ragged_contiguous_attention";
   check_float(op, "q", q, 4);
   check_float(op, "k", k, 4);
   check_float(op, "v", v, 4);
   const int64_t heads = q.size(1), tokens = q.size(2), kv_heads = k.size(1);
   const size_t sequences = keys.size();
-  NEAP_CHECK(q.size(0) == 1 && k.size(0) == 1 && v.size(0) == 1 && k.size(2) == tokens && v.size(2) == tokens && v.size(1) == kv_heads && k.size(3) == q.size(3),
-             op, ": q ", text(q), ", k ", text(k), " and v ", text(v), " do not fit [1, Hq, T, D], [1, Hkv, T, D], [1, Hkv, T, Dv]");
-  NEAP_CHECK(kv_heads > 0 && heads % kv_heads == 0, op, ": ", heads, " query heads cannot share ", kv_heads, " key heads");
-  NEAP_CHECK(values.size() == sequences && bases.size() == sequences && kept.size() == sequences && counts.size() == sequences && masks.size() == sequences, op, ": ", sequences,
-             " caches of keys, ", values.size(), " of values, ", bases.size(), " bases, ", kept.size(), " places, ", counts.size(), " counts and ", masks.size(), " masks");
-  NEAP_CHECK(tokens == 0 || (k.stride(3) == 1 && v.stride(3) == 1), op, ": the last dimension of k and v must be contiguous");
+  NEAP_CHECK(q.size(0) == 1 && k.size(0) == 1 && v.size(0) == 1 && k.size(2) == tokens && v.size(2) == tokens &&
+                 v.size(1) == kv_heads && k.size(3) == q.size(3),
+             op, ": q ", text(q), ", k ", text(k), " and v ", text(v),
+             " do not fit [1, Hq, T, D], [1, Hkv, T, D], [1, Hkv, T, Dv]");
+  NEAP_CHECK(kv_heads > 0 && heads % kv_heads == 0, op, ": ", heads, " query heads cannot share ", kv_heads,
+             " key heads");
+  NEAP_CHECK(values.size() == sequences && bases.size() == sequences && kept.size() == sequences &&
+                 counts.size() == sequences && masks.size() == sequences,
+             op, ": ", sequences, " caches of keys, ", values.size(), " of values, ", bases.size(), " bases, ",
+             kept.size(), " places, ", counts.size(), " counts and ", masks.size(), " masks");
+  NEAP_CHECK(tokens == 0 || (k.stride(3) == 1 && v.stride(3) == 1), op,
+             ": the last dimension of k and v must be contiguous");
   NEAP_CHECK(!softcap || *softcap > 0, op, ": softcap must be positive");
   int64_t covered = 0;
   std::vector<Dtype> kv_dtypes;
   for (size_t s = 0; s < sequences; ++s) {
     kv_dtypes.push_back(check_kv(op, keys[s], values[s]));
     const auto fits = [&](const Tensor& cache, const Tensor& fresh) {
-      return cache.size(0) == 1 && cache.size(1) == kv_heads && cache.size(3) == fresh.size(3) && cache.stride(3) == 1 && bases[s] >= 0 && kept[s] >= bases[s] && counts[s] > 0 &&
+      return cache.size(0) == 1 && cache.size(1) == kv_heads && cache.size(3) == fresh.size(3) &&
+             cache.stride(3) == 1 && bases[s] >= 0 && kept[s] >= bases[s] && counts[s] > 0 &&
              kept[s] + counts[s] <= cache.size(2);
     };
-    NEAP_CHECK(fits(keys[s], k) && fits(values[s], v), op, ": caches ", text(keys[s]), " and ", text(values[s]), " cannot take ", counts[s], " tokens at ", kept[s], " for position ", bases[s]);
+    NEAP_CHECK(fits(keys[s], k) && fits(values[s], v), op, ": caches ", text(keys[s]), " and ", text(values[s]),
+               " cannot take ", counts[s], " tokens at ", kept[s], " for position ", bases[s]);
     covered += counts[s];
   }
   NEAP_CHECK(covered == tokens, op, ": the counts sum to ", covered, " tokens, but q has ", tokens);
@@ -117,12 +133,13 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
     write_slots(k, from, counts[s], keys[s], kv_dtypes[s], kept[s]);
     write_slots(v, from, counts[s], values[s], kv_dtypes[s], kept[s]);
     const bool masked = masks[s].numel() > 0;
-    problems.push_back(attention_args(q, floats(q) + from * q.stride(2), counts[s], mutable_floats(out) + from * heads * value_width));
-    attend_over(&problems.back(), keys[s], values[s], kv_dtypes[s], bases[s] + counts[s], masked ? &masks[s] : nullptr, !masked, scaling, softcap, bases[s], kept[s] - bases[s]);
+    problems.push_back(
+        attention_args(q, floats(q) + from * q.stride(2), counts[s], mutable_floats(out) + from * heads * value_width));
+    attend_over(&problems.back(), keys[s], values[s], kv_dtypes[s], bases[s] + counts[s], masked ? &masks[s] : nullptr,
+                !masked, scaling, softcap, bases[s], kept[s] - bases[s]);
     from += counts[s], items += num_items(problems.back()), blocks = std::max(blocks, num_blocks(problems.back()));
   }
-  if (keeps_threads_busy(items, blocks, torch::stable::get_num_threads()))
-    attend_together(problems);
+  if (keeps_threads_busy(items, blocks, torch::stable::get_num_threads())) attend_together(problems);
   else
     for (const AttentionArgs& problem : problems) attend_split(problem);
   return out;

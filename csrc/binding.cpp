@@ -1,5 +1,5 @@
-// The ops on packed weights, norms and rotary positions: argument checks, allocation of outputs, and calls of the CPU kernels. Also
-// the schemas of the ops that run on the CPU only.
+// The ops on packed weights, norms and rotary positions: argument checks, allocation of outputs, and calls of the CPU
+// kernels. Also the schemas of the ops that run on the CPU only.
 #include "packed.h"
 #include "team.h"
 #include "tensor_table.h"
@@ -8,8 +8,8 @@ namespace neap::binding {
 
 namespace {
 
-Tensor run_linear(const char* op, Tensor x, const Tensor& weight, const Tensor* up, int64_t out_features, const std::optional<Tensor>& bias,
-                  neap::Activation activation) {
+Tensor run_linear(const char* op, Tensor x, const Tensor& weight, const Tensor* up, int64_t out_features,
+                  const std::optional<Tensor>& bias, neap::Activation activation) {
   check_float(op, "x", x, -1);
   NEAP_CHECK(out_features >= 0, op, ": out_features is negative");
   const int64_t k = x.size(x.dim() - 1), factor = up ? 2 : 1;
@@ -22,10 +22,22 @@ Tensor run_linear(const char* op, Tensor x, const Tensor& weight, const Tensor* 
   for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
   shape.back() = out_features;
   Tensor out = empty(shape);
-  const neap::LinearArgs args{floats(x), matrix, up_matrix, bias ? floats(*bias) : nullptr, mutable_floats(out), rows, k, out_features, k, up != nullptr, activation, nullptr};
+  const neap::LinearArgs args{floats(x),
+                              matrix,
+                              up_matrix,
+                              bias ? floats(*bias) : nullptr,
+                              mutable_floats(out),
+                              rows,
+                              k,
+                              out_features,
+                              k,
+                              up != nullptr,
+                              activation,
+                              nullptr};
   const neap::Kernels& kernels = neap::kernels();
   const int64_t items = kernels.linear_items(args, torch::stable::get_num_threads());
-  parallel(items, (double)rows * k * factor * out_features, [&](int64_t b, int64_t e) { kernels.linear(args, items, b, e); });
+  parallel(items, (double)rows * k * factor * out_features,
+           [&](int64_t b, int64_t e) { kernels.linear(args, items, b, e); });
   return out;
 }
 
@@ -33,8 +45,10 @@ Tensor packed_linear(Tensor x, Tensor packed, int64_t out_features, std::optiona
   return run_linear("packed_linear", x, packed, nullptr, out_features, bias, neap::kIdentity);
 }
 
-Tensor packed_gated_linear(Tensor x, Tensor gate, Tensor up, int64_t out_features, std::string activation, std::optional<Tensor> bias) {
-  return run_linear("packed_gated_linear", x, gate, &up, out_features, bias, gate_activation("packed_gated_linear", activation));
+Tensor packed_gated_linear(Tensor x, Tensor gate, Tensor up, int64_t out_features, std::string activation,
+                           std::optional<Tensor> bias) {
+  return run_linear("packed_gated_linear", x, gate, &up, out_features, bias,
+                    gate_activation("packed_gated_linear", activation));
 }
 
 Tensor rms_norm(Tensor x, Tensor weight, double eps, double weight_offset) {
@@ -45,7 +59,8 @@ Tensor rms_norm(Tensor x, Tensor weight, double eps, double weight_offset) {
   if (!x.is_contiguous()) x = torch::stable::contiguous(x);
   Tensor out = empty(sizes_of(x));
   if (x.numel() == 0) return out;
-  const neap::RmsNormArgs args{floats(x), floats(weight), mutable_floats(out), width, width, (float)eps, (float)weight_offset};
+  const neap::RmsNormArgs args{floats(x), floats(weight), mutable_floats(out), width,
+                               width,     (float)eps,     (float)weight_offset};
   parallel(x.numel() / width, 4.0 * x.numel(), [&](int64_t b, int64_t e) { neap::kernels().rms_norm(args, b, e); });
   return out;
 }
@@ -59,8 +74,18 @@ Tensor rotate(const char* name, const Tensor& x, const Tensor& cos, const Tensor
   NEAP_CHECK(x.numel() == 0 || x.stride(3) == 1, "rotary: the last dimension of ", name, " must be contiguous");
   Tensor out = empty(sizes_of(x));
   if (x.numel() == 0) return out;
-  const neap::RotaryArgs args{floats(x), floats(cos), floats(sin), mutable_floats(out), x.size(1), length, width,
-                              x.stride(0), x.stride(1), x.stride(2), cos.size(0) == 1 ? 0 : cos.stride(0), cos.stride(1)};
+  const neap::RotaryArgs args{floats(x),
+                              floats(cos),
+                              floats(sin),
+                              mutable_floats(out),
+                              x.size(1),
+                              length,
+                              width,
+                              x.stride(0),
+                              x.stride(1),
+                              x.stride(2),
+                              cos.size(0) == 1 ? 0 : cos.stride(0),
+                              cos.stride(1)};
   parallel(batch * x.size(1), 6.0 * x.numel(), [&](int64_t b, int64_t e) { neap::kernels().rotary(args, b, e); });
   return out;
 }
@@ -77,7 +102,8 @@ std::tuple<Tensor, Tensor> rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) {
 std::string cpu_isa() { return neap::kernels().name; }
 
 void set_cpu_isa(std::string name) {
-  NEAP_CHECK(neap::select_kernels(name.c_str()), "set_cpu_isa: this machine or build has no '", name, "'; names are auto, portable, avx2, avx512, avx512bf16");
+  NEAP_CHECK(neap::select_kernels(name.c_str()), "set_cpu_isa: this machine or build has no '", name,
+             "'; names are auto, portable, avx2, avx512, avx512bf16");
 }
 
 }  // namespace
@@ -90,25 +116,29 @@ STABLE_TORCH_LIBRARY(neap, m) {
   m.def("unpack_linear(Tensor packed) -> Tensor");
   m.def("packed_rows(Tensor packed, Tensor indices) -> Tensor");
   m.def("packed_linear(Tensor x, Tensor packed, SymInt out_features, Tensor? bias=None) -> Tensor");
-  m.def("packed_gated_linear(Tensor x, Tensor gate, Tensor up, SymInt out_features, str activation, Tensor? bias=None) -> Tensor");
+  m.def(
+      "packed_gated_linear(Tensor x, Tensor gate, Tensor up, SymInt out_features, str activation, Tensor? bias=None) "
+      "-> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, float weight_offset=0.0) -> Tensor");
   m.def("rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
   m.def(
       "contiguous_attention(Tensor q, Tensor k, Tensor v, SymInt kv_length, Tensor? mask, bool causal, float scaling, "
       "float? softcap=None) -> Tensor");
   m.def(
-      "ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] keys, Tensor(b!)[] values, SymInt[] bases, "
-      "SymInt[] kept, SymInt[] counts, Tensor[] masks, float scaling, float? softcap=None) -> Tensor");
+      "ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] keys, Tensor(b!)[] values, "
+      "SymInt[] bases, SymInt[] kept, SymInt[] counts, Tensor[] masks, float scaling, float? softcap=None) -> Tensor");
   m.def(
       "decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norms, Tensor packed, Tensor biases, Tensor(a!)[] keys, "
-      "Tensor(b!)[] values, SymInt[] bases, SymInt[] kept, SymInt[] counts, Tensor[] masks, SymInt[] stops, SymInt num_layers, SymInt heads, SymInt intermediate, str activation, "
-      "float eps, float weight_offset, float scaling, float? softcap=None) -> Tensor");
+      "Tensor(b!)[] values, SymInt[] bases, SymInt[] kept, SymInt[] counts, Tensor[] masks, SymInt[] stops, "
+      "SymInt num_layers, SymInt heads, SymInt intermediate, str activation, float eps, float weight_offset, "
+      "float scaling, float? softcap=None) -> Tensor");
   m.def("tensor_table(Tensor[] tensors) -> Tensor");
   m.def("profile_layers(bool is_on) -> Tensor");
   m.def(
-      "draft_chains(Tensor states, Tensor outputs, int[] tokens, int[] counts, int[] places, int[] rooms, float[] survivals, float[] factors, "
-      "float[] least, Tensor embedding, Tensor vocabulary, Tensor[] packed, Tensor[] vectors, float shift, float eps, float lowest, float highest, "
-      "int max_drafts) -> (Tensor, Tensor, Tensor, Tensor)");
+      "draft_chains(Tensor states, Tensor outputs, int[] tokens, int[] counts, int[] places, int[] rooms, "
+      "float[] survivals, float[] factors, float[] least, Tensor embedding, Tensor vocabulary, Tensor[] packed, "
+      "Tensor[] vectors, float shift, float eps, float lowest, float highest, int max_drafts) -> (Tensor, Tensor, "
+      "Tensor, Tensor)");
   m.def("cpu_isa() -> str");
   m.def("set_cpu_isa(str name) -> ()");
 }

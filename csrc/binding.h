@@ -1,5 +1,5 @@
-// Shared by the bindings: argument checks, allocation, and parallel loops on torch's threads. Uses the LibTorch Stable ABI only, so
-// one library works with torch 2.11 and later.
+// Shared by the bindings: argument checks, allocation, and parallel loops on torch's threads. Uses the LibTorch Stable
+// ABI only, so one library works with torch 2.11 and later.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
@@ -20,14 +20,14 @@
 
 namespace neap::binding {
 
-
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Sizes = std::vector<int64_t>;
 
 #define NEAP_CHECK(condition, ...) STD_TORCH_CHECK(condition, "neap: ", __VA_ARGS__)
 
-inline constexpr int64_t kGrainFlops = 100'000;  // least work per thread: below this, waking a thread costs more than it saves
+// Least work per thread: below this, waking a thread costs more than it saves.
+inline constexpr int64_t kGrainFlops = 100'000;
 
 template <class T>
 std::string text(const T& t) {
@@ -60,7 +60,8 @@ Dtype dtype_of(const char* op, const char* name, const T& t) {
 template <class T>
 Dtype check_kv(const char* op, const T& keys, const T& values) {
   for (const T* t : {&keys, &values})
-    NEAP_CHECK(t->is_cpu() && t->dim() == 4, op, ": keys ", text(keys), " and values ", text(values), " must be on the CPU and have 4 dimensions");
+    NEAP_CHECK(t->is_cpu() && t->dim() == 4, op, ": keys ", text(keys), " and values ", text(values),
+               " must be on the CPU and have 4 dimensions");
   const Dtype dtype = dtype_of(op, "keys", keys);
   NEAP_CHECK(dtype_of(op, "values", values) == dtype, op, ": values are of another dtype than keys");
   return dtype;
@@ -69,12 +70,14 @@ Dtype check_kv(const char* op, const T& keys, const T& values) {
 template <class T>
 void check_vector(const char* op, const char* name, const T& t, int64_t size) {
   check_float(op, name, t, 1);
-  NEAP_CHECK(t.size(0) == size && t.is_contiguous(), op, ": ", name, " must be contiguous with shape [", size, "], got ", text(t));
+  NEAP_CHECK(t.size(0) == size && t.is_contiguous(), op, ": ", name, " must be contiguous with shape [", size,
+             "], got ", text(t));
 }
 
 inline Tensor empty(const Sizes& sizes, int32_t dtype = aoti_torch_dtype_float32()) {
   Sizes strides(sizes.size(), 1);
-  for (int64_t i = (int64_t)sizes.size() - 2; i >= 0; --i) strides[i] = strides[i + 1] * std::max<int64_t>(sizes[i + 1], 1);
+  for (int64_t i = (int64_t)sizes.size() - 2; i >= 0; --i)
+    strides[i] = strides[i + 1] * std::max<int64_t>(sizes[i + 1], 1);
   AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype,
                                                   aoti_torch_device_type_cpu(), 0, &handle));
@@ -92,12 +95,16 @@ inline Sizes sizes_of(const Tensor& t) {
 }
 
 template <class T>
-const float* floats(const T& t) { return static_cast<const float*>(t.const_data_ptr()); }
+const float* floats(const T& t) {
+  return static_cast<const float*>(t.const_data_ptr());
+}
 inline float* mutable_floats(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
 
-// Memory for `count` floats that the thread keeps between calls. A new allocation of this size would cause page faults each time.
+// Memory for `count` floats that the thread keeps between calls. A new allocation of this size causes page faults.
 inline float* thread_scratch(int64_t count) {
-  struct Free { void operator()(float* p) const { std::free(p); } };
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
   thread_local std::unique_ptr<float, Free> memory;
   thread_local int64_t capacity = 0;
   if (count > capacity) {
@@ -108,7 +115,7 @@ inline float* thread_scratch(int64_t count) {
   return memory.get();
 }
 
-// Allocates pieces of one buffer of floats, each starting on a cache line. With a null buffer it only adds up their sizes.
+// Allocates pieces of one buffer of floats, each starting on a cache line. With a null buffer it only adds up sizes.
 class Arena {
  public:
   explicit Arena(float* base) : base_(base) {}
@@ -125,23 +132,28 @@ class Arena {
 };
 
 // attention.cpp
-Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal, double scaling,
-                            std::optional<double> softcap);
+Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal,
+                            double scaling, std::optional<double> softcap);
 Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values,
-                                   std::vector<int64_t> bases, std::vector<int64_t> kept, std::vector<int64_t> counts, std::vector<Tensor> masks, double scaling,
-                                   std::optional<double> softcap);
+                                   std::vector<int64_t> bases, std::vector<int64_t> kept, std::vector<int64_t> counts,
+                                   std::vector<Tensor> masks, double scaling, std::optional<double> softcap);
 
 // layer.cpp
-Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norms, Tensor packed, Tensor biases, std::vector<Tensor> keys, std::vector<Tensor> values,
-                      std::vector<int64_t> bases, std::vector<int64_t> kept, std::vector<int64_t> counts, std::vector<Tensor> masks, std::vector<int64_t> stops,
-                      int64_t num_layers, int64_t heads, int64_t intermediate, std::string activation, double eps, double weight_offset, double scaling, std::optional<double> softcap);
+Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norms, Tensor packed, Tensor biases,
+                      std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases,
+                      std::vector<int64_t> kept, std::vector<int64_t> counts, std::vector<Tensor> masks,
+                      std::vector<int64_t> stops, int64_t num_layers, int64_t heads, int64_t intermediate,
+                      std::string activation, double eps, double weight_offset, double scaling,
+                      std::optional<double> softcap);
 Tensor profile_layers(bool is_on);
 
 // chain.cpp
-std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor outputs, std::vector<int64_t> tokens, std::vector<int64_t> counts,
-                                                        std::vector<int64_t> places, std::vector<int64_t> rooms, std::vector<double> survivals,
-                                                        std::vector<double> factors, std::vector<double> least, Tensor embedding, Tensor vocabulary,
-                                                        std::vector<Tensor> packed, std::vector<Tensor> vectors, double shift, double eps, double lowest,
-                                                        double highest, int64_t max_drafts);
+std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor outputs, std::vector<int64_t> tokens,
+                                                        std::vector<int64_t> counts, std::vector<int64_t> places,
+                                                        std::vector<int64_t> rooms, std::vector<double> survivals,
+                                                        std::vector<double> factors, std::vector<double> least,
+                                                        Tensor embedding, Tensor vocabulary, std::vector<Tensor> packed,
+                                                        std::vector<Tensor> vectors, double shift, double eps,
+                                                        double lowest, double highest, int64_t max_drafts);
 
 }  // namespace neap::binding

@@ -1,5 +1,5 @@
-// Chains of drafts by an exit head as one op: embedding row, block, draft vocabulary, router and stop rule of every step, for all sequences
-// together, in one parallel region.
+// Chains of drafts by an exit head as one op: embedding row, block, draft vocabulary, router and stop rule of every
+// step, for all sequences together, in one parallel region.
 //
 //   first step   fused = fuse @ [unit(low); unit(middle); unit(last); unit(e)]    e: the token's row of the embedding
 //   later steps  fused = next @ [o; unit(e)]                                      o: the step's before
@@ -34,19 +34,21 @@ struct Chains {
   Weight plain_rows{};
   const float *norm = nullptr, *gain = nullptr;
   const int64_t* vocabulary = nullptr;
-  LinearArgs fuse{}, next{}, gated{}, down{}, rows{}, hidden{};  // `rows` of the last two: those of the sequences that draft
+  LinearArgs fuse{}, next{}, gated{}, down{};
+  LinearArgs rows{}, hidden{};  // their number of rows is that of the sequences that draft
   DraftTopArgs top{};
   RouteArgs route{};
   std::vector<Drafting> sequences;
   int64_t ranks = 1, depth_width = 0, width = 0, embedding_width = 0, num_fresh = 0, max_drafts = 0;
-  const float* states = nullptr;                                 // [num_fresh, 3 * depth_width]
-  float *inputs = nullptr, *normed = nullptr, *sums = nullptr;   // of a step's rows; sums: y
-  float *carried = nullptr;                                      // [N, width]: each sequence's last o
-  float *adapted = nullptr, *units = nullptr;                    // of the rows that draft
-  int64_t *tokens = nullptr, *lengths = nullptr;                 // results
+  const float* states = nullptr;                                // [num_fresh, 3 * depth_width]
+  float *inputs = nullptr, *normed = nullptr, *sums = nullptr;  // of a step's rows; sums: y
+  float* carried = nullptr;                                     // [N, width]: each sequence's last o
+  float *adapted = nullptr, *units = nullptr;                   // of the rows that draft
+  int64_t *tokens = nullptr, *lengths = nullptr;                // results
   float *probabilities = nullptr, *outputs = nullptr;
-  float* embedded = nullptr;                                     // [N, embedding_width], if the embedding is packed
-  // The sequences of the step, and the place of each among those that draft in it, or -1. One thread changes them, between two meetings.
+  float* embedded = nullptr;  // [N, embedding_width], if the embedding is packed
+  // The sequences of the step, and the place of each among those that draft in it, or -1. One thread changes them,
+  // between two meetings.
   std::vector<int64_t> active, slots, distances;
   int64_t num_drafting = 0;
 
@@ -101,7 +103,9 @@ void Chains::prepare(int64_t row, bool first) const {
   float* x = inputs + row * fuse.x_stride;
   if (first && sequence < num_fresh) {
     for (int64_t i = 0; i < 3; ++i, x += depth_width)
-      kernels.norm({states + (sequence * 3 + i) * depth_width, kFloat32, x, depth_width, depth_width, depth_width, route.eps}, 0, 1);
+      kernels.norm(
+          {states + (sequence * 3 + i) * depth_width, kFloat32, x, depth_width, depth_width, depth_width, route.eps}, 0,
+          1);
   } else {
     std::copy_n(carried + sequence * width, width, x);
     x += width;
@@ -168,16 +172,19 @@ void Chains::run(Team& team) {
     });
     team.meet();
   };
-  const int64_t blocks = (top.rows.rows + kVocabularyBlock - 1) / kVocabularyBlock, panels = num_panels(top.rows.rows), block_panels = kVocabularyBlock / kPanel;
+  const int64_t blocks = (top.rows.rows + kVocabularyBlock - 1) / kVocabularyBlock, panels = num_panels(top.rows.rows),
+                block_panels = kVocabularyBlock / kPanel;
   for (bool first = true; !active.empty(); first = false) {
-    // Read once: after a step that only feeds, decide() changes it while other threads may not have passed the condition below.
+    // Read once: after a step that only feeds, decide() changes it while other threads may not have passed the
+    // condition below.
     const int64_t drafting = num_drafting;
     const int64_t count = (int64_t)active.size(), fresh = first ? num_fresh : 0;
     each_row([&](int64_t row) { prepare(row, first); });
     if (fresh > 0) linear(fuse, 0, fresh);
     if (fresh < count) linear(next, fresh, count - fresh);
     team.meet();
-    each_row([&](int64_t row) { kernels.rms_norm({fuse.out, norm, normed, width, width, route.eps, 0.f}, row, row + 1); });
+    each_row(
+        [&](int64_t row) { kernels.rms_norm({fuse.out, norm, normed, width, width, route.eps, 0.f}, row, row + 1); });
     linear(gated, 0, count);
     team.meet();
     linear(down, 0, count);
@@ -205,16 +212,20 @@ LinearArgs product(const char* name, const Tensor& packed, int64_t in_features, 
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor outputs, std::vector<int64_t> tokens, std::vector<int64_t> counts,
-                                                        std::vector<int64_t> places, std::vector<int64_t> rooms, std::vector<double> survivals,
-                                                        std::vector<double> factors, std::vector<double> least, Tensor embedding, Tensor vocabulary,
-                                                        std::vector<Tensor> packed, std::vector<Tensor> vectors, double shift, double eps, double lowest,
-                                                        double highest, int64_t max_drafts) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor outputs, std::vector<int64_t> tokens,
+                                                        std::vector<int64_t> counts, std::vector<int64_t> places,
+                                                        std::vector<int64_t> rooms, std::vector<double> survivals,
+                                                        std::vector<double> factors, std::vector<double> least,
+                                                        Tensor embedding, Tensor vocabulary, std::vector<Tensor> packed,
+                                                        std::vector<Tensor> vectors, double shift, double eps,
+                                                        double lowest, double highest, int64_t max_drafts) {
   check_float(kOp, "states", states, 3);
   check_float(kOp, "outputs", outputs, 2);
   NEAP_CHECK(states.size(1) == 3, kOp, ": states has shape ", text(states), ", want [any, 3, any]");
-  NEAP_CHECK(packed.size() == 7, kOp, ": ", packed.size(), " matrices, want fuse, next, gate, up, down, rows and hidden");
-  NEAP_CHECK(vectors.size() == 7, kOp, ": ", vectors.size(), " vectors, want norm, gain, the bias of rows, and the router's bias, output, features and skip");
+  NEAP_CHECK(packed.size() == 7, kOp, ": ", packed.size(),
+             " matrices, want fuse, next, gate, up, down, rows and hidden");
+  NEAP_CHECK(vectors.size() == 7, kOp, ": ", vectors.size(),
+             " vectors, want norm, gain, the bias of rows, and the router's bias, output, features and skip");
   NEAP_CHECK(eps >= 0, kOp, ": eps is negative");
   if (!states.is_contiguous()) states = torch::stable::contiguous(states);
   if (!outputs.is_contiguous()) outputs = torch::stable::contiguous(outputs);
@@ -224,9 +235,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor ou
   chains.states = floats(states), chains.max_drafts = max_drafts;
   const int64_t count = chains.num_fresh + outputs.size(0), width = chains.width;
   const size_t n = (size_t)count;
-  NEAP_CHECK(counts.size() == n && places.size() == n && rooms.size() == n && survivals.size() == n && factors.size() == n && least.size() == n, kOp, ": ", count,
-             " sequences, but ", counts.size(), " counts, ", places.size(), " places, ", rooms.size(), " rooms, ", survivals.size(), " survivals, ", factors.size(),
-             " factors and ", least.size(), " least survivals");
+  NEAP_CHECK(counts.size() == n && places.size() == n && rooms.size() == n && survivals.size() == n &&
+                 factors.size() == n && least.size() == n,
+             kOp, ": ", count, " sequences, but ", counts.size(), " counts, ", places.size(), " places, ", rooms.size(),
+             " rooms, ", survivals.size(), " survivals, ", factors.size(), " factors and ", least.size(),
+             " least survivals");
 
   int64_t vocabulary_size;
   if (embedding.is_cpu() && embedding.scalar_type() == ScalarType::Byte) {
@@ -237,20 +250,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor ou
     vocabulary_size = chains.plain_rows.rows, chains.embedding_width = chains.plain_rows.columns;
   }
   const auto check_token = [&](const char* what, int64_t token) {
-    NEAP_CHECK(token >= 0 && token < vocabulary_size, kOp, ": ", what, " ", token, " is outside [0, ", vocabulary_size, ")");
+    NEAP_CHECK(token >= 0 && token < vocabulary_size, kOp, ": ", what, " ", token, " is outside [0, ", vocabulary_size,
+               ")");
   };
-  NEAP_CHECK(vocabulary.is_cpu() && vocabulary.scalar_type() == ScalarType::Long && vocabulary.dim() == 1 && vocabulary.is_contiguous(), kOp,
-             ": vocabulary must be a contiguous int64 vector on the CPU");
+  NEAP_CHECK(vocabulary.is_cpu() && vocabulary.scalar_type() == ScalarType::Long && vocabulary.dim() == 1 &&
+                 vocabulary.is_contiguous(),
+             kOp, ": vocabulary must be a contiguous int64 vector on the CPU");
   chains.vocabulary = static_cast<const int64_t*>(vocabulary.const_data_ptr());
   const int64_t drafts = vocabulary.size(0);
   NEAP_CHECK(drafts >= kTop && drafts < INT32_MAX, kOp, ": vocabulary has ", drafts, " tokens, want at least ", kTop);
   for (int64_t i = 0; i < drafts; ++i) check_token("draft token", chains.vocabulary[i]);
 
-  const int64_t inner = packed_view(kOp, "gate", packed[2]).out_features, router_width = packed_view(kOp, "hidden", packed[6]).out_features;
+  const int64_t inner = packed_view(kOp, "gate", packed[2]).out_features,
+                router_width = packed_view(kOp, "hidden", packed[6]).out_features;
   chains.fuse = product("fuse", packed[0], 3 * chains.depth_width + chains.embedding_width, width);
   chains.next = product("next", packed[1], width + chains.embedding_width, width);
   chains.gated = product("gate", packed[2], width, inner);
-  chains.gated.up = packed_of_size(kOp, "up", packed[3], inner, width), chains.gated.gated = true, chains.gated.activation = kSilu;
+  chains.gated.up = packed_of_size(kOp, "up", packed[3], inner, width), chains.gated.gated = true,
+  chains.gated.activation = kSilu;
   chains.down = product("down", packed[4], inner, width);
   chains.rows = product("rows", packed[5], width, drafts);
   chains.hidden = product("hidden", packed[6], width, router_width);
@@ -266,23 +283,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor ou
   chains.top.rows = {nullptr, kFloat32, drafts, width}, chains.top.k = kTop;
   RouteArgs& route = chains.route;
   route.hidden = {nullptr, kFloat32, router_width, width}, route.k = kTop;
-  route.bias = floats(vectors[3]), route.output = floats(vectors[4]), route.feature_weight = floats(vectors[5]), route.skip = floats(vectors[6]);
+  route.bias = floats(vectors[3]), route.output = floats(vectors[4]), route.feature_weight = floats(vectors[5]),
+  route.skip = floats(vectors[6]);
   route.shift = (float)shift, route.eps = (float)eps, route.lowest = (float)lowest, route.highest = (float)highest;
 
   int64_t from = 0;
   for (size_t s = 0; s < n; ++s) {
-    NEAP_CHECK(counts[s] >= 1 && from + counts[s] <= (int64_t)tokens.size(), kOp, ": sequence ", (int64_t)s, " has ", counts[s], " of ", tokens.size(), " tokens");
-    NEAP_CHECK(rooms[s] >= 1 && rooms[s] <= max_drafts && places[s] >= 0, kOp, ": sequence ", (int64_t)s, " has room for ", rooms[s], " drafts from place ", places[s],
-               " on, want 1 to ", max_drafts, " from 0 on");
-    chains.sequences.push_back({tokens.data() + from, counts[s], places[s], rooms[s], (float)survivals[s], (float)factors[s], (float)least[s]});
+    NEAP_CHECK(counts[s] >= 1 && from + counts[s] <= (int64_t)tokens.size(), kOp, ": sequence ", (int64_t)s, " has ",
+               counts[s], " of ", tokens.size(), " tokens");
+    NEAP_CHECK(rooms[s] >= 1 && rooms[s] <= max_drafts && places[s] >= 0, kOp, ": sequence ", (int64_t)s,
+               " has room for ", rooms[s], " drafts from place ", places[s], " on, want 1 to ", max_drafts,
+               " from 0 on");
+    chains.sequences.push_back({tokens.data() + from, counts[s], places[s], rooms[s], (float)survivals[s],
+                                (float)factors[s], (float)least[s]});
     from += counts[s];
   }
-  NEAP_CHECK(from == (int64_t)tokens.size(), kOp, ": the counts sum to ", from, ", but there are ", tokens.size(), " tokens");
+  NEAP_CHECK(from == (int64_t)tokens.size(), kOp, ": the counts sum to ", from, ", but there are ", tokens.size(),
+             " tokens");
   for (const int64_t token : tokens) check_token("token", token);
 
-  Tensor drafted = empty({count, max_drafts}, aoti_torch_dtype_int64()), lengths = empty({count}, aoti_torch_dtype_int64());
+  Tensor drafted = empty({count, max_drafts}, aoti_torch_dtype_int64()),
+         lengths = empty({count}, aoti_torch_dtype_int64());
   Tensor probabilities = empty({count, max_drafts}), reached = empty({count, max_drafts, width});
-  chains.tokens = static_cast<int64_t*>(drafted.mutable_data_ptr()), chains.lengths = static_cast<int64_t*>(lengths.mutable_data_ptr());
+  chains.tokens = static_cast<int64_t*>(drafted.mutable_data_ptr()),
+  chains.lengths = static_cast<int64_t*>(lengths.mutable_data_ptr());
   chains.probabilities = mutable_floats(probabilities), chains.outputs = mutable_floats(reached);
   std::fill_n(chains.tokens, drafted.numel(), -1);
   std::fill_n(chains.probabilities, probabilities.numel(), 0.f);
@@ -290,8 +314,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor ou
   if (count == 0) return {drafted, probabilities, lengths, reached};
 
   double products = 2.0 * (double)width * (double)inner + (double)drafts * width;
-  for (const LinearArgs* product : {&chains.next, &chains.down, &chains.hidden}) products += (double)product->in_features * (double)product->out_features;
-  chains.ranks = std::clamp<int64_t>((int64_t)(products * (double)count / (double)kGrainFlops), 1, torch::stable::get_num_threads());
+  for (const LinearArgs* product : {&chains.next, &chains.down, &chains.hidden})
+    products += (double)product->in_features * (double)product->out_features;
+  chains.ranks = std::clamp<int64_t>((int64_t)(products * (double)count / (double)kGrainFlops), 1,
+                                     torch::stable::get_num_threads());
   Arena size(nullptr);
   chains.lay_out(&size);
   Arena arena(thread_scratch(size.used()));

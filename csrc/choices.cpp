@@ -10,7 +10,8 @@ Tensor choose(const char* op, const char* name, const Tensor& scores, const Tens
   const Call call(op, scores);
   call.rows(name, scores, {-1, -1});
   ChoiceArgs args{};
-  args.rows = scores.size(0), args.vocabulary = scores.size(1), args.stride = scores.stride(0), args.scores = scores.const_data_ptr();
+  args.rows = scores.size(0), args.vocabulary = scores.size(1), args.stride = scores.stride(0),
+  args.scores = scores.const_data_ptr();
   args.type = scores.scalar_type() == ScalarType::Double ? kWeights64 : (Weighting)call.dtype(name, scores);
   NEAP_CHECK(args.rows == 0 || args.vocabulary > 0, op, ": ", name, " have no columns");
   if (uniforms) {
@@ -22,15 +23,17 @@ Tensor choose(const char* op, const char* name, const Tensor& scores, const Tens
   if (args.rows == 0) return choices;
   args.choices = static_cast<int64_t*>(choices.mutable_data_ptr());
   if (call.on_cpu())
-    parallel(args.rows, (double)args.rows * args.vocabulary, [&](int64_t b, int64_t e) { neap::kernels().choose(args, b, e); });
-  else
-    call.on_gpu([&](void* stream) { return launch_choose(args, stream); });
+    parallel(args.rows, (double)args.rows * args.vocabulary,
+             [&](int64_t b, int64_t e) { neap::kernels().choose(args, b, e); });
+  else call.on_gpu([&](void* stream) { return launch_choose(args, stream); });
   return choices;
 }
 
 Tensor choose_greedy(Tensor logits) { return choose("choose_greedy", "logits", logits, nullptr); }
 
-Tensor choose_sampled(Tensor probabilities, Tensor uniforms) { return choose("choose_sampled", "probabilities", probabilities, &uniforms); }
+Tensor choose_sampled(Tensor probabilities, Tensor uniforms) {
+  return choose("choose_sampled", "probabilities", probabilities, &uniforms);
+}
 
 }  // namespace
 }  // namespace neap::binding
@@ -40,11 +43,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
   m.def("choose_sampled(Tensor probabilities, Tensor uniforms) -> Tensor");
 }
 
-#define NEAP_REGISTER(device)                                  \
-  STABLE_TORCH_LIBRARY_IMPL(neap, device, m) {                 \
-    using namespace neap::binding;                             \
-    m.impl("choose_greedy", TORCH_BOX(&choose_greedy));        \
-    m.impl("choose_sampled", TORCH_BOX(&choose_sampled));      \
+#define NEAP_REGISTER(device)                             \
+  STABLE_TORCH_LIBRARY_IMPL(neap, device, m) {            \
+    using namespace neap::binding;                        \
+    m.impl("choose_greedy", TORCH_BOX(&choose_greedy));   \
+    m.impl("choose_sampled", TORCH_BOX(&choose_sampled)); \
   }
 NEAP_REGISTER(CPU)
 #if defined(NEAP_WITH_CUDA)

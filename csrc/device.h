@@ -1,4 +1,5 @@
-// Shared by the ops that run on CPU and GPU: argument checks, allocation on the input's device, and launches on its current stream.
+// Shared by the ops that run on CPU and GPU: argument checks, allocation on the input's device, and launches on its
+// current stream.
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
 
@@ -23,15 +24,18 @@ class Call {
     bool fits = t.dim() == (int64_t)sizes.size();
     for (size_t i = 0; fits && i < sizes.size(); ++i) fits = sizes[i] < 0 || t.size(i) == sizes[i];
     std::string wanted;
-    for (int64_t size : sizes) wanted += (wanted.empty() ? "" : ", ") + (size < 0 ? std::string("any") : std::to_string(size));
+    for (int64_t size : sizes)
+      wanted += (wanted.empty() ? "" : ", ") + (size < 0 ? std::string("any") : std::to_string(size));
     NEAP_CHECK(fits, op_, ": ", name, " has shape ", text(t), ", want [", wanted, "]");
-    NEAP_CHECK(t.is_cpu() == cpu_ && (cpu_ || t.get_device_index() == first_.get_device_index()), op_, ": ", name, " is on another device than the first tensor");
+    NEAP_CHECK(t.is_cpu() == cpu_ && (cpu_ || t.get_device_index() == first_.get_device_index()), op_, ": ", name,
+               " is on another device than the first tensor");
   }
 
   // A matrix whose rows are contiguous; the stride between rows is arbitrary.
   void rows(const char* name, const Tensor& t, const Sizes& sizes) const {
     shape(name, t, sizes);
-    NEAP_CHECK(t.numel() == 0 || t.size(1) == 1 || t.stride(1) == 1, op_, ": the last dimension of ", name, " must be contiguous");
+    NEAP_CHECK(t.numel() == 0 || t.size(1) == 1 || t.stride(1) == 1, op_, ": the last dimension of ", name,
+               " must be contiguous");
   }
 
   void contiguous(const char* name, const Tensor& t, const Sizes& sizes) const {
@@ -58,10 +62,12 @@ class Call {
 
   Tensor empty(const Sizes& sizes, int32_t dtype) const {
     Sizes strides(sizes.size(), 1);
-    for (int64_t i = (int64_t)sizes.size() - 2; i >= 0; --i) strides[i] = strides[i + 1] * std::max<int64_t>(sizes[i + 1], 1);
+    for (int64_t i = (int64_t)sizes.size() - 2; i >= 0; --i)
+      strides[i] = strides[i + 1] * std::max<int64_t>(sizes[i + 1], 1);
     AtenTensorHandle handle = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype,
-                                                    cpu_ ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(), cpu_ ? 0 : first_.get_device_index(), &handle));
+                                                    cpu_ ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda(),
+                                                    cpu_ ? 0 : first_.get_device_index(), &handle));
     return Tensor(handle);
   }
 

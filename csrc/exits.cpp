@@ -23,11 +23,12 @@ std::tuple<Tensor, Tensor, Tensor> draft_top(Tensor x, Tensor rows, std::optiona
   args.tokens = x.size(0);
   args.rows = call.weight("rows", rows, -1, x.size(1));
   if (bias) args.bias = call.floats("bias", *bias, {args.rows.rows});
-  NEAP_CHECK(k >= 1 && k <= kMaxTop && k <= args.rows.rows && args.rows.rows < INT32_MAX, "draft_top: k is ", k, ", want 1 to ", (int)kMaxTop, " of ",
-             args.rows.rows, " rows");
+  NEAP_CHECK(k >= 1 && k <= kMaxTop && k <= args.rows.rows && args.rows.rows < INT32_MAX, "draft_top: k is ", k,
+             ", want 1 to ", (int)kMaxTop, " of ", args.rows.rows, " rows");
   args.k = (int)k;
   const int64_t blocks = ceil_div(args.rows.rows, kVocabularyBlock), items = blocks * args.tokens;
-  Tensor values = call.empty({args.tokens, k}, aoti_torch_dtype_float32()), indices = call.empty({args.tokens, k}, aoti_torch_dtype_int64());
+  Tensor values = call.empty({args.tokens, k}, aoti_torch_dtype_float32()),
+         indices = call.empty({args.tokens, k}, aoti_torch_dtype_int64());
   Tensor log_mass = call.empty({args.tokens}, aoti_torch_dtype_float32());
   if (args.tokens == 0) return {values, indices, log_mass};
   Tensor scratch = call.empty({items * (2 * k + 2)}, aoti_torch_dtype_float32());
@@ -39,7 +40,8 @@ std::tuple<Tensor, Tensor, Tensor> draft_top(Tensor x, Tensor rows, std::optiona
   args.log_mass = static_cast<float*>(log_mass.mutable_data_ptr());
   if (call.on_cpu()) {
     const Kernels& kernels = neap::kernels();
-    parallel(blocks, (double)args.rows.rows * args.rows.columns * args.tokens, [&](int64_t b, int64_t e) { kernels.draft_blocks(args, b, e); });
+    parallel(blocks, (double)args.rows.rows * args.rows.columns * args.tokens,
+             [&](int64_t b, int64_t e) { kernels.draft_blocks(args, b, e); });
     kernels.draft_join(args, 0, args.tokens);
   } else {
     call.on_gpu([&](void* stream) { return launch_draft_top(args, stream); });
@@ -47,15 +49,17 @@ std::tuple<Tensor, Tensor, Tensor> draft_top(Tensor x, Tensor rows, std::optiona
   return {values, indices, log_mass};
 }
 
-Tensor route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top, Tensor log_mass, Tensor distance,
-             double shift, double eps, double lowest, double highest, Tensor tickets) {
+Tensor route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top,
+             Tensor log_mass, Tensor distance, double shift, double eps, double lowest, double highest,
+             Tensor tickets) {
   const Call call("route", x);
   call.rows("x", x, {-1, -1});
   RouteArgs args{};
   args.x = x.const_data_ptr(), args.dtype = call.dtype("x", x), args.x_stride = x.stride(0), args.tokens = x.size(0);
   const int64_t tokens = args.tokens, columns = x.size(1);
   args.hidden = call.weight("hidden", hidden, -1, columns);
-  NEAP_CHECK(args.dtype == kFloat32 || args.dtype == args.hidden.dtype, "route: x must be float32 or of hidden's dtype");
+  NEAP_CHECK(args.dtype == kFloat32 || args.dtype == args.hidden.dtype,
+             "route: x must be float32 or of hidden's dtype");
   const int64_t width = args.hidden.rows;
   args.bias = call.floats("bias", bias, {width}), args.output = call.floats("output", output, {width});
   args.feature_weight = call.floats("feature_weight", feature_weight, {kFeatures, width});
@@ -63,17 +67,19 @@ Tensor route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature
   args.top = call.floats("top", top, {tokens, -1});
   NEAP_CHECK(top.size(1) >= 1, "route: top has no columns");
   args.k = (int)top.size(1);
-  args.log_mass = call.floats("log_mass", log_mass, {tokens}), args.distance = call.integers("distance", distance, {tokens});
+  args.log_mass = call.floats("log_mass", log_mass, {tokens}),
+  args.distance = call.integers("distance", distance, {tokens});
   args.shift = (float)shift, args.eps = (float)eps, args.lowest = (float)lowest, args.highest = (float)highest;
   call.contiguous("tickets", tickets, {-1});
-  NEAP_CHECK(tickets.scalar_type() == ScalarType::Int && tickets.size(0) >= route_tiles(tokens), "route: tickets must be int32 zeros, at least ",
-             route_tiles(tokens), " of them");
+  NEAP_CHECK(tickets.scalar_type() == ScalarType::Int && tickets.size(0) >= route_tiles(tokens),
+             "route: tickets must be int32 zeros, at least ", route_tiles(tokens), " of them");
   Tensor probability = call.empty({tokens}, aoti_torch_dtype_float32());
   if (tokens == 0) return probability;
   args.probability = static_cast<float*>(probability.mutable_data_ptr());
   if (!call.on_cpu()) {
     Tensor partial = call.empty({tokens, route_blocks(width)}, aoti_torch_dtype_float32());
-    args.inner = static_cast<float*>(partial.mutable_data_ptr()), args.tickets = static_cast<uint32_t*>(tickets.mutable_data_ptr());
+    args.inner = static_cast<float*>(partial.mutable_data_ptr()),
+    args.tickets = static_cast<uint32_t*>(tickets.mutable_data_ptr());
     call.on_gpu([&](void* stream) { return launch_route(args, stream); });
     return probability;
   }
@@ -92,15 +98,16 @@ Tensor route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature
 STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
   m.def("draft_top(Tensor x, Tensor rows, Tensor? bias, int k) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top, Tensor log_mass, Tensor distance, "
-      "float shift, float eps, float lowest, float highest, Tensor(a!) tickets) -> Tensor");
+      "route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature_weight, Tensor skip, Tensor top, "
+      "Tensor log_mass, Tensor distance, float shift, float eps, float lowest, float highest, Tensor(a!) tickets) "
+      "-> Tensor");
 }
 
-#define NEAP_REGISTER(device)                                  \
-  STABLE_TORCH_LIBRARY_IMPL(neap, device, m) {                 \
-    using namespace neap::binding;                             \
-    m.impl("draft_top", TORCH_BOX(&draft_top));                \
-    m.impl("route", TORCH_BOX(&route));                        \
+#define NEAP_REGISTER(device)                   \
+  STABLE_TORCH_LIBRARY_IMPL(neap, device, m) {  \
+    using namespace neap::binding;              \
+    m.impl("draft_top", TORCH_BOX(&draft_top)); \
+    m.impl("route", TORCH_BOX(&route));         \
   }
 NEAP_REGISTER(CPU)
 #if defined(NEAP_WITH_CUDA)

@@ -15,8 +15,8 @@ uint16_t half_at(const uint8_t* p) {
 
 // The quants and scales of one GGUF block, in the order of the inputs.
 struct Block {
-  uint8_t quants[256];     // unsigned: the format's bias is not subtracted. Q8_0: signed, two's complement
-  uint16_t d, minimum;     // float16 bits; `minimum` is m of Q4_1 and Q5_1, dmin of Q4_K and Q5_K
+  uint8_t quants[256];              // unsigned: the format's bias is not subtracted. Q8_0: signed, two's complement
+  uint16_t d, minimum;              // float16 bits; `minimum` is m of Q4_1 and Q5_1, dmin of Q4_K and Q5_K
   uint8_t scales[16], minimums[8];  // of the groups of a super-block; Q6_K: signed scales
 };
 
@@ -74,7 +74,7 @@ void read_super(Format format, const uint8_t* p, Block* block) {
     }
 }
 
-// Writes the quants of a group for output `lane`. `quants` is the group's first byte in the panel, which must be 0 before.
+// Writes the quants of a group for output `lane`. `quants` is the group's first byte in the panel, 0 before.
 void place_quants(const Layout& layout, const uint8_t* from, int lane, uint8_t* quants) {
   const auto add_bits = [&](int64_t line, int64_t shift, uint32_t bits) {
     uint8_t* at = quants + line * kPanel * 4 + lane * 4;
@@ -97,8 +97,8 @@ void place_quants(const Layout& layout, const uint8_t* from, int lane, uint8_t* 
 
 }  // namespace
 
-void pack_panel(Format format, const void* weight, int64_t out_features, int64_t in_features, int64_t row_stride, int64_t column_stride, int64_t panel,
-                uint8_t* out) {
+void pack_panel(Format format, const void* weight, int64_t out_features, int64_t in_features, int64_t row_stride,
+                int64_t column_stride, int64_t panel, uint8_t* out) {
   const int64_t size = format == kPlain32 ? 4 : 2, first = panel * kPanel, pair = format == kPlainBf16 ? 2 : 1;
   const int64_t lanes = std::min(kPanel, out_features - first);
   std::memset(out, 0, panel_bytes(format, in_features));
@@ -110,7 +110,8 @@ void pack_panel(Format format, const void* weight, int64_t out_features, int64_t
   }
 }
 
-void pack_blocks(Format format, const uint8_t* rows, int64_t out_features, int64_t in_features, int64_t panel, uint8_t* out) {
+void pack_blocks(Format format, const uint8_t* rows, int64_t out_features, int64_t in_features, int64_t panel,
+                 uint8_t* out) {
   const Layout& layout = kLayouts[format];
   const int64_t row_bytes = in_features / layout.source_inputs * layout.source_bytes, first = panel * kPanel;
   const int64_t lanes = std::min(kPanel, out_features - first);

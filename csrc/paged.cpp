@@ -27,22 +27,26 @@ int64_t slot_seen(const PagedArgs& args, int64_t t, int64_t p, int64_t head) {
   return slot_at(args, args.table_indices[t], p < args.branches[t] ? p : p + args.kept_at[t] - args.positions[t], head);
 }
 
-// Checks the contents of block_tables, table_indices, positions, kept_at and branches. CPU only: on a GPU this would need a synchronisation.
+// Checks the contents of block_tables, table_indices, positions, kept_at and branches. CPU only: on a GPU this would
+// need a synchronisation.
 void check_indices(const PagedArgs& args) {
   for (int64_t t = 0; t < args.tokens; ++t) {
-    const int64_t table = args.table_indices[t], position = args.positions[t], kept_at = args.kept_at[t], branch = args.branches[t];
+    const int64_t table = args.table_indices[t], position = args.positions[t], kept_at = args.kept_at[t],
+                  branch = args.branches[t];
     if (position < 0) continue;
-    NEAP_CHECK(table >= 0 && table < args.num_tables, "paged_attention: token ", t, " has table index ", table, ", but there are ", args.num_tables,
-               " block tables");
-    NEAP_CHECK(position < args.table_blocks * args.block_tokens, "paged_attention: token ", t, " has position ", position,
-               ", but its block table has ", args.table_blocks, " blocks of ", args.block_tokens, " tokens");
-    NEAP_CHECK(branch >= 0 && branch <= position, "paged_attention: token ", t, " has position ", position, ", but its branch begins at ", branch);
-    NEAP_CHECK(kept_at >= position && kept_at < args.table_blocks * args.block_tokens, "paged_attention: token ", t, " is kept at position ", kept_at,
-               ", but its block table has ", args.table_blocks, " blocks of ", args.block_tokens, " tokens");
+    NEAP_CHECK(table >= 0 && table < args.num_tables, "paged_attention: token ", t, " has table index ", table,
+               ", but there are ", args.num_tables, " block tables");
+    NEAP_CHECK(position < args.table_blocks * args.block_tokens, "paged_attention: token ", t, " has position ",
+               position, ", but its block table has ", args.table_blocks, " blocks of ", args.block_tokens, " tokens");
+    NEAP_CHECK(branch >= 0 && branch <= position, "paged_attention: token ", t, " has position ", position,
+               ", but its branch begins at ", branch);
+    NEAP_CHECK(kept_at >= position && kept_at < args.table_blocks * args.block_tokens, "paged_attention: token ", t,
+               " is kept at position ", kept_at, ", but its block table has ", args.table_blocks, " blocks of ",
+               args.block_tokens, " tokens");
     const auto check_block = [&](int64_t i) {
       const int64_t block = args.block_tables[table * args.table_blocks + i];
-      NEAP_CHECK(block >= 0 && block < args.num_blocks, "paged_attention: entry ", i, " of block table ", table, " is ", block, ", but the pool has ",
-                 args.num_blocks, " blocks");
+      NEAP_CHECK(block >= 0 && block < args.num_blocks, "paged_attention: entry ", i, " of block table ", table, " is ",
+                 block, ", but the pool has ", args.num_blocks, " blocks");
     };
     const auto check_blocks = [&](int64_t from, int64_t end) {
       for (int64_t i = from / args.block_tokens; from < end && i <= (end - 1) / args.block_tokens; ++i) check_block(i);
@@ -61,7 +65,8 @@ void write(const PagedArgs& args) {
     for (int64_t h = 0; h < args.kv_heads; ++h) {
       const int64_t slot = slot_at(args, args.table_indices[t], args.kept_at[t], h);
       std::memcpy(keys + slot * args.width, k + t * args.k_token + h * args.k_head, args.width * sizeof(E));
-      std::memcpy(values + slot * args.value_width, v + t * args.v_token + h * args.v_head, args.value_width * sizeof(E));
+      std::memcpy(values + slot * args.value_width, v + t * args.v_token + h * args.v_head,
+                  args.value_width * sizeof(E));
     }
   }
 }
@@ -77,13 +82,14 @@ float dot(const float* query, const E* key, int64_t width) {
   return total;
 }
 
-// Item: a (token, query head). `scratch`: room for a query, an output row, and one score per key of the longest sequence.
+// Item: a (token, query head). `scratch`: room for a query, an output row, and a score per key of the longest one.
 template <class E>
 void attend(const PagedArgs& args, float* scratch, int64_t begin, int64_t end) {
   const E *keys = static_cast<const E*>(args.keys), *values = static_cast<const E*>(args.values);
   float *query = scratch, *sums = query + args.width, *weights = sums + args.value_width;
   for (int64_t item = begin; item < end; ++item) {
-    const int64_t t = item / args.heads, head = item % args.heads, own = head / (args.heads / args.kv_heads), position = args.positions[t];
+    const int64_t t = item / args.heads, head = item % args.heads, own = head / (args.heads / args.kv_heads),
+                  position = args.positions[t];
     E* out = static_cast<E*>(args.out) + item * args.value_width;
     std::fill_n(sums, args.value_width, 0.f);
     if (position < 0) {
@@ -118,15 +124,18 @@ void run_on_cpu(const PagedArgs& args) {
     const int64_t count = args.positions[t] < 0 ? 0 : args.positions[t] - first_seen(args, args.positions[t]) + 1;
     longest = std::max(longest, count), pairs += (double)count * args.heads;
   }
-  parallel(args.tokens * args.heads, pairs * (args.width + args.value_width),
-           [&](int64_t b, int64_t e) { attend<E>(args, thread_scratch(args.width + args.value_width + longest), b, e); });
+  parallel(args.tokens * args.heads, pairs * (args.width + args.value_width), [&](int64_t b, int64_t e) {
+    attend<E>(args, thread_scratch(args.width + args.value_width + longest), b, e);
+  });
 }
 
 // Checks q, k or v and returns the strides of a token and of a head. The numbers of a head must be contiguous.
-void strided(const Call& call, const char* name, const Tensor& t, const Sizes& sizes, Dtype dtype, int64_t& token, int64_t& head) {
+void strided(const Call& call, const char* name, const Tensor& t, const Sizes& sizes, Dtype dtype, int64_t& token,
+             int64_t& head) {
   call.shape(name, t, sizes);
   NEAP_CHECK(call.dtype(name, t) == dtype, "paged_attention: ", name, " is of another dtype than q");
-  NEAP_CHECK(t.numel() == 0 || t.size(2) == 1 || t.stride(2) == 1, "paged_attention: the last dimension of ", name, " must be contiguous");
+  NEAP_CHECK(t.numel() == 0 || t.size(2) == 1 || t.stride(2) == 1, "paged_attention: the last dimension of ", name,
+             " must be contiguous");
   token = t.stride(0), head = t.stride(1);
 }
 
@@ -136,8 +145,9 @@ void* pool(const Call& call, const char* name, Tensor& t, const Sizes& sizes, Dt
   return t.mutable_data_ptr();
 }
 
-Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, Tensor block_tables, Tensor table_indices,
-                       Tensor positions, Tensor kept_at, Tensor branches, double scaling, double softcap, int64_t window) {
+Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, Tensor block_tables,
+                       Tensor table_indices, Tensor positions, Tensor kept_at, Tensor branches, double scaling,
+                       double softcap, int64_t window) {
   const Call call("paged_attention", q);
   PagedArgs args{};
   args.dtype = call.dtype("q", q);
@@ -147,18 +157,22 @@ Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values,
   args.kv_heads = k.size(1);
   strided(call, "v", v, {args.tokens, args.kv_heads, -1}, args.dtype, args.v_token, args.v_head);
   args.value_width = v.size(2);
-  NEAP_CHECK(args.kv_heads > 0 && args.heads > 0 && args.heads % args.kv_heads == 0, "paged_attention: ", args.heads, " query heads cannot share ",
-             args.kv_heads, " key heads");
+  NEAP_CHECK(args.kv_heads > 0 && args.heads > 0 && args.heads % args.kv_heads == 0, "paged_attention: ", args.heads,
+             " query heads cannot share ", args.kv_heads, " key heads");
   NEAP_CHECK(args.width > 0 && args.value_width > 0, "paged_attention: the heads' width is 0");
   args.keys = pool(call, "keys", keys, {-1, args.kv_heads, -1, args.width}, args.dtype);
   args.num_blocks = keys.size(0), args.block_tokens = keys.size(2);
-  args.values = pool(call, "values", values, {args.num_blocks, args.kv_heads, args.block_tokens, args.value_width}, args.dtype);
+  args.values =
+      pool(call, "values", values, {args.num_blocks, args.kv_heads, args.block_tokens, args.value_width}, args.dtype);
   args.block_tables = call.integers("block_tables", block_tables, {-1, -1});
   args.num_tables = block_tables.size(0), args.table_blocks = block_tables.size(1);
-  NEAP_CHECK(args.block_tokens > 0 && args.block_tokens * args.table_blocks < INT32_MAX, "paged_attention: block tables of ",
-             args.table_blocks, " blocks of ", args.block_tokens, " tokens are empty or too long");
-  args.table_indices = call.integers("table_indices", table_indices, {args.tokens}), args.positions = call.integers("positions", positions, {args.tokens});
-  args.kept_at = call.integers("kept_at", kept_at, {args.tokens}), args.branches = call.integers("branches", branches, {args.tokens});
+  NEAP_CHECK(args.block_tokens > 0 && args.block_tokens * args.table_blocks < INT32_MAX,
+             "paged_attention: block tables of ", args.table_blocks, " blocks of ", args.block_tokens,
+             " tokens are empty or too long");
+  args.table_indices = call.integers("table_indices", table_indices, {args.tokens}),
+  args.positions = call.integers("positions", positions, {args.tokens});
+  args.kept_at = call.integers("kept_at", kept_at, {args.tokens}),
+  args.branches = call.integers("branches", branches, {args.tokens});
   NEAP_CHECK(softcap >= 0 && window >= 0, "paged_attention: softcap and window must be at least 0 (0: none)");
   args.scaling = (float)scaling, args.softcap = (float)softcap, args.window = window;
   args.q = q.const_data_ptr(), args.k = k.const_data_ptr(), args.v = v.const_data_ptr();
@@ -173,7 +187,8 @@ Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values,
                " are too wide, or there are too many of them, for a GPU");
     Tensor partials = call.empty({plan.num_partials(args.tokens)}, aoti_torch_dtype_float32());
     Tensor tickets = call.empty({plan.num_tickets(args.tokens)}, aoti_torch_dtype_int32());
-    args.partials = static_cast<float*>(partials.mutable_data_ptr()), args.tickets = static_cast<uint32_t*>(tickets.mutable_data_ptr());
+    args.partials = static_cast<float*>(partials.mutable_data_ptr()),
+    args.tickets = static_cast<uint32_t*>(tickets.mutable_data_ptr());
     call.on_gpu([&](void* stream) { return launch_paged_attention(args, plan, stream); });
     return out;
   }
@@ -191,14 +206,13 @@ Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values,
 
 STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
   m.def(
-      "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor block_tables, Tensor table_indices, "
-      "Tensor positions, Tensor kept_at, Tensor branches, float scaling, float softcap=0., int window=0) -> Tensor");
+      "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor block_tables, "
+      "Tensor table_indices, Tensor positions, Tensor kept_at, Tensor branches, float scaling, float softcap=0., "
+      "int window=0) -> Tensor");
 }
 
-#define NEAP_REGISTER(device)                                              \
-  STABLE_TORCH_LIBRARY_IMPL(neap, device, m) {                             \
-    m.impl("paged_attention", TORCH_BOX(&neap::binding::paged_attention)); \
-  }
+#define NEAP_REGISTER(device) \
+  STABLE_TORCH_LIBRARY_IMPL(neap, device, m) { m.impl("paged_attention", TORCH_BOX(&neap::binding::paged_attention)); }
 NEAP_REGISTER(CPU)
 #if defined(NEAP_WITH_CUDA)
 NEAP_REGISTER(CUDA)

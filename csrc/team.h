@@ -1,5 +1,6 @@
-// Several steps of parallel work in one parallel region. Each thread has a part of a step, and takes over the parts that others have
-// not begun. A step has ended when all of it is done: a thread that the system has preempted between two parts holds nobody up.
+// Several steps of parallel work in one parallel region. Each thread has a part of a step, and takes over the parts
+// that others have not begun. A step has ended when all of it is done: a thread that the system has preempted between
+// two parts holds nobody up.
 #pragma once
 #include <atomic>
 #include <thread>
@@ -19,22 +20,26 @@ struct TeamState {
   alignas(64) std::atomic<int64_t> gathered{0};
 };
 
-// One thread's place in a team. Its rank numbers what is its own, such as scratch memory. Every thread calls the same functions in the same
-// order with the same numbers of items. A thread that is late finds its steps done, and goes on to the one that is not.
+// One thread's place in a team. Its rank numbers what is its own, such as scratch memory. Every thread calls the same
+// functions in the same order with the same numbers of items. A thread that is late finds its steps done, and goes on
+// to the one that is not.
 class Team {
  public:
-  Team(int64_t rank, int64_t count, TeamState* state) : rank(rank), size((int64_t)state->parts.size()), count_(count), state_(*state) {}
+  Team(int64_t rank, int64_t count, TeamState* state)
+      : rank(rank), size((int64_t)state->parts.size()), count_(count), state_(*state) {}
 
   const int64_t rank, size;
 
-  // Whether the next step, of so many items, has some that nobody has claimed. Until then its inputs are as the step before has left them.
+  // Whether the next step, of so many items, has some that nobody has claimed. Until then its inputs are as the step
+  // before has left them.
   bool has_work(int64_t items) const {
     for (int64_t r = 0; r < size; ++r)
       if (state_.parts[r].claimed.load(std::memory_order_acquire) < end_ + items * (r + 1) / size) return true;
     return false;
   }
 
-  // A step: a loop over items, of which this thread runs f(first, last) for those that it claims. Does not wait for the other threads.
+  // A step: a loop over items, of which this thread runs f(first, last) for those that it claims. Does not wait for
+  // others.
   template <class F>
   void share(int64_t items, const F& f) {
     const int64_t begin = end_;
@@ -58,7 +63,7 @@ class Team {
     wait([this] { return state_.done.load(std::memory_order_acquire) >= end_; });
   }
 
-  // Waits until every thread has arrived here. Between two gatherings one thread may change what decides which steps follow.
+  // Waits until every thread has arrived here. Between two gatherings one thread may change which steps follow.
   void gather() {
     gathered_ += size;
     state_.gathered.fetch_add(count_, std::memory_order_acq_rel);
@@ -66,7 +71,7 @@ class Team {
   }
 
  private:
-  // The other threads usually end within microseconds. If the system has preempted one, spinning on would waste the core.
+  // The other threads usually end within microseconds. If the system has preempted one, spinning on wastes the core.
   static constexpr int kSpins = 4000;
 
   template <class F>
@@ -101,7 +106,8 @@ void in_team(int64_t size, const F& f) {
   torch::stable::parallel_for(0, size, 1, run);
 }
 
-// Runs f(begin, end) over [0, items) on torch's threads. `flops`: work of all items. Each thread gets at least kGrainFlops of it.
+// Runs f(begin, end) over [0, items) on torch's threads. `flops`: work of all items. Each thread gets at least
+// kGrainFlops of it.
 template <class F>
 void parallel(int64_t items, double flops, const F& f) {
   if (items == 0) return;

@@ -15,16 +15,19 @@ struct TableHeader {
 
 }  // namespace
 
-// uint8: a header, and the description of each tensor, with its address. The tensors must outlive the table and keep their memory.
+// uint8: a header, and the description of each tensor, with its address. The tensors must outlive the table and keep
+// their memory.
 Tensor tensor_table(std::vector<Tensor> tensors) {
-  Tensor table = empty({(int64_t)(sizeof(TableHeader) + tensors.size() * sizeof(TensorInfo))}, aoti_torch_dtype_uint8());
+  Tensor table =
+      empty({(int64_t)(sizeof(TableHeader) + tensors.size() * sizeof(TensorInfo))}, aoti_torch_dtype_uint8());
   auto* bytes = static_cast<uint8_t*>(table.mutable_data_ptr());
   TableHeader header{{}, (int64_t)tensors.size()};
   std::memcpy(header.magic, kTableMagic, sizeof(kTableMagic));
   std::memcpy(bytes, &header, sizeof(header));
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& t = tensors[i];
-    NEAP_CHECK(t.dim() <= kTableDims, "tensor_table: a tensor has shape ", text(t), ", want at most ", kTableDims, " dimensions");
+    NEAP_CHECK(t.dim() <= kTableDims, "tensor_table: a tensor has shape ", text(t), ", want at most ", kTableDims,
+               " dimensions");
     TensorInfo info{};
     info.data = t.mutable_data_ptr(), info.elements = t.numel(), info.dims = t.dim(), info.type = t.scalar_type();
     info.on_cpu = t.is_cpu(), info.contiguous = t.is_contiguous();
@@ -36,7 +39,8 @@ Tensor tensor_table(std::vector<Tensor> tensors) {
 
 TensorTable table_of(const char* op, const char* name, const Tensor& table) {
   TableHeader header{};
-  const bool large = table.is_cpu() && table.scalar_type() == ScalarType::Byte && table.is_contiguous() && table.numel() >= (int64_t)sizeof(header);
+  const bool large = table.is_cpu() && table.scalar_type() == ScalarType::Byte && table.is_contiguous() &&
+                     table.numel() >= (int64_t)sizeof(header);
   const auto* bytes = large ? static_cast<const uint8_t*>(table.const_data_ptr()) : nullptr;
   if (bytes) std::memcpy(&header, bytes, sizeof(header));
   NEAP_CHECK(bytes && std::memcmp(header.magic, kTableMagic, sizeof(kTableMagic)) == 0 &&

@@ -1,5 +1,5 @@
-// Many tensors as one argument of an op. To hand over a list of tensors costs about a microsecond each, because after a pass over all
-// weights none of their descriptions is in the processor's caches.
+// Many tensors as one argument of an op. To hand over a list of tensors costs about a microsecond each, because after a
+// pass over all weights none of their descriptions is in the processor's caches.
 #pragma once
 #include "binding.h"
 

@@ -1,4 +1,5 @@
-// The ops that pack weights, unpack them, and look up their rows: argument checks, allocation and calls of pack.h and the CPU kernels.
+// The ops that pack weights, unpack them, and look up their rows: argument checks, allocation and calls of pack.h and
+// the CPU kernels.
 #include "packed.h"
 #include "team.h"
 
@@ -15,7 +16,7 @@ namespace neap::binding {
 
 namespace {
 
-// Asks for 2 MiB pages, which save page walks: weights are read from end to end at every pass. The system may ignore the advice.
+// Asks for 2 MiB pages, which save page walks: weights are read from end to end at every pass. The system may refuse.
 void advise_huge_pages(const Tensor& t) {
 #if defined(__linux__)
   constexpr uintptr_t kHuge = 2 << 20;
@@ -45,7 +46,9 @@ Tensor packed_matrix(Format format, int64_t out_features, int64_t in_features, c
 // Widens `depth` inputs, a depth block, of panel number `panel` from input k on: block [depth, 16].
 void widen_block(const PackedView& view, int64_t panel, int64_t k, int64_t depth, float* block) {
   const Matrix& matrix = view.matrix;
-  kernels().widen(matrix.format, matrix.panels + panel * matrix.panel_bytes + block_begin(matrix.format, k / kDepthBlock), depth, block);
+  kernels().widen(matrix.format,
+                  matrix.panels + panel * matrix.panel_bytes + block_begin(matrix.format, k / kDepthBlock), depth,
+                  block);
 }
 
 // Widens panel number `panel` to rows [16, in_features].
@@ -71,7 +74,8 @@ void widen_row(const PackedView& view, int64_t row, float* out) {
 }
 
 Tensor pack_linear(Tensor weight) {
-  NEAP_CHECK(weight.is_cpu() && weight.dim() == 2, "pack_linear: weight has shape ", text(weight), ", want 2 dimensions on the CPU");
+  NEAP_CHECK(weight.is_cpu() && weight.dim() == 2, "pack_linear: weight has shape ", text(weight),
+             ", want 2 dimensions on the CPU");
   const ScalarType type = weight.scalar_type();
   NEAP_CHECK(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16,
              "pack_linear: weight must be float32, float16 or bfloat16");
@@ -85,25 +89,30 @@ Tensor pack_linear(Tensor weight) {
 Tensor pack_blocks(Tensor blocks, std::string kind, int64_t in_features) {
   int found = kQ4_0;
   while (found < kFormats && kind != kLayouts[found].name) ++found;
-  NEAP_CHECK(found < kFormats, "pack_blocks: there is no format '", kind, "'; names are Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K");
+  NEAP_CHECK(found < kFormats, "pack_blocks: there is no format '", kind,
+             "'; names are Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K");
   const Format format = (Format)found;
   const Layout& layout = kLayouts[format];
   NEAP_CHECK(blocks.is_cpu() && blocks.scalar_type() == ScalarType::Byte && blocks.dim() == 2 && blocks.is_contiguous(),
              "pack_blocks: blocks must be contiguous uint8 [rows, bytes] on the CPU");
-  NEAP_CHECK(in_features >= 0 && in_features % layout.source_inputs == 0, "pack_blocks: ", in_features, " inputs do not divide into blocks of ",
-             layout.source_inputs);
-  NEAP_CHECK(blocks.size(1) == in_features / layout.source_inputs * layout.source_bytes, "pack_blocks: rows of ", blocks.size(1), " bytes, but ", in_features,
-             " inputs in ", kind, " take ", in_features / layout.source_inputs * layout.source_bytes);
+  NEAP_CHECK(in_features >= 0 && in_features % layout.source_inputs == 0, "pack_blocks: ", in_features,
+             " inputs do not divide into blocks of ", layout.source_inputs);
+  NEAP_CHECK(blocks.size(1) == in_features / layout.source_inputs * layout.source_bytes, "pack_blocks: rows of ",
+             blocks.size(1), " bytes, but ", in_features, " inputs in ", kind, " take ",
+             in_features / layout.source_inputs * layout.source_bytes);
   const uint8_t* rows = static_cast<const uint8_t*>(blocks.const_data_ptr());
-  return packed_matrix(format, blocks.size(0), in_features,
-                       [&](int64_t panel, uint8_t* out) { neap::pack_blocks(format, rows, blocks.size(0), in_features, panel, out); });
+  return packed_matrix(format, blocks.size(0), in_features, [&](int64_t panel, uint8_t* out) {
+    neap::pack_blocks(format, rows, blocks.size(0), in_features, panel, out);
+  });
 }
 
 void round_inputs_(Tensor packed) {
   const PackedView view = packed_view("round_inputs_", "packed", packed);
-  NEAP_CHECK(can_round_inputs(view.matrix.format), "round_inputs_: packed is a ", kLayouts[view.matrix.format].name, " matrix, want BF16 or GGUF's blocks");
+  NEAP_CHECK(can_round_inputs(view.matrix.format), "round_inputs_: packed is a ", kLayouts[view.matrix.format].name,
+             " matrix, want BF16 or GGUF's blocks");
   const int32_t rounds = 1;
-  std::memcpy(static_cast<uint8_t*>(packed.mutable_data_ptr()) + offsetof(PackedHeader, rounds_inputs), &rounds, sizeof(rounds));
+  std::memcpy(static_cast<uint8_t*>(packed.mutable_data_ptr()) + offsetof(PackedHeader, rounds_inputs), &rounds,
+              sizeof(rounds));
 }
 
 Tensor unpack_linear(Tensor packed) {
@@ -123,12 +132,14 @@ Tensor unpack_linear(Tensor packed) {
 
 Tensor packed_rows(Tensor packed, Tensor indices) {
   const PackedView view = packed_view("packed_rows", "packed", packed);
-  NEAP_CHECK(indices.is_cpu() && indices.scalar_type() == ScalarType::Long, "packed_rows: indices must be int64 on the CPU");
+  NEAP_CHECK(indices.is_cpu() && indices.scalar_type() == ScalarType::Long,
+             "packed_rows: indices must be int64 on the CPU");
   if (!indices.is_contiguous()) indices = torch::stable::contiguous(indices);
   const int64_t* wanted = static_cast<const int64_t*>(indices.const_data_ptr());
   const int64_t width = view.in_features;
   for (int64_t i = 0; i < indices.numel(); ++i)
-    NEAP_CHECK(wanted[i] >= 0 && wanted[i] < view.out_features, "packed_rows: index ", wanted[i], " is outside [0, ", view.out_features, ")");
+    NEAP_CHECK(wanted[i] >= 0 && wanted[i] < view.out_features, "packed_rows: index ", wanted[i], " is outside [0, ",
+               view.out_features, ")");
   Sizes shape = sizes_of(indices);
   shape.push_back(width);
   Tensor out = empty(shape);

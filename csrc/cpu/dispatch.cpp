@@ -1,7 +1,8 @@
 // Chooses the instruction set at run time, so that one library works on every machine of its architecture.
 //
-// The choice follows the processor's features and nothing else: instruction sets differ in the last bits of their results, so machines of
-// one kind must choose alike (decision 032). Each set asks for exactly what its object is compiled with: ISA_FLAGS in shared/ops/build.py.
+// The choice follows the processor's features and nothing else: instruction sets differ in the last bits of their
+// results, so machines of one kind must choose alike (decision 032). Each set asks for exactly what its object is
+// compiled with: ISA_FLAGS in shared/ops/build.py.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -39,7 +40,10 @@ const Kernels* candidate(int rank) {
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
-  if (rank == 0) return has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") ? &avx512bf16::table() : nullptr;
+  if (rank == 0)
+    return has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")
+               ? &avx512bf16::table()
+               : nullptr;
   if (rank == 1) return has_avx512 ? &avx512::table() : nullptr;
   if (rank == 2) return has_avx2 ? &avx2::table() : nullptr;
 #endif

@@ -12,9 +12,26 @@ namespace neap::NEAP_ISA {
 
 const Kernels& table() {
   static constexpr Kernels kernels = {
-      NEAP_STRINGIFY(NEAP_ISA), widen, linear_items, linear, rms_norm, rotary, place, round_row,
-      attention_scratch, attention, attention_split, attention_join,
-      kDotRows, row_dots, norm, draft_blocks, logit_blocks, draft_join, route_finish, choose,
+      NEAP_STRINGIFY(NEAP_ISA),
+      widen,
+      linear_items,
+      linear,
+      rms_norm,
+      rotary,
+      place,
+      round_row,
+      attention_scratch,
+      attention,
+      attention_split,
+      attention_join,
+      kDotRows,
+      row_dots,
+      norm,
+      draft_blocks,
+      logit_blocks,
+      draft_join,
+      route_finish,
+      choose,
   };
   return kernels;
 }

@@ -1,5 +1,5 @@
-// The launches of all kernels but paged attention. They share one translation unit because most of nvcc's time goes into reading
-// CUDA's headers, once per unit and architecture.
+// The launches of all kernels but paged attention. They share one translation unit because most of nvcc's time goes
+// into reading CUDA's headers, once per unit and architecture.
 #include <type_traits>
 
 #include "../include/choose.cuh"
@@ -35,7 +35,8 @@ namespace {
 
 template <class X, class W>
 int launch_route_of(const RouteArgs& args, void* stream) {
-  const bool fours = takes_four((const W*)args.hidden.data, args.hidden.columns) && takes_four((const X*)args.x, args.x_stride);
+  const bool fours =
+      takes_four((const W*)args.hidden.data, args.hidden.columns) && takes_four((const X*)args.x, args.x_stride);
   const dim3 grid((unsigned)route_blocks(args.hidden.rows), (unsigned)route_tiles(args.tokens));
   NEAP_LAUNCH((route_kernel<X, W>), grid, kThreads, stream, args, fours);
   return (int)cudaGetLastError();

@@ -1,4 +1,4 @@
-// The launches of paged attention. In a file of their own, because they take as long to compile as all other kernels together.
+// The launches of paged attention. In a file of their own, because they take as long to compile as all others.
 #include <type_traits>
 
 #include "../include/paged.cuh"
@@ -11,7 +11,8 @@ namespace {
 
 template <class E>
 void launch_paged_write(const PagedArgs& args, const PagedPlan& plan, cudaStream_t stream) {
-  const uint64_t steps = (uint64_t)args.k | (uint64_t)args.v | (uint64_t)(args.k_token | args.k_head | args.v_token | args.v_head) * sizeof(E);
+  const uint64_t steps = (uint64_t)args.k | (uint64_t)args.v |
+                         (uint64_t)(args.k_token | args.k_head | args.v_token | args.v_head) * sizeof(E);
   const dim3 grid((unsigned)args.tokens, 2);
   const int64_t num_tickets = plan.num_tickets(args.tokens);
   using Unit = std::conditional_t<sizeof(E) == 4, uint32_t, uint16_t>;
@@ -47,7 +48,8 @@ int launch_paged_attention(const PagedArgs& args, const PagedPlan& plan, void* s
     using E = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
     launch_paged_write<E>(args, plan, (cudaStream_t)stream);
     if (const int code = (int)cudaGetLastError()) return code;
-    return plan.wide ? launch_paged_of<E, 16 / sizeof(E)>(args, plan, stream) : launch_paged_of<E, 1>(args, plan, stream);
+    return plan.wide ? launch_paged_of<E, 16 / sizeof(E)>(args, plan, stream)
+                     : launch_paged_of<E, 1>(args, plan, stream);
   });
 }
 

@@ -1,14 +1,14 @@
 // Attention over a preallocated cache: grouped heads read in place, softmax over blocks of 256 keys.
 //
-// Keys and values are float32 or 16 bits wide. Products and sums are float32 in either case, so a result has the bits of attention over
-// the same numbers in float32.
+// Keys and values are float32 or 16 bits wide. Products and sums are float32 in either case, so a result has the bits
+// of attention over the same numbers in float32.
 //
-// Keys are cut into blocks, counted from key 0. A block yields, per row (a query of one head), the maximum score, the sum of
-// exponentials and the weighted sum of values. Blocks are joined in order. A row's result of a block depends on the keys that the row
-// sees alone: later keys get a weight of exactly 0, which changes no bit of a sum. So a row's result does not depend on the number of
-// queries in the pass, the length of the cache beyond the row's keys, or the number of threads. Blocks may also be computed separately
-// (attention_split) and joined later (attention_join). Online softmax as in FlashAttention (2205.14135), split keys as in
-// Flash-Decoding.
+// Keys are cut into blocks, counted from key 0. A block yields, per row (a query of one head), the maximum score, the
+// sum of exponentials and the weighted sum of values. Blocks are joined in order. A row's result of a block depends on
+// the keys that the row sees alone: later keys get a weight of exactly 0, which changes no bit of a sum. So a row's
+// result does not depend on the number of queries in the pass, the length of the cache beyond the row's keys, or the
+// number of threads. Blocks may also be computed separately (attention_split) and joined later (attention_join). Online
+// softmax as in FlashAttention (2205.14135), split keys as in Flash-Decoding.
 #pragma once
 #include "attention_block.h"
 
@@ -23,7 +23,8 @@ inline void begin_rows(const AttentionArgs& a, const QueryTile& t, const Scratch
 }
 
 // Adds a block's maximum, sum and values to the running ones of a row: one step of the online softmax.
-inline void join_row(int64_t width, const float* block, float block_max, float block_sum, float* total, float* total_max, float* total_sum) {
+inline void join_row(int64_t width, const float* block, float block_max, float block_sum, float* total,
+                     float* total_max, float* total_sum) {
   if (block_max == kMinusInfinity) return;
   const float largest = block_max > *total_max ? block_max : *total_max;
   const Vec keep = exp(splat(*total_max - largest)), add = exp(splat(block_max - largest));
@@ -36,7 +37,8 @@ inline void finish_rows(const AttentionArgs& a, const QueryTile& t, const Scratc
   for (int64_t row = 0; row < t.rows; ++row) {
     const int64_t head = t.kv_head * t.group + row % t.group, query = t.query + row / t.group;
     float* out = a.out + ((t.batch * a.queries + query) * a.heads + head) * a.value_width;
-    const float inverse = s.total_sum[row] > 0.f ? 1.f / s.total_sum[row] : s.total_sum[row];  // 0 stays 0; NaN is passed on
+    // 0 stays 0, and NaN is passed on.
+    const float inverse = s.total_sum[row] > 0.f ? 1.f / s.total_sum[row] : s.total_sum[row];
     const float* total = s.total + row * padded_width(a);
     for (int64_t i = 0; i < a.value_width; ++i) out[i] = total[i] * inverse;
   }
@@ -52,7 +54,8 @@ inline void attention(const AttentionArgs& a, float* scratch, int64_t begin, int
     for (int64_t first = 0; first < t.last_key; first += kKeyBlock)
       if (attend_block(a, t, s, first))
         for (int64_t row = 0, width = padded_width(a); row < t.rows; ++row)
-          join_row(width, s.block + row * width, s.block_max[row], s.block_sum[row], s.total + row * width, s.total_max + row, s.total_sum + row);
+          join_row(width, s.block + row * width, s.block_max[row], s.block_sum[row], s.total + row * width,
+                   s.total_max + row, s.total_sum + row);
     finish_rows(a, t, s);
   }
 }

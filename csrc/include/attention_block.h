@@ -14,19 +14,21 @@ struct QueryTile {
   int64_t group, rows, last_key;           // rows = queries * group; keys [0, last_key) are visible to some row
 };
 
-struct Scratch {
-  float *q, *keys, *scores, *tail, *block, *block_max, *block_sum, *total, *total_max, *total_sum;
-};
+struct Scratch { float *q, *keys, *scores, *tail, *block, *block_max, *block_sum, *total, *total_max, *total_sum; };
 
 inline int64_t tile_queries(const AttentionArgs& a) { return max64(1, kQueryRows / (a.heads / a.kv_heads)); }
 inline int64_t query_tiles(const AttentionArgs& a) { return ceil_div(a.queries, tile_queries(a)); }
 inline int64_t padded_width(const AttentionArgs& a) { return ceil_div(a.value_width, kPanel) * kPanel; }
 
-// Points `s` at pieces of the memory at `base` and returns their total size in floats. A null `base` gives the size alone.
+// Points `s` at pieces of the memory at `base` and returns their total size in floats. A null `base` only gives it.
 inline int64_t lay_out(const AttentionArgs& a, float* base, Scratch* s) {
   const int64_t rows = tile_queries(a) * (a.heads / a.kv_heads), padded_rows = ceil_div(rows, kPanel) * kPanel;
   float* p = base;
-  const auto take = [&p](int64_t n) { float* taken = p; p += n; return taken; };
+  const auto take = [&p](int64_t n) {
+    float* taken = p;
+    p += n;
+    return taken;
+  };
   s->q = take(ceil_div(rows * a.width, kPanel) * kPanel);
   s->keys = take(kKeyBlock * a.width);
   s->scores = take(rows * kKeyBlock);
@@ -56,11 +58,14 @@ void each_part(const AttentionArgs& a, const QueryTile& t, const F& f) {
 }
 
 // How many keys a query of a part sees causally.
-inline int64_t end_of_keys(const AttentionPart& part, int64_t query) { return part.keys - part.queries + query - part.query + 1; }
+inline int64_t end_of_keys(const AttentionPart& part, int64_t query) {
+  return part.keys - part.queries + query - part.query + 1;
+}
 
 inline QueryTile query_tile(const AttentionArgs& a, int64_t item) {
   const int64_t tiles = query_tiles(a), head = item / tiles, place = item % tiles;
-  // Later causal tiles see more keys. Items take tiles alternately from both ends, so that consecutive ranges have about equal work.
+  // Later causal tiles see more keys. Items take tiles alternately from both ends, so that consecutive ranges have
+  // about equal work.
   const int64_t index = place % 2 ? tiles - 1 - place / 2 : place / 2;
   QueryTile t;
   t.batch = head / a.kv_heads;
@@ -85,7 +90,8 @@ inline void gather_queries(const AttentionArgs& a, const QueryTile& t, float* ou
     }
 }
 
-// Packs keys [count, width] into panels [ceil(count / 16)][width][16] of float32, padded with zeros. `row_of(i)`: key i.
+// Packs keys [count, width] into panels [ceil(count / 16)][width][16] of float32, padded with zeros.
+// `row_of(i)`: key i.
 template <class RowOf>
 void pack_keys(const RowOf& row_of, int64_t count, int64_t width, float* out) {
   for (int64_t panel = 0; panel * kPanel < count; ++panel, out += width * kPanel)
@@ -95,9 +101,12 @@ void pack_keys(const RowOf& row_of, int64_t count, int64_t width, float* out) {
       if (key + 4 <= count) {
         const auto *row0 = row_of(key), *row1 = row_of(key + 1), *row2 = row_of(key + 2), *row3 = row_of(key + 3);
         for (; d + 4 <= width; d += 4) {
-          const Quad r0 = load_four(row0 + d), r1 = load_four(row1 + d), r2 = load_four(row2 + d), r3 = load_four(row3 + d);
-          const Quad low01 = __builtin_shufflevector(r0, r1, 0, 4, 1, 5), high01 = __builtin_shufflevector(r0, r1, 2, 6, 3, 7);
-          const Quad low23 = __builtin_shufflevector(r2, r3, 0, 4, 1, 5), high23 = __builtin_shufflevector(r2, r3, 2, 6, 3, 7);
+          const Quad r0 = load_four(row0 + d), r1 = load_four(row1 + d), r2 = load_four(row2 + d),
+                     r3 = load_four(row3 + d);
+          const Quad low01 = __builtin_shufflevector(r0, r1, 0, 4, 1, 5),
+                     high01 = __builtin_shufflevector(r0, r1, 2, 6, 3, 7);
+          const Quad low23 = __builtin_shufflevector(r2, r3, 0, 4, 1, 5),
+                     high23 = __builtin_shufflevector(r2, r3, 2, 6, 3, 7);
           float* o = out + d * kPanel + c;
           *(UnalignedQuad*)o = __builtin_shufflevector(low01, low23, 0, 1, 4, 5);
           *(UnalignedQuad*)(o + kPanel) = __builtin_shufflevector(low01, low23, 2, 3, 6, 7);
@@ -132,11 +141,13 @@ void multiply(TileArgs t, int64_t rows, int64_t panels, int64_t depth) {
       }
 }
 
-// Turns the scores of one row into softmax weights, in place. Keys from `visible` on get weight 0. `mask`: the mask's part for this row
-// and block, or null.
-inline void softmax_row(const AttentionArgs& a, float* s, int64_t count, int64_t visible, const uint8_t* mask, float* max_out, float* sum_out) {
+// Turns the scores of one row into softmax weights, in place. Keys from `visible` on get weight 0. `mask`: the mask's
+// part for this row and block, or null.
+inline void softmax_row(const AttentionArgs& a, float* s, int64_t count, int64_t visible, const uint8_t* mask,
+                        float* max_out, float* sum_out) {
   const int64_t padded = ceil_div(count, kPanel) * kPanel;
-  const Vec scale = splat(a.scaling), cap = splat(a.softcap), inverse_cap = splat(a.softcap > 0.f ? 1.f / a.softcap : 0.f);
+  const Vec scale = splat(a.scaling), cap = splat(a.softcap),
+            inverse_cap = splat(a.softcap > 0.f ? 1.f / a.softcap : 0.f);
   for (int64_t i = 0; i < padded; i += kLanes) {
     Vec x = load(s + i) * scale;
     if (a.softcap > 0.f) x = cap * tanh(x * inverse_cap);
@@ -160,7 +171,8 @@ inline void softmax_row(const AttentionArgs& a, float* s, int64_t count, int64_t
 }
 
 inline const uint8_t* mask_row(const AttentionArgs& a, const QueryTile& t, int64_t row, int64_t first) {
-  return a.mask ? a.mask + t.batch * a.mask_batch + (t.query + row / t.group) * a.mask_row + first * a.mask_column : nullptr;
+  return a.mask ? a.mask + t.batch * a.mask_batch + (t.query + row / t.group) * a.mask_row + first * a.mask_column
+                : nullptr;
 }
 
 inline bool all_masked(const AttentionArgs& a, const QueryTile& t, int64_t first, int64_t count) {
@@ -187,21 +199,48 @@ void attend_keys(const AttentionArgs& a, const QueryTile& t, const Scratch& s, i
       for (int64_t r = row; r < row + rows; ++r) s.block_max[r] = kMinusInfinity, s.block_sum[r] = 0.f;
       return;
     }
-    const int64_t same = max64(0, min64(packed, min64(packed_turn, turn))) / kPanel * kPanel;  // keys that the part before has packed
-    pack_keys([&](int64_t i) { return k + (i + same < turn ? i + same : i + same + part.apart) * a.k_row; }, seen - same, a.width, s.keys + same * a.width);
+    // Keys that the part before has packed.
+    const int64_t same = max64(0, min64(packed, min64(packed_turn, turn))) / kPanel * kPanel;
+    pack_keys([&](int64_t i) { return k + (i + same < turn ? i + same : i + same + part.apart) * a.k_row; },
+              seen - same, a.width, s.keys + same * a.width);
     packed = seen, packed_turn = turn;
     float *scores = s.scores + row * kKeyBlock, *out = s.block + row * c_stride;
-    multiply<Rows<float>>({s.q + row * a.width, a.width, bytes_of(s.keys), a.width * kRowBytes, {kRowBytes}, 0, scores, kKeyBlock, false, {}}, rows, ceil_div(seen, kPanel), a.width);
+    multiply<Rows<float>>({s.q + row * a.width,
+                           a.width,
+                           bytes_of(s.keys),
+                           a.width * kRowBytes,
+                           {kRowBytes},
+                           0,
+                           scores,
+                           kKeyBlock,
+                           false,
+                           {}},
+                          rows, ceil_div(seen, kPanel), a.width);
     for (int64_t r = row; r < row + rows; ++r) {
       const int64_t visible = a.causal ? end_of_keys(part, t.query + r / t.group) - first : seen;
-      softmax_row(a, s.scores + r * kKeyBlock, seen, min64(seen, visible), mask_row(a, t, r, first), s.block_max + r, s.block_sum + r);
+      softmax_row(a, s.scores + r * kKeyBlock, seen, min64(seen, visible), mask_row(a, t, r, first), s.block_max + r,
+                  s.block_sum + r);
     }
-    multiply<Rows<E, 0>>({scores, kKeyBlock, bytes_of(v), kPanel * bytes, {a.v_row * bytes, turn, part.apart * a.v_row * bytes}, 0, out, c_stride, false, {}}, rows, panels, seen);
+    multiply<Rows<E, 0>>({scores,
+                          kKeyBlock,
+                          bytes_of(v),
+                          kPanel * bytes,
+                          {a.v_row * bytes, turn, part.apart * a.v_row * bytes},
+                          0,
+                          out,
+                          c_stride,
+                          false,
+                          {}},
+                         rows, panels, seen);
     if (width % kPanel) {  // the last columns are copied and padded first, so that no load reads past a row
       for (int64_t i = 0; i < seen; ++i)
         for (int64_t c = 0; c < kPanel; ++c)
-          s.tail[i * kPanel + c] = panels * kPanel + c < width ? to_float(v[(i < turn ? i : i + part.apart) * a.v_row + panels * kPanel + c]) : 0.f;
-      multiply<Rows<float>>({scores, kKeyBlock, bytes_of(s.tail), 0, {kRowBytes}, 0, out + panels * kPanel, c_stride, false, {}}, rows, 1, seen);
+          s.tail[i * kPanel + c] = panels * kPanel + c < width
+                                       ? to_float(v[(i < turn ? i : i + part.apart) * a.v_row + panels * kPanel + c])
+                                       : 0.f;
+      multiply<Rows<float>>(
+          {scores, kKeyBlock, bytes_of(s.tail), 0, {kRowBytes}, 0, out + panels * kPanel, c_stride, false, {}}, rows, 1,
+          seen);
     }
   });
 }

@@ -7,9 +7,10 @@ namespace neap {
 enum Weighting : int32_t { kWeights32 = 0, kWeights16 = 1, kWeightsB16 = 2, kWeights64 = 3 };
 
 struct ChoiceArgs {
-  const void* scores;      // [rows, vocabulary], rows `stride` elements apart: logits, or probabilities where `uniforms`
+  const void* scores;      // [rows, vocabulary], rows `stride` apart: logits, or probabilities where `uniforms`
   const double* uniforms;  // [rows] in [0, 1), or null: greedy
-  int64_t* choices;        // [rows]; -1 where the largest score, or the sum of the probabilities, is not finite, or all probabilities are 0
+  // [rows]; -1 where the largest score, or the sum of the probabilities, is not finite, or all probabilities are 0.
+  int64_t* choices;
   Weighting type;
   int64_t rows, vocabulary, stride;
 };

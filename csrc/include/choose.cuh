@@ -24,7 +24,9 @@ __device__ __forceinline__ bool is_finite(double value) { return value - value =
 
 __device__ __forceinline__ double weight_of(double value) { return value; }
 template <class E>
-__device__ __forceinline__ double weight_of(E value) { return (double)to_float(value); }
+__device__ __forceinline__ double weight_of(E value) {
+  return (double)to_float(value);
+}
 
 // Greedy choice of one row: the index of the largest score, -1 if that is not finite.
 template <class E>
@@ -47,12 +49,14 @@ __device__ __forceinline__ void choose_largest(const E* scores, const ChoiceArgs
   args.choices[blockIdx.x] = is_finite(best.value) ? best.index : -1;
 }
 
-// Draws from the distribution with weights weight(i): the first i whose running total exceeds `point` times the total. Every thread sums a
-// piece of the weights; the thread whose piece contains the point then searches it. Returns -1 if all weights are 0 or their sum is not finite. All threads of
-// the block must call it and get the result.
+// Draws from the distribution with weights weight(i): the first i whose running total exceeds `point` times the total.
+// Every thread sums a piece of the weights; the thread whose piece contains the point then searches it. Returns -1 if
+// all weights are 0 or their sum is not finite. All threads of the block must call it and get the result.
 template <class F>
-__device__ __forceinline__ int64_t at_point(int64_t size, double point, double* ends, int64_t* answer, const F& weight) {
-  const int64_t piece = (size + blockDim.x - 1) / blockDim.x, begin = min(size, threadIdx.x * piece), end = min(size, begin + piece);
+__device__ __forceinline__ int64_t at_point(int64_t size, double point, double* ends, int64_t* answer,
+                                            const F& weight) {
+  const int64_t piece = (size + blockDim.x - 1) / blockDim.x, begin = min(size, threadIdx.x * piece),
+                end = min(size, begin + piece);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   double own = 0;
   for (int64_t i = begin; i < end; ++i) own += weight(i);
@@ -71,7 +75,8 @@ __device__ __forceinline__ int64_t at_point(int64_t size, double point, double* 
     total += ends[w];
   }
   const double wanted = point * total;
-  // Rounding can make neighbouring sums an ulp out of order, so several pieces may contain the point. The first one counts.
+  // Rounding can make neighbouring sums an ulp out of order, so several pieces may contain the point. The first one
+  // counts.
   const bool passes = own > 0 && before + sum > wanted && is_finite(total);
   const unsigned passing = __ballot_sync(kAll, passes);
   NEAP_SHARED(int, firsts, kChoiceWarps);
@@ -104,7 +109,8 @@ __global__ void __launch_bounds__(kChoiceThreads) choose_kernel(ChoiceArgs args)
   NEAP_SHARED(int64_t, answer, 1);
   const E* scores = static_cast<const E*>(args.scores) + blockIdx.x * args.stride;
   if (args.uniforms == nullptr) return choose_largest(scores, args, found);
-  const int64_t token = at_point(args.vocabulary, args.uniforms[blockIdx.x], ends, answer, [=](int64_t i) { return weight_of(scores[i]); });
+  const int64_t token = at_point(args.vocabulary, args.uniforms[blockIdx.x], ends, answer,
+                                 [=](int64_t i) { return weight_of(scores[i]); });
   if (threadIdx.x == 0) args.choices[blockIdx.x] = token;
 }
 

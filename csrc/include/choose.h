@@ -1,5 +1,5 @@
-// The token a row of scores chooses: the largest, or the one at a uniform number's place in the distribution. -1 where there is none: see
-// ChoiceArgs.
+// The token a row of scores chooses: the largest, or the one at a uniform number's place in the distribution. -1 where
+// there is none: see ChoiceArgs.
 #pragma once
 #include "choices.h"
 #include "half_simd.h"
@@ -8,7 +8,9 @@ namespace neap::NEAP_ISA {
 
 NEAP_INLINE double weight_of(double value) { return value; }
 template <class E>
-NEAP_INLINE double weight_of(E value) { return (double)to_float(value); }
+NEAP_INLINE double weight_of(E value) {
+  return (double)to_float(value);
+}
 
 // A NaN and an infinity differ from themselves by a NaN.
 NEAP_INLINE bool is_finite(double value) { return value - value == 0; }
@@ -59,8 +61,9 @@ inline int64_t largest(const double* x, int64_t size) {
   return at;
 }
 
-// The first token at which the running total of weight(i) exceeds `point` of the whole, summed in order as torch.cumsum does;
-// -1 where nothing has any mass, or the total is not finite. The total at the start of every piece is noted, so that one piece is summed again, not all.
+// The first token at which the running total of weight(i) exceeds `point` of the whole, summed in order as torch.cumsum
+// does; -1 where nothing has any mass, or the total is not finite. The total at the start of every piece is noted, so
+// that one piece is summed again, not all.
 template <class F>
 inline int64_t at_point(int64_t size, double point, const F& weight) {
   constexpr int64_t kPieces = 512;

@@ -1,4 +1,5 @@
-// Shared by the GPU kernels. They compile with nvcc, or with a host compiler and tests/shared/ops/emulator.h for tests without a GPU.
+// Shared by the GPU kernels. They compile with nvcc, or with a host compiler and tests/shared/ops/emulator.h for tests
+// without a GPU.
 #pragma once
 #include <stdint.h>
 
@@ -9,7 +10,8 @@
 #else
 #include <cuda_runtime.h>
 #define NEAP_SHARED(type, name, count) __shared__ type name[count]
-#define NEAP_LAUNCH(kernel, grid, threads, stream, ...) kernel<<<grid, threads, 0, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
+#define NEAP_LAUNCH(kernel, grid, threads, stream, ...) \
+  kernel<<<grid, threads, 0, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__)
 #endif
 
 #include "elements.h"
@@ -53,9 +55,7 @@ __device__ __forceinline__ E from_float(float value) {
   }
 }
 
-struct alignas(16) Sixteen {
-  uint32_t v[4];
-};
+struct alignas(16) Sixteen { uint32_t v[4]; };
 
 // Loads kSize consecutive numbers: either one, or 16 bytes of them, to which p must be aligned.
 template <int kSize, class E>
@@ -73,9 +73,7 @@ __device__ __forceinline__ void load_chunk(const E* p, float (&out)[kSize]) {
   }
 }
 
-struct Four {
-  float v[4];
-};
+struct Four { float v[4]; };
 
 // Loads four consecutive numbers. p must be aligned to four of them: see takes_four.
 __device__ __forceinline__ Four load_four(const float* p) {
@@ -85,7 +83,8 @@ __device__ __forceinline__ Four load_four(const float* p) {
 template <class E>
 __device__ __forceinline__ Four load_four(const E* p) {
   const uint2 raw = *reinterpret_cast<const uint2*>(p);
-  return {{to_float(E{(uint16_t)raw.x}), to_float(E{(uint16_t)(raw.x >> 16)}), to_float(E{(uint16_t)raw.y}), to_float(E{(uint16_t)(raw.y >> 16)})}};
+  return {{to_float(E{(uint16_t)raw.x}), to_float(E{(uint16_t)(raw.x >> 16)}), to_float(E{(uint16_t)raw.y}),
+           to_float(E{(uint16_t)(raw.y >> 16)})}};
 }
 // Whether load_four can read all rows of a matrix at p with this stride.
 template <class E>
@@ -108,7 +107,8 @@ __device__ __forceinline__ float warp_max(float value) {
   return value;
 }
 
-// The sum over the block's threads, returned to all of them. `scratch`: one number per warp; it may be reused right after the call.
+// The sum over the block's threads, returned to all of them. `scratch`: one number per warp; it may be reused right
+// after the call.
 template <class T>
 __device__ __forceinline__ T block_sum(T value, T* scratch) {
   value = warp_sum(value);
@@ -130,8 +130,8 @@ __device__ __forceinline__ void publish(T* p, T value) {
 #endif
 }
 
-// True in all threads of the last of `count` blocks to call this. That block can read what the others published before. The ticket,
-// which must be zero before the first block, is zero again afterwards.
+// True in all threads of the last of `count` blocks to call this. That block can read what the others published before.
+// The ticket, which must be zero before the first block, is zero again afterwards.
 __device__ __forceinline__ bool is_last_block(uint32_t* ticket, unsigned count, unsigned* scratch) {
   __threadfence();
   __syncthreads();

@@ -4,9 +4,10 @@
 
 namespace neap::gpu {
 
-// All lanes get all sums; those of tokens past `tokens` are 0. `fours`: rows of x and of weights can be read by load_four.
+// All lanes get all sums; those of tokens past `tokens` are 0. `fours`: load_four can read x and weights.
 template <class X, class W>
-__device__ __forceinline__ void warp_dots(const X* x, int64_t x_stride, int tokens, const W* weight, int64_t columns, bool fours, float (&sums)[kTile]) {
+__device__ __forceinline__ void warp_dots(const X* x, int64_t x_stride, int tokens, const W* weight, int64_t columns,
+                                          bool fours, float (&sums)[kTile]) {
   const int lane = threadIdx.x % kWarp;
 #pragma unroll
   for (int t = 0; t < kTile; ++t) sums[t] = 0.f;
@@ -32,7 +33,7 @@ __device__ __forceinline__ void warp_dots(const X* x, int64_t x_stride, int toke
   for (int t = 0; t < kTile; ++t) sums[t] = warp_sum(sums[t]);
 }
 
-// sums[lane], or 0 for lanes from kTile on. Written as a loop because indexing would move `sums` from registers to memory.
+// sums[lane], or 0 for lanes from kTile on. Written as a loop because indexing would move `sums` to memory.
 __device__ __forceinline__ float of_lane(const float (&sums)[kTile]) {
   float mine = 0.f;
 #pragma unroll

@@ -1,4 +1,5 @@
-// The k largest logits of a draft vocabulary and the log of the sum of exponentials of all. The logits never leave shared memory.
+// The k largest logits of a draft vocabulary and the log of the sum of exponentials of all. Logits stay in
+// shared memory.
 #pragma once
 #include "dots.cuh"
 #include "exits.h"
@@ -11,10 +12,13 @@ struct Candidate {
   float value;
   int64_t index;
   // Order: descending values; of equal values the lower index first.
-  __device__ __forceinline__ bool before(const Candidate& other) const { return value > other.value || (value == other.value && index < other.index); }
+  __device__ __forceinline__ bool before(const Candidate& other) const {
+    return value > other.value || (value == other.value && index < other.index);
+  }
 };
 
-// no_candidate: the initial best, and the result if only -infinity and NaN are left. above_all: comes before every candidate.
+// no_candidate: the initial best, and the result if only -infinity and NaN are left.
+// above_all: comes before every candidate.
 __device__ __forceinline__ Candidate no_candidate() { return {-INFINITY, 0}; }
 __device__ __forceinline__ Candidate above_all() { return {INFINITY, -1}; }
 
@@ -35,10 +39,12 @@ __device__ __forceinline__ Candidate warp_best(Candidate best) {
 // One block per (kVocabularyBlock rows, tile of tokens): finds the k largest logits of the block and their mass.
 template <class W>
 __global__ void __launch_bounds__(kTopThreads) draft_block_kernel(DraftTopArgs args, bool fours) {
-  NEAP_SHARED(float, logits, kTile * kVocabularyBlock);
+  NEAP_SHARED(float, logits, kTile* kVocabularyBlock);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int64_t columns = args.rows.columns, begin = (int64_t)blockIdx.x * kVocabularyBlock, first = (int64_t)blockIdx.y * kTile;
-  const int count = (int)min(kVocabularyBlock, args.rows.rows - begin), tokens = (int)min((int64_t)kTile, args.tokens - first);
+  const int64_t columns = args.rows.columns, begin = (int64_t)blockIdx.x * kVocabularyBlock,
+                first = (int64_t)blockIdx.y * kTile;
+  const int count = (int)min(kVocabularyBlock, args.rows.rows - begin),
+            tokens = (int)min((int64_t)kTile, args.tokens - first);
   const W* weight = static_cast<const W*>(args.rows.data);
   for (int row = warp; row < count; row += kTile) {
     float sums[kTile];
@@ -57,7 +63,8 @@ __global__ void __launch_bounds__(kTopThreads) draft_block_kernel(DraftTopArgs a
     for (int row = lane; row < count; row += kWarp) consider({line[row], begin + row}, last, best);
     last = warp_best(best);
     if (i == 0 && last.value > -INFINITY) shift = last.value;
-    if (lane == 0) args.block_values[at * args.k + i] = last.value, args.block_indices[at * args.k + i] = (int32_t)last.index;
+    if (lane == 0)
+      args.block_values[at * args.k + i] = last.value, args.block_indices[at * args.k + i] = (int32_t)last.index;
   }
   float mass = 0.f;
   for (int row = lane; row < count; row += kWarp) mass += expf(line[row] - shift);

@@ -4,7 +4,8 @@
 
 namespace neap::NEAP_ISA {
 
-// Inserts `value` into the k largest so far, which are in descending order. Of equal values the earlier one comes first. Ignores NaN.
+// Inserts `value` into the k largest so far, which are in descending order. Of equal values the earlier one comes
+// first. Ignores NaN.
 template <class Index>
 NEAP_INLINE void keep_top(float value, Index index, float* values, Index* indices, int k) {
   if (!(value > values[k - 1])) return;
@@ -19,7 +20,8 @@ NEAP_INLINE void keep_nothing(float* values, Index* indices, int k) {
   for (int i = 0; i < k; ++i) values[i] = -__builtin_inff(), indices[i] = 0;
 }
 
-// Writes the k largest of a block's `count` logits, and their mass, to place `at` of the block buffers. `line` has room for a whole block.
+// Writes the k largest of a block's `count` logits, and their mass, to place `at` of the block buffers. `line` has room
+// for a whole block.
 inline void summarise_block(const DraftTopArgs& args, float* line, int64_t first, int64_t count, int64_t at) {
   for (int64_t i = count; i < kVocabularyBlock; ++i) line[i] = -__builtin_inff();
   float* values = args.block_values + at * args.k;
@@ -73,7 +75,9 @@ inline void draft_join(const DraftTopArgs& args, int64_t begin, int64_t end) {
     keep_nothing(values, indices, args.k);
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t at = block * args.tokens + token;
-      for (int i = 0; i < args.k; ++i) keep_top(args.block_values[at * args.k + i], (int64_t)args.block_indices[at * args.k + i], values, indices, args.k);
+      for (int i = 0; i < args.k; ++i)
+        keep_top(args.block_values[at * args.k + i], (int64_t)args.block_indices[at * args.k + i], values, indices,
+                 args.k);
     }
     const float shift = values[0] > -__builtin_inff() ? values[0] : 0.f;
     float total = 0.f;

@@ -15,7 +15,7 @@ NEAP_INLINE float to_float(float value) { return value; }
 NEAP_INLINE float to_float(Bfloat value) { return float_of_bits((uint32_t)value.bits << 16); }
 NEAP_INLINE float to_float(Half value) {
   const uint32_t magnitude = value.bits & 0x7fffu, sign = (uint32_t)(value.bits & 0x8000u) << 16;
-  // Scaling by 2^112 corrects the exponent's bias, also for subnormal numbers. Infinity and NaN get float32's exponent below.
+  // Scaling by 2^112 corrects the exponent's bias, also for subnormal numbers. Infinity and NaN: see below.
   const float moved = float_of_bits(magnitude << 13) * 0x1p112f;
   uint32_t bits;
   __builtin_memcpy(&bits, &moved, 4);
@@ -34,13 +34,15 @@ NEAP_INLINE void round_to(float value, Half* out) {
   uint32_t bits, small;
   __builtin_memcpy(&bits, &value, 4);
   const uint32_t magnitude = bits & 0x7fffffffu, sign = bits >> 16 & 0x8000u;
-  // Below 2^-14 the result is subnormal. Its unit, 2^-24, is that of float32 numbers from 0.5 on, so this addition rounds to it.
+  // Below 2^-14 the result is subnormal. Its unit, 2^-24, is that of float32 numbers from 0.5 on, so this addition
+  // rounds to it.
   const float shifted = float_of_bits(magnitude) + 0.5f;
   __builtin_memcpy(&small, &shifted, 4);
   const uint32_t subnormal = small - 0x3f000000u;
   const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
   const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  const uint32_t rounded = magnitude < (113u << 23) ? subnormal : magnitude < 0x477ff000u ? normal : special;  // 65520 and more: infinity
+  // 65520 and more: infinity.
+  const uint32_t rounded = magnitude < (113u << 23) ? subnormal : magnitude < 0x477ff000u ? normal : special;
   out->bits = (uint16_t)(sign | rounded);
 }
 
@@ -50,7 +52,9 @@ typedef float UnalignedQuad __attribute__((vector_size(16), aligned(4), may_alia
 NEAP_INLINE Quad load_four(const float* p) { return *reinterpret_cast<const UnalignedQuad*>(p); }
 #if defined(NEAP_AVX512) || defined(NEAP_AVX2)
 NEAP_INLINE Quad load_four(const Half* p) { return (Quad)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p)); }
-NEAP_INLINE Quad load_four(const Bfloat* p) { return (Quad)_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)p)), 16); }
+NEAP_INLINE Quad load_four(const Bfloat* p) {
+  return (Quad)_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)p)), 16);
+}
 #else
 template <class E>
 NEAP_INLINE Quad load_four(const E* p) {
@@ -132,7 +136,8 @@ NEAP_INLINE void for_lanes(int64_t width, const F& f) {
   int64_t i = 0;
   for (; i + kLanes <= width; i += kLanes) f(i, load_whole, store_whole);
   const int64_t rest = width - i;
-  if (rest) f(i, [rest](const auto* p) { return load_part(p, rest); }, [rest](float* p, Vec v) { store_part(p, v, rest); });
+  if (rest)
+    f(i, [rest](const auto* p) { return load_part(p, rest); }, [rest](float* p, Vec v) { store_part(p, v, rest); });
 }
 
 }  // namespace neap::NEAP_ISA

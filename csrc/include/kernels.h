@@ -1,4 +1,5 @@
-// The interface between the bindings and the CPU kernels: plain structs, and one table of functions per instruction set. No torch.
+// The interface between the bindings and the CPU kernels: plain structs, and a table of functions per instruction set.
+// No torch.
 #pragma once
 #include <cstdint>
 
@@ -8,18 +9,18 @@
 
 namespace neap {
 
-constexpr int64_t kKeyBlock = 256;     // keys per step of the online softmax
-constexpr int64_t kQueryRows = 48;     // (query, head) pairs that share one read of the keys
+constexpr int64_t kKeyBlock = 256;  // keys per step of the online softmax
+constexpr int64_t kQueryRows = 48;  // (query, head) pairs that share one read of the keys
 
 enum Activation : int32_t { kIdentity = 0, kSilu = 1, kGeluTanh = 2 };
 
 struct LinearArgs {
-  const float* x;       // [rows, in_features], rows `x_stride` apart
-  Matrix weight, up;    // `up` only if gated; then `weight` is the gate's
-  const float* bias;    // [out_features], gated: [2 * out_features] (gate, then up), or null
-  float* out;           // [rows, out_features] contiguous
+  const float* x;     // [rows, in_features], rows `x_stride` apart
+  Matrix weight, up;  // `up` only if gated; then `weight` is the gate's
+  const float* bias;  // [out_features], gated: [2 * out_features] (gate, then up), or null
+  float* out;         // [rows, out_features] contiguous
   int64_t rows, in_features, out_features, x_stride;
-  bool gated;           // out = activation(gate) * up
+  bool gated;  // out = activation(gate) * up
   Activation activation;
   const float* residual;  // [rows, out_features] contiguous, added last, or null
 };
@@ -45,28 +46,26 @@ struct Slot {
   int64_t key_head, value_head;
 };
 
-// The steps of a layer between its projections and attention: head norms, rotary positions, and writing keys and values to slots.
+// The steps of a layer between its projections and attention: head norms, rotary positions, writing keys and values.
 struct PlaceArgs {
-  float *q, *k;                 // [tokens, heads or kv_heads, width] rows `q_row` and `k_row` apart; changed in place
-  const float* v;               // [tokens, kv_heads, value_width] rows `v_row` apart
-  const float *q_norm, *k_norm; // [width] or null
-  const float *cos, *sin;       // [angles, rotated]; token t has row t % angles
-  const Slot* slots;            // [tokens]
-  Dtype kv_dtype;               // of slots
+  float *q, *k;                  // [tokens, heads or kv_heads, width] rows `q_row` and `k_row` apart; changed in place
+  const float* v;                // [tokens, kv_heads, value_width] rows `v_row` apart
+  const float *q_norm, *k_norm;  // [width] or null
+  const float *cos, *sin;        // [angles, rotated]; token t has row t % angles
+  const Slot* slots;             // [tokens]
+  Dtype kv_dtype;                // of slots
   int64_t q_row, k_row, v_row;
   int64_t heads, kv_heads, width, value_width, rotated, angles;
   float eps, weight_offset;
 };
 
-// Queries [query, query + queries) of a problem, which see its first `keys` keys; causally, if the problem is. Keys and values from number
-// `branch` on are kept `apart` slots later.
-struct AttentionPart {
-  int64_t query, queries, keys, branch, apart;
-};
+// Queries [query, query + queries) of a problem, which see its first `keys` keys; causally, if the problem is. Keys and
+// values from number `branch` on are kept `apart` slots later.
+struct AttentionPart { int64_t query, queries, keys, branch, apart; };
 
 struct AttentionArgs {
   const float* q;
-  const void *k, *v;    // numbers of `kv_dtype`, widened to float32 in registers
+  const void *k, *v;  // numbers of `kv_dtype`, widened to float32 in registers
   Dtype kv_dtype;
   const uint8_t* mask;  // bool [batch or 1, 1, queries, keys] or null
   float* out;           // [batch, queries, heads, value_width] contiguous
@@ -93,18 +92,19 @@ struct Kernels {
   void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);     // item: (batch, head)
   void (*place)(const PlaceArgs&, int64_t begin, int64_t end);       // item: (token, head of q, then k, then v)
   void (*round_row)(const float* from, int64_t count, Dtype, void* to);
-  int64_t (*attention_scratch)(const AttentionArgs&);                // size of a thread's scratch memory in floats
-  void (*attention)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);        // (batch, kv head, query tile)
-  void (*attention_split)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);  // (batch, kv head, query tile, key block)
-  void (*attention_join)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);   // (batch, kv head, query tile)
-  int64_t dot_rows;                                                   // weight rows of an item of row_dots
-  void (*row_dots)(const RowDotsArgs&, int64_t begin, int64_t end);   // item: dot_rows rows
-  void (*norm)(const NormArgs&, int64_t begin, int64_t end);          // item: a token, also below unless noted
+  int64_t (*attention_scratch)(const AttentionArgs&);  // size of a thread's scratch memory in floats
+  // Item: (batch, kv head, query tile), and in attention_split each of its key blocks.
+  void (*attention)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);
+  void (*attention_split)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);
+  void (*attention_join)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);
+  int64_t dot_rows;                                                       // weight rows of an item of row_dots
+  void (*row_dots)(const RowDotsArgs&, int64_t begin, int64_t end);       // item: dot_rows rows
+  void (*norm)(const NormArgs&, int64_t begin, int64_t end);              // item: a token, also below unless noted
   void (*draft_blocks)(const DraftTopArgs&, int64_t begin, int64_t end);  // item: kVocabularyBlock rows
-  void (*logit_blocks)(const DraftTopArgs&, int64_t begin, int64_t end);  // the same from x = logits [tokens, rows.rows]
+  void (*logit_blocks)(const DraftTopArgs&, int64_t begin, int64_t end);  // the same, x = logits [tokens, rows.rows]
   void (*draft_join)(const DraftTopArgs&, int64_t begin, int64_t end);
   void (*route_finish)(const RouteArgs&, int64_t begin, int64_t end);
-  void (*choose)(const ChoiceArgs&, int64_t begin, int64_t end);      // item: a row of scores
+  void (*choose)(const ChoiceArgs&, int64_t begin, int64_t end);  // item: a row of scores
 };
 
 // The kernels of the widest instruction set that this machine has, or of the one last selected.

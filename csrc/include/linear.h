@@ -13,7 +13,7 @@ constexpr int64_t kChunkFloats = kRowChunk * kPanel * panels_for<Rows<float>>(kM
 
 constexpr int64_t kWidenedPanels = 2;  // panels whose widened depth blocks lie in the L1 cache together
 
-// The kernels of one format. 
+// The kernels of one format.
 struct Product {
   int (*panels)(int rows);
   TileFn (*tile)(int rows, int panels);
@@ -28,8 +28,9 @@ constexpr Product product_of() {
 }
 
 constexpr Product kProducts[kFormats] = {
-    product_of<kPlain32>(), product_of<kPlain16>(), product_of<kPlainBf16>(), product_of<kQ4_0>(), product_of<kQ4_1>(), product_of<kQ5_0>(),
-    product_of<kQ5_1>(),    product_of<kQ8_0>(),    product_of<kQ4_K>(),      product_of<kQ5_K>(), product_of<kQ6_K>(),
+    product_of<kPlain32>(), product_of<kPlain16>(), product_of<kPlainBf16>(), product_of<kQ4_0>(),
+    product_of<kQ4_1>(),    product_of<kQ5_0>(),    product_of<kQ5_1>(),      product_of<kQ8_0>(),
+    product_of<kQ4_K>(),    product_of<kQ5_K>(),    product_of<kQ6_K>(),
 };
 
 constexpr Product kDots = {panels_for<BfloatDots>, pick_tile<BfloatDots>, widen_block<BfloatPairs>, false};
@@ -49,7 +50,9 @@ constexpr Product kRoundedProducts[kFormats - kQ4_0] = {
 // What tiles read of an input row: floats, pairs of bfloat16 in floats' places, or InputGroups.
 enum InputKind { kFloats, kPairs, kGroups };
 
-inline InputKind input_kind(const Matrix& matrix) { return !matrix.rounds_inputs ? kFloats : is_quantised(matrix.format) ? kGroups : kPairs; }
+inline InputKind input_kind(const Matrix& matrix) {
+  return !matrix.rounds_inputs ? kFloats : is_quantised(matrix.format) ? kGroups : kPairs;
+}
 
 // A gate and `up` share their inputs, so these are rounded only if both want the same.
 inline InputKind input_kind(const LinearArgs& args) {
@@ -68,7 +71,9 @@ struct Inputs {
   int64_t stride;
   InputKind kind;
   // Where input k, the first of a depth block, stands in a row.
-  int64_t place(int64_t k) const { return kind == kGroups ? k / kRoundedInputs * kGroupFloats : kind == kPairs ? k / 2 : k; }
+  int64_t place(int64_t k) const {
+    return kind == kGroups ? k / kRoundedInputs * kGroupFloats : kind == kPairs ? k / 2 : k;
+  }
 };
 
 // A thread's memory for rounded inputs. It grows, and lasts as long as the thread.
@@ -92,7 +97,8 @@ inline Inputs inputs_of(const LinearArgs& args, int64_t row, int64_t rows) {
   const InputKind kind = input_kind(args);
   if (kind == kFloats) return {x, args.x_stride, kind};
   static thread_local RoundedBuffer buffer;
-  const int64_t stride = kind == kGroups ? args.in_features / kRoundedInputs * kGroupFloats : ceil_div(args.in_features, 2);
+  const int64_t stride =
+      kind == kGroups ? args.in_features / kRoundedInputs * kGroupFloats : ceil_div(args.in_features, 2);
   float* rounded = buffer.take(rows * stride);
   for (int64_t r = 0; r < rows; ++r, x += args.x_stride)
     if (kind == kGroups) round_groups(x, args.in_features, reinterpret_cast<InputGroup*>(rounded + r * stride));
@@ -100,10 +106,12 @@ inline Inputs inputs_of(const LinearArgs& args, int64_t row, int64_t rows) {
   return {rounded, stride, kind};
 }
 
-inline void widen(Format format, const uint8_t* block, int64_t depth, float* out) { kProducts[format].widen(block, depth, out); }
+inline void widen(Format format, const uint8_t* block, int64_t depth, float* out) {
+  kProducts[format].widen(block, depth, out);
+}
 
-// An item is one output panel (gated: a pair of panels) of one range of rows. Rows are split only if the panels alone are too few to keep
-// the threads busy.
+// An item is one output panel (gated: a pair of panels) of one range of rows. Rows are split only if the panels alone
+// are too few to keep the threads busy.
 inline int64_t linear_items(const LinearArgs& args, int64_t threads) {
   const int64_t units = ceil_div(args.out_features, kPanel);
   if (units == 0 || args.rows == 0) return 0;
@@ -117,9 +125,10 @@ NEAP_INLINE Vec activate(Activation activation, Vec x) {
   return splat(0.5f) * x * (splat(1.f) + tanh(inner));
 }
 
-// Applies bias, activation and residual to the sums c [rows, 16] (and those of `up`, if gated) of output panel `unit`, and writes them
-// to out.
-inline void finish_panel(const LinearArgs& args, const float* c, const float* up, int64_t c_stride, int64_t unit, int64_t row, int64_t rows) {
+// Applies bias, activation and residual to the sums c [rows, 16] (and those of `up`, if gated) of output panel `unit`,
+// and writes them to out.
+inline void finish_panel(const LinearArgs& args, const float* c, const float* up, int64_t c_stride, int64_t unit,
+                         int64_t row, int64_t rows) {
   const int64_t first = unit * kPanel, width = min64(kPanel, args.out_features - first);
   alignas(64) float bias[2 * kPanel] = {};
   if (args.bias)
@@ -133,7 +142,8 @@ inline void finish_panel(const LinearArgs& args, const float* c, const float* up
     alignas(64) float line[kPanel];
     for (int v = 0; v < kPanelVecs; ++v) {
       Vec value = load(c + v * kLanes) + load(bias + v * kLanes);
-      if (args.gated) value = activate(args.activation, value) * (load(up + v * kLanes) + load(bias + kPanel + v * kLanes));
+      if (args.gated)
+        value = activate(args.activation, value) * (load(up + v * kLanes) + load(bias + kPanel + v * kLanes));
       if (residual && width == kPanel) value = load(residual + v * kLanes) + value;
       store((width == kPanel ? out : line) + v * kLanes, value);
     }
@@ -142,11 +152,13 @@ inline void finish_panel(const LinearArgs& args, const float* c, const float* up
   }
 }
 
-// What tile number `tile` of `tiles` prefetches while it reads `depth` inputs of depth block `block` of `panels` panels from `panel` on.
-// `next`: the panel that is read after `panel`. Reading and multiplying overlap if there is always something on its way.
-inline Ahead prefetched(const Matrix& matrix, const uint8_t* panel, int64_t panels, const uint8_t* next, int64_t block, int64_t depth, int64_t step, int64_t tile,
-                        int64_t tiles) {
-  const int64_t begin = block_begin(matrix.format, block), end = begin + depth * step, distance = kPrefetchBytes / panels;
+// What tile number `tile` of `tiles` prefetches while it reads `depth` inputs of depth block `block` of `panels` panels
+// from `panel` on. `next`: the panel that is read after `panel`. Reading and multiplying overlap if there is always
+// something on its way.
+inline Ahead prefetched(const Matrix& matrix, const uint8_t* panel, int64_t panels, const uint8_t* next, int64_t block,
+                        int64_t depth, int64_t step, int64_t tile, int64_t tiles) {
+  const int64_t begin = block_begin(matrix.format, block), end = begin + depth * step,
+                distance = kPrefetchBytes / panels;
   Ahead ahead{panel + begin + distance, step, matrix.panel_bytes};
   if (tiles == 1) {
     ahead.turn = (matrix.panel_bytes - begin - distance) / step, ahead.jump = next - panel - matrix.panel_bytes;
@@ -157,9 +169,10 @@ inline Ahead prefetched(const Matrix& matrix, const uint8_t* panel, int64_t pane
   return ahead;
 }
 
-// c [rows, panels * 16] = `rows` rows of x times `panels` panels of `matrix` from number `first` on. `next`: the panel that is multiplied
-// after them.
-inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const Inputs& x, int64_t rows, int64_t first, int64_t panels, const uint8_t* next, float* c) {
+// c [rows, panels * 16] = `rows` rows of x times `panels` panels of `matrix` from number `first` on. `next`: the panel
+// that is multiplied after them.
+inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const Inputs& x, int64_t rows, int64_t first,
+                            int64_t panels, const uint8_t* next, float* c) {
   const Product& product = product_for(matrix, x.kind);
   const int64_t pair = x.kind == kPairs ? 2 : 1;
   const RowTiles tiles(rows);
@@ -183,7 +196,8 @@ inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const 
       const uint8_t* panel = matrix.panels + (first + p) * matrix.panel_bytes;
       t.b = panel + block_begin(matrix.format, block);
       if (widens) {
-        for (int64_t i = 0; i < width; ++i) product.widen(t.b + i * matrix.panel_bytes, depth, widened + i * kDepthBlock * kPanel);
+        for (int64_t i = 0; i < width; ++i)
+          product.widen(t.b + i * matrix.panel_bytes, depth, widened + i * kDepthBlock * kPanel);
         t.b = reinterpret_cast<const uint8_t*>(widened);
         t.panel_stride = kDepthBlock * kPanel * 4;
       }
@@ -213,7 +227,8 @@ inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int6
     } else {
       multiply_panels(args, args.weight, x, rows, unit, panels, following, c);
     }
-    for (int64_t p = 0; p < panels; ++p) finish_panel(args, c + p * kPanel, up + p * kPanel, panels * kPanel, unit + p, row, rows);
+    for (int64_t p = 0; p < panels; ++p)
+      finish_panel(args, c + p * kPanel, up + p * kPanel, panels * kPanel, unit + p, row, rows);
   }
 }
 

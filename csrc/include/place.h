@@ -26,7 +26,8 @@ inline void place(const PlaceArgs& args, int64_t begin, int64_t end) {
       round_row(k, args.width, args.kv_dtype, slot.key + head * slot.key_head);
     } else {
       const int64_t head = line - args.heads - args.kv_heads;
-      round_row(args.v + token * args.v_row + head * args.value_width, args.value_width, args.kv_dtype, slot.value + head * slot.value_head);
+      round_row(args.v + token * args.v_row + head * args.value_width, args.value_width, args.kv_dtype,
+                slot.value + head * slot.value_head);
     }
   }
 }

@@ -1,8 +1,9 @@
 // Products of quantised weights and inputs that are rounded to 8 bits.
 //
-// 32 inputs of a row share a scale, which makes the largest magnitude 127. Products of an input and a quant are summed as integers, which
-// is exact, over the inputs that share a weight's scale. Only then are they scaled and added in float32, in order. So the bits of a row's
-// result do not depend on its company, and hardly on the instruction set: only how float32 sums begin does.
+// 32 inputs of a row share a scale, which makes the largest magnitude 127. Products of an input and a quant are summed
+// as integers, which is exact, over the inputs that share a weight's scale. Only then are they scaled and added in
+// float32, in order. So the bits of a row's result do not depend on its company, and hardly on the instruction set:
+// only how float32 sums begin does.
 #pragma once
 #include "tile.h"
 
@@ -30,13 +31,14 @@ NEAP_INLINE void pack_bytes(const int32_t* numbers, uint32_t* words) {
 #else
   for (int word = 0; word < 4; ++word) {
     words[word] = 0;
-    for (int byte = 0; byte < 4; ++byte) words[word] |= (uint32_t)(numbers[word / 2 * 8 + byte * 2 + word % 2] & 255) << (8 * byte);
+    for (int byte = 0; byte < 4; ++byte)
+      words[word] |= (uint32_t)(numbers[word / 2 * 8 + byte * 2 + word % 2] & 255) << (8 * byte);
   }
 #endif
 }
 
-// Rounds `count` inputs, a multiple of 32. A group with an input that is not finite gets a scale that is not a number. One without an input
-// above 1e-30 is 0.
+// Rounds `count` inputs, a multiple of 32. A group with an input that is not finite gets a scale that is not a number.
+// One without an input above 1e-30 is 0.
 inline void round_groups(const float* x, int64_t count, InputGroup* groups) {
   constexpr int kVecs = kRoundedInputs / kLanes;
   for (InputGroup* group = groups; group < groups + count / kRoundedInputs; ++group, x += kRoundedInputs) {
@@ -64,12 +66,12 @@ inline void round_groups(const float* x, int64_t count, InputGroup* groups) {
   }
 }
 
-// Sums of products of bytes in each lane: 4 quants in [0, 2^kBits), or of 8 bits and signed, times 4 inputs. `kAt` counts the additions
-// from 0 to kLast, which is the last one.
+// Sums of products of bytes in each lane: 4 quants in [0, 2^kBits), or of 8 bits and signed, times 4 inputs. `kAt`
+// counts the additions from 0 to kLast, which is the last one.
 //
-// AVX-512 VNNI adds them at once. It takes quants without a sign: kBias is what it adds to signed ones. Without it, products are summed in
-// 16 bits for as long as these hold them. NEAP_IN_ORDER keeps the compiler from adding them in another order: it would first compute all
-// products and keep them in memory.
+// AVX-512 VNNI adds them at once. It takes quants without a sign: kBias is what it adds to signed ones. Without it,
+// products are summed in 16 bits for as long as these hold them. NEAP_IN_ORDER keeps the compiler from adding them in
+// another order: it would first compute all products and keep them in memory.
 #define NEAP_IN_ORDER(sum) __asm__ volatile("" : "+v"(sum))
 template <int kBits>
 struct ByteSums {
@@ -122,7 +124,8 @@ struct ByteSums {
   static NEAP_INLINE UintVec prepared(UintVec quants) { return quants; }
   template <int kAt, int kLast> NEAP_INLINE void add(UintVec quants, uint32_t inputs) {
     for (int byte = 0; byte < 4; ++byte) {
-      const IntVec number = kBits == 8 ? (IntVec)(quants << (24 - 8 * byte)) >> 24 : (IntVec)(quants >> (8 * byte) & 255u);
+      const IntVec number =
+          kBits == 8 ? (IntVec)(quants << (24 - 8 * byte)) >> 24 : (IntVec)(quants >> (8 * byte) & 255u);
       total += number * (int32_t)(int8_t)(inputs >> (8 * byte));
     }
   }
@@ -181,7 +184,8 @@ __attribute__((noinline)) void rounded_tile(const TileArgs& t) {
 #pragma GCC unroll 24
       for (int p = 0; p < kPanels; ++p)
 #pragma GCC unroll 4
-        for (int v = 0; v < kPanelVecs; ++v) column[p * kPanelVecs + v] = Quads::prepared(readers[p].template quads<kWord % 2>(v));
+        for (int v = 0; v < kPanelVecs; ++v)
+          column[p * kPanelVecs + v] = Quads::prepared(readers[p].template quads<kWord % 2>(v));
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
         const uint32_t inputs = rows[r][group].words[half * 4 + kWord];

@@ -1,7 +1,7 @@
 // Norm and router in one launch: see RouteArgs.
 //
-// A warp takes one row of the hidden layer and eight tokens. The last block of a tile of tokens joins what its blocks made. Every
-// sum has one order, so that the result does not depend on who came last.
+// A warp takes one row of the hidden layer and eight tokens. The last block of a tile of tokens joins what its blocks
+// made. Every sum has one order, so that the result does not depend on who came last.
 #pragma once
 #include "dots.cuh"
 #include "exits.h"
@@ -10,9 +10,7 @@ namespace neap::gpu {
 
 static_assert(kRouteTokens == kTile && kRouteRows == kWarps, "a block's share");
 
-struct Features {
-  float v[kFeatures];
-};
+struct Features { float v[kFeatures]; };
 
 __device__ __forceinline__ Features features_of(const RouteArgs& args, int64_t token) {
   const float* top = args.top + token * args.k;
@@ -22,12 +20,11 @@ __device__ __forceinline__ Features features_of(const RouteArgs& args, int64_t t
 }
 
 // What one reading of the tokens gives: products with a row of weights, and the squares that the norm needs.
-struct Sums {
-  float dots[kTile], squares[kTile];
-};
+struct Sums { float dots[kTile], squares[kTile]; };
 
 template <bool kFours, class X, class W>
-__device__ __forceinline__ void add_products(const X* x, int64_t x_stride, int tokens, const W* weight, int64_t columns, Sums& sums) {
+__device__ __forceinline__ void add_products(const X* x, int64_t x_stride, int tokens, const W* weight, int64_t columns,
+                                             Sums& sums) {
   constexpr int kWidth = kFours ? 4 : 1;
 #pragma unroll 1
   for (int64_t k = threadIdx.x % kWarp * kWidth; k < columns; k += kWarp * kWidth) {
@@ -56,7 +53,8 @@ __device__ __forceinline__ void add_products(const X* x, int64_t x_stride, int t
 
 // The normed products of a row of weights with up to kTile tokens, token t's in lane t.
 template <class X, class W>
-__device__ __forceinline__ float normed_dot(const X* x, int64_t x_stride, int tokens, const W* weight, int64_t columns, float eps, bool fours) {
+__device__ __forceinline__ float normed_dot(const X* x, int64_t x_stride, int tokens, const W* weight, int64_t columns,
+                                            float eps, bool fours) {
   Sums s;
 #pragma unroll
   for (int t = 0; t < kTile; ++t) s.dots[t] = s.squares[t] = 0.f;
@@ -73,7 +71,7 @@ __device__ __forceinline__ float normed_dot(const X* x, int64_t x_stride, int to
 
 template <class X, class W>
 __global__ void __launch_bounds__(kThreads, 1) route_kernel(RouteArgs args, bool fours) {
-  NEAP_SHARED(float, parts, kWarps * kTile);
+  NEAP_SHARED(float, parts, kWarps* kTile);
   NEAP_SHARED(unsigned, arrived, 1);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int64_t width = args.hidden.rows, columns = args.hidden.columns, first = (int64_t)blockIdx.y * kTile;
@@ -101,7 +99,8 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(RouteArgs args, bool
   for (int t = warp; t < tokens; t += kWarps) {
     const int64_t token = first + t;
     float score = 0.f;
-    for (int64_t block = lane; block < gridDim.x; block += kWarp) score += __ldcg(args.inner + token * gridDim.x + block);
+    for (int64_t block = lane; block < gridDim.x; block += kWarp)
+      score += __ldcg(args.inner + token * gridDim.x + block);
     score = warp_sum(score) + args.shift;
     if (lane == 0) {
       const Features features = features_of(args, token);

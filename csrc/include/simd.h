@@ -1,7 +1,8 @@
 // A vector of kLanes floats, and the functions on it that the kernels use.
 //
-// Compiled once per instruction set. Everything is in a namespace of that set's name, and the kernels use no std:: templates. Otherwise
-// the linker would merge inline functions of two objects, and AVX-512 code could run on a machine without it.
+// Compiled once per instruction set. Everything is in a namespace of that set's name, and the kernels use no std::
+// templates. Otherwise the linker would merge inline functions of two objects, and AVX-512 code could run on a machine
+// without it.
 #pragma once
 #include <cstdint>
 
@@ -27,9 +28,10 @@
 
 namespace neap::NEAP_ISA {
 
-// kAccumulators: vectors of sums in a tile. kMaxPanels: streams of weights that one tile reads; few, because tiles prefetch what they read
-// next, and then more streams only get into each other's way. kOwnTiles: up to so many row tiles of a quantised matrix widen it each for
-// itself, which takes less time than a copy that they share. Measured on Zen 5 (decision 030): AVX-512 and AVX2.
+// kAccumulators: vectors of sums in a tile. kMaxPanels: streams of weights that one tile reads; few, because tiles
+// prefetch what they read next, and then more streams only get into each other's way. kOwnTiles: up to so many row
+// tiles of a quantised matrix widen it each for itself, which takes less time than a copy that they share. Measured on
+// Zen 5 (decision 030): AVX-512 and AVX2.
 #if defined(NEAP_AVX512)
 constexpr int kLanes = 16, kAccumulators = 24, kMaxTileRows = 12, kMaxPanels = 3, kRegisters = 32, kOwnTiles = 3;
 #elif defined(NEAP_AVX2)
@@ -38,7 +40,8 @@ constexpr int kLanes = 8, kAccumulators = 12, kMaxTileRows = 6, kMaxPanels = 3, 
 constexpr int kLanes = 4, kAccumulators = 24, kMaxTileRows = 6, kMaxPanels = 6, kRegisters = 32, kOwnTiles = 1;
 #elif defined(NEAP_PORTABLE_LANES)
 // For tests: runs the code paths of wider instruction sets on a machine without them.
-constexpr int kLanes = NEAP_PORTABLE_LANES, kAccumulators = 24, kMaxTileRows = 12, kMaxPanels = 3, kRegisters = 32, kOwnTiles = 3;
+constexpr int kLanes = NEAP_PORTABLE_LANES, kAccumulators = 24, kMaxTileRows = 12, kMaxPanels = 3, kRegisters = 32,
+              kOwnTiles = 3;
 #else
 constexpr int kLanes = 4, kAccumulators = 12, kMaxTileRows = 3, kMaxPanels = 3, kRegisters = 16, kOwnTiles = 1;
 #endif
@@ -67,8 +70,8 @@ NEAP_INLINE Vec splat(float x) {
 #endif
 }
 
-// a * b + c. An intrinsic, and the build uses -ffp-contract=off: otherwise a compiler could fuse in one tile shape and not in another, and
-// the bits of a row's result would depend on the number of rows in the pass.
+// a * b + c. An intrinsic, and the build uses -ffp-contract=off: otherwise a compiler could fuse in one tile shape and
+// not in another, and the bits of a row's result would depend on the number of rows in the pass.
 NEAP_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #if defined(NEAP_AVX512)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -81,8 +84,8 @@ NEAP_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// a0 * b0 + a1 * b1 + c for the two bfloat16 numbers of each lane of a and b. The instruction of AVX-512 BF16 takes subnormal numbers for
-// 0, and rounds in an order of its own.
+// a0 * b0 + a1 * b1 + c for the two bfloat16 numbers of each lane of a and b. The instruction of AVX-512 BF16 takes
+// subnormal numbers for 0, and rounds in an order of its own.
 NEAP_INLINE Vec dot_pairs(Vec a, Vec b, Vec c) {
 #if defined(NEAP_AVX512BF16)
   return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);

@@ -1,42 +1,43 @@
 // The microkernel of packed products and attention: a few rows times a few 16-wide panels, summed over depth in order.
 //
-// Every output element is the same chain of fused multiply-adds in every tile shape, so its bits do not depend on the number of rows,
-// the number of threads or its position.
+// Every output element is the same chain of fused multiply-adds in every tile shape, so its bits do not depend on the
+// number of rows, the number of threads or its position.
 #pragma once
 #include "kernels.h"
 #include "widen.h"
 
 namespace neap::NEAP_ISA {
 
-// The number of panels per tile of `rows` rows: as many as their accumulators fit in registers, so that enough chains of multiply-adds
-// are independent to hide the latency, but at most kMaxPanels. What a reader holds takes registers, too.
+// The number of panels per tile of `rows` rows: as many as their accumulators fit in registers, so that enough chains
+// of multiply-adds are independent to hide the latency, but at most kMaxPanels. A reader takes registers, too.
 template <class Reader>
 constexpr int panels_for(int rows) {
-  const int fitting = Reader::kHeld ? (kRegisters - 3) / (kPanelVecs * (Reader::kSums * rows + Reader::kHeld)) : kAccumulators / (rows * kPanelVecs);
+  const int fitting = Reader::kHeld ? (kRegisters - 3) / (kPanelVecs * (Reader::kSums * rows + Reader::kHeld))
+                                    : kAccumulators / (rows * kPanelVecs);
   return fitting < 1 ? 1 : fitting > kMaxPanels ? kMaxPanels : fitting;
 }
 
-// How far ahead of its reading a tile prefetches, in bytes of all its panels together: far enough for the latency of memory, and little
-// enough for the L1 cache.
+// How far ahead of its reading a tile prefetches, in bytes of all its panels together: far enough for the latency of
+// memory, and little enough for the L1 cache.
 constexpr int64_t kPrefetchBytes = 6144;
 
-// What a tile prefetches while it multiplies: at input k the byte `next` + k * `step` of its first panel, and the same of the others,
-// `panel_stride` bytes apart; `jump` bytes farther from input `turn` on.
+// What a tile prefetches while it multiplies: at input k the byte `next` + k * `step` of its first panel, and the same
+// of the others, `panel_stride` bytes apart; `jump` bytes farther from input `turn` on.
 struct Ahead {
   const uint8_t* next;
   int64_t step, panel_stride, turn = kNever, jump = 0;
 };
 
 struct TileArgs {
-  const float* a;        // [rows, depth], rows `a_stride` apart
+  const float* a;  // [rows, depth], rows `a_stride` apart
   int64_t a_stride;
-  const uint8_t* b;      // a depth block of each panel, `panel_stride` bytes apart
+  const uint8_t* b;  // a depth block of each panel, `panel_stride` bytes apart
   int64_t panel_stride;
-  RowPlaces places;      // Rows<E, 0> only: of the inputs
+  RowPlaces places;  // Rows<E, 0> only: of the inputs
   int64_t depth;
-  float* c;              // [rows, panels * 16], rows `c_stride` apart
+  float* c;  // [rows, panels * 16], rows `c_stride` apart
   int64_t c_stride;
-  bool accumulate;       // add to c instead of overwriting it
+  bool accumulate;  // add to c instead of overwriting it
   Ahead ahead;
 };
 
@@ -68,7 +69,8 @@ __attribute__((noinline)) void tile(const TileArgs& t) {
 #pragma GCC unroll 24
     for (int p = 0; p < kPanels; ++p)
 #pragma GCC unroll 4
-      for (int v = 0; v < kPanelVecs; ++v) column[p * kPanelVecs + v] = readers[p].template column<decltype(input)::value>(v);
+      for (int v = 0; v < kPanelVecs; ++v)
+        column[p * kPanelVecs + v] = readers[p].template column<decltype(input)::value>(v);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const Vec value = splat(from[r * a_stride + decltype(input)::value]);
@@ -122,8 +124,8 @@ TileFn pick_tile(int rows, int panels) {
   return TilePicker<Reader, kMaxTileRows, panels_for<Reader>(kMaxTileRows)>::pick(rows, panels);
 }
 
-// Cuts rows into tiles of nearly equal height: 14 rows become 7 + 7 rather than 12 + 2, because a tile of 2 rows has few independent
-// chains.
+// Cuts rows into tiles of nearly equal height: 14 rows become 7 + 7 rather than 12 + 2, because a tile of 2 rows has
+// few independent chains.
 struct RowTiles {
   int64_t count, height, taller;  // the first `taller` tiles have `height` rows, the others one less
   explicit RowTiles(int64_t rows) {

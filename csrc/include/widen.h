@@ -1,9 +1,11 @@
 // Readers of packed panels: they widen 16 outputs of an input to float32 in registers, whatever the format.
 //
-// kHeld: vector registers per column that a reader holds; 0 if it is read as an operand from memory. kSums: those of a row's sum.
-// kShared: whether several row tiles share one widened copy in memory instead of widening each for itself. A reader walks one depth block of a panel: begin(block, depth, rows). open(k) prepares the group that begins at input k; load(k)
-// fetches the bytes of kUnit inputs, which begin a cache line at every kLineInputs-th input or oftener; column<j>(v) gives vector v of input k + j. The float32 numbers are those of GGUF's reference code: a product of scale and
-// quant is exact in float32, so one fused multiply-add rounds as the reference does.
+// kHeld: vector registers per column that a reader holds; 0 if it is read as an operand from memory. kSums: those of a
+// row's sum. kShared: whether several row tiles share one widened copy in memory instead of widening each for itself. A
+// reader walks one depth block of a panel: begin(block, depth, rows). open(k) prepares the group that begins at input
+// k; load(k) fetches the bytes of kUnit inputs, which begin a cache line at every kLineInputs-th input or oftener;
+// column<j>(v) gives vector v of input k + j. The float32 numbers are those of GGUF's reference code: a product of
+// scale and quant is exact in float32, so one fused multiply-add rounds as the reference does.
 #pragma once
 #include "formats.h"
 #include "half_simd.h"
@@ -19,11 +21,19 @@ NEAP_INLINE Vec load_halves(const uint8_t* p) { return load(reinterpret_cast<con
 
 // kLanes integers of 8 bits as float32.
 #if defined(NEAP_AVX512)
-NEAP_INLINE Vec load_bytes(const int8_t* p) { return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
-NEAP_INLINE Vec load_bytes(const uint8_t* p) { return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+NEAP_INLINE Vec load_bytes(const int8_t* p) {
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+NEAP_INLINE Vec load_bytes(const uint8_t* p) {
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
 #elif defined(NEAP_AVX2)
-NEAP_INLINE Vec load_bytes(const int8_t* p) { return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
-NEAP_INLINE Vec load_bytes(const uint8_t* p) { return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+NEAP_INLINE Vec load_bytes(const int8_t* p) {
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+NEAP_INLINE Vec load_bytes(const uint8_t* p) {
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
 #else
 template <class Byte>
 NEAP_INLINE Vec load_bytes(const Byte* p) {
@@ -33,7 +43,7 @@ NEAP_INLINE Vec load_bytes(const Byte* p) {
 }
 #endif
 
-// The quant whose lowest 4 bits are those of `low`, and whose higher bits stand above the lowest 4 of `high`, as float32.
+// The quant whose lowest 4 bits are those of `low`, whose higher bits stand above the lowest 4 of `high`, as float32.
 template <int kBits>
 NEAP_INLINE Vec number_of(UintVec low, UintVec high) {
 #if defined(NEAP_AVX512)
@@ -52,9 +62,7 @@ NEAP_INLINE Vec number_of(UintVec low, UintVec high) {
 constexpr int64_t kNever = int64_t(1) << 62;
 
 // Where rows of numbers stand: `bytes` apart, those from number `turn` on `skip` bytes farther.
-struct RowPlaces {
-  int64_t bytes, turn = kNever, skip = 0;
-};
+struct RowPlaces { int64_t bytes, turn = kNever, skip = 0; };
 
 template <int kValue> struct Number { static constexpr int value = kValue; };
 
@@ -73,7 +81,8 @@ struct Sums {
   static NEAP_INLINE Vec add(Vec value, Vec column, Vec sum) { return fma(value, column, sum); }
 };
 
-// Rows of 16 numbers: also keys, values and widened panels. kStride: the bytes from one to the next; 0 if `RowPlaces` says where they are.
+// Rows of 16 numbers: also keys, values and widened panels. kStride: the bytes from one to the next; 0 if `RowPlaces`
+// says where they are.
 template <class E, int kStride = kPanel * (int)sizeof(E)>
 struct Rows : Sums {
   static constexpr int kUnit = 1, kGroup = 1, kLineInputs = kStride ? 64 / kStride : 1;
@@ -103,7 +112,9 @@ struct BfloatPairs : Sums {
   NEAP_INLINE void load(int64_t k) {
     for (int v = 0; v < kPanelVecs; ++v) pair[v] = load_bits(base + k * kPanel * 2 + v * kLanes * 4);
   }
-  template <int kInput> NEAP_INLINE Vec column(int v) const { return (Vec)(kInput ? pair[v] & 0xffff0000u : pair[v] << 16); }
+  template <int kInput> NEAP_INLINE Vec column(int v) const {
+    return (Vec)(kInput ? pair[v] & 0xffff0000u : pair[v] << 16);
+  }
 };
 
 // Panels of bfloat16 for products that round their inputs: what tiles take for an input is a pair of inputs.
@@ -125,7 +136,8 @@ struct Quants : Sums {
   const uint8_t *block, *scales, *quants;
   const uint8_t* group_quants;
   Vec scale[kPanelVecs], offset[kPanelVecs];
-  UintVec low[kPanelVecs], high[kPanelVecs];  // the line of 8 inputs and what is above it; of 8 bits: even and odd inputs
+  // The line of 8 inputs and what is above it. Of 8 bits: even and odd inputs.
+  UintVec low[kPanelVecs], high[kPanelVecs];
 
   NEAP_INLINE void begin(const uint8_t* own_block, int64_t depth, const RowPlaces&) {
     block = own_block, scales = block + kLayout.head_bytes, quants = scales + depth / kGroup * kLayout.scale_bytes;
@@ -169,7 +181,9 @@ struct Quants : Sums {
       return __builtin_convertvector(number, Vec) * scale[v];
     } else {
       constexpr int kShift = 4 - 8 * kByte - kHighBits * kOdd;  // moves the input's high bits above the lowest 4
-      const UintVec above = kHighBits == 0 ? low[v] : kShift >= 0 ? high[v] << (kShift & 31) : high[v] >> (-kShift & 31);
+      const UintVec above = kHighBits == 0 ? low[v]
+                            : kShift >= 0  ? high[v] << (kShift & 31)
+                                           : high[v] >> (-kShift & 31);
       return fma(scale[v], number_of<kLayout.bits>(low[v] >> (4 * kInput), above), offset[v]);
     }
   }
@@ -199,7 +213,8 @@ void widen_block(const uint8_t* block, int64_t depth, float* out) {
     const int64_t inputs = min64(Reader::kUnit, depth - k);
     for_inputs<Reader::kUnit>([&](auto input) {
       if (input.value < inputs)
-        for (int v = 0; v < kPanelVecs; ++v) store(out + (k + input.value) * kPanel + v * kLanes, reader.template column<input.value>(v));
+        for (int v = 0; v < kPanelVecs; ++v)
+          store(out + (k + input.value) * kPanel + v * kLanes, reader.template column<input.value>(v));
     });
   }
 }

@@ -22,8 +22,10 @@ int run(const Call& c) {
     const int64_t width = c.integer(), columns = c.integer();
     a.k = (int)c.integer(), a.shift = (float)c.next(), a.eps = (float)c.next();
     a.lowest = (float)c.next(), a.highest = (float)c.next();
-    a.x = c.data<char>(), a.hidden = {c.data<char>(), dtype, width, columns}, a.bias = c.data<float>(), a.output = c.data<float>();
-    a.feature_weight = c.data<float>(), a.skip = c.data<float>(), a.top = c.data<float>(), a.log_mass = c.data<float>(), a.distance = c.data<int64_t>();
+    a.x = c.data<char>(), a.hidden = {c.data<char>(), dtype, width, columns}, a.bias = c.data<float>(),
+    a.output = c.data<float>();
+    a.feature_weight = c.data<float>(), a.skip = c.data<float>(), a.top = c.data<float>(), a.log_mass = c.data<float>(),
+    a.distance = c.data<int64_t>();
     a.inner = c.data<float>(), a.tickets = c.data<uint32_t>(), a.probability = c.data<float>();
     return launch_route(a, nullptr);
   }

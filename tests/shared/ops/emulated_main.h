@@ -1,7 +1,7 @@
 // Reads calls from standard input, hands them to `run` and answers with what their buffers then hold.
 //
-// A call: "NAME SEED NUMBERS BUFFERS\n", the numbers in one line, and per buffer "BYTES\n" and the bytes, -1 for a null pointer.
-// Every buffer is an allocation of its own, so that AddressSanitizer sees a byte too far.
+// A call: "NAME SEED NUMBERS BUFFERS\n", the numbers in one line, and per buffer "BYTES\n" and the bytes, -1 for a null
+// pointer. Every buffer is an allocation of its own, so that AddressSanitizer sees a byte too far.
 #pragma once
 #include <iostream>
 #include <sstream>

@@ -1,9 +1,10 @@
-// The part of CUDA that the kernels use, on the host: their real source runs under AddressSanitizer and UBSan without a GPU.
+// The part of CUDA that the kernels use, on the host: their source runs under AddressSanitizer and UBSan without a GPU.
 //
-// Every CUDA thread is a fiber. A few blocks are alive at once and take turns, warps and lanes in an order that the seed decides:
-// ascending, descending or random, each as far as it can go or switching at every step. Shared memory is a heap block of its exact
-// size, filled with NaN. What a thread publishes reaches memory at its next fence, or else only when the kernel ends. Collectives
-// whose lanes disagree, barriers that some threads miss and deadlocks end the process.
+// Every CUDA thread is a fiber. A few blocks are alive at once and take turns, warps and lanes in an order that the
+// seed decides: ascending, descending or random, each as far as it can go or switching at every step. Shared memory is
+// a heap block of its exact size, filled with NaN. What a thread publishes reaches memory at its next fence, or else
+// only when the kernel ends. Collectives whose lanes disagree, barriers that some threads miss and deadlocks end the
+// process.
 #pragma once
 #include <ucontext.h>
 
@@ -71,18 +72,25 @@ struct Machine {
   unsigned seed = 0;
   std::mt19937 random;
 };
-inline Machine& machine() { static Machine m; return m; }
+inline Machine& machine() {
+  static Machine m;
+  return m;
+}
 inline Fiber& self() { return *machine().current; }
 inline unsigned lane() { return self().thread.x % 32; }
 
 [[noreturn]] inline void die(const char* what) {
   std::fprintf(stderr, "emulator: %s", what);
-  if (machine().current) std::fprintf(stderr, " (block %u,%u thread %u)", self().block->index.x, self().block->index.y, self().thread.x);
+  if (machine().current)
+    std::fprintf(stderr, " (block %u,%u thread %u)", self().block->index.x, self().block->index.y, self().thread.x);
   std::fprintf(stderr, "\n");
   std::_Exit(86);
 }
 
-inline void leave() { Fiber& fiber = self(); swapcontext(&fiber.context, &machine().scheduler); }
+inline void leave() {
+  Fiber& fiber = self();
+  swapcontext(&fiber.context, &machine().scheduler);
+}
 inline void enter() {
   machine().kernel();
   self().state = Fiber::kDone;
@@ -145,7 +153,8 @@ inline const std::array<uint64_t, 32>& collect(unsigned mask, T value, const cha
       if (!(mask >> l & 1)) continue;
       if (warp * 32 + l >= size) die("a collective names a lane that does not exist");
       Fiber& other = *fiber.block->fibers[warp * 32 + l];
-      if (other.state != Fiber::kAtCollective || other.mask != mask || other.what != what || other.collectives != fiber.collectives)
+      if (other.state != Fiber::kAtCollective || other.mask != mask || other.what != what ||
+          other.collectives != fiber.collectives)
         die("the lanes of a warp are at different collectives");
       other.state = Fiber::kReady;
     }
@@ -173,7 +182,8 @@ inline std::unique_ptr<Block> begin_block(unsigned number) {
     else fiber = std::move(m.idle.back()), m.idle.pop_back();
     fiber->state = Fiber::kReady, fiber->block = block.get(), fiber->thread = dim3(t, 0, 0), fiber->collectives = 0;
     getcontext(&fiber->context);
-    fiber->context.uc_stack.ss_sp = fiber->stack.get(), fiber->context.uc_stack.ss_size = kStackBytes, fiber->context.uc_link = &m.scheduler;
+    fiber->context.uc_stack.ss_sp = fiber->stack.get(), fiber->context.uc_stack.ss_size = kStackBytes,
+    fiber->context.uc_link = &m.scheduler;
     makecontext(&fiber->context, (void (*)())enter, 0);
     block->fibers.push_back(std::move(fiber));
   }
@@ -198,7 +208,8 @@ inline bool run_warp(Block& block, unsigned warp) {
 
 inline void launch(dim3 grid, dim3 threads, std::function<void()> kernel) {
   Machine& m = machine();
-  if (threads.x == 0 || threads.x > 1024 || grid.x == 0 || grid.y == 0 || grid.y > 65535) die("a launch of no or too many threads or blocks");
+  if (threads.x == 0 || threads.x > 1024 || grid.x == 0 || grid.y == 0 || grid.y > 65535)
+    die("a launch of no or too many threads or blocks");
   m.grid = grid, m.threads = threads, m.kernel = std::move(kernel), m.random.seed(m.seed);
   const unsigned count = grid.x * grid.y * grid.z, warps = (threads.x + 31) / 32;
   std::vector<unsigned> order(count);
@@ -221,8 +232,12 @@ inline void launch(dim3 grid, dim3 threads, std::function<void()> kernel) {
     bool ready = false;
     for (auto at = m.resident.begin(); at != m.resident.end();) {
       bool done = true;
-      for (auto& fiber : (*at)->fibers) done = done && fiber->state == Fiber::kDone, ready = ready || fiber->state == Fiber::kReady;
-      if (!done) { ++at; continue; }
+      for (auto& fiber : (*at)->fibers)
+        done = done && fiber->state == Fiber::kDone, ready = ready || fiber->state == Fiber::kReady;
+      if (!done) {
+        ++at;
+        continue;
+      }
       for (auto& fiber : (*at)->fibers) m.idle.push_back(std::move(fiber));
       at = m.resident.erase(at);
       ran = true;
@@ -234,7 +249,9 @@ inline void launch(dim3 grid, dim3 threads, std::function<void()> kernel) {
 
 inline float float_of_half(uint16_t bits) {
   const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-  const float magnitude = exponent == 31 ? (fraction ? NAN : INFINITY) : std::ldexp((float)(exponent ? fraction + 1024 : fraction), std::max(exponent, 1) - 25);
+  const float magnitude = exponent == 31
+                              ? (fraction ? NAN : INFINITY)
+                              : std::ldexp((float)(exponent ? fraction + 1024 : fraction), std::max(exponent, 1) - 25);
   return bits >> 15 ? -magnitude : magnitude;
 }
 
@@ -261,17 +278,23 @@ inline uint16_t half_of_float(float value) {
 #define blockIdx (::emulator::self().block->index)
 #define gridDim (::emulator::machine().grid)
 #define blockDim (::emulator::machine().threads)
-#define NEAP_SHARED(type, name, count) type* name = static_cast<type*>(::emulator::shared(__COUNTER__, sizeof(type) * (count)))
+#define NEAP_SHARED(type, name, count) \
+  type* name = static_cast<type*>(::emulator::shared(__COUNTER__, sizeof(type) * (count)))
 #define NEAP_LAUNCH(kernel, grid, threads, stream, ...) \
   ((void)(stream), ::emulator::launch(dim3(grid), dim3(threads), [=] { kernel(__VA_ARGS__); }))
 
 inline void __syncthreads() { ::emulator::barrier(); }
 inline void __threadfence() { ::emulator::flush(&::emulator::self()); }
 inline void __syncwarp() { ::emulator::collect(0xffffffffu, 0, "warp barrier"); }
-template <class T> T __shfl_sync(unsigned mask, T value, int source) { return ::emulator::from_lane(mask, value, (unsigned)source, "shuffle from"); }
-template <class T> T __shfl_xor_sync(unsigned mask, T value, int step) { return ::emulator::from_lane(mask, value, ::emulator::lane() ^ step, "shuffle"); }
+template <class T> T __shfl_sync(unsigned mask, T value, int source) {
+  return ::emulator::from_lane(mask, value, (unsigned)source, "shuffle from");
+}
+template <class T> T __shfl_xor_sync(unsigned mask, T value, int step) {
+  return ::emulator::from_lane(mask, value, ::emulator::lane() ^ step, "shuffle");
+}
 template <class T> T __shfl_up_sync(unsigned mask, T value, unsigned step) {
-  return ::emulator::from_lane(mask, value, ::emulator::lane() < step ? ::emulator::lane() : ::emulator::lane() - step, "shuffle up");
+  return ::emulator::from_lane(mask, value, ::emulator::lane() < step ? ::emulator::lane() : ::emulator::lane() - step,
+                               "shuffle up");
 }
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
   const auto& all = ::emulator::collect(mask, predicate != 0, "ballot");
@@ -289,11 +312,22 @@ inline unsigned atomicInc(uint32_t* p, unsigned limit) {
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
 template <class T> T __ldcg(const T* p) { return *p; }
-inline float __uint_as_float(uint32_t bits) { float value; std::memcpy(&value, &bits, 4); return value; }
-inline uint32_t __float_as_uint(float value) { uint32_t bits; std::memcpy(&bits, &value, 4); return bits; }
+inline float __uint_as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline uint32_t __float_as_uint(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
 inline float __fmul_rn(float a, float b) { return a * b; }
 template <class T> T min(T a, T b) { return b < a ? b : a; }
 template <class T> T max(T a, T b) { return a < b ? b : a; }
 inline int cudaGetLastError() { return 0; }
 inline const char* cudaGetErrorString(cudaError_t) { return "emulated"; }
-inline int cudaMemsetAsync(void* p, int value, size_t bytes, void*) { std::memset(p, value, bytes); return 0; }
+inline int cudaMemsetAsync(void* p, int value, size_t bytes, void*) {
+  std::memset(p, value, bytes);
+  return 0;
+}
