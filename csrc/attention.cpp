@@ -6,13 +6,19 @@ namespace neap::binding {
 
 namespace {
 
-// The query side of a problem. `q` [B, Hq, Q, D] gives sizes and strides; `queries_begin` and `out` point to the
-// problem's first query.
-AttentionArgs attention_args(const Tensor& q, const float* queries_begin, int64_t queries, float* out) {
-  AttentionArgs args{};
-  args.q = queries_begin, args.out = out, args.batch = q.size(0), args.heads = q.size(1), args.queries = queries;
-  args.q_batch = q.stride(0), args.q_head = q.stride(1), args.q_row = q.stride(2), args.q_column = q.stride(3);
-  return args;
+// `count` queries of q [B, Hq, Q, D] from number `begin` on; `out` is where the first one's result belongs.
+Queries queries_of(const Tensor& q, int64_t begin, int64_t count, float* out) {
+  return {
+      .first = floats(q) + begin * q.stride(2),
+      .out = out,
+      .batch = q.size(0),
+      .heads = q.size(1),
+      .count = count,
+      .batch_stride = q.stride(0),
+      .head_stride = q.stride(1),
+      .row_stride = q.stride(2),
+      .column_stride = q.stride(3),
+  };
 }
 
 // Attention with keys split over threads, for few items with many keys.
@@ -78,8 +84,8 @@ Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std
   if (mask) check_mask(op, *mask, batch, queries, kv_length);
   Tensor out = empty({batch, queries, heads, v.size(3)});
   if (out.numel() == 0) return out;
-  AttentionArgs args = attention_args(q, floats(q), queries, mutable_floats(out));
-  attend_over(&args, k, v, kv_dtype, kv_length, mask ? &*mask : nullptr, causal, scaling, softcap);
+  const AttentionArgs args = attention_args(queries_of(q, 0, queries, mutable_floats(out)), k, v, kv_dtype, kv_length,
+                                            mask ? &*mask : nullptr, causal, scaling, softcap);
   if (keeps_threads_busy(num_items(args), num_blocks(args), torch::stable::get_num_threads())) attend_together({args});
   else attend_split(args);
   return out;
@@ -133,11 +139,13 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
     write_slots(k, from, counts[s], keys[s], kv_dtypes[s], kept[s]);
     write_slots(v, from, counts[s], values[s], kv_dtypes[s], kept[s]);
     const bool masked = masks[s].numel() > 0;
-    problems.push_back(
-        attention_args(q, floats(q) + from * q.stride(2), counts[s], mutable_floats(out) + from * heads * value_width));
-    attend_over(&problems.back(), keys[s], values[s], kv_dtypes[s], bases[s] + counts[s], masked ? &masks[s] : nullptr,
-                !masked, scaling, softcap, bases[s], kept[s] - bases[s]);
-    from += counts[s], items += num_items(problems.back()), blocks = std::max(blocks, num_blocks(problems.back()));
+    const Queries queries = queries_of(q, from, counts[s], mutable_floats(out) + from * heads * value_width);
+    problems.push_back(attention_args(queries, keys[s], values[s], kv_dtypes[s], bases[s] + counts[s],
+                                      masked ? &masks[s] : nullptr, !masked, scaling, softcap, bases[s],
+                                      kept[s] - bases[s]));
+    from += counts[s];
+    items += num_items(problems.back());
+    blocks = std::max(blocks, num_blocks(problems.back()));
   }
   if (keeps_threads_busy(items, blocks, torch::stable::get_num_threads())) attend_together(problems);
   else

@@ -11,23 +11,52 @@ inline void check_mask(const char* op, const Tensor& mask, int64_t batch, int64_
              op, ": mask has shape ", text(mask), ", want [", batch, " or 1, 1, ", queries, ", ", keys, "]");
 }
 
-// Sets the fields of a problem that concern the cache. `k` and `v` [B, Hkv, >= keys, D] of one dtype; the first `keys`
-// slots are attended over, those from number `branch` on `apart` slots later.
+// The queries of a problem. `first` and `out` point to the first one.
+struct Queries {
+  const float* first;
+  float* out;
+  int64_t batch, heads, count;
+  int64_t batch_stride, head_stride, row_stride, column_stride;
+};
+
+// Attention over a cache. `k` and `v` [B, Hkv, >= keys, D] of one dtype; the first `keys` slots are attended over,
+// those from number `branch` on `apart` slots later.
 template <class T>
-void attend_over(AttentionArgs* args, const T& k, const T& v, Dtype kv_dtype, int64_t keys, const Tensor* mask,
-                 bool causal, double scaling, const std::optional<double>& softcap, int64_t branch = 0,
-                 int64_t apart = 0) {
-  args->own = {0, args->queries, keys, branch, apart};
-  args->k = k.const_data_ptr(), args->v = v.const_data_ptr(), args->kv_dtype = kv_dtype, args->keys = keys,
-  args->kv_heads = k.size(1), args->width = k.size(3), args->value_width = v.size(3);
-  args->k_batch = k.stride(0), args->k_head = k.stride(1), args->k_row = k.stride(2);
-  args->v_batch = v.stride(0), args->v_head = v.stride(1), args->v_row = v.stride(2);
-  if (mask) {
-    args->mask = static_cast<const uint8_t*>(mask->const_data_ptr());
-    args->mask_batch = mask->size(0) == 1 ? 0 : mask->stride(0), args->mask_row = mask->stride(2),
-    args->mask_column = mask->stride(3);
-  }
-  args->causal = causal, args->scaling = (float)scaling, args->softcap = softcap ? (float)*softcap : 0.f;
+AttentionArgs attention_args(const Queries& queries, const T& k, const T& v, Dtype kv_dtype, int64_t keys,
+                             const Tensor* mask, bool causal, double scaling, const std::optional<double>& softcap,
+                             int64_t branch = 0, int64_t apart = 0) {
+  return {
+      .q = queries.first,
+      .k = k.const_data_ptr(),
+      .v = v.const_data_ptr(),
+      .kv_dtype = kv_dtype,
+      .mask = mask ? static_cast<const uint8_t*>(mask->const_data_ptr()) : nullptr,
+      .out = queries.out,
+      .batch = queries.batch,
+      .heads = queries.heads,
+      .kv_heads = k.size(1),
+      .queries = queries.count,
+      .keys = keys,
+      .width = k.size(3),
+      .value_width = v.size(3),
+      .q_batch = queries.batch_stride,
+      .q_head = queries.head_stride,
+      .q_row = queries.row_stride,
+      .q_column = queries.column_stride,
+      .k_batch = k.stride(0),
+      .k_head = k.stride(1),
+      .k_row = k.stride(2),
+      .v_batch = v.stride(0),
+      .v_head = v.stride(1),
+      .v_row = v.stride(2),
+      .mask_batch = mask && mask->size(0) > 1 ? mask->stride(0) : 0,
+      .mask_row = mask ? mask->stride(2) : 0,
+      .mask_column = mask ? mask->stride(3) : 0,
+      .own = {.queries = queries.count, .keys = keys, .branch = branch, .apart = apart},
+      .causal = causal,
+      .scaling = (float)scaling,
+      .softcap = softcap ? (float)*softcap : 0.f,
+  };
 }
 
 inline int64_t tile_queries(const AttentionArgs& a) {

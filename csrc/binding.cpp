@@ -13,27 +13,17 @@ Tensor run_linear(const char* op, Tensor x, const Tensor& weight, const Tensor* 
   check_float(op, "x", x, -1);
   NEAP_CHECK(out_features >= 0, op, ": out_features is negative");
   const int64_t k = x.size(x.dim() - 1), factor = up ? 2 : 1;
-  const neap::Matrix matrix = packed_of_size(op, up ? "gate" : "packed", weight, out_features, k);
-  const neap::Matrix up_matrix = up ? packed_of_size(op, "up", *up, out_features, k) : neap::Matrix{};
-  if (bias) check_vector(op, "bias", *bias, factor * out_features);
-  if (!x.is_contiguous()) x = torch::stable::contiguous(x);
   Sizes shape = sizes_of(x);
   int64_t rows = 1;
   for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
   shape.back() = out_features;
+  if (bias) check_vector(op, "bias", *bias, factor * out_features);
+  neap::LinearArgs args = linear_args(op, up ? "gate" : "packed", weight, up, bias ? floats(*bias) : nullptr, rows, k,
+                                      out_features, activation);
+  if (!x.is_contiguous()) x = torch::stable::contiguous(x);
+  args.x = floats(x);
   Tensor out = empty(shape);
-  const neap::LinearArgs args{floats(x),
-                              matrix,
-                              up_matrix,
-                              bias ? floats(*bias) : nullptr,
-                              mutable_floats(out),
-                              rows,
-                              k,
-                              out_features,
-                              k,
-                              up != nullptr,
-                              activation,
-                              nullptr};
+  args.out = mutable_floats(out);
   const neap::Kernels& kernels = neap::kernels();
   const int64_t items = kernels.linear_items(args, torch::stable::get_num_threads());
   parallel(items, (double)rows * k * factor * out_features,
@@ -59,8 +49,15 @@ Tensor rms_norm(Tensor x, Tensor weight, double eps, double weight_offset) {
   if (!x.is_contiguous()) x = torch::stable::contiguous(x);
   Tensor out = empty(sizes_of(x));
   if (x.numel() == 0) return out;
-  const neap::RmsNormArgs args{floats(x), floats(weight), mutable_floats(out), width,
-                               width,     (float)eps,     (float)weight_offset};
+  const neap::RmsNormArgs args{
+      .x = floats(x),
+      .weight = floats(weight),
+      .out = mutable_floats(out),
+      .width = width,
+      .x_stride = width,
+      .eps = (float)eps,
+      .weight_offset = (float)weight_offset,
+  };
   parallel(x.numel() / width, 4.0 * x.numel(), [&](int64_t b, int64_t e) { neap::kernels().rms_norm(args, b, e); });
   return out;
 }
@@ -74,18 +71,20 @@ Tensor rotate(const char* name, const Tensor& x, const Tensor& cos, const Tensor
   NEAP_CHECK(x.numel() == 0 || x.stride(3) == 1, "rotary: the last dimension of ", name, " must be contiguous");
   Tensor out = empty(sizes_of(x));
   if (x.numel() == 0) return out;
-  const neap::RotaryArgs args{floats(x),
-                              floats(cos),
-                              floats(sin),
-                              mutable_floats(out),
-                              x.size(1),
-                              length,
-                              width,
-                              x.stride(0),
-                              x.stride(1),
-                              x.stride(2),
-                              cos.size(0) == 1 ? 0 : cos.stride(0),
-                              cos.stride(1)};
+  const neap::RotaryArgs args{
+      .x = floats(x),
+      .cos = floats(cos),
+      .sin = floats(sin),
+      .out = mutable_floats(out),
+      .heads = x.size(1),
+      .length = length,
+      .width = width,
+      .x_batch = x.stride(0),
+      .x_head = x.stride(1),
+      .x_row = x.stride(2),
+      .angle_batch = cos.size(0) == 1 ? 0 : cos.stride(0),
+      .angle_row = cos.stride(1),
+  };
   parallel(batch * x.size(1), 6.0 * x.numel(), [&](int64_t b, int64_t e) { neap::kernels().rotary(args, b, e); });
   return out;
 }

@@ -99,6 +99,7 @@ const float* floats(const T& t) {
   return static_cast<const float*>(t.const_data_ptr());
 }
 inline float* mutable_floats(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
+inline int64_t* mutable_integers(const Tensor& t) { return static_cast<int64_t*>(t.mutable_data_ptr()); }
 
 // Memory for `count` floats that the thread keeps between calls. A new allocation of this size causes page faults.
 inline float* thread_scratch(int64_t count) {
@@ -138,13 +139,15 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
                                    std::vector<int64_t> bases, std::vector<int64_t> kept, std::vector<int64_t> counts,
                                    std::vector<Tensor> masks, double scaling, std::optional<double> softcap);
 
-// layer.cpp
+// decoder_layers.cpp
 Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norms, Tensor packed, Tensor biases,
                       std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases,
                       std::vector<int64_t> kept, std::vector<int64_t> counts, std::vector<Tensor> masks,
                       std::vector<int64_t> stops, int64_t num_layers, int64_t heads, int64_t intermediate,
                       std::string activation, double eps, double weight_offset, double scaling,
                       std::optional<double> softcap);
+
+// layer.cpp
 Tensor profile_layers(bool is_on);
 
 // chain.cpp

@@ -54,6 +54,8 @@ struct Chains {
 
   void lay_out(Arena* arena);
   void choose_step();
+  void unit(const void* x, Dtype dtype, int64_t size, float* out) const;
+  void normalise(const float* x, const float* weight, float* out) const;
   void prepare(int64_t row, bool first) const;
   void finish(int64_t row) const;
   void decide();
@@ -67,7 +69,8 @@ void Chains::lay_out(Arena* arena) {
   fuse.out = next.out = arena->take(count * width);
   gated.x = normed = arena->take(count * width);
   down.x = gated.out = arena->take(count * gated.out_features);
-  down.residual = fuse.out, down.out = sums = arena->take(count * width);
+  down.residual = fuse.out;
+  down.out = sums = arena->take(count * width);
   carried = arena->take(count * width);
   rows.x = adapted = arena->take(count * width);
   hidden.x = units = arena->take(count * width);
@@ -96,42 +99,50 @@ void Chains::choose_step() {
   rows.rows = hidden.rows = top.tokens = route.tokens = num_drafting;
 }
 
+// The RMS norm of a row, without gain.
+void Chains::unit(const void* x, Dtype dtype, int64_t size, float* out) const {
+  const NormArgs args{
+      .x = x, .dtype = dtype, .out = out, .width = size, .x_stride = size, .out_stride = size, .eps = route.eps};
+  kernels().norm(args, 0, 1);
+}
+
+// The RMS norm of a row of `width` numbers.
+void Chains::normalise(const float* x, const float* weight, float* out) const {
+  const RmsNormArgs args{.x = x, .weight = weight, .out = out, .width = width, .x_stride = width, .eps = route.eps};
+  kernels().rms_norm(args, 0, 1);
+}
+
 // Writes a row of the input of `fuse` or `next`.
 void Chains::prepare(int64_t row, bool first) const {
-  const Kernels& kernels = neap::kernels();
   const int64_t sequence = active[row], token = sequences[sequence].token;
   float* x = inputs + row * fuse.x_stride;
   if (first && sequence < num_fresh) {
     for (int64_t i = 0; i < 3; ++i, x += depth_width)
-      kernels.norm(
-          {states + (sequence * 3 + i) * depth_width, kFloat32, x, depth_width, depth_width, depth_width, route.eps}, 0,
-          1);
+      unit(states + (sequence * 3 + i) * depth_width, kFloat32, depth_width, x);
   } else {
     std::copy_n(carried + sequence * width, width, x);
     x += width;
   }
-  NormArgs norm{nullptr, plain_rows.dtype, x, embedding_width, embedding_width, embedding_width, route.eps};
   if (packed_embedding) {
     float* e = embedded + row * embedding_width;
     widen_row(packed_rows, token, e);
-    norm.x = e;
+    unit(e, kFloat32, embedding_width, x);
   } else {
-    norm.x = static_cast<const uint8_t*>(plain_rows.data) + token * embedding_width * element_bytes(plain_rows.dtype);
+    const int64_t at = token * embedding_width * element_bytes(plain_rows.dtype);
+    unit(static_cast<const uint8_t*>(plain_rows.data) + at, plain_rows.dtype, embedding_width, x);
   }
-  kernels.norm(norm, 0, 1);
 }
 
 // The row's output, and what draft rows and router read of it.
 void Chains::finish(int64_t row) const {
-  const Kernels& kernels = neap::kernels();
   const int64_t sequence = active[row], slot = slots[row];
   const float* y = sums + row * width;
   float* o = carried + sequence * width;
-  kernels.norm({y, kFloat32, o, width, width, width, route.eps}, 0, 1);
+  unit(y, kFloat32, width, o);
   if (slot < 0) return;
   std::copy_n(o, width, outputs + (sequence * max_drafts + sequences[sequence].num_drafted) * width);
-  kernels.rms_norm({y, gain, adapted + slot * width, width, width, route.eps, 0.f}, 0, 1);
-  kernels.norm({adapted + slot * width, kFloat32, units + slot * width, width, width, width, route.eps}, 0, 1);
+  normalise(y, gain, adapted + slot * width);
+  unit(adapted + slot * width, kFloat32, width, units + slot * width);
 }
 
 // Takes the drafts of the step, and leaves only the sequences whose chains go on.
@@ -147,7 +158,9 @@ void Chains::decide() {
     if (slot >= 0) {
       one.token = vocabulary[top.indices[slot * kTop]];
       const int64_t at = sequence * max_drafts + one.num_drafted++;
-      tokens[at] = one.token, probabilities[at] = route.probability[slot], lengths[sequence] = one.num_drafted;
+      tokens[at] = one.token;
+      probabilities[at] = route.probability[slot];
+      lengths[sequence] = one.num_drafted;
       one.survival *= std::min(route.probability[slot] * one.factor, route.highest);
       if (one.num_drafted == one.room || !(one.survival >= one.least)) continue;
     }
@@ -161,7 +174,9 @@ void Chains::run(Team& team) {
   const Kernels& kernels = neap::kernels();
   // A product of `count` rows from number `first` on.
   const auto linear = [&](LinearArgs args, int64_t first, int64_t count) {
-    args.x += first * args.x_stride, args.out += first * args.out_features, args.rows = count;
+    args.x += first * args.x_stride;
+    args.out += first * args.out_features;
+    args.rows = count;
     if (args.residual) args.residual += first * args.out_features;
     const int64_t items = kernels.linear_items(args, ranks);
     team.share(items, [&](int64_t b, int64_t e) { kernels.linear(args, items, b, e); });
@@ -183,8 +198,7 @@ void Chains::run(Team& team) {
     if (fresh > 0) linear(fuse, 0, fresh);
     if (fresh < count) linear(next, fresh, count - fresh);
     team.meet();
-    each_row(
-        [&](int64_t row) { kernels.rms_norm({fuse.out, norm, normed, width, width, route.eps, 0.f}, row, row + 1); });
+    each_row([&](int64_t row) { normalise(fuse.out + row * width, norm, normed + row * width); });
     linear(gated, 0, count);
     team.meet();
     linear(down, 0, count);
@@ -205,9 +219,10 @@ void Chains::run(Team& team) {
   }
 }
 
-LinearArgs product(const char* name, const Tensor& packed, int64_t in_features, int64_t out_features) {
-  const Matrix matrix = packed_of_size(kOp, name, packed, out_features, in_features);
-  return {nullptr, matrix, {}, nullptr, nullptr, 0, in_features, out_features, in_features, false, kIdentity, nullptr};
+LinearArgs product(const char* name, const Tensor& packed, int64_t in_features, int64_t out_features,
+                   const float* bias = nullptr) {
+  const Tensor* no_up = nullptr;
+  return linear_args(kOp, name, packed, no_up, bias, 0, in_features, out_features);
 }
 
 }  // namespace
@@ -230,10 +245,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor ou
   if (!states.is_contiguous()) states = torch::stable::contiguous(states);
   if (!outputs.is_contiguous()) outputs = torch::stable::contiguous(outputs);
 
-  Chains chains;
-  chains.num_fresh = states.size(0), chains.depth_width = states.size(2), chains.width = outputs.size(1);
-  chains.states = floats(states), chains.max_drafts = max_drafts;
-  const int64_t count = chains.num_fresh + outputs.size(0), width = chains.width;
+  const int64_t num_fresh = states.size(0), depth_width = states.size(2), width = outputs.size(1);
+  const int64_t count = num_fresh + outputs.size(0);
   const size_t n = (size_t)count;
   NEAP_CHECK(counts.size() == n && places.size() == n && rooms.size() == n && survivals.size() == n &&
                  factors.size() == n && least.size() == n,
@@ -241,14 +254,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor ou
              " rooms, ", survivals.size(), " survivals, ", factors.size(), " factors and ", least.size(),
              " least survivals");
 
-  int64_t vocabulary_size;
-  if (embedding.is_cpu() && embedding.scalar_type() == ScalarType::Byte) {
-    chains.packed_embedding = true, chains.packed_rows = packed_view(kOp, "embedding", embedding);
-    vocabulary_size = chains.packed_rows.out_features, chains.embedding_width = chains.packed_rows.in_features;
-  } else {
-    chains.plain_rows = Call(kOp, states).weight("embedding", embedding, -1, -1);
-    vocabulary_size = chains.plain_rows.rows, chains.embedding_width = chains.plain_rows.columns;
-  }
+  const bool packed_embedding = embedding.is_cpu() && embedding.scalar_type() == ScalarType::Byte;
+  const PackedView packed_rows = packed_embedding ? packed_view(kOp, "embedding", embedding) : PackedView{};
+  const Weight plain_rows = packed_embedding ? Weight{} : Call(kOp, states).weight("embedding", embedding, -1, -1);
+  const int64_t vocabulary_size = packed_embedding ? packed_rows.out_features : plain_rows.rows;
+  const int64_t embedding_width = packed_embedding ? packed_rows.in_features : plain_rows.columns;
   const auto check_token = [&](const char* what, int64_t token) {
     NEAP_CHECK(token >= 0 && token < vocabulary_size, kOp, ": ", what, " ", token, " is outside [0, ", vocabulary_size,
                ")");
@@ -256,37 +266,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor ou
   NEAP_CHECK(vocabulary.is_cpu() && vocabulary.scalar_type() == ScalarType::Long && vocabulary.dim() == 1 &&
                  vocabulary.is_contiguous(),
              kOp, ": vocabulary must be a contiguous int64 vector on the CPU");
-  chains.vocabulary = static_cast<const int64_t*>(vocabulary.const_data_ptr());
+  const int64_t* draft_tokens = static_cast<const int64_t*>(vocabulary.const_data_ptr());
   const int64_t drafts = vocabulary.size(0);
   NEAP_CHECK(drafts >= kTop && drafts < INT32_MAX, kOp, ": vocabulary has ", drafts, " tokens, want at least ", kTop);
-  for (int64_t i = 0; i < drafts; ++i) check_token("draft token", chains.vocabulary[i]);
+  for (int64_t i = 0; i < drafts; ++i) check_token("draft token", draft_tokens[i]);
 
-  const int64_t inner = packed_view(kOp, "gate", packed[2]).out_features,
-                router_width = packed_view(kOp, "hidden", packed[6]).out_features;
-  chains.fuse = product("fuse", packed[0], 3 * chains.depth_width + chains.embedding_width, width);
-  chains.next = product("next", packed[1], width + chains.embedding_width, width);
-  chains.gated = product("gate", packed[2], width, inner);
-  chains.gated.up = packed_of_size(kOp, "up", packed[3], inner, width), chains.gated.gated = true,
-  chains.gated.activation = kSilu;
-  chains.down = product("down", packed[4], inner, width);
-  chains.rows = product("rows", packed[5], width, drafts);
-  chains.hidden = product("hidden", packed[6], width, router_width);
+  const int64_t inner = packed_view(kOp, "gate", packed[2]).out_features;
+  const int64_t router_width = packed_view(kOp, "hidden", packed[6]).out_features;
+  const LinearArgs fuse = product("fuse", packed[0], 3 * depth_width + embedding_width, width);
+  const LinearArgs next = product("next", packed[1], width + embedding_width, width);
+  const LinearArgs gated = linear_args(kOp, "gate", packed[2], &packed[3], nullptr, 0, width, inner, kSilu);
+  const LinearArgs down = product("down", packed[4], inner, width);
+  const bool has_bias = vectors[2].numel() > 0;
+  const LinearArgs rows = product("rows", packed[5], width, drafts, has_bias ? floats(vectors[2]) : nullptr);
+  const LinearArgs hidden = product("hidden", packed[6], width, router_width);
   check_vector(kOp, "norm", vectors[0], width);
   check_vector(kOp, "gain", vectors[1], width);
-  if (vectors[2].numel() > 0) check_vector(kOp, "the bias of rows", vectors[2], drafts);
+  if (has_bias) check_vector(kOp, "the bias of rows", vectors[2], drafts);
   check_vector(kOp, "the router's bias", vectors[3], router_width);
   check_vector(kOp, "the router's output", vectors[4], router_width);
   check_vector(kOp, "the router's features", vectors[5], kFeatures * router_width);
   check_vector(kOp, "the router's skip", vectors[6], kFeatures);
-  chains.norm = floats(vectors[0]), chains.gain = floats(vectors[1]);
-  chains.rows.bias = vectors[2].numel() > 0 ? floats(vectors[2]) : nullptr;
-  chains.top.rows = {nullptr, kFloat32, drafts, width}, chains.top.k = kTop;
-  RouteArgs& route = chains.route;
-  route.hidden = {nullptr, kFloat32, router_width, width}, route.k = kTop;
-  route.bias = floats(vectors[3]), route.output = floats(vectors[4]), route.feature_weight = floats(vectors[5]),
-  route.skip = floats(vectors[6]);
-  route.shift = (float)shift, route.eps = (float)eps, route.lowest = (float)lowest, route.highest = (float)highest;
 
+  std::vector<Drafting> sequences;
   int64_t from = 0;
   for (size_t s = 0; s < n; ++s) {
     NEAP_CHECK(counts[s] >= 1 && from + counts[s] <= (int64_t)tokens.size(), kOp, ": sequence ", (int64_t)s, " has ",
@@ -294,20 +296,63 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor ou
     NEAP_CHECK(rooms[s] >= 1 && rooms[s] <= max_drafts && places[s] >= 0, kOp, ": sequence ", (int64_t)s,
                " has room for ", rooms[s], " drafts from place ", places[s], " on, want 1 to ", max_drafts,
                " from 0 on");
-    chains.sequences.push_back({tokens.data() + from, counts[s], places[s], rooms[s], (float)survivals[s],
-                                (float)factors[s], (float)least[s]});
+    sequences.push_back({
+        .known = tokens.data() + from,
+        .num_known = counts[s],
+        .place = places[s],
+        .room = rooms[s],
+        .survival = (float)survivals[s],
+        .factor = (float)factors[s],
+        .least = (float)least[s],
+    });
     from += counts[s];
   }
   NEAP_CHECK(from == (int64_t)tokens.size(), kOp, ": the counts sum to ", from, ", but there are ", tokens.size(),
              " tokens");
   for (const int64_t token : tokens) check_token("token", token);
 
-  Tensor drafted = empty({count, max_drafts}, aoti_torch_dtype_int64()),
-         lengths = empty({count}, aoti_torch_dtype_int64());
+  Tensor drafted = empty({count, max_drafts}, aoti_torch_dtype_int64());
+  Tensor lengths = empty({count}, aoti_torch_dtype_int64());
   Tensor probabilities = empty({count, max_drafts}), reached = empty({count, max_drafts, width});
-  chains.tokens = static_cast<int64_t*>(drafted.mutable_data_ptr()),
-  chains.lengths = static_cast<int64_t*>(lengths.mutable_data_ptr());
-  chains.probabilities = mutable_floats(probabilities), chains.outputs = mutable_floats(reached);
+  Chains chains{
+      .packed_embedding = packed_embedding,
+      .packed_rows = packed_rows,
+      .plain_rows = plain_rows,
+      .norm = floats(vectors[0]),
+      .gain = floats(vectors[1]),
+      .vocabulary = draft_tokens,
+      .fuse = fuse,
+      .next = next,
+      .gated = gated,
+      .down = down,
+      .rows = rows,
+      .hidden = hidden,
+      .top = {.rows = {.dtype = kFloat32, .rows = drafts, .columns = width}, .k = kTop},
+      .route =
+          {
+              .hidden = {.dtype = kFloat32, .rows = router_width, .columns = width},
+              .bias = floats(vectors[3]),
+              .output = floats(vectors[4]),
+              .feature_weight = floats(vectors[5]),
+              .skip = floats(vectors[6]),
+              .k = kTop,
+              .shift = (float)shift,
+              .eps = (float)eps,
+              .lowest = (float)lowest,
+              .highest = (float)highest,
+          },
+      .sequences = std::move(sequences),
+      .depth_width = depth_width,
+      .width = width,
+      .embedding_width = embedding_width,
+      .num_fresh = num_fresh,
+      .max_drafts = max_drafts,
+      .states = floats(states),
+      .tokens = mutable_integers(drafted),
+      .lengths = mutable_integers(lengths),
+      .probabilities = mutable_floats(probabilities),
+      .outputs = mutable_floats(reached),
+  };
   std::fill_n(chains.tokens, drafted.numel(), -1);
   std::fill_n(chains.probabilities, probabilities.numel(), 0.f);
   std::fill_n(chains.outputs, reached.numel(), 0.f);
@@ -322,8 +367,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor ou
   chains.lay_out(&size);
   Arena arena(thread_scratch(size.used()));
   chains.lay_out(&arena);
-  std::copy_n(floats(outputs), outputs.numel(), chains.carried + chains.num_fresh * width);
-  chains.slots.resize(n), chains.distances.resize(n);
+  std::copy_n(floats(outputs), outputs.numel(), chains.carried + num_fresh * width);
+  chains.slots.resize(n);
+  chains.distances.resize(n);
   chains.route.distance = chains.distances.data();
   for (int64_t s = 0; s < count; ++s) chains.active.push_back(s);
   chains.choose_step();

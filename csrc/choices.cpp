@@ -9,10 +9,14 @@ namespace {
 Tensor choose(const char* op, const char* name, const Tensor& scores, const Tensor* uniforms) {
   const Call call(op, scores);
   call.rows(name, scores, {-1, -1});
-  ChoiceArgs args{};
-  args.rows = scores.size(0), args.vocabulary = scores.size(1), args.stride = scores.stride(0),
-  args.scores = scores.const_data_ptr();
-  args.type = scores.scalar_type() == ScalarType::Double ? kWeights64 : (Weighting)call.dtype(name, scores);
+  const bool is_double = scores.scalar_type() == ScalarType::Double;
+  ChoiceArgs args{
+      .scores = scores.const_data_ptr(),
+      .type = is_double ? kWeights64 : (Weighting)call.dtype(name, scores),
+      .rows = scores.size(0),
+      .vocabulary = scores.size(1),
+      .stride = scores.stride(0),
+  };
   NEAP_CHECK(args.rows == 0 || args.vocabulary > 0, op, ": ", name, " have no columns");
   if (uniforms) {
     call.contiguous("uniforms", *uniforms, {args.rows});
@@ -21,7 +25,7 @@ Tensor choose(const char* op, const char* name, const Tensor& scores, const Tens
   }
   Tensor choices = call.empty({args.rows}, aoti_torch_dtype_int64());
   if (args.rows == 0) return choices;
-  args.choices = static_cast<int64_t*>(choices.mutable_data_ptr());
+  args.choices = mutable_integers(choices);
   if (call.on_cpu())
     parallel(args.rows, (double)args.rows * args.vocabulary,
              [&](int64_t b, int64_t e) { neap::kernels().choose(args, b, e); });

@@ -45,7 +45,7 @@ class Call {
 
   Weight weight(const char* name, const Tensor& t, int64_t num_rows, int64_t columns) const {
     contiguous(name, t, {num_rows, columns});
-    return {t.const_data_ptr(), dtype(name, t), t.size(0), t.size(1)};
+    return {.data = t.const_data_ptr(), .dtype = dtype(name, t), .rows = t.size(0), .columns = t.size(1)};
   }
 
   const float* floats(const char* name, const Tensor& t, const Sizes& sizes) const {

@@ -23,7 +23,8 @@ struct Block {
 // Unpacks the 6-bit scales and minimums of Q4_K and Q5_K.
 void read_scales(const uint8_t* s, Block* block) {
   for (int j = 0; j < 4; ++j) {
-    block->scales[j] = s[j] & 63, block->minimums[j] = s[j + 4] & 63;
+    block->scales[j] = s[j] & 63;
+    block->minimums[j] = s[j + 4] & 63;
     block->scales[j + 4] = (s[j + 8] & 15) | (s[j] >> 6 << 4);
     block->minimums[j + 4] = (s[j + 8] >> 4) | (s[j + 4] >> 6 << 4);
   }
@@ -31,15 +32,22 @@ void read_scales(const uint8_t* s, Block* block) {
 
 void read_small(Format format, const uint8_t* p, Block* block) {
   const bool has_minimum = format == kQ4_1 || format == kQ5_1;
-  block->d = half_at(p), p += 2;
+  block->d = half_at(p);
+  p += 2;
   block->minimum = 0;
-  if (has_minimum) block->minimum = half_at(p), p += 2;
+  if (has_minimum) {
+    block->minimum = half_at(p);
+    p += 2;
+  }
   if (format == kQ8_0) {
     std::memcpy(block->quants, p, 32);
     return;
   }
   uint32_t high = 0;
-  if (kLayouts[format].bits == 5) std::memcpy(&high, p, 4), p += 4;
+  if (kLayouts[format].bits == 5) {
+    std::memcpy(&high, p, 4);
+    p += 4;
+  }
   for (int j = 0; j < 16; ++j) {
     block->quants[j] = (p[j] & 15) | (high >> j & 1) << 4;
     block->quants[j + 16] = (p[j] >> 4) | (high >> (j + 16) & 1) << 4;
@@ -62,7 +70,8 @@ void read_super(Format format, const uint8_t* p, Block* block) {
       }
     return;
   }
-  block->d = half_at(p), block->minimum = half_at(p + 2);
+  block->d = half_at(p);
+  block->minimum = half_at(p + 2);
   read_scales(p + 4, block);
   const uint8_t *high = p + 16, *low = format == kQ5_K ? p + 48 : p + 16;
   for (int chunk = 0; chunk < 4; ++chunk)

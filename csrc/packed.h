@@ -35,7 +35,17 @@ PackedView packed_view(const char* op, const char* name, const T& packed) {
                  packed.numel() == kHeaderBytes + panels * panel,
              op, ": ", name, " is damaged: ", packed.numel(), " bytes do not hold a ", kLayouts[format].name,
              " matrix [", header.out_features, ", ", header.in_features, "]");
-  return {{bytes + kHeaderBytes, format, panel, header.rounds_inputs == 1}, header.out_features, header.in_features};
+  return {
+      .matrix =
+          {
+              .panels = bytes + kHeaderBytes,
+              .format = format,
+              .panel_bytes = panel,
+              .rounds_inputs = header.rounds_inputs == 1,
+          },
+      .out_features = header.out_features,
+      .in_features = header.in_features,
+  };
 }
 
 // The same for a matrix of known size.
@@ -45,6 +55,24 @@ Matrix packed_of_size(const char* op, const char* name, const T& packed, int64_t
   NEAP_CHECK(view.out_features == out_features && view.in_features == in_features, op, ": ", name, " is a matrix [",
              view.out_features, ", ", view.in_features, "], want [", out_features, ", ", in_features, "]");
   return view.matrix;
+}
+
+// A product of `rows` rows with a packed matrix, or with a gate and `up`. A null bias means none. The caller sets x and
+// out.
+template <class T>
+LinearArgs linear_args(const char* op, const char* name, const T& packed, const T* up, const float* bias, int64_t rows,
+                       int64_t in_features, int64_t out_features, Activation activation = kIdentity) {
+  return {
+      .weight = packed_of_size(op, name, packed, out_features, in_features),
+      .up = up ? packed_of_size(op, "up", *up, out_features, in_features) : Matrix{},
+      .bias = bias,
+      .rows = rows,
+      .in_features = in_features,
+      .out_features = out_features,
+      .x_stride = in_features,
+      .gated = up != nullptr,
+      .activation = activation,
+  };
 }
 
 // weights.cpp

@@ -103,7 +103,8 @@ void attend(const PagedArgs& args, float* scratch, int64_t begin, int64_t end) {
     for (int64_t i = 0; i < count; ++i) {
       float score = args.scaling * dot(query, keys + slot_seen(args, t, first + i, own) * args.width, args.width);
       if (args.softcap > 0) score = args.softcap * std::tanh(score / args.softcap);
-      weights[i] = score, largest = std::max(largest, score);
+      weights[i] = score;
+      largest = std::max(largest, score);
     }
     for (int64_t i = 0; i < count; ++i) {
       const float weight = std::exp(weights[i] - largest);
@@ -122,7 +123,8 @@ void run_on_cpu(const PagedArgs& args) {
   double pairs = 0;
   for (int64_t t = 0; t < args.tokens; ++t) {
     const int64_t count = args.positions[t] < 0 ? 0 : args.positions[t] - first_seen(args, args.positions[t]) + 1;
-    longest = std::max(longest, count), pairs += (double)count * args.heads;
+    longest = std::max(longest, count);
+    pairs += (double)count * args.heads;
   }
   parallel(args.tokens * args.heads, pairs * (args.width + args.value_width), [&](int64_t b, int64_t e) {
     attend<E>(args, thread_scratch(args.width + args.value_width + longest), b, e);
@@ -130,13 +132,11 @@ void run_on_cpu(const PagedArgs& args) {
 }
 
 // Checks q, k or v and returns the strides of a token and of a head. The numbers of a head must be contiguous.
-void strided(const Call& call, const char* name, const Tensor& t, const Sizes& sizes, Dtype dtype, int64_t& token,
-             int64_t& head) {
+void strided(const Call& call, const char* name, const Tensor& t, const Sizes& sizes, Dtype dtype) {
   call.shape(name, t, sizes);
   NEAP_CHECK(call.dtype(name, t) == dtype, "paged_attention: ", name, " is of another dtype than q");
   NEAP_CHECK(t.numel() == 0 || t.size(2) == 1 || t.stride(2) == 1, "paged_attention: the last dimension of ", name,
              " must be contiguous");
-  token = t.stride(0), head = t.stride(1);
 }
 
 void* pool(const Call& call, const char* name, Tensor& t, const Sizes& sizes, Dtype dtype) {
@@ -149,51 +149,70 @@ Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values,
                        Tensor table_indices, Tensor positions, Tensor kept_at, Tensor branches, double scaling,
                        double softcap, int64_t window) {
   const Call call("paged_attention", q);
-  PagedArgs args{};
-  args.dtype = call.dtype("q", q);
-  strided(call, "q", q, {-1, -1, -1}, args.dtype, args.q_token, args.q_head);
-  args.tokens = q.size(0), args.heads = q.size(1), args.width = q.size(2);
-  strided(call, "k", k, {args.tokens, -1, args.width}, args.dtype, args.k_token, args.k_head);
-  args.kv_heads = k.size(1);
-  strided(call, "v", v, {args.tokens, args.kv_heads, -1}, args.dtype, args.v_token, args.v_head);
-  args.value_width = v.size(2);
-  NEAP_CHECK(args.kv_heads > 0 && args.heads > 0 && args.heads % args.kv_heads == 0, "paged_attention: ", args.heads,
-             " query heads cannot share ", args.kv_heads, " key heads");
-  NEAP_CHECK(args.width > 0 && args.value_width > 0, "paged_attention: the heads' width is 0");
-  args.keys = pool(call, "keys", keys, {-1, args.kv_heads, -1, args.width}, args.dtype);
-  args.num_blocks = keys.size(0), args.block_tokens = keys.size(2);
-  args.values =
-      pool(call, "values", values, {args.num_blocks, args.kv_heads, args.block_tokens, args.value_width}, args.dtype);
-  args.block_tables = call.integers("block_tables", block_tables, {-1, -1});
-  args.num_tables = block_tables.size(0), args.table_blocks = block_tables.size(1);
-  NEAP_CHECK(args.block_tokens > 0 && args.block_tokens * args.table_blocks < INT32_MAX,
-             "paged_attention: block tables of ", args.table_blocks, " blocks of ", args.block_tokens,
-             " tokens are empty or too long");
-  args.table_indices = call.integers("table_indices", table_indices, {args.tokens}),
-  args.positions = call.integers("positions", positions, {args.tokens});
-  args.kept_at = call.integers("kept_at", kept_at, {args.tokens}),
-  args.branches = call.integers("branches", branches, {args.tokens});
+  const Dtype dtype = call.dtype("q", q);
+  strided(call, "q", q, {-1, -1, -1}, dtype);
+  const int64_t tokens = q.size(0), heads = q.size(1), width = q.size(2);
+  strided(call, "k", k, {tokens, -1, width}, dtype);
+  const int64_t kv_heads = k.size(1);
+  strided(call, "v", v, {tokens, kv_heads, -1}, dtype);
+  const int64_t value_width = v.size(2);
+  NEAP_CHECK(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, "paged_attention: ", heads,
+             " query heads cannot share ", kv_heads, " key heads");
+  NEAP_CHECK(width > 0 && value_width > 0, "paged_attention: the heads' width is 0");
+  void* key_pool = pool(call, "keys", keys, {-1, kv_heads, -1, width}, dtype);
+  const int64_t num_blocks = keys.size(0), block_tokens = keys.size(2);
+  PagedArgs args{
+      .q = q.const_data_ptr(),
+      .k = k.const_data_ptr(),
+      .v = v.const_data_ptr(),
+      .keys = key_pool,
+      .values = pool(call, "values", values, {num_blocks, kv_heads, block_tokens, value_width}, dtype),
+      .block_tables = call.integers("block_tables", block_tables, {-1, -1}),
+      .table_indices = call.integers("table_indices", table_indices, {tokens}),
+      .positions = call.integers("positions", positions, {tokens}),
+      .kept_at = call.integers("kept_at", kept_at, {tokens}),
+      .branches = call.integers("branches", branches, {tokens}),
+      .dtype = dtype,
+      .tokens = tokens,
+      .heads = heads,
+      .kv_heads = kv_heads,
+      .width = width,
+      .value_width = value_width,
+      .num_blocks = num_blocks,
+      .block_tokens = block_tokens,
+      .num_tables = block_tables.size(0),
+      .table_blocks = block_tables.size(1),
+      .q_token = q.stride(0),
+      .q_head = q.stride(1),
+      .k_token = k.stride(0),
+      .k_head = k.stride(1),
+      .v_token = v.stride(0),
+      .v_head = v.stride(1),
+      .window = window,
+      .scaling = (float)scaling,
+      .softcap = (float)softcap,
+  };
+  NEAP_CHECK(block_tokens > 0 && block_tokens * args.table_blocks < INT32_MAX, "paged_attention: block tables of ",
+             args.table_blocks, " blocks of ", block_tokens, " tokens are empty or too long");
   NEAP_CHECK(softcap >= 0 && window >= 0, "paged_attention: softcap and window must be at least 0 (0: none)");
-  args.scaling = (float)scaling, args.softcap = (float)softcap, args.window = window;
-  args.q = q.const_data_ptr(), args.k = k.const_data_ptr(), args.v = v.const_data_ptr();
-  int32_t dtype;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
-  Tensor out = call.empty({args.tokens, args.heads, args.value_width}, dtype);
+  int32_t torch_dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &torch_dtype));
+  Tensor out = call.empty({tokens, heads, value_width}, torch_dtype);
   args.out = out.mutable_data_ptr();
-  if (args.tokens == 0) return out;
+  if (tokens == 0) return out;
   if (!call.on_cpu()) {
     const PagedPlan plan = paged_plan(args);
-    NEAP_CHECK(args.width <= kQueryFloats && plan.tiles <= UINT16_MAX, "paged_attention: heads of width ", args.width,
+    NEAP_CHECK(width <= kQueryFloats && plan.tiles <= UINT16_MAX, "paged_attention: heads of width ", width,
                " are too wide, or there are too many of them, for a GPU");
-    Tensor partials = call.empty({plan.num_partials(args.tokens)}, aoti_torch_dtype_float32());
-    Tensor tickets = call.empty({plan.num_tickets(args.tokens)}, aoti_torch_dtype_int32());
-    args.partials = static_cast<float*>(partials.mutable_data_ptr()),
+    Tensor partials = call.empty({plan.num_partials(tokens)}, aoti_torch_dtype_float32());
+    Tensor tickets = call.empty({plan.num_tickets(tokens)}, aoti_torch_dtype_int32());
+    args.partials = mutable_floats(partials);
     args.tickets = static_cast<uint32_t*>(tickets.mutable_data_ptr());
     call.on_gpu([&](void* stream) { return launch_paged_attention(args, plan, stream); });
     return out;
   }
   check_indices(args);
-  switch (args.dtype) {
+  switch (dtype) {
     case kFloat32: run_on_cpu<float>(args); break;
     case kFloat16: run_on_cpu<torch::headeronly::Half>(args); break;
     case kBfloat16: run_on_cpu<torch::headeronly::BFloat16>(args); break;

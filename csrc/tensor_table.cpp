@@ -28,10 +28,18 @@ Tensor tensor_table(std::vector<Tensor> tensors) {
     const Tensor& t = tensors[i];
     NEAP_CHECK(t.dim() <= kTableDims, "tensor_table: a tensor has shape ", text(t), ", want at most ", kTableDims,
                " dimensions");
-    TensorInfo info{};
-    info.data = t.mutable_data_ptr(), info.elements = t.numel(), info.dims = t.dim(), info.type = t.scalar_type();
-    info.on_cpu = t.is_cpu(), info.contiguous = t.is_contiguous();
-    for (int64_t d = 0; d < t.dim(); ++d) info.sizes[d] = t.size(d), info.strides[d] = t.stride(d);
+    TensorInfo info{
+        .data = t.mutable_data_ptr(),
+        .elements = t.numel(),
+        .dims = t.dim(),
+        .type = t.scalar_type(),
+        .on_cpu = t.is_cpu(),
+        .contiguous = t.is_contiguous(),
+    };
+    for (int64_t d = 0; d < t.dim(); ++d) {
+      info.sizes[d] = t.size(d);
+      info.strides[d] = t.stride(d);
+    }
     std::memcpy(bytes + sizeof(header) + i * sizeof(info), &info, sizeof(info));
   }
   return table;

@@ -32,9 +32,8 @@ Tensor packed_matrix(Format format, int64_t out_features, int64_t in_features, c
   const int64_t panels = num_panels(out_features), bytes = panel_bytes(format, in_features);
   Tensor packed = empty({kHeaderBytes + panels * bytes}, aoti_torch_dtype_uint8());
   advise_huge_pages(packed);
-  PackedHeader header{};
+  PackedHeader header{.format = format, .out_features = out_features, .in_features = in_features};
   std::memcpy(header.magic, kPackedMagic, sizeof(header.magic));
-  header.format = format, header.out_features = out_features, header.in_features = in_features;
   uint8_t* out = static_cast<uint8_t*>(packed.mutable_data_ptr());
   std::memcpy(out, &header, kHeaderBytes);
   parallel(panels, (double)out_features * (double)in_features, [&](int64_t begin, int64_t end) {

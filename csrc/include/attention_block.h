@@ -205,42 +205,41 @@ void attend_keys(const AttentionArgs& a, const QueryTile& t, const Scratch& s, i
               seen - same, a.width, s.keys + same * a.width);
     packed = seen, packed_turn = turn;
     float *scores = s.scores + row * kKeyBlock, *out = s.block + row * c_stride;
-    multiply<Rows<float>>({s.q + row * a.width,
-                           a.width,
-                           bytes_of(s.keys),
-                           a.width * kRowBytes,
-                           {kRowBytes},
-                           0,
-                           scores,
-                           kKeyBlock,
-                           false,
-                           {}},
-                          rows, ceil_div(seen, kPanel), a.width);
+    const TileArgs dots{
+        .a = s.q + row * a.width,
+        .a_stride = a.width,
+        .b = bytes_of(s.keys),
+        .panel_stride = a.width * kRowBytes,
+        .places = {.bytes = kRowBytes},
+        .c = scores,
+        .c_stride = kKeyBlock,
+    };
+    multiply<Rows<float>>(dots, rows, ceil_div(seen, kPanel), a.width);
     for (int64_t r = row; r < row + rows; ++r) {
       const int64_t visible = a.causal ? end_of_keys(part, t.query + r / t.group) - first : seen;
       softmax_row(a, s.scores + r * kKeyBlock, seen, min64(seen, visible), mask_row(a, t, r, first), s.block_max + r,
                   s.block_sum + r);
     }
-    multiply<Rows<E, 0>>({scores,
-                          kKeyBlock,
-                          bytes_of(v),
-                          kPanel * bytes,
-                          {a.v_row * bytes, turn, part.apart * a.v_row * bytes},
-                          0,
-                          out,
-                          c_stride,
-                          false,
-                          {}},
-                         rows, panels, seen);
+    TileArgs sums{
+        .a = scores,
+        .a_stride = kKeyBlock,
+        .b = bytes_of(v),
+        .panel_stride = kPanel * bytes,
+        .places = {.bytes = a.v_row * bytes, .turn = turn, .skip = part.apart * a.v_row * bytes},
+        .c = out,
+        .c_stride = c_stride,
+    };
+    multiply<Rows<E, 0>>(sums, rows, panels, seen);
     if (width % kPanel) {  // the last columns are copied and padded first, so that no load reads past a row
       for (int64_t i = 0; i < seen; ++i)
         for (int64_t c = 0; c < kPanel; ++c)
           s.tail[i * kPanel + c] = panels * kPanel + c < width
                                        ? to_float(v[(i < turn ? i : i + part.apart) * a.v_row + panels * kPanel + c])
                                        : 0.f;
-      multiply<Rows<float>>(
-          {scores, kKeyBlock, bytes_of(s.tail), 0, {kRowBytes}, 0, out + panels * kPanel, c_stride, false, {}}, rows, 1,
-          seen);
+      sums.b = bytes_of(s.tail);
+      sums.places = {.bytes = kRowBytes};
+      sums.c = out + panels * kPanel;
+      multiply<Rows<float>>(sums, rows, 1, seen);
     }
   });
 }

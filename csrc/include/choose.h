@@ -40,14 +40,20 @@ inline int64_t largest(const E* x, int64_t size) {
       }
     if (!(max_lanes(max(tops[0], tops[1])) > best)) continue;
     for (int64_t i = from; i < from + kBlock; ++i)
-      if (to_float(x[i]) > best) best = to_float(x[i]), at = i;
+      if (to_float(x[i]) > best) {
+        best = to_float(x[i]);
+        at = i;
+      }
   }
   bool whole = true;
   for (int i = 0; i < kLanes; ++i) whole = whole && sound[i];
   for (int64_t i = from; i < size; ++i) {
     const float value = to_float(x[i]);
     whole = whole && value == value;
-    if (value > best) best = value, at = i;
+    if (value > best) {
+      best = value;
+      at = i;
+    }
   }
   return whole ? at : first_nan(x, size);
 }

@@ -63,13 +63,18 @@ __global__ void __launch_bounds__(kTopThreads) draft_block_kernel(DraftTopArgs a
     for (int row = lane; row < count; row += kWarp) consider({line[row], begin + row}, last, best);
     last = warp_best(best);
     if (i == 0 && last.value > -INFINITY) shift = last.value;
-    if (lane == 0)
-      args.block_values[at * args.k + i] = last.value, args.block_indices[at * args.k + i] = (int32_t)last.index;
+    if (lane == 0) {
+      args.block_values[at * args.k + i] = last.value;
+      args.block_indices[at * args.k + i] = (int32_t)last.index;
+    }
   }
   float mass = 0.f;
   for (int row = lane; row < count; row += kWarp) mass += expf(line[row] - shift);
   mass = warp_sum(mass);
-  if (lane == 0) args.block_mass[at * 2] = shift, args.block_mass[at * 2 + 1] = mass;
+  if (lane == 0) {
+    args.block_mass[at * 2] = shift;
+    args.block_mass[at * 2 + 1] = mass;
+  }
 }
 
 // One block per token: joins the results of all vocabulary blocks.
@@ -92,7 +97,10 @@ __global__ void __launch_bounds__(kTopThreads) draft_join_kernel(DraftTopArgs ar
     for (int warp = 0; warp < kTopThreads / kWarp; ++warp) consider(found[warp], above_all(), last);
     __syncthreads();
     if (i == 0 && last.value > -INFINITY) shift = last.value;
-    if (threadIdx.x == 0) args.values[token * args.k + i] = last.value, args.indices[token * args.k + i] = last.index;
+    if (threadIdx.x == 0) {
+      args.values[token * args.k + i] = last.value;
+      args.indices[token * args.k + i] = last.index;
+    }
   }
   float mass = 0.f;
   for (int64_t block = threadIdx.x; block < blocks; block += blockDim.x) {

@@ -10,14 +10,21 @@ template <class Index>
 NEAP_INLINE void keep_top(float value, Index index, float* values, Index* indices, int k) {
   if (!(value > values[k - 1])) return;
   int at = k - 1;
-  for (; at > 0 && value > values[at - 1]; --at) values[at] = values[at - 1], indices[at] = indices[at - 1];
-  values[at] = value, indices[at] = index;
+  for (; at > 0 && value > values[at - 1]; --at) {
+    values[at] = values[at - 1];
+    indices[at] = indices[at - 1];
+  }
+  values[at] = value;
+  indices[at] = index;
 }
 
 // Initialises the k largest to -infinity.
 template <class Index>
 NEAP_INLINE void keep_nothing(float* values, Index* indices, int k) {
-  for (int i = 0; i < k; ++i) values[i] = -__builtin_inff(), indices[i] = 0;
+  for (int i = 0; i < k; ++i) {
+    values[i] = -__builtin_inff();
+    indices[i] = 0;
+  }
 }
 
 // Writes the k largest of a block's `count` logits, and their mass, to place `at` of the block buffers. `line` has room
@@ -32,7 +39,8 @@ inline void summarise_block(const DraftTopArgs& args, float* line, int64_t first
   const float shift = values[0] > -__builtin_inff() ? values[0] : 0.f;
   Vec mass = {};
   for (int64_t i = 0; i < kVocabularyBlock; i += kLanes) mass = mass + exp(load(line + i) - splat(shift));
-  args.block_mass[at * 2] = shift, args.block_mass[at * 2 + 1] = sum_lanes(mass);
+  args.block_mass[at * 2] = shift;
+  args.block_mass[at * 2 + 1] = sum_lanes(mass);
 }
 
 // Finds the k largest logits and the mass within each vocabulary block. Item: kVocabularyBlock rows, for all tokens.

@@ -161,7 +161,8 @@ inline Ahead prefetched(const Matrix& matrix, const uint8_t* panel, int64_t pane
                 distance = kPrefetchBytes / panels;
   Ahead ahead{panel + begin + distance, step, matrix.panel_bytes};
   if (tiles == 1) {
-    ahead.turn = (matrix.panel_bytes - begin - distance) / step, ahead.jump = next - panel - matrix.panel_bytes;
+    ahead.turn = (matrix.panel_bytes - begin - distance) / step;
+    ahead.jump = next - panel - matrix.panel_bytes;
   } else {  // the first tile reads the block, and all of them prefetch a part of the next one
     ahead.step = step / tiles;
     ahead.next = (end < matrix.panel_bytes ? panel + end : next) + tile * depth * ahead.step;
@@ -181,7 +182,7 @@ inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const 
   const int64_t c_stride = panels * kPanel;
   const int64_t max_panels = min64(tile_product.panels((int)tiles.height), widens ? kWidenedPanels : panels);
   alignas(64) float widened[kDepthBlock * kPanel * kWidenedPanels];
-  TileArgs t{nullptr, x.stride, nullptr, matrix.panel_bytes, {}, 0, nullptr, c_stride, false, {}};
+  TileArgs t{.a_stride = x.stride, .panel_stride = matrix.panel_bytes, .c_stride = c_stride};
   if (args.in_features == 0)
     for (int64_t i = 0; i < rows * c_stride; ++i) c[i] = 0.f;
   for (int64_t k = 0; k < args.in_features; k += kDepthBlock) {

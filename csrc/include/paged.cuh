@@ -106,8 +106,10 @@ __device__ __forceinline__ void add_scores(const PagedArgs& args, const KeyTile<
             for (int n = 0; n < 4; ++n) q[n] = four.v[n];
           }
 #pragma unroll
-          for (int n = 0; n < (kSize == 1 ? 1 : 4); ++n)
-            dots[0][h] += q[n] * key[0][e + n], dots[1][h] += q[n] * key[1][e + n];
+          for (int n = 0; n < (kSize == 1 ? 1 : 4); ++n) {
+            dots[0][h] += q[n] * key[0][e + n];
+            dots[1][h] += q[n] * key[1][e + n];
+          }
         }
       }
     }
@@ -134,7 +136,8 @@ __device__ __forceinline__ void weigh(const PagedArgs& args, const KeyTile<E>& t
     else if (tile.slot < 0) score = NAN;
     const float largest = fmaxf(state.largest[h], warp_max(score)), keep = share_of(state.largest[h], largest);
     const float weight = score == -INFINITY ? 0.f : expf(score - largest);
-    state.largest[h] = largest, state.sums[h] = state.sums[h] * keep + weight;
+    state.largest[h] = largest;
+    state.sums[h] = state.sums[h] * keep + weight;
 #pragma unroll
     for (int e = 0; e < kSize; ++e) state.values[h][e] *= keep;
     weights[h * kWarp + lane] = weight;
@@ -171,7 +174,8 @@ __device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, i
   const int lane = threadIdx.x % kWarp;
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
-    state.largest[h] = -INFINITY, state.sums[h] = 0.f;
+    state.largest[h] = -INFINITY;
+    state.sums[h] = 0.f;
     for (int e = 0; e < kSize; ++e) state.values[h][e] = 0.f;
   }
   const auto slot_at = [&](int position) {
@@ -181,7 +185,8 @@ __device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, i
   int64_t next = slot_at(first + lane);
 #pragma unroll 1
   for (; first < end; first += kThreads) {
-    tile.slot = next, tile.seen = first + lane < end;
+    tile.slot = next;
+    tile.seen = first + lane < end;
     next = slot_at(first + kThreads + lane);  // reads the next tile's block numbers early, to hide the latency
     add_scores<E, kHeads, kSize>(args, tile, query, weights);
     __syncwarp();
@@ -208,15 +213,18 @@ __device__ __forceinline__ void join_warps(const WarpState<kHeads, kSize>& state
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   if (lane == 0)
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h)
-      warp_largest[warp * kHeads + h] = state.largest[h], warp_sums[warp * kHeads + h] = state.sums[h];
+    for (int h = 0; h < kHeads; ++h) {
+      warp_largest[warp * kHeads + h] = state.largest[h];
+      warp_sums[warp * kHeads + h] = state.sums[h];
+    }
   __syncthreads();
   if (threadIdx.x < kHeads) {
     float most = -INFINITY, sum = 0.f;
     for (int w = 0; w < kWarps; ++w) most = fmaxf(most, warp_largest[w * kHeads + threadIdx.x]);
     for (int w = 0; w < kWarps; ++w)
       sum += warp_sums[w * kHeads + threadIdx.x] * share_of(warp_largest[w * kHeads + threadIdx.x], most);
-    largest[threadIdx.x] = most, sums[threadIdx.x] = sum;
+    largest[threadIdx.x] = most;
+    sums[threadIdx.x] = sum;
   }
   __syncthreads();
   for (int turn = 0; turn < kWarps; ++turn) {
@@ -278,10 +286,16 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   for (int i = threadIdx.x; i < kHeads * width; i += kThreads)
     query[i] = i / width < heads ? to_float(q[i / width * args.q_head + i % width]) : 0.f;
   for (int i = threadIdx.x; i < kItems; i += kThreads) total[i] = 0.f;
-  if (threadIdx.x == 0) own[0] = (int)branch, own[1] = (int)(kept_at - position);
+  if (threadIdx.x == 0) {
+    own[0] = (int)branch;
+    own[1] = (int)(kept_at - position);
+  }
   KeyTile<E> tile{};
-  tile.keys = static_cast<const E*>(args.keys), tile.values = static_cast<const E*>(args.values) + column;
-  tile.chunks = width / kSize, tile.value_chunks = columns / kSize, tile.value_lanes = 1;
+  tile.keys = static_cast<const E*>(args.keys);
+  tile.values = static_cast<const E*>(args.values) + column;
+  tile.chunks = width / kSize;
+  tile.value_chunks = columns / kSize;
+  tile.value_lanes = 1;
   while (tile.value_lanes < tile.value_chunks) tile.value_lanes *= 2;
   __syncthreads();
 
@@ -307,8 +321,10 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
     } else {
       if (threadIdx.x < kHeads) {
         const float most = fmaxf(running, largest[threadIdx.x]);
-        keeps[threadIdx.x] = share_of(running, most), adds[threadIdx.x] = share_of(largest[threadIdx.x], most);
-        sum = joined(sum, keeps[threadIdx.x], sums[threadIdx.x], adds[threadIdx.x]), running = most;
+        keeps[threadIdx.x] = share_of(running, most);
+        adds[threadIdx.x] = share_of(largest[threadIdx.x], most);
+        sum = joined(sum, keeps[threadIdx.x], sums[threadIdx.x], adds[threadIdx.x]);
+        running = most;
         all_sums[threadIdx.x] = sum;
       }
       __syncthreads();
@@ -330,7 +346,8 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
         if (lane >= step) most = fmaxf(most, other);
       }
       const float left = __shfl_up_sync(kAll, most, 1), before = lane ? left : -INFINITY;
-      keeps[h * kWarp + lane] = share_of(before, most), adds[h * kWarp + lane] = share_of(own, most);
+      keeps[h * kWarp + lane] = share_of(before, most);
+      adds[h * kWarp + lane] = share_of(own, most);
       all_sums[h * kWarp + lane] = lane < pieces ? __ldcg(marks + (lane * kHeads + h) * 2 + 1) : 0.f;
     }
     __syncthreads();

@@ -7,9 +7,29 @@ namespace neap::NEAP_ISA {
 
 // Normalises (unless `norm` is null) and rotates one head of one token in place.
 inline void turn_head(const PlaceArgs& args, const float* norm, int64_t token, float* head) {
-  if (norm) rms_norm({head, norm, head, args.width, args.width, args.eps, args.weight_offset}, 0, 1);
+  if (norm) {
+    const RmsNormArgs norm_args{
+        .x = head,
+        .weight = norm,
+        .out = head,
+        .width = args.width,
+        .x_stride = args.width,
+        .eps = args.eps,
+        .weight_offset = args.weight_offset,
+    };
+    rms_norm(norm_args, 0, 1);
+  }
   const int64_t angle = token % args.angles * args.rotated;
-  rotary({head, args.cos + angle, args.sin + angle, head, 1, 1, args.rotated, 0, 0, 0, 0, 0}, 0, 1);
+  const RotaryArgs rotary_args{
+      .x = head,
+      .cos = args.cos + angle,
+      .sin = args.sin + angle,
+      .out = head,
+      .heads = 1,
+      .length = 1,
+      .width = args.rotated,
+  };
+  rotary(rotary_args, 0, 1);
 }
 
 inline void place(const PlaceArgs& args, int64_t begin, int64_t end) {

@@ -158,7 +158,10 @@ __attribute__((noinline)) void rounded_tile(const TileArgs& t) {
   Vec sum[kRows][kColumns] = {};
   for (int64_t k = 0; k < t.depth; k += kGroup) {
     const int64_t group = k / kRoundedInputs, half = k % kRoundedInputs / 16;
-    if (k >= turn) ahead += t.ahead.jump, turn = kNever;
+    if (k >= turn) {
+      ahead += t.ahead.jump;
+      turn = kNever;
+    }
     Quads quads[kRows][kColumns];
 #pragma GCC unroll 24
     for (int p = 0; p < kPanels; ++p) readers[p].open(k);

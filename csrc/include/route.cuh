@@ -46,7 +46,10 @@ __device__ __forceinline__ void add_products(const X* x, int64_t x_stride, int t
         value[0] = to_float(x[t * x_stride + k]);
       }
 #pragma unroll
-      for (int i = 0; i < kWidth; ++i) sums.dots[t] += w[i] * value[i], sums.squares[t] += value[i] * value[i];
+      for (int i = 0; i < kWidth; ++i) {
+        sums.dots[t] += w[i] * value[i];
+        sums.squares[t] += value[i] * value[i];
+      }
     }
   }
 }

@@ -82,7 +82,10 @@ __attribute__((noinline)) void tile(const TileArgs& t) {
   while (k + kUnit <= t.depth) {
 #pragma GCC unroll 24
     for (int p = 0; p < kPanels; ++p) readers[p].open(k);
-    if (k >= turn) ahead += t.ahead.jump, turn = kNever;
+    if (k >= turn) {
+      ahead += t.ahead.jump;
+      turn = kNever;
+    }
     for (int u = 0; u < Reader::kGroup / kUnit; ++u, k += kUnit, a += kUnit, ahead += ahead_step) {
 #pragma GCC unroll 24
       for (int p = 0; p < kPanels; ++p) {

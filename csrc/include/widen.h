@@ -92,7 +92,10 @@ struct Rows : Sums {
   RowPlaces rows;
   const E* row;
 
-  NEAP_INLINE void begin(const uint8_t* block, int64_t, const RowPlaces& places) { base = block, rows = places; }
+  NEAP_INLINE void begin(const uint8_t* block, int64_t, const RowPlaces& places) {
+    base = block;
+    rows = places;
+  }
   NEAP_INLINE void open(int64_t) {}
   NEAP_INLINE void load(int64_t k) {
     row = reinterpret_cast<const E*>(base + (kStride ? k * kStride : k * rows.bytes + (k < rows.turn ? 0 : rows.skip)));
@@ -140,7 +143,9 @@ struct Quants : Sums {
   UintVec low[kPanelVecs], high[kPanelVecs];
 
   NEAP_INLINE void begin(const uint8_t* own_block, int64_t depth, const RowPlaces&) {
-    block = own_block, scales = block + kLayout.head_bytes, quants = scales + depth / kGroup * kLayout.scale_bytes;
+    block = own_block;
+    scales = block + kLayout.head_bytes;
+    quants = scales + depth / kGroup * kLayout.scale_bytes;
   }
 
   NEAP_INLINE void open(int64_t k) {

@@ -31,10 +31,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "csrc"
 BUILD_DIR = ROOT / "build" / "neap_ops"
 
-COMMON_FLAGS = "-O3 -fPIC -fvisibility=hidden -Wall -Wextra"
+# Structs of arguments are made with named fields. What is not named is 0.
+COMMON_FLAGS = "-O3 -fPIC -fvisibility=hidden -Wall -Wextra -Wno-missing-field-initializers"
 # The compiler must not contract a * b + c on its own: see `fma` in csrc/include/simd.h.
 # GCC warns of undefined vectors in its own AVX-512 header.
-KERNEL_FLAGS = "-std=c++17 -ffp-contract=off -fno-math-errno -Wno-psabi -Wno-maybe-uninitialized"
+KERNEL_FLAGS = "-std=c++20 -ffp-contract=off -fno-math-errno -Wno-psabi -Wno-maybe-uninitialized"
 # A spilled register is an error, because it makes a kernel slow without any other sign.
 NVCC_FLAGS = "-std=c++17 -O3 -lineinfo --threads 2 -Xcompiler -fPIC,-fvisibility=hidden -Xptxas -warn-spills,-Werror"
 # The oldest torch that the library supports. It may use no later symbols, and runs with every later torch.
@@ -67,9 +68,10 @@ def objects(toolkit: Toolkit | None = None) -> list[Object]:
     return [
         Object("binding", "binding.cpp", binding),
         Object("weights", "weights.cpp", binding),
-        Object("pack", "pack.cpp", "-std=c++17"),
+        Object("pack", "pack.cpp", "-std=c++20"),
         Object("attention", "attention.cpp", binding),
         Object("layer", "layer.cpp", binding),
+        Object("decoder_layers", "decoder_layers.cpp", binding),
         Object("tensor_table", "tensor_table.cpp", binding),
         Object("exits", "exits.cpp", binding),
         Object("chain", "chain.cpp", binding),
@@ -83,7 +85,7 @@ def objects(toolkit: Toolkit | None = None) -> list[Object]:
             )
             if toolkit
         ),
-        Object("dispatch", "cpu/dispatch.cpp", "-std=c++17"),
+        Object("dispatch", "cpu/dispatch.cpp", "-std=c++20"),
         *(
             Object(f"kernels_{isa}", "cpu/kernels.cpp", f"{KERNEL_FLAGS} {ISA_FLAGS[isa]}")
             for isa in isas

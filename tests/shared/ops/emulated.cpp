@@ -11,28 +11,46 @@ int run(const Call& c) {
     const int64_t rows = c.integer(), columns = c.integer();
     a.k = (int)c.integer();
     a.x = c.data<float>(), a.rows = {c.data<char>(), dtype, rows, columns}, a.bias = c.data<float>();
-    a.block_values = c.data<float>(), a.block_indices = c.data<int32_t>(), a.block_mass = c.data<float>();
-    a.values = c.data<float>(), a.indices = c.data<int64_t>(), a.log_mass = c.data<float>();
+    a.block_values = c.data<float>();
+    a.block_indices = c.data<int32_t>();
+    a.block_mass = c.data<float>();
+    a.values = c.data<float>();
+    a.indices = c.data<int64_t>();
+    a.log_mass = c.data<float>();
     return launch_draft_top(a, nullptr);
   }
   if (c.name == "route") {
     RouteArgs a{};
-    a.tokens = c.integer(), a.dtype = (Dtype)c.integer(), a.x_stride = c.integer();
+    a.tokens = c.integer();
+    a.dtype = (Dtype)c.integer();
+    a.x_stride = c.integer();
     const Dtype dtype = (Dtype)c.integer();
     const int64_t width = c.integer(), columns = c.integer();
-    a.k = (int)c.integer(), a.shift = (float)c.next(), a.eps = (float)c.next();
-    a.lowest = (float)c.next(), a.highest = (float)c.next();
+    a.k = (int)c.integer();
+    a.shift = (float)c.next();
+    a.eps = (float)c.next();
+    a.lowest = (float)c.next();
+    a.highest = (float)c.next();
     a.x = c.data<char>(), a.hidden = {c.data<char>(), dtype, width, columns}, a.bias = c.data<float>(),
     a.output = c.data<float>();
-    a.feature_weight = c.data<float>(), a.skip = c.data<float>(), a.top = c.data<float>(), a.log_mass = c.data<float>(),
+    a.feature_weight = c.data<float>();
+    a.skip = c.data<float>();
+    a.top = c.data<float>();
+    a.log_mass = c.data<float>();
     a.distance = c.data<int64_t>();
-    a.inner = c.data<float>(), a.tickets = c.data<uint32_t>(), a.probability = c.data<float>();
+    a.inner = c.data<float>();
+    a.tickets = c.data<uint32_t>();
+    a.probability = c.data<float>();
     return launch_route(a, nullptr);
   }
   if (c.name == "choose") {
     ChoiceArgs a{};
-    a.type = (Weighting)c.integer(), a.rows = c.integer(), a.vocabulary = a.stride = c.integer();
-    a.scores = c.data<char>(), a.uniforms = c.data<double>(), a.choices = c.data<int64_t>();
+    a.type = (Weighting)c.integer();
+    a.rows = c.integer();
+    a.vocabulary = a.stride = c.integer();
+    a.scores = c.data<char>();
+    a.uniforms = c.data<double>();
+    a.choices = c.data<int64_t>();
     return launch_choose(a, nullptr);
   }
   return -1;

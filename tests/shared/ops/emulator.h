@@ -145,7 +145,9 @@ inline const std::array<uint64_t, 32>& collect(unsigned mask, T value, const cha
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(T));
   slot[lane()] = bits;
-  fiber.state = Fiber::kAtCollective, fiber.mask = mask, fiber.what = what;
+  fiber.state = Fiber::kAtCollective;
+  fiber.mask = mask;
+  fiber.what = what;
   unsigned& arrived = fiber.block->arrived[warp];
   if (++arrived == (unsigned)__builtin_popcount(mask)) {
     arrived = 0;
@@ -179,10 +181,17 @@ inline std::unique_ptr<Block> begin_block(unsigned number) {
   for (unsigned t = 0; t < m.threads.x; ++t) {
     std::unique_ptr<Fiber> fiber;
     if (m.idle.empty()) fiber = std::make_unique<Fiber>();
-    else fiber = std::move(m.idle.back()), m.idle.pop_back();
-    fiber->state = Fiber::kReady, fiber->block = block.get(), fiber->thread = dim3(t, 0, 0), fiber->collectives = 0;
+    else {
+      fiber = std::move(m.idle.back());
+      m.idle.pop_back();
+    }
+    fiber->state = Fiber::kReady;
+    fiber->block = block.get();
+    fiber->thread = dim3(t, 0, 0);
+    fiber->collectives = 0;
     getcontext(&fiber->context);
-    fiber->context.uc_stack.ss_sp = fiber->stack.get(), fiber->context.uc_stack.ss_size = kStackBytes,
+    fiber->context.uc_stack.ss_sp = fiber->stack.get();
+    fiber->context.uc_stack.ss_size = kStackBytes;
     fiber->context.uc_link = &m.scheduler;
     makecontext(&fiber->context, (void (*)())enter, 0);
     block->fibers.push_back(std::move(fiber));
@@ -210,7 +219,10 @@ inline void launch(dim3 grid, dim3 threads, std::function<void()> kernel) {
   Machine& m = machine();
   if (threads.x == 0 || threads.x > 1024 || grid.x == 0 || grid.y == 0 || grid.y > 65535)
     die("a launch of no or too many threads or blocks");
-  m.grid = grid, m.threads = threads, m.kernel = std::move(kernel), m.random.seed(m.seed);
+  m.grid = grid;
+  m.threads = threads;
+  m.kernel = std::move(kernel);
+  m.random.seed(m.seed);
   const unsigned count = grid.x * grid.y * grid.z, warps = (threads.x + 31) / 32;
   std::vector<unsigned> order(count);
   for (unsigned i = 0; i < count; ++i) order[i] = m.seed % 3 == 1 ? count - 1 - i : i;
@@ -232,8 +244,10 @@ inline void launch(dim3 grid, dim3 threads, std::function<void()> kernel) {
     bool ready = false;
     for (auto at = m.resident.begin(); at != m.resident.end();) {
       bool done = true;
-      for (auto& fiber : (*at)->fibers)
-        done = done && fiber->state == Fiber::kDone, ready = ready || fiber->state == Fiber::kReady;
+      for (auto& fiber : (*at)->fibers) {
+        done = done && fiber->state == Fiber::kDone;
+        ready = ready || fiber->state == Fiber::kReady;
+      }
       if (!done) {
         ++at;
         continue;

@@ -1,0 +1,278 @@
+// Consecutive pre-norm decoder layers as one op: h = x + attention(norm(x)), then h + mlp(norm(h)), all steps of all
+// layers in one parallel region.
+//
+// It calls the same kernels in the same order as the separate ops do, so its result has the bits of the modules'.
+#include "layer.h"
+#include "packed.h"
+#include "tensor_table.h"
+
+namespace neap::binding {
+
+namespace {
+
+constexpr const char* kOp = "decoder_layers";
+
+// Adds the next `count` tokens of x, which belong to one sequence: the slots of their keys and values, from number
+// `kept` on, and their attention problem. A causal branch is a part of the problem of its trunk.
+void add_sequence(Layer* layer, const TensorInfo& keys, const TensorInfo& values, int64_t base, int64_t kept,
+                  int64_t count, const Tensor* mask, double scaling, const std::optional<double>& softcap) {
+  const Dtype dtype = check_kv(kOp, keys, values);
+  const PlaceArgs& place = layer->place;
+  const auto fits = [&](const TensorInfo& cache, int64_t width) {
+    return cache.size(0) == 1 && cache.size(1) == place.kv_heads && cache.size(3) == width && cache.stride(3) == 1 &&
+           base >= 0 && kept >= base && count > 0 && kept + count <= cache.size(2);
+  };
+  NEAP_CHECK(fits(keys, place.width) && fits(values, place.value_width), kOp, ": caches ", text(keys), " and ",
+             text(values), " cannot take ", count, " tokens at ", kept, " for position ", base);
+  NEAP_CHECK(dtype == place.kv_dtype, kOp, ": the caches of several sequences are of different dtypes");
+  if (mask) check_mask(kOp, *mask, 1, count, base + count);
+  const int64_t bytes = element_bytes(dtype);
+  uint8_t* key = static_cast<uint8_t*>(keys.mutable_data_ptr());
+  uint8_t* value = static_cast<uint8_t*>(values.mutable_data_ptr());
+  for (int64_t token = kept; token < kept + count; ++token)
+    layer->slots.push_back({
+        .key = key + token * keys.stride(2) * bytes,
+        .value = value + token * values.stride(2) * bytes,
+        .key_head = keys.stride(1) * bytes,
+        .value_head = values.stride(1) * bytes,
+    });
+  if (kept > base && !mask && !layer->problems.empty() && layer->problems.back().k == keys.const_data_ptr() &&
+      layer->problems.back().causal) {
+    AttentionArgs& trunk = layer->problems.back();
+    layer->parts.back().push_back({
+        .query = trunk.queries,
+        .queries = count,
+        .keys = base + count,
+        .branch = base,
+        .apart = kept - base,
+    });
+    trunk.queries += count;
+    trunk.keys = std::max(trunk.keys, base + count);
+    return;
+  }
+  const Queries queries{.batch = 1, .heads = place.heads, .count = count};
+  layer->problems.push_back(attention_args(queries, keys, values, dtype, base + count, mask, mask == nullptr, scaling,
+                                           softcap, base, kept - base));
+  layer->parts.push_back({layer->problems.back().own});
+}
+
+// What all layers of a call have in common.
+struct Call {
+  Tensor x, cos, sin;
+  std::vector<TensorTable> keys, values;  // per sequence
+  std::vector<int64_t> bases, kept, counts;
+  std::vector<Tensor> masks;
+  int64_t heads, intermediate;
+  Activation activation;
+  double eps, weight_offset, scaling;
+  std::optional<double> softcap;
+
+  int64_t tokens() const { return x.size(0) * x.size(1); }
+};
+
+// The tensors of one layer. No biases means that there are none.
+struct LayerTensors { TensorTable norms, packed, biases; };
+
+// Part `index` of `all`, which holds the same number for each of `layers` layers.
+TensorTable part(const TensorTable& all, int64_t index, int64_t layers) {
+  const size_t count = all.count / layers;
+  return {all.first + index * count, count};
+}
+
+// A layer that reads from `x` and writes to `result`, both [tokens, D]. They may be the same memory: x is last read in
+// the step before the one that writes the result.
+Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const float* x, float* result) {
+  const int64_t width = call.x.size(2);
+  const TensorInfo &keys = call.keys[0][index], &values = call.values[0][index];
+  Layer layer;
+  layer.tokens = call.tokens();
+  PlaceArgs& place = layer.place;
+  place = {
+      .cos = floats(call.cos),
+      .sin = floats(call.sin),
+      .kv_dtype = check_kv(kOp, keys, values),
+      .heads = call.heads,
+      .kv_heads = keys.size(1),
+      .width = keys.size(3),
+      .value_width = values.size(3),
+      .rotated = call.cos.size(2),
+      .angles = call.cos.size(0) * call.cos.size(1),
+      .eps = (float)call.eps,
+      .weight_offset = (float)call.weight_offset,
+  };
+  NEAP_CHECK(call.heads > 0 && place.kv_heads > 0 && call.heads % place.kv_heads == 0, kOp, ": ", call.heads,
+             " query heads cannot share ", place.kv_heads, " key heads");
+  NEAP_CHECK((call.cos.size(0) == 1 || call.cos.size(0) == call.x.size(0)) && call.cos.size(1) == call.x.size(1) &&
+                 place.rotated % 2 == 0 && place.rotated <= place.width,
+             kOp, ": cos ", text(call.cos), " does not fit x ", text(call.x), " with heads of ", place.width);
+  for (size_t i = 0; i < t.norms.count; ++i) check_vector(kOp, "a norm", t.norms[i], i < 2 ? width : place.width);
+  if (t.norms.count == 4) {
+    place.q_norm = floats(t.norms[2]);
+    place.k_norm = floats(t.norms[3]);
+  }
+  for (size_t s = 0; s < call.keys.size(); ++s) {
+    const bool masked = !call.masks.empty() && call.masks[s].numel() > 0;
+    add_sequence(&layer, call.keys[s][index], call.values[s][index], call.bases[s], call.kept[s], call.counts[s],
+                 masked ? &call.masks[s] : nullptr, call.scaling, call.softcap);
+  }
+  for (size_t i = 0; i < layer.problems.size(); ++i) {
+    layer.problems[i].parts = layer.parts[i].data();
+    layer.problems[i].num_parts = (int64_t)layer.parts[i].size();
+  }
+  place.slots = layer.slots.data();
+
+  const auto norm = [&](const float* input, size_t i) -> RmsNormArgs {
+    return {
+        .x = input,
+        .weight = floats(t.norms[i]),
+        .width = width,
+        .x_stride = width,
+        .eps = place.eps,
+        .weight_offset = place.weight_offset,
+    };
+  };
+  layer.input_norm = norm(x, 0);
+  layer.mlp_norm = norm(nullptr, 1);
+  const int64_t q = call.heads * place.width, k = place.kv_heads * place.width, v = place.kv_heads * place.value_width;
+  const Sizes parts = t.packed.count == 7 ? Sizes{q, k, v} : Sizes{q + k + v};
+  const auto product = [&](const char* name, size_t at, const TensorInfo* up, size_t bias_at, int64_t in_features,
+                           int64_t out_features, Activation activation = kIdentity) {
+    const TensorInfo* bias = t.biases.count && t.biases[bias_at].numel() ? &t.biases[bias_at] : nullptr;
+    if (bias) check_vector(kOp, name, *bias, (up ? 2 : 1) * out_features);
+    return linear_args(kOp, name, t.packed[at], up, bias ? floats(*bias) : nullptr, layer.tokens, in_features,
+                       out_features, activation);
+  };
+  for (size_t i = 0; i < parts.size(); ++i)
+    layer.projections.push_back(product("a projection", i, nullptr, i, width, parts[i]));
+  const size_t next = parts.size();
+  layer.out = product("out", next, nullptr, next, call.heads * place.value_width, width);
+  layer.gated = product("gate", next + 1, &t.packed[next + 2], next + 1, width, call.intermediate, call.activation);
+  layer.down = product("down", next + 3, nullptr, next + 2, call.intermediate, width);
+  layer.out.residual = x;
+  layer.down.out = result;
+  return layer;
+}
+
+// How many threads the work of a layer is worth.
+int64_t ranks_for(const Layer& layer) {
+  // Of gate and up: the loop below counts the gate.
+  double products = (double)layer.gated.out_features * layer.gated.in_features;
+  for (const LinearArgs* product : {&layer.out, &layer.gated, &layer.down})
+    products += (double)product->in_features * product->out_features;
+  for (const LinearArgs& projection : layer.projections)
+    products += (double)projection.in_features * projection.out_features;
+  return std::clamp<int64_t>((int64_t)(products * (double)layer.tokens / (double)kGrainFlops), 1,
+                             torch::stable::get_num_threads());
+}
+
+}  // namespace
+
+Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tensor packed_table, Tensor bias_table,
+                      std::vector<Tensor> key_tables, std::vector<Tensor> value_tables, std::vector<int64_t> bases,
+                      std::vector<int64_t> kept, std::vector<int64_t> counts, std::vector<Tensor> masks,
+                      std::vector<int64_t> stops, int64_t num_layers, int64_t heads, int64_t intermediate,
+                      std::string activation, double eps, double weight_offset, double scaling,
+                      std::optional<double> softcap) {
+  check_float(kOp, "x", x, 3);
+  check_float(kOp, "cos", cos, 3);
+  check_float(kOp, "sin", sin, 3);
+  NEAP_CHECK(num_layers > 0, kOp, ": ", num_layers, " layers");
+  const size_t layers = num_layers, sequences = bases.size();
+  const TensorTable norms = table_of(kOp, "norms", norm_table), packed = table_of(kOp, "packed", packed_table),
+                    biases = table_of(kOp, "biases", bias_table);
+  std::vector<TensorTable> keys, values;
+  for (const Tensor& table : key_tables) keys.push_back(table_of(kOp, "keys", table));
+  for (const Tensor& table : value_tables) values.push_back(table_of(kOp, "values", table));
+  NEAP_CHECK(sequences > 0 && keys.size() == sequences && values.size() == sequences && kept.size() == sequences &&
+                 counts.size() == sequences,
+             kOp, ": ", keys.size(), " caches of keys, ", values.size(), " of values, ", sequences, " bases, ",
+             kept.size(), " places and ", counts.size(), " counts");
+  for (size_t s = 0; s < sequences; ++s)
+    NEAP_CHECK(keys[s].count == layers && values[s].count == layers, kOp, ": a cache of ", keys[s].count,
+               " layers of keys and ", values[s].count, " of values, for ", layers, " layers");
+  NEAP_CHECK(masks.empty() || masks.size() == sequences, kOp, ": ", masks.size(), " masks for ", sequences,
+             " sequences");
+  NEAP_CHECK(norms.count == 2 * layers || norms.count == 4 * layers, kOp, ": ", norms.count, " norms for ", layers,
+             " layers, want 2 each, or 4 with head norms");
+  const size_t matrices = packed.count / layers;
+  NEAP_CHECK(
+      (matrices == 5 || matrices == 7) && packed.count == matrices * layers &&
+          (biases.count == 0 || biases.count == packed.count - layers),
+      kOp, ": ", packed.count, " matrices and ", biases.count, " biases for ", layers,
+      " layers, want 7 and 6 each, or 5 and 4 if one matrix makes queries, keys and values; biases may be absent");
+  stops.push_back(num_layers);
+  for (size_t i = 0; i < stops.size(); ++i)
+    NEAP_CHECK(stops[i] > (i ? stops[i - 1] : 0) && stops[i] <= num_layers, kOp, ": stop ", stops[i],
+               " is out of order, or not between 1 and ", num_layers - 1);
+  NEAP_CHECK(!softcap || *softcap > 0, kOp, ": softcap must be positive");
+  NEAP_CHECK(eps >= 0, kOp, ": eps is negative");
+  NEAP_CHECK(text(cos) == text(sin), kOp, ": cos ", text(cos), " and sin ", text(sin), " differ in shape");
+
+  for (Tensor* t : {&x, &cos, &sin})
+    if (!t->is_contiguous()) *t = torch::stable::contiguous(*t);
+  const Call call{
+      .x = x,
+      .cos = cos,
+      .sin = sin,
+      .keys = keys,
+      .values = values,
+      .bases = bases,
+      .kept = kept,
+      .counts = counts,
+      .masks = masks,
+      .heads = heads,
+      .intermediate = intermediate,
+      .activation = gate_activation(kOp, activation),
+      .eps = eps,
+      .weight_offset = weight_offset,
+      .scaling = scaling,
+      .softcap = softcap,
+  };
+  Sizes sizes = sizes_of(x);
+  sizes.insert(sizes.begin(), (int64_t)stops.size());
+  Tensor states = empty(sizes);
+  if (x.numel() == 0) return states;
+
+  std::vector<Layer> stack;
+  stack.reserve(layers);
+  int64_t ranks = 1, floats_used = 0;
+  // Layers up to a stop overwrite its state, the next ones read it and write to that of the next stop.
+  const float* entering = floats(x);
+  float* leaving = mutable_floats(states);
+  for (int64_t i = 0, stop = 0; i < num_layers; ++i) {
+    if (i == stops[stop]) {
+      ++stop;
+      leaving += x.numel();
+    }
+    const LayerTensors tensors{
+        .norms = part(norms, i, num_layers),
+        .packed = part(packed, i, num_layers),
+        .biases = part(biases, i, num_layers),
+    };
+    stack.push_back(make_layer(call, tensors, i, entering, leaving));
+    entering = leaving;
+    ranks = std::max(ranks, ranks_for(stack.back()));
+  }
+  int64_t covered = 0;
+  for (int64_t count : counts) covered += count;
+  NEAP_CHECK(covered == call.tokens(), kOp, ": the counts sum to ", covered, " tokens, but x has ", call.tokens());
+  for (Layer& layer : stack) {
+    layer.ranks = ranks;
+    layer.count(neap::kernels());
+    Arena size(nullptr);
+    layer.lay_out(&size, x.size(2), intermediate);
+    floats_used = std::max(floats_used, size.used());
+  }
+  // One layer's intermediate results overwrite those of the layer before.
+  float* scratch = thread_scratch(floats_used);
+  for (Layer& layer : stack) {
+    Arena arena(scratch);
+    layer.lay_out(&arena, x.size(2), intermediate);
+  }
+  in_team(ranks, [&](Team& team) {
+    for (const Layer& layer : stack) layer.run(team);
+  });
+  return states;
+}
+
+}  // namespace neap::binding

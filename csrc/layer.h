@@ -1,0 +1,33 @@
+// One decoder layer of the op `decoder_layers`: the arguments of all its steps, and the run of them.
+#pragma once
+#include "attention_problem.h"
+#include "team.h"
+
+namespace neap::binding {
+
+// So few tokens are normed by every thread for itself: that takes less time than waiting for each other's part.
+inline constexpr int64_t kTokensNormedAlone = 8;
+
+// The arguments of all steps of one layer, shared by the threads that run it.
+struct Layer {
+  int64_t tokens = 0, ranks = 1, scratch = 0;
+  RmsNormArgs input_norm{}, mlp_norm{};
+  std::vector<LinearArgs> projections;  // q, k and v, or one for all three
+  PlaceArgs place{};
+  std::vector<Slot> slots;
+  std::vector<AttentionArgs> problems;            // one per sequence
+  std::vector<std::vector<AttentionPart>> parts;  // of each problem: a trunk and its branches
+  bool split_keys = false;
+  LinearArgs out{}, gated{}, down{};
+  // *_ends: running totals, see each_loop.
+  std::vector<int64_t> projection_items, projection_ends, problem_ends, block_ends;
+  int64_t out_items = 0, gated_items = 0, down_items = 0;
+  float *scratches = nullptr, *normed = nullptr;
+
+  bool norms_alone() const { return tokens <= kTokensNormedAlone; }
+  void lay_out(Arena* arena, int64_t width, int64_t intermediate);
+  void count(const Kernels& kernels);
+  void run(Team& team) const;
+};
+
+}  // namespace neap::binding
