@@ -16,7 +16,7 @@ from shared.settings_flags import flag_of
 
 ROOT = Path(__file__).parents[2]
 # A decision that is replaced describes code that is gone.
-REPLACED = re.compile(r"^(\*\*Superseded by|Date: .* State: replaced by) \d{3}", re.MULTILINE)
+REPLACED = re.compile(r"^Date: .* State: replaced by \d{3}", re.MULTILINE)
 DOCUMENTS = [
     document
     for document in (
