@@ -105,6 +105,15 @@ def test_one_exit_is_asked_once_for_all_that_want_it(runner, monkeypatch):
     assert sum(runner.counters.per_layer[2:]) == 0
 
 
+def test_what_an_exit_gains_is_recorded_once_for_each_draft(runner, monkeypatch):
+    recorded: list[int] = []
+    monkeypatch.setattr(Confidence, "record_gain", lambda self, index, *_: recorded.append(index))
+    ladder = random_ladder(runner.loaded, 1, (1, 2))
+    batch = prefilled(runner, [ladder], [DepthPolicy("exact", max_drafts=2)])
+    draft_chains(batch, 1)
+    assert recorded == [0, 1, 0, 1]
+
+
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1.0)])
 def test_drafts_that_a_margin_accepts_do_not_count_for_other_requests(runner, sampling):
     margin = DepthPolicy("relaxed", margin=1e6)
