@@ -12,8 +12,8 @@ from neap_client.router.v1 import router_pb2_grpc
 
 from calibrator_service import router_servicer, servicer
 from calibrator_service.metrics import CalibratorMetrics
-from calibrator_service.process_config import DEFAULT_RECIPE, JobFolder, ModelOptions
-from calibrator_service.supervisor import Supervisor, SupervisorConfig
+from calibrator_service.process_config import JobFolder, ModelOptions, ServiceConfig
+from calibrator_service.supervisor import Supervisor
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
 from shared.config import CalibratorSettings, make_settings, settings_from_command_line
@@ -57,12 +57,11 @@ class CalibratorServer(RpcServer):
         super().request_stop()
 
 
-async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -> int:
+async def serve(settings: CalibratorSettings) -> int:
     """Serves until SIGTERM, SIGINT or the death of the queue's thread. Returns the exit status: 1 after such a death, else 0.
 
     Raises NeapError if the registry, the data folder or the address cannot be used.
     """
-    models = {model.model_id: model.source for model in settings.models}
     if settings.text_workers:
         make_settings(ClientSettings)  # wrong settings are noticed now, and not by a job
     security = open_security(settings, settings.listen)
@@ -75,8 +74,8 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
     try:
         supervisor = Supervisor(
             JobFolder(settings.data_dir / "calibrator"),
-            SupervisorConfig(
-                models=models,
+            ServiceConfig(
+                models={model.model_id: model.source for model in settings.models},
                 registry=settings.registry,
                 text_folders=settings.text_folders,
                 hub_datasets=settings.hub_datasets,
@@ -89,22 +88,18 @@ async def serve(settings: CalibratorSettings, *, recipe: str = DEFAULT_RECIPE) -
                     threads=settings.threads,
                 ),
                 log_level=settings.log_level,
-                recipe=recipe,
+                max_queued_jobs=settings.max_queued_jobs,
+                max_time_budget_s=settings.max_time_budget_s,
                 job_retention_s=settings.job_retention_days * 86_400,
             ),
             metrics=metrics,
+            on_change=watchers.notify,
         )
         try:
             server = CalibratorServer(settings, watchers, security)
             calibration_pb2_grpc.add_CalibrationServiceServicer_to_server(
                 servicer.CalibrationServicer(
                     supervisor,
-                    models,
-                    settings.text_folders,
-                    settings.hub_datasets,
-                    has_text_workers=bool(settings.text_workers),
-                    max_queued_jobs=settings.max_queued_jobs,
-                    max_time_budget_s=settings.max_time_budget_s,
                     pool=job_pool,
                     watchers=watchers,
                     registry=registry,
@@ -140,7 +135,7 @@ def _stop_soon(loop: asyncio.AbstractEventLoop, server: RpcServer) -> None:
         loop.call_soon_threadsafe(server.request_stop)
 
 
-def main(argv: Sequence[str] | None = None, *, recipe: str = DEFAULT_RECIPE) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after a requested stop, 1 if the queue has died, 2 for a configuration that cannot work."""
     try:
         settings = settings_from_command_line(
@@ -149,7 +144,7 @@ def main(argv: Sequence[str] | None = None, *, recipe: str = DEFAULT_RECIPE) -> 
         configure_logging(settings.log_level)
         log_stdout()
         with export_traces(settings.exports_traces, "neap-calibrator"):
-            return asyncio.run(serve(settings, recipe=recipe))
+            return asyncio.run(serve(settings))
     except NeapError as error:
         report_start_failure(error)
         return 2

@@ -35,6 +35,12 @@ _LABELS = {
     calibration_pb2.LABEL_AGREEMENT: "agreement",
     calibration_pb2.LABEL_COSINE: "cosine",
 }
+_SOURCES: dict[str, type[Source]] = {
+    "self_generated": SelfGenerated,
+    "text_file": TextFile,
+    "answer_file": AnswerFile,
+    "hub_dataset": HubDataset,
+}
 _HEAD_FORMS = (calibration_pb2.HEAD_FORM_UNSPECIFIED, calibration_pb2.HEAD_FORM_FUSED)
 
 # Clients see these under another name than the store's.
@@ -97,49 +103,26 @@ def _parent(parent: calibration_pb2.ParentRouter) -> ParentRouter:
     )
 
 
-def _source(
-    spec: calibration_pb2.CalibrationSpec,
-) -> Source:
-    kind = spec.WhichOneof("source")
-    if kind == "self_generated":
-        return SelfGenerated(
-            prompts=tuple(spec.self_generated.prompts),
-            max_new_tokens=spec.self_generated.max_new_tokens,
-            use_workers=spec.self_generated.use_workers,
+def _source(spec: calibration_pb2.CalibrationSpec) -> Source:
+    """Fields that are empty get the defaults of the source's class. Raises InvalidInput."""
+    name = spec.WhichOneof("source")
+    if name is None:
+        raise InvalidInput(
+            "the spec names no source: self_generated, text_file, answer_file or hub_dataset",
+            reason="SOURCE_REQUIRED",
         )
-    if kind == "text_file":
-        _check_source("BAD_TEXT_FILE", path=spec.text_file.path, field=spec.text_file.field)
-        return TextFile(path=spec.text_file.path, field=spec.text_file.field or "text")
-    if kind == "answer_file":
-        _check_source("BAD_TEXT_FILE", path=spec.answer_file.path)
-        return AnswerFile(path=spec.answer_file.path)
-    if kind == "hub_dataset":
-        hub = spec.hub_dataset
-        _check_source(
-            "BAD_SPEC", name=hub.name, config=hub.config, split=hub.split, field=hub.field
-        )
-        return HubDataset(
-            name=hub.name,
-            config=hub.config,
-            split=hub.split or "train",
-            field=hub.field or "text",
-        )
-    raise InvalidInput(
-        "the spec names no source: self_generated, text_file, answer_file or hub_dataset",
-        reason="SOURCE_REQUIRED",
-    )
-
-
-def _check_source(reason: str, **texts: str) -> None:
-    """Names of sources are shown to people unchanged, so they must be short plain text. Raises InvalidInput."""
-    for field, text in texts.items():
+    message = getattr(spec, name)
+    values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    if name == "self_generated":
+        return SelfGenerated(**{**values, "prompts": tuple(values["prompts"])})
+    reason = "BAD_SPEC" if name == "hub_dataset" else "BAD_TEXT_FILE"
+    for field, text in values.items():
+        # They are shown to people unchanged, so they must be short plain text.
         check_plain_text(
-            text,
-            field,
-            max_characters=MAX_SOURCE_CHARACTERS,
-            reason=reason,
-            too_long=reason,
+            text, field, max_characters=MAX_SOURCE_CHARACTERS, reason=reason, too_long=reason
         )
+    given = {field: text for field, text in values.items() if text or field in ("path", "name")}
+    return _SOURCES[name](**given)
 
 
 def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_pb2.CalibrationSpec:
@@ -161,35 +144,18 @@ def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_
         message.time_budget.CopyFrom(budget)
     if spec.parent is not None:
         message.parent.CopyFrom(calibration_pb2.ParentRouter(**asdict(spec.parent)))
-    source = spec.source
-    if isinstance(source, SelfGenerated):
-        message.self_generated.CopyFrom(
-            calibration_pb2.SelfGenerated(
-                prompts=source.prompts,
-                max_new_tokens=source.max_new_tokens,
-                use_workers=source.use_workers,
-            )
-        )
-    elif isinstance(source, TextFile):
-        message.text_file.CopyFrom(calibration_pb2.TextFile(path=source.path, field=source.field))
-    elif isinstance(source, AnswerFile):
-        message.answer_file.CopyFrom(calibration_pb2.AnswerFile(path=source.path))
-    else:
-        message.hub_dataset.CopyFrom(
-            calibration_pb2.HubDataset(
-                name=source.name, config=source.config, split=source.split, field=source.field
-            )
-        )
+    name = next(name for name, kind in _SOURCES.items() if isinstance(spec.source, kind))
+    source = {
+        field: value for field, value in asdict(spec.source).items() if field != "public_only"
+    }
+    message.MergeFrom(calibration_pb2.CalibrationSpec(**{name: source}))  # type: ignore[arg-type]
     return message
 
 
-def job_to_proto(job: Job, spec: CalibrationSpec | None = None) -> calibration_pb2.Calibration:
-    """The job as clients see it. Raises Corrupt (JOB_UNREADABLE) for any record that cannot be converted.
-
-    `spec`: with its prompts; without it the prompts are left out.
-    """
+def job_to_proto(job: Job) -> calibration_pb2.Calibration:
+    """The job as clients see it. Raises Corrupt (JOB_UNREADABLE) for any record that cannot be converted."""
     try:
-        return _calibration(job, job.spec if spec is None else spec)
+        return _calibration(job)
     except (ValueError, TypeError, OverflowError) as error:
         log.exception("a record cannot be shown", calibration_id=job.calibration_id)
         raise unreadable_job_error(job, "it holds a value that cannot be shown") from error
@@ -207,11 +173,11 @@ def unreadable_to_proto(job: Job, error: Corrupt) -> calibration_pb2.UnreadableC
     )
 
 
-def _calibration(job: Job, spec: CalibrationSpec) -> calibration_pb2.Calibration:
+def _calibration(job: Job) -> calibration_pb2.Calibration:
     phase = f"PHASE_{job.phase.upper()}" if job.phase else "PHASE_UNSPECIFIED"
     message = calibration_pb2.Calibration(
         calibration_id=job.calibration_id,
-        spec=spec_to_proto(spec, job.aliases),
+        spec=spec_to_proto(job.spec, job.aliases),
         state=_STATES.get(job.state, f"STATE_{job.state.name}"),
         phase=phase,
         fraction=job.fraction,

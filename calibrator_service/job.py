@@ -4,13 +4,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from sqlite3 import Row
 
 from calibrator_service.calibration.spec import CalibrationSpec
 from shared.errors import Corrupt
 
 JOBS_SCHEMA_VERSION = 2
-# Prompts may have megabytes, and every heartbeat writes the job's whole row, so they have rows of their own.
+# Prompts may have megabytes, and every report of progress writes the job's whole row, so they have rows of their own.
 _MORE_TABLES = """
 CREATE TABLE job_prompts (calibration_id TEXT PRIMARY KEY, prompts TEXT NOT NULL);
 CREATE TABLE removed_jobs (model_id TEXT PRIMARY KEY, num_resumes INTEGER NOT NULL);
@@ -45,7 +46,7 @@ UPDATE jobs SET state = 'publishing', phase = 'publishing' WHERE publishing AND 
 JOB_COLUMNS = (
     "number, calibration_id, request_id, model_id, spec AS spec_text, aliases AS aliases_text, state AS state_text, phase, fraction,"
     " figures AS figures_text, create_time_s, end_time_s, failure_reason, failure_message, router_version, manifest_digest, num_starts,"
-    " num_resumes, num_deaths, cancel_requested, publishing, num_heartbeats, revision, num_prompts"
+    " num_resumes, num_deaths, cancel_requested, publishing, revision, num_prompts"
 )
 
 
@@ -70,14 +71,23 @@ ENDED_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLE
 
 
 @dataclass(frozen=True)
+class Ended:
+    """How the work of a job has ended: PUBLISHING with a finished product on disk, FAILED with a reason and a message, or CANCELLED."""
+
+    state: JobState
+    reason: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True)
 class Job:
-    """A job at the time it was read. `number` orders jobs; `revision` increases with every change except heartbeats.
+    """A job at the time it was read. `number` orders jobs; `revision` increases with every change.
 
-    `publishing`: an attempt to publish the product has begun, so the registry may have the version. `num_deaths` counts processes that died by themselves while their service was
-    running.
+    `publishing`: an attempt to publish the product has begun, so the registry may have the version. `num_deaths` counts processes that
+    died by themselves while their service was running. `prompts_text`: the spec's prompts, if the job was read with them.
 
-    The properties parse columns that are stored as text. They raise Corrupt (JOB_UNREADABLE) if another build wrote a text that this
-    one cannot read. The fields suffice for the queue, so it can handle such a job.
+    The properties parse columns that are stored as text, once. They raise Corrupt (JOB_UNREADABLE) if another build wrote a text that
+    this one cannot read. The fields suffice for the queue, so it can handle such a job.
     """
 
     number: int
@@ -101,33 +111,35 @@ class Job:
     num_deaths: int
     cancel_requested: bool
     publishing: bool
-    num_heartbeats: int
     revision: int
     num_prompts: int
+    prompts_text: str = "[]"
 
-    @property
+    @cached_property
     def state(self) -> JobState:
         try:
             return JobState(self.state_text)
         except ValueError as error:
             raise unreadable_job_error(self, "its state is not one this build knows") from error
 
-    @property
+    @cached_property
     def spec(self) -> CalibrationSpec:
-        """Without its prompts; `JobStore.spec` returns all of it."""
+        """Without prompts, if the job was read without them."""
         try:
-            return CalibrationSpec.from_json(self.spec_text)
+            return CalibrationSpec.from_json(self.spec_text, json.loads(self.prompts_text))
         except Corrupt as error:
             raise unreadable_job_error(self, error.message) from error
+        except ValueError as error:
+            raise unreadable_job_error(self, "its prompts cannot be read") from error
 
-    @property
+    @cached_property
     def aliases(self) -> tuple[str, ...]:
         try:
             return tuple(map(str, json.loads(self.aliases_text)))
         except (ValueError, TypeError) as error:
             raise unreadable_job_error(self, "its aliases cannot be read") from error
 
-    @property
+    @cached_property
     def figures(self) -> Mapping[str, float]:
         try:
             return {str(name): float(n) for name, n in json.loads(self.figures_text).items()}

@@ -1,8 +1,7 @@
-"""The durable store of calibration jobs, shared by the service and the jobs' processes. Every step is one transaction.
+"""The durable store of calibration jobs. Every step is one transaction, and only their service makes any.
 
 States: queued -> running -> publishing -> succeeded, and failed or cancelled instead of any later one. A running job whose process died
-is queued again. A job that cannot be published is waiting, until a retry or a restart of the service makes it publishing again. The
-process of a job has the job's `num_starts` as a fencing token: if it was considered dead and replaced, its writes are refused.
+is queued again. A job that cannot be published is waiting, until a retry or a restart of the service makes it publishing again.
 """
 
 import json
@@ -11,38 +10,30 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from sqlite3 import Connection
-from typing import TypeVar
 
-from calibrator_service.calibration.progress import Phase
+from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.job import (
     JOB_COLUMNS,
     JOBS_MIGRATIONS,
     JOBS_SCHEMA,
     JOBS_SCHEMA_VERSION,
+    Ended,
     Job,
     JobState,
     job_from_row,
-    unreadable_job_error,
 )
-from shared.errors import (
-    AlreadyExists,
-    Cancelled,
-    Conflict,
-    Corrupt,
-    Exhausted,
-    NotFound,
-)
+from shared.errors import AlreadyExists, Corrupt, Exhausted, NotFound, PreconditionFailed
+from shared.registry.base import PublishedVersion
 from shared.sqlite import Database
 
 APPLICATION_ID = 0x6E65616A
 MAX_RESUMES = 3
-PUBLISHING: Phase = "publishing"
 _LARGEST_INTEGER = 2**63 - 1
 _QUEUE_RETRY_S = 30.0
 
-T = TypeVar("T")
+# Columns of a job and their new values.
+Changes = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -56,9 +47,13 @@ class JobCount:
 
 
 class JobStore:
-    """Safe to use from several threads and processes. Raises as `shared.sqlite.Database` does."""
+    """Safe to use from several threads. Raises as `shared.sqlite.Database` does.
 
-    def __init__(self, path: Path) -> None:
+    `on_change` is called after each change of a job, by the thread that made it.
+    """
+
+    def __init__(self, path: Path, on_change: Callable[[], object] = lambda: None) -> None:
+        self._on_change = on_change
         self.database = Database(
             path,
             schema=JOBS_SCHEMA,
@@ -71,37 +66,27 @@ class JobStore:
         """Idempotent."""
         self.database.close()
 
-    # Called by the servicer.
+    # What clients ask for.
 
     def create(
-        self,
-        request_id: str,
-        spec: CalibrationSpec,
-        aliases: Sequence[str],
-        *,
-        max_queued: int,
-        answer: Callable[[Job], T],
-    ) -> T:
-        """Creates the job of `request_id`, unless an earlier call has created it, and returns `answer(job)`.
+        self, request_id: str, spec: CalibrationSpec, aliases: Sequence[str], *, max_queued: int
+    ) -> Job:
+        """Creates the job of `request_id`, unless an earlier call has created it.
 
-        `answer` is called before a new job is committed: if it raises, the job is not kept. Raises AlreadyExists if the request id
-        was used for another job, Exhausted (QUEUE_FULL), and what `answer` raises.
+        Raises AlreadyExists if the request id was used for another job, Exhausted (QUEUE_FULL).
         """
-        encoded = (spec.to_json(), json.dumps(list(aliases)))
-        prompts = json.dumps(spec.prompts, separators=(",", ":"))
         with self.database.transaction() as connection:
             known = connection.execute(
-                "SELECT calibration_id, spec, aliases FROM jobs WHERE request_id = ?", (request_id,)
+                "SELECT calibration_id FROM jobs WHERE request_id = ?", (request_id,)
             ).fetchone()
             if known is not None:
-                same_prompts = self._prompts(known["calibration_id"]) == prompts
-                same_spec = _as_asked(known["spec"]) == spec.as_asked().to_json()
-                if not same_spec or known["aliases"] != encoded[1] or not same_prompts:
+                job = self.get(known["calibration_id"], with_prompts=True)
+                if not _asks_for(job, spec, aliases):
                     raise AlreadyExists(
-                        f"request {request_id!r} has already started another calibration, {known['calibration_id']}",
-                        metadata={"calibration_id": known["calibration_id"]},
+                        f"request {request_id!r} has already started another calibration, {job.calibration_id}",
+                        metadata={"calibration_id": job.calibration_id},
                     )
-                return answer(self.get(known["calibration_id"]))
+                return self.get(job.calibration_id)
             (num_queued,) = connection.execute(
                 "SELECT count(*) FROM jobs WHERE state = 'queued'"
             ).fetchone()
@@ -116,43 +101,33 @@ class JobStore:
                 "INSERT INTO jobs (calibration_id, request_id, model_id, spec, aliases, num_prompts, state, create_time_s)"
                 " VALUES (?, ?, ?, ?, ?, ?, 'queued', ?)",
                 (
-                    *(calibration_id, request_id, spec.model_id),
-                    *(*encoded, len(spec.prompts), time.time()),
+                    *(calibration_id, request_id, spec.model_id, spec.to_json()),
+                    *(json.dumps(list(aliases)), len(spec.prompts), time.time()),
                 ),
             )
             if spec.prompts:
-                row = (calibration_id, prompts)
+                row = (calibration_id, json.dumps(spec.prompts, separators=(",", ":")))
                 connection.execute("INSERT INTO job_prompts VALUES (?, ?)", row)
-            return answer(self.get(calibration_id))
+            return self.get(calibration_id)
 
     def has_request(self, request_id: str) -> bool:
         """Whether a job was created for the request."""
         query = "SELECT 1 FROM jobs WHERE request_id = ?"
         return self.database.row(query, (request_id,)) is not None
 
-    def get(self, calibration_id: str) -> Job:
+    def get(self, calibration_id: str, *, with_prompts: bool = False) -> Job:
         """Raises NotFound."""
-        query = f"SELECT {JOB_COLUMNS} FROM jobs WHERE calibration_id = ?"
+        columns, tables = JOB_COLUMNS, "jobs"
+        if with_prompts:
+            columns += ", coalesce(prompts, '[]') AS prompts_text"
+            tables += " LEFT JOIN job_prompts USING (calibration_id)"
+        query = f"SELECT {columns} FROM {tables} WHERE calibration_id = ?"
         row = self.database.row(query, (calibration_id,))
         if row is None:
             raise NotFound(
                 f"there is no calibration {calibration_id[:80]!r}", reason="CALIBRATION_NOT_FOUND"
             )
         return job_from_row(row)
-
-    def spec(self, calibration_id: str) -> CalibrationSpec:
-        """The spec of a job with its prompts. Raises NotFound, Corrupt (JOB_UNREADABLE)."""
-        job = self.get(calibration_id)
-        try:
-            prompts = json.loads(self._prompts(calibration_id))
-            return CalibrationSpec.from_json(job.spec_text, prompts)
-        except (Corrupt, ValueError) as error:
-            raise unreadable_job_error(job, "its spec cannot be read") from error
-
-    def _prompts(self, calibration_id: str) -> str:
-        query = "SELECT prompts FROM job_prompts WHERE calibration_id = ?"
-        row = self.database.row(query, (calibration_id,))
-        return "[]" if row is None else str(row["prompts"])
 
     def list(self, model_id: str = "", *, before: int | None = None, limit: int = 100) -> list[Job]:
         """Jobs with a number below `before`, newest first; of all models if `model_id` is empty."""
@@ -162,6 +137,38 @@ class JobStore:
             (before, model_id, model_id, limit),
         )
         return [job_from_row(row) for row in rows]
+
+    def cancel(self, calibration_id: str) -> Job:
+        """Ends a job of which nothing can be published yet, or asks for its end. Changes nothing once it has ended. Raises NotFound.
+
+        A running job's process must be stopped. Of a product that the registry may have already, the publisher finds out whether it has.
+        """
+
+        def changes(job: Job) -> Changes:
+            if job.state.has_ended or job.cancel_requested:
+                return {}
+            if job.state is JobState.RUNNING:
+                return {"cancel_requested": True}
+            if job.publishing:
+                return {"cancel_requested": True, "state": JobState.PUBLISHING}
+            return _ended(JobState.CANCELLED)
+
+        return self._change(calibration_id, changes)
+
+    def retry(self, calibration_id: str) -> Job:
+        """Lets a waiting job be published. Changes nothing for one that is being published. Raises NotFound, PreconditionFailed."""
+
+        def changes(job: Job) -> Changes:
+            if job.state in (JobState.WAITING, JobState.PUBLISHING):
+                return {"state": JobState.PUBLISHING} if job.state is JobState.WAITING else {}
+            raise PreconditionFailed(
+                f"calibration {calibration_id} has no product that waits to be published; it is {job.state}",
+                reason="NOTHING_TO_PUBLISH",
+            )
+
+        return self._change(calibration_id, changes)
+
+    # What the queue and the metrics read of all jobs.
 
     def in_state(self, state: JobState) -> tuple[Job, ...]:
         """The oldest first."""
@@ -175,44 +182,6 @@ class JobStore:
             " UNION ALL SELECT model_id, '', 0, num_resumes FROM removed_jobs"
         )
         return tuple(JobCount(*row) for row in rows)
-
-    def cancel(self, calibration_id: str) -> Job:
-        """Ends a job of which nothing can be published yet, or asks for its end. Changes nothing once it has ended. Raises NotFound.
-
-        A running job's process stops. Of a product that the registry may have already, the publisher finds out whether it has.
-        """
-        with self.database.transaction() as connection:
-            job = self.get(calibration_id)
-            if job.state.has_ended or job.cancel_requested:
-                return job
-            if job.state is JobState.RUNNING:
-                change_job(connection, calibration_id, "cancel_requested = 1")
-            elif job.publishing:
-                change_job(connection, calibration_id, "cancel_requested = 1, state = 'publishing'")
-            else:
-                end_job(connection, calibration_id, JobState.CANCELLED)
-            return self.get(calibration_id)
-
-    # Called by the supervisor.
-
-    def claim(self) -> Job | None:
-        """Starts the oldest queued job and returns it; None if no job is queued."""
-        with self.database.transaction() as connection:
-            row = connection.execute(
-                "SELECT calibration_id FROM jobs WHERE state = 'queued' ORDER BY number LIMIT 1"
-            ).fetchone()
-            if row is None:
-                return None
-            change_job(
-                connection,
-                row["calibration_id"],
-                "state = 'running', num_resumes = num_resumes + (num_starts > 0), num_starts = num_starts + 1",
-            )
-            return self.get(row["calibration_id"])
-
-    def list_running(self) -> tuple[Job, ...]:
-        """Jobs recorded as running. When a service starts, these are the jobs that a killed service left."""
-        return self.in_state(JobState.RUNNING)
 
     def states(self) -> dict[str, str]:
         """The states of all jobs by their ids."""
@@ -235,136 +204,162 @@ class JobStore:
             )
             return connection.execute(f"DELETE FROM jobs WHERE {is_old}", (before_s,)).rowcount
 
+    # A job's work, recorded by the supervisor.
+
+    def claim(self) -> Job | None:
+        """Starts the oldest queued job and returns it with its prompts; None if no job is queued."""
+        with self.database.transaction() as connection:
+            row = connection.execute(
+                "SELECT calibration_id FROM jobs WHERE state = 'queued' ORDER BY number LIMIT 1"
+            ).fetchone()
+            if row is None:
+                return None
+            connection.execute(
+                "UPDATE jobs SET state = 'running', num_resumes = num_resumes + (num_starts > 0), num_starts = num_starts + 1,"
+                " revision = revision + 1 WHERE calibration_id = ?",
+                tuple(row),
+            )
+            job = self.get(row["calibration_id"], with_prompts=True)
+        self._on_change()
+        return job
+
+    def record_progress(self, calibration_id: str, progress: Progress) -> None:
+        """The figures are merged with the recorded ones."""
+        self._change(
+            calibration_id,
+            lambda job: {
+                "phase": progress.phase,
+                "fraction": min(max(progress.fraction, 0.0), 1.0),
+                "figures": json.dumps({**job.figures, **progress.figures}),
+            },
+        )
+
+    def note_problem(self, calibration_id: str, reason: str, message: str) -> None:
+        """Records what a job's process waits for."""
+        self._change(
+            calibration_id, lambda _: {"failure_reason": reason, "failure_message": message}
+        )
+
+    def record_end(self, calibration_id: str, ended: Ended) -> Job:
+        """Records how a running job's work ended. A finished product is the publisher's from now on, unless the job was to be cancelled."""
+
+        def changes(job: Job) -> Changes:
+            if job.state is not JobState.RUNNING:
+                return {}
+            if ended.state is not JobState.PUBLISHING:
+                return _ended(ended.state, ended.reason, ended.message)
+            if job.cancel_requested:
+                return _ended(JobState.CANCELLED)
+            return {
+                "state": JobState.PUBLISHING,
+                "phase": "publishing",
+                "fraction": max(job.fraction, 0.99),
+                "failure_reason": "",
+                "failure_message": "",
+            }
+
+        return self._change(calibration_id, changes)
+
     def record_interruption(self, calibration_id: str, how: str, *, is_death: bool) -> Job:
         """Records that the job's process ended without a result: the job is cancelled if that was requested, failed after more than
         MAX_RESUMES deaths, else queued again.
 
         `how`: a description for people. `is_death`: the process died by itself; False if its service stopped it or was killed.
         """
+
+        def changes(job: Job) -> Changes:
+            if job.state is not JobState.RUNNING:
+                return {}
+            if job.cancel_requested:
+                return _ended(JobState.CANCELLED)
+            if is_death and job.num_deaths >= MAX_RESUMES:
+                message = f"the job's process died {job.num_deaths + 1} times, the last time {how}"
+                return _ended(JobState.FAILED, "JOB_PROCESS_DIED", message)
+            num_deaths = job.num_deaths + is_death
+            return {"state": JobState.QUEUED, "phase": "", "num_deaths": num_deaths}
+
+        return self._change(calibration_id, changes)
+
+    # What becomes of a product, recorded by the publisher.
+
+    def resume_waiting(self) -> None:
+        """Lets all waiting jobs be published again, because the service has been restarted."""
+        for job in self.in_state(JobState.WAITING):
+            self.retry(job.calibration_id)
+
+    def begin_publishing(self, calibration_id: str) -> bool:
+        """Records that the registry may have the product from now on. False if the job is cancelled: then it must not get it."""
+
+        def is_wanted(job: Job) -> bool:
+            return job.state is JobState.PUBLISHING and not job.cancel_requested
+
+        return is_wanted(
+            self._change(
+                calibration_id,
+                lambda job: {"publishing": True} if is_wanted(job) and not job.publishing else {},
+            )
+        )
+
+    def record_attempt(
+        self, calibration_id: str, reason: str, message: str, *, is_waiting: bool
+    ) -> None:
+        """Records why the product is not published. `is_waiting`: until somebody asks for the next attempt."""
+
+        def changes(job: Job) -> Changes:
+            if job.state is not JobState.PUBLISHING:
+                return {}
+            # A request to cancel that came meanwhile is dealt with first.
+            waits = is_waiting and not job.cancel_requested
+            state = JobState.WAITING if waits else JobState.PUBLISHING
+            return {"state": state, "failure_reason": reason, "failure_message": message}
+
+        self._change(calibration_id, changes)
+
+    def end_publishing(
+        self, calibration_id: str, published: PublishedVersion | None, *, is_lost: bool = False
+    ) -> Job:
+        """Ends a job with the version that the registry has, or, if it has none, as cancelled, or as failed if the product `is_lost`.
+        Leaves one that has ended as it is."""
+
+        def changes(job: Job) -> Changes:
+            if job.state is not JobState.PUBLISHING:
+                return {}
+            if published is not None:
+                digest = published.manifest_digest
+                version = {"router_version": published.version, "manifest_digest": digest}
+                return {"fraction": 1.0, **version, **_ended(JobState.SUCCEEDED)}
+            if is_lost:
+                message = "its finished product was removed or damaged before it was published"
+                return _ended(JobState.FAILED, "PRODUCT_LOST", message)
+            return _ended(JobState.CANCELLED)
+
+        return self._change(calibration_id, changes)
+
+    def _change(self, calibration_id: str, changes_of: Callable[[Job], Changes]) -> Job:
+        """Makes the changes that are due to the job as it is now, and returns it as it is then. Raises NotFound, what `changes_of` raises."""
         with self.database.transaction() as connection:
             job = self.get(calibration_id)
-            if job.state is not JobState.RUNNING:
+            changes = changes_of(job)
+            if not changes:
                 return job
-            if job.cancel_requested:
-                end_job(connection, calibration_id, JobState.CANCELLED)
-            elif is_death and job.num_deaths >= MAX_RESUMES:
-                message = f"the job's process died {job.num_deaths + 1} times, the last time {how}"
-                fail_job(connection, calibration_id, "JOB_PROCESS_DIED", message)
-            else:
-                change_job(
-                    connection,
-                    calibration_id,
-                    "state = 'queued', phase = '', num_deaths = num_deaths + ?",
-                    int(is_death),
-                )
-            return self.get(calibration_id)
-
-    def check_writable(self, calibration_id: str) -> None:
-        """Writes the row. Raises as `heartbeat` would if the disk is full or the database cannot be written."""
-        with self.database.transaction() as connection:
-            # It must change: SQLite does not write a row that stays the same, so that would succeed on a full disk.
+            columns = "".join(f"{name} = ?, " for name in changes)
             connection.execute(
-                "UPDATE jobs SET num_heartbeats = num_heartbeats + 1 WHERE calibration_id = ?",
-                (calibration_id,),
+                f"UPDATE jobs SET {columns}revision = revision + 1 WHERE calibration_id = ?",
+                (*changes.values(), calibration_id),
             )
-
-    # Called by the job's process; `start` is the `num_starts` with which it was started.
-
-    def heartbeat(self, calibration_id: str, start: int) -> bool:
-        """Records that the process is alive. Returns whether it must stop. Raises Conflict if another process runs the job."""
-        with self.database.transaction() as connection:
-            job = self._owned_job(calibration_id, start)
-            connection.execute(
-                "UPDATE jobs SET num_heartbeats = num_heartbeats + 1 WHERE calibration_id = ?",
-                (calibration_id,),
-            )
-            return job.cancel_requested
-
-    def progress(
-        self,
-        calibration_id: str,
-        start: int,
-        phase: str,
-        fraction: float,
-        figures: Mapping[str, float],
-    ) -> None:
-        """Records progress; `figures` are merged with the recorded ones. Raises Conflict."""
-        with self.database.transaction() as connection:
-            job = self._owned_job(calibration_id, start)
-            change_job(
-                connection,
-                calibration_id,
-                "phase = ?, fraction = ?, figures = ?",
-                phase,
-                min(max(fraction, 0.0), 1.0),
-                json.dumps({**job.figures, **figures}),
-            )
-
-    def note_problem(self, calibration_id: str, start: int, reason: str, message: str) -> None:
-        """Records what the process waits for. Raises Conflict."""
-        with self.database.transaction() as connection:
-            self._owned_job(calibration_id, start)
-            changes = "failure_reason = ?, failure_message = ?"
-            change_job(connection, calibration_id, changes, reason, message)
-
-    def finish(self, calibration_id: str, start: int) -> None:
-        """Records that the product is on disk. From now on the publisher has the job. Raises Cancelled, Conflict."""
-        with self.database.transaction() as connection:
-            if self._owned_job(calibration_id, start).cancel_requested:
-                raise Cancelled("the calibration was cancelled before it was published")
-            change_job(
-                connection,
-                calibration_id,
-                "state = 'publishing', phase = ?, fraction = max(fraction, 0.99), failure_reason = '', failure_message = ''",
-                PUBLISHING,
-            )
-
-    def fail(self, calibration_id: str, start: int, reason: str, message: str) -> None:
-        """Raises Conflict."""
-        with self.database.transaction() as connection:
-            self._owned_job(calibration_id, start)
-            fail_job(connection, calibration_id, reason, message)
-
-    def record_cancelled(self, calibration_id: str, start: int) -> None:
-        """Records that the process has stopped as requested. Raises Conflict."""
-        with self.database.transaction() as connection:
-            self._owned_job(calibration_id, start)
-            end_job(connection, calibration_id, JobState.CANCELLED)
-
-    def _owned_job(self, calibration_id: str, start: int) -> Job:
-        job = self.get(calibration_id)
-        if job.state is not JobState.RUNNING or job.num_starts != start:
-            raise Conflict(
-                f"calibration {calibration_id} is no longer run by this process",
-                reason="JOB_TAKEN_OVER",
-            )
+            job = self.get(calibration_id)
+        self._on_change()
         return job
 
 
-def change_job(connection: Connection, calibration_id: str, changes: str, *values: object) -> None:
-    """Makes `changes`, a part of an UPDATE, and raises the revision."""
-    connection.execute(
-        f"UPDATE jobs SET {changes}, revision = revision + 1 WHERE calibration_id = ?",
-        (*values, calibration_id),
-    )
+def _ended(state: JobState, reason: str = "", message: str = "") -> Changes:
+    failure = {"failure_reason": reason, "failure_message": message}
+    return {"state": state, "phase": "", "end_time_s": time.time(), **failure}
 
 
-def end_job(connection: Connection, calibration_id: str, state: JobState) -> None:
-    change_job(
-        connection, calibration_id, "state = ?, phase = '', end_time_s = ?", state, time.time()
-    )
-
-
-def fail_job(connection: Connection, calibration_id: str, reason: str, message: str) -> None:
-    change_job(
-        connection, calibration_id, "failure_reason = ?, failure_message = ?", reason, message
-    )
-    end_job(connection, calibration_id, JobState.FAILED)
-
-
-def _as_asked(spec_text: str) -> str:
-    """The stored form of a spec as its caller wrote it. The text may be an older build's; one that this build cannot read stays as it is."""
+def _asks_for(job: Job, spec: CalibrationSpec, aliases: Sequence[str]) -> bool:
+    """Whether the caller of `job` asked for the same. What this build cannot read is not the same."""
     try:
-        return CalibrationSpec.from_json(spec_text).as_asked().to_json()
+        return job.spec.as_asked() == spec.as_asked() and job.aliases == tuple(aliases)
     except Corrupt:
-        return spec_text
+        return False

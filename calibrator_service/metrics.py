@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from calibrator_service.job import Job, JobState
-from calibrator_service.jobs import JobCount
+from calibrator_service.jobs import JobCount, JobStore
 from shared.errors import NeapError
 
 DURATION_BOUNDS_S = (30, 60, 120, 180, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400)
@@ -21,14 +21,14 @@ log = structlog.get_logger("neap.calibration")
 
 
 class ObservedQueue(Protocol):
-    """What a scrape reads of the queue, from any thread. The methods raise NeapError as the job store does."""
+    """What a scrape reads of the queue, from any thread."""
+
+    store: JobStore
 
     @property
     def is_alive(self) -> bool: ...
     @property
     def is_held_up(self) -> bool: ...
-    def count_jobs(self) -> Sequence[JobCount]: ...
-    def list_running(self) -> Sequence[Job]: ...
 
 
 class CalibratorMetrics:
@@ -105,7 +105,8 @@ class _QueueCollector(Collector):
             value=float(self._queue.is_held_up),
         )
         try:
-            counts, running = self._queue.count_jobs(), self._queue.list_running()
+            counts = self._queue.store.count_jobs()
+            running = self._queue.store.in_state(JobState.RUNNING)
         except NeapError as error:
             log.warning("jobs cannot be counted", reason=error.reason)
             return

@@ -5,13 +5,16 @@ import os
 import signal
 import sys
 import threading
-from typing import IO
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
 
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent_pid: int, pipe: IO[str]) -> None:
-    """Kills this process's group when the parent ends. A thread reads `pipe`, which is closed when the parent ends in whatever way.
+def live_with_parent(parent_pid: int, pipe: Connection, on_word: Callable[[], object]) -> None:
+    """Kills this process's group when the parent ends. A thread calls `on_word` for what the parent says through `pipe`, which is closed
+    when the parent ends in whatever way.
 
     On Linux the kernel also sends SIGKILL, which reaches a process that is stuck while it holds the interpreter's lock.
     """
@@ -20,10 +23,12 @@ def die_with_parent(parent_pid: int, pipe: IO[str]) -> None:
         # If the parent died before the call, no signal comes.
         if os.getppid() != parent_pid:
             os._exit(1)
-    threading.Thread(target=_watch, args=(pipe,), name="parent-watch", daemon=True).start()
 
+    def listen() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                pipe.recv()
+                on_word()
+        os.killpg(0, signal.SIGKILL)
 
-def _watch(pipe: IO[str]) -> None:
-    while pipe.read(1):
-        pass
-    os.killpg(0, signal.SIGKILL)
+    threading.Thread(target=listen, name="parent-watch", daemon=True).start()

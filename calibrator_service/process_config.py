@@ -1,12 +1,13 @@
-"""The configuration of a job's process, which it gets as one line of JSON on standard input."""
+"""What a calibration service may do, what a job's process gets from it, and what the two tell each other."""
 
-import json
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-DEFAULT_RECIPE = "calibrator_service.recipe:run"
-# Exit statuses of a job's process. TAKEN_OVER: another process runs the job; UNRECORDED: the job store could not be written.
-TAKEN_OVER, UNRECORDED = 3, 4
+from calibrator_service.calibration.progress import Progress
+from calibrator_service.calibration.spec import CalibrationSpec
+from calibrator_service.job import Ended
 
 
 @dataclass(frozen=True)
@@ -22,33 +23,45 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class ProcessConfig:
-    """`start` is the job's fencing token. `registry`: where a parent's statistics are fetched. `recipe` ("module:function") does the
-    work; see `calibrator_service.recipe`."""
+class ServiceConfig:
+    """`models`: id -> source of the models that can be calibrated. `registry`: where products are published and parents looked up.
+    `text_workers`: addresses of workers that may write text. `max_time_budget_s`: a job with a longer budget is refused.
+    `job_retention_s`: how long records and logs of ended jobs are kept."""
 
-    folder: str
+    models: Mapping[str, str]
+    registry: str
+    text_folders: tuple[Path, ...] = ()
+    hub_datasets: tuple[str, ...] = ()
+    text_workers: tuple[str, ...] = ()
+    options: ModelOptions = field(default_factory=ModelOptions)
+    log_level: str = "info"
+    max_queued_jobs: int = 100
+    max_time_budget_s: float = math.inf
+    job_retention_s: float = math.inf
+
+
+@dataclass(frozen=True)
+class ProcessConfig:
+    """The first that a job's process is told. `start`: how often the job has been started."""
+
     calibration_id: str
     start: int
     parent_pid: int
-    source: str
-    text_folders: tuple[str, ...]
-    hub_datasets: tuple[str, ...]
-    registry: str
-    options: ModelOptions
-    text_workers: tuple[str, ...] = ()
-    log_level: str = "info"
-    recipe: str = DEFAULT_RECIPE
+    spec: CalibrationSpec
+    work_dir: Path
+    service: ServiceConfig
 
-    def to_line(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
 
-    @classmethod
-    def from_line(cls, line: str) -> "ProcessConfig":
-        record = json.loads(line)
-        record["options"] = ModelOptions(**record["options"])
-        for name in ("text_folders", "hub_datasets", "text_workers"):
-            record[name] = tuple(record[name])
-        return cls(**record)
+@dataclass(frozen=True)
+class Problem:
+    """What a job's process waits for."""
+
+    reason: str
+    message: str
+
+
+# What a job's process tells its service. "": it is alive.
+Report = Progress | Problem | Ended | str
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,21 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
 import structlog
 
 from calibrator_service.finished import load_product
-from calibrator_service.job import Job
+from calibrator_service.job import Job, JobState
 from calibrator_service.jobs import JobStore
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.process_config import JobFolder
-from calibrator_service.publications import Publications
-from calibrator_service.publishing import find_published, publish
+from calibrator_service.recipe import Product
 from shared.errors import NeapError
+from shared.registry.base import PublishedVersion
+from shared.registry.contents import failed_checks
+from shared.registry.factory import open_registry
 from shared.storage import storage_error
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
@@ -56,7 +59,6 @@ class Publisher:
         self._store = store
         self._registry = registry
         self._metrics = metrics
-        self._publications = Publications(store)
         self._has_resumed = False
         self._attempts: dict[str, _Attempts] = {}
         self._stop, self._wake = threading.Event(), threading.Event()
@@ -82,12 +84,6 @@ class Publisher:
         self._attempts.pop(calibration_id, None)
         self._wake.set()
 
-    def retry(self, calibration_id: str) -> Job:
-        """Lets a product be published whose job waits. Raises NotFound, PreconditionFailed (NOTHING_TO_PUBLISH)."""
-        job = self._publications.retry(calibration_id)
-        self.hurry(calibration_id)
-        return job
-
     def stop(self) -> None:
         self._stop.set()
         self._wake.set()
@@ -109,10 +105,10 @@ class Publisher:
         """Makes all attempts that are due. Returns the seconds until the next, None if no product is left."""
         try:
             if not self._has_resumed:
-                self._publications.resume_waiting()
+                self._store.resume_waiting()
                 self._has_resumed = True
             due_s = []
-            for job in self._publications.list_publishing():
+            for job in self._store.in_state(JobState.PUBLISHING):
                 if self._stop.is_set():
                     break
                 attempts = self._attempts.setdefault(job.calibration_id, _Attempts())
@@ -147,15 +143,13 @@ class Publisher:
         if not job.cancel_requested:
             product = load_product(self._folder.work(job.calibration_id))
         if product is not None:
-            if not self._publications.begin_publishing(job.calibration_id):
+            if not self._store.begin_publishing(job.calibration_id):
                 return
             published = publish(self._registry, job, product)
         elif job.publishing:
             published = find_published(self._registry, job)
-        if product is None and published is None and not job.cancel_requested:
-            after = self._publications.lose_product(job.calibration_id)
-        else:
-            after = self._publications.end_publishing(job.calibration_id, published)
+        is_lost = product is None and not job.cancel_requested
+        after = self._store.end_publishing(job.calibration_id, published, is_lost=is_lost)
         log.info(
             "published" if published else "not published",
             calibration_id=job.calibration_id,
@@ -176,6 +170,32 @@ class Publisher:
             num_failed=attempts.num_failed,
             is_repeated=error.may_pass,
         )
-        self._publications.record_attempt(
+        self._store.record_attempt(
             job.calibration_id, error.reason, error.message, is_waiting=not error.may_pass
         )
+
+
+def publish(registry: str, job: Job, product: Product) -> PublishedVersion:
+    """Publishes once and returns the version. Raises what the registry raises; then the version may be published all the same.
+
+    The job's id is the request's id, so a repetition finds what an earlier attempt published.
+    """
+    failed = failed_checks(product.manifest)
+    if failed:
+        # It is published for inspection, and can be reached by its version number only.
+        log.warning("the router did not pass its checks: no alias is moved", failed=failed)
+    with closing(open_registry(registry)) as opened:
+        return opened.publish(
+            job.model_id,
+            product.manifest,
+            product.blobs,
+            request_id=job.calibration_id,
+            aliases=() if failed else job.aliases,
+            actor="calibration",
+        )
+
+
+def find_published(registry: str, job: Job) -> PublishedVersion | None:
+    """The version that an attempt to publish has left in the registry. Raises what the registry raises."""
+    with closing(open_registry(registry)) as opened:
+        return opened.find_publication(job.model_id, job.calibration_id)

@@ -1,31 +1,18 @@
 """neap.calibration.v1.CalibrationService over the job store. Methods raise NeapErrors; an interceptor of shared.rpc maps them."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from neap_client.calibration.v1 import calibration_pb2 as pb
 from neap_client.calibration.v1 import calibration_pb2_grpc
 from neap_client.channel import MAX_MESSAGE_BYTES
 
-from calibrator_service.calibration.spec import (
-    AnswerFile,
-    CalibrationSpec,
-    HubDataset,
-    SelfGenerated,
-    TextFile,
-)
-from calibrator_service.convert import (
-    job_to_proto,
-    spec_from_proto,
-    unreadable_to_proto,
-)
-from calibrator_service.hub_datasets import check_source
-from calibrator_service.jobs import JobStore
+from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
+from calibrator_service.convert import job_to_proto, spec_from_proto, unreadable_to_proto
 from calibrator_service.lineage import find_parent
+from calibrator_service.sources import allowed_source
 from calibrator_service.supervisor import Supervisor
-from calibrator_service.text_files import find_text_file
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
 from shared.errors import Corrupt, InvalidInput, NotFound, PreconditionFailed
@@ -36,7 +23,6 @@ from shared.rpc.interceptors import annotate_call
 from shared.rpc.pages import MAX_PAGE_BYTES, page_token, read_numbered_page
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CalibrationService"].full_name
-WATCH_INTERVAL_S = 0.2
 MAX_ALIASES = 16
 # Half of the largest message, so that every spec that was accepted can be returned.
 MAX_SPEC_BYTES = MAX_MESSAGE_BYTES // 2
@@ -45,8 +31,8 @@ LATEST = "latest"
 
 
 class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
-    """`models`: id -> source of the models that can be calibrated. `max_time_budget_s`: a job with a longer budget is refused.
-    `registry`: where parents are looked up, in `registry_pool`, so that a registry that hangs holds up no other call.
+    """`registry`: where parents are looked up, in `registry_pool`, so that a registry that hangs holds up no other call. `watchers` must
+    be told of each change of a job.
 
     A request for a job whose record this build cannot read fails with DATA_LOSS (JOB_UNREADABLE); a list has it under `unreadable`.
     """
@@ -54,26 +40,14 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
     def __init__(
         self,
         supervisor: Supervisor,
-        models: Mapping[str, str],
-        text_folders: tuple[Path, ...],
-        hub_datasets: tuple[str, ...],
         *,
-        has_text_workers: bool = False,
-        max_queued_jobs: int,
-        max_time_budget_s: float,
         pool: BlockingPool,
         watchers: Watchers,
         registry: Registry,
         registry_pool: BlockingPool,
     ) -> None:
         self._supervisor = supervisor
-        self._store: JobStore = supervisor.store
-        self._models = models
-        self._text_folders = text_folders
-        self._hub_datasets = hub_datasets
-        self._has_text_workers = has_text_workers
-        self._max_queued_jobs = max_queued_jobs
-        self._max_time_budget_s = max_time_budget_s
+        self._store, self._config = supervisor.store, supervisor.config
         self._pool = pool
         self._watchers = watchers
         self._registry = registry
@@ -94,17 +68,16 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
                 find_parent, self._registry, spec.model_id, spec.parent
             )
             spec = replace(spec, parent=parent)
-        calibration = await self._pool.call(
+        job = await self._pool.call(
             self._store.create,
             request.request_id,
             spec,
             aliases,
-            max_queued=self._max_queued_jobs,
-            answer=job_to_proto,
+            max_queued=self._config.max_queued_jobs,
         )
-        annotate_call(calibration_id=calibration.calibration_id)
+        annotate_call(calibration_id=job.calibration_id)
         self._supervisor.wake()
-        return pb.CreateCalibrationResponse(calibration=calibration)
+        return pb.CreateCalibrationResponse(calibration=job_to_proto(job))
 
     def _checked(
         self, request: pb.CreateCalibrationRequest
@@ -119,42 +92,32 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
                 reason="SPEC_TOO_LARGE",
                 metadata={"field": "spec", "max_bytes": str(MAX_SPEC_BYTES)},
             )
-        spec = spec_from_proto(request.spec, max_time_budget_s=self._max_time_budget_s)
+        spec = spec_from_proto(request.spec, max_time_budget_s=self._config.max_time_budget_s)
         if len(request.spec.aliases) > MAX_ALIASES:
             raise InvalidInput(f"at most {MAX_ALIASES} aliases", reason="BAD_SPEC")
         aliases = unique_aliases(request.spec.aliases or (LATEST,))
-        self._check_model(spec)
-        if isinstance(spec.source, TextFile | AnswerFile):
-            find_text_file(spec.source.path, self._text_folders)
-        elif isinstance(spec.source, HubDataset):
-            check_source(spec.source, self._hub_datasets)
-        elif isinstance(spec.source, SelfGenerated) and spec.source.use_workers:
-            self._check_text_workers()
-        return aliases, spec
-
-    def _check_text_workers(self) -> None:
-        if not self._has_text_workers:
-            raise PreconditionFailed(
-                "this service is configured with no workers that write text (--text-worker)",
-                reason="NO_TEXT_WORKERS",
-            )
-
-    def _check_model(self, spec: CalibrationSpec) -> None:
         check_model_id(spec.model_id)
-        if spec.model_id not in self._models:
-            names = ", ".join(sorted(self._models)) or "none"
+        if spec.model_id not in self._config.models:
+            names = ", ".join(sorted(self._config.models)) or "none"
             raise NotFound(
                 f"this service has no model {spec.model_id!r}; it has: {names}",
                 reason="MODEL_NOT_FOUND",
                 metadata={"model_id": spec.model_id, "models": names},
             )
+        allowed_source(spec.source, self._config)
+        uses_workers = isinstance(spec.source, SelfGenerated) and spec.source.use_workers
+        if uses_workers and not self._config.text_workers:
+            raise PreconditionFailed(
+                "this service is configured with no workers that write text (--text-worker)",
+                reason="NO_TEXT_WORKERS",
+            )
+        return aliases, spec
 
     async def GetCalibration(  # noqa: N802
         self, request: pb.GetCalibrationRequest, context: Any
     ) -> pb.GetCalibrationResponse:
-        job = await self._pool.call(self._store.get, request.calibration_id)
-        spec = await self._pool.call(self._store.spec, request.calibration_id)
-        return pb.GetCalibrationResponse(calibration=job_to_proto(job, spec))
+        job = await self._pool.call(self._store.get, request.calibration_id, with_prompts=True)
+        return pb.GetCalibrationResponse(calibration=job_to_proto(job))
 
     async def ListCalibrations(  # noqa: N802
         self, request: pb.ListCalibrationsRequest, context: Any
@@ -196,14 +159,15 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
     async def WatchCalibration(  # noqa: N802
         self, request: pb.WatchCalibrationRequest, context: Any
     ) -> AsyncIterator[pb.WatchCalibrationResponse]:
-        """Streams the job's state at each change. Changes within one interval, or while the caller does not read, are merged."""
+        """Streams the job's state at each change. Changes while the caller does not read are merged."""
         with self._watchers.track_stream():
             revision = 0
             while True:
+                change = self._watchers.next_change
                 job = await self._pool.call(self._store.get, request.calibration_id)
                 if job.revision != revision:
                     revision = job.revision
                     yield pb.WatchCalibrationResponse(calibration=job_to_proto(job))
                 if job.state.has_ended:
                     return
-                await self._watchers.pause(WATCH_INTERVAL_S)
+                await self._watchers.wait_for(change)

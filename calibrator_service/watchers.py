@@ -1,8 +1,8 @@
-"""The limit on open watch streams, and their end when the service stops."""
+"""Open watch streams: their limit, what wakes them, and their end when the service stops."""
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from shared.errors import Exhausted, Unavailable
 
@@ -11,11 +11,12 @@ _RETRY_S = 1.0
 
 
 class Watchers:
-    """Limits the number of open watch streams, and ends them when the service stops."""
+    """Limits the number of open watch streams, wakes them, and ends them when the service stops. Made in the service's loop."""
 
     def __init__(self) -> None:
         self._num_watchers = 0
-        self._stopping = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._stopping, self._change = asyncio.Event(), asyncio.Event()
 
     @contextmanager
     def track_stream(self) -> Iterator[None]:
@@ -42,8 +43,29 @@ class Watchers:
             return
         raise _stopping_error()
 
+    @property
+    def next_change(self) -> asyncio.Event:
+        """For `wait_for`. Whoever takes it before looking misses no change."""
+        return self._change
+
+    async def wait_for(self, change: asyncio.Event) -> None:
+        """Waits until something watched has changed. Raises Unavailable (SHUTTING_DOWN) as soon as the service stops."""
+        await change.wait()
+        if self._stopping.is_set():
+            raise _stopping_error()
+
+    def notify(self) -> None:
+        """Something watched has changed. May be called from any thread."""
+        with suppress(RuntimeError):  # the loop is gone: the service is ending
+            self._loop.call_soon_threadsafe(self._wake)
+
     def stop(self) -> None:
         self._stopping.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
 
 
 def _stopping_error() -> Unavailable:

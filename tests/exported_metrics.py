@@ -66,8 +66,10 @@ def busy_calibrator_metrics() -> CalibratorMetrics:
     jobs: Any = SimpleNamespace(
         is_alive=True,
         is_held_up=False,
-        count_jobs=lambda: [JobCount("tiny", JobState.RUNNING, 1, 0)],
-        list_running=lambda: [running],
+        store=SimpleNamespace(
+            count_jobs=lambda: [JobCount("tiny", JobState.RUNNING, 1, 0)],
+            in_state=lambda _: [running],
+        ),
     )
     metrics.observe(jobs)
     metrics.process_deaths.labels("tiny").inc()

@@ -24,8 +24,9 @@ from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 WITH_FAKES = (
-    "import sys; from calibrator_service.__main__ import main;"
-    "sys.exit(main(sys.argv[1:], recipe='fake_recipes:run'))"
+    "import sys; from calibrator_service import __main__, job_process;"
+    "job_process.PROGRAM = ('-m', 'fake_recipes');"
+    "sys.exit(__main__.main(sys.argv[1:]))"
 )
 
 

@@ -1,4 +1,4 @@
-"""Recipes that replace the calibration in a real job process. The spec's first prompt selects what they do.
+"""A job's process whose work is faked: the spec's first prompt selects what it does.
 
 The service's process finds this module through PYTHONPATH.
 """
@@ -7,17 +7,15 @@ import errno
 import json
 import os
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from calibrator_service import recipe
+from calibrator_service import recipe, worker_process
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import SelfGenerated
 from calibrator_service.recipe import Product, Task
-from shared.errors import Cancelled, Exhausted, NotFound, UnsupportedModel
+from shared.errors import Cancelled, NotFound, UnsupportedModel
 
 # The service's process starts in the repository, but finds modules of this folder only.
 MANIFEST = Path(__file__).parents[2] / "bench" / "router" / "manifest.json"
@@ -62,8 +60,6 @@ def run(task: Task) -> Product:
         raise OSError(errno.ENOSPC, "No space left on device")
     if behaviour == "no-room-for-product":
         _fill_the_disk(task)
-    if behaviour == "unrecorded-once" and attempt == 1:
-        _refuse_the_end()
     task.progress(Progress("training_heads", 0.3, {"loss": 1.0}))
     while behaviour == "until-told" and not (task.work_dir / "go").exists():
         time.sleep(0.02)
@@ -89,19 +85,8 @@ def _stop_in(task: Task, progress: Progress) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _refuse_the_end() -> None:
-    """Simulates a full disk when the end of the work is recorded in the job store."""
-    from calibrator_service.jobs import JobStore
-
-    def full(*_: object) -> None:
-        raise Exhausted("no space left for jobs.db", reason="DISK_FULL")
-
-    JobStore.finish = full  # type: ignore[method-assign, assignment]
-
-
 def _fill_the_disk(task: Task) -> None:
     """The product cannot be saved before there is a file "room"."""
-    worker_process: Any = sys.modules["__main__"]
     real = worker_process.save_product
 
     def save(work_dir: Path, product: Product) -> None:
@@ -110,3 +95,8 @@ def _fill_the_disk(task: Task) -> None:
         real(work_dir, product)
 
     worker_process.save_product = save
+
+
+if __name__ == "__main__":
+    worker_process.run = run
+    worker_process.main()

@@ -6,8 +6,7 @@ from datasets import packaged_modules
 from calibrator_service.calibration.spec import CalibrationSpec, HubDataset
 from calibrator_service.hub_datasets import check_allowed, check_hub_dataset, is_public_only
 from calibrator_service.job import JobState
-from calibrator_service.jobs import JobStore
-from calibrator_service.process_config import JobFolder, ModelOptions, ProcessConfig
+from calibrator_service.process_config import ProcessConfig, ServiceConfig
 from calibrator_service.worker_process import run_job
 from shared.errors import InvalidInput
 
@@ -72,29 +71,9 @@ def test_only_allowed_datasets_are_read():
 )
 def test_a_job_checks_its_dataset_again(tmp_path, name, allowed, reason):
     """Another version of the service or other settings may have created the job."""
-    folder = JobFolder(tmp_path)
-    store = JobStore(folder.store)
-    job = store.create(
-        "one",
-        CalibrationSpec("tiny", HubDataset(name)),
-        ("latest",),
-        max_queued=1,
-        answer=lambda job: job,
+    service = ServiceConfig({"tiny": "/a"}, "", hub_datasets=allowed)
+    spec = CalibrationSpec("tiny", HubDataset(name))
+    ended = run_job(
+        ProcessConfig("cal-1", 1, 1, spec, tmp_path, service), lambda _: None, lambda: False
     )
-    assert store.claim() is not None
-    config = ProcessConfig(
-        folder=str(tmp_path),
-        calibration_id=job.calibration_id,
-        start=1,
-        parent_pid=1,
-        source="",
-        text_folders=(),
-        hub_datasets=allowed,
-        registry="",
-        options=ModelOptions(),
-        recipe="tests.calibrator_service.fake_recipes:run",
-    )
-    assert ProcessConfig.from_line(config.to_line()) == config
-    run_job(config)
-    ended = store.get(job.calibration_id)
-    assert (ended.state, ended.failure_reason) == (JobState.FAILED, reason)
+    assert (ended.state, ended.reason) == (JobState.FAILED, reason)

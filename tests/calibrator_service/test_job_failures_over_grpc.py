@@ -121,8 +121,8 @@ def test_a_product_that_cannot_be_published_waits_visibly_until_it_is_retried(st
 def test_a_service_killed_right_after_publishing_publishes_once(start_service):
     service = start_service(
         patch="import os\n"
-        "from calibrator_service.publications import Publications\n"
-        "Publications.end_publishing = lambda *_: os.kill(os.getpid(), 9)\n"
+        "from calibrator_service.jobs import JobStore\n"
+        "JobStore.end_publishing = lambda *_, **__: os.kill(os.getpid(), 9)\n"
     )
     job = service.create()
     assert service.process is not None
@@ -139,9 +139,15 @@ def test_a_service_killed_right_after_publishing_publishes_once(start_service):
 @pytest.mark.full
 def test_a_product_whose_end_cannot_be_recorded_is_recorded_later(start_service):
     service = start_service(
-        patch="import calibrator_service.supervisor as s; s.RETRY_INTERVAL_S = 0.1"
+        patch="import calibrator_service.supervisor as s; s.RETRY_INTERVAL_S = 0.1\n"
+        "from calibrator_service.jobs import JobStore\n"
+        "from shared.errors import Exhausted\n"
+        "def full(*_):\n"
+        "    JobStore.record_end = real\n"
+        "    raise Exhausted('no space left for jobs.db', reason='DISK_FULL')\n"
+        "real, JobStore.record_end = JobStore.record_end, full\n"
     )
-    end = service.end_of(service.create("unrecorded-once"))
+    end = service.end_of(service.create())
     assert (end.state, end.num_resumes) == (pb.STATE_SUCCEEDED, 1), end.failure
     (published,) = service.versions()
     assert end.manifest_digest == published.manifest_digest

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import (
     AnswerFile,
     CalibrationSpec,
@@ -13,14 +14,14 @@ from calibrator_service.calibration.spec import (
     SelfGenerated,
     TextFile,
 )
-from calibrator_service.job import Job, JobState
+from calibrator_service.job import Ended, Job, JobState
 from calibrator_service.jobs import APPLICATION_ID, MAX_RESUMES, JobStore
-from calibrator_service.publications import Publications
-from shared.errors import Cancelled, Conflict, Corrupt
+from shared.errors import Corrupt
 from tests.calibrator_service.calibration.test_spec import STORED
 from tests.calibrator_service.conftest import rewrite
 
 SPEC = CalibrationSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, rung_depths=(1, 2))
+FINISHED = Ended(JobState.PUBLISHING)
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def store(tmp_path: Path) -> JobStore:
 
 
 def create(store: JobStore, request_id: str = "one", spec: CalibrationSpec = SPEC) -> Job:
-    return store.create(request_id, spec, ["latest"], max_queued=99, answer=lambda job: job)
+    return store.create(request_id, spec, ["latest"], max_queued=99)
 
 
 def started(store: JobStore) -> str:
@@ -43,40 +44,39 @@ def started(store: JobStore) -> str:
 )
 def test_a_stored_spec_is_read_back(store, source):
     spec = CalibrationSpec("tiny", source, time_budget_s=1.5, rung_depths=(1, 2))
-    assert store.spec(create(store, spec=spec).calibration_id) == spec
+    job_id = create(store, spec=spec).calibration_id
+    assert store.get(job_id, with_prompts=True).spec == spec
+    claimed = store.claim()
+    assert claimed is not None
+    assert claimed.spec == spec
 
 
-def test_a_replaced_process_cannot_write(store):
+def test_an_end_is_recorded_once(store):
     job_id = started(store)
-    store.heartbeat(job_id, 1)
     store.record_interruption(job_id, "by test", is_death=True)
+    for ended in (FINISHED, Ended(JobState.FAILED, "A", "b")):
+        assert store.record_end(job_id, ended).state is JobState.QUEUED, "its process is gone"
     again = store.claim()
     assert again is not None
     assert (again.num_starts, again.num_resumes, again.num_deaths) == (2, 1, 1)
-    for call in (
-        lambda: store.heartbeat(job_id, 1),
-        lambda: store.progress(job_id, 1, "collecting", 0.5, {}),
-        lambda: store.finish(job_id, 1),
-        lambda: store.fail(job_id, 1, "A", "b"),
-        lambda: store.record_cancelled(job_id, 1),
-    ):
-        with pytest.raises(Conflict):
-            call()
-    assert store.get(job_id) == again
+    after = store.record_end(job_id, Ended(JobState.FAILED, "A", "b"))
+    assert (after.state, after.failure_reason, after.failure_message) == (JobState.FAILED, "A", "b")
+    assert store.record_end(job_id, FINISHED) == after
 
 
 def test_cancel_before_a_product_is_finished_wins(store):
     job_id = started(store)
     assert store.cancel(job_id).state is JobState.RUNNING
-    assert store.heartbeat(job_id, 1)
-    with pytest.raises(Cancelled):
-        store.finish(job_id, 1)
-    assert store.record_interruption(job_id, "killed", is_death=True).state is JobState.CANCELLED
+    assert store.record_end(job_id, FINISHED).state is JobState.CANCELLED
+    other = create(store, "two").calibration_id
+    store.claim()
+    store.cancel(other)
+    assert store.record_interruption(other, "killed", is_death=True).state is JobState.CANCELLED
 
 
 def test_a_finished_product_outlives_every_death_of_its_process(store):
     job_id = started(store)
-    store.finish(job_id, 1)
+    store.record_end(job_id, FINISHED)
     for _ in range(2 * MAX_RESUMES):
         assert store.record_interruption(job_id, "by test", is_death=True).num_deaths == 0
     assert store.claim() is None
@@ -85,19 +85,19 @@ def test_a_finished_product_outlives_every_death_of_its_process(store):
 
 
 def test_cancel_asks_about_a_product_that_may_be_published(store):
-    publications = Publications(store)
     job_id = started(store)
-    store.finish(job_id, 1)
-    assert publications.begin_publishing(job_id)
-    publications.record_attempt(job_id, "SCHEMA_TOO_NEW", "a newer neap", is_waiting=True)
+    store.record_end(job_id, FINISHED)
+    assert store.begin_publishing(job_id)
+    store.record_attempt(job_id, "SCHEMA_TOO_NEW", "a newer neap", is_waiting=True)
     assert store.get(job_id).state is JobState.WAITING
     now = store.cancel(job_id)
     assert (now.state, now.cancel_requested) == (JobState.PUBLISHING, True)
-    assert not publications.begin_publishing(job_id)
-    publications.record_attempt(job_id, "SCHEMA_TOO_NEW", "a newer neap", is_waiting=True)
+    assert not store.begin_publishing(job_id)
+    store.record_attempt(job_id, "SCHEMA_TOO_NEW", "a newer neap", is_waiting=True)
     assert store.get(job_id).state is JobState.PUBLISHING, "it must be found out by itself"
-    assert publications.end_publishing(job_id, None).state is JobState.CANCELLED
-    assert publications.lose_product(job_id).state is JobState.CANCELLED, "an end is final"
+    assert store.end_publishing(job_id, None).state is JobState.CANCELLED
+    lost = store.end_publishing(job_id, None, is_lost=True)
+    assert lost.state is JobState.CANCELLED, "an end is final"
 
 
 def test_old_jobs_are_removed_but_none_that_is_not_published(store):
@@ -107,8 +107,8 @@ def test_old_jobs_are_removed_but_none_that_is_not_published(store):
             store.record_interruption(job_id, "by test", is_death=False)
         for _ in (ended, unpublished):
             store.claim()
-    store.fail(ended, 2, "A", "b")
-    store.finish(unpublished, 2)
+    store.record_end(ended, Ended(JobState.FAILED, "A", "b"))
+    store.record_end(unpublished, FINISHED)
     end_s = store.get(ended).end_time_s
     assert end_s is not None
     assert store.remove_ended(end_s) == 0
@@ -151,11 +151,11 @@ def test_a_store_of_version_1_is_migrated(tmp_path):
     store = JobStore(tmp_path / "jobs.db")
     for number, text in specs.items():
         spec = STORED[text]
-        assert store.spec(f"cal-{number}") == spec
-        assert store.get(f"cal-{number}").num_prompts == len(spec.prompts)
+        job = store.get(f"cal-{number}", with_prompts=True)
+        assert (job.spec, job.num_prompts) == (spec, len(spec.prompts))
         assert create(store, str(number), spec).calibration_id == f"cal-{number}", "it is known"
     with pytest.raises(Corrupt):
-        store.spec(f"cal-{len(specs)}")
+        _ = store.get(f"cal-{len(specs)}").spec
     assert store.get("cal-0").state is JobState.PUBLISHING
     assert store.get("cal-1").state is JobState.RUNNING
 
@@ -173,18 +173,20 @@ def test_stops_of_the_service_do_not_count_as_deaths(store):
     assert (failed.state, failed.failure_reason) == (JobState.FAILED, "JOB_PROCESS_DIED")
 
 
-def test_progress_changes_the_revision_and_heartbeats_do_not(store):
-    job_id = started(store)
-    before = store.get(job_id).revision
-    store.heartbeat(job_id, 1)
-    store.check_writable(job_id)
-    assert store.get(job_id).revision == before
-    assert store.get(job_id).num_heartbeats == 2, "a row that stays the same is not written at all"
-    store.progress(job_id, 1, "collecting", 7.0, {"a": 1.0})
-    store.progress(job_id, 1, "collecting", 0.5, {"b": float("nan")})
+def test_every_change_is_told_and_raises_the_revision(tmp_path):
+    told: list[int] = []
+    store = JobStore(tmp_path / "jobs.db", lambda: told.append(store.get(job_id).revision))
+    job_id = create(store).calibration_id
+    store.claim()
+    store.record_progress(job_id, Progress("collecting", 7.0, {"a": 1.0}))
+    store.record_progress(job_id, Progress("collecting", 0.5, {"b": float("nan")}))
     now = store.get(job_id)
-    assert now.revision > before
-    assert now.figures.keys() == {"a", "b"}
+    assert (now.fraction, now.figures.keys()) == (0.5, {"a", "b"})
+    store.cancel(job_id)
+    store.cancel(job_id)
+    store.note_problem(job_id, "DISK_FULL", "no room")
+    assert store.record_end(job_id, Ended(JobState.CANCELLED)).failure_reason == ""
+    assert told == [2, 3, 4, 5, 6, 7], "a second request to cancel changes nothing"
 
 
 def _claim(path: Path, number: int) -> list[str]:
@@ -203,16 +205,6 @@ def test_two_processes_never_claim_the_same_job(store, tmp_path):
     with multiprocessing.get_context("spawn").Pool(2) as processes:
         one, two = processes.starmap(_claim, [(tmp_path / "jobs.db", 15)] * 2)
     assert len(one) + len(two) == len({*one, *two}) == 20
-
-
-def test_a_job_whose_answer_fails_is_not_kept(store):
-    def refuse(job: Job) -> None:
-        raise ValueError(job.calibration_id)
-
-    with pytest.raises(ValueError, match="cal-"):
-        store.create("one", SPEC, [], max_queued=9, answer=refuse)
-    assert store.list() == []
-    assert store.claim() is None
 
 
 NEWER_SPEC = '{"model_id": "tiny", "source": {"kind": "Radio"}}'
@@ -238,8 +230,8 @@ def test_the_queue_passes_over_a_spec_that_cannot_be_read(store, tmp_path, spec)
         _ = claimed.spec
     assert raised.value.reason == "JOB_UNREADABLE"
     assert raised.value.metadata["calibration_id"] == bad.calibration_id
-    store.fail(bad.calibration_id, 1, raised.value.reason, raised.value.message)
-    after = store.get(bad.calibration_id)
+    ended = Ended(JobState.FAILED, raised.value.reason, raised.value.message)
+    after = store.record_end(bad.calibration_id, ended)
     assert (after.state, after.failure_reason) == (JobState.FAILED, "JOB_UNREADABLE")
     claimed = store.claim()
     assert claimed is not None

@@ -6,9 +6,10 @@ from pathlib import Path
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
+from calibrator_service.job import Ended, JobState
 from calibrator_service.metrics import CalibratorMetrics
-from calibrator_service.process_config import JobFolder
-from calibrator_service.supervisor import Supervisor, SupervisorConfig
+from calibrator_service.process_config import JobFolder, ServiceConfig
+from calibrator_service.supervisor import Supervisor
 from shared.errors import Exhausted
 from tests.exported_metrics import scraped
 
@@ -43,7 +44,7 @@ def test_a_service_counts_the_outcomes_of_its_jobs(start_service):
 
 def test_an_unreadable_store_hides_only_its_own_metrics(tmp_path, monkeypatch):
     metrics = CalibratorMetrics()
-    supervisor = Supervisor(JobFolder(tmp_path), SupervisorConfig({}, ""), metrics=metrics)
+    supervisor = Supervisor(JobFolder(tmp_path), ServiceConfig({}, ""), metrics=metrics)
 
     def full() -> None:
         raise Exhausted("full", reason="DISK_FULL")
@@ -57,16 +58,14 @@ def test_an_unreadable_store_hides_only_its_own_metrics(tmp_path, monkeypatch):
 
 def test_the_document_explains_every_metric_and_its_labels(tmp_path):
     metrics = CalibratorMetrics()
-    supervisor = Supervisor(
-        JobFolder(tmp_path), SupervisorConfig({"tiny": ""}, ""), metrics=metrics
-    )
-    job = supervisor.store.create("one", SPEC, [], max_queued=9, answer=lambda job: job)
+    supervisor = Supervisor(JobFolder(tmp_path), ServiceConfig({"tiny": ""}, ""), metrics=metrics)
+    job = supervisor.store.create("one", SPEC, [], max_queued=9)
     assert supervisor.store.claim() is not None
-    supervisor.store.fail(job.calibration_id, 1, "BECAUSE", "of that")
-    metrics.count_ended_job(supervisor.store.get(job.calibration_id))
+    ended = Ended(JobState.FAILED, "BECAUSE", "of that")
+    metrics.count_ended_job(supervisor.store.record_end(job.calibration_id, ended))
     metrics.process_deaths.labels("tiny").inc()
     metrics.publications.labels("tiny").inc()
-    supervisor.store.create("two", SPEC, [], max_queued=9, answer=lambda job: job)
+    supervisor.store.create("two", SPEC, [], max_queued=9)
     assert supervisor.store.claim() is not None
     exported = {}
     for family in metrics.registry.collect():

@@ -9,11 +9,10 @@ import pytest
 from calibrator_service import publisher as module
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.finished import load_product, save_product
-from calibrator_service.job import Job, JobState
+from calibrator_service.job import Ended, Job, JobState
 from calibrator_service.jobs import JobStore
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.process_config import JobFolder
-from calibrator_service.publications import Publications
 from calibrator_service.publisher import Publisher
 from calibrator_service.recipe import Product
 from shared.errors import (
@@ -75,12 +74,11 @@ def start(
 
 def finished(folder: JobFolder, store: JobStore, product: Product) -> Job:
     spec = CalibrationSpec("tiny", SelfGenerated(("a",)))
-    job = store.create("one", spec, ["latest"], max_queued=9, answer=lambda job: job)
+    job = store.create("one", spec, ["latest"], max_queued=9)
     assert store.claim() is not None
     folder.work(job.calibration_id).mkdir(parents=True)
     save_product(folder.work(job.calibration_id), product)
-    store.finish(job.calibration_id, 1)
-    return store.get(job.calibration_id)
+    return store.record_end(job.calibration_id, Ended(JobState.PUBLISHING))
 
 
 class Registry:
@@ -176,7 +174,8 @@ def test_what_does_not_pass_waits_with_its_product(
         publisher.stop()
         start()
     else:
-        publisher.retry(job.calibration_id)
+        store.retry(job.calibration_id)
+        publisher.hurry(job.calibration_id)
     check_published(store, job, folder, f"file://{tmp_path}/registry")
 
 
@@ -275,20 +274,17 @@ def test_a_full_disk_under_the_job_store_holds_publishing_up(
     start, folder, store, job, monkeypatch, tmp_path, step
 ):
     full: list[NeapError] = [Exhausted("no space left for jobs.db", reason="DISK_FULL")] * 3
-    real, real_record = getattr(Publications, step), Publications.record_attempt
 
-    def change(publications, *given, **named):
-        if full:
-            raise full.pop()
-        return real(publications, *given, **named)
+    def unless_full(real: Callable[..., object]) -> Callable[..., object]:
+        def change(*given: object, **named: object) -> object:
+            if full:
+                raise full.pop()
+            return real(*given, **named)
 
-    def record(publications, *given, **named):
-        if full:
-            raise full.pop()
-        real_record(publications, *given, **named)
+        return change
 
-    monkeypatch.setattr(Publications, step, change)
-    monkeypatch.setattr(Publications, "record_attempt", record)
+    for name in (step, "record_attempt"):
+        monkeypatch.setattr(store, name, unless_full(getattr(store, name)))
     publisher = start()
     check_published(store, job, folder, f"file://{tmp_path}/registry")
     assert not full
@@ -328,8 +324,8 @@ def test_a_router_that_fails_its_checks_is_published_without_an_alias(
         assert registry.aliases("tiny") == {}
 
 
-def test_only_jobs_with_a_product_are_retried(start, store):
-    job = store.create("two", CalibrationSpec("tiny"), [], max_queued=9, answer=lambda job: job)
+def test_only_jobs_with_a_product_are_retried(store):
+    job = store.create("two", CalibrationSpec("tiny"), [], max_queued=9)
     with pytest.raises(PreconditionFailed) as raised:
-        start().retry(job.calibration_id)
+        store.retry(job.calibration_id)
     assert raised.value.reason == "NOTHING_TO_PUBLISH"

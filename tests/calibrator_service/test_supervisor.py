@@ -5,26 +5,28 @@ from pathlib import Path
 
 import pytest
 
+from calibrator_service import job_process
 from calibrator_service import supervisor as module
+from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.job import Job, JobState
 from calibrator_service.jobs import MAX_RESUMES, JobStore
-from calibrator_service.process_config import JobFolder
-from calibrator_service.supervisor import Supervisor, SupervisorConfig
+from calibrator_service.process_config import JobFolder, ServiceConfig
+from calibrator_service.supervisor import Supervisor
 from shared.errors import Exhausted
 from tests.waiting import wait_until
 
 SPEC = CalibrationSpec("tiny", SelfGenerated())
 
 
-def supervisor_of(folder: Path, recipe: str = "fake_recipes:run") -> Supervisor:
-    registry = f"file://{folder}/registry"
-    return Supervisor(JobFolder(folder), SupervisorConfig({"tiny": "/a"}, registry, recipe=recipe))
+def supervisor_of(folder: Path) -> Supervisor:
+    return Supervisor(JobFolder(folder), ServiceConfig({"tiny": "/a"}, f"file://{folder}/registry"))
 
 
 @pytest.fixture
 def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    monkeypatch.setattr(job_process, "PROGRAM", ("-m", "fake_recipes"))
     supervisor = supervisor_of(tmp_path)
     yield supervisor
     supervisor.stop()
@@ -32,7 +34,7 @@ def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
 
 def create(supervisor: Supervisor, *prompts: str) -> Job:
     spec = CalibrationSpec("tiny", SelfGenerated(prompts))
-    return supervisor.store.create("one", spec, [], max_queued=9, answer=lambda job: job)
+    return supervisor.store.create("one", spec, [], max_queued=9)
 
 
 def test_death_of_the_service_does_not_count_against_the_job(tmp_path):
@@ -50,14 +52,14 @@ def test_death_of_the_service_does_not_count_against_the_job(tmp_path):
 
 def test_a_process_that_cannot_be_started_is_tried_again(supervisor, monkeypatch):
     monkeypatch.setattr(module, "RETRY_INTERVAL_S", 0.05)
-    real, refusals = module.subprocess.Popen, [OSError("no memory")] * (MAX_RESUMES + 2)
+    real, refusals = job_process.subprocess.Popen, [OSError("no memory")] * (MAX_RESUMES + 2)
 
     def popen(*args: object, **kwargs: object) -> object:
         if refusals:
             raise refusals.pop()
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(module.subprocess, "Popen", popen)
+    monkeypatch.setattr(job_process.subprocess, "Popen", popen)
     job = create(supervisor)
     supervisor.start()
     wait_until(lambda: supervisor.store.get(job.calibration_id).state.has_ended)
@@ -65,20 +67,33 @@ def test_a_process_that_cannot_be_started_is_tried_again(supervisor, monkeypatch
     assert (after.state, after.num_deaths) == (JobState.SUCCEEDED, 0), after.failure_message
 
 
-def test_missing_heartbeats_count_only_if_they_can_be_recorded(supervisor, monkeypatch):
-    """A healthy process cannot record heartbeats on a full disk and goes on; a stuck process is killed."""
-    monkeypatch.setattr(module, "HEARTBEAT_TIMEOUT_S", 0.0)
-    looks = [Exhausted("full", reason="DISK_FULL")] * 5
+def test_a_process_that_says_nothing_is_killed_and_one_that_cannot_be_recorded_goes_on(
+    supervisor, monkeypatch
+):
+    """A full disk under the job store costs the records of progress, not the job."""
+    full = [Exhausted("full", reason="DISK_FULL")]
+    real = supervisor.store.record_progress
 
-    def check(calibration_id: str) -> None:
-        if looks:
-            raise looks.pop()
+    def record(calibration_id: str, progress: Progress) -> None:
+        if full:
+            raise full[0]
+        real(calibration_id, progress)
 
-    monkeypatch.setattr(supervisor.store, "check_writable", check)
-    job = create(supervisor, "deaf")
+    monkeypatch.setattr(supervisor.store, "record_progress", record)
+    job = create(supervisor, "until-told")
     supervisor.start()
-    wait_until(lambda: supervisor.store.get(job.calibration_id).num_deaths > 0)
-    assert not looks
+    wait_until(lambda: supervisor.is_held_up)
+    full.clear()
+    (JobFolder(supervisor._folder.root).work(job.calibration_id) / "go").touch()
+    wait_until(lambda: supervisor.store.get(job.calibration_id).state.has_ended)
+    after = supervisor.store.get(job.calibration_id)
+    assert (after.state, after.num_deaths) == (JobState.SUCCEEDED, 0), after.failure_message
+    assert after.figures["tokens"] == 1000.0, "what could not be written goes with what can"
+
+    monkeypatch.setattr(module, "SILENCE_TIMEOUT_S", 0.0)
+    stuck = supervisor.store.create("two", SPEC, [], max_queued=9)
+    supervisor.wake()
+    wait_until(lambda: supervisor.store.get(stuck.calibration_id).num_deaths > 0)
 
 
 def test_a_stop_just_before_the_queue_waits_is_not_missed(supervisor, monkeypatch):
@@ -99,12 +114,12 @@ def test_records_and_logs_of_old_jobs_are_removed(tmp_path):
     folder = JobFolder(tmp_path)
     first = supervisor_of(tmp_path)
     kept = create(first, "one")
-    old = first.store.create("two", SPEC, [], max_queued=9, answer=lambda job: job)
+    old = first.store.create("two", SPEC, [], max_queued=9)
     first.store.cancel(old.calibration_id)
     for name in (kept.calibration_id, old.calibration_id, "cal-unknown"):
         folder.log(name).write_text("what happened")
     first.stop()
-    config = SupervisorConfig({}, "", job_retention_s=1e-6)
+    config = ServiceConfig({}, "", job_retention_s=1e-6)
     Supervisor(folder, config).stop()
     assert list(folder.log_root.iterdir()) == [folder.log(kept.calibration_id)]
     store = JobStore(folder.store)

@@ -1,11 +1,25 @@
-"""Checks which text files a calibration may read."""
+"""Which texts a calibration of this service may read: files of some folders, and datasets of the Hub that are allowed by name."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from calibrator_service.calibration.spec import AnswerFile, HubDataset, Source, TextFile
+from calibrator_service.hub_datasets import check_source, is_public_only
+from calibrator_service.process_config import ServiceConfig
 from shared.errors import InvalidInput, NotFound
 
 SUFFIXES = (".txt", ".jsonl")
+
+
+def allowed_source(source: Source, config: ServiceConfig) -> Source:
+    """The source with the real path of its file, or with the access to its dataset. Raises as `find_text_file` and `check_source`."""
+    if isinstance(source, HubDataset):
+        check_source(source, config.hub_datasets)
+        return replace(source, public_only=is_public_only(source.name, config.hub_datasets))
+    if isinstance(source, TextFile | AnswerFile):
+        return replace(source, path=str(find_text_file(source.path, config.text_folders)))
+    return source
 
 
 def find_text_file(path: str, folders: Sequence[Path]) -> Path:
