@@ -7,19 +7,12 @@ from fnmatch import fnmatchcase
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from calibrator_service.calibration.spec import HubDataset
 from shared.errors import InvalidInput
 
 ANY = "*"
 MAX_NAME_CHARACTERS = 256
 # Names of splits that `datasets` accepts. A slice of a split ("train[:10%]") cannot be streamed.
 _SPLIT = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
-
-
-def check_source(source: HubDataset, allowed: Sequence[str]) -> None:
-    """Raises InvalidInput as `check_hub_dataset`, and as `check_allowed` with the patterns `allowed`."""
-    check_hub_dataset(source.name, config=source.config, split=source.split, field=source.field)
-    check_allowed(source.name, allowed)
 
 
 def check_hub_dataset(name: str, *, config: str = "", split: str = "", field: str = "") -> None:

@@ -75,12 +75,8 @@ class Publisher:
         self._on_failure = on_failure
         self._thread.start()
 
-    def wake(self) -> None:
-        """Makes the thread look at once for products that are new."""
-        self._wake.set()
-
     def hurry(self, calibration_id: str) -> None:
-        """The same, and the job's next attempt is due now."""
+        """Makes the next attempt at the job's product due now."""
         self._attempts.pop(calibration_id, None)
         self._wake.set()
 

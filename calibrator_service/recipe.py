@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from calibrator_service.calibration.progress import Progress
-from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
+from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.process_config import ModelOptions
 from shared.cpus import usable_cpus
 from shared.errors import Cancelled
@@ -65,6 +65,8 @@ def run(task: Task) -> Product:
     parent = None
     if task.spec.parent is not None and task.parent_statistics is not None:
         parent = Parent.read(task.parent_statistics, task.spec.parent)
+    # A service that is configured without workers since the job was created writes itself.
+    by_workers = task.spec.uses_workers and task.text_workers
     result = calibrate(
         loaded,
         task.spec,
@@ -72,13 +74,7 @@ def run(task: Task) -> Product:
         work_dir=task.work_dir,
         progress=task.progress,
         should_stop=task.should_stop,
-        fleet_of=fleet_of(task.text_workers, loaded) if uses_workers(task) else None,
+        fleet_of=fleet_of(task.text_workers, loaded) if by_workers else None,
     )
     manifest, blobs = result.pack()
     return Product({**manifest, "checks": check_artefact(manifest, blobs)}, blobs)
-
-
-def uses_workers(task: Task) -> bool:
-    """Whether workers write its text. A service that is configured without them since the job was created writes itself."""
-    source = task.spec.source
-    return isinstance(source, SelfGenerated) and source.use_workers and bool(task.text_workers)

@@ -8,7 +8,7 @@ from neap_client.calibration.v1 import calibration_pb2 as pb
 from neap_client.calibration.v1 import calibration_pb2_grpc
 from neap_client.channel import MAX_MESSAGE_BYTES
 
-from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
+from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.convert import job_to_proto, spec_from_proto, unreadable_to_proto
 from calibrator_service.lineage import find_parent
 from calibrator_service.sources import allowed_source
@@ -105,8 +105,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
                 metadata={"model_id": spec.model_id, "models": names},
             )
         allowed_source(spec.source, self._config)
-        uses_workers = isinstance(spec.source, SelfGenerated) and spec.source.use_workers
-        if uses_workers and not self._config.text_workers:
+        if spec.uses_workers and not self._config.text_workers:
             raise PreconditionFailed(
                 "this service is configured with no workers that write text (--text-worker)",
                 reason="NO_TEXT_WORKERS",

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from calibrator_service.calibration.spec import AnswerFile, HubDataset, Source, TextFile
-from calibrator_service.hub_datasets import check_source, is_public_only
+from calibrator_service.hub_datasets import check_allowed, check_hub_dataset, is_public_only
 from calibrator_service.process_config import ServiceConfig
 from shared.errors import InvalidInput, NotFound
 
@@ -13,10 +13,13 @@ SUFFIXES = (".txt", ".jsonl")
 
 
 def allowed_source(source: Source, config: ServiceConfig) -> Source:
-    """The source with the real path of its file, or with the access to its dataset. Raises as `find_text_file` and `check_source`."""
+    """The source with the real path of its file, or with the access to its dataset. Raises as `find_text_file`,
+    `check_hub_dataset` and `check_allowed`."""
     if isinstance(source, HubDataset):
-        check_source(source, config.hub_datasets)
-        return replace(source, public_only=is_public_only(source.name, config.hub_datasets))
+        name = source.name
+        check_hub_dataset(name, config=source.config, split=source.split, field=source.field)
+        check_allowed(name, config.hub_datasets)
+        return replace(source, public_only=is_public_only(name, config.hub_datasets))
     if isinstance(source, TextFile | AnswerFile):
         return replace(source, path=str(find_text_file(source.path, config.text_folders)))
     return source

@@ -202,7 +202,7 @@ class Supervisor:
         if after.state.has_ended:
             self._metrics.count_ended_job(after)
             shutil.rmtree(self._folder.work(job.calibration_id), ignore_errors=True)
-        self._publisher.wake()
+        self._publisher.hurry(job.calibration_id)
 
     def _supervise(self, job: Job, spec: CalibrationSpec) -> Ended | Interruption:
         """Raises OSError if the process cannot be started, which does not count as its death."""

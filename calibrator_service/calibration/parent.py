@@ -1,14 +1,11 @@
 """The router that a calibration goes on from."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from calibrator_service.calibration.spec import CalibrationSpec, ParentRouter
-from calibrator_service.calibration.states.moments import MomentsLayout
 from calibrator_service.calibration.statistics import Statistics, read_statistics
 from shared.errors import InvalidInput
-from shared.model.loaded import LoadedModel
 
 # Moves a seed by generation, so that nobody gets an ancestor's seed by counting up.
 _SEED_STEP = 0x9E3779B97F4A7C15
@@ -25,14 +22,6 @@ class Parent:
     def read(cls, path: Path, router: ParentRouter) -> "Parent":
         """`path`: the router's file of statistics. Raises as `read_statistics`."""
         return cls(router, read_statistics(path))
-
-    def check(self, loaded: LoadedModel, layouts: Mapping[int, MomentsLayout]) -> None:
-        """Raises as `Statistics.check`."""
-        self.statistics.check(loaded, layouts)
-
-    def added_to(self, own: Statistics) -> Statistics:
-        """The sums of the new text and the share of the parent's. Raises as `Statistics.plus`."""
-        return own.plus(self.statistics, self.router.share)
 
     def spec_of_child(self, spec: CalibrationSpec) -> CalibrationSpec:
         """The spec with this parent, and with a seed that its ancestors did not have: with theirs the model would write their text again.

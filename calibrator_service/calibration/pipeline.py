@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from calibrator_service.calibration.parent import Parent
-from calibrator_service.calibration.plan import quick_spec, resolve
+from calibrator_service.calibration.plan import resolve
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.report.held_out import held_out_report
 from calibrator_service.calibration.report.joint_figures import joint_figures
@@ -96,7 +96,7 @@ def calibrate(
     should_stop: Callable[[], bool] = lambda: False,
     fleet_of: Callable[[Writer], Writer] | None = None,
 ) -> CalibrationResult:
-    """Calibrates a ladder for a frozen model. Without a spec, or without a limit in it: `plan.quick_spec`.
+    """Calibrates a ladder for a frozen model. Without a spec, or without a limit in it: for `plan.QUICK_BUDGET_S`.
 
     `work_dir` keeps collected and trained files, so that a killed run can continue; None means a temporary folder, which is
     removed also if SIGTERM ends the program. It may be deleted afterwards. The same spec, model and folder give the same ladder but
@@ -107,14 +107,14 @@ def calibrate(
     `InvalidInput` (also if nothing that was learned agrees with the model), `NotFound`, `PermissionDenied` and `Unavailable` for sources
     that cannot be read, `Cancelled` once `should_stop`, `Corrupt` for a damaged work folder, and `Exhausted` for a full disk.
     """
-    spec = spec or quick_spec(loaded.model_id)
+    spec = spec or CalibrationSpec(loaded.model_id)
     if parent is not None:
         spec = parent.spec_of_child(spec)
     elif spec.parent is not None:
         raise InvalidInput("the spec has a parent, but its statistics are not given")
     plan = resolve(spec, loaded)
     if parent is not None:
-        parent.check(loaded, layouts_of(loaded, plan.depths))
+        parent.statistics.check(loaded, layouts_of(loaded, plan.depths))
     with ExitStack() as stack:
         if work_dir is None:
             stack.enter_context(unwinding_on_sigterm())
@@ -151,7 +151,7 @@ def run_phases(
         is_cut = collecting.is_late()
         statistics = Statistics.of(run.loaded, material, splitter.learned)
         if parent is not None:
-            statistics = parent.added_to(statistics)
+            statistics = statistics.plus(parent.statistics, parent.router.share)
             material = replace(
                 material,
                 moments=statistics.moments,

@@ -17,6 +17,7 @@ from shared.model.layer_configs import layer_configs
 from shared.model.loaded import LoadedModel
 from shared.model.runner import captured_depths
 
+# Of a spec without a limit: under three minutes on two cores with a model of the demo's size.
 QUICK_BUDGET_S = 150.0
 # Largest artefact with the default rung.
 ARTEFACT_BYTES = 16_000_000
@@ -73,7 +74,7 @@ class PassSizes:
 
 @dataclass(frozen=True)
 class Plan:
-    """A spec with every choice made. `spec` itself has a limit: see `with_time_budget`.
+    """A spec with every choice made. `spec` itself has a limit: QUICK_BUDGET_S if it had none.
 
     `left_out`: name -> why, of the exits that the ladder would have by default and does not get.
     `max_tokens` counts tokens learned from: the answers of generated text, all tokens of given text. `table_bytes` bounds the
@@ -104,22 +105,11 @@ class Plan:
         return self.sizes.rows
 
 
-def quick_spec(model_id: str = "") -> CalibrationSpec:
-    """The default: under three minutes on two cores with a model of the demo's size."""
-    return with_time_budget(CalibrationSpec(model_id=model_id))
-
-
-def with_time_budget(spec: CalibrationSpec) -> CalibrationSpec:
-    """The spec itself, or with the quick preset's time budget if it has neither `max_tokens` nor a budget."""
-    if spec.max_tokens or spec.time_budget_s is not None:
-        return spec
-    return replace(spec, time_budget_s=QUICK_BUDGET_S)
-
-
 def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
     """Raises `InvalidInput` for a rung at the last layer or beyond, for a draft vocabulary larger than the model's, and for rung depths
     of a model that cannot have exits."""
-    spec = with_time_budget(spec)
+    if not spec.max_tokens and spec.time_budget_s is None:
+        spec = replace(spec, time_budget_s=QUICK_BUDGET_S)
     depths = tuple(sorted(spec.rung_depths)) or DEFAULT_DEPTHS
     left_out = {}
     if why := why_without_exits(loaded, len(depths)):

@@ -166,6 +166,11 @@ class CalibrationSpec:
         """The prompts of a SelfGenerated source; () for any other."""
         return self.source.prompts if isinstance(self.source, SelfGenerated) else ()
 
+    @property
+    def uses_workers(self) -> bool:
+        """Whether inference workers are asked to write its text, too."""
+        return isinstance(self.source, SelfGenerated) and self.source.use_workers
+
     def as_asked(self) -> "CalibrationSpec":
         """The spec as its caller wrote it, without what was looked up since: an alias may name another version at the next call."""
         if self.parent is None:

@@ -263,7 +263,7 @@ def test_cancel_removes_a_product_that_the_registry_does_not_have(
 def test_a_product_that_was_never_sent_is_cancelled_at_once(start, store, job, tmp_path):
     assert store.cancel(job.calibration_id).state is JobState.CANCELLED
     publisher = start()
-    publisher.wake()
+    publisher.hurry(job.calibration_id)
     publisher.stop()
     with closing(open_registry(f"file://{tmp_path}/registry")) as registry:
         assert registry.list_versions("tiny") == []

@@ -16,6 +16,7 @@ from calibrator_service.calibration.states.collect import LabelledSequence
 from calibrator_service.calibration.states.training_data import TrainingData
 from calibrator_service.calibration.training.confidence import exit_samples
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
+from calibrator_service.calibration.training.tables import labelled_positions
 from shared.ladder.ladder import Ladder
 from shared.ladder.rungs import SUCCESSOR, SUFFIX, exit_name
 from shared.ladder.table_proposer import TableProposer, lookup_evidence
@@ -75,23 +76,21 @@ def table_figures(
     num_positions = 0
     only_ngrams = Ladder(ladder.model, None, ladder.ngrams, ladder.ngram_confidence)
     for sequence in sequences:
-        tokens, choices = sequence.tokens.tolist(), sequence.choices.tolist()
-        both = TableProposer(ladder, tokens[: sequence.first + 1])
-        ngram = TableProposer(only_ngrams, tokens[: sequence.first + 1])
-        for position in range(sequence.first, len(tokens)):
-            if position > sequence.first:
-                both.append(tokens[position : position + 1])
-                ngram.append(tokens[position : position + 1])
+        for (both, _, choice), (ngram, _, _) in zip(
+            labelled_positions(ladder, sequence),
+            labelled_positions(only_ngrams, sequence),
+            strict=True,
+        ):
             num_positions += 1
             lookup, ngrams = both.matches(())
             if lookup is not None and ladder.lookup_confidence is not None:
                 evidence = lookup_evidence(lookup, ngrams, 0)
                 found[SUFFIX][0].append(ladder.lookup_confidence.probability(evidence))
-                found[SUFFIX][1].append(lookup.token == choices[position])
+                found[SUFFIX][1].append(lookup.token == choice)
             draft = ngram.best(())
             if draft is not None:
                 found[SUCCESSOR][0].append(draft.probability)
-                found[SUCCESSOR][1].append(draft.token == choices[position])
+                found[SUCCESSOR][1].append(draft.token == choice)
     return {
         name: rung_figures(np.array(probability), np.array(agreed, dtype=np.bool_), num_positions)
         for name, (probability, agreed) in found.items()

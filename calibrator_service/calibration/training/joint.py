@@ -10,13 +10,13 @@ from calibrator_service.calibration.states.collect import LabelledSequence
 from calibrator_service.calibration.training.chain_outputs import chain_outputs
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.logistic import fit_logistic
+from calibrator_service.calibration.training.tables import labelled_positions
 from shared.engine.drafting.confidence import TABLE_ALONE, cases, log_odds
 from shared.ladder.confidence_head import scalar_features
 from shared.ladder.exits import LayerExit
 from shared.ladder.joint_weights import CASES, DEFAULT_WEIGHTS, MAX_WEIGHT, JointWeights
 from shared.ladder.ladder import Ladder
 from shared.ladder.rungs import Draft
-from shared.ladder.table_proposer import TableProposer
 
 # Positions that are learned from and measured on.
 MAX_POSITIONS = 20_000
@@ -49,11 +49,8 @@ def said_at(
 
 def table_positions(ladder: Ladder, sequence: LabelledSequence) -> Iterator[Position]:
     """What the tables say of the sequence's labelled positions."""
-    tokens, choices = sequence.tokens.tolist(), sequence.choices.tolist()
-    drafter = TableProposer(ladder, tokens[: sequence.first])
-    for position in range(sequence.first, len(tokens)):
-        drafter.append(tokens[position : position + 1])
-        yield drafter.propose(), choices[position]
+    for proposer, _, choice in labelled_positions(ladder, sequence):
+        yield proposer.propose(), choice
 
 
 def _exit_drafts(

@@ -23,6 +23,17 @@ class TableSample:
     agreed: bool
 
 
+def labelled_positions(
+    ladder: Ladder, sequence: LabelledSequence
+) -> Iterator[tuple[TableProposer, int, int]]:
+    """(tables that know the tokens up to the position, the position, the full model's choice after it), for each labelled one."""
+    tokens, choices = sequence.tokens.tolist(), sequence.choices.tolist()
+    proposer = TableProposer(ladder, tokens[: sequence.first])
+    for position in range(sequence.first, len(tokens)):
+        proposer.append(tokens[position : position + 1])
+        yield proposer, position, choices[position]
+
+
 def table_samples(ladder: Ladder, sequence: LabelledSequence) -> Iterator[TableSample]:
     """Yields every draft of the chains from every settled position.
 
@@ -30,13 +41,10 @@ def table_samples(ladder: Ladder, sequence: LabelledSequence) -> Iterator[TableS
     also the sequence's next token, so that the context of each draft is the true one.
     """
     tokens, choices = sequence.tokens.tolist(), sequence.choices.tolist()
-    drafter = TableProposer(ladder, tokens[: sequence.first + 1])
-    for settled in range(sequence.first, len(tokens)):
-        if settled > sequence.first:
-            drafter.append(tokens[settled : settled + 1])
+    for proposer, settled, _ in labelled_positions(ladder, sequence):
         for chained in range(min(MAX_CHAIN, len(tokens) - settled)):
             position = settled + chained
-            lookup, ngrams = drafter.matches(tokens[settled + 1 : position + 1])
+            lookup, ngrams = proposer.matches(tokens[settled + 1 : position + 1])
             choice, is_drafted = choices[position], False
             if lookup is not None:
                 agreed = lookup.token == choice

@@ -14,12 +14,7 @@ import torch
 from safetensors.torch import load
 
 from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
-from calibrator_service.calibration.plan import (
-    QUICK_BUDGET_S,
-    PassSizes,
-    quick_spec,
-    resolve,
-)
+from calibrator_service.calibration.plan import QUICK_BUDGET_S, PassSizes, resolve
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, SelfGenerated, TextFile
 from calibrator_service.calibration.states.sums import Sums
@@ -359,7 +354,6 @@ def test_without_limits_the_quick_budget_applies(counting):
         return plan.max_tokens, plan.budget_s
 
     assert bounds(CalibrationSpec()) == (math.inf, QUICK_BUDGET_S)
-    assert bounds(quick_spec()) == (math.inf, QUICK_BUDGET_S)
     assert bounds(CalibrationSpec(max_tokens=9)) == (9, math.inf)
     assert bounds(CalibrationSpec(time_budget_s=7.0)) == (math.inf, 7.0)
     assert bounds(CalibrationSpec(max_tokens=9, time_budget_s=7.0)) == (9, 7.0)
