@@ -7,9 +7,7 @@ its version is recorded, or until the job was cancelled and the registry has bee
 
 import random
 import shutil
-import threading
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -21,6 +19,7 @@ from calibrator_service.jobs import JobStore
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.process_config import JobFolder
 from calibrator_service.recipe import Product
+from calibrator_service.service_thread import ServiceThread
 from shared.errors import NeapError
 from shared.registry.base import PublishedVersion
 from shared.registry.contents import failed_checks
@@ -28,10 +27,6 @@ from shared.registry.factory import open_registry
 from shared.storage import storage_error
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
-# After the job store could not be read or written.
-STORE_PAUSE_S = 5.0
-# How long a stop waits for the attempt that runs. One that is cut off is repeated by the next service.
-STOP_TIMEOUT_S = 5.0
 
 log = structlog.get_logger("neap.calibration")
 
@@ -50,7 +45,7 @@ class _Attempts:
 
 
 class Publisher:
-    """Call `start` and `stop` at most once each. Safe to use from several threads."""
+    """Safe to use from several threads. `thread`: a step makes all attempts that are due. What is cut off the next service repeats."""
 
     def __init__(
         self, folder: JobFolder, store: JobStore, registry: str, metrics: CalibratorMetrics
@@ -61,63 +56,30 @@ class Publisher:
         self._metrics = metrics
         self._has_resumed = False
         self._attempts: dict[str, _Attempts] = {}
-        self._stop, self._wake = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="publications", daemon=True)
-        self._on_failure: Callable[[], object] = lambda: None
-        self.has_died = self.is_held_up = False
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def start(self, on_failure: Callable[[], object]) -> None:
-        """`on_failure` is called from the thread if an unexpected exception ends it."""
-        self._on_failure = on_failure
-        self._thread.start()
+        self.thread = ServiceThread("publications", self._publish_due)
 
     def hurry(self, calibration_id: str) -> None:
         """Makes the next attempt at the job's product due now."""
         self._attempts.pop(calibration_id, None)
-        self._wake.set()
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join(STOP_TIMEOUT_S)
-
-    def _run(self) -> None:
-        try:
-            while not self._stop.is_set():
-                self._wake.clear()
-                self._wake.wait(0 if self._stop.is_set() else self._publish_due())
-        except Exception:
-            if not self._stop.is_set():  # else the store may have been closed
-                log.exception("the publisher has died")
-                self.has_died = True
-                self._on_failure()
+        self.thread.wake()
 
     def _publish_due(self) -> float | None:
-        """Makes all attempts that are due. Returns the seconds until the next, None if no product is left."""
-        try:
-            if not self._has_resumed:
-                self._store.resume_waiting()
-                self._has_resumed = True
-            due_s = []
-            for job in self._store.in_state(JobState.PUBLISHING):
-                if self._stop.is_set():
-                    break
-                attempts = self._attempts.setdefault(job.calibration_id, _Attempts())
-                if attempts.due_s <= time.monotonic():
-                    self._attempt(job, attempts)
-                due_s.append(attempts.due_s)
-            self.is_held_up = False
-            return max(0.0, min(due_s) - time.monotonic()) if due_s else None
-        except NeapError:
-            # What was published meanwhile is found again by the next attempt.
-            log.exception("the publisher is held up")
-            self.is_held_up = True
-            return STORE_PAUSE_S
+        """Makes all attempts that are due. Returns the seconds until the next, None if no product is left.
+
+        Raises what the job store raises. What was published then is found again by the next attempt.
+        """
+        if not self._has_resumed:
+            self._store.resume_waiting()
+            self._has_resumed = True
+        due_s = []
+        for job in self._store.in_state(JobState.PUBLISHING):
+            if self.thread.stopping.is_set():
+                break
+            attempts = self._attempts.setdefault(job.calibration_id, _Attempts())
+            if attempts.due_s <= time.monotonic():
+                self._attempt(job, attempts)
+            due_s.append(attempts.due_s)
+        return max(0.0, min(due_s) - time.monotonic()) if due_s else None
 
     def _attempt(self, job: Job, attempts: _Attempts) -> None:
         """Raises what the job store raises."""

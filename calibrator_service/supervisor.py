@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from calibrator_service.jobs import JobStore
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.process_config import JobFolder, Problem, ProcessConfig, ServiceConfig
 from calibrator_service.publisher import Publisher
+from calibrator_service.service_thread import ServiceThread
 from shared.errors import Corrupt, NeapError, PreconditionFailed
 from shared.file_lock import file_lock
 
@@ -30,7 +30,8 @@ PROGRESS_INTERVAL_S = 0.2
 CANCEL_GRACE_S = 3.0
 # A process that says nothing for this long is considered stuck.
 SILENCE_TIMEOUT_S = 120.0
-RETRY_INTERVAL_S = 5.0
+# How long a stop waits for an attempt to publish.
+PUBLISHER_TIMEOUT_S = 5.0
 # How often an idle queue looks for jobs that are to be removed.
 CLEAN_UP_INTERVAL_S = 3600.0
 # (description, is_death) of how a process ended.
@@ -67,44 +68,40 @@ class Supervisor:
         self._lock = ExitStack()
         self._lock.enter_context(file_lock(folder.lock, timeout_s=0, locked=in_use))
         self.store = JobStore(folder.store, on_change)
-        self._stop = threading.Event()
-        self._wake = threading.Event()
         # The kernel kills a job's process when the thread that started it ends, so this thread lives as long as the service.
-        self._thread = threading.Thread(target=self._run, name="calibrations", daemon=True)
-        self._on_failure: Callable[[], object] = lambda: None
-        self._has_died = self._is_held_up = False
+        self._queue = ServiceThread("calibrations", self._run_next)
         # How the processes of jobs have ended, until it is recorded; running jobs that are to stop.
         self._interruptions: dict[str, Interruption] = {}
         self._cancelled: set[str] = set()
         self._publisher = Publisher(folder, self.store, config.registry, self._metrics)
+        self._threads = (self._publisher.thread, self._queue)
         self._record_interruptions()
         self._clean_up()
         self._metrics.observe(self)
 
     def start(self, *, on_failure: Callable[[], object] = lambda: None) -> None:
         """`on_failure` is called from the queue's or the publisher's thread if an unexpected exception ends it."""
-        self._on_failure = on_failure
-        self._publisher.start(on_failure)
-        self._thread.start()
+        for thread in self._threads:
+            thread.start(on_failure)
 
     @property
     def has_died(self) -> bool:
         """Whether an unexpected exception has ended the queue's or the publisher's thread."""
-        return self._has_died or self._publisher.has_died
+        return any(thread.has_died for thread in self._threads)
 
     @property
     def is_alive(self) -> bool:
         """Whether the queue's and the publisher's thread run."""
-        return self._thread.is_alive() and self._publisher.is_alive
+        return all(thread.is_alive for thread in self._threads)
 
     @property
     def is_held_up(self) -> bool:
         """Whether the queue or the publisher waits for the disk or the job store."""
-        return self._is_held_up or self._publisher.is_held_up
+        return any(thread.is_held_up for thread in self._threads)
 
     def wake(self) -> None:
         """Makes the queue check at once for jobs that were created."""
-        self._wake.set()
+        self._queue.wake()
 
     def cancel(self, calibration_id: str) -> Job:
         """Cancels a job: see `JobStore.cancel`."""
@@ -112,7 +109,7 @@ class Supervisor:
         if job.cancel_requested:
             self._cancelled.add(calibration_id)
         self._publisher.hurry(calibration_id)
-        self._wake.set()
+        self._queue.wake()
         return job
 
     def retry(self, calibration_id: str) -> Job:
@@ -123,42 +120,22 @@ class Supervisor:
 
     def stop(self) -> None:
         """Stops the running job's process; the next service resumes the job. Blocks for a few seconds at most."""
-        self._stop.set()
-        self._wake.set()
-        self._publisher.stop()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._queue.stopping.set()
+        self._publisher.thread.stop(PUBLISHER_TIMEOUT_S)
+        self._queue.stop()
         self.store.close()
         self._lock.close()
 
-    def _run(self) -> None:
-        try:
-            while not self._stop.is_set():
-                self._run_next()
-        except Exception:
-            log.exception("the queue has died")
-            self._has_died = True
-            self._on_failure()
-
-    def _run_next(self) -> None:
-        """Runs the next job, or waits until there may be one."""
-        try:
-            self._wake.clear()
-            if self._stop.is_set():
-                return  # its wake-up may be the one that was just cleared
-            self._record_interruptions()
-            self._clean_up()
-            job = self.store.claim()
-            self._is_held_up = False
-            if job is None:
-                self._wake.wait(CLEAN_UP_INTERVAL_S)
-            else:
-                self._run_claimed(job)
-        except (NeapError, OSError):
-            # A full disk or a locked database: the queue must go on when that has passed.
-            log.exception("the queue is held up")
-            self._is_held_up = True
-            self._stop.wait(RETRY_INTERVAL_S)
+    def _run_next(self) -> float:
+        """Runs the next job. Returns the seconds until there may be another one."""
+        self._record_interruptions()
+        self._clean_up()
+        job = self.store.claim()
+        self._queue.is_held_up = False
+        if job is None:
+            return CLEAN_UP_INTERVAL_S
+        self._run_claimed(job)
+        return 0.0
 
     def _record_interruptions(self) -> None:
         """Called when no process runs: jobs recorded as running have ended. The death of a service is not held against its job."""
@@ -230,7 +207,7 @@ class Supervisor:
         recorder = _Recorder(self.store, calibration_id)
         ended: Ended | None = None
         heard_at_s, cancelled_at_s = time.monotonic(), math.inf
-        while not self._stop.is_set():
+        while not self._queue.stopping.is_set():
             try:
                 report = process.hear(LISTEN_S)
             except EOFError:
@@ -243,10 +220,10 @@ class Supervisor:
             elif isinstance(report, Progress | Problem):
                 try:
                     recorder.record(report)
-                    self._is_held_up = False
+                    self._queue.is_held_up = False
                 except NeapError as error:
                     log.warning("progress not recorded", reason=error.reason)
-                    self._is_held_up = True
+                    self._queue.is_held_up = True
             if now_s - heard_at_s > SILENCE_TIMEOUT_S:
                 return f"after {SILENCE_TIMEOUT_S:.0f} s without a sign of life", True
             if calibration_id in self._cancelled and cancelled_at_s == math.inf:
@@ -256,7 +233,7 @@ class Supervisor:
                 return "when it did not stop in time", True
         if ended is not None:
             return ended
-        if self._stop.is_set():
+        if self._queue.stopping.is_set():
             return "when the service stopped", False
         return process.describe_exit(), True
 

@@ -139,7 +139,7 @@ def test_a_service_killed_right_after_publishing_publishes_once(start_service):
 @pytest.mark.full
 def test_a_product_whose_end_cannot_be_recorded_is_recorded_later(start_service):
     service = start_service(
-        patch="import calibrator_service.supervisor as s; s.RETRY_INTERVAL_S = 0.1\n"
+        patch="import calibrator_service.service_thread as s; s.RETRY_INTERVAL_S = 0.1\n"
         "from calibrator_service.jobs import JobStore\n"
         "from shared.errors import Exhausted\n"
         "def full(*_):\n"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from calibrator_service import publisher as module
+from calibrator_service import service_thread
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.finished import load_product, save_product
 from calibrator_service.job import Ended, Job, JobState
@@ -59,17 +60,17 @@ def start(
     """Starts a publisher as a service that starts would."""
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(module, "LONGEST_PAUSE_S", 0.1)
-    monkeypatch.setattr(module, "STORE_PAUSE_S", 0.05)
+    monkeypatch.setattr(service_thread, "RETRY_INTERVAL_S", 0.05)
     started: list[Publisher] = []
 
     def start(registry: str = f"file://{tmp_path}/registry") -> Publisher:
         started.append(Publisher(folder, store, registry, CalibratorMetrics()))
-        started[-1].start(lambda: None)
+        started[-1].thread.start(lambda: None)
         return started[-1]
 
     yield start
     for publisher in started:
-        publisher.stop()
+        publisher.thread.stop()
 
 
 def finished(folder: JobFolder, store: JobStore, product: Product) -> Job:
@@ -171,7 +172,7 @@ def test_what_does_not_pass_waits_with_its_product(
     assert load_product(folder.work(job.calibration_id)) == PRODUCT
     assert registry.num_calls == 1
     if is_restarted:
-        publisher.stop()
+        publisher.thread.stop()
         start()
     else:
         store.retry(job.calibration_id)
@@ -264,7 +265,7 @@ def test_a_product_that_was_never_sent_is_cancelled_at_once(start, store, job, t
     assert store.cancel(job.calibration_id).state is JobState.CANCELLED
     publisher = start()
     publisher.hurry(job.calibration_id)
-    publisher.stop()
+    publisher.thread.stop()
     with closing(open_registry(f"file://{tmp_path}/registry")) as registry:
         assert registry.list_versions("tiny") == []
 
@@ -288,7 +289,7 @@ def test_a_full_disk_under_the_job_store_holds_publishing_up(
     publisher = start()
     check_published(store, job, folder, f"file://{tmp_path}/registry")
     assert not full
-    assert not publisher.is_held_up
+    assert not publisher.thread.is_held_up
 
 
 def test_a_removed_product_ends_its_job_unless_it_was_published(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from calibrator_service import job_process
+from calibrator_service import job_process, service_thread
 from calibrator_service import supervisor as module
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
@@ -51,7 +51,7 @@ def test_death_of_the_service_does_not_count_against_the_job(tmp_path):
 
 
 def test_a_process_that_cannot_be_started_is_tried_again(supervisor, monkeypatch):
-    monkeypatch.setattr(module, "RETRY_INTERVAL_S", 0.05)
+    monkeypatch.setattr(service_thread, "RETRY_INTERVAL_S", 0.05)
     real, refusals = job_process.subprocess.Popen, [OSError("no memory")] * (MAX_RESUMES + 2)
 
     def popen(*args: object, **kwargs: object) -> object:
@@ -98,14 +98,15 @@ def test_a_process_that_says_nothing_is_killed_and_one_that_cannot_be_recorded_g
 
 def test_a_stop_just_before_the_queue_waits_is_not_missed(supervisor, monkeypatch):
     """The queue's thread has seen that no stop is requested, and forgets what woke it up only then."""
-    clear = supervisor._wake.clear
+    queue = supervisor._queue
+    clear = queue._wake.clear
 
     def stop_and_clear():
-        supervisor._stop.set()
-        supervisor._wake.set()
+        queue.stopping.set()
+        queue.wake()
         clear()
 
-    monkeypatch.setattr(supervisor._wake, "clear", stop_and_clear)
+    monkeypatch.setattr(queue._wake, "clear", stop_and_clear)
     supervisor.start()
     wait_until(lambda: not supervisor.is_alive, timeout_s=20)
 
