@@ -6,28 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from calibrator_service.calibration.progress import Progress
-from calibrator_service.calibration.spec import CalibrationSpec
-from calibrator_service.process_config import ModelOptions
+from calibrator_service.process_config import ProcessConfig
 from shared.cpus import usable_cpus
 from shared.errors import Cancelled
-
-
-@dataclass(frozen=True)
-class Task:
-    """`source`: folder or name of the model. `text_workers`: addresses of the workers that may write its text. `work_dir` outlives the
-    process: a resumed job finds its files there.
-
-    `progress` and `should_stop` are cheap to call. `parent_statistics`: the file of the spec's parent, if it has one.
-    """
-
-    source: str
-    spec: CalibrationSpec
-    options: ModelOptions
-    work_dir: Path
-    progress: Callable[[Progress], None]
-    should_stop: Callable[[], bool]
-    text_workers: tuple[str, ...] = ()
-    parent_statistics: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -38,8 +19,16 @@ class Product:
     blobs: Mapping[str, bytes]
 
 
-def run(task: Task) -> Product:
-    """Raises NeapError: NotFound and UnsupportedModel from loading, Cancelled, and the errors of `calibrate`."""
+def run(
+    config: ProcessConfig,
+    parent_statistics: Path | None,
+    progress: Callable[[Progress], None],
+    should_stop: Callable[[], bool],
+) -> Product:
+    """`parent_statistics`: the file of the spec's parent, if it has one. `progress` and `should_stop` are cheap to call.
+
+    Raises NeapError: NotFound and UnsupportedModel from loading, Cancelled, and the errors of `calibrate`.
+    """
     # Imported here, so that the service and the tests of a job's process need no torch.
     import torch
 
@@ -50,31 +39,31 @@ def run(task: Task) -> Product:
     from shared.ladder.checks import check_artefact
     from shared.model.load import load_model
 
-    options = task.options
+    spec, service, options = config.spec, config.service, config.service.options
     torch.set_num_threads(options.threads or min(torch.get_num_threads(), usable_cpus()))
     loaded = load_model(
-        task.source,
-        model_id=task.spec.model_id,
+        service.models[spec.model_id],
+        model_id=spec.model_id,
         dtype=dtype_named(options.dtype),
         compute_dtype=dtype_named(options.compute_dtype),
         device=options.device,
         context_length=options.context_length,
     )
-    if task.should_stop():
+    if should_stop():
         raise Cancelled("the calibration was cancelled while its model was loading")
     parent = None
-    if task.spec.parent is not None and task.parent_statistics is not None:
-        parent = Parent.read(task.parent_statistics, task.spec.parent)
+    if spec.parent is not None and parent_statistics is not None:
+        parent = Parent.read(parent_statistics, spec.parent)
     # A service that is configured without workers since the job was created writes itself.
-    by_workers = task.spec.uses_workers and task.text_workers
+    by_workers = spec.uses_workers and service.text_workers
     result = calibrate(
         loaded,
-        task.spec,
+        spec,
         parent=parent,
-        work_dir=task.work_dir,
-        progress=task.progress,
-        should_stop=task.should_stop,
-        fleet_of=fleet_of(task.text_workers, loaded) if by_workers else None,
+        work_dir=config.work_dir,
+        progress=progress,
+        should_stop=should_stop,
+        fleet_of=fleet_of(service.text_workers, loaded) if by_workers else None,
     )
     manifest, blobs = result.pack()
     return Product({**manifest, "checks": check_artefact(manifest, blobs)}, blobs)

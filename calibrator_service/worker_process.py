@@ -20,7 +20,7 @@ from calibrator_service.job import Ended, JobState
 from calibrator_service.lineage import fetch_statistics
 from calibrator_service.parent import live_with_parent
 from calibrator_service.process_config import Problem, ProcessConfig, Report
-from calibrator_service.recipe import Task, run
+from calibrator_service.recipe import run
 from calibrator_service.sources import allowed_source
 from shared.errors import Cancelled, NeapError, Unavailable
 from shared.file_lock import file_lock
@@ -94,18 +94,8 @@ def _make_product(
     tell(Progress("loading", 0.0))
     # The source was checked when the job was created, but files, symlinks and settings may have changed since.
     spec = replace(config.spec, source=allowed_source(config.spec.source, config.service))
-    product = run(
-        Task(
-            source=config.service.models[spec.model_id],
-            spec=spec,
-            options=config.service.options,
-            text_workers=config.service.text_workers,
-            work_dir=config.work_dir,
-            parent_statistics=fetch_statistics(config.service.registry, spec, config.work_dir),
-            progress=tell,
-            should_stop=should_stop,
-        )
-    )
+    parent_statistics = fetch_statistics(config.service.registry, spec, config.work_dir)
+    product = run(replace(config, spec=spec), parent_statistics, tell, should_stop)
     tell(Progress("publishing", 0.99))
     while not should_stop():
         try:

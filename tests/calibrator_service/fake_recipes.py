@@ -8,36 +8,42 @@ import json
 import os
 import signal
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from calibrator_service import recipe, worker_process
 from calibrator_service.calibration.progress import Progress
-from calibrator_service.calibration.spec import SelfGenerated
-from calibrator_service.recipe import Product, Task
+from calibrator_service.process_config import ProcessConfig
+from calibrator_service.recipe import Product
 from shared.errors import Cancelled, NotFound, UnsupportedModel
 
 # The service's process starts in the repository, but finds modules of this folder only.
 MANIFEST = Path(__file__).parents[2] / "bench" / "router" / "manifest.json"
 
 
-def count(task: Task, name: str) -> int:
+def count(work_dir: Path, name: str) -> int:
     """Counts the calls over all processes of the job."""
-    file = task.work_dir / name
+    file = work_dir / name
     number = int(file.read_text()) + 1 if file.exists() else 1
     file.write_text(str(number))
     return number
 
 
-def run(task: Task) -> Product:
-    assert isinstance(task.spec.source, SelfGenerated)
-    behaviour = task.spec.source.prompts[0] if task.spec.source.prompts else ""
+def run(
+    config: ProcessConfig,
+    parent_statistics: Path | None,
+    progress: Callable[[Progress], None],
+    should_stop: Callable[[], bool],
+) -> Product:
+    behaviour, work_dir = (*config.spec.prompts, "")[0], config.work_dir
     if behaviour == "real":
-        return recipe.run(replace(task, progress=lambda progress: _stop_in(task, progress)))
-    attempt = count(task, "attempts")
-    task.progress(Progress("collecting", 0.25, {"tokens": 1000.0, "attempt": float(attempt)}))
+        stopping = partial(_stop_in, work_dir, progress)
+        return recipe.run(config, parent_statistics, stopping, should_stop)
+    attempt = count(work_dir, "attempts")
+    progress(Progress("collecting", 0.25, {"tokens": 1000.0, "attempt": float(attempt)}))
     if behaviour == "wait":
-        while not task.should_stop():
+        while not should_stop():
             time.sleep(0.02)
         raise Cancelled("stopped as asked")
     if behaviour == "deaf":
@@ -51,7 +57,9 @@ def run(task: Task) -> Product:
     if behaviour == "bug":
         raise RuntimeError("secret detail")
     if behaviour == "no-model":
-        raise NotFound(f"there is no model at {task.source}", reason="MODEL_NOT_FOUND")
+        raise NotFound(
+            f"there is no model at {config.service.models['tiny']}", reason="MODEL_NOT_FOUND"
+        )
     if behaviour == "unsupported":
         raise UnsupportedModel("no decoder layers were found")
     if behaviour == "no-dataset":
@@ -59,9 +67,9 @@ def run(task: Task) -> Product:
     if behaviour == "full-work-dir":
         raise OSError(errno.ENOSPC, "No space left on device")
     if behaviour == "no-room-for-product":
-        _fill_the_disk(task)
-    task.progress(Progress("training_heads", 0.3, {"loss": 1.0}))
-    while behaviour == "until-told" and not (task.work_dir / "go").exists():
+        _fill_the_disk()
+    progress(Progress("training_heads", 0.3, {"loss": 1.0}))
+    while behaviour == "until-told" and not (work_dir / "go").exists():
         time.sleep(0.02)
     manifest = {
         **json.loads(MANIFEST.read_text(encoding="utf-8")),
@@ -69,28 +77,28 @@ def run(task: Task) -> Product:
         "calibration": {"seconds": time.time(), "attempt": attempt},
     }
     blobs = {"ladder.safetensors": os.urandom(1000)}
-    if task.parent_statistics is not None:  # what the parent knew, and what this job learned
-        blobs["statistics.safetensors"] = task.parent_statistics.read_bytes() + b" and more"
+    if parent_statistics is not None:  # what the parent knew, and what this job learned
+        blobs["statistics.safetensors"] = parent_statistics.read_bytes() + b" and more"
     elif behaviour == "with-statistics":
         blobs["statistics.safetensors"] = b"sums"
     return Product(manifest, blobs)
 
 
-def _stop_in(task: Task, progress: Progress) -> None:
+def _stop_in(work_dir: Path, tell: Callable[[Progress], None], progress: Progress) -> None:
     """Stops this process once, in the phase that the file "stop-in" of the service's folder names."""
-    task.progress(progress)
-    wanted = task.work_dir.parents[2] / "stop-in"
+    tell(progress)
+    wanted = work_dir.parents[2] / "stop-in"
     if wanted.exists() and wanted.read_text() == progress.phase:
         wanted.unlink()
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _fill_the_disk(task: Task) -> None:
+def _fill_the_disk() -> None:
     """The product cannot be saved before there is a file "room"."""
     real = worker_process.save_product
 
     def save(work_dir: Path, product: Product) -> None:
-        if not (task.work_dir / "room").exists():
+        if not (work_dir / "room").exists():
             raise OSError(errno.ENOSPC, "No space left on device")
         real(work_dir, product)
 

@@ -15,7 +15,9 @@ StartService = Callable[..., Service]
 
 
 def test_job_from_create_to_published(service):
-    job = service.create("until-told", aliases=["stable"], rung_depths=[1], seed=7)
+    prompts = ["until-told", "more than fits into a pipe " * 100_000]
+    source = pb.SelfGenerated(prompts=prompts)
+    job = service.create(self_generated=source, aliases=["stable"], rung_depths=[1], seed=7)
     assert job.calibration_id.startswith("cal-")
     seen = []
     for now in service.watch(job):
@@ -36,7 +38,7 @@ def test_job_from_create_to_published(service):
     assert (end.router_version, end.manifest_digest) == (1, published.manifest_digest)
     assert service.aliases() == {"stable": 1}, "latest moves only if the spec names no alias"
     whole = service.get(job)
-    assert list(whole.spec.self_generated.prompts) == ["until-told"], "only Get returns them"
+    assert list(whole.spec.self_generated.prompts) == prompts, "only Get returns them"
     whole.spec.self_generated.ClearField("prompts")
     assert whole == end
     assert list(service.watch(job)) == [end]

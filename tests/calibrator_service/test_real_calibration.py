@@ -22,7 +22,7 @@ from calibrator_service.calibration import plan
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.calibration.statistics import Statistics, read_statistics
 from calibrator_service.convert import spec_from_proto
-from calibrator_service.process_config import ModelOptions
+from calibrator_service.process_config import ModelOptions, ProcessConfig, ServiceConfig
 from neap_engine.cli.main import app
 from shared.errors import Cancelled, InvalidInput, UnsupportedModel
 from shared.ladder.artefact import unpack_ladder
@@ -55,6 +55,20 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>"
     ).save_pretrained(folder)
     return folder
+
+
+def run(
+    source: Path,
+    spec: CalibrationSpec,
+    work_dir: Path,
+    options: ModelOptions = ModelOptions(),  # noqa: B008
+    *,
+    stop: bool = False,
+) -> recipe.Product:
+    """The work of a job, in this process."""
+    service = ServiceConfig({"tiny": str(source)}, "", options=options)
+    config = ProcessConfig("cal-1", 1, 1, spec, work_dir, service)
+    return recipe.run(config, None, lambda _: None, lambda: stop)
 
 
 def real_job(service: Service, request_id: str = "one") -> pb.Calibration:
@@ -136,29 +150,15 @@ def test_a_request_without_limits_gets_the_quick_budget(model_folder, tmp_path, 
     """From the proto to the manifest, as the job's process would; the preset is shortened for the test."""
     monkeypatch.setattr(plan, "QUICK_BUDGET_S", 8.0)
     request = pb.CalibrationSpec(model_id="tiny", self_generated=pb.SelfGenerated())
-    task = recipe.Task(
-        str(model_folder),
-        spec_from_proto(request),
-        ModelOptions(),
-        tmp_path,
-        lambda _: None,
-        lambda: False,
-    )
-    calibration = recipe.run(task).manifest["calibration"]
+    calibration = run(model_folder, spec_from_proto(request), tmp_path).manifest["calibration"]
     assert calibration["spec"]["time_budget_s"] == 8.0
     assert calibration["spec"]["max_tokens"] == 0
 
 
 def test_products_are_rounded_as_the_settings_say(model_folder, tmp_path):
-    task = recipe.Task(
-        str(model_folder),
-        CalibrationSpec("tiny", SelfGenerated(max_new_tokens=24), max_tokens=2000),
-        ModelOptions(dtype="bfloat16", compute_dtype="bfloat16"),
-        tmp_path,
-        lambda _: None,
-        lambda: False,
-    )
-    manifest = recipe.run(task).manifest
+    spec = CalibrationSpec("tiny", SelfGenerated(max_new_tokens=24), max_tokens=2000)
+    options = ModelOptions(dtype="bfloat16", compute_dtype="bfloat16")
+    manifest = run(model_folder, spec, tmp_path, options).manifest
     risk = manifest.get("risk") or manifest["calibration"]["risk"]
     assert risk["engine"]["compute_dtype"] == "bfloat16"
 
@@ -185,24 +185,15 @@ def test_model_and_dataset_that_do_not_exist(start_service, model_folder, tmp_pa
 
 
 def test_unsupported_model_rung_too_deep_and_cancellation(model_folder, tmp_path):
-    """Runs the recipe in this process."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-type"}))
-
-    def run(source: Path, spec: CalibrationSpec, *, stop: bool = False) -> None:
-        recipe.run(
-            recipe.Task(
-                str(source), spec, ModelOptions(), tmp_path / "work", lambda _: None, lambda: stop
-            )
-        )
-
     spec = CalibrationSpec("tiny", SelfGenerated(), max_tokens=1000)
     with pytest.raises(UnsupportedModel):
-        run(tmp_path, spec)
+        run(tmp_path, spec, tmp_path)
     with pytest.raises(InvalidInput) as raised:
-        run(model_folder, replace(spec, rung_depths=(6,)))
+        run(model_folder, replace(spec, rung_depths=(6,)), tmp_path)
     assert raised.value.reason == "RUNG_TOO_DEEP"
     with pytest.raises(Cancelled):
-        run(model_folder, spec, stop=True)
+        run(model_folder, spec, tmp_path, stop=True)
 
 
 def answers_of(path: Path, *seeds: int) -> str:
