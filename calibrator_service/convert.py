@@ -155,7 +155,25 @@ def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_
 def job_to_proto(job: Job) -> calibration_pb2.Calibration:
     """The job as clients see it. Raises Corrupt (JOB_UNREADABLE) for any record that cannot be converted."""
     try:
-        return _calibration(job)
+        message = calibration_pb2.Calibration(
+            calibration_id=job.calibration_id,
+            spec=spec_to_proto(job.spec, job.aliases),
+            state=_STATES.get(job.state, f"STATE_{job.state.name}"),
+            phase=f"PHASE_{job.phase.upper()}" if job.phase else "PHASE_UNSPECIFIED",
+            fraction=job.fraction,
+            figures=job.figures,
+            create_time=timestamp(job.create_time_s),
+            end_time=None if job.end_time_s is None else timestamp(job.end_time_s),
+            router_version=job.router_version,
+            manifest_digest=job.manifest_digest,
+            num_resumes=job.num_resumes,
+            num_prompts=job.num_prompts,
+        )
+        # A job that is queued or cancelled may have had a problem that is over.
+        if job.failure_reason and job.state not in (JobState.QUEUED, JobState.CANCELLED):
+            message.failure.reason = job.failure_reason
+            message.failure.message = job.failure_message
+        return message
     except (ValueError, TypeError, OverflowError) as error:
         log.exception("a record cannot be shown", calibration_id=job.calibration_id)
         raise unreadable_job_error(job, "it holds a value that cannot be shown") from error
@@ -171,30 +189,6 @@ def unreadable_to_proto(job: Job, error: Corrupt) -> calibration_pb2.UnreadableC
         reason=error.reason,
         message=error.message,
     )
-
-
-def _calibration(job: Job) -> calibration_pb2.Calibration:
-    phase = f"PHASE_{job.phase.upper()}" if job.phase else "PHASE_UNSPECIFIED"
-    message = calibration_pb2.Calibration(
-        calibration_id=job.calibration_id,
-        spec=spec_to_proto(job.spec, job.aliases),
-        state=_STATES.get(job.state, f"STATE_{job.state.name}"),
-        phase=phase,
-        fraction=job.fraction,
-        figures=job.figures,
-        create_time=timestamp(job.create_time_s),
-        router_version=job.router_version,
-        manifest_digest=job.manifest_digest,
-        num_resumes=job.num_resumes,
-        num_prompts=job.num_prompts,
-    )
-    if job.end_time_s is not None:
-        message.end_time.CopyFrom(timestamp(job.end_time_s))
-    # A job that is queued or cancelled may have had a problem that is over.
-    if job.failure_reason and job.state not in (JobState.QUEUED, JobState.CANCELLED):
-        message.failure.reason = job.failure_reason
-        message.failure.message = job.failure_message
-    return message
 
 
 def version_to_proto(version: PublishedVersion, *, with_manifest: bool) -> router_pb2.RouterVersion:

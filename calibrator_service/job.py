@@ -7,6 +7,7 @@ from enum import StrEnum
 from functools import cached_property
 from sqlite3 import Row
 
+from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import CalibrationSpec
 from shared.errors import Corrupt
 
@@ -77,6 +78,18 @@ class Ended:
     state: JobState
     reason: str = ""
     message: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a job's process waits for."""
+
+    reason: str
+    message: str
+
+
+# What a job's process tells its service. "": it is alive.
+Report = Progress | Problem | Ended | str
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 
-from calibrator_service.process_config import ProcessConfig, Report
+from calibrator_service.job import Report
+from calibrator_service.process_config import ProcessConfig
 
 # What it runs; the last argument is the number of its end of the pipe.
 PROGRAM: tuple[str, ...] = ("-m", "calibrator_service.worker_process")

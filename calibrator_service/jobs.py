@@ -21,6 +21,7 @@ from calibrator_service.job import (
     Ended,
     Job,
     JobState,
+    Problem,
     job_from_row,
 )
 from shared.errors import AlreadyExists, Corrupt, Exhausted, NotFound, PreconditionFailed
@@ -223,22 +224,19 @@ class JobStore:
         self._on_change()
         return job
 
-    def record_progress(self, calibration_id: str, progress: Progress) -> None:
-        """The figures are merged with the recorded ones."""
-        self._change(
-            calibration_id,
-            lambda job: {
-                "phase": progress.phase,
-                "fraction": min(max(progress.fraction, 0.0), 1.0),
-                "figures": json.dumps({**job.figures, **progress.figures}),
-            },
-        )
+    def record(self, calibration_id: str, report: Progress | Problem) -> None:
+        """Records how a running job gets on. Its figures are merged with the recorded ones."""
 
-    def note_problem(self, calibration_id: str, reason: str, message: str) -> None:
-        """Records what a job's process waits for."""
-        self._change(
-            calibration_id, lambda _: {"failure_reason": reason, "failure_message": message}
-        )
+        def changes(job: Job) -> Changes:
+            if isinstance(report, Problem):
+                return {"failure_reason": report.reason, "failure_message": report.message}
+            return {
+                "phase": report.phase,
+                "fraction": min(max(report.fraction, 0.0), 1.0),
+                "figures": json.dumps({**job.figures, **report.figures}),
+            }
+
+        self._change(calibration_id, changes)
 
     def record_end(self, calibration_id: str, ended: Ended) -> Job:
         """Records how a running job's work ended. A finished product is the publisher's from now on, unless the job was to be cancelled."""
@@ -290,15 +288,12 @@ class JobStore:
     def begin_publishing(self, calibration_id: str) -> bool:
         """Records that the registry may have the product from now on. False if the job is cancelled: then it must not get it."""
 
-        def is_wanted(job: Job) -> bool:
-            return job.state is JobState.PUBLISHING and not job.cancel_requested
+        def changes(job: Job) -> Changes:
+            is_first = job.state is JobState.PUBLISHING and not job.publishing
+            return {"publishing": True} if is_first and not job.cancel_requested else {}
 
-        return is_wanted(
-            self._change(
-                calibration_id,
-                lambda job: {"publishing": True} if is_wanted(job) and not job.publishing else {},
-            )
-        )
+        job = self._change(calibration_id, changes)
+        return job.state is JobState.PUBLISHING and not job.cancel_requested
 
     def record_attempt(
         self, calibration_id: str, reason: str, message: str, *, is_waiting: bool

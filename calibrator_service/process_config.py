@@ -1,13 +1,11 @@
-"""What a calibration service may do, what a job's process gets from it, and what the two tell each other."""
+"""What a calibration service may do, where its files are, and what a job's process gets from it."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import CalibrationSpec
-from calibrator_service.job import Ended
 
 
 @dataclass(frozen=True)
@@ -52,42 +50,16 @@ class ProcessConfig:
     service: ServiceConfig
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What a job's process waits for."""
-
-    reason: str
-    message: str
-
-
-# What a job's process tells its service. "": it is alive.
-Report = Progress | Problem | Ended | str
-
-
-@dataclass(frozen=True)
 class JobFolder:
     """Paths of the job store and of the jobs' files."""
 
-    root: Path
-
-    @property
-    def store(self) -> Path:
-        return self.root / "jobs.db"
-
-    @property
-    def lock(self) -> Path:
-        return self.root / "service.lock"
-
-    @property
-    def work_root(self) -> Path:
-        return self.root / "work"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.store, self.lock = root / "jobs.db", root / "service.lock"
+        self.work_root, self.log_root = root / "work", root / "logs"
 
     def work(self, calibration_id: str) -> Path:
         return self.work_root / calibration_id
-
-    @property
-    def log_root(self) -> Path:
-        return self.root / "logs"
 
     def log(self, calibration_id: str) -> Path:
         return self.log_root / f"{calibration_id}.log"

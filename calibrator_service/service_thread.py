@@ -48,23 +48,20 @@ class ServiceThread:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        try:
-            while not self.stopping.is_set():
-                self._wake.clear()
-                # A stop's wake-up may be the one that was just cleared.
-                self._wake.wait(0 if self.stopping.is_set() else self._next_pause_s())
-        except Exception:
-            if not self.stopping.is_set():  # else the store may have been closed
-                log.exception("a thread has died", thread=self._name)
-                self.has_died = True
-                self._on_failure()
-
-    def _next_pause_s(self) -> float | None:
-        try:
-            pause_s = self._step()
-        except (NeapError, OSError):
-            log.exception("held up", thread=self._name)
-            self.is_held_up = True
-            return RETRY_INTERVAL_S
-        self.is_held_up = False
-        return pause_s
+        while not self.stopping.is_set():
+            self._wake.clear()
+            if self.stopping.is_set():
+                return  # its wake-up may be the one that was just cleared
+            try:
+                pause_s = self._step()
+                self.is_held_up = False
+            except (NeapError, OSError):
+                log.exception("held up", thread=self._name)
+                self.is_held_up, pause_s = True, RETRY_INTERVAL_S
+            except Exception:
+                if not self.stopping.is_set():  # else the store may have been closed
+                    log.exception("a thread has died", thread=self._name)
+                    self.has_died = True
+                    self._on_failure()
+                return
+            self._wake.wait(pause_s)

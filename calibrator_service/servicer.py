@@ -76,7 +76,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
             max_queued=self._config.max_queued_jobs,
         )
         annotate_call(calibration_id=job.calibration_id)
-        self._supervisor.wake()
+        self._supervisor.queue.wake()
         return pb.CreateCalibrationResponse(calibration=job_to_proto(job))
 
     def _checked(
@@ -162,7 +162,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         with self._watchers.track_stream():
             revision = 0
             while True:
-                change = self._watchers.next_change
+                change = self._watchers.change
                 job = await self._pool.call(self._store.get, request.calibration_id)
                 if job.revision != revision:
                     revision = job.revision

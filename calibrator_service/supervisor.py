@@ -6,17 +6,16 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 
 import structlog
 
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import CalibrationSpec
-from calibrator_service.job import ENDED_STATES, Ended, Job, JobState
+from calibrator_service.job import ENDED_STATES, Ended, Job, JobState, Problem
 from calibrator_service.job_process import JobProcess
 from calibrator_service.jobs import JobStore
 from calibrator_service.metrics import CalibratorMetrics
-from calibrator_service.process_config import JobFolder, Problem, ProcessConfig, ServiceConfig
+from calibrator_service.process_config import JobFolder, ProcessConfig, ServiceConfig
 from calibrator_service.publisher import Publisher
 from calibrator_service.service_thread import ServiceThread
 from shared.errors import Corrupt, NeapError, PreconditionFailed
@@ -24,8 +23,6 @@ from shared.file_lock import file_lock
 
 # How soon a stop and a request to cancel are noticed while a process says nothing.
 LISTEN_S = 0.1
-# Progress within a phase is recorded at most once in this time.
-PROGRESS_INTERVAL_S = 0.2
 # A cancelled job's process is killed if it has not stopped after this time.
 CANCEL_GRACE_S = 3.0
 # A process that says nothing for this long is considered stuck.
@@ -46,7 +43,7 @@ class Supervisor:
     """Owns the job folder: a second service on the same folder is refused with PreconditionFailed (DATA_DIR_IN_USE).
 
     The constructor queues the jobs again that a killed service left running. Call `start` and `stop` at most once each. `on_change` is
-    called after each change of a job, by any thread.
+    called after each change of a job, by any thread. `queue`: to be woken when there is a new job.
     """
 
     def __init__(
@@ -69,12 +66,12 @@ class Supervisor:
         self._lock.enter_context(file_lock(folder.lock, timeout_s=0, locked=in_use))
         self.store = JobStore(folder.store, on_change)
         # The kernel kills a job's process when the thread that started it ends, so this thread lives as long as the service.
-        self._queue = ServiceThread("calibrations", self._run_next)
+        self.queue = ServiceThread("calibrations", self._run_next)
         # How the processes of jobs have ended, until it is recorded; running jobs that are to stop.
         self._interruptions: dict[str, Interruption] = {}
         self._cancelled: set[str] = set()
         self._publisher = Publisher(folder, self.store, config.registry, self._metrics)
-        self._threads = (self._publisher.thread, self._queue)
+        self._threads = (self._publisher.thread, self.queue)
         self._record_interruptions()
         self._clean_up()
         self._metrics.observe(self)
@@ -99,17 +96,13 @@ class Supervisor:
         """Whether the queue or the publisher waits for the disk or the job store."""
         return any(thread.is_held_up for thread in self._threads)
 
-    def wake(self) -> None:
-        """Makes the queue check at once for jobs that were created."""
-        self._queue.wake()
-
     def cancel(self, calibration_id: str) -> Job:
         """Cancels a job: see `JobStore.cancel`."""
         job = self.store.cancel(calibration_id)
         if job.cancel_requested:
             self._cancelled.add(calibration_id)
         self._publisher.hurry(calibration_id)
-        self._queue.wake()
+        self.queue.wake()
         return job
 
     def retry(self, calibration_id: str) -> Job:
@@ -120,9 +113,9 @@ class Supervisor:
 
     def stop(self) -> None:
         """Stops the running job's process; the next service resumes the job. Blocks for a few seconds at most."""
-        self._queue.stopping.set()
+        self.queue.stopping.set()
         self._publisher.thread.stop(PUBLISHER_TIMEOUT_S)
-        self._queue.stop()
+        self.queue.stop()
         self.store.close()
         self._lock.close()
 
@@ -131,7 +124,7 @@ class Supervisor:
         self._record_interruptions()
         self._clean_up()
         job = self.store.claim()
-        self._queue.is_held_up = False
+        self.queue.is_held_up = False
         if job is None:
             return CLEAN_UP_INTERVAL_S
         self._run_claimed(job)
@@ -204,10 +197,9 @@ class Supervisor:
 
     def _listen(self, calibration_id: str, process: JobProcess) -> Ended | Interruption:
         """Records what the process says until it has ended or must be killed, and returns how it ended."""
-        recorder = _Recorder(self.store, calibration_id)
         ended: Ended | None = None
         heard_at_s, cancelled_at_s = time.monotonic(), math.inf
-        while not self._queue.stopping.is_set():
+        while not self.queue.stopping.is_set():
             try:
                 report = process.hear(LISTEN_S)
             except EOFError:
@@ -219,11 +211,11 @@ class Supervisor:
                 ended = report
             elif isinstance(report, Progress | Problem):
                 try:
-                    recorder.record(report)
-                    self._queue.is_held_up = False
+                    self.store.record(calibration_id, report)
+                    self.queue.is_held_up = False
                 except NeapError as error:
                     log.warning("progress not recorded", reason=error.reason)
-                    self._queue.is_held_up = True
+                    self.queue.is_held_up = True
             if now_s - heard_at_s > SILENCE_TIMEOUT_S:
                 return f"after {SILENCE_TIMEOUT_S:.0f} s without a sign of life", True
             if calibration_id in self._cancelled and cancelled_at_s == math.inf:
@@ -233,7 +225,7 @@ class Supervisor:
                 return "when it did not stop in time", True
         if ended is not None:
             return ended
-        if self._queue.stopping.is_set():
+        if self.queue.stopping.is_set():
             return "when the service stopped", False
         return process.describe_exit(), True
 
@@ -253,25 +245,3 @@ class Supervisor:
         for job_log in self._folder.log_root.glob("*.log"):
             if job_log.stem not in states:
                 job_log.unlink(missing_ok=True)
-
-
-class _Recorder:
-    """Writes down what a job's process says."""
-
-    def __init__(self, store: JobStore, calibration_id: str) -> None:
-        self._store, self._calibration_id = store, calibration_id
-        self._phase, self._written_at_s = "", 0.0
-        self._unwritten: dict[str, float] = {}
-
-    def record(self, report: Progress | Problem) -> None:
-        """Raises NeapError if it cannot be written now. Figures are then written with the next ones."""
-        if isinstance(report, Problem):
-            self._store.note_problem(self._calibration_id, report.reason, report.message)
-            return
-        self._unwritten |= report.figures
-        now_s = time.monotonic()
-        if report.phase == self._phase and now_s - self._written_at_s < PROGRESS_INTERVAL_S:
-            return
-        progress = replace(report, figures=self._unwritten)
-        self._store.record_progress(self._calibration_id, progress)
-        self._phase, self._written_at_s, self._unwritten = report.phase, now_s, {}

@@ -11,12 +11,15 @@ _RETRY_S = 1.0
 
 
 class Watchers:
-    """Limits the number of open watch streams, wakes them, and ends them when the service stops. Made in the service's loop."""
+    """Limits the number of open watch streams, wakes them, and ends them when the service stops. Made in the service's loop.
+
+    `change`: for `wait_for`. Whoever takes it before looking misses no change.
+    """
 
     def __init__(self) -> None:
         self._num_watchers = 0
         self._loop = asyncio.get_running_loop()
-        self._stopping, self._change = asyncio.Event(), asyncio.Event()
+        self._stopping, self.change = asyncio.Event(), asyncio.Event()
 
     @contextmanager
     def track_stream(self) -> Iterator[None]:
@@ -43,11 +46,6 @@ class Watchers:
             return
         raise _stopping_error()
 
-    @property
-    def next_change(self) -> asyncio.Event:
-        """For `wait_for`. Whoever takes it before looking misses no change."""
-        return self._change
-
     async def wait_for(self, change: asyncio.Event) -> None:
         """Waits until something watched has changed. Raises Unavailable (SHUTTING_DOWN) as soon as the service stops."""
         await change.wait()
@@ -64,8 +62,8 @@ class Watchers:
         self._wake()
 
     def _wake(self) -> None:
-        self._change.set()
-        self._change = asyncio.Event()
+        self.change.set()
+        self.change = asyncio.Event()
 
 
 def _stopping_error() -> Unavailable:

@@ -5,9 +5,6 @@ It is told what to do through the pipe, and tells how far it is and how it has e
 
 import os
 import sys
-import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -16,11 +13,11 @@ import structlog
 
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.finished import load_product, save_product
-from calibrator_service.job import Ended, JobState
+from calibrator_service.job import Ended, JobState, Problem
 from calibrator_service.lineage import fetch_statistics
-from calibrator_service.parent import live_with_parent
-from calibrator_service.process_config import Problem, ProcessConfig, Report
+from calibrator_service.process_config import ProcessConfig
 from calibrator_service.recipe import run
+from calibrator_service.service_link import ServiceLink
 from calibrator_service.sources import allowed_source
 from shared.errors import Cancelled, NeapError, Unavailable
 from shared.file_lock import file_lock
@@ -28,46 +25,20 @@ from shared.rpc.logs import configure_logging
 from shared.rpc.service_logs import log_all_output, log_stdout
 from shared.storage import storage_error
 
-SIGN_OF_LIFE_INTERVAL_S = 5.0
 LOCK_TIMEOUT_S = 30.0
 SAVE_PAUSE_S = 1.0
 
 log = structlog.get_logger("neap.calibration")
 
 
-class Service:
-    """What a job's process has of its service. Safe to use from several threads."""
-
-    def __init__(self, pipe: Connection, parent_pid: int) -> None:
-        self._pipe, self._lock = pipe, threading.Lock()
-        self._stop = threading.Event()
-        live_with_parent(parent_pid, pipe, self._stop.set)
-        threading.Thread(target=self._show_life, name="sign-of-life", daemon=True).start()
-
-    def should_stop(self) -> bool:
-        return self._stop.is_set()
-
-    def tell(self, report: Report) -> None:
-        """Never fails the job. Without its service this process is killed anyway."""
-        with self._lock, suppress(OSError):
-            self._pipe.send(report)
-
-    def _show_life(self) -> None:
-        while True:
-            self.tell("")
-            time.sleep(SIGN_OF_LIFE_INTERVAL_S)
-
-
-def run_job(
-    config: ProcessConfig, tell: Callable[[Report], None], should_stop: Callable[[], bool]
-) -> Ended:
+def run_job(config: ProcessConfig, service: ServiceLink) -> Ended:
     """Runs the job, which leaves its finished product in its folder, from where the service publishes it."""
     try:
         config.work_dir.mkdir(parents=True, exist_ok=True)
         taken = Unavailable("another process still works on this calibration", reason="JOB_LOCKED")
         # Waits, because the process that this one replaces may take a moment to die.
         with file_lock(config.work_dir / "lock", timeout_s=LOCK_TIMEOUT_S, locked=taken):
-            _make_product(config, tell, should_stop)
+            _make_product(config, service)
     except Cancelled:
         log.info("cancelled")
         return Ended(JobState.CANCELLED)
@@ -85,19 +56,19 @@ def run_job(
     return Ended(JobState.PUBLISHING)
 
 
-def _make_product(
-    config: ProcessConfig, tell: Callable[[Report], None], should_stop: Callable[[], bool]
-) -> None:
+def _make_product(config: ProcessConfig, service: ServiceLink) -> None:
     if load_product(config.work_dir) is not None:
         log.info("found finished")
         return
-    tell(Progress("loading", 0.0))
+    service.progress(Progress("loading", 0.0))
     # The source was checked when the job was created, but files, symlinks and settings may have changed since.
     spec = replace(config.spec, source=allowed_source(config.spec.source, config.service))
     parent_statistics = fetch_statistics(config.service.registry, spec, config.work_dir)
-    product = run(replace(config, spec=spec), parent_statistics, tell, should_stop)
-    tell(Progress("publishing", 0.99))
-    while not should_stop():
+    product = run(
+        replace(config, spec=spec), parent_statistics, service.progress, service.stop.is_set
+    )
+    service.progress(Progress("publishing", 0.99))
+    while not service.stop.is_set():
         try:
             save_product(config.work_dir, product)
             return
@@ -105,8 +76,8 @@ def _make_product(
             # Hours of work are in memory only: they wait for room.
             known = storage_error(error, "its product", place="the calibration's folder")
             log.warning("the product cannot be saved yet", reason=known.reason)
-            tell(Problem(known.reason, known.message))
-            time.sleep(SAVE_PAUSE_S)
+            service.tell(Problem(known.reason, known.message))
+            service.stop.wait(SAVE_PAUSE_S)
     raise Cancelled("the calibration was cancelled at its end")
 
 
@@ -114,11 +85,11 @@ def main() -> None:
     log_all_output()
     pipe = Connection(int(sys.argv[-1]))
     config: ProcessConfig = pipe.recv()
-    service = Service(pipe, config.parent_pid)
+    service = ServiceLink(pipe, config.parent_pid)
     configure_logging(config.service.log_level, json_lines=True)
     log_stdout()
     structlog.contextvars.bind_contextvars(calibration_id=config.calibration_id, start=config.start)
-    service.tell(run_job(config, service.tell, service.should_stop))
+    service.tell(run_job(config, service))
     # Python's own exit would wait for threads, and report what a log on a full disk could not take.
     with suppress(OSError):
         sys.stderr.flush()

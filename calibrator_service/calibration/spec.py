@@ -126,10 +126,14 @@ class CalibrationSpec:
     parent: ParentRouter | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.max_tokens <= _MAX_INT64:
-            raise _bad_spec(
-                "max_tokens", f"max_tokens is {self.max_tokens}; it must be in [0, 2^63)"
-            )
+        for name, least, most, limits in (
+            ("max_tokens", 0, _MAX_INT64, "[0, 2^63)"),
+            ("draft_vocabulary_size", 0, _MAX_UINT32, "[0, 2^32)"),
+            ("router_width", 1, MAX_ROUTER_WIDTH, f"[1, {MAX_ROUTER_WIDTH}]"),
+            ("seed", 0, _MAX_INT64, "[0, 2^63)"),
+        ):
+            if not least <= (value := getattr(self, name)) <= most:
+                raise _bad_spec(name, f"{name} is {value}; it must be in {limits}")
         if self.time_budget_s is not None and not 0 < self.time_budget_s <= MAX_BUDGET_S:
             raise _bad_spec(
                 "time_budget",
@@ -148,18 +152,6 @@ class CalibrationSpec:
                 "cosine_threshold",
                 f"cosine_threshold is {self.cosine_threshold}; it must be in (0, 1]",
             )
-        if not 0 <= self.draft_vocabulary_size <= _MAX_UINT32:
-            raise _bad_spec(
-                "draft_vocabulary_size",
-                f"draft_vocabulary_size is {self.draft_vocabulary_size}; it must be in [0, 2^32)",
-            )
-        if not 1 <= self.router_width <= MAX_ROUTER_WIDTH:
-            raise _bad_spec(
-                "router_width",
-                f"router_width is {self.router_width}; it must be in [1, {MAX_ROUTER_WIDTH}]",
-            )
-        if not 0 <= self.seed <= _MAX_INT64:
-            raise _bad_spec("seed", f"seed is {self.seed}; it must be in [0, 2^63)")
 
     @property
     def prompts(self) -> tuple[str, ...]:

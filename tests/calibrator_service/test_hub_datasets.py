@@ -1,5 +1,8 @@
 """Names that are not datasets of the Hub are refused without a request to the Hub."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from datasets import packaged_modules
 
@@ -73,7 +76,6 @@ def test_a_job_checks_its_dataset_again(tmp_path, name, allowed, reason):
     """Another version of the service or other settings may have created the job."""
     service = ServiceConfig({"tiny": "/a"}, "", hub_datasets=allowed)
     spec = CalibrationSpec("tiny", HubDataset(name))
-    ended = run_job(
-        ProcessConfig("cal-1", 1, 1, spec, tmp_path, service), lambda _: None, lambda: False
-    )
+    link: Any = SimpleNamespace(progress=lambda _: None)
+    ended = run_job(ProcessConfig("cal-1", 1, 1, spec, tmp_path, service), link)
     assert (ended.state, ended.reason) == (JobState.FAILED, reason)

@@ -14,7 +14,7 @@ from calibrator_service.calibration.spec import (
     SelfGenerated,
     TextFile,
 )
-from calibrator_service.job import Ended, Job, JobState
+from calibrator_service.job import Ended, Job, JobState, Problem
 from calibrator_service.jobs import APPLICATION_ID, MAX_RESUMES, JobStore
 from shared.errors import Corrupt
 from tests.calibrator_service.calibration.test_spec import STORED
@@ -178,13 +178,13 @@ def test_every_change_is_told_and_raises_the_revision(tmp_path):
     store = JobStore(tmp_path / "jobs.db", lambda: told.append(store.get(job_id).revision))
     job_id = create(store).calibration_id
     store.claim()
-    store.record_progress(job_id, Progress("collecting", 7.0, {"a": 1.0}))
-    store.record_progress(job_id, Progress("collecting", 0.5, {"b": float("nan")}))
+    store.record(job_id, Progress("collecting", 7.0, {"a": 1.0}))
+    store.record(job_id, Progress("collecting", 0.5, {"b": float("nan")}))
     now = store.get(job_id)
     assert (now.fraction, now.figures.keys()) == (0.5, {"a", "b"})
     store.cancel(job_id)
     store.cancel(job_id)
-    store.note_problem(job_id, "DISK_FULL", "no room")
+    store.record(job_id, Problem("DISK_FULL", "no room"))
     assert store.record_end(job_id, Ended(JobState.CANCELLED)).failure_reason == ""
     assert told == [2, 3, 4, 5, 6, 7], "a second request to cancel changes nothing"
 
