@@ -68,7 +68,7 @@ class JobProcess:
         self._words.put(None)
 
     def describe_exit(self) -> str:
-        """How a process that has ended did so, for people."""
+        """How a process that has been killed or has ended did so, for people."""
         status = self._process.wait()
         if status >= 0:
             return f"with exit status {status}"

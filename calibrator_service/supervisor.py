@@ -227,6 +227,7 @@ class Supervisor:
             return ended
         if self.queue.stopping.is_set():
             return "when the service stopped", False
+        process.kill()  # without effect on what has ended by itself
         return process.describe_exit(), True
 
     def _clean_up(self) -> None:
