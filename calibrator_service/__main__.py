@@ -58,7 +58,8 @@ class CalibratorServer(RpcServer):
 
 
 async def serve(settings: CalibratorSettings) -> int:
-    """Serves until SIGTERM, SIGINT or the death of the queue's thread. Returns the exit status: 1 after such a death, else 0.
+    """Serves until SIGTERM, SIGINT or the death of the queue's thread.
+    Returns the exit status: 1 after such a death, else 0.
 
     Raises NeapError if the registry, the data folder or the address cannot be used.
     """
@@ -115,7 +116,8 @@ async def serve(settings: CalibratorSettings) -> int:
             loop = asyncio.get_running_loop()
 
             async def prepare() -> None:
-                # A service without its queue is useless. It reports NOT_SERVING, drains and ends, and is then restarted.
+                # A service without its queue is useless. It reports NOT_SERVING, drains and ends, and is then
+                # restarted.
                 supervisor.start(on_failure=partial(_stop_soon, loop, server))
 
             with serve_metrics(settings.metrics_listen, metrics.registry):
@@ -136,7 +138,8 @@ def _stop_soon(loop: asyncio.AbstractEventLoop, server: RpcServer) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 after a requested stop, 1 if the queue has died, 2 for a configuration that cannot work."""
+    """Returns the exit status: 0 after a requested stop, 1 if the queue has died, 2 for a configuration that cannot
+    work."""
     try:
         settings = settings_from_command_line(
             CalibratorSettings, "python -m calibrator_service", argv

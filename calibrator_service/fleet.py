@@ -1,4 +1,5 @@
-"""Lets inference workers write a calibration's text over gRPC, at low priority. What they leave is written by this process."""
+"""Lets inference workers write a calibration's text over gRPC, at low priority.
+What they leave is written by this process."""
 
 import queue
 import threading
@@ -37,15 +38,16 @@ log = structlog.get_logger("neap.calibration")
 
 
 def fleet_of(addresses: Sequence[str], loaded: LoadedModel) -> Callable[[Writer], Writer]:
-    """Makes a writer of these workers from the one that takes over what they leave. They are called as the settings of a client
-    say. Raises InvalidInput (BAD_CONFIGURATION)."""
+    """Makes a writer of these workers from the one that takes over what they leave. They are called as the settings of
+    a client say. Raises InvalidInput (BAD_CONFIGURATION)."""
     security = make_settings(ClientSettings).client_security()
     return lambda local: FleetWriter(addresses, loaded, local, security)
 
 
 class FleetWriter:
-    """A `Writer`. A worker that does not answer, drains or fails is left out from then on; its requests go to the others, and without
-    any to `local`. `write` raises `PreconditionFailed` (WORKER_HAS_OTHER_MODEL) if a worker serves another model under the same id.
+    """A `Writer`. A worker that does not answer, drains or fails is left out from then on; its requests go to the
+    others, and without any to `local`. `write` raises `PreconditionFailed` (WORKER_HAS_OTHER_MODEL) if a worker serves
+    another model under the same id.
 
     Workers may compute in another format than the model here, so no answer counts as the model's own choice.
     """
@@ -188,7 +190,8 @@ class _Worker:
         ours = (self.loaded.fingerprint, self.loaded.context_length)
         if model.fingerprint != ours[0] or model.context_length < ours[1]:
             raise PreconditionFailed(
-                f"the worker {self.address} serves another model, or one with a shorter context, as {self.loaded.model_id}",
+                f"the worker {self.address} serves another model, or one with a shorter context, as "
+                f"{self.loaded.model_id}",
                 reason="WORKER_HAS_OTHER_MODEL",
                 metadata={"worker": self.address, "fingerprint": model.fingerprint},
             )

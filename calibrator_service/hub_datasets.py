@@ -16,10 +16,11 @@ _SPLIT = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 
 def check_hub_dataset(name: str, *, config: str = "", split: str = "", field: str = "") -> None:
-    """Refuses a name that is not a dataset of the Hub: a path, a URL, the name of a reader of `datasets` ("text", "json", ..).
+    """Refuses a name that is not a dataset of the Hub: a path, a URL, the name of a reader of `datasets` ("text",
+    "json", ..).
 
-    A name is "owner/name" or a plain name, in the Hub's alphabet. Empty `config`, `split` and `field` mean the defaults.
-    Raises InvalidInput (BAD_DATASET_NAME, BAD_DATASET_CONFIG, BAD_DATASET_SPLIT, BAD_DATASET_FIELD).
+    A name is "owner/name" or a plain name, in the Hub's alphabet. Empty `config`, `split` and `field` mean the
+    defaults. Raises InvalidInput (BAD_DATASET_NAME, BAD_DATASET_CONFIG, BAD_DATASET_SPLIT, BAD_DATASET_FIELD).
     """
     try:
         validate_repo_id(name)
@@ -54,7 +55,8 @@ def check_allowed(name: str, patterns: Sequence[str]) -> None:
 
 
 def is_public_only(name: str, patterns: Sequence[str]) -> bool:
-    """Whether only the pattern "*" allows the name. Then any caller may choose it, so the operator's token must not be used."""
+    """Whether only the pattern "*" allows the name.
+    Then any caller may choose it, so the operator's token must not be used."""
     return not any(pattern != ANY and fnmatchcase(name, pattern) for pattern in patterns)
 
 

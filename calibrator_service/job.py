@@ -20,11 +20,14 @@ CREATE TABLE removed_jobs (model_id TEXT PRIMARY KEY, num_resumes INTEGER NOT NU
 JOBS_SCHEMA = f"""
 CREATE TABLE jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, calibration_id TEXT NOT NULL UNIQUE, request_id TEXT NOT NULL UNIQUE,
-    model_id TEXT NOT NULL, spec TEXT NOT NULL, aliases TEXT NOT NULL, state TEXT NOT NULL, phase TEXT NOT NULL DEFAULT '',
-    fraction REAL NOT NULL DEFAULT 0, figures TEXT NOT NULL DEFAULT '{{}}', create_time_s REAL NOT NULL, end_time_s REAL,
+    model_id TEXT NOT NULL, spec TEXT NOT NULL, aliases TEXT NOT NULL, state TEXT NOT NULL,
+    phase TEXT NOT NULL DEFAULT '',
+    fraction REAL NOT NULL DEFAULT 0, figures TEXT NOT NULL DEFAULT '{{}}', create_time_s REAL NOT NULL,
+    end_time_s REAL,
     failure_reason TEXT NOT NULL DEFAULT '', failure_message TEXT NOT NULL DEFAULT '',
     router_version INTEGER NOT NULL DEFAULT 0, manifest_digest TEXT NOT NULL DEFAULT '',
-    num_starts INTEGER NOT NULL DEFAULT 0, num_resumes INTEGER NOT NULL DEFAULT 0, num_deaths INTEGER NOT NULL DEFAULT 0,
+    num_starts INTEGER NOT NULL DEFAULT 0, num_resumes INTEGER NOT NULL DEFAULT 0,
+    num_deaths INTEGER NOT NULL DEFAULT 0,
     cancel_requested INTEGER NOT NULL DEFAULT 0, publishing INTEGER NOT NULL DEFAULT 0,
     num_heartbeats INTEGER NOT NULL DEFAULT 0, revision INTEGER NOT NULL DEFAULT 1,
     num_prompts INTEGER NOT NULL DEFAULT 0);
@@ -45,15 +48,16 @@ UPDATE jobs SET state = 'publishing', phase = 'publishing' WHERE publishing AND 
 }
 # What a Job is read from.
 JOB_COLUMNS = (
-    "number, calibration_id, request_id, model_id, spec AS spec_text, aliases AS aliases_text, state AS state_text, phase, fraction,"
-    " figures AS figures_text, create_time_s, end_time_s, failure_reason, failure_message, router_version, manifest_digest, num_starts,"
-    " num_resumes, num_deaths, cancel_requested, publishing, revision, num_prompts"
+    "number, calibration_id, request_id, model_id, spec AS spec_text, aliases AS aliases_text, state AS state_text, "
+    "phase, fraction, figures AS figures_text, create_time_s, end_time_s, failure_reason, failure_message, "
+    "router_version, manifest_digest, num_starts, num_resumes, num_deaths, cancel_requested, publishing, revision, "
+    "num_prompts"
 )
 
 
 class JobState(StrEnum):
-    """PUBLISHING: the product is finished, and the service publishes it. WAITING: it could not be published, and is kept until somebody
-    says what to do."""
+    """PUBLISHING: the product is finished, and the service publishes it. WAITING: it could not be published, and is
+    kept until somebody says what to do."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -73,7 +77,8 @@ ENDED_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLE
 
 @dataclass(frozen=True)
 class Ended:
-    """How the work of a job has ended: PUBLISHING with a finished product on disk, FAILED with a reason and a message, or CANCELLED."""
+    """How the work of a job has ended: PUBLISHING with a finished product on disk, FAILED with a reason and a message,
+    or CANCELLED."""
 
     state: JobState
     reason: str = ""
@@ -96,11 +101,12 @@ Report = Progress | Problem | Ended | str
 class Job:
     """A job at the time it was read. `number` orders jobs; `revision` increases with every change.
 
-    `publishing`: an attempt to publish the product has begun, so the registry may have the version. `num_deaths` counts processes that
-    died by themselves while their service was running. `prompts_text`: the spec's prompts, if the job was read with them.
+    `publishing`: an attempt to publish the product has begun, so the registry may have the version. `num_deaths` counts
+    processes that died by themselves while their service was running. `prompts_text`: the spec's prompts, if the job
+    was read with them.
 
-    The properties parse columns that are stored as text, once. They raise Corrupt (JOB_UNREADABLE) if another build wrote a text that
-    this one cannot read. The fields suffice for the queue, so it can handle such a job.
+    The properties parse columns that are stored as text, once. They raise Corrupt (JOB_UNREADABLE) if another build
+    wrote a text that this one cannot read. The fields suffice for the queue, so it can handle such a job.
     """
 
     number: int

@@ -42,7 +42,8 @@ class JobProcess:
         self._words.put("stop")
 
     def hear(self, timeout_s: float) -> Report | None:
-        """What the process says next; None if it says nothing in time. Raises EOFError once it has ended and everything is heard."""
+        """What the process says next; None if it says nothing in time.
+        Raises EOFError once it has ended and everything is heard."""
         has_ended = self._process.poll() is not None
         try:
             if self._pipe.poll(0 if has_ended else timeout_s):
@@ -55,7 +56,8 @@ class JobProcess:
         return None
 
     def kill(self) -> None:
-        """Kills the process and its group, and waits for its end. It need not clean up: a resumed job uses complete files only."""
+        """Kills the process and its group, and waits for its end.
+        It need not clean up: a resumed job uses complete files only."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, number)

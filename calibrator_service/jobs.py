@@ -1,7 +1,8 @@
 """The durable store of calibration jobs. Every step is one transaction, and only their service makes any.
 
-States: queued -> running -> publishing -> succeeded, and failed or cancelled instead of any later one. A running job whose process died
-is queued again. A job that cannot be published is waiting, until a retry or a restart of the service makes it publishing again.
+States: queued -> running -> publishing -> succeeded, and failed or cancelled instead of any later one. A running job
+whose process died is queued again. A job that cannot be published is waiting, until a retry or a restart of the service
+makes it publishing again.
 """
 
 import json
@@ -99,8 +100,8 @@ class JobStore:
                 )
             calibration_id = f"cal-{secrets.token_hex(8)}"
             connection.execute(
-                "INSERT INTO jobs (calibration_id, request_id, model_id, spec, aliases, num_prompts, state, create_time_s)"
-                " VALUES (?, ?, ?, ?, ?, ?, 'queued', ?)",
+                "INSERT INTO jobs (calibration_id, request_id, model_id, spec, aliases, num_prompts, state, "
+                "create_time_s) VALUES (?, ?, ?, ?, ?, ?, 'queued', ?)",
                 (
                     *(calibration_id, request_id, spec.model_id, spec.to_json()),
                     *(json.dumps(list(aliases)), len(spec.prompts), time.time()),
@@ -134,15 +135,18 @@ class JobStore:
         """Jobs with a number below `before`, newest first; of all models if `model_id` is empty."""
         before = _LARGEST_INTEGER if before is None else min(max(before, 0), _LARGEST_INTEGER)
         rows = self.database.rows(
-            f"SELECT {JOB_COLUMNS} FROM jobs WHERE number < ? AND (? = '' OR model_id = ?) ORDER BY number DESC LIMIT ?",
+            f"SELECT {JOB_COLUMNS} FROM jobs WHERE number < ? AND (? = '' OR model_id = ?) ORDER BY number DESC LIMIT "
+            "?",
             (before, model_id, model_id, limit),
         )
         return [job_from_row(row) for row in rows]
 
     def cancel(self, calibration_id: str) -> Job:
-        """Ends a job of which nothing can be published yet, or asks for its end. Changes nothing once it has ended. Raises NotFound.
+        """Ends a job of which nothing can be published yet, or asks for its end. Changes nothing once it has ended.
+        Raises NotFound.
 
-        A running job's process must be stopped. Of a product that the registry may have already, the publisher finds out whether it has.
+        A running job's process must be stopped. Of a product that the registry may have already, the publisher finds
+        out whether it has.
         """
 
         def changes(job: Job) -> Changes:
@@ -157,7 +161,8 @@ class JobStore:
         return self._change(calibration_id, changes)
 
     def retry(self, calibration_id: str) -> Job:
-        """Lets a waiting job be published. Changes nothing for one that is being published. Raises NotFound, PreconditionFailed."""
+        """Lets a waiting job be published. Changes nothing for one that is being published.
+        Raises NotFound, PreconditionFailed."""
 
         def changes(job: Job) -> Changes:
             if job.state in (JobState.WAITING, JobState.PUBLISHING):
@@ -216,8 +221,8 @@ class JobStore:
             if row is None:
                 return None
             connection.execute(
-                "UPDATE jobs SET state = 'running', num_resumes = num_resumes + (num_starts > 0), num_starts = num_starts + 1,"
-                " revision = revision + 1 WHERE calibration_id = ?",
+                "UPDATE jobs SET state = 'running', num_resumes = num_resumes + (num_starts > 0), num_starts = "
+                "num_starts + 1, revision = revision + 1 WHERE calibration_id = ?",
                 tuple(row),
             )
             job = self.get(row["calibration_id"], with_prompts=True)
@@ -239,7 +244,8 @@ class JobStore:
         self._change(calibration_id, changes)
 
     def record_end(self, calibration_id: str, ended: Ended) -> Job:
-        """Records how a running job's work ended. A finished product is the publisher's from now on, unless the job was to be cancelled."""
+        """Records how a running job's work ended. A finished product is the publisher's from now on, unless the job was
+        to be cancelled."""
 
         def changes(job: Job) -> Changes:
             if job.state is not JobState.RUNNING:
@@ -259,10 +265,11 @@ class JobStore:
         return self._change(calibration_id, changes)
 
     def record_interruption(self, calibration_id: str, how: str, *, is_death: bool) -> Job:
-        """Records that the job's process ended without a result: the job is cancelled if that was requested, failed after more than
-        MAX_RESUMES deaths, else queued again.
+        """Records that the job's process ended without a result: the job is cancelled if that was requested, failed
+        after more than MAX_RESUMES deaths, else queued again.
 
-        `how`: a description for people. `is_death`: the process died by itself; False if its service stopped it or was killed.
+        `how`: a description for people. `is_death`: the process died by itself; False if its service stopped it or was
+        killed.
         """
 
         def changes(job: Job) -> Changes:
@@ -286,7 +293,8 @@ class JobStore:
             self.retry(job.calibration_id)
 
     def begin_publishing(self, calibration_id: str) -> bool:
-        """Records that the registry may have the product from now on. False if the job is cancelled: then it must not get it."""
+        """Records that the registry may have the product from now on.
+        False if the job is cancelled: then it must not get it."""
 
         def changes(job: Job) -> Changes:
             is_first = job.state is JobState.PUBLISHING and not job.publishing
@@ -313,8 +321,8 @@ class JobStore:
     def end_publishing(
         self, calibration_id: str, published: PublishedVersion | None, *, is_lost: bool = False
     ) -> Job:
-        """Ends a job with the version that the registry has, or, if it has none, as cancelled, or as failed if the product `is_lost`.
-        Leaves one that has ended as it is."""
+        """Ends a job with the version that the registry has, or, if it has none, as cancelled, or as failed if the
+        product `is_lost`. Leaves one that has ended as it is."""
 
         def changes(job: Job) -> Changes:
             if job.state is not JobState.PUBLISHING:
@@ -331,7 +339,8 @@ class JobStore:
         return self._change(calibration_id, changes)
 
     def _change(self, calibration_id: str, changes_of: Callable[[Job], Changes]) -> Job:
-        """Makes the changes that are due to the job as it is now, and returns it as it is then. Raises NotFound, what `changes_of` raises."""
+        """Makes the changes that are due to the job as it is now, and returns it as it is then.
+        Raises NotFound, what `changes_of` raises."""
         with self.database.transaction() as connection:
             job = self.get(calibration_id)
             changes = changes_of(job)

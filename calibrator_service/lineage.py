@@ -1,4 +1,5 @@
-"""The router that a job goes on from: looked up when the job is created, and its statistics fetched when the job starts."""
+"""The router that a job goes on from: looked up when the job is created, and its statistics fetched when the job
+starts."""
 
 import hashlib
 from contextlib import closing
@@ -22,8 +23,8 @@ _PREFIX = "parent-"
 def find_parent(registry: Registry, model_id: str, asked: ParentRouter) -> ParentRouter:
     """The immutable version that `asked` names, by number or by alias, with its digest.
 
-    Raises NotFound, Corrupt (its manifest is damaged), PreconditionFailed (PARENT_MISMATCH: it is not the version with the digest that was
-    asked for; NO_STATISTICS: it was published without statistics).
+    Raises NotFound, Corrupt (its manifest is damaged), PreconditionFailed (PARENT_MISMATCH: it is not the version with
+    the digest that was asked for; NO_STATISTICS: it was published without statistics).
     """
     if asked.version:
         published = registry.get(model_id, asked.version)
@@ -34,9 +35,11 @@ def find_parent(registry: Registry, model_id: str, asked: ParentRouter) -> Paren
 
 
 def fetch_statistics(registry: str, spec: CalibrationSpec, work_dir: Path) -> Path | None:
-    """The file with the statistics of the spec's parent; None if it has none. Later starts of the job find the file in `work_dir`.
+    """The file with the statistics of the spec's parent; None if it has none.
+    Later starts of the job find the file in `work_dir`.
 
-    Raises as `find_parent`, what the registry raises, and Corrupt if the statistics do not match their digest or are too large.
+    Raises as `find_parent`, what the registry raises, and Corrupt if the statistics do not match their digest or are
+    too large.
     """
     if spec.parent is None:
         return None
@@ -50,7 +53,8 @@ def fetch_statistics(registry: str, spec: CalibrationSpec, work_dir: Path) -> Pa
         size_bytes = blob_size_bytes(published.manifest, STATISTICS_BLOB)
         if size_bytes > MAX_STATISTICS_BYTES:
             raise Corrupt(
-                f"the statistics of version {published.version} have {size_bytes} bytes; at most {MAX_STATISTICS_BYTES} are read"
+                f"the statistics of version {published.version} have {size_bytes} bytes; at most "
+                f"{MAX_STATISTICS_BYTES} are read"
             )
         digest = blob_digest(published.manifest, STATISTICS_BLOB, spec.model_id, published.version)
         path = work_dir / f"{_PREFIX}{hexadecimal_of(digest)}"
@@ -67,8 +71,9 @@ def _check_parent(published: PublishedVersion, asked: ParentRouter) -> None:
         )
     if STATISTICS_BLOB not in published.manifest.get("blobs", {}):
         raise PreconditionFailed(
-            f"version {published.version} of {published.model_id!r} has no statistics, so no calibration can go on from it: it was "
-            "imported without them, is too large, or is of an earlier version of neap. Calibrate it again, or name another version",
+            f"version {published.version} of {published.model_id!r} has no statistics, so no calibration can go on "
+            "from it: it was imported without them, is too large, or is of an earlier version of neap. Calibrate it "
+            "again, or name another version",
             reason="NO_STATISTICS",
             metadata={"version": str(published.version)},
         )

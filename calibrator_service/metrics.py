@@ -34,7 +34,8 @@ class ObservedQueue(Protocol):
 class CalibratorMetrics:
     """One registry with the metrics of jobs, their queue and this process. Safe to use from any thread.
 
-    The number of label values is bounded: models that were configured when a job was created, states, phases, and error reasons.
+    The number of label values is bounded: models that were configured when a job was created, states, phases, and error
+    reasons.
     """
 
     def __init__(self) -> None:

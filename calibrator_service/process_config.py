@@ -10,8 +10,8 @@ from calibrator_service.calibration.spec import CalibrationSpec
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How models are loaded. `dtype` and `compute_dtype` are "auto" or a torch dtype's name; `threads` None: torch's choice, but no more
-    than CPUs may be used."""
+    """How models are loaded. `dtype` and `compute_dtype` are "auto" or a torch dtype's name; `threads` None: torch's
+    choice, but no more than CPUs may be used."""
 
     device: str = "cpu"
     dtype: str = "auto"
@@ -22,9 +22,9 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ServiceConfig:
-    """`models`: id -> source of the models that can be calibrated. `registry`: where products are published and parents looked up.
-    `text_workers`: addresses of workers that may write text. `max_time_budget_s`: a job with a longer budget is refused.
-    `job_retention_s`: how long records and logs of ended jobs are kept."""
+    """`models`: id -> source of the models that can be calibrated. `registry`: where products are published and parents
+    looked up. `text_workers`: addresses of workers that may write text. `max_time_budget_s`: a job with a longer budget
+    is refused. `job_retention_s`: how long records and logs of ended jobs are kept."""
 
     models: Mapping[str, str]
     registry: str

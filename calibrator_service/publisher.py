@@ -1,8 +1,10 @@
-"""Publishes finished products in a thread of the service, beside the queue: the next job need not wait for a registry that is away.
+"""Publishes finished products in a thread of the service, beside the queue: the next job need not wait for a registry
+that is away.
 
-No error of the registry ends a job. After one that may pass, publishing is repeated, ever more slowly. After any other the job waits,
-visibly, until somebody asks for the next attempt or the service is started again. Whatever happened, the product stays on disk until
-its version is recorded, or until the job was cancelled and the registry has been seen not to have it.
+No error of the registry ends a job. After one that may pass, publishing is repeated, ever more slowly. After any other
+the job waits, visibly, until somebody asks for the next attempt or the service is started again. Whatever happened, the
+product stays on disk until its version is recorded, or until the job was cancelled and the registry has been seen not
+to have it.
 """
 
 import random
@@ -45,7 +47,8 @@ class _Attempts:
 
 
 class Publisher:
-    """Safe to use from several threads. `thread`: a step makes all attempts that are due. What is cut off the next service repeats."""
+    """Safe to use from several threads. `thread`: a step makes all attempts that are due.
+    What is cut off the next service repeats."""
 
     def __init__(
         self, folder: JobFolder, store: JobStore, registry: str, metrics: CalibratorMetrics
@@ -96,7 +99,8 @@ class Publisher:
             self._record(job, attempts, NeapError(message))
 
     def _settle(self, job: Job) -> None:
-        """Ends the job, or returns because it was cancelled in this moment. Raises what registry and store raise, OSError."""
+        """Ends the job, or returns because it was cancelled in this moment.
+        Raises what registry and store raise, OSError."""
         product, published = None, None
         if not job.cancel_requested:
             product = load_product(self._folder.work(job.calibration_id))
@@ -134,7 +138,8 @@ class Publisher:
 
 
 def publish(registry: str, job: Job, product: Product) -> PublishedVersion:
-    """Publishes once and returns the version. Raises what the registry raises; then the version may be published all the same.
+    """Publishes once and returns the version. Raises what the registry raises; then the version may be published all
+    the same.
 
     The job's id is the request's id, so a repetition finds what an earlier attempt published.
     """

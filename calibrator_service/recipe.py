@@ -1,4 +1,5 @@
-"""The work of a job: loads the model, calibrates, packs the ladder. Runs in the job's process and imports torch only when called."""
+"""The work of a job: loads the model, calibrates, packs the ladder.
+Runs in the job's process and imports torch only when called."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ def run(
     progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
 ) -> Product:
-    """`parent_statistics`: the file of the spec's parent, if it has one. `progress` and `should_stop` are cheap to call.
+    """`parent_statistics`: the file of the spec's parent, if it has one.
+    `progress` and `should_stop` are cheap to call.
 
     Raises NeapError: NotFound and UnsupportedModel from loading, Cancelled, and the errors of `calibrate`.
     """

@@ -127,7 +127,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return change_to_proto(change)
 
     def _check_contents(self, model_id: str, version: int) -> None:
-        """Reads every byte that workers will load before an alias is set to a version. Raises NotFound, Corrupt (VERSION_DAMAGED), InvalidInput."""
+        """Reads every byte that workers will load before an alias is set to a version.
+        Raises NotFound, Corrupt (VERSION_DAMAGED), InvalidInput."""
         try:
             published = self._registry.get(model_id, version)
             for name in served_blobs(published.manifest.get("blobs", {})):

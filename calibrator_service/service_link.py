@@ -1,4 +1,5 @@
-"""What a job's process has of its service: a pipe, through which it tells how it gets on, and the end that both have together."""
+"""What a job's process has of its service: a pipe, through which it tells how it gets on, and the end that both have
+together."""
 
 import ctypes
 import os
@@ -21,8 +22,8 @@ _PR_SET_PDEATHSIG = 1
 class ServiceLink:
     """Safe to use from several threads. `stop`: the service wants the job to end.
 
-    Kills this process's group when the service ends, even by SIGKILL: then the pipe is closed, which a thread notices. On Linux the
-    kernel also sends SIGKILL, which reaches a process that is stuck while it holds the interpreter's lock.
+    Kills this process's group when the service ends, even by SIGKILL: then the pipe is closed, which a thread notices.
+    On Linux the kernel also sends SIGKILL, which reaches a process that is stuck while it holds the interpreter's lock.
     """
 
     def __init__(self, pipe: Connection, parent_pid: int) -> None:

@@ -1,4 +1,5 @@
-"""A thread of the service that does one thing after another, and goes on when a full disk or a locked job store is in its way."""
+"""A thread of the service that does one thing after another, and goes on when a full disk or a locked job store is in
+its way."""
 
 import threading
 from collections.abc import Callable
@@ -16,8 +17,8 @@ log = structlog.get_logger("neap.calibration")
 class ServiceThread:
     """Calls `step` again and again: after the seconds that it returns, and when woken. None: only when woken.
 
-    `stopping`: a step should end. `has_died`: an unexpected exception has ended the thread. `is_held_up`: the last step raised NeapError
-    or OSError. Call `start` and `stop` at most once each. Safe to use from several threads.
+    `stopping`: a step should end. `has_died`: an unexpected exception has ended the thread. `is_held_up`: the last step
+    raised NeapError or OSError. Call `start` and `stop` at most once each. Safe to use from several threads.
     """
 
     def __init__(self, name: str, step: Callable[[], float | None]) -> None:

@@ -1,4 +1,5 @@
-"""neap.calibration.v1.CalibrationService over the job store. Methods raise NeapErrors; an interceptor of shared.rpc maps them."""
+"""neap.calibration.v1.CalibrationService over the job store.
+Methods raise NeapErrors; an interceptor of shared.rpc maps them."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -31,10 +32,11 @@ LATEST = "latest"
 
 
 class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
-    """`registry`: where parents are looked up, in `registry_pool`, so that a registry that hangs holds up no other call. `watchers` must
-    be told of each change of a job.
+    """`registry`: where parents are looked up, in `registry_pool`, so that a registry that hangs holds up no other
+    call. `watchers` must be told of each change of a job.
 
-    A request for a job whose record this build cannot read fails with DATA_LOSS (JOB_UNREADABLE); a list has it under `unreadable`.
+    A request for a job whose record this build cannot read fails with DATA_LOSS (JOB_UNREADABLE); a list has it under
+    `unreadable`.
     """
 
     def __init__(
@@ -56,7 +58,8 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
     async def CreateCalibration(  # noqa: N802
         self, request: pb.CreateCalibrationRequest, context: Any
     ) -> pb.CreateCalibrationResponse:
-        # Aliases decide which version every client is served with, as in RouterService.SetAlias. "latest" is there for calibrations.
+        # Aliases decide which version every client is served with, as in RouterService.SetAlias.
+        # "latest" is there for calibrations.
         if any(alias != LATEST for alias in request.spec.aliases):
             require_role(Role.ADMIN, "an alias other than latest")
         aliases, spec = await self._pool.call(self._checked, request)
@@ -88,7 +91,8 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
             raise InvalidInput("the request has no spec", reason="BAD_SPEC")
         if (num_bytes := request.spec.ByteSize()) > MAX_SPEC_BYTES:
             raise InvalidInput(
-                f"the spec has {num_bytes} bytes; at most {MAX_SPEC_BYTES} are allowed. Give fewer prompts, or answers in a file",
+                f"the spec has {num_bytes} bytes; at most {MAX_SPEC_BYTES} are allowed. Give fewer prompts, or answers "
+                "in a file",
                 reason="SPEC_TOO_LARGE",
                 metadata={"field": "spec", "max_bytes": str(MAX_SPEC_BYTES)},
             )

@@ -1,4 +1,5 @@
-"""Which texts a calibration of this service may read: files of some folders, and datasets of the Hub that are allowed by name."""
+"""Which texts a calibration of this service may read: files of some folders, and datasets of the Hub that are allowed
+by name."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,8 +29,8 @@ def allowed_source(source: Source, config: ServiceConfig) -> Source:
 def find_text_file(path: str, folders: Sequence[Path]) -> Path:
     """The real path of a .txt or .jsonl file that lies under one of `folders`, symlinks resolved on both sides.
 
-    A relative path is looked up in each folder in turn. Raises InvalidInput (PATH_NOT_ALLOWED, BAD_TEXT_FILE) and NotFound
-    (TEXT_FILE_NOT_FOUND). An error does not reveal whether a file outside the folders exists.
+    A relative path is looked up in each folder in turn. Raises InvalidInput (PATH_NOT_ALLOWED, BAD_TEXT_FILE) and
+    NotFound (TEXT_FILE_NOT_FOUND). An error does not reveal whether a file outside the folders exists.
     """
     if not path or "\x00" in path:
         raise InvalidInput("the text file has no valid path", reason="BAD_TEXT_FILE")

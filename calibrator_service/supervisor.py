@@ -1,4 +1,5 @@
-"""Runs the queue of jobs, one at a time, each in a process of its own, and decides what happens after a process has died."""
+"""Runs the queue of jobs, one at a time, each in a process of its own, and decides what happens after a process has
+died."""
 
 import math
 import os
@@ -42,8 +43,8 @@ log = structlog.get_logger("neap.calibration")
 class Supervisor:
     """Owns the job folder: a second service on the same folder is refused with PreconditionFailed (DATA_DIR_IN_USE).
 
-    The constructor queues the jobs again that a killed service left running. Call `start` and `stop` at most once each. `on_change` is
-    called after each change of a job, by any thread. `queue`: to be woken when there is a new job.
+    The constructor queues the jobs again that a killed service left running. Call `start` and `stop` at most once each.
+    `on_change` is called after each change of a job, by any thread. `queue`: to be woken when there is a new job.
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class Supervisor:
         self._lock = ExitStack()
         self._lock.enter_context(file_lock(folder.lock, timeout_s=0, locked=in_use))
         self.store = JobStore(folder.store, on_change)
-        # The kernel kills a job's process when the thread that started it ends, so this thread lives as long as the service.
+        # The kernel kills a job's process when the thread that started it ends, so this thread lives as long as the
+        # service.
         self.queue = ServiceThread("calibrations", self._run_next)
         # How the processes of jobs have ended, until it is recorded; running jobs that are to stop.
         self._interruptions: dict[str, Interruption] = {}
@@ -131,7 +133,8 @@ class Supervisor:
         return 0.0
 
     def _record_interruptions(self) -> None:
-        """Called when no process runs: jobs recorded as running have ended. The death of a service is not held against its job."""
+        """Called when no process runs: jobs recorded as running have ended.
+        The death of a service is not held against its job."""
         for job in self.store.in_state(JobState.RUNNING):
             how, is_death = self._interruptions.get(job.calibration_id, _SERVICE_DIED)
             after = self.store.record_interruption(job.calibration_id, how, is_death=is_death)
@@ -143,7 +146,8 @@ class Supervisor:
         self._interruptions.clear()
 
     def _run_claimed(self, job: Job) -> None:
-        """Runs a claimed job until it has ended or is to be run again. Fails one that cannot be run, so that the queue continues."""
+        """Runs a claimed job until it has ended or is to be run again.
+        Fails one that cannot be run, so that the queue continues."""
         self._interruptions[job.calibration_id] = ("before its end could be recorded", False)
         try:
             ended = self._supervise(job, job.spec)
@@ -231,7 +235,8 @@ class Supervisor:
         return process.describe_exit(), True
 
     def _clean_up(self) -> None:
-        """Removes the records of jobs that ended long ago, the files of jobs that have ended, and files without a job."""
+        """Removes the records of jobs that ended long ago, the files of jobs that have ended, and files without a
+        job."""
         try:
             num_removed = self.store.remove_ended(time.time() - self.config.job_retention_s)
             states = self.store.states()

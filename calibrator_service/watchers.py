@@ -11,7 +11,8 @@ _RETRY_S = 1.0
 
 
 class Watchers:
-    """Limits the number of open watch streams, wakes them, and ends them when the service stops. Made in the service's loop.
+    """Limits the number of open watch streams, wakes them, and ends them when the service stops.
+    Made in the service's loop.
 
     `change`: for `wait_for`. Whoever takes it before looking misses no change.
     """
@@ -23,7 +24,8 @@ class Watchers:
 
     @contextmanager
     def track_stream(self) -> Iterator[None]:
-        """Scope of one open stream. Raises Exhausted (TOO_MANY_WATCHERS), and Unavailable (SHUTTING_DOWN) once the service stops."""
+        """Scope of one open stream. Raises Exhausted (TOO_MANY_WATCHERS), and Unavailable (SHUTTING_DOWN) once the
+        service stops."""
         if self._stopping.is_set():
             raise _stopping_error()
         if self._num_watchers >= MAX_WATCHERS:
@@ -47,7 +49,8 @@ class Watchers:
         raise _stopping_error()
 
     async def wait_for(self, change: asyncio.Event) -> None:
-        """Waits until something watched has changed. Raises Unavailable (SHUTTING_DOWN) as soon as the service stops."""
+        """Waits until something watched has changed.
+        Raises Unavailable (SHUTTING_DOWN) as soon as the service stops."""
         await change.wait()
         if self._stopping.is_set():
             raise _stopping_error()

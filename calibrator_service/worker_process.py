@@ -1,4 +1,5 @@
-"""The process of one job: `python -m calibrator_service.worker_process FD`, where FD is its end of a pipe to its service.
+"""The process of one job: `python -m calibrator_service.worker_process FD`, where FD is its end of a pipe to its
+service.
 
 It is told what to do through the pipe, and tells how far it is and how it has ended. The service records that.
 """

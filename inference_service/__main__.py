@@ -69,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve(settings: WorkerSettings) -> int:
-    """Answers health checks at once, loads and warms up the models, loads routers, serves, and drains. Raises NeapError if it cannot start."""
+    """Answers health checks at once, loads and warms up the models, loads routers, serves, and drains.
+    Raises NeapError if it cannot start."""
     if not settings.models:
         raise InvalidInput("no model is named: give --model ID=SOURCE", reason="BAD_CONFIGURATION")
     num_threads = settings.threads or min(torch.get_num_threads(), usable_cpus())

@@ -43,8 +43,8 @@ def to_generation_request(
 ) -> GenerationRequest:
     """Validates and tokenises a request. Blocks while it tokenises. If the seed is absent, a random one is chosen.
 
-    `deadline_s` in `time.monotonic()` seconds. Raises InvalidInput, PromptTooLong, and PreconditionFailed (reason PROMPT_DIFFERS) if it resumes
-    an answer to other tokens.
+    `deadline_s` in `time.monotonic()` seconds. Raises InvalidInput, PromptTooLong, and PreconditionFailed (reason
+    PROMPT_DIFFERS) if it resumes an answer to other tokens.
     """
     # The cheap checks come before the prompt is tokenised.
     sampling = to_sampling(request.sampling)
@@ -54,7 +54,8 @@ def to_generation_request(
     expected = request.resume.prompt_digest
     if expected and expected != prompt_digest(prompt_ids):
         raise PreconditionFailed(
-            "the answer to resume was begun after other tokens: the worker that began it has another tokenizer or chat template",
+            "the answer to resume was begun after other tokens: the worker that began it has another tokenizer or chat "
+            "template",
             reason="PROMPT_DIFFERS",
         )
     return GenerationRequest(
@@ -156,7 +157,8 @@ def to_router_choice(selector: inference_pb2.RouterSelector) -> RouterChoice:
 def from_event(
     event: GenerationEvent, text_of: Callable[[int], str]
 ) -> inference_pb2.GenerateResponse:
-    """Converts an event to the response that carries it. `text_of` gives the text of a token that has a log-probability."""
+    """Converts an event to the response that carries it.
+    `text_of` gives the text of a token that has a log-probability."""
     if isinstance(event, Finished):
         return inference_pb2.GenerateResponse(finished=_finished(event))
     tokens = [_token(token, text_of) for token in event.tokens]

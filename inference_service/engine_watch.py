@@ -1,7 +1,7 @@
 """Ends a worker whose engine hangs, so that it is restarted.
 
-A kernel that never returns raises nothing: streams stay open, and health checks go on passing. A device that has hung cannot be left by
-the thread that waits for it, so only the end of the process helps.
+A kernel that never returns raises nothing: streams stay open, and health checks go on passing. A device that has hung
+cannot be left by the thread that waits for it, so only the end of the process helps.
 """
 
 import os
@@ -31,8 +31,8 @@ def exit_at_once() -> None:
 class EngineWatch:
     """Looks at engines from a thread of its own. `engines` may grow meanwhile.
 
-    Calls `on_hang` once an engine has been in the same turn of its loop for `limit_s` seconds. A look counts for the time between two
-    looks only, so a process that was suspended, or starved with the engine, is given its time.
+    Calls `on_hang` once an engine has been in the same turn of its loop for `limit_s` seconds. A look counts for the
+    time between two looks only, so a process that was suspended, or starved with the engine, is given its time.
     """
 
     def __init__(

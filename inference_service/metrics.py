@@ -50,8 +50,8 @@ class ObservedEngine(Protocol):
 class WorkerMetrics:
     """One registry with the metrics of calls, engines and this process.
 
-    Labels have few values: models that this worker serves ("" for any other), rungs (at most one per layer and four more), router
-    versions that are loaded, and reasons that are constants in the source.
+    Labels have few values: models that this worker serves ("" for any other), rungs (at most one per layer and four
+    more), router versions that are loaded, and reasons that are constants in the source.
     """
 
     def __init__(self) -> None:
@@ -115,15 +115,16 @@ class WorkerMetrics:
 
         self.router_fallbacks = Counter(
             "neap_router_fallbacks",
-            "Requests served by their alias' previous version, or not by its canary, because the wanted version was not ready, by "
-            "kind (alias or canary) and reason.",
+            "Requests served by their alias' previous version, or not by its canary, because the wanted version was "
+            "not ready, by kind (alias or canary) and reason.",
             ["model_id", "wanted", "reason"],
             registry=self.registry,
         )
 
         self.router_watch_errors = Counter(
             "neap_router_watch_errors",
-            "Failed attempts to learn of published routers and moved aliases, by reason; INTERNAL is a fault of the worker.",
+            "Failed attempts to learn of published routers and moved aliases, by reason; INTERNAL is a fault of the "
+            "worker.",
             ["model_id", "reason"],
             registry=self.registry,
         )
@@ -134,7 +135,8 @@ class WorkerMetrics:
     def add_engine(
         self, engine: ObservedEngine, *, versions: Callable[[], Collection[int]] = tuple
     ) -> None:
-        """Reports `engine` from now on, under its model's id. `versions` returns the router versions to report. Any thread may call it."""
+        """Reports `engine` from now on, under its model's id. `versions` returns the router versions to report.
+        Any thread may call it."""
         self._engines.engines.append((engine, versions))
 
 
@@ -206,8 +208,8 @@ def _families() -> dict[str, Metric]:
     histogram("request_queue_time_seconds", "From submission to the engine's first step for it.")
     histogram(
         "inter_token_latency_seconds",
-        "Time since a request's previous step with tokens, divided by this step's tokens and counted once for each of them. Without "
-        "the first token. Includes time in which the client did not read.",
+        "Time since a request's previous step with tokens, divided by this step's tokens and counted once for each of "
+        "them. Without the first token. Includes time in which the client did not read.",
     )
     histogram("engine_step_duration_seconds", "One step of all requests that are not paused.")
     histogram("engine_step_batch_size", "Requests that shared a step.")

@@ -10,9 +10,9 @@ NUM_PREPARATION_THREADS = 4
 
 
 class Pools:
-    """`requests`: CPU work of requests, whose number admission bounds. `known_aliases` and `new_aliases`: registry queries for aliases
-    that were resolved before and for new ones. `fetches`: downloads of routers. `preparations`: binding and testing routers in
-    an engine."""
+    """`requests`: CPU work of requests, whose number admission bounds. `known_aliases` and `new_aliases`: registry
+    queries for aliases that were resolved before and for new ones. `fetches`: downloads of routers. `preparations`:
+    binding and testing routers in an engine."""
 
     def __init__(self) -> None:
         self.requests = BlockingPool(max(2, usable_cpus()), 4096, name="neap-requests")

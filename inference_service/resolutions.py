@@ -12,7 +12,8 @@ from shared.blocking import BlockingPool
 from shared.errors import Corrupt, Exhausted, NotFound, PreconditionFailed, Unavailable
 from shared.registry.base import AliasTarget
 
-# How long a request with a known alias waits for the registry, and how long after a failure the registry is asked again.
+# How long a request with a known alias waits for the registry, and how long after a failure the registry is asked
+# again.
 PATIENCE_S = 1.0
 ASK_AGAIN_S = 2.0
 _LOG_INTERVAL_S = 10.0
@@ -37,13 +38,13 @@ class Resolution:
 class Resolutions:
     """Calls `resolve(model_id, alias)` for every request, in a thread. Belongs to one event loop.
 
-    Aliases that were never resolved have a pool of their own, `new_aliases`: clients can name any number of them, and these must not
-    delay other requests. A cancelled call withdraws its query from that pool.
+    Aliases that were never resolved have a pool of their own, `new_aliases`: clients can name any number of them, and
+    these must not delay other requests. A cancelled call withdraws its query from that pool.
 
-    If `resolve` raises Unavailable, or takes longer than `patience_s`, and the alias was resolved before, the last answer is used. It
-    is counted in `num_stale`, logged with its age, and `on_stale` is called with the model's id. Every other error is raised, in
-    particular NotFound. After such a failure requests with a known alias do not wait for the registry. It is asked again in the
-    background every `ask_again_s`.
+    If `resolve` raises Unavailable, or takes longer than `patience_s`, and the alias was resolved before, the last
+    answer is used. It is counted in `num_stale`, logged with its age, and `on_stale` is called with the model's id.
+    Every other error is raised, in particular NotFound. After such a failure requests with a known alias do not wait
+    for the registry. It is asked again in the background every `ask_again_s`.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class Resolutions:
         return self._known.get((model_id, alias)) is not None
 
     async def resolve(self, model_id: str, alias: str) -> Resolution:
-        """Raises the registry's errors, Unavailable only if no answer is kept for the alias, and Exhausted (TOO_MANY_CALLS)."""
+        """Raises the registry's errors, Unavailable only if no answer is kept for the alias, and Exhausted
+        (TOO_MANY_CALLS)."""
         key = (model_id, alias)
         known = self._known.get(key)
         if known is None:

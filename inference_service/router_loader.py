@@ -22,8 +22,8 @@ from shared.model.loaded import LoadedModel
 from shared.registry.base import PublishedVersion
 from shared.registry.registry import Registry
 
-# Pause after a background load has failed, times 0.5 to 1.5. A registry that does not answer may do so soon; a broken artefact
-# has to be replaced first.
+# Pause after a background load has failed, times 0.5 to 1.5. A registry that does not answer may do so soon; a broken
+# artefact has to be replaced first.
 RETRY_AWAY_S = 2.0
 RETRY_BROKEN_S = 10.0
 # Versions whose failure is remembered. Clients can name any number of versions.
@@ -39,7 +39,8 @@ log = structlog.get_logger("neap.routers")
 
 @dataclass(frozen=True)
 class LoadedRouter:
-    """A published ladder in memory, checked against its model. `risks`: the published bounds of policy relaxed that hold here."""
+    """A published ladder in memory, checked against its model.
+    `risks`: the published bounds of policy relaxed that hold here."""
 
     model_id: str
     version: int
@@ -58,8 +59,9 @@ class _Failure:
 class RouterLoader:
     """Keeps the `capacity` most recently used routers. Belongs to one event loop. Blocking work runs in `pools`.
 
-    Routers for which `is_kept(model_id, version)` is true are evicted last. `read_blob` must check digests. A router counts as loaded
-    once its model's `prepare` has returned, if there is one. An evicted ladder stays alive while requests use it.
+    Routers for which `is_kept(model_id, version)` is true are evicted last. `read_blob` must check digests. A router
+    counts as loaded once its model's `prepare` has returned, if there is one. An evicted ladder stays alive while
+    requests use it.
     """
 
     def __init__(
@@ -86,7 +88,8 @@ class RouterLoader:
         self._failures: LruCache[tuple[str, int], _Failure] = LruCache(MAX_FAILURES)
 
     def prepare_with(self, model_id: str, prepare: Prepare) -> None:
-        """Calls `prepare(ladder)`, in a thread, before a router of this model counts as loaded. It may raise NeapError."""
+        """Calls `prepare(ladder)`, in a thread, before a router of this model counts as loaded.
+        It may raise NeapError."""
         self._prepare[model_id] = prepare
 
     def loaded(self, model_id: str) -> list[LoadedRouter]:
@@ -109,8 +112,8 @@ class RouterLoader:
     async def get(
         self, loaded: LoadedModel, version: int, published: PublishedVersion | None = None
     ) -> LoadedRouter:
-        """Loads the router unless it is loaded. Tries even if an earlier load failed. Raises NotFound, RouterMismatch, Corrupt,
-        Unavailable."""
+        """Loads the router unless it is loaded. Tries even if an earlier load failed. Raises NotFound, RouterMismatch,
+        Corrupt, Unavailable."""
         router = self.find(loaded.model_id, version)
         if router is not None:
             return router
@@ -120,7 +123,8 @@ class RouterLoader:
     def get_soon(
         self, loaded: LoadedModel, version: int, published: PublishedVersion | None = None
     ) -> LoadedRouter | str:
-        """The router, or why it is not loaded: LOADING (it is loaded in the background now) or the reason of the last failure."""
+        """The router, or why it is not loaded: LOADING (it is loaded in the background now) or the reason of the last
+        failure."""
         router = self.find(loaded.model_id, version)
         if router is not None:
             return router
@@ -207,14 +211,16 @@ class RouterLoader:
             del self._loaded[self._least_needed()]
 
     def _least_needed(self) -> tuple[str, int]:
-        """The least recently used router that is not to be kept. Never the newest one, which a request is about to use."""
+        """The least recently used router that is not to be kept.
+        Never the newest one, which a request is about to use."""
         *older, newest = self._loaded
         return next(
             (key for key in older if not self._is_kept(*key)), older[0] if older else newest
         )
 
     def _log_failure(self, key: tuple[str, int], error: BaseException, reason: str) -> None:
-        """Logs one line per reason and interval. A version that does not exist is the caller's error, which the call's log line has."""
+        """Logs one line per reason and interval. A version that does not exist is the caller's error, which the call's
+        log line has."""
         if isinstance(error, NotFound):
             return
         now_s = time.monotonic()
@@ -241,7 +247,8 @@ def _risks_that_hold(
             holding[setting] = risk
         else:
             log.warning(
-                "the router's bound does not hold here: it was certified with keys and values of another dtype, in another arithmetic, or on another device",
+                "the router's bound does not hold here: it was certified with keys and values of another dtype, in "
+                "another arithmetic, or on another device",
                 model_id=loaded.model_id,
                 version=published.version,
                 bound_of=setting,

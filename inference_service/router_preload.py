@@ -25,8 +25,8 @@ async def preload_routers(
     timeout_s: float | None,
     pause_s: float = PAUSE_S,
 ) -> None:
-    """See `RouterStore.preload`. While the registry does not answer, it is asked again for up to `timeout_s` seconds, None: without a
-    limit. The time for loading itself is not limited."""
+    """See `RouterStore.preload`. While the registry does not answer, it is asked again for up to `timeout_s` seconds,
+    None: without a limit. The time for loading itself is not limited."""
     began_s, is_first = time.monotonic(), True
     while True:
         try:

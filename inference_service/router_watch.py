@@ -10,24 +10,25 @@ import structlog
 from shared.errors import NeapError
 from shared.registry.registry import Registry
 
-# How long one read of the event stream waits. After an answer the next read follows at once, after an error it follows a pause, which
-# doubles with each further error.
+# How long one read of the event stream waits. After an answer the next read follows at once, after an error it follows
+# a pause, which doubles with each further error.
 WATCH_S = 1.0
 PAUSE_S = 2.0
 MAX_DOUBLINGS = 3
-# Interval of the polls that complement the stream. Times 0.5 to 1.5, so that workers started together do not poll together.
+# Interval of the polls that complement the stream. Times 0.5 to 1.5, so that workers started together do not poll
+# together.
 POLL_S = 30.0
 
 log = structlog.get_logger("neap.routers")
 
 
 class RouterWatch:
-    """A thread that follows one model's events, starting after the newest one. It calls `on_change` after new events and every `poll_s`,
-    measured in seconds by `clock`.
+    """A thread that follows one model's events, starting after the newest one. It calls `on_change` after new events
+    and every `poll_s`, measured in seconds by `clock`.
 
-    After an outage of the registry, or any other error, it continues after the last event that it has read, so that it misses none.
-    `on_error` is called with the reason of each error, INTERNAL for an unexpected one. Requests do not depend on the watch, because
-    they resolve their alias themselves.
+    After an outage of the registry, or any other error, it continues after the last event that it has read, so that it
+    misses none. `on_error` is called with the reason of each error, INTERNAL for an unexpected one. Requests do not
+    depend on the watch, because they resolve their alias themselves.
     """
 
     def __init__(

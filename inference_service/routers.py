@@ -58,17 +58,17 @@ class RouterChoice:
 
 
 class RouterStore:
-    """Chooses among published ladders and keeps the `capacity` most recently used. Belongs to one event loop. Blocking work runs in
-    `pools`.
+    """Chooses among published ladders and keeps the `capacity` most recently used. Belongs to one event loop. Blocking
+    work runs in `pools`.
 
-    The version that the default alias serves is evicted last. An evicted ladder stays alive while requests use it. At most
-    `max_waiting` requests may wait at once for an alias that was never resolved or a version that is not loaded; more are refused
-    with Exhausted (ROUTER_LOOKUPS_BUSY).
+    The version that the default alias serves is evicted last. An evicted ladder stays alive while requests use it. At
+    most `max_waiting` requests may wait at once for an alias that was never resolved or a version that is not loaded;
+    more are refused with Exhausted (ROUTER_LOOKUPS_BUSY).
 
-    After an alias has moved, it serves its previous version until the new one is loaded. A canary's requests get the alias' own
-    version until the canary is loaded. For each such request `on_fallback` is called with the model's id, "alias" or "canary", and
-    the reason: LOADING, or why the version could not be loaded. `on_stale` is called with the model's id for each request that is
-    served by an alias' last known version while the registry does not answer.
+    After an alias has moved, it serves its previous version until the new one is loaded. A canary's requests get the
+    alias' own version until the canary is loaded. For each such request `on_fallback` is called with the model's id,
+    "alias" or "canary", and the reason: LOADING, or why the version could not be loaded. `on_stale` is called with the
+    model's id for each request that is served by an alias' last known version while the registry does not answer.
     """
 
     def __init__(
@@ -122,10 +122,11 @@ class RouterStore:
     ) -> LoadedRouter:
         """The chosen router, loaded, with its digests checked. `request_id` decides whether it is the alias' canary.
 
-        A version is immutable, so a loaded one is used without asking the registry. An alias is resolved for every request. While the
-        registry or its store does not answer, the alias' last known version is used (`on_stale`).
-        Raises NotFound (version or alias), PreconditionFailed (ROUTER_REQUIRED: no choice was made and none is published),
-        RouterMismatch, Corrupt, Unavailable (what was asked for is not loaded and cannot be), Exhausted (ROUTER_LOOKUPS_BUSY).
+        A version is immutable, so a loaded one is used without asking the registry. An alias is resolved for every
+        request. While the registry or its store does not answer, the alias' last known version is used (`on_stale`).
+        Raises NotFound (version or alias), PreconditionFailed (ROUTER_REQUIRED: no choice was made and none is
+        published), RouterMismatch, Corrupt, Unavailable (what was asked for is not loaded and cannot be), Exhausted
+        (ROUTER_LOOKUPS_BUSY).
         """
         if choice.version is not None:
             return await self._get(loaded, choice.version)
@@ -142,11 +143,11 @@ class RouterStore:
     async def preload(
         self, served: Sequence[LoadedModel], aliases: Sequence[str] | None = None
     ) -> None:
-        """Loads what requests will ask for first: the default alias of every model, then `aliases`, canaries included. None: all aliases
-        of the models, newest versions first. Stops at `capacity`.
+        """Loads what requests will ask for first: the default alias of every model, then `aliases`, canaries included.
+        None: all aliases of the models, newest versions first. Stops at `capacity`.
 
-        What cannot be loaded is logged, and requests for it get the error. Raises Unavailable if the registry does not answer; what was
-        loaded until then stays loaded.
+        What cannot be loaded is logged, and requests for it get the error. Raises Unavailable if the registry does not
+        answer; what was loaded until then stays loaded.
         """
         for loaded in served:
             await self._preload_or_log(loaded, self._default_alias)
@@ -178,8 +179,8 @@ class RouterStore:
                 await self._get(loaded, version)
 
     async def refresh(self, loaded: LoadedModel) -> None:
-        """Begins to load the versions that the aliases in use name now, canaries included, and loads the first version of the default
-        alias. Never raises NeapError: the next request that needs the registry reports its error."""
+        """Begins to load the versions that the aliases in use name now, canaries included, and loads the first version
+        of the default alias. Never raises NeapError: the next request that needs the registry reports its error."""
         if self._serving.peek((loaded.model_id, self._default_alias)) is None:
             with suppress(NeapError):
                 await self._preload(loaded, self._default_alias)
@@ -268,7 +269,8 @@ class RouterStore:
 
 @contextmanager
 def _logged(model_id: str, alias: str) -> Iterator[None]:
-    """Logs errors of loading routers in advance, so that they do not keep the worker from serving. Raises Unavailable."""
+    """Logs errors of loading routers in advance, so that they do not keep the worker from serving.
+    Raises Unavailable."""
     try:
         yield
     except Unavailable:

@@ -15,11 +15,13 @@ def with_router(
     shadow: Shadow,
     default_bound: float | None = None,
 ) -> GenerationRequest:
-    """The request with its router's version and, for policy relaxed, with the bound that shadow checks hold the router to.
+    """The request with its router's version and, for policy relaxed, with the bound that shadow checks hold the router
+    to.
 
-    The bound is the published one for the request's threshold or margin, and `default_bound` if the router publishes none. A
-    threshold that the published bounds do not cover has no bound. A margin that they do not cover has `default_bound`. If `shadow` has
-    suspended the version, relaxed becomes exact. Raises `PreconditionFailed` (reason MARGIN_NOT_CERTIFIED) for a margin without a bound.
+    The bound is the published one for the request's threshold or margin, and `default_bound` if the router publishes
+    none. A threshold that the published bounds do not cover has no bound. A margin that they do not cover has
+    `default_bound`. If `shadow` has suspended the version, relaxed becomes exact. Raises `PreconditionFailed` (reason
+    MARGIN_NOT_CERTIFIED) for a margin without a bound.
     """
     policy = request.policy
     bound: float | None = None
@@ -45,8 +47,8 @@ def with_router(
 def published_bound(
     request: GenerationRequest, router: LoadedRouter
 ) -> tuple[float | None, int | None]:
-    """(published bound for this request, number of tokens for which it holds). The bound is None if the request is not relaxed, its
-    threshold or margin is bolder than all published ones, it samples, or it has a repetition penalty."""
+    """(published bound for this request, number of tokens for which it holds). The bound is None if the request is not
+    relaxed, its threshold or margin is bolder than all published ones, it samples, or it has a repetition penalty."""
     policy = request.policy
     risk = router.risks.get(policy.setting)
     if risk is None or policy.name != "relaxed":

@@ -76,8 +76,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Belongs to one event loop. UNAVAILABLE (reason NOT_READY) until `set_ready`.
 
     `stall_timeout_s`: a client that reads nothing for so long has its call ended with RESOURCE_EXHAUSTED (SLOW_READER).
-    `pools`: the same as those of `routers`, so that a process has each pool once.
-    `relaxed_bound`: bound for shadow checks of routers that publish none for policy relaxed. None: these are only counted.
+    `pools`: the same as those of `routers`, so that a process has each pool once. `relaxed_bound`: bound for shadow
+    checks of routers that publish none for policy relaxed. None: these are only counted.
     """
 
     def __init__(
@@ -126,7 +126,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._ready = True
 
     def hand_over(self) -> None:
-        """Ends the calls whose clients resume them elsewhere, after the tokens that they have, and refuses such calls from now on."""
+        """Ends the calls whose clients resume them elsewhere, after the tokens that they have, and refuses such calls
+        from now on."""
         self._hands_over = True
         if self._resumable:
             log.info("answers are handed over", num_calls=len(self._resumable))

@@ -20,8 +20,9 @@ class Pausable(Protocol):
 class EventStream:
     """`push` is the engine's callback. Only the event loop that created the stream may call `next`.
 
-    The request is paused when `capacity` events wait, and resumed when half of them are read. So a client that does not read delays
-    no other client, and its events take bounded memory. `close` cancels the request, even if it is attached later.
+    The request is paused when `capacity` events wait, and resumed when half of them are read. So a client that does not
+    read delays no other client, and its events take bounded memory. `close` cancels the request, even if it is attached
+    later.
     """
 
     def __init__(self, *, capacity: int = 32) -> None:
@@ -44,7 +45,8 @@ class EventStream:
             handle.cancel()
 
     def push(self, event: GenerationEvent | NeapError | None) -> None:
-        """Adds an event, an error that ends the stream, or None at the end. Never waits for the reader. Any thread may call it."""
+        """Adds an event, an error that ends the stream, or None at the end. Never waits for the reader.
+        Any thread may call it."""
         with self._lock:
             if self._closed:
                 return

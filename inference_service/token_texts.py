@@ -4,7 +4,8 @@ from transformers import PreTrainedTokenizerBase
 
 
 class TokenTexts:
-    """Decodes tokens one by one and remembers the results, at most one for each token of the vocabulary. For one thread.
+    """Decodes tokens one by one and remembers the results, at most one for each token of the vocabulary.
+    For one thread.
 
     Special tokens keep their names. Without a tokenizer every text is empty.
     """

@@ -1,6 +1,8 @@
-"""`python3 requirements.py EXTRA..`, in the repository's root: prints what an installation needs, a line each, without neap itself.
+"""`python3 requirements.py EXTRA..`, in the repository's root: prints what an installation needs, a line each, without
+neap itself.
 
-The Dockerfile installs it before it copies the source, so that a change of the source does not install everything again.
+The Dockerfile installs it before it copies the source, so that a change of the source does not install everything
+again.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""neap as a library: load a frozen language model, calibrate its early exits, and generate with them. No service and no gRPC.
+"""neap as a library: load a frozen language model, calibrate its early exits, and generate, without services and gRPC.
 
     >>> import neap_engine
     >>> model = neap_engine.load(source)
@@ -10,15 +10,16 @@
     >>> answer.stats.num_tokens
     16
 
-`source` is a Hugging Face folder, a .gguf file, or a name on the Hugging Face Hub. Without a spec, `calibrate` takes 150 seconds, on text
-that the model writes itself. A calibration teaches small exits at a few depths
-of the model which token the full model would choose, and how far to trust them; the model's weights stay as they are. It is
-needed once per model. The engine then drafts with the exits and verifies with the full model, so the answer is that of the full model
-unless a request asks for the policy `relaxed`.
+`source` is a Hugging Face folder, a .gguf file, or a name on the Hugging Face Hub. Without a spec, `calibrate` takes
+150 seconds, on text that the model writes itself. A calibration teaches small exits at a few depths of the model which
+token the full model would choose, and how far to trust them; the model's weights stay as they are. It is needed once
+per model. The engine then drafts with the exits and verifies with the full model, so the answer is that of the full
+model unless a request asks for the policy `relaxed`.
 
 Names:
     load, wrap          a model from its source; a model that transformers has built already
-    calibrate           trains a ladder of exits; `CalibrationSpec` says on which text and for how long, `ProgressLine` shows how far it is
+    calibrate           trains a ladder of exits; `CalibrationSpec` says on which text and for how long,
+                        `ProgressLine` shows how far it is
     read_router         the ladder that `CalibrationResult.save` has written
     read_parent         the same router as what `calibrate(..., parent=)` goes on from
     Engine              generates: `generate` for one answer, `submit` for streams and for many requests at once
@@ -27,10 +28,11 @@ Names:
     SamplingParams      temperature, top-k, top-p, min-p, repetition penalty, seed
     NeapError           base of all errors that neap raises; `shared.errors` has the tree
 
-The names of `__all__` are stable: a later version that changes one announces it in CHANGELOG.md. docs/library.md has examples, and
-`neap_engine.tide` takes the calls of TIDE. The names are loaded when the first of them is used. neap then logs through `logging`, to
-loggers whose names begin with `neap.`, unless the application has configured structlog already, and lowers torch's number of threads
-to the CPUs that the process' quota allows, unless OMP_NUM_THREADS or `torch.set_num_threads` has chosen another number.
+The names of `__all__` are stable: a later version that changes one announces it in CHANGELOG.md. docs/library.md has
+examples, and `neap_engine.tide` takes the calls of TIDE. The names are loaded when the first of them is used. neap then
+logs through `logging`, to loggers whose names begin with `neap.`, unless the application has configured structlog
+already, and lowers torch's number of threads to the CPUs that the process' quota allows, unless OMP_NUM_THREADS or
+`torch.set_num_threads` has chosen another number.
 """
 
 from importlib import import_module
@@ -41,7 +43,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Imports the library when it is needed: the command line and the gateway, which are in this package too, run without torch."""
+        """Imports the library when it is needed: the command line and the gateway, which are in this package too, run
+        without torch."""
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.face"), name)

@@ -1,4 +1,5 @@
-"""The names of the library, each documented where it is defined. `neap_engine` gives them, and imports this module for the first.
+"""The names of the library, each documented where it is defined.
+`neap_engine` gives them, and imports this module for the first.
 
 The import sends neap's log lines to `logging`, and fits torch's number of threads.
 """

@@ -1,4 +1,5 @@
-"""Hands neap's log lines to Python's `logging`, as a library should. The services write their own (`shared.rpc.logs`)."""
+"""Hands neap's log lines to Python's `logging`, as a library should.
+The services write their own (`shared.rpc.logs`)."""
 
 from typing import Any
 

@@ -23,7 +23,8 @@ from shared.rpc.logs import configure_logging
 
 @dataclass(frozen=True)
 class Subject:
-    """A model as a worker would load it, and a published router for it. `source` and `load_options`: to load the model again."""
+    """A model as a worker would load it, and a published router for it.
+    `source` and `load_options`: to load the model again."""
 
     source: str
     load_options: dict[str, Any]
@@ -33,7 +34,8 @@ class Subject:
 
 
 def run_process(measure: Callable[[], None]) -> int:
-    """Runs `measure` and says its error. Returns the process' exit status: 0, 1 for a `NeapError`, 130 if it was interrupted."""
+    """Runs `measure` and says its error. Returns the process' exit status: 0, 1 for a `NeapError`, 130 if it was
+    interrupted."""
     configure_logging("warning")
     try:
         measure()
@@ -46,7 +48,8 @@ def run_process(measure: Callable[[], None]) -> int:
 
 
 def load_subject(model: str, router: str) -> Subject:
-    """`model`: ID=SOURCE; `router`: a version number or an alias. Everything else is a setting of the worker, read from the environment.
+    """`model`: ID=SOURCE; `router`: a version number or an alias.
+    Everything else is a setting of the worker, read from the environment.
 
     Sets the number of threads. Raises `NeapError`.
     """
@@ -63,7 +66,8 @@ def load_subject(model: str, router: str) -> Subject:
 
 
 def published_router(registry: str, model_id: str, router: str) -> tuple[PublishedVersion, Ladder]:
-    """A router by version number or alias. Raises as `open_registry`, `Registry.get`, `Registry.resolve` and `unpack_ladder`."""
+    """A router by version number or alias. Raises as `open_registry`, `Registry.get`, `Registry.resolve` and
+    `unpack_ladder`."""
     opened = open_registry(registry)
     try:
         by_number = router.isdecimal()

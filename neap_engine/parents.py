@@ -14,13 +14,14 @@ from shared.registry.contents import encode_manifest
 def read_parent(folder: Path | str, *, share: float = 1.0) -> Parent:
     """The router that `CalibrationResult.save` or `neap routers export` has written, for `calibrate(..., parent=)`.
 
-    `share`: how much a token counts that it learned from, against one of the new text, in (0, 1]. Raises `NotFound`, `Corrupt`,
-    `InvalidInput` (BAD_SPEC), and `PreconditionFailed` (NO_STATISTICS) if the folder has no statistics.
+    `share`: how much a token counts that it learned from, against one of the new text, in (0, 1]. Raises `NotFound`,
+    `Corrupt`, `InvalidInput` (BAD_SPEC), and `PreconditionFailed` (NO_STATISTICS) if the folder has no statistics.
     """
     manifest, blobs = read_router_folder(Path(folder), with_statistics=True)
     if STATISTICS_BLOB not in blobs:
         raise PreconditionFailed(
-            f"{folder} has no {STATISTICS_BLOB}, so no calibration can go on from it: calibrate anew, or export the router with it",
+            f"{folder} has no {STATISTICS_BLOB}, so no calibration can go on from it: calibrate anew, or export the "
+            "router with it",
             reason="NO_STATISTICS",
         )
     manifest.pop("blobs", None)

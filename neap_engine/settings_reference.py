@@ -1,4 +1,5 @@
-"""Prints docs/settings.md: `python -m neap_engine.settings_reference > docs/settings.md`. A test checks that the file is up to date."""
+"""Prints docs/settings.md: `python -m neap_engine.settings_reference > docs/settings.md`.
+A test checks that the file is up to date."""
 
 import sys
 import typing
@@ -27,11 +28,10 @@ PREFACE = """# Settings
 
 This page is generated from the code: `python -m neap_engine.settings_reference > docs/settings.md`.
 
-`neap serve worker` (or `python -m inference_service`), `neap serve calibrator` (or `python -m calibrator_service`) and `neap serve
-gateway` (or `python -m neap_engine.gateway`) read each setting from its flag, else from its environment variable, else they use the
-default. `--help` shows the same texts. A flag with
-several values is repeated; its variable takes them as a comma-separated list. A value that is out of range ends the service with exit
-status 2.
+`neap serve worker` (or `python -m inference_service`), `neap serve calibrator` (or `python -m calibrator_service`) and
+`neap serve gateway` (or `python -m neap_engine.gateway`) read each setting from its flag, else from its environment
+variable, else they use the default. `--help` shows the same texts. A flag with several values is repeated; its variable
+takes them as a comma-separated list. A value that is out of range ends the service with exit status 2.
 """
 
 # The word for values of a field, by its type.

@@ -53,9 +53,9 @@ Model = PreTrainedModel | LoadedModel
 class TIDEConfig:
     """TIDE's fields. None leaves a choice to neap, which differs from TIDE's default.
 
-    `exit_threshold` None: policy exact, whose answers are those of the full model. A number: policy relaxed with that threshold, under
-    which a token is final if the full model chooses it with at least that probability, as calibrated. The fields that TIDE itself does
-    not use may only have TIDE's defaults. Raises `InvalidInput`.
+    `exit_threshold` None: policy exact, whose answers are those of the full model. A number: policy relaxed with that
+    threshold, under which a token is final if the full model chooses it with at least that probability, as calibrated.
+    The fields that TIDE itself does not use may only have TIDE's defaults. Raises `InvalidInput`.
     """
 
     exit_threshold: float | None = None
@@ -152,9 +152,11 @@ class TIDE:
         top_p: float = 0.9,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """input_ids [B, S] -> [B, S + N]. `temperature` 0 is greedy. An answer ends at the model's end-of-sequence token.
+        """input_ids [B, S] -> [B, S + N]. `temperature` 0 is greedy.
+        An answer ends at the model's end-of-sequence token.
 
-        Rows are padded on the left, and `attention_mask` [B, S] says where. Raises as `model.generate` with an engine: see `attach`.
+        Rows are padded on the left, and `attention_mask` [B, S] says where.
+        Raises as `model.generate` with an engine: see `attach`.
         """
         sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         model: PreTrainedModel = self._loaded.model
@@ -180,7 +182,8 @@ class TIDE:
 
 
 def _loaded(model: Model, tokenizer: PreTrainedTokenizerBase | None = None) -> LoadedModel:
-    """A model of transformers is wrapped once, because its layers are replaced in place, and keeps the result as an attribute."""
+    """A model of transformers is wrapped once, because its layers are replaced in place, and keeps the result as an
+    attribute."""
     if isinstance(model, LoadedModel):
         return model
     known: LoadedModel | None = vars(model).get("_neap_loaded")

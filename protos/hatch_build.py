@@ -1,8 +1,9 @@
 """Compiles neap/**/*.proto into Python modules of the package neap_client, for wheels and editable installs.
 
-Hatchling runs `ProtosBuildHook` (see pyproject.toml); `python protos/hatch_build.py` does the same by hand. A proto that does not
-compile ends the installation. protoc maps the folder `neap` to `neap_client`, so `neap/inference/v1/inference.proto` becomes
-`neap_client.inference.v1.inference_pb2`, and no generated file is rewritten. See docs/decisions/020.
+Hatchling runs `ProtosBuildHook` (see pyproject.toml); `python protos/hatch_build.py` does the same by hand. A proto
+that does not compile ends the installation. protoc maps the folder `neap` to `neap_client`, so
+`neap/inference/v1/inference.proto` becomes `neap_client.inference.v1.inference_pb2`, and no generated file is
+rewritten. See docs/decisions/020.
 """
 
 from pathlib import Path
@@ -14,7 +15,8 @@ PACKAGE = "neap_client"
 
 
 def generate(folder: Path) -> list[Path]:
-    """Compile every .proto file under `folder`/neap and return their paths. Raises `RuntimeError` if there is none or one fails."""
+    """Compile every .proto file under `folder`/neap and return their paths.
+    Raises `RuntimeError` if there is none or one fails."""
     # Imported here because an environment that only builds the metadata has no compiler.
     import grpc_tools
     from grpc_tools import protoc

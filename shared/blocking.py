@@ -15,8 +15,8 @@ _RETRY_S = 1.0
 
 
 class BlockingPool:
-    """A thread pool whose queue is bounded: `call` raises Exhausted (TOO_MANY_CALLS) if too many calls are pending, or if its own has not
-    begun after `max_wait_s`.
+    """A thread pool whose queue is bounded: `call` raises Exhausted (TOO_MANY_CALLS) if too many calls are pending, or
+    if its own has not begun after `max_wait_s`.
 
     `name` is the prefix of the names of its threads.
     """
@@ -35,7 +35,8 @@ class BlockingPool:
         self._num_pending = 0
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `function` in the pool. Cancelling the caller drops a call that has not begun; a running call is not interrupted."""
+        """Run `function` in the pool. Cancelling the caller drops a call that has not begun; a running call is not
+        interrupted."""
         if self._num_pending >= self._max_pending:
             raise _too_many_calls_error()
         self._num_pending += 1

@@ -1,7 +1,7 @@
 """Compiles csrc/ into a library, for wheels and editable installs.
 
-Hatchling runs `NeapBuildHook` (see pyproject.toml); `python -m shared.ops.build` does the same by hand. A compile error ends the
-installation. The protos are compiled by the client's distribution: see protos/hatch_build.py.
+Hatchling runs `NeapBuildHook` (see pyproject.toml); `python -m shared.ops.build` does the same by hand. A compile error
+ends the installation. The protos are compiled by the client's distribution: see protos/hatch_build.py.
 """
 
 import sys

@@ -28,7 +28,8 @@ def load_configured(source: ModelSource, settings: ServiceSettings) -> LoadedMod
 
 
 def use_cpu_path(name: str) -> None:
-    """Makes the CPU kernels of the whole process those of one instruction set. Raises `PreconditionFailed` (reason CPU_PATH_MISSING)."""
+    """Makes the CPU kernels of the whole process those of one instruction set.
+    Raises `PreconditionFailed` (reason CPU_PATH_MISSING)."""
     try:
         ops.set_cpu_isa(name)
     except RuntimeError as error:

@@ -8,8 +8,9 @@ from pathlib import Path
 from shared import cgroups
 
 THREADS_VARIABLE = "NEAP_THREADS"
-# Libraries read these when they are loaded or create their first pool: OpenMP (torch and the kernels of shared.ops), numpy's BLAS,
-# tokenizers and safetensors (rayon), obstore (tokio). Without these variables they use all CPUs of the machine.
+# Libraries read these when they are loaded or create their first pool: OpenMP (torch and the kernels of shared.ops),
+# numpy's BLAS, tokenizers and safetensors (rayon), obstore (tokio). Without these variables they use all CPUs of the
+# machine.
 POOL_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -22,8 +23,8 @@ POOL_VARIABLES = (
 def usable_cpus() -> int:
     """Return the smaller of the CPU affinity and the container's CPU quota (rounded up), at least 1.
 
-    The quota is the smallest quota of this process' cgroup and its ancestors, in cgroup version 2 (`cpu.max`) or version 1
-    (`cpu.cfs_quota_us`).
+    The quota is the smallest quota of this process' cgroup and its ancestors, in cgroup version 2 (`cpu.max`) or
+    version 1 (`cpu.cfs_quota_us`).
     """
     num_allowed = _num_allowed()
     quota = _quota()
@@ -31,10 +32,11 @@ def usable_cpus() -> int:
 
 
 def size_thread_pools(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables that tell libraries how many threads to create. Call it in a main module before torch or numpy is imported.
+    """Set the variables that tell libraries how many threads to create.
+    Call it in a main module before torch or numpy is imported.
 
-    The number is that of the setting NEAP_THREADS, else `usable_cpus`. Variables that are already set are kept. If this process may
-    use all CPUs, nothing is set, because libraries choose better defaults for CPUs that share a core.
+    The number is that of the setting NEAP_THREADS, else `usable_cpus`. Variables that are already set are kept. If this
+    process may use all CPUs, nothing is set, because libraries choose better defaults for CPUs that share a core.
     """
     wanted = environment.get(THREADS_VARIABLE, "")
     # The service itself refuses other values.

@@ -1,5 +1,5 @@
-"""The exceptions that neap raises: those of the client's distribution (`neap_client.errors`), so that a client raises what a service
-raised.
+"""The exceptions that neap raises: those of the client's distribution (`neap_client.errors`), so that a client raises
+what a service raised.
 """
 
 from neap_client.errors import (

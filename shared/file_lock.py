@@ -22,8 +22,8 @@ def file_lock(
 ) -> Iterator[None]:
     """Hold a lock on the file `path`, which is created if it does not exist.
 
-    Waits for the lock for at most `timeout_s` seconds. None means FILE_LOCK_S, 0 means not to wait. Raises `locked`, by default
-    Unavailable (LOCKED), if another process holds the lock for longer, and OSError.
+    Waits for the lock for at most `timeout_s` seconds. None means FILE_LOCK_S, 0 means not to wait. Raises `locked`, by
+    default Unavailable (LOCKED), if another process holds the lock for longer, and OSError.
     """
     timeout_s = FILE_LOCK_S if timeout_s is None else timeout_s
     give_up_at = time.monotonic() + timeout_s

@@ -17,12 +17,14 @@ def write_atomically(
 ) -> None:
     """Replace the contents of `path` with `data`. A reader sees either all of the old contents or all of the new.
 
-    The data is written to a file beside `path` and flushed to the device, this file is renamed to `path`, and the folder is flushed.
-    Once the function has returned, the file survives a crash of the machine. The folder must exist. The file gets the mode of a new
-    file, not that of the old file. `step` is called with "write", "written", "synced" and "renamed".
+    The data is written to a file beside `path` and flushed to the device, this file is renamed to `path`, and the
+    folder is flushed. Once the function has returned, the file survives a crash of the machine. The folder must exist.
+    The file gets the mode of a new file, not that of the old file. `step` is called with "write", "written", "synced"
+    and "renamed".
 
-    Raises `OSError`. After an error `path` is unchanged and nothing is beside it, with one exception: if flushing the folder fails,
-    `path` has the new contents and may lose them in a crash. A process that is killed leaves a file `*.part` behind.
+    Raises `OSError`. After an error `path` is unchanged and nothing is beside it, with one exception: if flushing the
+    folder fails, `path` has the new contents and may lose them in a crash. A process that is killed leaves a file
+    `*.part` behind.
     """
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     with part.open("xb") as file:
@@ -42,7 +44,8 @@ def write_atomically(
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a file and flush it to the device, without a rename. For folders that are renamed as a whole later. Raises `OSError`."""
+    """Write a file and flush it to the device, without a rename. For folders that are renamed as a whole later.
+    Raises `OSError`."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

@@ -27,7 +27,8 @@ class GatewaySettings(ProcessSettings, TlsSettings):
         default="127.0.0.1:7071",
         min_length=1,
         description="gRPC target of the workers: HOST:PORT, dns:///HOST:PORT for a name with several addresses, or "
-        "ipv4:ADDRESS:PORT,ADDRESS:PORT. Requests go in turn to the addresses that serve. All workers must serve the same models.",
+        "ipv4:ADDRESS:PORT,ADDRESS:PORT. Requests go in turn to the addresses that serve. All workers must serve the "
+        "same models.",
         json_schema_extra={"metavar": "TARGET"},
     )
     worker_tls: bool = Field(
@@ -36,13 +37,13 @@ class GatewaySettings(ProcessSettings, TlsSettings):
     )
     worker_ca: OptionalFile = Field(
         default=None,
-        description="PEM file of the authorities of the workers' certificates; reloaded when it changes. Implies TLS. Unset: those that this machine "
-        "trusts.",
+        description="PEM file of the authorities of the workers' certificates; reloaded when it changes. Implies TLS. "
+        "Unset: those that this machine trusts.",
     )
     worker_cert: OptionalFile = Field(
         default=None,
-        description="PEM file of the gateway's certificate for workers that ask for one; reloaded when it changes. Implies TLS. Unset: the "
-        "gateway shows no certificate.",
+        description="PEM file of the gateway's certificate for workers that ask for one; reloaded when it changes. "
+        "Implies TLS. Unset: the gateway shows no certificate.",
     )
     worker_key: OptionalFile = Field(
         default=None, description="PEM file with the private key of that certificate."
@@ -54,25 +55,28 @@ class GatewaySettings(ProcessSettings, TlsSettings):
     )
     drop_tokens: bool = Field(
         default=False,
-        description="Do not pass the bearer tokens of clients on, because the workers need none. Unset: they are passed on.",
+        description="Do not pass the bearer tokens of clients on, because the workers need none. Unset: they are "
+        "passed on.",
     )
     allow_plaintext_tokens: bool = Field(
         default=False,
         validation_alias="NEAP_ALLOW_PLAINTEXT_TOKENS",
-        description="Pass tokens on to workers without TLS beyond loopback, because something else encrypts the connection.",
+        description="Pass tokens on to workers without TLS beyond loopback, because something else encrypts the "
+        "connection.",
     )
     max_requests: int = Field(
         default=512,
         ge=1,
-        description="Most HTTP requests to the API at once, counted once their body has arrived. Further ones are refused with 429 (GATEWAY_FULL). "
-        "A client may have as many as it leaves free, so alone at most half (CLIENT_LIMIT). A client is a token or, if the workers need "
-        "none, an address.",
+        description="Most HTTP requests to the API at once, counted once their body has arrived. Further ones are "
+        "refused with 429 (GATEWAY_FULL). A client may have as many as it leaves free, so alone at most half "
+        "(CLIENT_LIMIT). A client is a token or, if the workers need none, an address.",
     )
     max_choices: int = Field(
         default=16,
         ge=1,
         le=128,
-        description="Most choices of one HTTP request: n times the number of prompts. Each choice is a call to a worker.",
+        description="Most choices of one HTTP request: n times the number of prompts. Each choice is a call to a "
+        "worker.",
     )
     max_body_mb: int = Field(
         default=4,
@@ -83,8 +87,9 @@ class GatewaySettings(ProcessSettings, TlsSettings):
     body_budget_mb: int = Field(
         default=256,
         ge=2,
-        description="MiB for all bodies together: the bytes that have arrived, then the bytes of each prompt once for each of its choices. What would "
-        "exceed it is refused with 429 (GATEWAY_FULL). It is divided among clients as places are. At least twice max_body_mb.",
+        description="MiB for all bodies together: the bytes that have arrived, then the bytes of each prompt once for "
+        "each of its choices. What would exceed it is refused with 429 (GATEWAY_FULL). It is divided among clients as "
+        "places are. At least twice max_body_mb.",
     )
     generation_timeout_s: float = Field(
         default=600.0,
@@ -96,13 +101,15 @@ class GatewaySettings(ProcessSettings, TlsSettings):
         default=30.0,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds for which a client may stop reading. Its connection is then closed and its calls are cancelled (SLOW_READER).",
+        description="Seconds for which a client may stop reading. Its connection is then closed and its calls are "
+        "cancelled (SLOW_READER).",
     )
     num_attempts: int = Field(
         default=3,
         ge=1,
         le=10,
-        description="How often a call is made, at most, while no worker answers. With more than 1, an answer whose worker dies or stops is resumed at another one.",
+        description="How often a call is made, at most, while no worker answers. With more than 1, an answer whose "
+        "worker dies or stops is resumed at another one.",
     )
 
     @model_validator(mode="after")

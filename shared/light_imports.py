@@ -1,8 +1,9 @@
-"""Imports torch and transformers without what a service never runs. For main modules, before anything else imports them.
+"""Imports torch and transformers without what a service never runs.
+For main modules, before anything else imports them.
 
-Transformers' modelling code imports torch's compiler, distributed tensors and scipy, for kernels of some GPUs, for sharded training and for
-losses of object detection. That is half of a worker's imports, and 80 MB. It also reads all of its own modelling files, twice, for a list of
-what they define.
+Transformers' modelling code imports torch's compiler, distributed tensors and scipy, for kernels of some GPUs, for
+sharded training and for losses of object detection. That is half of a worker's imports, and 80 MB. It also reads all of
+its own modelling files, twice, for a list of what they define.
 """
 
 import functools
@@ -76,7 +77,8 @@ def _no() -> bool:
 
 
 class _LateCompiler(ModuleType):
-    """Torch's compiler, which is loaded when something needs more of it than a mark on a function. It then marks those functions."""
+    """Torch's compiler, which is loaded when something needs more of it than a mark on a function.
+    It then marks those functions."""
 
     def __init__(self) -> None:
         super().__init__(_COMPILER)

@@ -13,10 +13,11 @@ log = structlog.get_logger("neap.metrics")
 
 @contextmanager
 def serve_metrics(listen: str, registry: CollectorRegistry) -> Iterator[int]:
-    """Serve GET /metrics on `listen` ("HOST:PORT"; port 0 picks a free port) in background threads until the block is left.
+    """Serve GET /metrics on `listen` ("HOST:PORT"; port 0 picks a free port) in background threads until the block is
+    left.
 
-    Yields the port. If `listen` is empty, there is no server and the port is 0. Raises InvalidInput (reason BAD_CONFIGURATION) if
-    the address cannot be used.
+    Yields the port. If `listen` is empty, there is no server and the port is 0. Raises InvalidInput (reason
+    BAD_CONFIGURATION) if the address cannot be used.
     """
     if not listen:
         yield 0

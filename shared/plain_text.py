@@ -1,14 +1,16 @@
 """Checks text from clients before it is stored and escapes text from elsewhere before it is printed.
 
-A terminal interprets control characters, and right-to-left overrides display a line in another order than it is stored. Names and
-notes must contain neither. https://www.unicode.org/reports/tr36/ (Unicode Security Considerations), CVE-2021-42574.
+A terminal interprets control characters, and right-to-left overrides display a line in another order than it is stored.
+Names and notes must contain neither. https://www.unicode.org/reports/tr36/ (Unicode Security Considerations),
+CVE-2021-42574.
 """
 
 import re
 
 from shared.errors import InvalidInput
 
-# C0 and C1 controls with DEL, line and paragraph separators, explicit embeddings, overrides and isolates, unpaired surrogates.
+# C0 and C1 controls with DEL, line and paragraph separators, explicit embeddings, overrides and isolates, unpaired
+# surrogates.
 _FORBIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -20,7 +22,8 @@ def check_plain_text(
     reason: str = "BAD_TEXT",
     too_long: str = "TEXT_TOO_LONG",
 ) -> str:
-    """Return `text` if it contains no character that changes how a terminal displays it. Line breaks are such characters.
+    """Return `text` if it contains no character that changes how a terminal displays it.
+    Line breaks are such characters.
 
     `field` names the text in messages. Raises InvalidInput with the reason `too_long` or `reason`.
     """
@@ -32,8 +35,8 @@ def check_plain_text(
     found = _FORBIDDEN.search(text)
     if found is not None:
         raise InvalidInput(
-            f"{field} contains U+{ord(found.group()):04X} at position {found.start()}: control characters, line breaks and"
-            " right-to-left overrides are not allowed",
+            f"{field} contains U+{ord(found.group()):04X} at position {found.start()}: control characters, line breaks "
+            "and right-to-left overrides are not allowed",
             reason=reason,
         )
     return text

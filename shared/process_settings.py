@@ -5,7 +5,10 @@ from typing import Literal, Self
 from pydantic import AliasChoices, Field, model_validator
 from pydantic_settings import BaseSettings
 
-METRICS_LISTEN = "Address for Prometheus metrics over HTTP, in plain text. Port 0 picks a free port. Unset: metrics are not served."
+METRICS_LISTEN = (
+    "Address for Prometheus metrics over HTTP, in plain text. Port 0 picks a free port. "
+    "Unset: metrics are not served."
+)
 METRICS_LISTEN_PATTERN = r"^$|^.+:[0-9]+$"
 
 
@@ -16,19 +19,22 @@ class ProcessSettings(BaseSettings):
         default=2.0,
         ge=0,
         allow_inf_nan=False,
-        description="Seconds after SIGTERM during which new calls are still accepted, while health checks already answer NOT_SERVING.",
+        description="Seconds after SIGTERM during which new calls are still accepted, while health checks already "
+        "answer NOT_SERVING.",
     )
     drain_timeout_s: float = Field(
         default=60.0,
         ge=0,
         allow_inf_nan=False,
-        description="Seconds that running calls then get to finish. Calls that are still running afterwards end with UNAVAILABLE (SHUTTING_DOWN).",
+        description="Seconds that running calls then get to finish. Calls that are still running afterwards end with "
+        "UNAVAILABLE (SHUTTING_DOWN).",
     )
     request_timeout_s: float = Field(
         default=30.0,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds within which an opened call must send its request message. A call that does not is ended (REQUEST_TIMEOUT).",
+        description="Seconds within which an opened call must send its request message. A call that does not is ended "
+        "(REQUEST_TIMEOUT).",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe level of log lines that are written."

@@ -9,8 +9,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 # Each service declares this field itself because its variable differs. The description is shared.
 HEALTH_LISTEN = (
-    "Second address, in plain text, that answers health checks and nothing else, for probes without certificate or token. "
-    "Unset: no second address."
+    "Second address, in plain text, that answers health checks and nothing else, for probes without certificate or "
+    "token. Unset: no second address."
 )
 
 # A file, or None for an empty variable.
@@ -29,7 +29,8 @@ class TlsSettings(BaseSettings):
     )
     tls_client_ca: OptionalFile = Field(
         default=None,
-        description="PEM file of authorities. Only clients with a certificate of one of them can connect (mutual TLS). Unset: clients need no certificate.",
+        description="PEM file of authorities. Only clients with a certificate of one of them can connect (mutual TLS). "
+        "Unset: clients need no certificate.",
     )
 
     @model_validator(mode="after")
@@ -46,8 +47,8 @@ class SecuritySettings(TlsSettings):
 
     auth_tokens: OptionalFile = Field(
         default=None,
-        description="File of bearer tokens and their roles, as `neap tokens create` writes it; reloaded when it changes. Unset: anybody may call "
-        "every method.",
+        description="File of bearer tokens and their roles, as `neap tokens create` writes it; reloaded when it "
+        "changes. Unset: anybody may call every method.",
     )
     allow_plaintext_tokens: bool = Field(
         default=False,
@@ -70,15 +71,16 @@ class ClientSettings(BaseSettings):
     )
     cert: OptionalFile = Field(
         default=None,
-        description="PEM file of the client's certificate, for mutual TLS. Implies TLS. Unset: the client shows no certificate.",
+        description="PEM file of the client's certificate, for mutual TLS. Implies TLS. Unset: the client shows no "
+        "certificate.",
     )
     key: OptionalFile = Field(
         default=None, description="PEM file with the private key of the client's certificate."
     )
     server_name: str = Field(
         default="",
-        description="Name that the server's certificate must be valid for, if it is not the address that is called (for example through a "
-        "port-forward). Unset: the address.",
+        description="Name that the server's certificate must be valid for, if it is not the address that is called "
+        "(for example through a port-forward). Unset: the address.",
     )
     token: SecretStr = Field(
         default=SecretStr(""),
@@ -88,7 +90,8 @@ class ClientSettings(BaseSettings):
     token_file: OptionalFile = Field(
         default=None,
         validation_alias="NEAP_TOKEN_FILE",
-        description="File with the bearer token, read again for every call. Cannot be combined with the token itself. Unset: no token is sent.",
+        description="File with the bearer token, read again for every call. Cannot be combined with the token itself. "
+        "Unset: no token is sent.",
     )
     allow_plaintext_tokens: bool = Field(
         default=False,

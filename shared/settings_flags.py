@@ -1,7 +1,8 @@
-"""Generates command-line flags from the fields of settings classes: name, description, default value, environment variable.
+"""Generates command-line flags from the fields of settings classes: name, description, default value, environment
+variable.
 
-pydantic-settings' own command line is not used: it adds a flag for every alias (`--NEAP-WORKER-LISTEN`), splits values at commas
-(`--model my-model=/a,b`) and reads the word None as no value.
+pydantic-settings' own command line is not used: it adds a flag for every alias (`--NEAP-WORKER-LISTEN`), splits values
+at commas (`--model my-model=/a,b`) and reads the word None as no value.
 """
 
 import argparse
@@ -44,7 +45,8 @@ def variables_of(kind: type[BaseSettings], name: str) -> tuple[str, ...]:
 
 
 def flag_of(kind: type[BaseSettings], name: str) -> str | None:
-    """Return the flag of the field `name`. For a field with several values the flag is in the singular and can be repeated.
+    """Return the flag of the field `name`. For a field with several values the flag is in the singular and can be
+    repeated.
 
     Returns None for the variables that OpenTelemetry defines, which have no flag.
     """
@@ -55,7 +57,8 @@ def flag_of(kind: type[BaseSettings], name: str) -> str | None:
 
 
 def default_text(field: FieldInfo) -> str:
-    """Format the default value. "unset" stands for None, an empty text, an empty list and defaults that depend on the machine."""
+    """Format the default value. "unset" stands for None, an empty text, an empty list and defaults that depend on the
+    machine."""
     value = None if field.default_factory else field.default
     if isinstance(value, SecretStr):
         value = value.get_secret_value()

@@ -1,7 +1,8 @@
 """A SQLite file with transactions, a schema version and errors mapped to NeapError.
 
-It uses WAL and `synchronous=FULL`: a committed transaction survives a power cut, and readers never wait for a writer. Several
-processes may open the same file. Within a process all threads share one connection and one lock, so transactions run one at a time.
+It uses WAL and `synchronous=FULL`: a committed transaction survives a power cut, and readers never wait for a writer.
+Several processes may open the same file. Within a process all threads share one connection and one lock, so
+transactions run one at a time.
 """
 
 import sqlite3
@@ -21,7 +22,8 @@ def sqlite_error(error: sqlite3.Error, path: Path) -> NeapError:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     name = getattr(error, "sqlite_errorname", "")
     metadata = {"file": path.name, "sqlite_error": name}
-    # SQLite reports a full file system as FULL, but a write cut short by a quota or by RLIMIT_FSIZE (EFBIG) as IOERR_WRITE.
+    # SQLite reports a full file system as FULL, but a write cut short by a quota or by RLIMIT_FSIZE (EFBIG) as
+    # IOERR_WRITE.
     if code == sqlite3.SQLITE_FULL or name in ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"):
         return Exhausted(
             f"no space left for {path.name}; nothing was changed",
@@ -44,11 +46,11 @@ def sqlite_error(error: sqlite3.Error, path: Path) -> NeapError:
 class Database:
     """A SQLite database at `path`, created if it does not exist.
 
-    `schema` is executed once on a new file, whose `user_version` becomes `schema_version`. `migrations[n]` migrates a file from
-    version n to n + 1.
+    `schema` is executed once on a new file, whose `user_version` becomes `schema_version`. `migrations[n]` migrates a
+    file from version n to n + 1.
 
-    Raises PreconditionFailed (reason SCHEMA_TOO_NEW, FOREIGN_DATABASE), Corrupt, Exhausted, Unavailable (DATABASE_BUSY, LOCKED,
-    DATABASE_REPLACED: the file was removed or replaced since it was opened).
+    Raises PreconditionFailed (reason SCHEMA_TOO_NEW, FOREIGN_DATABASE), Corrupt, Exhausted, Unavailable (DATABASE_BUSY,
+    LOCKED, DATABASE_REPLACED: the file was removed or replaced since it was opened).
     """
 
     def __init__(
@@ -62,7 +64,8 @@ class Database:
     ) -> None:
         self.path = path
         self._lock = threading.RLock()
-        # A lock file, because two processes may create the same file at once and switching to WAL ignores the busy timeout.
+        # A lock file, because two processes may create the same file at once and switching to WAL ignores the busy
+        # timeout.
         with file_lock(path.with_name(path.name + ".lock")):
             with self._errors():
                 self._connection = sqlite3.connect(

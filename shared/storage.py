@@ -11,7 +11,8 @@ _REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def storage_error(error: OSError, what: str, *, place: str) -> NeapError:
-    """Return `Exhausted` (DISK_FULL) or `Unavailable` (STORAGE_UNAVAILABLE). The text of `error` is only in the chained exception.
+    """Return `Exhausted` (DISK_FULL) or `Unavailable` (STORAGE_UNAVAILABLE).
+    The text of `error` is only in the chained exception.
 
     For the message: `what` was to be stored or read, `place` is its folder.
     """

@@ -11,7 +11,8 @@ from typing import NoReturn
 
 @contextmanager
 def unwinding_on_sigterm() -> Iterator[None]:
-    """Within it SIGTERM raises `SystemExit` in the main thread, so that `finally` blocks run; the exit status is 143, as shells say it.
+    """Within it SIGTERM raises `SystemExit` in the main thread, so that `finally` blocks run; the exit status is 143,
+    as shells say it.
 
     Does nothing outside of the main thread, and where the program handles SIGTERM itself.
     """

@@ -1,4 +1,5 @@
-"""Fits torch's threads to the CPUs of this process, for programs that did not size the pools before torch was loaded."""
+"""Fits torch's threads to the CPUs of this process, for programs that did not size the pools before torch was
+loaded."""
 
 import os
 from collections.abc import MutableMapping
@@ -14,10 +15,11 @@ CHOSEN_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def fit_torch_threads(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Lowers torch's number of threads to `usable_cpus`, unless it has been chosen: by a variable, or by `torch.set_num_threads`.
+    """Lowers torch's number of threads to `usable_cpus`, unless it has been chosen: by a variable, or by
+    `torch.set_num_threads`.
 
-    torch itself counts the CPUs that it may run on, not the time on them that a container's quota allows. Threads that wait for each
-    other then stop each other: 16 threads in the time of 2 CPUs give no answer for minutes.
+    torch itself counts the CPUs that it may run on, not the time on them that a container's quota allows. Threads that
+    wait for each other then stop each other: 16 threads in the time of 2 CPUs give no answer for minutes.
     """
     if any(name in environment for name in CHOSEN_BY):
         return
@@ -28,7 +30,8 @@ def fit_torch_threads(environment: MutableMapping[str, str] = os.environ) -> Non
 
 
 def _default_numbers() -> set[int]:
-    """The numbers of threads that torch may choose by itself: CPUs or cores, of the machine or allowed to this process."""
+    """The numbers of threads that torch may choose by itself: CPUs or cores, of the machine or allowed to this
+    process."""
     allowed = (
         os.sched_getaffinity(0)
         if hasattr(os, "sched_getaffinity")

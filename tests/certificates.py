@@ -1,4 +1,5 @@
-"""Certificates for tests, and folders in which they lie as Kubernetes mounts a secret: files that are links through one link."""
+"""Certificates for tests, and folders in which they lie as Kubernetes mounts a secret: files that are links through one
+link."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 def issued(
     authority: trustme.CA, *names: str, clients: trustme.CA | None = None
 ) -> dict[str, bytes]:
-    """File name -> PEM: a certificate for `names`, its key, and the authority of clients (`authority` if none is given)."""
+    """File name -> PEM: a certificate for `names`, its key, and the authority of clients (`authority` if none is
+    given)."""
     leaf = authority.issue_cert(*names)
     return {
         CERTIFICATE: b"".join(part.bytes() for part in leaf.cert_chain_pems),

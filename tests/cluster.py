@@ -1,8 +1,10 @@
-"""Plays a cluster: workers as processes with addresses of their own, behind a name, replaced as a Deployment replaces its pods.
+"""Plays a cluster: workers as processes with addresses of their own, behind a name, replaced as a Deployment replaces
+its pods.
 
-`python -m tests.cluster OVERLAY COMPONENTS FOLDER` replays a rolling update and a scale-down of the rendered manifests while clients
-stream, and prints what the clients saw as JSON. Inside a network namespace of its own (`in_namespace`), the client resolves the name by
-the system's resolver, as in a pod. Elsewhere the addresses are on loopback and the DNS server is named in the target.
+`python -m tests.cluster OVERLAY COMPONENTS FOLDER` replays a rolling update and a scale-down of the rendered manifests
+while clients stream, and prints what the clients saw as JSON. Inside a network namespace of its own (`in_namespace`),
+the client resolves the name by the system's resolver, as in a pod. Elsewhere the addresses are on loopback and the DNS
+server is named in the target.
 """
 
 import json
@@ -38,7 +40,8 @@ DNS_DELAY_S = 2.0
 
 
 def in_namespace() -> list[str]:
-    """The command before which another command runs in a network namespace of its own. Empty where the system does not allow it."""
+    """The command before which another command runs in a network namespace of its own.
+    Empty where the system does not allow it."""
     command = ["unshare", "--map-root-user", "--net", "--mount"]
     try:
         allowed = subprocess.run([*command, "true"], capture_output=True, check=False)
@@ -69,7 +72,8 @@ class Pod:
 
 @dataclass
 class Seen:
-    """What the clients saw. `lost`: streams that ended with an error; `cut`: streams that ended well but without all tokens."""
+    """What the clients saw. `lost`: streams that ended with an error; `cut`: streams that ended well but without all
+    tokens."""
 
     num_streams: int = 0
     num_during: int = 0
@@ -99,7 +103,8 @@ class Deployment:
         return int(self._ports["grpc"])
 
     def start(self) -> Pod:
-        """A pod with the container's variables. Only the addresses, the model, the registry and the device are the test's own."""
+        """A pod with the container's variables. Only the addresses, the model, the registry and the device are the
+        test's own."""
         self._num_started += 1
         address = f"{self._prefix}{10 + self._num_started}"
         own = {

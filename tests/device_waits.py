@@ -1,4 +1,5 @@
-"""Finding what would make a host wait for its device, without one: on tensors that hold no numbers, or on a CPU's as if it were far."""
+"""Finding what would make a host wait for its device, without one: on tensors that hold no numbers, or on a CPU's as if
+it were far."""
 
 from typing import Any
 
@@ -39,7 +40,8 @@ class Reads(TorchFunctionMode):
 
 
 class Crossings(TorchDispatchMode):
-    """Copies between devices: `awaited` from one to the host, or to one without non_blocking; `others` those the host goes on after.
+    """Copies between devices: `awaited` from one to the host, or to one without non_blocking; `others` those the host
+    goes on after.
 
     For tensors on "meta", whose numbers cannot be read anyway.
     """

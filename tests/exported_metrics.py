@@ -1,4 +1,5 @@
-"""Every metric that a worker, a calibrator or a gateway exports, with its labels, from one that has done a little of everything."""
+"""Every metric that a worker, a calibrator or a gateway exports, with its labels, from one that has done a little of
+everything."""
 
 import json
 import urllib.request
@@ -113,7 +114,8 @@ def _exported(registry: CollectorRegistry) -> dict[str, tuple[str, ...]]:
 
 
 def scraped(log: Path) -> dict[tuple[str, ...], float]:
-    """What a service process exports at the port that its log names last: (name, label values in the labels' order) -> value."""
+    """What a service process exports at the port that its log names last: (name, label values in the labels' order) ->
+    value."""
     lines = log.read_text().splitlines()
     ports = [json.loads(line)["port"] for line in lines if '"metrics listening"' in line]
     with urllib.request.urlopen(f"http://127.0.0.1:{ports[-1]}/metrics", timeout=60) as response:

@@ -1,6 +1,7 @@
 """Nonsense for services and loaders: seeded, bounded in time, and said again when it finds something.
 
-`NEAP_FUZZ_S` is how long each target is fuzzed (CI takes the default), `NEAP_FUZZ_SEED` the first seed; case N of a run has seed + N.
+`NEAP_FUZZ_S` is how long each target is fuzzed (CI takes the default), `NEAP_FUZZ_SEED` the first seed; case N of a run
+has seed + N.
 """
 
 import math
@@ -58,7 +59,8 @@ def cases(seconds: float = SECONDS) -> Iterator[tuple[int, random.Random]]:
 
 
 def random_message(kind: Descriptor, chance: random.Random, depth: int = 0) -> Any:
-    """A valid message with whatever its fields can hold; what is named like a model's id often names the model "tiny"."""
+    """A valid message with whatever its fields can hold; what is named like a model's id often names the model
+    "tiny"."""
     message = GetMessageClass(kind)()
     for field in kind.fields:
         if field.name == "model_id" and chance.random() < 0.7:

@@ -28,7 +28,8 @@ QUICK = {"listen": "127.0.0.1:0", "num_attempts": 1, "grace_s": 0.0}
 
 @contextmanager
 def running(make: Callable[[SimpleNamespace], Any]) -> Iterator[SimpleNamespace]:
-    """Runs the coroutine `make(state)` on a loop of its own thread. It sets `state.ready`, and ends at `state.finish`."""
+    """Runs the coroutine `make(state)` on a loop of its own thread.
+    It sets `state.ready`, and ends at `state.finish`."""
     state = SimpleNamespace(ready=threading.Event())
 
     async def main() -> None:
@@ -80,7 +81,8 @@ def gateway_to(target: str, **given: Any) -> Iterator[SimpleNamespace]:
 
 
 class ScriptedWorker(inference_pb2_grpc.InferenceServiceServicer):
-    """`script(request)` yields events and may raise. `cancelled` is set when a call is cancelled. `models` are the ids it lists."""
+    """`script(request)` yields events and may raise. `cancelled` is set when a call is cancelled.
+    `models` are the ids it lists."""
 
     def __init__(self, script: Callable[[pb.GenerateRequest], Any]) -> None:
         self.script = script

@@ -21,7 +21,8 @@ EXACT = pb.DepthPolicy(exact=pb.Exact())
 
 
 def request_of(max_tokens=None, **changes):
-    """A request of policy full unless `changes` says otherwise. It gets exactly `max_tokens` tokens if that is given."""
+    """A request of policy full unless `changes` says otherwise.
+    It gets exactly `max_tokens` tokens if that is given."""
     fields = {"model_id": "tiny", "text": "hello", "depth": FULL, **changes}
     if max_tokens is not None:
         fields["stopping"] = pb.Stopping(max_tokens=max_tokens, ignore_eos=True)

@@ -37,7 +37,8 @@ def write_llama(
     inner: int = 96,
     tied: bool = True,
 ) -> Path:
-    """Writes the file. `kinds`: that of all matrices, or by the last part of their names, such as "attn_q"; others are Q8_0."""
+    """Writes the file. `kinds`: that of all matrices, or by the last part of their names, such as "attn_q"; others are
+    Q8_0."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*letters, "<eos>", "he"]
     writer = GGUFWriter(path, "llama")

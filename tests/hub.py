@@ -1,4 +1,5 @@
-"""A Hugging Face Hub on loopback: datasets as {id: {path: bytes}}, enough of its API for huggingface_hub and datasets."""
+"""A Hugging Face Hub on loopback: datasets as {id: {path: bytes}}, enough of its API for huggingface_hub and
+datasets."""
 
 import json
 import threading
@@ -12,7 +13,8 @@ SHA = "5" * 40
 
 
 class Hub(ThreadingHTTPServer):
-    """`gated`, `broken`: ids that answer 403 with the code of a gated dataset, or 500. `tokens`: (id, header) of callers that showed one."""
+    """`gated`, `broken`: ids that answer 403 with the code of a gated dataset, or 500.
+    `tokens`: (id, header) of callers that showed one."""
 
     daemon_threads = True
 

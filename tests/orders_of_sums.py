@@ -28,7 +28,8 @@ def _running(row: Tensor, size: int) -> Tensor:
 
 
 class OrdersOfSums(TorchDispatchMode):
-    """Under this mode sums, running sums and softmaxes of rows [T, V] depend on T and on which row it is, in their last bits."""
+    """Under this mode sums, running sums and softmaxes of rows [T, V] depend on T and on which row it is, in their last
+    bits."""
 
     def __torch_dispatch__(
         self,

@@ -18,7 +18,8 @@ PAGED = sorted(set(FAMILIES) - NOT_PAGED)
 
 def load_family(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     model = build_family(name).to(dtype)
-    # With a padding token, transformers would look for padding in GPT-2's input on the host. Real GPT-2 models have none.
+    # With a padding token, transformers would look for padding in GPT-2's input on the host.
+    # Real GPT-2 models have none.
     model.config.pad_token_id = None
     return wrap_model(model)
 

@@ -21,10 +21,11 @@ class NotRecordable(RuntimeError):
 class TracingRecorder:
     """Runs the work once, keeps its operators with their arguments, and replays these without any of its Python.
 
-    Tensors that were there before keep their places; those that arise come anew in each replay, and what the recording itself
-    made of them is wrecked: so a number that Python computed, a tensor that it made, a result that was not written to its place
-    is the wrong number ever after. Reading a number on the host, sizes that depend on numbers and random draws are refused.
-    `executed` counts the operators of all replays. `num_held`: recordings that somebody could still replay.
+    Tensors that were there before keep their places; those that arise come anew in each replay, and what the recording
+    itself made of them is wrecked: so a number that Python computed, a tensor that it made, a result that was not
+    written to its place is the wrong number ever after. Reading a number on the host, sizes that depend on numbers and
+    random draws are refused. `executed` counts the operators of all replays. `num_held`: recordings that somebody could
+    still replay.
     """
 
     records = True

@@ -1,4 +1,5 @@
-"""Damaging what a registry has stored, as a disk or a person may: cutting an object short, flipping a bit, removing it."""
+"""Damaging what a registry has stored, as a disk or a person may: cutting an object short, flipping a bit, removing
+it."""
 
 import obstore
 from obstore.store import S3Store

@@ -1,4 +1,5 @@
-"""Fixtures: a Redis and an S3 for all tests together, and ones of a test's own, to kill. tests/conftest.py offers them to all."""
+"""Fixtures: a Redis and an S3 for all tests together, and ones of a test's own, to kill. tests/conftest.py offers them
+to all."""
 
 import uuid
 from collections.abc import Callable, Iterator

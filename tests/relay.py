@@ -13,7 +13,8 @@ def relay(
     accept: Callable[[socket.socket], socket.socket] = lambda client: client,
     answer: Callable[[bytes], tuple[bytes, bool]] = lambda data: (data, True),
 ) -> Iterator[int]:
-    """Yields the port. `accept` makes of each client's socket the one to talk over; where it raises OSError, nobody is served.
+    """Yields the port. `accept` makes of each client's socket the one to talk over; where it raises OSError, nobody is
+    served.
 
     `answer` makes of what the target says what the client gets, and whether the connection goes on.
     """

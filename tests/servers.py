@@ -1,4 +1,5 @@
-"""Real servers of other makers for tests: a Redis or Valkey, and SeaweedFS for S3. Each on free ports, each ended by its test."""
+"""Real servers of other makers for tests: a Redis or Valkey, and SeaweedFS for S3.
+Each on free ports, each ended by its test."""
 
 import itertools
 import json
@@ -57,7 +58,8 @@ def redis_programs() -> dict[str, Path]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on, each with its neighbour 10,000 above free: where clusters and SeaweedFS speak among themselves.
+    """Ports nobody listens on, each with its neighbour 10,000 above free: where clusters and SeaweedFS speak among
+    themselves.
 
     None is given out twice by a process, because its first taker may not have bound it yet.
     """
@@ -163,7 +165,8 @@ class RedisCluster(RedisServer):
 
 
 class S3Server(Server):
-    """SeaweedFS: master, volume server, filer and S3 gateway in one process. It makes a bucket when the first object is put."""
+    """SeaweedFS: master, volume server, filer and S3 gateway in one process.
+    It makes a bucket when the first object is put."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

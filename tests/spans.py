@@ -38,7 +38,8 @@ class Spans(SpanProcessor):
         return [span for span in self.finished if span.name == name]
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        """Waits until `condition` holds and no span is open. Clients see the end of a call before its handler has ended."""
+        """Waits until `condition` holds and no span is open.
+        Clients see the end of a call before its handler has ended."""
         wait_until(lambda: condition() and self.num_open == 0)
 
 

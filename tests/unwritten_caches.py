@@ -1,4 +1,5 @@
-"""Caches whose positions are NaN until they are written, as memory that is not filled may be: a pass that reads one shows it."""
+"""Caches whose positions are NaN until they are written, as memory that is not filled may be: a pass that reads one
+shows it."""
 
 from collections.abc import Iterator
 

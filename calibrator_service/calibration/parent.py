@@ -13,7 +13,8 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class Parent:
-    """`router`: which it is and how much its tokens count; `statistics`: what it was made from, its own parents' included."""
+    """`router`: which it is and how much its tokens count; `statistics`: what it was made from, its own parents'
+    included."""
 
     router: ParentRouter
     statistics: Statistics
@@ -24,7 +25,8 @@ class Parent:
         return cls(router, read_statistics(path))
 
     def spec_of_child(self, spec: CalibrationSpec) -> CalibrationSpec:
-        """The spec with this parent, and with a seed that its ancestors did not have: with theirs the model would write their text again.
+        """The spec with this parent, and with a seed that its ancestors did not have: with theirs the model would write
+        their text again.
 
         Raises `InvalidInput` (BAD_SPEC) if the spec names another parent.
         """

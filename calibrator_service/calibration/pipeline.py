@@ -60,8 +60,8 @@ log = structlog.get_logger("neap.calibration")
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """The ladder and its held-out figures. `report` is ready for JSON and for `pack_ladder`. `statistics`: what a later calibration
-    goes on from."""
+    """The ladder and its held-out figures. `report` is ready for JSON and for `pack_ladder`. `statistics`: what a later
+    calibration goes on from."""
 
     ladder: Ladder
     report: dict[str, Any]
@@ -82,7 +82,8 @@ class CalibrationResult:
         return manifest, {**blobs, STATISTICS_BLOB: data}
 
     def save(self, folder: Path | str) -> None:
-        """Writes the router as files, which `shared.ladder.folder.read_ladder` reads and `neap routers import` publishes."""
+        """Writes the router as files, which `shared.ladder.folder.read_ladder` reads and `neap routers import`
+        publishes."""
         write_router_folder(Path(folder), *self.pack())
 
 
@@ -98,14 +99,16 @@ def calibrate(
 ) -> CalibrationResult:
     """Calibrates a ladder for a frozen model. Without a spec, or without a limit in it: for `plan.QUICK_BUDGET_S`.
 
-    `work_dir` keeps collected and trained files, so that a killed run can continue; None means a temporary folder, which is
-    removed also if SIGTERM ends the program. It may be deleted afterwards. The same spec, model and folder give the same ladder but
-    for rounding, unless a time budget ends a phase elsewhere, or an exit is left out that would not pay on this machine. `fleet_of` makes
-    a writer that lets others write, from the one that writes here and takes over what they leave. With a `parent` the ladder is made
-    from the parent's statistics and those of the new text together. Text that the parent has learned from is not learned from again.
-    Raises `RouterMismatch` and `PreconditionFailed` (LAYOUT_MISMATCH) for a parent of another model, tokenizer or layout,
-    `InvalidInput` (also if nothing that was learned agrees with the model), `NotFound`, `PermissionDenied` and `Unavailable` for sources
-    that cannot be read, `Cancelled` once `should_stop`, `Corrupt` for a damaged work folder, and `Exhausted` for a full disk.
+    `work_dir` keeps collected and trained files, so that a killed run can continue; None means a temporary folder,
+    which is removed also if SIGTERM ends the program. It may be deleted afterwards. The same spec, model and folder
+    give the same ladder but for rounding, unless a time budget ends a phase elsewhere, or an exit is left out that
+    would not pay on this machine. `fleet_of` makes a writer that lets others write, from the one that writes here and
+    takes over what they leave. With a `parent` the ladder is made from the parent's statistics and those of the new
+    text together. Text that the parent has learned from is not learned from again. Raises `RouterMismatch` and
+    `PreconditionFailed` (LAYOUT_MISMATCH) for a parent of another model, tokenizer or layout, `InvalidInput` (also if
+    nothing that was learned agrees with the model), `NotFound`, `PermissionDenied` and `Unavailable` for sources that
+    cannot be read, `Cancelled` once `should_stop`, `Corrupt` for a damaged work folder, and `Exhausted` for a full
+    disk.
     """
     spec = spec or CalibrationSpec(loaded.model_id)
     if parent is not None:
@@ -191,7 +194,8 @@ def run_phases(
 def with_joint_weights(
     ladder: Ladder, material: TrainingData, vocabulary: DraftVocabulary
 ) -> tuple[Ladder, dict[str, dict[str, float]]]:
-    """The ladder that has learned on the routers split what to make of all that its rungs say, and `joint_figures` on the report split."""
+    """The ladder that has learned on the routers split what to make of all that its rungs say, and `joint_figures` on
+    the report split."""
     splits: tuple[Split, Split] = ("routers", "report")
     learned_from, measured_on = (
         said_at(ladder, material.chunks[split], material.table_sequences[split], vocabulary)

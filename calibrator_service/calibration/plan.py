@@ -25,7 +25,8 @@ ARTEFACT_BYTES = 16_000_000
 LEAST_TABLE_BYTES = 4_000_000
 DEFAULT_NEW_TOKENS = 128
 DEFAULT_DEPTHS = (0,)
-# Prompts of the risk split if neither the time nor the text is limited to less: enough to tell a risk of zero from a risk of one in fifty.
+# Prompts of the risk split if neither the time nor the text is limited to less: enough to tell a risk of zero from a
+# risk of one in fifty.
 RISK_PROMPTS = 300
 MAX_STATE_BYTES = 12 << 30
 MAX_DEFAULT_VOCABULARY = 8192
@@ -34,12 +35,13 @@ PASS_TOKENS = 2048
 CHUNK_POSITIONS = 8192
 # Training by gradients begins to pay with this much time and text; with less, heads are what the closed form gives.
 TRAINING_BUDGET_S, TRAINING_TOKENS = 600.0, 60_000
-# Memory per square of the hidden size: the sums of one exit in float32, and what solving it needs beside them, in float64.
+# Memory per square of the hidden size: the sums of one exit in float32, and what solving it needs beside them, in
+# float64.
 SUM_BYTES, SOLVING_BYTES = 4 * (5 * 5 + 5 * 2), 8 * 3 * 4 * 4
 # Of a head whose block adds nothing.
 LEAST_MLP_WIDTH = 32
-# Heads are trained for at most MAX_EPOCHS epochs, for fewer if these have more than TRAINED_POSITIONS positions, and for at least
-# MIN_EPOCHS.
+# Heads are trained for at most MAX_EPOCHS epochs, for fewer if these have more than TRAINED_POSITIONS positions, and
+# for at least MIN_EPOCHS.
 MAX_EPOCHS, MIN_EPOCHS, TRAINED_POSITIONS = 6, 2, 120_000_000
 # On a GPU the time of a training step is the time to launch it, so batches grow as long as this many steps are left.
 MIN_STEPS, MAX_BATCH_SIZE = 3000, 4096
@@ -76,10 +78,10 @@ class PassSizes:
 class Plan:
     """A spec with every choice made. `spec` itself has a limit: QUICK_BUDGET_S if it had none.
 
-    `left_out`: name -> why, of the exits that the ladder would have by default and does not get.
-    `max_tokens` counts tokens learned from: the answers of generated text, all tokens of given text. `table_bytes` bounds the
-    n-gram table. `trains`: whether training by gradients follows the closed form; `mlp_width`: of the block that it
-    trains. `max_tokens` and `budget_s` are infinite if they do not bound the calibration.
+    `left_out`: name -> why, of the exits that the ladder would have by default and does not get. `max_tokens` counts
+    tokens learned from: the answers of generated text, all tokens of given text. `table_bytes` bounds the n-gram table.
+    `trains`: whether training by gradients follows the closed form; `mlp_width`: of the block that it trains.
+    `max_tokens` and `budget_s` are infinite if they do not bound the calibration.
     """
 
     spec: CalibrationSpec
@@ -106,8 +108,8 @@ class Plan:
 
 
 def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
-    """Raises `InvalidInput` for a rung at the last layer or beyond, for a draft vocabulary larger than the model's, and for rung depths
-    of a model that cannot have exits."""
+    """Raises `InvalidInput` for a rung at the last layer or beyond, for a draft vocabulary larger than the model's, and
+    for rung depths of a model that cannot have exits."""
     if not spec.max_tokens and spec.time_budget_s is None:
         spec = replace(spec, time_budget_s=QUICK_BUDGET_S)
     depths = tuple(sorted(spec.rung_depths)) or DEFAULT_DEPTHS
@@ -186,7 +188,8 @@ def exit_bytes(spec: CalibrationSpec, hidden_size: int, mlp_width: int) -> int:
 
 
 def pass_sizes_for(loaded: LoadedModel) -> PassSizes:
-    """A GPU gets larger passes: a small pass takes as long as a large one, because the launches of its kernels decide."""
+    """A GPU gets larger passes: a small pass takes as long as a large one, because the launches of its kernels
+    decide."""
     rows = num_decoded_rows(loaded)
     if loaded.device.type == "cpu":
         return PassSizes(rows)
@@ -210,10 +213,11 @@ def head_training(spec: CalibrationSpec, device: torch.device) -> HeadTraining:
 
 
 def num_decoded_rows(loaded: LoadedModel) -> int:
-    """Rows decoded together: at most 64 on a CPU and 2,048 on a GPU, fewer if their keys and values need too much memory.
+    """Rows decoded together: at most 64 on a CPU and 2,048 on a GPU, fewer if their keys and values need too much
+    memory.
 
-    The limit is 2 GiB on a CPU and a quarter of a GPU's memory. It is the GPU's total memory: the memory that is free at the moment
-    must not decide which text is written.
+    The limit is 2 GiB on a CPU and a quarter of a GPU's memory. It is the GPU's total memory: the memory that is free
+    at the moment must not decide which text is written.
     """
     config = loaded.model.config.get_text_config(decoder=True)
     token_bytes = 0

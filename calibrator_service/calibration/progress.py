@@ -11,7 +11,8 @@ Phase = Literal[
 
 @dataclass(frozen=True)
 class Progress:
-    """`fraction`: share of the whole job that is done, in [0, 1]; it never decreases. `figures`: named measurements so far."""
+    """`fraction`: share of the whole job that is done, in [0, 1]; it never decreases.
+    `figures`: named measurements so far."""
 
     phase: Phase
     fraction: float

@@ -17,10 +17,11 @@ from shared.model.loaded import LoadedModel
 
 
 class CalibrationRun:
-    """What all phases share. `figures` go out with every report of progress; `seconds` are those of the finished phases.
+    """What all phases share. `figures` go out with every report of progress; `seconds` are those of the finished
+    phases.
 
-    The time budget counts from the first start: a run that was killed continues with the rest of its budget. Raises `Corrupt` for a
-    state file that cannot be read.
+    The time budget counts from the first start: a run that was killed continues with the rest of its budget. Raises
+    `Corrupt` for a state file that cannot be read.
     """
 
     def __init__(

@@ -1,10 +1,13 @@
-"""When the phases of a calibration end: shares of its time budget, by what solving, writing and certifying cost on this machine."""
+"""When the phases of a calibration end: shares of its time budget, by what solving, writing and certifying cost on this
+machine."""
 
 import math
 
-# Share of the budget for the answers of the risk split, at most. Certifying reads them again, which takes as long as writing them.
+# Share of the budget for the answers of the risk split, at most.
+# Certifying reads them again, which takes as long as writing them.
 RISK_SHARE = 0.08
-# With fewer prompts a bound says little, so nothing is certified and the text gets the time: of 30 prompts, none of which differs, 15 % may.
+# With fewer prompts a bound says little, so nothing is certified and the text gets the time: of 30 prompts, none of
+# which differs, 15 % may.
 MIN_RISK_PROMPTS = 30
 # Tokens written per prompt of the risk split, in answers' lengths: some prompts are written as well.
 ANSWERS_PER_PROMPT = 1.15
@@ -17,7 +20,8 @@ MAX_SOLVING_SHARE = 0.3
 
 
 class Schedule:
-    """Each phase ends at a share of `budget_s`, which may be infinite. `trains`: heads are trained after they have been solved."""
+    """Each phase ends at a share of `budget_s`, which may be infinite.
+    `trains`: heads are trained after they have been solved."""
 
     def __init__(self, budget_s: float, *, trains: bool) -> None:
         self._budget_s = budget_s
@@ -30,7 +34,8 @@ class Schedule:
         self._solving_share = min(seconds / self._budget_s, MAX_SOLVING_SHARE)
 
     def expect_risk(self, num_prompts: int, answer_tokens: int, tokens_per_s: float) -> None:
-        """The risk split can have up to `num_prompts` prompts with answers of `answer_tokens` tokens; the model writes `tokens_per_s`."""
+        """The risk split can have up to `num_prompts` prompts with answers of `answer_tokens` tokens; the model writes
+        `tokens_per_s`."""
         if math.isinf(self._budget_s):
             return
         prompt_s = ANSWERS_PER_PROMPT * answer_tokens / max(tokens_per_s, 1e-9)

@@ -1,4 +1,5 @@
-"""What a published manifest says about the text of a calibration: digests and counts, so that whoever has the text can recognise it.
+"""What a published manifest says about the text of a calibration: digests and counts, so that whoever has the text can
+recognise it.
 
 Everybody who may generate may read a manifest, and it stays for ever. So it has neither prompts nor paths.
 """
@@ -31,7 +32,8 @@ def source_record(source: Source) -> dict[str, Any]:
 
 
 def published_spec(spec: CalibrationSpec, source: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec as a manifest has it, without the model's id, which has its own place. `source`: the record of its source."""
+    """The spec as a manifest has it, without the model's id, which has its own place.
+    `source`: the record of its source."""
     record = {**asdict(spec), "source": dict(source)}
     del record["model_id"]
     return record
@@ -46,7 +48,8 @@ def without_texts(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prompts_digest(prompts: Sequence[str]) -> str:
-    """ "sha256:" and the digest of the prompts, in their order, as a JSON list without spaces and with ASCII characters only."""
+    """ "sha256:" and the digest of the prompts, in their order, as a JSON list without spaces and with ASCII characters
+    only."""
     encoded = json.dumps(list(prompts), separators=(",", ":")).encode()
     return f"sha256:{hashlib.sha256(encoded).hexdigest()}"
 

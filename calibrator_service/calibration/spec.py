@@ -24,10 +24,11 @@ _MAX_UINT32 = 2**32 - 1
 
 @dataclass(frozen=True)
 class SelfGenerated:
-    """Text that the model writes itself. Without `prompts` the model also writes its prompts, or they are drawn from templates.
+    """Text that the model writes itself. Without `prompts` the model also writes its prompts, or they are drawn from
+    templates.
 
-    `max_new_tokens`: longest answer; 0 means the default (`plan.DEFAULT_NEW_TOKENS`). `use_workers`: the service's inference workers
-    answer the prompts, too.
+    `max_new_tokens`: longest answer; 0 means the default (`plan.DEFAULT_NEW_TOKENS`). `use_workers`: the service's
+    inference workers answer the prompts, too.
     """
 
     prompts: tuple[str, ...] = ()
@@ -81,8 +82,8 @@ class HubDataset:
 class ParentRouter:
     """The router that a calibration goes on from. Raises `InvalidInput` (BAD_SPEC).
 
-    `version`: 0 if it is not looked up yet, or if the router is one of files. `alias`: what it was asked by, "" if by version.
-    `share`: how much a token counts that the parent learned from, against one of the new text.
+    `version`: 0 if it is not looked up yet, or if the router is one of files. `alias`: what it was asked by, "" if by
+    version. `share`: how much a token counts that the parent learned from, against one of the new text.
     """
 
     version: int = 0
@@ -109,8 +110,9 @@ _SOURCES: Mapping[str, type[Source]] = {
 class CalibrationSpec:
     """A value of zero, an empty value or None leaves the choice to the calibration (see `plan.resolve`).
 
-    `max_tokens` counts the tokens learned from, over all splits. Text is collected until `max_tokens` or the time budget is used
-    up, whichever is first; with neither the budget is `plan.QUICK_BUDGET_S`. Raises `InvalidInput` (BAD_SPEC).
+    `max_tokens` counts the tokens learned from, over all splits. Text is collected until `max_tokens` or the time
+    budget is used up, whichever is first; with neither the budget is `plan.QUICK_BUDGET_S`. Raises `InvalidInput`
+    (BAD_SPEC).
     """
 
     model_id: str = ""
@@ -164,14 +166,16 @@ class CalibrationSpec:
         return isinstance(self.source, SelfGenerated) and self.source.use_workers
 
     def as_asked(self) -> "CalibrationSpec":
-        """The spec as its caller wrote it, without what was looked up since: an alias may name another version at the next call."""
+        """The spec as its caller wrote it, without what was looked up since: an alias may name another version at the
+        next call."""
         if self.parent is None:
             return self
         version = 0 if self.parent.alias else self.parent.version
         return replace(self, parent=replace(self.parent, version=version, manifest_digest=""))
 
     def to_json(self) -> str:
-        """The stored form, without the prompts. Equal specs give equal text: the job store compares the texts of repeated requests."""
+        """The stored form, without the prompts. Equal specs give equal text: the job store compares the texts of
+        repeated requests."""
         record = asdict(self)
         for name in ("public_only", "prompts"):
             record["source"].pop(name, None)
@@ -186,7 +190,8 @@ class CalibrationSpec:
     def from_json(cls, text: str, prompts: Sequence[str] = ()) -> "CalibrationSpec":
         """Reads the stored form.
 
-        Raises `Corrupt` for a text that this build cannot use: a newer build wrote it, or an older one whose limits were wider.
+        Raises `Corrupt` for a text that this build cannot use: a newer build wrote it, or an older one whose limits
+        were wider.
         """
         try:
             record: dict[str, Any] = json.loads(text)

@@ -1,4 +1,5 @@
-"""What a router was made from, as sums that add: a later calibration goes on from them. Published beside the router, read by no worker."""
+"""What a router was made from, as sums that add: a later calibration goes on from them.
+Published beside the router, read by no worker."""
 
 import hashlib
 import json
@@ -21,7 +22,8 @@ from shared.model.loaded import LoadedModel
 from shared.tensor_parts import take_part
 
 FORMAT = 1
-# Upper limit of the file. A model of hidden size 1,536 needs 210 MB for each exit and up to 80 MB for the counts of n-grams.
+# Upper limit of the file. A model of hidden size 1,536 needs 210 MB for each exit and up to 80 MB for the counts of
+# n-grams.
 MAX_BYTES = 1 << 30
 _HEADER = "neap"
 
@@ -30,9 +32,9 @@ _HEADER = "neap"
 class Statistics:
     """`fingerprint`, `tokenizer`: digests of the model and the vocabulary whose states and tokens were summed.
 
-    `moments`: by depth of the exit; `choice_counts` [V] float64: how often the full model chose each token; `num_tokens`: tokens learned
-    from, of which a parent's count by its share; `learned` [P] int64: digests of the prompts and answers learned from, see
-    `text.splits.Splitter`; `generation`: number of ancestors.
+    `moments`: by depth of the exit; `choice_counts` [V] float64: how often the full model chose each token;
+    `num_tokens`: tokens learned from, of which a parent's count by its share; `learned` [P] int64: digests of the
+    prompts and answers learned from, see `text.splits.Splitter`; `generation`: number of ancestors.
     """
 
     fingerprint: str
@@ -62,7 +64,8 @@ class Statistics:
     def plus(self, parent: "Statistics", share: float) -> "Statistics":
         """The sums of this text and `share` of the parent's, for the exits of this text. Neither of the two changes.
 
-        Raises `PreconditionFailed` (LAYOUT_MISMATCH) if an exit of this text is not one of the parent's, or is made of other states.
+        Raises `PreconditionFailed` (LAYOUT_MISMATCH) if an exit of this text is not one of the parent's, or is made of
+        other states.
         """
         moments: dict[int, Moments] = {}
         for depth, own in self.moments.items():
@@ -85,8 +88,8 @@ class Statistics:
         )
 
     def check(self, loaded: LoadedModel, layouts: Mapping[int, MomentsLayout]) -> None:
-        """Raises `RouterMismatch` (also TOKENIZER_MISMATCH) unless they are of this model, and `PreconditionFailed` (LAYOUT_MISMATCH)
-        unless they have these exits."""
+        """Raises `RouterMismatch` (also TOKENIZER_MISMATCH) unless they are of this model, and `PreconditionFailed`
+        (LAYOUT_MISMATCH) unless they have these exits."""
         if self.fingerprint != loaded.fingerprint:
             raise RouterMismatch(
                 "the parent's statistics are of another model or another revision of it",
@@ -100,7 +103,8 @@ class Statistics:
             found = _moments_at(self, depth).layout
             if found != layout:
                 raise PreconditionFailed(
-                    f"the parent's exit at depth {depth} is made of the states of {found}, that of this calibration of {layout}",
+                    f"the parent's exit at depth {depth} is made of the states of {found}, that of this calibration of "
+                    f"{layout}",
                     reason="LAYOUT_MISMATCH",
                 )
 
@@ -131,8 +135,8 @@ class Statistics:
 def read_statistics(path: Path) -> Statistics:
     """Reads a file of `Statistics.to_bytes`.
 
-    Raises `Corrupt` for anything else, numbers that are not finite among them, and `PreconditionFailed` (SCHEMA_TOO_NEW) for a later
-    format.
+    Raises `Corrupt` for anything else, numbers that are not finite among them, and `PreconditionFailed`
+    (SCHEMA_TOO_NEW) for a later format.
     """
     try:
         with safe_open(str(path), framework="pt") as file:
@@ -187,7 +191,8 @@ def _moments_at(statistics: Statistics, depth: int) -> Moments:
     if depth not in statistics.moments:
         known = ", ".join(map(str, statistics.moments)) or "none"
         raise PreconditionFailed(
-            f"the parent's statistics have no exit at depth {depth}; they have: {known}. Name these depths, or no parent",
+            f"the parent's statistics have no exit at depth {depth}; they have: {known}. Name these depths, or no "
+            "parent",
             reason="LAYOUT_MISMATCH",
             metadata={"depth": str(depth), "depths": known},
         )

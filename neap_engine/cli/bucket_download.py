@@ -55,10 +55,11 @@ def open_bucket(bucket: str, prefix: str) -> S3Store:
 def download(
     store: S3Store, item: "ObjectMeta", target: Path, say: Callable[[str], object]
 ) -> None:
-    """Download the object `item` to the file `target`, unless it is there. Its folder exists. `say` gets a line about what happens.
+    """Download the object `item` to the file `target`, unless it is there. Its folder exists.
+    `say` gets a line about what happens.
 
-    All bytes come from the object with the ETag of `item`, and there are as many as it has. Raises Unavailable (BUCKET_UNAVAILABLE) if
-    nothing arrives any more, or if the object has changed.
+    All bytes come from the object with the ETag of `item`, and there are as many as it has. Raises Unavailable
+    (BUCKET_UNAVAILABLE) if nothing arrives any more, or if the object has changed.
     """
     part = target.with_name(target.name + PART)
     mark = target.with_name(target.name + SYNCED)

@@ -34,8 +34,8 @@ from shared.errors import InvalidInput
 from shared.rpc.durations import duration_of
 
 SERVICE_ENDS = (
-    "its service ends with this command, and the next calibration service on the same data folder continues the job, unless it was"
-    " cancelled"
+    "its service ends with this command, and the next calibration service on the same data folder continues the job, "
+    "unless it was cancelled"
 )
 
 
@@ -75,39 +75,40 @@ def calibrate(
         Path | None,
         typer.Option(
             "--answers",
-            help="Calibrate on answers that the model gave before: a .jsonl file with a prompt, its answer and, optionally, the prompt's kind "
-            "on each line.",
+            help="Calibrate on answers that the model gave before: a .jsonl file with a prompt, its answer and, "
+            "optionally, the prompt's kind on each line.",
         ),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
             "--prompts",
-            help="Calibrate on the model's own answers to the prompts in this file, greedy and then sampled ones. A .jsonl file has an object "
-            'with a "prompt" on each line, any other file a prompt.',
+            help="Calibrate on the model's own answers to the prompts in this file, greedy and then sampled ones. "
+            'A .jsonl file has an object with a "prompt" on each line, any other file a prompt.',
         ),
     ] = None,
     workers: Annotated[
         bool,
         typer.Option(
             "--workers",
-            help="Let the inference workers that the service is configured with (--text-worker) write the text, at low priority. What they leave is "
-            "written by the service.",
+            help="Let the inference workers that the service is configured with (--text-worker) write the text, at low "
+            "priority. What they leave is written by the service.",
         ),
     ] = False,
     parent: Annotated[
         str,
         typer.Option(
             "--from",
-            help="Go on from this router: its statistics and the new text's are added. A version number, an alias, or a folder as `neap routers "
-            "export` writes it, which is imported first, into the registry of NEAP_REGISTRY.",
+            help="Go on from this router: its statistics and the new text's are added. A version number, an alias, or "
+            "a folder as `neap routers export` writes it, which is imported first, into the registry of NEAP_REGISTRY.",
         ),
     ] = "",
     parent_share: Annotated[
         float,
         typer.Option(
             "--parent-share",
-            help="With --from: how much a token counts that the parent learned from, against one of the new text. Above 0, at most 1.",
+            help="With --from: how much a token counts that the parent learned from, against one of the new text. "
+            "Above 0, at most 1.",
         ),
     ] = 1.0,
     preset: Annotated[
@@ -165,7 +166,8 @@ def calibrate(
         list[str] | None,
         typer.Option(
             "--alias",
-            help="Alias to point at the published version; no other alias moves. May be given several times. Default: latest.",
+            help="Alias to point at the published version; no other alias moves. May be given several times. Default: "
+            "latest.",
         ),
     ] = None,
     request_id: Annotated[
@@ -180,19 +182,21 @@ def calibrate(
         bool,
         typer.Option(
             "--detach",
-            help="Print the id of the job and end at once; the service runs the job. `neap jobs` watches and cancels it.",
+            help="Print the id of the job and end at once; the service runs the job. `neap jobs` watches and cancels "
+            "it.",
         ),
     ] = False,
     start_service: Annotated[
         bool,
         typer.Option(
             "--start-service",
-            help="Start a calibration service for this job alone, with the settings of the environment (NEAP_MODELS, NEAP_REGISTRY, "
-            "NEAP_DEVICE, ...), and stop it at the end. --calibrator is then not used.",
+            help="Start a calibration service for this job alone, with the settings of the environment (NEAP_MODELS, "
+            "NEAP_REGISTRY, NEAP_DEVICE, ...), and stop it at the end. --calibrator is then not used.",
         ),
     ] = False,
 ) -> None:
-    """Make a router for a model from text, and publish it. Without flags it takes 150 seconds, and the model writes the text.
+    """Make a router for a model from text, and publish it.
+    Without flags it takes 150 seconds, and the model writes the text.
 
     Give at most one of --prompts, --answers, --text and --dataset. Prompts like those that will be served are best.
     Ctrl-C cancels the job and waits for its end; a second Ctrl-C leaves at once. A cancelled job publishes nothing.
@@ -274,8 +278,8 @@ def unanswered(client: NeapClient, request: pb.CreateCalibrationRequest) -> str:
     """Say what Ctrl-C means before the service has returned the id of the job."""
     jobs = equivalent_command("jobs", "list", calibrator=client.target)
     return (
-        f"interrupted before the service answered, so the job may exist: `{jobs}` shows it, and the same `neap calibrate` with"
-        f" --request-id {shlex.quote(request.request_id)} continues it"
+        f"interrupted before the service answered, so the job may exist: `{jobs}` shows it, and the same `neap "
+        f"calibrate` with --request-id {shlex.quote(request.request_id)} continues it"
     )
 
 

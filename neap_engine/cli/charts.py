@@ -1,4 +1,5 @@
-"""Draws the picture of `neap report`, exits per depth, reliability of the routers and tokens per second, and that of `neap demo`."""
+"""Draws the picture of `neap report`, exits per depth, reliability of the routers and tokens per second, and that of
+`neap demo`."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +34,8 @@ def write_report(
 def write_stories(
     path: Path, *, title: str, stories: Mapping[str, Sequence[PolicyFigures]]
 ) -> Path:
-    """Write the PNG with the speeds of each story side by side and return its absolute path. `stories`: title of a panel -> its sides, the
-    first of which is the baseline. Raises OSError."""
+    """Write the PNG with the speeds of each story side by side and return its absolute path. `stories`: title of a
+    panel -> its sides, the first of which is the baseline. Raises OSError."""
 
     def draw(*panels: Any) -> None:
         for axes, (name, figures) in zip(panels, stories.items(), strict=True):
@@ -48,7 +49,8 @@ def write_stories(
 
 
 def write_panels(path: Path, title: str, num_panels: int, draw: Callable[..., None]) -> Path:
-    """Write a PNG of panels side by side, which `draw` gets as its arguments. Returns the absolute path. Raises OSError."""
+    """Write a PNG of panels side by side, which `draw` gets as its arguments. Returns the absolute path.
+    Raises OSError."""
     # Imported here because it takes a second, which other commands need not spend. The Agg backend needs no display.
     import matplotlib
 
@@ -78,7 +80,8 @@ def draw_exits(axes: Any, entry: PolicyFigures, num_layers: int) -> None:
 
 
 def draw_reliability(axes: Any, rungs: Mapping[str, Sequence[tuple[float, float, int]]]) -> None:
-    """Plot observed against predicted agreement per rung. The area of a dot grows with the number of tokens in its bin."""
+    """Plot observed against predicted agreement per rung.
+    The area of a dot grows with the number of tokens in its bin."""
     axes.plot([0, 1], [0, 1], color="#999999", linewidth=1, linestyle="--")
     for name, bins in rungs.items():
         filled = [entry for entry in bins if entry[2] > 0]
@@ -116,7 +119,8 @@ def draw_speed(axes: Any, figures: Sequence[PolicyFigures]) -> None:
 
 
 def reliability(manifest: Mapping[str, Any]) -> dict[str, list[tuple[float, float, int]]]:
-    """Read the reliability bins of each rung from a manifest: (mean probability, observed agreement, number of tokens)."""
+    """Read the reliability bins of each rung from a manifest: (mean probability, observed agreement, number of
+    tokens)."""
     rungs: dict[str, list[tuple[float, float, int]]] = {}
     for rung in manifest["rungs"]:
         bins = rung.get("figures", {}).get("reliability", [])

@@ -43,8 +43,8 @@ def chat(
 ) -> None:
     """Hold a conversation: each line of input is a message, and the answers are streamed.
 
-    /exit or Ctrl-D ends the conversation, /clear begins a new one. Ctrl-C ends an answer, which stays in the conversation as far as it
-    went. If the context is full, the oldest turns are forgotten, and a line says so.
+    /exit or Ctrl-D ends the conversation, /clear begins a new one. Ctrl-C ends an answer, which stays in the
+    conversation as far as it went. If the context is full, the oldest turns are forgotten, and a line says so.
     """
     is_interactive = is_terminal()
     with connect(worker) as client:
@@ -93,7 +93,8 @@ class Session:
         self._shows_depth = shows_depth
 
     def ask(self, question: str) -> None:
-        """Stream the answer and add the turn to the conversation. Raises NeapError, and the conversation is then as before."""
+        """Stream the answer and add the turn to the conversation.
+        Raises NeapError, and the conversation is then as before."""
         self._say_forgotten(self._conversation.make_room(question))
         while True:
             try:

@@ -37,7 +37,8 @@ def compare(
     *,
     streams: bool = True,
 ) -> list[PolicyFigures]:
-    """Run every prompt on every side, the sides in turn, with greedy decoding. `streams`: print the answers as they arrive."""
+    """Run every prompt on every side, the sides in turn, with greedy decoding.
+    `streams`: print the answers as they arrive."""
     num_layers = worker.get_model(model_id).num_layers
     figures = {side: PolicyFigures(side.name) for side in sides}
     is_chat = has_chat_template(worker, model_id)

@@ -1,4 +1,5 @@
-"""Connects commands to services. The flags before the command's name and the variables `NEAP_CLIENT_*` and `NEAP_TOKEN` say how."""
+"""Connects commands to services. The flags before the command's name and the variables `NEAP_CLIENT_*` and `NEAP_TOKEN`
+say how."""
 
 import inspect
 import math
@@ -101,7 +102,8 @@ def global_options(
 
 
 def calls_service(command: Callable[..., T]) -> Callable[..., T]:
-    """Wrap a command that calls a service: it fails as `exit_on_error` says, and its flag --wait applies to `connect`."""
+    """Wrap a command that calls a service: it fails as `exit_on_error` says, and its flag --wait applies to
+    `connect`."""
 
     def run(*args: Any, wait: float | None = None, **kwargs: Any) -> T:
         token = _wait_s.set(wait)
@@ -181,7 +183,8 @@ def say(line: str) -> None:
 
 
 def equivalent_command(*arguments: str, calibrator: str) -> str:
-    """Return the command line of `neap ARGUMENTS` that connects as this command does, ready to be pasted into a shell."""
+    """Return the command line of `neap ARGUMENTS` that connects as this command does, ready to be pasted into a
+    shell."""
     words = ["neap"]
     for name, value in _flags.get().items():
         words += [_FLAGS[name]] if value is True else [_FLAGS[name], str(value)]

@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 
 class PlainConsole(Console):
-    """A console that escapes control characters in all text it prints, because text comes from services, files and models.
+    """A console that escapes control characters in all text it prints, because text comes from services, files and
+    models.
 
     Only rich's own control codes reach the terminal.
     """
@@ -44,10 +45,11 @@ DEFAULT_WORKER = "127.0.0.1:7071"
 TRACEBACK_VARIABLE = "NEAP_TRACEBACK"
 # What to do about failures that gRPC itself reports.
 HINTS = {
-    "GRPC_UNAVAILABLE": "does a service run at this address (`neap serve calibrator`, `neap serve worker`)? --tls-ca or --tls, before the"
-    " command, are for services with TLS and for no others",
+    "GRPC_UNAVAILABLE": "does a service run at this address (`neap serve calibrator`, `neap serve worker`)? --tls-ca "
+    "or --tls, before the command, are for services with TLS and for no others",
     "NOT_READY": "--wait SECONDS waits for it",
-    "GRPC_UNIMPLEMENTED": "another service runs at this address: --worker names an inference worker, --calibrator a calibration service",
+    "GRPC_UNIMPLEMENTED": "another service runs at this address: --worker names an inference worker, --calibrator a "
+    "calibration service",
 }
 
 
@@ -88,8 +90,8 @@ RegistryUrl = Annotated[
     typer.Option(
         "--registry",
         metavar="URL",
-        help="Registry of the services: a folder, or an s3:// or redis:// URL. Default: NEAP_REGISTRY, which is the better "
-        "place for a URL with a password, or a folder under --data-dir.",
+        help="Registry of the services: a folder, or an s3:// or redis:// URL. Default: NEAP_REGISTRY, which is the "
+        "better place for a URL with a password, or a folder under --data-dir.",
     ),
 ]
 

@@ -18,7 +18,8 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """`context_length`: most tokens of prompt and answer together. `answer_tokens`: how many of them an answer should find free."""
+    """`context_length`: most tokens of prompt and answer together.
+    `answer_tokens`: how many of them an answer should find free."""
 
     context_length: int
     answer_tokens: int

@@ -1,5 +1,5 @@
-"""`neap demo`: runs both services on this machine and shows what routers are worth: a shipped one, one calibrated from nothing, and
-one to which requests of a kind were added."""
+"""`neap demo`: runs both services on this machine and shows what routers are worth: a shipped one, one calibrated from
+nothing, and one to which requests of a kind were added."""
 
 import json
 import re
@@ -67,8 +67,8 @@ def demo(
         ),
     ] = False,
 ) -> None:
-    """Fetch a small model and compare full depth with early exits: with a shipped router, with one calibrated from nothing, and before and after
-    requests of one kind are added to it."""
+    """Fetch a small model and compare full depth with early exits: with a shipped router, with one calibrated from
+    nothing, and before and after requests of one kind are added to it."""
     started_s = time.monotonic()
     folder = (data_dir or default_data_dir()).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,8 +78,8 @@ def demo(
     else:
         model_id, source = model_id_from_path(model_path), own_model(model_path.absolute())
     say(f"{model_id}: {source}")
-    # SIGINT and SIGTERM must both raise KeyboardInterrupt, so that the `finally` blocks stop the services. SIGINT is set explicitly
-    # because a shell starts background jobs with SIGINT ignored.
+    # SIGINT and SIGTERM must both raise KeyboardInterrupt, so that the `finally` blocks stop the services. SIGINT is
+    # set explicitly because a shell starts background jobs with SIGINT ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     with services(model_id, source, folder) as (calibrator, worker):
@@ -101,7 +101,8 @@ def demo(
 
 @contextmanager
 def services(model_id: str, source: Path, folder: Path) -> Iterator[tuple[NeapClient, NeapClient]]:
-    """Start a calibrator and a worker on free loopback ports and yield clients of both. Both stop when the block is left."""
+    """Start a calibrator and a worker on free loopback ports and yield clients of both.
+    Both stop when the block is left."""
     shared_flags = ["--data-dir", str(folder), "--model", f"{model_id}={source}", "--grace-s", "0"]
     step("starting calibrator and worker")
     say(f"the worker loads {model_id}, {size_mb(source):.0f} MB; a large model takes minutes")
@@ -178,7 +179,8 @@ class Stories:
         return router
 
     def one_kind(self, own: RouterVersion, budget_s: int) -> None:
-        """The router `own` before and after requests of one kind are added to it, measured on other requests of that kind."""
+        """The router `own` before and after requests of one kind are added to it, measured on other requests of that
+        kind."""
         step(f"3. {len(LEARNED)} requests of one kind are added to version {own.version}")
         say("each asks for the facts of a passage as JSON")
         if "statistics" not in json.loads(own.manifest_json)["calibration"]:

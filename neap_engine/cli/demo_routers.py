@@ -24,7 +24,8 @@ class Catalogue:
     fingerprint: str
 
     def published(self, alias: str) -> router_pb2.RouterVersion | None:
-        """Return the version that the alias names. None if there is none or if it belongs to another revision of the model."""
+        """Return the version that the alias names.
+        None if there is none or if it belongs to another revision of the model."""
         try:
             router = self.client.get_version(self.model_id, alias=alias)
         except NotFound:
@@ -42,7 +43,8 @@ class Catalogue:
         *,
         parent: router_pb2.RouterVersion | None = None,
     ) -> router_pb2.RouterVersion:
-        """Calibrate and publish, with live progress. The first of `aliases` tells the demo's jobs apart. `parent`: what is added to.
+        """Calibrate and publish, with live progress. The first of `aliases` tells the demo's jobs apart.
+        `parent`: what is added to.
 
         Raises NeapError if the job fails, KeyboardInterrupt if it is cancelled.
         """

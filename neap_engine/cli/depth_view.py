@@ -34,8 +34,8 @@ class DepthView:
     def chunk(self, chunk: pb.TokenChunk) -> None:
         """Print the text of a chunk.
 
-        Text may lag behind tokens, because one character may span two tokens. A chunk of several tokens does not say which token
-        wrote which text, so all its text has the colour of the deepest token.
+        Text may lag behind tokens, because one character may span two tokens. A chunk of several tokens does not say
+        which token wrote which text, so all its text has the colour of the deepest token.
         """
         for token in chunk.tokens:
             key = (token.rung, token.exit_depth)

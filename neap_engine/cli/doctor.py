@@ -56,11 +56,11 @@ def doctor(
 ) -> None:
     """Say what this machine can do with the settings of the services, and why not.
 
-    The settings are those of `neap serve worker`, from the flags and the variables NEAP_... Each thing is tried: a kernel runs, a
-    probe is written to the registry and removed, a model is loaded.
+    The settings are those of `neap serve worker`, from the flags and the variables NEAP_... Each thing is tried: a
+    kernel runs, a probe is written to the registry and removed, a model is loaded.
 
-    ok: it works. off: it does not, and these settings do not need it. broken: these settings need it. The exit status is 1 if
-    anything is broken.
+    ok: it works. off: it does not, and these settings do not need it. broken: these settings need it. The exit status
+    is 1 if anything is broken.
     """
     given = {"models": model, "registry": registry, "data_dir": data_dir, "device": device}
     settings = make_settings(

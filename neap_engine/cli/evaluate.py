@@ -1,4 +1,5 @@
-"""`neap evaluate`: neap beside simpler ways to go faster, on one's own prompts. The measuring runs in processes of its own."""
+"""`neap evaluate`: neap beside simpler ways to go faster, on one's own prompts.
+The measuring runs in processes of its own."""
 
 import sys
 from pathlib import Path
@@ -33,7 +34,8 @@ def evaluate(
         typer.Option(
             "--layers",
             min=2,
-            help="Layers of the side that lacks some. Default: as many as make it about as fast as exact, by the speed on three prompts.",
+            help="Layers of the side that lacks some. Default: as many as make it about as fast as exact, by the speed "
+            "on three prompts.",
         ),
     ] = None,
     max_tokens: Annotated[
@@ -50,10 +52,11 @@ def evaluate(
 ) -> None:
     """Answer your own prompts with neap and with simpler ways to go faster, and compare quality and speed.
 
-    The sides: the policies full, exact and relaxed; the model without some of its layers, about as fast as exact; transformers'
-    generate, alone, with prompt lookup and with early exit; and TIDE's published method. A prompt may have an "answer", whose last number
-    is then compared. Answers are greedy, one at a time, on this machine. Memory for three copies of the model is needed. The
-    settings of a worker that say how a model is loaded are read, NEAP_COMPUTE_DTYPE for example.
+    The sides: the policies full, exact and relaxed; the model without some of its layers, about as fast as exact;
+    transformers' generate, alone, with prompt lookup and with early exit; and TIDE's published method. A prompt may
+    have an "answer", whose last number is then compared. Answers are greedy, one at a time, on this machine. Memory for
+    three copies of the model is needed. The settings of a worker that say how a model is loaded are read,
+    NEAP_COMPUTE_DTYPE for example.
     """
     command = [sys.executable, "-m", MODULE, "--model", model, "--router", router]
     command += ["--prompts", str(prompts), "--max-tokens", str(max_tokens)]

@@ -43,10 +43,12 @@ def evaluation_table(run: Mapping[str, Any], rows: Sequence[Row]) -> Table:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What stands below the table: why a side was not measured, what is certified, and how many right answers are lost."""
+    """What stands below the table: why a side was not measured, what is certified, and how many right answers are
+    lost."""
     lines = [f"{row['side']}: {row['note']}" for row in rows if row["note"]]
     lines += [
-        f"{row['side']}: {row['lost_low']:.1%} to {row['lost_high']:.1%} fewer right answers than full (95 % bootstrap interval)"
+        f"{row['side']}: {row['lost_low']:.1%} to {row['lost_high']:.1%} fewer right answers than full (95 % bootstrap "
+        "interval)"
         for row in rows[1:]
         if row["num_checkable"]
     ]
@@ -79,7 +81,8 @@ def write_csv(path: Path, rows: Sequence[Row]) -> Path:
 
 
 def draw(path: Path, run: Mapping[str, Any], rows: Sequence[Row]) -> Path:
-    """Writes a PNG, the share of tokens that the full model would choose against speed. Returns its absolute path. Raises OSError."""
+    """Writes a PNG, the share of tokens that the full model would choose against speed. Returns its absolute path.
+    Raises OSError."""
     # Imported here because it takes a second, which other commands need not spend. The Agg backend needs no display.
     import matplotlib
 

@@ -119,7 +119,8 @@ def print_text(
 
 
 def served_model(client: NeapClient, model_id: str) -> pb.Model:
-    """Return the model by name, or the worker's only model. Raises NotFound, or InvalidInput if `model_id` is needed."""
+    """Return the model by name, or the worker's only model.
+    Raises NotFound, or InvalidInput if `model_id` is needed."""
     if model_id:
         return client.get_model(model_id)
     models = client.list_models()

@@ -1,4 +1,5 @@
-"""`python -m neap_engine.cli.gguf FILE.gguf FOLDER`: converts a quantised .gguf file to a float32 Hugging Face folder."""
+"""`python -m neap_engine.cli.gguf FILE.gguf FOLDER`: converts a quantised .gguf file to a float32 Hugging Face
+folder."""
 
 import argparse
 from pathlib import Path
@@ -6,7 +7,8 @@ from typing import Any
 
 
 def convert(source: Path, target: Path) -> None:
-    """Dequantise `source` and save model, generation config and tokenizer in `target`. Raises what transformers raises."""
+    """Dequantise `source` and save model, generation config and tokenizer in `target`.
+    Raises what transformers raises."""
     # Imported here because these imports take seconds and hundreds of megabytes, which other commands do not need.
     import torch
     import transformers
@@ -25,7 +27,8 @@ def convert(source: Path, target: Path) -> None:
         )
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         realise(model)
-    # The weights are plain float32 now. Without this, transformers would save the name of the quantisation and refuse to load them.
+    # The weights are plain float32 now. Without this, transformers would save the name of the quantisation and refuse
+    # to load them.
     del model.config.quantization_config
     model.is_quantized = False
     model.hf_quantizer = None

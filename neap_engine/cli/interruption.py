@@ -1,8 +1,8 @@
 """Waits that Ctrl-C may interrupt while a gRPC call runs.
 
-Python raises KeyboardInterrupt between any two instructions of the main thread. Inside gRPC's own code it can leave a call that was
-begun and that nobody serves; closing the channel then waits for that call for ever. So another thread makes the call, and the main
-thread only waits for its results.
+Python raises KeyboardInterrupt between any two instructions of the main thread. Inside gRPC's own code it can leave a
+call that was begun and that nobody serves; closing the channel then waits for that call for ever. So another thread
+makes the call, and the main thread only waits for its results.
 """
 
 import threading
@@ -17,7 +17,8 @@ T = TypeVar("T")
 def interruptible(items: Iterable[T]) -> Iterator[T]:
     """Yield `items`, which another thread reads. Raises what reading them raises.
 
-    If Ctrl-C ends the iteration, the thread goes on until `items` ends. Closing the client ends a stream of its replies.
+    If Ctrl-C ends the iteration, the thread goes on until `items` ends.
+    Closing the client ends a stream of its replies.
     """
     results: SimpleQueue[Future[T] | None] = SimpleQueue()
 

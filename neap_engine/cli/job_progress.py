@@ -87,8 +87,8 @@ def print_result(job: pb.Calibration) -> None:
         fail(f"the calibration failed: {problem_text(job)}")
     if job.state == pb.STATE_WAITING:
         fail(
-            f"the router is finished and kept, but cannot be published: {problem_text(job)}; `neap jobs retry {job.calibration_id}` tries again,"
-            f" `neap jobs cancel {job.calibration_id}` removes it"
+            f"the router is finished and kept, but cannot be published: {problem_text(job)}; `neap jobs retry "
+            f"{job.calibration_id}` tries again, `neap jobs cancel {job.calibration_id}` removes it"
         )
     if job.state == pb.STATE_CANCELLED:
         fail("the calibration was cancelled; nothing was published")
@@ -127,7 +127,8 @@ def state_name(state: "pb.State") -> str:
 
 
 def figures_line(job: pb.Calibration) -> str:
-    """Say in plain words what a calibration has: its text, and then how often each rung agrees with the model. The manifest has more."""
+    """Say in plain words what a calibration has: its text, and then how often each rung agrees with the model.
+    The manifest has more."""
     figures = dict(job.figures)
     agreements = []
     for name in sorted(figures):

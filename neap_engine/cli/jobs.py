@@ -98,7 +98,8 @@ def watch(
 def cancel(job_id: JobId, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
     """Cancel a job and wait until it has ended. A cancelled job publishes nothing.
 
-    Ctrl-C ends only the wait. The exit status is 1 if the job ends in another way, because it had ended or had been published.
+    Ctrl-C ends only the wait. The exit status is 1 if the job ends in another way, because it had ended or had been
+    published.
     """
     with connect(calibrator) as client:
         job = client.cancel_calibration(job_id)

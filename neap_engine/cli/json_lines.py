@@ -9,6 +9,7 @@ from shared.plain_text import printable
 
 
 def print_message(message: Message, **more: object) -> None:
-    """Print a message, and `more` fields, as one line of JSON, in protobuf's JSON mapping with the field names of the proto."""
+    """Print a message, and `more` fields, as one line of JSON, in protobuf's JSON mapping with the field names of the
+    proto."""
     document = MessageToDict(message, preserving_proto_field_name=True) | more
     print(printable(json.dumps(document, ensure_ascii=False)), flush=True)

@@ -1,4 +1,5 @@
-"""Says in words what a calibration learned from, and how often its rungs were right on text that it had not learned from."""
+"""Says in words what a calibration learned from, and how often its rungs were right on text that it had not learned
+from."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,8 +22,8 @@ def print_learned(manifest: Mapping[str, Any]) -> None:
 
 
 def learned_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a manifest says about a router's text and figures, and which exits it does without; nothing where it does not say it, or in
-    another form."""
+    """Yield what a manifest says about a router's text and figures, and which exits it does without; nothing where it
+    does not say it, or in another form."""
     calibration = _mapping(manifest.get("calibration"))
     tokens = _mapping(calibration.get("tokens"))
     total, measured = tokens.get("total"), tokens.get("report")
@@ -35,7 +36,8 @@ def learned_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
         if shares:
             yield f"guessed right, of {measured:,} tokens that it did not learn from: {', '.join(shares)}"
     if briers := list(_briers(_mapping(calibration.get("joint")))):
-        yield f"Brier score of how sure it is of a guess, 0 is best (in brackets: of one proposer alone): {', '.join(briers)}"
+        what = "Brier score of how sure it is of a guess, 0 is best (in brackets: of one proposer alone)"
+        yield f"{what}: {', '.join(briers)}"
     for name, why in _mapping(calibration.get("left_out")).items():
         yield f"without {name}: {why}"
 

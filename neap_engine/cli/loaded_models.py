@@ -15,7 +15,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print each model as one li
 
 @calls_service
 def ps(worker: Worker = DEFAULT_WORKER, as_json: AsJson = False) -> None:
-    """Show what a worker does: per model the requests that run and wait, the reserved share of its KV budget, and the loaded routers.
+    """Show what a worker does: per model the requests that run and wait, the reserved share of its KV budget, and the
+    loaded routers.
 
     If the address names several workers, one of them answers.
     """

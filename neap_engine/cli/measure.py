@@ -10,19 +10,19 @@ from rich.table import Table
 
 PROMPTS: dict[str, str] = {
     "translation": (
-        "Translate into French, then repeat the English sentence: 'The boat leaves the harbour when the tide turns, and "
-        "the boat comes back when the tide turns again.'"
+        "Translate into French, then repeat the English sentence: 'The boat leaves the harbour when the tide turns, "
+        "and the boat comes back when the tide turns again.'"
     ),
     "summary": (
-        "Summarise in two sentences: Neap tides happen twice a month, when the sun and the moon pull at right angles. The "
-        "sun then cancels part of the moon's pull, so high water is lower and low water is higher than on other days. "
-        "Sailors plan around neap tides because the currents are weaker, and harbours with a shallow entrance may be "
-        "closed to large ships until the tides grow again."
+        "Summarise in two sentences: Neap tides happen twice a month, when the sun and the moon pull at right angles. "
+        "The sun then cancels part of the moon's pull, so high water is lower and low water is higher than on other "
+        "days. Sailors plan around neap tides because the currents are weaker, and harbours with a shallow entrance "
+        "may be closed to large ships until the tides grow again."
     ),
     "question": "Why does the sea taste of salt while most rivers do not?",
     "maths": (
-        "A ferry carries 48 cars on each trip and makes 6 trips a day. How many cars does it carry in 5 days? Work it out "
-        "step by step."
+        "A ferry carries 48 cars on each trip and makes 6 trips a day. How many cars does it carry in 5 days? Work it "
+        "out step by step."
     ),
 }
 
@@ -31,7 +31,8 @@ OnEvent = Callable[[pb.GenerateResponse], None]
 
 @dataclass
 class PolicyFigures:
-    """Sums over all prompts of one side of a comparison. Times are in seconds. `exits` maps (rung, depth) to a number of tokens."""
+    """Sums over all prompts of one side of a comparison. Times are in seconds.
+    `exits` maps (rung, depth) to a number of tokens."""
 
     name: str
     num_tokens: int = 0
@@ -70,7 +71,8 @@ class PolicyFigures:
 def run_one(
     client: NeapClient, request: pb.GenerateRequest, on_event: OnEvent
 ) -> tuple[list[int], pb.Finished]:
-    """Run one generation and return its token ids and its Finished event. `on_event` is called for every event as it arrives."""
+    """Run one generation and return its token ids and its Finished event.
+    `on_event` is called for every event as it arrives."""
     tokens: list[int] = []
     finished = pb.Finished()
     for event in client.generate(request):

@@ -34,17 +34,18 @@ def fetch(
     source: Annotated[
         str,
         typer.Argument(
-            help="A name on the Hugging Face Hub, as OWNER/NAME or OWNER/NAME@REVISION, or s3://BUCKET/PREFIX. A bucket's "
-            "credentials, region and endpoint are read from the AWS_* variables, the Hub's token from HF_TOKEN."
+            help="A name on the Hugging Face Hub, as OWNER/NAME or OWNER/NAME@REVISION, or s3://BUCKET/PREFIX. A "
+            "bucket's credentials, region and endpoint are read from the AWS_* variables, the Hub's token from "
+            "HF_TOKEN."
         ),
     ],
     folder: Annotated[Path, typer.Argument(help="The folder to write.")],
 ) -> None:
     """Fetch a model into a folder that does not exist yet.
 
-    The folder appears only once it is complete. If it exists already, nothing is fetched. A command that is repeated goes on where the
-    one before it stopped; its files are in a hidden folder beside the other. A file may take as long as it needs; the command fails if
-    no byte arrives for minutes.
+    The folder appears only once it is complete. If it exists already, nothing is fetched. A command that is repeated
+    goes on where the one before it stopped; its files are in a hidden folder beside the other. A file may take as long
+    as it needs; the command fails if no byte arrives for minutes.
     """
     unfinished = folder.parent / f".fetch-{folder.name}"
     if folder.exists():
@@ -66,7 +67,8 @@ def fetch(
 
 
 def fetch_all(source: str, work: Path) -> None:
-    """Fetch what a model needs into `work`, and go on where an earlier process stopped. Raises NotFound, Unavailable."""
+    """Fetch what a model needs into `work`, and go on where an earlier process stopped.
+    Raises NotFound, Unavailable."""
     if source.startswith(S3):
         fetch_from_bucket(source, work)
     else:

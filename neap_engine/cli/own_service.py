@@ -1,4 +1,5 @@
-"""A calibration service for one command: started with the settings of the environment, stopped when the command ends."""
+"""A calibration service for one command: started with the settings of the environment, stopped when the command
+ends."""
 
 import signal
 import tempfile

@@ -60,7 +60,8 @@ class ServiceProcess:
         return self._process.pid
 
     def wait_serving(self, timeout_s: float) -> str:
-        """Wait until the health check says SERVING and return the address. Raises Unavailable with the end of the log."""
+        """Wait until the health check says SERVING and return the address.
+        Raises Unavailable with the end of the log."""
         deadline_s = time.monotonic() + timeout_s
         self.address = self._read_address(deadline_s)
         security = client_security()
@@ -82,7 +83,8 @@ class ServiceProcess:
         self._process.send_signal(number)
 
     def wait_ended(self, timeout_s: float) -> int | None:
-        """Wait up to `timeout_s` for the process to end and return its exit status, negative for a signal. None if it still runs."""
+        """Wait up to `timeout_s` for the process to end and return its exit status, negative for a signal.
+        None if it still runs."""
         assert self._process is not None
         try:
             return self._process.wait(timeout_s)

@@ -18,25 +18,26 @@ def request_options(
         Policy,
         typer.Option(
             "--policy",
-            help="Depth policy. full: no early exits. exact: early tokens are drafts that the full model verifies, "
-            "so the output is that of full. relaxed: with --margin, drafts are also accepted that the full model ranks close to its own "
-            "choice; without it, early tokens are final where the router is confident.",
+            help="Depth policy. full: no early exits. exact: early tokens are drafts that the full model verifies, so "
+            "the output is that of full. relaxed: with --margin, drafts are also accepted that the full model ranks "
+            "close to its own choice; without it, early tokens are final where the router is confident.",
         ),
     ] = "exact",
     threshold: Annotated[
         float | None,
         typer.Option(
             "--threshold",
-            help="With --policy relaxed: router probability, in (0, 1], from which an early token is final. "
-            "A wrong token may then be any token; a margin loses less for the same speed. Default: 0.85, if there is no --margin.",
+            help="With --policy relaxed: router probability, in (0, 1], from which an early token is final. A wrong "
+            "token may then be any token; a margin loses less for the same speed. Default: 0.85, if there is no "
+            "--margin.",
         ),
     ] = None,
     margin: Annotated[
         float | None,
         typer.Option(
             "--margin",
-            help="With --policy relaxed: accept a draft if the full model prefers its own choice by at most this difference of "
-            "natural log-probabilities.",
+            help="With --policy relaxed: accept a draft if the full model prefers its own choice by at most this "
+            "difference of natural log-probabilities.",
         ),
     ] = None,
     max_drafts: Annotated[

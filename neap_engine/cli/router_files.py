@@ -1,4 +1,5 @@
-"""`neap routers export` and `import`: routers as files. Both open the registry directly, as `sweep` and `rebuild-index` do."""
+"""`neap routers export` and `import`: routers as files.
+Both open the registry directly, as `sweep` and `rebuild-index` do."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -70,7 +71,8 @@ def publish_folder(
     registry: str | None = None,
     data_dir: Path | None = None,
 ) -> "PublishedVersion":
-    """Publish the router in `folder`, or find it published, and point the aliases at it. `model`: "" means the manifest's.
+    """Publish the router in `folder`, or find it published, and point the aliases at it.
+    `model`: "" means the manifest's.
 
     Raises what `read_router_folder`, `unpack_ladder` and the registry raise.
     """

@@ -95,7 +95,8 @@ def show(
         bool, typer.Option("--manifest", help="Print only the manifest, as JSON.")
     ] = False,
 ) -> None:
-    """Show one version: its held-out figures per rung, the routers that it goes on from, and the certified bounds of the policy relaxed."""
+    """Show one version: its held-out figures per rung, the routers that it goes on from, and the certified bounds of
+    the policy relaxed."""
     with connect(calibrator) as client:
         router = client.get_version(model, **selector(version))
         line = [] if manifest else list(ancestry(client, router))
@@ -262,7 +263,8 @@ def positions_by_rung(contents: dict[str, Any]) -> dict[str, int]:
 
 
 def selector(version: str) -> dict[str, Any]:
-    """Return keyword arguments for `NeapClient.get_version`: digits are a version, other text is an alias. Raises InvalidInput."""
+    """Return keyword arguments for `NeapClient.get_version`: digits are a version, other text is an alias.
+    Raises InvalidInput."""
     if version.isdigit():
         return {"version": int(version)}
     if not version:

@@ -1,4 +1,5 @@
-"""`neap serve`: replaces itself with one of the services or the gateway. All flags after the name, `--help` included, go to the service."""
+"""`neap serve`: replaces itself with one of the services or the gateway.
+All flags after the name, `--help` included, go to the service."""
 
 import os
 import sys

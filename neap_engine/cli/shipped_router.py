@@ -17,7 +17,8 @@ IMPORT_TIMEOUT_S = 120
 
 
 def shipped_router(fingerprint: str) -> Path | None:
-    """Return the folder of the shipped router; None if it belongs to another model than `fingerprint`, or is not installed."""
+    """Return the folder of the shipped router; None if it belongs to another model than `fingerprint`, or is not
+    installed."""
     for folder in PLACES:
         if (folder / MANIFEST).is_file():
             manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -26,7 +27,8 @@ def shipped_router(fingerprint: str) -> Path | None:
 
 
 def import_shipped(folder: Path, model_id: str, alias: str, data_dir: Path) -> None:
-    """Publish the router in the registry of `data_dir`, or find it published, and point `alias` at it. Raises Unavailable."""
+    """Publish the router in the registry of `data_dir`, or find it published, and point `alias` at it.
+    Raises Unavailable."""
     # `neap routers import` in a process of its own: it needs torch, whose memory is free again afterwards.
     command = [sys.executable, "-m", "neap_engine.cli.main", "routers", "import", str(folder)]
     command += ["--model", model_id, "--alias", alias, "--data-dir", str(data_dir)]

@@ -1,4 +1,5 @@
-"""`neap tune`: quality and speed of the depth policies on one's own prompts. The measuring runs in a process of its own."""
+"""`neap tune`: quality and speed of the depth policies on one's own prompts.
+The measuring runs in a process of its own."""
 
 import json
 import os
@@ -23,7 +24,8 @@ DEFAULT_MARGINS = (0.1, 0.3, 1.0)
 Prompts = Annotated[
     Path,
     typer.Argument(
-        help='JSONL file of prompts. A line is {"prompt": "text to continue"} or {"messages": [{"role": .., "content": ..}]}.'
+        help='JSONL file of prompts. A line is {"prompt": "text to continue"} or {"messages": [{"role": .., "content": '
+        "..}]}."
     ),
 ]
 Model = Annotated[
@@ -84,10 +86,12 @@ def tune(
         "neap-tune.png"
     ),
 ) -> None:
-    """Answer your own prompts under the policies full, exact and relaxed, and show what each does to answers and to speed.
+    """Answer your own prompts under the policies full, exact and relaxed, and show what each does to answers and to
+    speed.
 
-    Answers are greedy, one at a time, in this process' machine and not on a worker. An interrupted sweep continues if the same command
-    is given again. The settings of a worker that say how a model is loaded are read, NEAP_COMPUTE_DTYPE for example.
+    Answers are greedy, one at a time, in this process' machine and not on a worker. An interrupted sweep continues if
+    the same command is given again. The settings of a worker that say how a model is loaded are read,
+    NEAP_COMPUTE_DTYPE for example.
     """
     command = [sys.executable, "-m", MODULE, "--model", model, "--router", router]
     command += ["--prompts", str(prompts), "--results", str(results)]
@@ -110,14 +114,16 @@ def tune(
 
 
 def variables(registry: str | None, data_dir: Path | None) -> dict[str, str]:
-    """The measuring process' registry, as variables: a URL may hold a password, which flags would show in process lists."""
+    """The measuring process' registry, as variables: a URL may hold a password, which flags would show in process
+    lists."""
     given = {"NEAP_REGISTRY": registry, "NEAP_DATA_DIR": data_dir}
     return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def measure(command: list[str], variables: dict[str, str]) -> dict[str, Any] | None:
-    """Runs the measuring process and shows its progress. Returns its report, if it gives one. Raises the error that it reports, and
-    `Unavailable` if it dies. SIGTERM acts like Ctrl-C meanwhile: otherwise the process would go on without this one."""
+    """Runs the measuring process and shows its progress. Returns its report, if it gives one. Raises the error that it
+    reports, and `Unavailable` if it dies. SIGTERM acts like Ctrl-C meanwhile: otherwise the process would go on without
+    this one."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _measured(command, variables)

@@ -20,7 +20,8 @@ Policy = tuple[str, float | None, float | None]
 
 @dataclass(frozen=True)
 class Row:
-    """One policy over all prompts. `bound`: the certified share of answers that may differ from those of full; None if there is none.
+    """One policy over all prompts. `bound`: the certified share of answers that may differ from those of full; None if
+    there is none.
 
     Speeds leave out each answer's first token, which the prompt's pass yields.
     """
@@ -57,7 +58,8 @@ class Row:
 def read_results(
     path: Path, thresholds: Sequence[float], margins: Sequence[float]
 ) -> tuple[dict[str, Any], list[Row]]:
-    """The description of the run, and a row for full, for exact, and for relaxed at each threshold and margin, in this order."""
+    """The description of the run, and a row for full, for exact, and for relaxed at each threshold and margin, in this
+    order."""
     wanted: list[Policy] = [("full", None, None), ("exact", None, None)]
     wanted += [("relaxed", value, None) for value in sorted(set(thresholds), reverse=True)]
     wanted += [("relaxed", None, value) for value in sorted(set(margins))]

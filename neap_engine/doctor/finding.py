@@ -13,8 +13,9 @@ Status = Literal["ok", "off", "broken"]
 class Finding:
     """The result of one check.
 
-    `status` is "ok", "off" for what does not work but is not needed by the settings, or "broken". `detail` is one line for people, and
-    `advice` what to do about it. `facts` are the same figures for programs; their values can be written as JSON.
+    `status` is "ok", "off" for what does not work but is not needed by the settings, or "broken". `detail` is one line
+    for people, and `advice` what to do about it. `facts` are the same figures for programs; their values can be written
+    as JSON.
     """
 
     name: str

@@ -48,8 +48,8 @@ def _version_of(package: str) -> str | None:
 
 
 def cpu_kernels(path: str = "auto") -> Finding:
-    """Loads the library and runs a kernel. Every device needs the library. `path`: that of the settings. Raises what `library.load` and
-    `use_cpu_path` raise."""
+    """Loads the library and runs a kernel. Every device needs the library. `path`: that of the settings. Raises what
+    `library.load` and `use_cpu_path` raise."""
     if path != "auto":
         use_cpu_path(path)
     isa = ops.cpu_isa()
@@ -102,7 +102,8 @@ def _driver_version() -> str | None:
 
 
 def cuda_kernels(is_needed: bool) -> Finding:
-    """Looks for CUDA kernels in the library, and runs one if there is a GPU. Raises what `library.load` raises if it does not load."""
+    """Looks for CUDA kernels in the library, and runs one if there is a GPU.
+    Raises what `library.load` raises if it does not load."""
     name = "CUDA kernels"
     if not library.is_available():
         return missing(name, is_needed, "the library is not built", "run `make build-ops`")
@@ -129,7 +130,8 @@ def _next_build() -> str:
 
 
 def layer_compiler(is_needed: bool) -> Finding:
-    """Compiles a file as torch.compile does on a GPU: Triton needs a C compiler and Python's headers for its launchers."""
+    """Compiles a file as torch.compile does on a GPU: Triton needs a C compiler and Python's headers for its
+    launchers."""
     name = "torch.compile"
     if importlib.util.find_spec("triton") is None:
         return missing(

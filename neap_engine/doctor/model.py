@@ -42,7 +42,8 @@ def model(source: ModelSource, settings: WorkerSettings) -> Finding:
     facts |= {"numerics_id": numerics.id, "is_exact": numerics.is_exact}
     if settings.require_exact and not numerics.is_exact:
         status = "broken"
-    detail = f"{loaded.architecture}, {loaded.num_layers} layers, context {loaded.context_length}; {how}; {described_promise(numerics)}"
+    size = f"{loaded.architecture}, {loaded.num_layers} layers, context {loaded.context_length}"
+    detail = f"{size}; {how}; {described_promise(numerics)}"
     return Finding(f"model {source.model_id}", status, detail, facts=facts)
 
 
@@ -73,7 +74,8 @@ def described_acceleration(report: AccelerationReport, loaded: LoadedModel) -> s
     parts = [f"{number} {name}" for name, number in on_kernels.items() if number]
     parts += ["attention"] if report.attention else []
     parts += ["rotary embedding"] if report.rotary else []
-    text = f"{report.layers} of {loaded.num_layers} layers run as one kernel; on kernels: {', '.join(parts) or 'nothing'}"
+    text = f"{report.layers} of {loaded.num_layers} layers run as one kernel; on kernels: "
+    text += ", ".join(parts) or "nothing"
     if report.left_alone:
         name, reason = next(iter(report.left_alone.items()))
         text += f"; {len(report.left_alone)} modules keep their own code, such as {name}: {reason}"

@@ -1,7 +1,8 @@
 """`python -m neap_engine.evaluate`: measures for `neap evaluate`, which shows the results.
 
-Registry, data folder, device, dtype, threads and context length are settings of the worker, read from the environment. Standard output
-gets one JSON object per line: {"measured", "total"} after each answer, then {"report": {"run", "rows"}}, or {"error", "reason"}.
+Registry, data folder, device, dtype, threads and context length are settings of the worker, read from the environment.
+Standard output gets one JSON object per line: {"measured", "total"} after each answer, then {"report": {"run",
+"rows"}}, or {"error", "reason"}.
 """
 
 from shared.cpus import size_thread_pools
@@ -162,7 +163,8 @@ def measure(
     prompts: Sequence[tuple[int, ...]],
     judged: Callable[[int, Sequence[int], Any], Answer],
 ) -> dict[str, list[Answer]]:
-    """All sides take turns on a prompt, in an order that rotates, so that what disturbs the machine meets all of them."""
+    """All sides take turns on a prompt, in an order that rotates, so that what disturbs the machine meets all of
+    them."""
     names = list(sides)
     answers: dict[str, list[Answer]] = {name: [] for name in names}
     for number, prompt in enumerate(prompts):

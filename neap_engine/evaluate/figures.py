@@ -30,10 +30,11 @@ class Answer:
 class Row:
     """One side over all prompts.
 
-    `num_identical`: answers that are those of the first side, token by token. `chosen_share`: tokens that are the full model's choice
-    after what precedes them. `perplexity`: of the answers under the full model. `num_right` of `num_checkable` answers end with the number
-    that is expected; `lost_low` to `lost_high`: 95 % bootstrap interval of the share that is right in the first side and not in this
-    one, less the reverse. `note`: why a side has no figures, or what is certified.
+    `num_identical`: answers that are those of the first side, token by token. `chosen_share`: tokens that are the full
+    model's choice after what precedes them. `perplexity`: of the answers under the full model. `num_right` of
+    `num_checkable` answers end with the number that is expected; `lost_low` to `lost_high`: 95 % bootstrap interval of
+    the share that is right in the first side and not in this one, less the reverse. `note`: why a side has no figures,
+    or what is certified.
     """
 
     side: str

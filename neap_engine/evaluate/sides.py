@@ -17,8 +17,8 @@ from shared.rpc.logs import configure_logging
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """One answer. `decode_s`: seconds after the first step to the last token, for all tokens but the `num_first` of the first step.
-    `total_s`: with prefill. `layer_executions`: of decoding."""
+    """One answer. `decode_s`: seconds after the first step to the last token, for all tokens but the `num_first` of the
+    first step. `total_s`: with prefill. `layer_executions`: of decoding."""
 
     token_ids: tuple[int, ...]
     decode_s: float

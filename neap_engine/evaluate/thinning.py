@@ -21,8 +21,8 @@ def evenly_kept(num_layers: int, num_kept: int) -> tuple[int, ...]:
 
 
 def kept_at_speed(loaded: LoadedModel, speed_up: float) -> int:
-    """Number of layers to keep so that a step is about `speed_up` times as fast: its time is that of reading the weights of layers and
-    head."""
+    """Number of layers to keep so that a step is about `speed_up` times as fast: its time is that of reading the
+    weights of layers and head."""
     layer = sum(p.numel() for p in loaded.parts.layers[0].parameters())
     head = loaded.parts.hidden_size * loaded.vocabulary_size
     whole = head + loaded.num_layers * layer
@@ -45,7 +45,8 @@ def thinned(loaded: LoadedModel, kept: tuple[int, ...]) -> LoadedModel:
 def thinned_side(
     source: str, options: dict[str, Any], kept: tuple[int, ...], max_tokens: int
 ) -> Callable[[Any], Any]:
-    """A `Side` that answers with a thinned model, for a process of its own: see `in_process`. `options`: of `load_model`."""
+    """A `Side` that answers with a thinned model, for a process of its own: see `in_process`.
+    `options`: of `load_model`."""
     engine = Engine(thinned(load_model(source, **options), kept), prefix_cache_bytes=0)
     side: Side = neap(engine, DepthPolicy("full"), None, max_tokens)
     return side

@@ -1,8 +1,10 @@
-"""Ways to answer with transformers' `generate`, and what the full model says of an answer. They run in one process of their own.
+"""Ways to answer with transformers' `generate`, and what the full model says of an answer.
+They run in one process of their own.
 
-TIDE's published method (0.2.1) runs all layers and then answers from the first checkpoint whose state has converged. Its routers learn
-whether the cosine of that state and the last one exceeds a limit; here the cosine itself decides, as routers without errors would. TIDE
-norms only one of the two states, by which none converges on SmolLM2; here both are normed.
+TIDE's published method (0.2.1) runs all layers and then answers from the first checkpoint whose state has converged.
+Its routers learn whether the cosine of that state and the last one exceeds a limit; here the cosine itself decides, as
+routers without errors would. TIDE norms only one of the two states, by which none converges on SmolLM2; here both are
+normed.
 """
 
 import time
@@ -38,15 +40,16 @@ CHECKPOINT_INTERVAL, CONVERGED = 4, 0.98
 
 @dataclass(frozen=True)
 class Score:
-    """`nats`: negative log-likelihood of each token of an answer. `num_chosen`: how many are the full model's choice after what precedes."""
+    """`nats`: negative log-likelihood of each token of an answer.
+    `num_chosen`: how many are the full model's choice after what precedes."""
 
     nats: tuple[float, ...]
     num_chosen: int
 
 
 class Clock(BaseStreamer):
-    """Records the time, and the number of tokens, of each step of a generation. `generate` passes the prompt first, so `times[0]` is the
-    prompt's. `on_step` is called with the number of steps so far."""
+    """Records the time, and the number of tokens, of each step of a generation. `generate` passes the prompt first, so
+    `times[0]` is the prompt's. `on_step` is called with the number of steps so far."""
 
     def __init__(self, on_step: Callable[[int], object] = lambda steps: None) -> None:
         self.times: list[float] = []
@@ -183,7 +186,8 @@ class TransformersSides:
 def transformers_sides(
     source: str, options: dict[str, Any], max_tokens: int
 ) -> Callable[[Any], Any]:
-    """`TransformersSides` in a process of its own: see `in_process`. `options`: of `load_model`. Those of neap's own kernels do not apply."""
+    """`TransformersSides` in a process of its own: see `in_process`. `options`: of `load_model`.
+    Those of neap's own kernels do not apply."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     plain = {name: value for name, value in options.items() if name not in KERNEL_OPTIONS}

@@ -168,7 +168,8 @@ class Gateway:
             yield
 
     async def _generate(self, exchange: Exchange, *, is_chat: bool) -> None:
-        """Hold bytes as they arrive and a place once all have, so that a client that sends slowly takes nothing from others."""
+        """Hold bytes as they arrive and a place once all have, so that a client that sends slowly takes nothing from
+        others."""
         started_s = time.monotonic()
         token = self._token(exchange)
         client = await self._clients.identify(token, exchange.address, exchange.request_id)
@@ -179,8 +180,8 @@ class Gateway:
             del body
             if 2 * generation.num_bytes > self._bytes.total:
                 raise InvalidInput(
-                    f"the prompts take {generation.num_bytes} bytes, once for each choice; at most {self._bytes.total // 2} are"
-                    " allowed",
+                    f"the prompts take {generation.num_bytes} bytes, once for each choice; at most "
+                    f"{self._bytes.total // 2} are allowed",
                     reason="BODY_TOO_LARGE",
                     metadata={"max_bytes": str(self._bytes.total // 2)},
                 )

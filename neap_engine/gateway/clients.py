@@ -18,7 +18,8 @@ from shared.errors import (
 )
 from shared.rpc.tokens import digest_of_token
 
-# How long an answer of the workers holds. They check every call themselves, so an old answer lets in nothing but a body.
+# How long an answer of the workers holds. They check every call themselves, so an old answer lets in nothing but a
+# body.
 ANSWER_S = 60.0
 # How many workers are asked, in turn, before a request fails because none answers in time.
 NUM_ASKED = 3
@@ -27,8 +28,9 @@ NUM_ASKED = 3
 class Clients:
     """Asks the workers who may generate, and remembers the answers for `ANSWER_S`.
 
-    The question is a call of Generate without a model. A worker checks the caller before it looks for the model, so an error about
-    the model means that the caller may generate. Refusals of tokens are not remembered, so a new token can be used at once.
+    The question is a call of Generate without a model. A worker checks the caller before it looks for the model, so an
+    error about the model means that the caller may generate. Refusals of tokens are not remembered, so a new token can
+    be used at once.
     """
 
     def __init__(self, workers: AsyncNeapClient) -> None:
@@ -39,7 +41,8 @@ class Clients:
         self._known_until_s: dict[str, float] = {}
 
     async def identify(self, token: Metadata, address: str, request_id: str) -> str:
-        """Return the key of the client that may generate with `token`: of the token if the workers ask for one, else of the address.
+        """Return the key of the client that may generate with `token`: of the token if the workers ask for one, else of
+        the address.
 
         Raises Unauthenticated or PermissionDenied as a worker does, and the errors of a call that reaches no worker.
         """
@@ -65,7 +68,8 @@ class Clients:
         return key
 
     async def _refusal_of(self, token: Metadata, request_id: str) -> NeapError | None:
-        """Why a worker refuses calls with this token, None if it does not. Where one does not answer in time, the next one is asked."""
+        """Why a worker refuses calls with this token, None if it does not.
+        Where one does not answer in time, the next one is asked."""
         for number in range(1, NUM_ASKED + 1):
             stream = self._workers.generate(
                 inference_pb2.GenerateRequest(),
@@ -87,7 +91,8 @@ class Clients:
 
 
 def address_key(address: str) -> str:
-    """Return the key of a client at `address`. One host has many IPv6 addresses, so they count by their first 64 bits."""
+    """Return the key of a client at `address`. One host has many IPv6 addresses, so they count by their first 64
+    bits."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:

@@ -1,4 +1,5 @@
-"""One HTTP connection: uvicorn's, with bounds on the time to send a request and to read a response, and on connections of one peer."""
+"""One HTTP connection: uvicorn's, with bounds on the time to send a request and to read a response, and on connections
+of one peer."""
 
 import asyncio
 import json
@@ -20,8 +21,9 @@ WRITE_BUFFER_BYTES = 16 * 1024
 class Connection(H11Protocol):
     """uvicorn makes one for each connection, by `connection_class`. `scope["state"]["abort"]` closes it at once.
 
-    A connection whose request has no complete head after `request_timeout_s` is closed, and so is one whose client reads nothing of
-    what is left of a response for `stall_timeout_s`. A peer that has more than its share of `connections` gets 429.
+    A connection whose request has no complete head after `request_timeout_s` is closed, and so is one whose client
+    reads nothing of what is left of a response for `stall_timeout_s`. A peer that has more than its share of
+    `connections` gets 429.
     """
 
     request_timeout_s: float

@@ -1,6 +1,7 @@
 """The one table from neap's errors to HTTP statuses and OpenAI's error objects.
 
-The codes follow google.rpc.Code's own mapping to HTTP: https://github.com/googleapis/googleapis/blob/master/google/rpc/code.proto
+The codes follow google.rpc.Code's own mapping to HTTP:
+https://github.com/googleapis/googleapis/blob/master/google/rpc/code.proto
 """
 
 import math
@@ -96,7 +97,8 @@ def http_status(error: NeapError) -> int:
 
 
 def error_object(error: NeapError) -> dict[str, Any]:
-    """Return OpenAI's error object. `neap` in it has the reason, the gRPC code and the metadata as the worker sent them.
+    """Return OpenAI's error object. `neap` in it has the reason, the gRPC code and the metadata as the worker sent
+    them.
 
     A failure that gRPC itself reports may have addresses in its text, so that text is only in the gateway's log.
     """
@@ -119,7 +121,8 @@ def error_object(error: NeapError) -> dict[str, Any]:
 
 
 def error_headers(error: NeapError) -> dict[str, str]:
-    """Return Retry-After where waiting helps, x-should-retry (which OpenAI's clients follow) where it does not, and the challenge of a 401."""
+    """Return Retry-After where waiting helps, x-should-retry (which OpenAI's clients follow) where it does not, and the
+    challenge of a 401."""
     status = http_status(error)
     headers: dict[str, str] = {}
     if isinstance(error, Unavailable):

@@ -75,7 +75,8 @@ class Exchange:
         return body
 
     def token(self) -> Metadata:
-        """Return the client's token as metadata of calls to workers, empty if it has none. Raises Unauthenticated (TOKEN_MALFORMED)."""
+        """Return the client's token as metadata of calls to workers, empty if it has none.
+        Raises Unauthenticated (TOKEN_MALFORMED)."""
         tokens = self._headers(AUTHORIZATION_KEY)
         if len(tokens) > 1 or any(not _PRINTABLE.fullmatch(token) for token in tokens):
             raise Unauthenticated(
@@ -86,7 +87,8 @@ class Exchange:
     async def run(
         self, handler: Callable[["Exchange"], Awaitable[None]], ending: asyncio.Event
     ) -> None:
-        """Await `handler`. Raises Cancelled (CLIENT_GONE) when the client goes, Unavailable (SHUTTING_DOWN) at `ending`."""
+        """Await `handler`. Raises Cancelled (CLIENT_GONE) when the client goes, Unavailable (SHUTTING_DOWN) at
+        `ending`."""
         work = asyncio.ensure_future(handler(self))
         gone = asyncio.create_task(self._client_gone())
         end = asyncio.create_task(ending.wait())
@@ -140,7 +142,8 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def fail(self, error: NeapError) -> None:
-        """Send `error`: as the response, or as the last event of a stream that has begun. Sends nothing to a client that is gone."""
+        """Send `error`: as the response, or as the last event of a stream that has begun.
+        Sends nothing to a client that is gone."""
         if error.reason in ("CLIENT_GONE", "SLOW_READER") or self.is_complete:
             return
         if error.reason not in ("REQUEST_TIMEOUT", "SHUTTING_DOWN"):

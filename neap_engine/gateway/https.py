@@ -20,7 +20,8 @@ class HttpsCertificate(ServerCertificate):
         self._paths = certificate, key, client_authority
 
     def context(self) -> ssl.SSLContext:
-        """Return the TLS context of a listener. Each handshake uses the latest usable files. Raises InvalidInput (BAD_CERTIFICATE)."""
+        """Return the TLS context of a listener. Each handshake uses the latest usable files.
+        Raises InvalidInput (BAD_CERTIFICATE)."""
         outer = current = self._load()
 
         def choose(connection: Any, name: str | None, context: ssl.SSLContext) -> None:

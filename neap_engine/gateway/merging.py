@@ -10,7 +10,8 @@ from neap_client.inference.v1.inference_pb2 import GenerateResponse
 async def merged(
     streams: Sequence[AsyncGenerationStream],
 ) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
-    """Yield (index of the stream, event) as events come. The first error of a stream ends all. Leaving closes the streams.
+    """Yield (index of the stream, event) as events come. The first error of a stream ends all.
+    Leaving closes the streams.
 
     A reader that takes no events holds up the streams, which pauses their calls on the workers.
     """

@@ -23,7 +23,8 @@ SAMPLING = {field.name for field in pb.Sampling.DESCRIPTOR.fields} - {"seed"}
 
 @dataclass(frozen=True)
 class RequestedGeneration:
-    """What a request asks for. `prompts` are serialized messages GenerateRequest, each of which is called `num_choices` times."""
+    """What a request asks for. `prompts` are serialized messages GenerateRequest, each of which is called `num_choices`
+    times."""
 
     model: str
     is_chat: bool
@@ -49,7 +50,8 @@ class RequestedGeneration:
 
 
 def parse_generation(body: bytes, *, is_chat: bool, max_choices: int) -> RequestedGeneration:
-    """Parse and check a body. Raises InvalidInput: BAD_JSON, UNKNOWN_FIELD, UNSUPPORTED_FIELD, INVALID_INPUT, TOO_MANY_CHOICES."""
+    """Parse and check a body. Raises InvalidInput: BAD_JSON, UNKNOWN_FIELD, UNSUPPORTED_FIELD, INVALID_INPUT,
+    TOO_MANY_CHOICES."""
     fields = parse_object(body)
     prompts: list[pb.GenerateRequest]
     request: ChatRequest | CompletionRequest
@@ -66,7 +68,8 @@ def parse_generation(body: bytes, *, is_chat: bool, max_choices: int) -> Request
     num_choices = request.n or 1
     if len(prompts) * num_choices > max_choices:
         raise refused(
-            f"the request has {len(prompts) * num_choices} choices (n times prompts); at most {max_choices} are allowed",
+            f"the request has {len(prompts) * num_choices} choices (n times prompts); at most {max_choices} are "
+            "allowed",
             "n",
             reason="TOO_MANY_CHOICES",
         )

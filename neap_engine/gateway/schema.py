@@ -1,4 +1,5 @@
-"""The request bodies of the API. A field that is not here is refused, and so is a value that the engine cannot honour."""
+"""The request bodies of the API. A field that is not here is refused, and so is a value that the engine cannot
+honour."""
 
 import difflib
 import re
@@ -13,8 +14,8 @@ UINT32 = 2**32 - 1
 MAX_CHOICES = 128
 # Above what workers allow.
 MAX_STOPS = 1024
-# Values that ask for nothing of the engine, of fields of OpenAI's API, and of vLLM's, that it does not have: a value, or a type if all
-# its values do. None is always such a value.
+# Values that ask for nothing of the engine, of fields of OpenAI's API, and of vLLM's, that it does not have: a value,
+# or a type if all its values do. None is always such a value.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "audio": (),
@@ -70,7 +71,8 @@ TokenId = Annotated[int, Field(ge=0, le=UINT32)]
 
 
 def _number(value: Any) -> Any:
-    """Turn a seed in decimal digits into a number. Responses have it so, because JavaScript's numbers are not exact above 2**53."""
+    """Turn a seed in decimal digits into a number.
+    Responses have it so, because JavaScript's numbers are not exact above 2**53."""
     return int(value) if isinstance(value, str) and _DIGITS.fullmatch(value) else value
 
 
@@ -91,7 +93,8 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, fields: Any) -> Any:
-        """Drop fields in `unsupported` that ask for nothing. Raises PydanticCustomError (unsupported_field) if one asks for something."""
+        """Drop fields in `unsupported` that ask for nothing.
+        Raises PydanticCustomError (unsupported_field) if one asks for something."""
         if not isinstance(fields, dict):
             return fields
         kept = {}
@@ -133,7 +136,8 @@ class Message(Strict):
 
 
 class GenerationFields(Strict):
-    """The fields that both endpoints have. The last five are not OpenAI's; vLLM has the same ones under the same names."""
+    """The fields that both endpoints have. The last five are not OpenAI's; vLLM has the same ones under the same
+    names."""
 
     unsupported = NEUTRAL
 
@@ -182,7 +186,8 @@ _NESTED: Mapping[str, type[Strict]] = {
 
 
 def suggestion(kind: type[BaseModel], location: tuple[int | str, ...]) -> str | None:
-    """Return the field that was meant by an unknown one at `location` in a body of `kind`: one with a similar name, or of `neap`."""
+    """Return the field that was meant by an unknown one at `location` in a body of `kind`: one with a similar name, or
+    of `neap`."""
     *parents, name = (part for part in location if isinstance(part, str))
     model = next((_NESTED[part] for part in reversed(parents) if part in _NESTED), kind)
     names = [*model.model_fields, *getattr(model, "unsupported", ())]

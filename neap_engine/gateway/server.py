@@ -30,7 +30,8 @@ BACKLOG = 2048
 MAX_CONNECTIONS = 4096
 # Open files that are no connections of clients: those to workers, for logs and metrics, of the interpreter.
 OTHER_FILES = 128
-# Bytes that the kernel buffers for one client. The default grows to megabytes, all of which a client that does not read would get.
+# Bytes that the kernel buffers for one client. The default grows to megabytes, all of which a client that does not read
+# would get.
 SEND_BUFFER_BYTES = 64 * 1024
 
 log = structlog.get_logger("neap.gateway")
@@ -73,7 +74,8 @@ class GatewayServer:
             loop.add_signal_handler(number, self.request_stop)
 
     async def run(self, on_listening: asyncio.Event | None = None) -> None:
-        """Listen, print "listening on HOST:PORT", serve, drain. Raises InvalidInput for an invalid address, Unavailable if it cannot be bound."""
+        """Listen, print "listening on HOST:PORT", serve, drain.
+        Raises InvalidInput for an invalid address, Unavailable if it cannot be bound."""
         host, _ = parse_listen(self._settings.listen)
         listener = _bind(self._settings.listen)
         self.port = listener.getsockname()[1]

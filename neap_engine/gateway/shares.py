@@ -10,9 +10,9 @@ from shared.errors import RETRY_AFTER_S, Exhausted
 class Shares:
     """`total` units, of which a client may hold no more than it leaves free for the others.
 
-    So a single client gets half, and a second one half of the rest. Something is always left for a client that comes later. These
-    are dynamic thresholds with factor 1 (Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998). `used` counts the
-    units that are held. Belongs to one event loop.
+    So a single client gets half, and a second one half of the rest. Something is always left for a client that comes
+    later. These are dynamic thresholds with factor 1 (Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2),
+    1998). `used` counts the units that are held. Belongs to one event loop.
     """
 
     def __init__(self, total: int, unit: str) -> None:
@@ -23,7 +23,8 @@ class Shares:
         self._held: Counter[str] = Counter()
 
     def take(self, client: str, amount: int = 1) -> None:
-        """Raises Exhausted: GATEWAY_FULL if fewer units are free, CLIENT_LIMIT if the client would hold more than it leaves free."""
+        """Raises Exhausted: GATEWAY_FULL if fewer units are free, CLIENT_LIMIT if the client would hold more than it
+        leaves free."""
         free = self.total - self.used
         if amount > free:
             raise self._refused("the gateway has", self.used, reason="GATEWAY_FULL")
@@ -40,7 +41,8 @@ class Shares:
 
     @contextmanager
     def holding(self, client: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function that changes what the block holds to a number of units. Raises as `take` does if that is more than before."""
+        """Yield a function that changes what the block holds to a number of units.
+        Raises as `take` does if that is more than before."""
         held = 0
 
         def hold(amount: int) -> None:

@@ -1,4 +1,5 @@
-"""Bounds the number of values in a JSON body while it arrives, because a value of two bytes becomes an object of a hundred."""
+"""Bounds the number of values in a JSON body while it arrives, because a value of two bytes becomes an object of a
+hundred."""
 
 from shared.errors import InvalidInput
 

@@ -14,8 +14,8 @@ UNARY_TIMEOUT_S = 10.0
 def open_client(settings: GatewaySettings) -> AsyncNeapClient:
     """Return a client whose calls go in turn to the workers that serve. Belongs to the running event loop.
 
-    Raises InvalidInput: TOKENS_OVER_PLAIN_TEXT if clients' tokens would be sent to another machine in plain text, and what
-    `neap_client.channel.open_channel` raises for files that cannot be used.
+    Raises InvalidInput: TOKENS_OVER_PLAIN_TEXT if clients' tokens would be sent to another machine in plain text, and
+    what `neap_client.channel.open_channel` raises for files that cannot be used.
     """
     security = ClientSecurity(
         tls=settings.worker_tls,
@@ -27,8 +27,9 @@ def open_client(settings: GatewaySettings) -> AsyncNeapClient:
     needs_no_tls = settings.drop_tokens or settings.allow_plaintext_tokens
     if not (security.is_encrypted or needs_no_tls or is_loopback_target(settings.workers)):
         raise InvalidInput(
-            f"tokens of clients would be sent to {settings.workers} in plain text: set --worker-ca or --worker-tls; if the"
-            " workers need no tokens, --drop-tokens; if something else encrypts the connection, --allow-plaintext-tokens",
+            f"tokens of clients would be sent to {settings.workers} in plain text: set --worker-ca or --worker-tls; if "
+            "the workers need no tokens, --drop-tokens; if something else encrypts the connection, "
+            "--allow-plaintext-tokens",
             reason="TOKENS_OVER_PLAIN_TEXT",
         )
     return AsyncNeapClient(

@@ -1,8 +1,9 @@
 """Lets an engine decode for `model.generate(...)` of transformers, and so for `pipeline(...)`.
 
-transformers' `generate` takes a decoding loop as `custom_generate`: it prepares prompt, options, logits processors and stopping criteria
-and then calls the loop. `attach` passes the loop below. transformers 5.17 to 5.24 does not hand the streamer, the tokenizer and the
-assistant model to such a loop, so `Attached` takes them from the call itself. See docs/decisions/021.
+transformers' `generate` takes a decoding loop as `custom_generate`: it prepares prompt, options, logits processors and
+stopping criteria and then calls the loop. `attach` passes the loop below. transformers 5.17 to 5.24 does not hand the
+streamer, the tokenizer and the assistant model to such a loop, so `Attached` takes them from the call itself. See
+docs/decisions/021.
 """
 
 import copy
@@ -39,15 +40,16 @@ from shared.ladder.policy import DepthPolicy
 from shared.model.cache_argument import CACHE_ARGUMENTS
 
 SIGNATURE = inspect.signature(GenerationMixin.generate)
-# Arguments of `generate` that never reach a loop passed as `custom_generate`, that bypass it, or that reach it under another name.
+# Arguments of `generate` that never reach a loop passed as `custom_generate`, that bypass it, or that reach it under
+# another name.
 REFUSED = ("assistant_model", "assistant_tokenizer", "custom_generate", "cache_params", *CACHE_ARGUMENTS)  # fmt: skip
 
 
 class Attached:
     """A model whose `generate` decodes with an engine, until `detach`. A context manager, which detaches.
 
-    `last_stats`: where the tokens of the last finished call left the model; None before the first one. Calls from several threads
-    at once are safe; each sets `last_stats` when it ends.
+    `last_stats`: where the tokens of the last finished call left the model; None before the first one. Calls from
+    several threads at once are safe; each sets `last_stats` when it ends.
     """
 
     def __init__(self, engine: Engine, policy: DepthPolicy) -> None:
@@ -158,10 +160,11 @@ class Attached:
 def attach(engine: Engine, policy: DepthPolicy | str = "exact") -> Attached:
     """Makes `engine.loaded.model.generate(...)`, and every pipeline on that model, decode with `engine`.
 
-    Calls keep their shape: batches padded on the left, `generation_config`, sampling options, stopping criteria, streamers,
-    `num_return_sequences`. One keyword is new: `policy`, for a single call. Greedy answers under `full` and `exact` are those of
-    transformers. Sampled answers follow the same distribution, but their random numbers are neap's: they are seeded from torch's global
-    generator. What an engine cannot do, such as beam search, raises `InvalidInput` (reason UNSUPPORTED_OPTION, `metadata["option"]`).
+    Calls keep their shape: batches padded on the left, `generation_config`, sampling options, stopping criteria,
+    streamers, `num_return_sequences`. One keyword is new: `policy`, for a single call. Greedy answers under `full` and
+    `exact` are those of transformers. Sampled answers follow the same distribution, but their random numbers are
+    neap's: they are seeded from torch's global generator. What an engine cannot do, such as beam search, raises
+    `InvalidInput` (reason UNSUPPORTED_OPTION, `metadata["option"]`).
 
     Raises `PreconditionFailed` (ALREADY_ATTACHED), and in calls what `Engine.submit` raises.
     """
@@ -173,7 +176,8 @@ def _policy(policy: DepthPolicy | str) -> DepthPolicy:
 
 
 def _move_stop_strings(call: dict[str, Any], extra: dict[str, Any]) -> None:
-    """Makes a stopping criterion of the call's stop strings, as transformers would if it had the tokenizer. Changes both arguments."""
+    """Makes a stopping criterion of the call's stop strings, as transformers would if it had the tokenizer.
+    Changes both arguments."""
     tokenizer, config = extra.pop("tokenizer", None), call.get("generation_config")
     strings = extra.get("stop_strings") or (config.stop_strings if config is not None else None)
     if tokenizer is None or not strings:

@@ -9,7 +9,8 @@ from shared.engine.request.request import GeneratedToken
 
 @dataclass(frozen=True)
 class ExitStats:
-    """Counts of all answers of one call. `exits_per_layer` maps a depth, the number of layers that ran before the token left, to tokens.
+    """Counts of all answers of one call. `exits_per_layer` maps a depth, the number of layers that ran before the token
+    left, to tokens.
 
     Under policy exact, a token that left early was a draft that the full model accepted.
     """

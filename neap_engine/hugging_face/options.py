@@ -57,7 +57,8 @@ def unsupported(option: str, why: str = "an engine of neap does not have it") ->
 
 
 def check_config(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
-    """Raises `InvalidInput` (UNSUPPORTED_OPTION) for a decoding mode, an output or a model input that an engine does not have."""
+    """Raises `InvalidInput` (UNSUPPORTED_OPTION) for a decoding mode, an output or a model input that an engine does
+    not have."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise unsupported(mode.value.replace("_", " "), "an engine is greedy or samples")
@@ -71,7 +72,8 @@ def check_config(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> N
 
 
 def check_cache(implementation: str | None) -> None:
-    """Raises `InvalidInput` (UNSUPPORTED_OPTION) for a cache whose numbers differ, and for one that makes transformers batch requests."""
+    """Raises `InvalidInput` (UNSUPPORTED_OPTION) for a cache whose numbers differ, and for one that makes transformers
+    batch requests."""
     if implementation in ("paged", "quantized"):
         raise unsupported(f"cache_implementation={implementation!r}", "an engine has its own cache")
 
@@ -81,7 +83,8 @@ def prompts_of(
 ) -> list[tuple[int, ...]]:
     """input_ids [B, S], attention mask [B, S] and position ids [B, S] -> the prompt of each row, without its padding.
 
-    Raises `InvalidInput` (UNSUPPORTED_OPTION) for padding that is not on the left, and for positions that do not count from 0.
+    Raises `InvalidInput` (UNSUPPORTED_OPTION) for padding that is not on the left, and for positions that do not count
+    from 0.
     """
     if mask is None:
         mask = torch.ones_like(input_ids)
@@ -100,7 +103,8 @@ def sampling_of(
 ) -> dict[str, float]:
     """The fields of `SamplingParams` that a list of logits processors stands for.
 
-    `num_padding`: padding tokens of each row. Raises `InvalidInput` (UNSUPPORTED_OPTION) for other processors, and other orders.
+    `num_padding`: padding tokens of each row. Raises `InvalidInput` (UNSUPPORTED_OPTION) for other processors, and
+    other orders.
     """
     classes = [kind for kind, _, _ in FILTERS]
     fields: dict[str, float] = {"temperature": 1.0 if do_sample else 0.0}
@@ -133,7 +137,8 @@ def eos_token_ids(config: GenerationConfig) -> list[int]:
 
 
 def with_seeds(fields: Mapping[str, Any], count: int) -> list[SamplingParams]:
-    """One `SamplingParams` per row. Their seeds come from torch's global generator, so `torch.manual_seed` makes a call repeatable."""
+    """One `SamplingParams` per row. Their seeds come from torch's global generator, so `torch.manual_seed` makes a call
+    repeatable."""
     if not fields["temperature"]:
         return [SamplingParams(**fields)] * count
     seeds = torch.randint(2**63 - 1, (count,)).tolist()

@@ -15,10 +15,11 @@ OnToken = Callable[[int, GeneratedToken], bool]
 
 
 def decode_rows(engine: Engine, requests: Sequence[GenerationRequest], on_token: OnToken) -> None:
-    """Generates all requests, at most MAX_RUNNING at a time. Calls `on_token` in the calling thread, in each row's order.
+    """Generates all requests, at most MAX_RUNNING at a time.
+    Calls `on_token` in the calling thread, in each row's order.
 
-    A row ends when `on_token` returns true or when its request ends. An error or an interrupt ends all rows. Raises as `Engine.submit`,
-    but waits for rows of its own if the engine's queue is full.
+    A row ends when `on_token` returns true or when its request ends. An error or an interrupt ends all rows. Raises as
+    `Engine.submit`, but waits for rows of its own if the engine's queue is full.
     """
     events: queue.SimpleQueue[tuple[int, EngineEvent]] = queue.SimpleQueue()
     running: dict[int, GenerationHandle] = {}

@@ -1,4 +1,5 @@
-"""Prints docs/reference.md: `python -m neap_engine.reference > docs/reference.md`. A test checks that the file is up to date."""
+"""Prints docs/reference.md: `python -m neap_engine.reference > docs/reference.md`.
+A test checks that the file is up to date."""
 
 import sys
 
@@ -18,9 +19,9 @@ This page is generated from the protos and the source: `python -m neap_engine.re
 
 REASONS = """## Reasons of errors
 
-The `reason` of an ErrorInfo (domain `neap`), of a failed job, and of the gateway's errors. Messages are for people and may change; …
-stands for what a message fills in. A reason that begins with `GRPC_` and ends in the name of a code is the client's, for a failure
-that gRPC itself reported.
+The `reason` of an ErrorInfo (domain `neap`), of a failed job, and of the gateway's errors. Messages are for people and
+may change; … stands for what a message fills in. A reason that begins with `GRPC_` and ends in the name of a code is
+the client's, for a failure that gRPC itself reported.
 
 | reason | code | messages | raised in |
 |---|---|---|---|"""

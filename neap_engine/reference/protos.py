@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 
 import grpc_tools
 from google.protobuf.descriptor_pb2 import (
@@ -18,7 +19,8 @@ from grpc_tools import protoc
 from neap_engine.reference.source import ROOT
 from shared.rpc.roles import METHOD_ROLES
 
-# Numbers of fields in FileDescriptorProto, DescriptorProto, EnumDescriptorProto and ServiceDescriptorProto, of which paths consist.
+# Numbers of fields in FileDescriptorProto, DescriptorProto, EnumDescriptorProto and ServiceDescriptorProto, of which
+# paths consist.
 _MESSAGES, _ENUMS, _SERVICES = 4, 5, 6
 _FIELDS, _VALUES, _METHODS = 2, 2, 2
 
@@ -46,6 +48,10 @@ def file_section(file: FileDescriptorProto) -> str:
     return "\n".join([f"## {file.package}\n", *_File(file).parts()])
 
 
+def _paragraph(text: str) -> str:
+    return fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
 class _File:
     def __init__(self, file: FileDescriptorProto) -> None:
         self._file = file
@@ -63,7 +69,7 @@ class _File:
             yield from self._enum(enum, (_ENUMS, index))
 
     def _service(self, service: ServiceDescriptorProto, path: tuple[int, ...]) -> Iterator[str]:
-        yield f"### {service.name}\n\n{self._comments[path]}\n"
+        yield f"### {service.name}\n\n{_paragraph(self._comments[path])}\n"
         yield "| RPC | request | response | roles | what it does |\n|---|---|---|---|---|"
         for index, method in enumerate(service.method):
             full = f"/{self._file.package}.{service.name}/{method.name}"
@@ -76,7 +82,7 @@ class _File:
         yield ""
 
     def _message(self, message: DescriptorProto, path: tuple[int, ...]) -> Iterator[str]:
-        yield f"### {message.name}\n\n{self._comments[path]}\n"
+        yield f"### {message.name}\n\n{_paragraph(self._comments[path])}\n"
         if not message.field:
             return
         yield "| field | number | type | meaning |\n|---|---|---|---|"
@@ -89,7 +95,7 @@ class _File:
         yield ""
 
     def _enum(self, enum: EnumDescriptorProto, path: tuple[int, ...]) -> Iterator[str]:
-        yield f"### {enum.name}\n\n{self._comments[path]}\n"
+        yield f"### {enum.name}\n\n{_paragraph(self._comments[path])}\n"
         yield "| value | number | meaning |\n|---|---|---|"
         for index, value in enumerate(enum.value):
             comment = self._comments[*path, _VALUES, index]

@@ -1,7 +1,7 @@
 """Collects the reasons of errors from the source, with the codes and messages that they come with.
 
-A reason is a literal where an error is made, or where a function is called that makes an error with a reason that it is given. What
-cannot be followed to a literal raises ValueError, so that no reason is left out.
+A reason is a literal where an error is made, or where a function is called that makes an error with a reason that it is
+given. What cannot be followed to a literal raises ValueError, so that no reason is left out.
 """
 
 import ast

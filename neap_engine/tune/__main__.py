@@ -1,7 +1,8 @@
 """`python -m neap_engine.tune`: measures depth policies for `neap tune`, which shows the results.
 
-Registry, data folder, device, dtype, threads and context length are settings of the worker, read from the environment. Standard output
-gets one JSON object per line: {"measured", "total"} after each measurement, or {"error", "reason"} at the end.
+Registry, data folder, device, dtype, threads and context length are settings of the worker, read from the environment.
+Standard output gets one JSON object per line: {"measured", "total"} after each measurement, or {"error", "reason"} at
+the end.
 """
 
 from shared.cpus import size_thread_pools

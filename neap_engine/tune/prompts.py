@@ -9,9 +9,11 @@ from shared.model.loaded import LoadedModel
 
 
 def read_prompts(path: Path, loaded: LoadedModel) -> list[tuple[int, ...]]:
-    """The token ids of each prompt in a JSONL file. A line is {"prompt": "text to continue"} or {"messages": [{"role", "content"}]}.
+    """The token ids of each prompt in a JSONL file.
+    A line is {"prompt": "text to continue"} or {"messages": [{"role", "content"}]}.
 
-    Raises `NotFound`, and `InvalidInput` with the number of the line (reason BAD_PROMPT_FILE, or that of `encode_prompt`).
+    Raises `NotFound`, and `InvalidInput` with the number of the line (reason BAD_PROMPT_FILE, or that of
+    `encode_prompt`).
     """
     if not path.is_file():
         raise NotFound(f"there is no file {path}", reason="PROMPT_FILE_NOT_FOUND")

@@ -17,9 +17,9 @@ Key = tuple[int, str, float | None, float | None]
 
 @dataclass(frozen=True)
 class Measurement:
-    """One greedy answer. Under the policy relaxed either `threshold` or `margin` is a number; otherwise both are None. `bound`: the largest
-    share of prompts whose answer differs, None unless one is certified. `decode_s`: seconds from the first token to the last, in
-    `num_deep_passes` passes."""
+    """One greedy answer. Under the policy relaxed either `threshold` or `margin` is a number; otherwise both are None.
+    `bound`: the largest share of prompts whose answer differs, None unless one is certified. `decode_s`: seconds from
+    the first token to the last, in `num_deep_passes` passes."""
 
     prompt: int
     policy: str
@@ -70,7 +70,8 @@ class ResultsFile:
             raise self._not_results() from error
         if first != run:
             raise PreconditionFailed(
-                f"{self._path} has results of another model, router, set of prompts, or number of tokens; name another file",
+                f"{self._path} has results of another model, router, set of prompts, or number of tokens; name another "
+                "file",
                 reason="RESULTS_OF_ANOTHER_RUN",
             )
 

@@ -45,7 +45,8 @@ class Sweep:
         return len(self._prompts) * len(self._settings)
 
     def measurements(self, done: set[Key]) -> Iterator[Measurement]:
-        """Measures what is not in `done`. All policies take turns on a prompt, so that what disturbs the machine meets all of them."""
+        """Measures what is not in `done`. All policies take turns on a prompt, so that what disturbs the machine meets
+        all of them."""
         left = [
             (number, policy)
             for number in range(len(self._prompts))

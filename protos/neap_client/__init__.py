@@ -8,10 +8,10 @@
         answer = client.answer(request)  # whole; `client.generate(request)` streams it
         print(answer.text, answer.usage, answer.depth)
 
-`AsyncNeapClient` has the same methods for asyncio. A prompt is text, a list of `ChatMessage(role="user", content="..")`, or
-`TokenIds(ids=[..])`. Errors are those of `neap_client.errors`, all of them `NeapError` with a `reason` for programs. All other messages
-are in `neap_client.inference.v1.inference_pb2`, `neap_client.calibration.v1.calibration_pb2` and
-`neap_client.router.v1.router_pb2`.
+`AsyncNeapClient` has the same methods for asyncio. A prompt is text, a list of
+`ChatMessage(role="user", content="..")`, or `TokenIds(ids=[..])`. Errors are those of `neap_client.errors`, all of them
+`NeapError` with a `reason` for programs. All other messages are in `neap_client.inference.v1.inference_pb2`,
+`neap_client.calibration.v1.calibration_pb2` and `neap_client.router.v1.router_pb2`.
 """
 
 from importlib import import_module

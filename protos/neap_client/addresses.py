@@ -13,7 +13,8 @@ _TARGET = re.compile(
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is certainly this machine. Names other than localhost are not, because they may resolve elsewhere."""
+    """Return whether `host` is certainly this machine.
+    Names other than localhost are not, because they may resolve elsewhere."""
     bare = host.removeprefix("[").removesuffix("]")
     if bare == "localhost":
         return True
@@ -30,7 +31,8 @@ def with_scheme(target: str) -> str:
     """
     if not _TARGET.fullmatch(target):
         raise InvalidInput(
-            f"{target!r} is not an address HOST:PORT (a worker's port is 7071 and a calibration service's 7070, unless set)",
+            f"{target!r} is not an address HOST:PORT (a worker's port is 7071 and a calibration service's 7070, unless "
+            "set)",
             reason="BAD_ADDRESS",
         )
     has_scheme = re.match(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock):|[a-z0-9-]+://", target)

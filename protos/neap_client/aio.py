@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 
 class AsyncNeapClient(ClientBase):
-    """The client for asyncio; see ClientBase for its arguments and for what is repeated. Belongs to the running event loop."""
+    """The client for asyncio; see ClientBase for its arguments and for what is repeated.
+    Belongs to the running event loop."""
 
     def _open_channel(self) -> grpc.aio.Channel:
         return open_async_channel(self.target, self._security, self._health_service)
@@ -43,7 +44,8 @@ class AsyncNeapClient(ClientBase):
         await self.close()
 
     async def is_serving(self, service: str = "", *, timeout_s: float | None = None) -> bool:
-        """Return whether the health check of `service` ("" for the whole server) says SERVING. Raises Unavailable without an answer."""
+        """Return whether the health check of `service` ("" for the whole server) says SERVING.
+        Raises Unavailable without an answer."""
         request = health_pb2.HealthCheckRequest(service=service)
         reply = await self._call(methods.CHECK, request, timeout_s=timeout_s)
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
@@ -73,9 +75,10 @@ class AsyncNeapClient(ClientBase):
     ) -> AsyncGenerationStream:
         """Stream Started, token chunks and Finished. `timeout_s` is the deadline of the whole stream.
 
-        The call is repeated before the first token, and resumed after it: see AsyncGenerationStream. All calls have the same
-        `request_id`, so they get the same version from an alias with a canary. None makes a new id. `metadata` is sent beside the client's own. `request` may
-        be serialized already, which spares calls with the same large prompt the work.
+        The call is repeated before the first token, and resumed after it: see AsyncGenerationStream. All calls have the
+        same `request_id`, so they get the same version from an alias with a canary. None makes a new id. `metadata` is
+        sent beside the client's own. `request` may be serialized already, which spares calls with the same large prompt
+        the work.
         """
         return AsyncGenerationStream(**self._generation(request, timeout_s, request_id, metadata))
 
@@ -87,7 +90,8 @@ class AsyncNeapClient(ClientBase):
         request_id: str | None = None,
         metadata: Metadata = (),
     ) -> Answer:
-        """Return the whole answer. The arguments are those of `generate`, whose stream this reads. Raises what the stream raises."""
+        """Return the whole answer. The arguments are those of `generate`, whose stream this reads.
+        Raises what the stream raises."""
         async with self.generate(
             request, timeout_s=timeout_s, request_id=request_id, metadata=metadata
         ) as stream:
@@ -146,7 +150,8 @@ class AsyncNeapClient(ClientBase):
     async def watch_calibration(
         self, calibration_id: str, **options: Unpack[WatchOptions]
     ) -> AsyncIterator[calibration_pb2.Calibration]:
-        """Yield the job now and after every change until it ends. Watching goes on after a lost connection or a restart."""
+        """Yield the job now and after every change until it ends.
+        Watching goes on after a lost connection or a restart."""
         request = calibration_pb2.WatchCalibrationRequest(calibration_id=calibration_id)
         async for reply in self._watch(methods.WATCH_CALIBRATION, request, **options):
             yield reply.calibration
@@ -208,7 +213,8 @@ class AsyncNeapClient(ClientBase):
     async def watch_routers(
         self, model_id: str, *, after_event: int = 0, **options: Unpack[WatchOptions]
     ) -> AsyncIterator[router_pb2.WatchResponse]:
-        """Yield the events of a model after `after_event`, then new ones for ever, also after a lost connection or a restart."""
+        """Yield the events of a model after `after_event`, then new ones for ever, also after a lost connection or a
+        restart."""
         request = router_pb2.WatchRequest(model_id=model_id, after_event=after_event)
         async for reply in self._watch(methods.WATCH, request, **options):
             request.after_event = reply.event
@@ -251,7 +257,8 @@ class AsyncNeapClient(ClientBase):
         request: Request,
         **options: Unpack[WatchOptions],
     ) -> AsyncIterator[Response]:
-        """Yield replies until the service ends the stream. After a lost stream, call again with `request` as it is then."""
+        """Yield replies until the service ends the stream.
+        After a lost stream, call again with `request` as it is then."""
         attempts = self._watch_attempts(**options)
         while True:
             call = self._start_stream(method, request, timeout_s=attempts.open())

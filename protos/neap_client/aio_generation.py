@@ -17,7 +17,8 @@ from neap_client.status import from_rpc_error
 class AsyncGenerationStream(GenerationCalls, AsyncIterator[GenerateResponse]):
     """Iterates asynchronously over Started, token chunks and Finished, with the rules of GenerationStream.
 
-    Only one task may iterate. Cancelling that task cancels the call; so does leaving an `async with` block of the stream.
+    Only one task may iterate. Cancelling that task cancels the call; so does leaving an `async with` block of the
+    stream.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

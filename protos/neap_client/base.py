@@ -17,7 +17,8 @@ POLL_S = 0.1
 
 
 class ChangeOptions(TypedDict, total=False):
-    """How to change an alias. With `expected_version` it is a compare-and-swap; None means none. `actor` and `reason` go into the history."""
+    """How to change an alias. With `expected_version` it is a compare-and-swap; None means none.
+    `actor` and `reason` go into the history."""
 
     expected_version: int | None
     actor: str
@@ -25,7 +26,8 @@ class ChangeOptions(TypedDict, total=False):
 
 
 class WatchOptions(TypedDict, total=False):
-    """How long to watch. A watch that has begun ends with an error only after `timeout_s`; None, as if absent, is no limit.
+    """How long to watch. A watch that has begun ends with an error only after `timeout_s`; None, as if absent, is no
+    limit.
 
     `on_lost` gets the error whenever a watch loses the service, before it waits for the service to come back.
     """
@@ -37,17 +39,19 @@ class WatchOptions(TypedDict, total=False):
 class ClientBase:
     """A client of one target, which may be a worker, a calibrator, or both.
 
-    `target` is HOST:PORT or any other form that gRPC accepts; a port is needed. Calls are shared in turn among all addresses of a name, or of a list
-    such as "ipv4:10.0.0.7:7071,10.0.0.8:7071"; addresses that do not answer are left out. With `health_service`, so are those whose
-    health check of this service ("" for the whole server) does not say SERVING, because they load or drain. `timeout_s` is the
-    deadline of every unary call. `num_attempts` includes the first attempt. Unless `waits_when_full`, a generation that a full
-    service refuses is not repeated after the service's retry delay. `resumes`: whether an answer that its worker interrupts is resumed by
-    another one: "always", "exactly" (only if it goes on with the same numerics), or "never". Without `security` the connection is plain text and has no
-    token. Raises InvalidInput as `open_channel` does.
+    `target` is HOST:PORT or any other form that gRPC accepts; a port is needed. Calls are shared in turn among all
+    addresses of a name, or of a list such as "ipv4:10.0.0.7:7071,10.0.0.8:7071"; addresses that do not answer are left
+    out. With `health_service`, so are those whose health check of this service ("" for the whole server) does not say
+    SERVING, because they load or drain. `timeout_s` is the deadline of every unary call. `num_attempts` includes the
+    first attempt. Unless `waits_when_full`, a generation that a full service refuses is not repeated after the
+    service's retry delay. `resumes`: whether an answer that its worker interrupts is resumed by another one: "always",
+    "exactly" (only if it goes on with the same numerics), or "never". Without `security` the connection is plain text
+    and has no token. Raises InvalidInput as `open_channel` does.
 
-    Every method raises NeapError as the service raised it (`neap_client.status.from_rpc_error`). On UNAVAILABLE the client repeats
-    only calls that are safe to repeat: unary calls that change nothing or are idempotent by id, and generations, which go on after the tokens
-    that they have returned. A watch that has begun goes on where it was, however long the service is away (see WatchOptions).
+    Every method raises NeapError as the service raised it (`neap_client.status.from_rpc_error`). On UNAVAILABLE the
+    client repeats only calls that are safe to repeat: unary calls that change nothing or are idempotent by id, and
+    generations, which go on after the tokens that they have returned. A watch that has begun goes on where it was,
+    however long the service is away (see WatchOptions).
     """
 
     def __init__(
@@ -81,7 +85,8 @@ class ClientBase:
         given: Metadata = (),
         timeout_s: float | None = None,
     ) -> Any:
-        """Call a method with one response. Returns the response, or with asyncio an awaitable of it. `timeout_s`: None means the client's."""
+        """Call a method with one response. Returns the response, or with asyncio an awaitable of it.
+        `timeout_s`: None means the client's."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         call = method.unary(self._channel.current())
         return call(request, timeout=timeout_s, metadata=self._metadata(given))
@@ -123,7 +128,8 @@ class ClientBase:
         request_id: str | None,
         metadata: Metadata,
     ) -> dict[str, Any]:
-        """Return the arguments of a generation's stream. All attempts have the same request id; None makes a new one."""
+        """Return the arguments of a generation's stream.
+        All attempts have the same request id; None makes a new one."""
         own = ((REQUEST_ID_KEY, request_id or secrets.token_hex(8)), *metadata)
         return {
             "open_call": lambda asked, left_s: self._start_stream(

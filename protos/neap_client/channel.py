@@ -16,18 +16,19 @@ from neap_client.addresses import is_loopback_target, with_scheme
 from neap_client.errors import InvalidInput
 from neap_client.files import read_capped
 
-# Of the services, too. Far above any prompt that fits a context. A service itself refuses a prompt of 10 MB with INVALID_ARGUMENT and a
-# reason, which tells clients not to retry. Larger messages are refused by gRPC with RESOURCE_EXHAUSTED before they are decoded.
+# Of the services, too. Far above any prompt that fits a context. A service itself refuses a prompt of 10 MB with
+# INVALID_ARGUMENT and a reason, which tells clients not to retry. Larger messages are refused by gRPC with
+# RESOURCE_EXHAUSTED before they are decoded.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
-    # A name is resolved again when a connection ends, but no more often than this. gRPC's own value is 30 s, for which a new replica
-    # would get no call.
+    # A name is resolved again when a connection ends, but no more often than this. gRPC's own value is 30 s, for which
+    # a new replica would get no call.
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", -1),
-    # gRPC repeats only calls that the server has never begun, as when its connection ends by age. The clients decide about all
-    # others, call by call.
+    # gRPC repeats only calls that the server has never begun, as when its connection ends by age. The clients decide
+    # about all others, call by call.
     ("grpc.enable_retries", 1),
     # A restarted service is found within this time.
     ("grpc.initial_reconnect_backoff_ms", 200),
@@ -47,10 +48,11 @@ log = logging.getLogger("neap_client")
 class ClientSecurity:
     """A client's TLS and token settings.
 
-    `ca`, `certificate` and `key` are PEM files; a certificate needs its key. `tls` alone trusts the authorities that this machine
-    trusts. `server_name` is the name that the server's certificate must be valid for, if it differs from the address. `token_file`
-    has the token. All files are read again for every call, so rotated ones are used at once. `allow_plaintext_token` allows sending
-    the token without TLS beyond loopback. Raises InvalidInput (BAD_CONFIGURATION) for a certificate without a key, or a key alone.
+    `ca`, `certificate` and `key` are PEM files; a certificate needs its key. `tls` alone trusts the authorities that
+    this machine trusts. `server_name` is the name that the server's certificate must be valid for, if it differs from
+    the address. `token_file` has the token. All files are read again for every call, so rotated ones are used at once.
+    `allow_plaintext_token` allows sending the token without TLS beyond loopback. Raises InvalidInput
+    (BAD_CONFIGURATION) for a certificate without a key, or a key alone.
     """
 
     tls: bool = False
@@ -75,8 +77,8 @@ class ClientSecurity:
     def read_token(self) -> str:
         """Return the token, empty if there is none.
 
-        Raises InvalidInput: BAD_TOKEN for an empty file or characters that a header cannot carry, BAD_CONFIGURATION for a file that
-        cannot be read.
+        Raises InvalidInput: BAD_TOKEN for an empty file or characters that a header cannot carry, BAD_CONFIGURATION for
+        a file that cannot be read.
         """
         token = self.token
         if self.token_file is not None:
@@ -89,7 +91,8 @@ class ClientSecurity:
         return token
 
     def read_certificates(self) -> tuple[bytes | None, ...]:
-        """Return the contents of `ca`, `key` and `certificate`. Raises InvalidInput (BAD_CONFIGURATION) for a file that cannot be read."""
+        """Return the contents of `ca`, `key` and `certificate`.
+        Raises InvalidInput (BAD_CONFIGURATION) for a file that cannot be read."""
         paths = (self.ca, self.key, self.certificate)
         return tuple(None if path is None else read_capped(path) for path in paths)
 
@@ -97,8 +100,8 @@ class ClientSecurity:
 class RenewedChannel(Generic[C]):
     """A client's channel, opened anew when the files of its certificates have changed. Thread-safe.
 
-    Running calls end on the channel on which they began, which gRPC closes once nothing uses it. Files that cannot be used change
-    nothing and are logged once. The constructor raises InvalidInput as `open_new` does.
+    Running calls end on the channel on which they began, which gRPC closes once nothing uses it. Files that cannot be
+    used change nothing and are logged once. The constructor raises InvalidInput as `open_new` does.
     """
 
     def __init__(self, security: ClientSecurity, open_new: Callable[[], C]) -> None:
@@ -129,11 +132,12 @@ class RenewedChannel(Generic[C]):
 def open_channel(
     target: str, security: ClientSecurity, health_service: str | None = None
 ) -> grpc.Channel:
-    """Open a channel to `target`: HOST:PORT or any other form that gRPC accepts. The caller adds the token to each call.
+    """Open a channel to `target`: HOST:PORT or any other form that gRPC accepts.
+    The caller adds the token to each call.
 
-    With `health_service`, calls go only to addresses whose health check of this service says SERVING. Raises InvalidInput:
-    TOKEN_OVER_PLAIN_TEXT for a token that would leave this machine unencrypted, BAD_TOKEN, BAD_CERTIFICATE for certificates that
-    cannot be used, and BAD_CONFIGURATION for files that cannot be read.
+    With `health_service`, calls go only to addresses whose health check of this service says SERVING. Raises
+    InvalidInput: TOKEN_OVER_PLAIN_TEXT for a token that would leave this machine unencrypted, BAD_TOKEN,
+    BAD_CERTIFICATE for certificates that cannot be used, and BAD_CONFIGURATION for files that cannot be read.
     """
     address, credentials, options = _parameters(target, security, health_service)
     if credentials is None:
@@ -168,8 +172,8 @@ def _parameters(
     is_local = is_loopback_target(target)
     if has_token and not (security.allow_plaintext_token or is_local):
         raise InvalidInput(
-            f"the token would be sent to {target} in plain text: use TLS or, if something else encrypts the connection, allow it"
-            " (allow_plaintext_token, NEAP_ALLOW_PLAINTEXT_TOKENS)",
+            f"the token would be sent to {target} in plain text: use TLS or, if something else encrypts the "
+            "connection, allow it (allow_plaintext_token, NEAP_ALLOW_PLAINTEXT_TOKENS)",
             reason="TOKEN_OVER_PLAIN_TEXT",
         )
     if is_local:
@@ -191,8 +195,8 @@ def _credentials(security: ClientSecurity) -> grpc.ChannelCredentials:
     except OSError as error:
         paths = [str(path) for path in (security.ca, security.certificate, security.key) if path]
         raise InvalidInput(
-            f"{', '.join(paths)} cannot be used: each must be complete and in PEM form, and the key must belong to the certificate"
-            " and have no password",
+            f"{', '.join(paths)} cannot be used: each must be complete and in PEM form, and the key must belong to the "
+            "certificate and have no password",
             reason="BAD_CERTIFICATE",
         ) from error
     credentials: grpc.ChannelCredentials = grpc.ssl_channel_credentials(*files)

@@ -41,7 +41,8 @@ class NeapClient(ClientBase):
         self.close()
 
     def is_serving(self, service: str = "", *, timeout_s: float | None = None) -> bool:
-        """Return whether the health check of `service` ("" for the whole server) says SERVING. Raises Unavailable without an answer."""
+        """Return whether the health check of `service` ("" for the whole server) says SERVING.
+        Raises Unavailable without an answer."""
         request = health_pb2.HealthCheckRequest(service=service)
         reply = self._call(methods.CHECK, request, timeout_s=timeout_s)
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
@@ -72,8 +73,9 @@ class NeapClient(ClientBase):
         """Stream Started, token chunks and Finished. `timeout_s` is the deadline of the whole stream.
 
         The call is repeated before the first token, and resumed after it: see GenerationStream. All calls have the same
-        `request_id`, so they get the same version from an alias with a canary. None makes a new id. `metadata` is sent beside the client's own. `request` may
-        be serialized already, which spares calls with the same large prompt the work.
+        `request_id`, so they get the same version from an alias with a canary. None makes a new id. `metadata` is sent
+        beside the client's own. `request` may be serialized already, which spares calls with the same large prompt the
+        work.
         """
         return GenerationStream(**self._generation(request, timeout_s, request_id, metadata))
 
@@ -85,7 +87,8 @@ class NeapClient(ClientBase):
         request_id: str | None = None,
         metadata: Metadata = (),
     ) -> Answer:
-        """Return the whole answer. The arguments are those of `generate`, whose stream this reads. Raises what the stream raises."""
+        """Return the whole answer. The arguments are those of `generate`, whose stream this reads.
+        Raises what the stream raises."""
         with self.generate(
             request, timeout_s=timeout_s, request_id=request_id, metadata=metadata
         ) as stream:
@@ -143,7 +146,8 @@ class NeapClient(ClientBase):
     def watch_calibration(
         self, calibration_id: str, **options: Unpack[WatchOptions]
     ) -> Iterator[calibration_pb2.Calibration]:
-        """Yield the job now and after every change until it ends. Watching goes on after a lost connection or a restart."""
+        """Yield the job now and after every change until it ends.
+        Watching goes on after a lost connection or a restart."""
         request = calibration_pb2.WatchCalibrationRequest(calibration_id=calibration_id)
         for reply in self._watch(methods.WATCH_CALIBRATION, request, **options):
             yield reply.calibration
@@ -202,7 +206,8 @@ class NeapClient(ClientBase):
     def watch_routers(
         self, model_id: str, *, after_event: int = 0, **options: Unpack[WatchOptions]
     ) -> Iterator[router_pb2.WatchResponse]:
-        """Yield the events of a model after `after_event`, then new ones for ever, also after a lost connection or a restart."""
+        """Yield the events of a model after `after_event`, then new ones for ever, also after a lost connection or a
+        restart."""
         request = router_pb2.WatchRequest(model_id=model_id, after_event=after_event)
         for reply in self._watch(methods.WATCH, request, **options):
             request.after_event = reply.event
@@ -243,7 +248,8 @@ class NeapClient(ClientBase):
         request: Request,
         **options: Unpack[WatchOptions],
     ) -> Iterator[Response]:
-        """Yield replies until the service ends the stream. After a lost stream, call again with `request` as it is then."""
+        """Yield replies until the service ends the stream.
+        After a lost stream, call again with `request` as it is then."""
         attempts = self._watch_attempts(**options)
         while True:
             call = self._start_stream(method, request, timeout_s=attempts.open())

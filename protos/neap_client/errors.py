@@ -17,15 +17,16 @@
     ├── Cancelled               the work was stopped on request
     └── DeadlineExceeded        the caller's deadline passed
 
-`neap_client.status` has the one table that maps them to gRPC codes. `reason` is machine-readable and stable. `metadata` holds details
-for programs. The message is for people and never contains secrets or the texts of foreign exceptions.
+`neap_client.status` has the one table that maps them to gRPC codes. `reason` is machine-readable and stable. `metadata`
+holds details for programs. The message is for people and never contains secrets or the texts of foreign exceptions.
 """
 
 from collections.abc import Mapping
 
 
 class NeapError(Exception):
-    """Base of the tree. `reason` is UPPER_SNAKE_CASE. `may_pass`: what is in the way may go away, so the same call may succeed later."""
+    """Base of the tree. `reason` is UPPER_SNAKE_CASE.
+    `may_pass`: what is in the way may go away, so the same call may succeed later."""
 
     default_reason = "INTERNAL"
     may_pass = False

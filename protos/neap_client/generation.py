@@ -1,4 +1,5 @@
-"""A client's stream of one generation. It repeats the call until the first token arrives, and later resumes the answer by another one."""
+"""A client's stream of one generation. It repeats the call until the first token arrives, and later resumes the answer
+by another one."""
 
 import math
 import threading
@@ -16,7 +17,8 @@ from neap_client.inference.v1.inference_pb2 import GenerateResponse
 from neap_client.retry import Attempts, is_unavailable, repeat, was_not_started
 from neap_client.status import from_rpc_error
 
-# Whether an answer that its worker interrupts is resumed by another: always, only where the tokens are those of an uninterrupted run, or never.
+# Whether an answer that its worker interrupts is resumed by another: always, only where the tokens are those of an
+# uninterrupted run, or never.
 Resumes = Literal["always", "exactly", "never"]
 # A worker that ends every answer must not be asked for ever.
 MAX_RESUMPTIONS = 16
@@ -24,7 +26,8 @@ MAX_RESUMPTIONS = 16
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer. `started` says what ran; `finished` why it ended, token counts, times, and what depth execution saved.
+    """A whole answer. `started` says what ran; `finished` why it ended, token counts, times, and what depth execution
+    saved.
 
     `resumptions`: the Started of each call that resumed it; times and depth statistics are of the last of them.
     """
@@ -54,8 +57,9 @@ class Answer:
 
 
 class GenerationCalls:
-    """What the streams of both clients know of their generation. `num_attempts` counts the calls made so far. `resumptions`: the Started of each
-    call that resumed the answer; its `num_resumed_tokens` says where, `continued_inexactly` whether later tokens may differ."""
+    """What the streams of both clients know of their generation. `num_attempts` counts the calls made so far.
+    `resumptions`: the Started of each call that resumed the answer; its `num_resumed_tokens` says where,
+    `continued_inexactly` whether later tokens may differ."""
 
     def __init__(
         self,
@@ -67,7 +71,8 @@ class GenerationCalls:
         waits_when_full: bool = True,
         resumes: Resumes = "always",
     ) -> None:
-        """`open_call` starts a call with a serialized request and a deadline in seconds. The constructor starts the first call."""
+        """`open_call` starts a call with a serialized request and a deadline in seconds.
+        The constructor starts the first call."""
         self.token_ids: list[int] = []
         self.text = ""
         self.started: pb.Started | None = None
@@ -94,7 +99,8 @@ class GenerationCalls:
         self._call.cancel()
 
     def answer(self) -> Answer:
-        """Return the whole answer of a stream that was read to its end. Raises Unavailable (INCOMPLETE_ANSWER) for any other stream."""
+        """Return the whole answer of a stream that was read to its end.
+        Raises Unavailable (INCOMPLETE_ANSWER) for any other stream."""
         if self.started is None or self.finished is None:
             raise Unavailable("the answer has not been read to its end", reason="INCOMPLETE_ANSWER")
         return Answer(
@@ -113,8 +119,8 @@ class GenerationCalls:
         )
 
     def _attempts_after(self, error: NeapError) -> tuple[Attempts, float]:
-        """Return the attempts at resuming the answer that `error` has interrupted, and the seconds before the first one. Raises `error` unless the
-        worker, and not the request, has failed."""
+        """Return the attempts at resuming the answer that `error` has interrupted, and the seconds before the first
+        one. Raises `error` unless the worker, and not the request, has failed."""
         may_resume = (
             isinstance(error, Unavailable)
             and self._resumes != "never"
@@ -136,7 +142,8 @@ class GenerationCalls:
         self._resumed = None
 
     def _hold(self, event: GenerateResponse) -> None:
-        """Keep an event for the caller, except for the Started of a call that resumes. Raises Unavailable (reason CANNOT_RESUME)."""
+        """Keep an event for the caller, except for the Started of a call that resumes.
+        Raises Unavailable (reason CANNOT_RESUME)."""
         if self.started is None or not event.HasField("started"):
             if self._resumed is not None:
                 self.resumptions.append(self._resumed)
@@ -198,11 +205,11 @@ class GenerationCalls:
 class GenerationStream(GenerationCalls, Iterator[GenerateResponse]):
     """Iterates over Started, token chunks and Finished. Raises NeapError as the service raised it.
 
-    A call that fails with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a retry delay, is repeated as long as no chunk has arrived. Started is
-    held back until the first chunk, so it belongs to the call that delivers the tokens. An answer that UNAVAILABLE interrupts later is
-    resumed by another call, at most MAX_RESUMPTIONS times: the caller sees one stream. Other failures are raised unchanged, and
-    `token_ids` and `text` hold what arrived before; `started` and `finished` are None until they arrive. Only one thread may iterate; any
-    thread may `close`.
+    A call that fails with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a retry delay, is repeated as long as no chunk
+    has arrived. Started is held back until the first chunk, so it belongs to the call that delivers the tokens. An
+    answer that UNAVAILABLE interrupts later is resumed by another call, at most MAX_RESUMPTIONS times: the caller sees
+    one stream. Other failures are raised unchanged, and `token_ids` and `text` hold what arrived before; `started` and
+    `finished` are None until they arrive. Only one thread may iterate; any thread may `close`.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -1,7 +1,7 @@
 """The metadata of calls: their keys, and the context of the caller's trace.
 
-Calls carry `traceparent` if the package opentelemetry-api is installed and a span is current. The W3C propagator is used explicitly,
-because the API's global one depends on the environment.
+Calls carry `traceparent` if the package opentelemetry-api is installed and a span is current. The W3C propagator is
+used explicitly, because the API's global one depends on the environment.
 """
 
 from collections.abc import Mapping, Sequence

@@ -36,8 +36,9 @@ def generate_request(
 ) -> pb.GenerateRequest:
     """Return a request. The protos describe the arguments; None leaves a field absent.
 
-    A `prompt` of text is the user's message of a chat, after a `system` message if there is one. With `raw` it is continued as it
-    is, without the chat template. `router` is a version or an alias. Raises InvalidInput for arguments that exclude each other.
+    A `prompt` of text is the user's message of a chat, after a `system` message if there is one. With `raw` it is
+    continued as it is, without the chat template. `router` is a version or an alias. Raises InvalidInput for arguments
+    that exclude each other.
     """
     request = pb.GenerateRequest(
         model_id=model_id,
@@ -85,7 +86,8 @@ def depth_policy(
     max_drafts: int = 0,
     min_layers: int = 0,
 ) -> pb.DepthPolicy:
-    """Build the DepthPolicy message. Raises InvalidInput for an unknown policy or a setting that the policy does not have."""
+    """Build the DepthPolicy message. Raises InvalidInput for an unknown policy or a setting that the policy does not
+    have."""
     for name, value in (("threshold", threshold), ("margin", margin)):
         if value is not None and policy != "relaxed":
             raise InvalidInput(f"{name} applies to the policy relaxed, not to {policy}")
@@ -104,7 +106,8 @@ def depth_policy(
 
 
 def set_prompt(request: pb.GenerateRequest, text: str, *, raw: bool, system: str = "") -> None:
-    """Set `text` as plain text (`raw`) or as the user message of a chat. Raises InvalidInput for `raw` with a system message."""
+    """Set `text` as plain text (`raw`) or as the user message of a chat.
+    Raises InvalidInput for `raw` with a system message."""
     if raw and system:
         raise InvalidInput("a system message needs the chat template; raw text has none")
     if raw:
@@ -116,7 +119,8 @@ def set_prompt(request: pb.GenerateRequest, text: str, *, raw: bool, system: str
 
 
 def set_router(request: pb.GenerateRequest, router: str | int) -> None:
-    """Set the router: a number or digits are a version, other text is an alias, empty text leaves the choice to the worker."""
+    """Set the router: a number or digits are a version, other text is an alias, empty text leaves the choice to the
+    worker."""
     if isinstance(router, int) or router.isdigit():
         request.router.version = int(router)
     elif router:

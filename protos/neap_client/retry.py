@@ -51,10 +51,11 @@ class Attempts:
         self._num_failed = 0
 
     def wait_s(self, error: NeapError) -> float:
-        """Return the seconds to wait after an attempt that failed with `error`. Raises `error` if the call is not to be repeated.
+        """Return the seconds to wait after an attempt that failed with `error`.
+        Raises `error` if the call is not to be repeated.
 
-        The delay is at least the retry delay of the service, plus random jitter that grows with each attempt. The jitter spreads
-        clients that were refused at the same time.
+        The delay is at least the retry delay of the service, plus random jitter that grows with each attempt. The
+        jitter spreads clients that were refused at the same time.
         """
         self._num_failed += 1
         if self._num_failed >= self._num_attempts or not self._may_repeat(error):
@@ -73,9 +74,10 @@ class Attempts:
 class WatchAttempts:
     """Says when a watch opens its next stream after one was lost.
 
-    Until its first message a watch has `num_attempts`, as any call has. After it the service may stop and start again: the watch
-    goes on until `timeout_s`, None for no limit, has passed. Streams that are lost soon after their opening are failed attempts even if
-    they had a message, because a service that is about to stop may send one on each. `on_lost` gets the first error of each outage.
+    Until its first message a watch has `num_attempts`, as any call has. After it the service may stop and start again:
+    the watch goes on until `timeout_s`, None for no limit, has passed. Streams that are lost soon after their opening
+    are failed attempts even if they had a message, because a service that is about to stop may send one on each.
+    `on_lost` gets the first error of each outage.
     """
 
     def __init__(

@@ -41,9 +41,10 @@ _REFINED: dict[str, type[NeapError]] = {
 def from_rpc_error(error: grpc.RpcError) -> NeapError:
     """Convert a failed call to the NeapError that the service raised, with its class, message, reason and metadata.
 
-    A failure that gRPC itself reports (no connection, message too large) has a reason that starts with "GRPC_". CANCELLED that
-    comes neither from the service nor from this process means that the connection was lost, so it becomes Unavailable. gRPC ends
-    calls in this way if they reach a server while it stops, before any handler has seen them.
+    A failure that gRPC itself reports (no connection, message too large) has a reason that starts with "GRPC_".
+    CANCELLED that comes neither from the service nor from this process means that the connection was lost, so it
+    becomes Unavailable. gRPC ends calls in this way if they reach a server while it stops, before any handler has seen
+    them.
     """
     call: Any = error  # an RpcError of either kind is also its Call; the type stubs do not say so
     code: grpc.StatusCode = call.code()

@@ -1,4 +1,5 @@
-"""Background tasks of the engine's thread, such as binding a ladder. They run in slices between the steps of requests."""
+"""Background tasks of the engine's thread, such as binding a ladder.
+They run in slices between the steps of requests."""
 
 import logging
 from collections import deque
@@ -9,14 +10,16 @@ from shared.errors import NeapError
 
 logger = logging.getLogger(__name__)
 
-# While requests run, one slice runs after every n-th step. It takes about as long as a step and delays each stream by one token.
+# While requests run, one slice runs after every n-th step.
+# It takes about as long as a step and delays each stream by one token.
 STEPS_PER_SLICE = 4
 
 Slices = Generator[None, None, None]
 
 
 class BackgroundTasks:
-    """First in, first out. Call `add` and `close` with the engine's lock held, all other methods on the engine's thread."""
+    """First in, first out. Call `add` and `close` with the engine's lock held, all other methods on the engine's
+    thread."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Slices, Future[None]]] = deque()
@@ -27,8 +30,8 @@ class BackgroundTasks:
         return not self._waiting
 
     def add(self, slices: Slices) -> "Future[None]":
-        """Queues a task. It yields wherever a step may run in between. The future completes or fails as the task does. Cancelling the
-        future drops the rest of the task; only the engine's thread may do so."""
+        """Queues a task. It yields wherever a step may run in between. The future completes or fails as the task does.
+        Cancelling the future drops the rest of the task; only the engine's thread may do so."""
         future: Future[None] = Future()
         self._waiting.append((slices, future))
         return future

@@ -48,38 +48,42 @@ PREFIX_SHARE = 0.25
 
 
 class Engine:
-    """Generates for one model. All methods are thread-safe. Requests are admitted in the order in which they were submitted.
+    """Generates for one model. All methods are thread-safe.
+    Requests are admitted in the order in which they were submitted.
 
     A request is admitted when the keys and values of its prompt and its longest possible answer fit into the KV budget.
 
     Args:
-        loaded: the model. At most one engine may use it at a time: another one is refused (`PreconditionFailed`, reason MODEL_IN_USE)
+        loaded: the model. At most one engine may use it at a time: another one is refused (`PreconditionFailed`, reason
+        MODEL_IN_USE)
             until this one is closed, or has ended after it was dropped.
-        ladder: used for requests that are submitted without a ladder.
-        max_running: requests that share each step. Paused requests do not count; if more go on than this, they take turns.
-        max_queue: requests that may wait.
-        max_queue_tokens: prompt tokens that waiting requests may have together.
-        max_ladders: ladders that are kept bound. Those of running requests are kept in any case.
-        kv_budget_bytes: bytes of keys and values that all running requests share. None: half of the free memory.
-        prefix_cache_bytes: the part of this budget that may hold the KV caches of ended requests for reuse by later requests with
+        ladder: used for requests that are submitted without a ladder. max_running: requests that share each step.
+        Paused requests do not count; if more go on than this, they take turns. max_queue: requests that may wait.
+        max_queue_tokens: prompt tokens that waiting requests may have together. max_ladders: ladders that are kept
+        bound. Those of running requests are kept in any case. kv_budget_bytes: bytes of keys and values that all
+        running requests share. None: half of the free memory. prefix_cache_bytes: the part of this budget that may hold
+        the KV caches of ended requests for reuse by later requests with
             the same prefix, while running requests do not need it. None: a quarter. 0: no prefix is shared.
-        learned_bytes: bytes of a table that learns from the answers of policy exact and drafts later ones, for each client (see
+        learned_bytes: bytes of a table that learns from the answers of policy exact and drafts later ones, for each
+        client (see
             `GenerationRequest`) apart. 0: nothing is learned.
-        shadow_share: share of the answers of policy relaxed, in [0, 1], that are checked while the engine is idle: see `Shadow`.
-        on_failure: called by the engine's thread if an error ends it. Later requests are refused with `Unavailable` (reason
+        shadow_share: share of the answers of policy relaxed, in [0, 1], that are checked while the engine is idle: see
+        `Shadow`. on_failure: called by the engine's thread if an error ends it. Later requests are refused with
+        `Unavailable` (reason
             ENGINE_FAILED).
-        runner_of: makes the runner of the model from the model and `kv_budget_bytes`.
-        cost_meter: measures the costs of passes and exits. The planner drafts by them.
-        clock: the time in seconds with which deadlines are compared. Tests pass one that they can move.
-        tries_promise: whether what `exact` promises is tried at the start, which takes a few passes. Without it there are no `numerics`.
+        runner_of: makes the runner of the model from the model and `kv_budget_bytes`. cost_meter: measures the costs of
+        passes and exits. The planner drafts by them. clock: the time in seconds with which deadlines are compared.
+        Tests pass one that they can move. tries_promise: whether what `exact` promises is tried at the start, which
+        takes a few passes. Without it there are no `numerics`.
 
     `statistics` and `shadow` hold the engine's counts. Any thread may read them.
 
-    `numerics` says whether `exact` promises the tokens of `full` for this model here, and names the bits that it gives. The log says the
-    first when the engine starts.
+    `numerics` says whether `exact` promises the tokens of `full` for this model here, and names the bits that it gives.
+    The log says the first when the engine starts.
 
-    An engine that is dropped without `close` stops once its last request has ended and no handle refers to it. All engines stop
-    when the interpreter exits; requests that still run then end with `Unavailable`. A forked child cannot use its parent's engines.
+    An engine that is dropped without `close` stops once its last request has ended and no handle refers to it. All
+    engines stop when the interpreter exits; requests that still run then end with `Unavailable`. A forked child cannot
+    use its parent's engines.
     """
 
     def __init__(
@@ -160,7 +164,8 @@ class Engine:
 
     @property
     def runner(self) -> Runner:
-        """What runs the model's layers. Only the engine's thread may run passes; any thread may read the runner's figures."""
+        """What runs the model's layers. Only the engine's thread may run passes; any thread may read the runner's
+        figures."""
         return self._decoder.runner
 
     @property
@@ -204,7 +209,8 @@ class Engine:
 
     @property
     def turn_began_s(self) -> float | None:
-        """When the engine's thread began what it does now (`time.monotonic`): a step, or a slice of other work. None while it waits."""
+        """When the engine's thread began what it does now (`time.monotonic`): a step, or a slice of other work.
+        None while it waits."""
         return self._loop.turn_began_s
 
     @property
@@ -213,7 +219,8 @@ class Engine:
         return self._loop.thread_id
 
     def warm_up(self) -> None:
-        """Waits until the costs of passes are measured and the engine's own ladder is bound. Otherwise the first request waits for that.
+        """Waits until the costs of passes are measured and the engine's own ladder is bound.
+        Otherwise the first request waits for that.
 
         Raises the error for which the ladder could not be bound, and `Unavailable` if the engine has ended.
         """
@@ -227,9 +234,11 @@ class Engine:
             raise failure_of(self._loop.why_closed())
 
     def prepare(self, ladder: Ladder) -> None:
-        """Binds and tests a ladder between the steps of running requests, so that the ladder's first request need not wait for that.
+        """Binds and tests a ladder between the steps of running requests, so that the ladder's first request need not
+        wait for that.
 
-        Blocks until it is done. Raises `RouterMismatch`, `Corrupt` (reason SELF_TEST_FAILED), `Unavailable` once closed.
+        Blocks until it is done. Raises `RouterMismatch`, `Corrupt` (reason SELF_TEST_FAILED), `Unavailable` once
+        closed.
         """
         ladder.check_model(self.loaded)
         self._wait_until_ready()
@@ -250,12 +259,13 @@ class Engine:
         on_states: OnStates | None = None,
         **options: Unpack[RequestOptions],
     ) -> GenerationHandle:
-        """Checks a request and queues it. `prompt` and `options` as in `generate`, or a whole request, whose options it has itself.
+        """Checks a request and queues it. `prompt` and `options` as in `generate`, or a whole request, whose options it
+        has itself.
 
-        `on_event` receives its events on the engine's thread; without it they come through the handle. `on_states` receives the states of
-        its tokens there.
-        Raises `InvalidInput`, `PromptTooLong`, `PreconditionFailed` (reason ROUTER_REQUIRED), `RouterMismatch`,
-        `DeadlineExceeded`, `Exhausted` (reasons QUEUE_FULL and KV_BUDGET) and `Unavailable` once closed.
+        `on_event` receives its events on the engine's thread; without it they come through the handle. `on_states`
+        receives the states of its tokens there. Raises `InvalidInput`, `PromptTooLong`, `PreconditionFailed` (reason
+        ROUTER_REQUIRED), `RouterMismatch`, `DeadlineExceeded`, `Exhausted` (reasons QUEUE_FULL and KV_BUDGET) and
+        `Unavailable` once closed.
         """
         if not isinstance(prompt, GenerationRequest):
             request = request_of(self.loaded, prompt, options)
@@ -285,9 +295,9 @@ class Engine:
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Generation:
         """Generates in one call. `prompt` is text, token ids or chat messages.
 
-        Options: `policy` ("exact", "full" or a `DepthPolicy`), `sampling` (`SamplingParams`; without it, answers are greedy),
-        `logprobs` (alternatives for each token), and those of `StoppingParams`: `max_tokens`, `stop_strings`, `stop_token_ids`,
-        `ignore_eos`. Raises as `submit`, and the error that ends the request.
+        Options: `policy` ("exact", "full" or a `DepthPolicy`), `sampling` (`SamplingParams`; without it, answers are
+        greedy), `logprobs` (alternatives for each token), and those of `StoppingParams`: `max_tokens`, `stop_strings`,
+        `stop_token_ids`, `ignore_eos`. Raises as `submit`, and the error that ends the request.
         """
         text = ""
         tokens: list[GeneratedToken] = []
@@ -310,7 +320,8 @@ class Engine:
         self.close()
 
     def _num_cached(self, prompt: bytes) -> int:
-        """Tokens of the longest prefix of `prompt` that is cached, or will be once earlier requests have been prefilled."""
+        """Tokens of the longest prefix of `prompt` that is cached, or will be once earlier requests have been
+        prefilled."""
         prefixes = self._decoder.prefixes
         if not prefixes.is_enabled:
             return 0

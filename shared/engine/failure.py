@@ -25,7 +25,8 @@ class FailableSequence(Protocol):
 
 
 def failure_of(error: BaseException) -> NeapError:
-    """The error that a caller gets for `error`: a new one without a traceback, because the traceback's frames hold caches."""
+    """The error that a caller gets for `error`: a new one without a traceback, because the traceback's frames hold
+    caches."""
     if isinstance(error, NeapError):
         return copy.copy(error)
     if is_out_of_memory(error):
@@ -48,7 +49,8 @@ def non_finite_logits() -> NeapError:
 def attempt(
     sequence: FailableSequence, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T | None:
-    """Calls `work(*args, **kwargs)`, which must concern `sequence` alone. If it raises, the sequence fails and the result is None."""
+    """Calls `work(*args, **kwargs)`, which must concern `sequence` alone.
+    If it raises, the sequence fails and the result is None."""
     try:
         return work(*args, **kwargs)
     except Exception as error:
@@ -57,7 +59,8 @@ def attempt(
 
 
 def fail_all(sequences: Iterable[FailableSequence], error: Exception, what: str) -> None:
-    """Fails all sequences that shared the work that raised `error`. Logs `what` with the traceback. Call it while handling `error`."""
+    """Fails all sequences that shared the work that raised `error`. Logs `what` with the traceback.
+    Call it while handling `error`."""
     failed = list(sequences)
     names = ", ".join(sequence.request.request_id or "-" for sequence in failed)
     logger.error("%s: %s", what, names, exc_info=error)

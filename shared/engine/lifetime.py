@@ -1,12 +1,12 @@
 """Engine threads and the end of the process.
 
-A thread that runs PyTorch while the interpreter is finalised is ended inside C++, and the process aborts. So every engine thread is
-stopped and joined before that: by an `atexit` callback, which runs once the main thread has ended, however it ended, and once all
-threads that are not daemons have ended. Until then these may use their engines.
+A thread that runs PyTorch while the interpreter is finalised is ended inside C++, and the process aborts. So every
+engine thread is stopped and joined before that: by an `atexit` callback, which runs once the main thread has ended,
+however it ended, and once all threads that are not daemons have ended. Until then these may use their engines.
 
-A fork waits until no engine is inside a step, because the child can hang if another thread of its parent runs PyTorch during the
-fork. Any number of threads may fork at once. The child has the engines but not their threads. There they are marked as ended, so that
-nothing waits for them.
+A fork waits until no engine is inside a step, because the child can hang if another thread of its parent runs PyTorch
+during the fork. Any number of threads may fork at once. The child has the engines but not their threads. There they are
+marked as ended, so that nothing waits for them.
 """
 
 import atexit
@@ -34,9 +34,11 @@ class Stoppable(Protocol):
 
 
 class ForkGate:
-    """Lets one worker thread work, or any number of threads fork. Forks never wait for one another, so they cannot deadlock.
+    """Lets one worker thread work, or any number of threads fork.
+    Forks never wait for one another, so they cannot deadlock.
 
-    The worker itself may fork, in a callback. While it waits for other engines, or forks, it counts as a thread that does not work.
+    The worker itself may fork, in a callback. While it waits for other engines, or forks, it counts as a thread that
+    does not work.
     """
 
     def __init__(self) -> None:

@@ -35,9 +35,9 @@ class _Stopped(Exception):
 class EngineLoop:
     """Starts its thread when it is created. `lock` guards `scheduler`, `background` and `ended`.
 
-    `cost_meter` measures the costs of passes, and `ladder` is bound, before the loop is ready. `clock` tells when deadlines
-    have passed. The thread calls `on_failure` if it ends because of an error. It ends when
-    `request_stop` has been called, and no later than the interpreter. Then it releases `claim`.
+    `cost_meter` measures the costs of passes, and `ladder` is bound, before the loop is ready. `clock` tells when
+    deadlines have passed. The thread calls `on_failure` if it ends because of an error. It ends when `request_stop` has
+    been called, and no later than the interpreter. Then it releases `claim`.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class EngineLoop:
         self.ended: NeapError | None = None
         self.is_ready = threading.Event()
         self.ladder_failure: NeapError | None = None
-        # When the thread was ready for requests, by `time.monotonic`. What came before waited for that, and not in the queue.
+        # When the thread was ready for requests, by `time.monotonic`.
+        # What came before waited for that, and not in the queue.
         self._ready_s = math.inf
         self._decoder, self._shadow = decoder, shadow
         self._admission, self._ladders = admission, ladders
@@ -72,10 +73,12 @@ class EngineLoop:
         self._cost_meter = cost_meter
         self._clock = clock
         self._is_stopping = False
-        # When the thread began what it does now, by `time.monotonic`; None while it waits for work, and before it is ready.
+        # When the thread began what it does now, by `time.monotonic`; None while it waits for work, and before it is
+        # ready.
         self.turn_began_s: float | None = None
         self.gate = ForkGate()
-        # An entry wakes the thread. A queue, because finalisers may put entries, while a condition's lock could deadlock them.
+        # An entry wakes the thread. A queue, because finalisers may put entries, while a condition's lock could
+        # deadlock them.
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._run, args=(ladder,), name="neap-engine", daemon=True
@@ -196,7 +199,8 @@ class EngineLoop:
         return False
 
     def _run_once(self) -> None:
-        """Ends cancelled and late requests, admits waiting ones, and steps those whose turn it is; else does background work."""
+        """Ends cancelled and late requests, admits waiting ones, and steps those whose turn it is; else does background
+        work."""
         with self.lock:
             ended = self.scheduler.remove_ended(self._clock())
             self.scheduler.admit()
@@ -237,7 +241,8 @@ class EngineLoop:
             self._remove_and_end(job, failure_of(error))
 
     def _is_started(self, job: EngineJob) -> bool:
-        """Whether the job can be stepped. Starts it if its ladder is bound. Otherwise the ladder is bound in the background."""
+        """Whether the job can be stepped. Starts it if its ladder is bound.
+        Otherwise the ladder is bound in the background."""
         if job.sequence is not None and job.sequence.has_cache:
             return True
         assert self.costs is not None

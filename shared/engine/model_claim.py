@@ -1,4 +1,5 @@
-"""Which models engines use. Two engines would run passes of two threads through the same modules, and prepare these twice."""
+"""Which models engines use. Two engines would run passes of two threads through the same modules, and prepare these
+twice."""
 
 import threading
 from typing import Any
@@ -13,7 +14,8 @@ class ModelClaim:
     """The use of a model by one engine, from its construction until its thread has ended."""
 
     def __init__(self, model: Module) -> None:
-        """Waits for an engine that is ending. Raises `PreconditionFailed` (reason MODEL_IN_USE) if the model's engine is not."""
+        """Waits for an engine that is ending. Raises `PreconditionFailed` (reason MODEL_IN_USE) if the model's engine
+        is not."""
         self._model = model
         self._released = threading.Event()
         # Set without a lock, by finalisers too.

@@ -1,4 +1,5 @@
-"""Which requests wait, which run, and whether their keys and values fit. Pure: no thread, no lock, no clock, no tensor."""
+"""Which requests wait, which run, and whether their keys and values fit.
+Pure: no thread, no lock, no clock, no tensor."""
 
 import math
 from collections import deque
@@ -11,7 +12,8 @@ from shared.errors import RETRY_AFTER_S, Exhausted
 
 
 class Schedulable(Protocol):
-    """A request as the scheduler sees it. `deadline_s` is on the caller's clock; `num_kv_tokens` is what it may come to fill."""
+    """A request as the scheduler sees it. `deadline_s` is on the caller's clock; `num_kv_tokens` is what it may come to
+    fill."""
 
     @property
     def num_prompt_tokens(self) -> int: ...
@@ -31,10 +33,11 @@ class Schedulable(Protocol):
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """`max_running` requests share a step. `kv_budget_tokens`: positions of keys and values that all running requests share.
+    """`max_running` requests share a step. `kv_budget_tokens`: positions of keys and values that all running requests
+    share.
 
-    `max_queue` requests may wait, with prompts of at most `max_queue_tokens` tokens together. A single longer prompt may wait
-    when nothing else does.
+    `max_queue` requests may wait, with prompts of at most `max_queue_tokens` tokens together. A single longer prompt
+    may wait when nothing else does.
     """
 
     max_running: int
@@ -47,13 +50,14 @@ R = TypeVar("R", bound=Schedulable)
 
 
 class Scheduler(Generic[R]):
-    """First come, first served. A request that does not fit yet holds back those behind it, so that no large request starves. Requests of
-    low priority stand behind all others, and those do not count them when they look for room in the queue. Running ones are put back into the
-    queue, before others of low priority, if that lets another request run.
+    """First come, first served. A request that does not fit yet holds back those behind it, so that no large request
+    starves. Requests of low priority stand behind all others, and those do not count them when they look for room in
+    the queue. Running ones are put back into the queue, before others of low priority, if that lets another request
+    run.
 
-    A paused request (its client has stopped reading) keeps its keys and values, but it does not count against `max_running`:
-    clients that stop reading must not stop the others. If more go on than may share a step, they take turns. Not thread-safe: the
-    caller holds a lock.
+    A paused request (its client has stopped reading) keeps its keys and values, but it does not count against
+    `max_running`: clients that stop reading must not stop the others. If more go on than may share a step, they take
+    turns. Not thread-safe: the caller holds a lock.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -84,7 +88,8 @@ class Scheduler(Generic[R]):
         return [request for request in self._running if not request.is_paused]
 
     def next_turn(self) -> list[R]:
-        """The runnable requests of the next step, at most `max_running`. Those left out come first in the turn after it."""
+        """The runnable requests of the next step, at most `max_running`.
+        Those left out come first in the turn after it."""
         runnable = self.runnable
         turn = runnable[: self.limits.max_running]
         if len(turn) < len(runnable):
@@ -133,8 +138,8 @@ class Scheduler(Generic[R]):
         return admitted
 
     def put_back(self) -> list[R]:
-        """Moves running requests of low priority back into the queue, as few as are needed to let the first waiting one of the others run,
-        those that started last. Returns them; none if that would not help."""
+        """Moves running requests of low priority back into the queue, as few as are needed to let the first waiting one
+        of the others run, those that started last. Returns them; none if that would not help."""
         if not self._waiting or self._waiting[0].is_low_priority or self.can_admit:
             return []
         num_missing_tokens = self._waiting[0].num_kv_tokens - self.num_free_kv_tokens
@@ -165,7 +170,8 @@ class Scheduler(Generic[R]):
         )
 
     def remove(self, request: R) -> None:
-        """Forgets a request, whether it waits or runs. Does nothing if it is not there: a request may end for two reasons at once."""
+        """Forgets a request, whether it waits or runs.
+        Does nothing if it is not there: a request may end for two reasons at once."""
         for requests in (self._running, self._waiting):
             if request in requests:
                 requests.remove(request)

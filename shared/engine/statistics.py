@@ -1,4 +1,5 @@
-"""The engine's counts. Only its thread writes them, without locks. Any thread may read them and may see a step partly counted."""
+"""The engine's counts. Only its thread writes them, without locks.
+Any thread may read them and may see a step partly counted."""
 
 import time
 from bisect import bisect_left
@@ -34,8 +35,8 @@ BATCH_BOUNDS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 
 
 class Distribution:
-    """A histogram. `counts[i]` values were in (bounds[i - 1], bounds[i]]; the last count is of values above all bounds. `sum` is of all
-    values. `bounds` ascend."""
+    """A histogram. `counts[i]` values were in (bounds[i - 1], bounds[i]]; the last count is of values above all bounds.
+    `sum` is of all values. `bounds` ascend."""
 
     def __init__(self, bounds: Iterable[float]) -> None:
         self.bounds = tuple(bounds)
@@ -48,8 +49,8 @@ class Distribution:
 
 
 class CountedProgress(NamedTuple):
-    """What of a sequence has been counted already, or elsewhere. `delivered_s`: time of its last tokens, in `time.monotonic()` seconds; 0
-    before the first."""
+    """What of a sequence has been counted already, or elsewhere. `delivered_s`: time of its last tokens, in
+    `time.monotonic()` seconds; 0 before the first."""
 
     num_generated: int = 0
     num_layer_executions: int = 0
@@ -73,11 +74,11 @@ class CountedSequence(Protocol):
 class DepthCounts:
     """Counts of depth execution over some requests, finished or not.
 
-    A layer execution is one call of one decoder layer for one request while decoding, with any number of its tokens. A pass that
-    several requests share counts for each of them. Decoding without drafts takes `num_layers` executions per token. If a step of a
-    request takes fewer for the tokens that it gives, the difference is saved; if it takes more (because the verify pass rejected
-    drafts of layer exits), the difference is extra: executions = num_layers * tokens - saved + extra. The first token of a request
-    comes from the prompt's pass and is in none of these figures.
+    A layer execution is one call of one decoder layer for one request while decoding, with any number of its tokens. A
+    pass that several requests share counts for each of them. Decoding without drafts takes `num_layers` executions per
+    token. If a step of a request takes fewer for the tokens that it gives, the difference is saved; if it takes more
+    (because the verify pass rejected drafts of layer exits), the difference is extra: executions = num_layers * tokens
+    - saved + extra. The first token of a request comes from the prompt's pass and is in none of these figures.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -113,8 +114,8 @@ class DepthCounts:
 
 
 class EngineStatistics(DepthCounts):
-    """Counts over all requests since the engine was created. `by_version` has them per router version, for the MAX_VERSIONS versions
-    used last. Requests without a router have version 0 and are not in `by_version`."""
+    """Counts over all requests since the engine was created. `by_version` has them per router version, for the
+    MAX_VERSIONS versions used last. Requests without a router have version 0 and are not in `by_version`."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)

@@ -32,7 +32,8 @@ from shared.model.runner import Runner
 
 logger = logging.getLogger(__name__)
 
-# Prompt tokens per step, so that a long prompt can be cancelled. Fewer, but at least the second number, the more streams wait for them.
+# Prompt tokens per step, so that a long prompt can be cancelled.
+# Fewer, but at least the second number, the more streams wait for them.
 MAX_PREFILL_TOKENS, MIN_PREFILL_TOKENS = 256, 64
 # Prompt tokens per step whose keys and values are copied. So many take about as long as a pass.
 MAX_COPIED_TOKENS = 1024
@@ -49,7 +50,8 @@ def prefill_budget(num_reading: int, num_decoding: int) -> int:
 
 
 def verify_parts(logits: Tensor, parts: Sequence[Speculation]) -> list[Verdict]:
-    """The verdict on each part, branches included. logits [T, V]: the rows of all parts, part after part. See `verify`."""
+    """The verdict on each part, branches included. logits [T, V]: the rows of all parts, part after part.
+    See `verify`."""
     trials = [part.trials() for part in parts]
     wanted = [
         part.sequence.request.logprobs for part, own in zip(parts, trials, strict=True) for _ in own
@@ -62,8 +64,8 @@ def verify_parts(logits: Tensor, parts: Sequence[Speculation]) -> list[Verdict]:
 
 
 class Decoder:
-    """Steps the sequences of one model. Used by one thread. `prefixes` keeps the KV caches of ended sequences for reuse; `learned`
-    learns from answers to draft later ones."""
+    """Steps the sequences of one model. Used by one thread. `prefixes` keeps the KV caches of ended sequences for
+    reuse; `learned` learns from answers to draft later ones."""
 
     def __init__(
         self,
@@ -88,12 +90,14 @@ class Decoder:
     ) -> DecodingSequence:
         """Creates the sequence of a checked request and allocates its KV cache. Runs no layer.
 
-        `on_states` as in `GenerationHandle`. `submitted_s`: since when it waits, in `time.monotonic()` seconds; None: since now.
-        `answer`: of this request, if it has been made already. Raises `Exhausted` (reasons OUT_OF_MEMORY, KV_PAGES).
+        `on_states` as in `GenerationHandle`. `submitted_s`: since when it waits, in `time.monotonic()` seconds; None:
+        since now. `answer`: of this request, if it has been made already. Raises `Exhausted` (reasons OUT_OF_MEMORY,
+        KV_PAGES).
         """
         loaded, cache = self.runner.loaded, self._new_cache(request)
         learned = None
-        # Under relaxed, drafts may be final. The published bounds know none of this table, and it may learn the full model's choices only.
+        # Under relaxed, drafts may be final. The published bounds know none of this table, and it may learn the full
+        # model's choices only.
         if self.learned is not None and request.policy.name == "exact":
             learned = self.learned.of(request.client)
         return DecodingSequence(
@@ -109,7 +113,8 @@ class Decoder:
         )
 
     def put_back(self, sequence: DecodingSequence) -> None:
-        """Takes a sequence's keys and values away, until `readmit`. They are kept for reuse as those of ended sequences are."""
+        """Takes a sequence's keys and values away, until `readmit`.
+        They are kept for reuse as those of ended sequences are."""
         self.prefixes.insert(sequence)
         sequence.give_up_cache(self.runner.new_cache(0))
         self.statistics.num_put_back += 1
@@ -127,11 +132,12 @@ class Decoder:
     def step(
         self, sequences: Sequence[DecodingSequence], costs: PassCosts
     ) -> list[list[TokenChunk]]:
-        """One piece of the prompt, or one verified chain of drafts, for each sequence. Returns the chunks that became final, per sequence.
+        """One piece of the prompt, or one verified chain of drafts, for each sequence.
+        Returns the chunks that became final, per sequence.
 
-        One verify pass serves all sequences if the model supports ragged batches; otherwise each has its own. A sequence that fails
-        has a `failure` afterwards: alone if the work was its own, with all that shared a pass if the pass failed. The tokens of the
-        other sequences do not change.
+        One verify pass serves all sequences if the model supports ragged batches; otherwise each has its own. A
+        sequence that fails has a `failure` afterwards: alone if the work was its own, with all that shared a pass if
+        the pass failed. The tokens of the other sequences do not change.
         """
         now = time.monotonic()
         first = [sequence for sequence in sequences if sequence.started_s is None]
@@ -153,7 +159,8 @@ class Decoder:
         running: Sequence[DecodingSequence],
         costs: PassCosts,
     ) -> list[list[TokenChunk]]:
-        """A step of the sequences that share a verify pass. `running`: all running sequences, which may share their prefixes."""
+        """A step of the sequences that share a verify pass.
+        `running`: all running sequences, which may share their prefixes."""
         start_s = time.perf_counter()
         decoding = [sequence for sequence in batch if not sequence.is_reading]
         reading = [sequence for sequence in batch if sequence.is_reading]
@@ -210,8 +217,8 @@ class Decoder:
         budget: int,
         copies: int,
     ) -> Speculation | None:
-        """The next piece of a prompt. None if more of it is copied in the next step, which includes what one of `others` computes in
-        this step."""
+        """The next piece of a prompt. None if more of it is copied in the next step, which includes what one of
+        `others` computes in this step."""
         if not sequence.has_begun:  # what is read again is no prompt that others have
             left_to_copy = self.prefixes.match(sequence, running, copies)
             sequence.show_prompt(sequence.num_settled)
@@ -259,7 +266,8 @@ class Decoder:
             part.prune(tree)
 
     def _commit_final(self, drafted: Sequence[Speculation]) -> list[Speculation]:
-        """Commits the drafts that need no verification (policy relaxed). Returns the parts that still need the verify pass."""
+        """Commits the drafts that need no verification (policy relaxed).
+        Returns the parts that still need the verify pass."""
         return [part for part in drafted if attempt(part.sequence, self._emit_final, part)]
 
     def _emit_final(self, part: Speculation) -> bool:
@@ -293,7 +301,8 @@ class Decoder:
                 attempt(part.sequence, self._commit, part, verdicts.get(id(part)))
 
     def _verify_pass(self, parts: Sequence[Speculation]) -> Tensor | None:
-        """Takes all tokens through all layers. Returns the logits [N, V] that the parts need, part after part; None if none does."""
+        """Takes all tokens through all layers. Returns the logits [N, V] that the parts need, part after part; None if
+        none does."""
         states = settle(parts, self.runner)
         own: Sequence[Tensor] = states.split_with_sizes([len(part.tokens) for part in parts])
         wanted = [
@@ -306,7 +315,8 @@ class Decoder:
     def _verify(
         self, logits: Tensor | None, parts: Sequence[Speculation]
     ) -> Sequence[Verdict | None]:
-        """Verifies all parts together, which reads the device once. If that fails, each alone, so that only the culprits fail."""
+        """Verifies all parts together, which reads the device once.
+        If that fails, each alone, so that only the culprits fail."""
         if logits is None:
             return []
         try:
@@ -341,7 +351,8 @@ class Decoder:
             fail_all(failed, error, "keys and values could not be moved for")
 
     def _commit(self, part: Speculation, verdict: Verdict | None) -> None:
-        """Moves the sequence to what has been through every layer, and emits its new tokens. Rejected drafts are overwritten later."""
+        """Moves the sequence to what has been through every layer, and emits its new tokens.
+        Rejected drafts are overwritten later."""
         sequence = part.sequence
         if not part.is_prefill:
             assert verdict is not None
@@ -376,7 +387,8 @@ class Decoder:
             self.statistics.record_drafts(branch.drafts, num_accepted, version)
 
     def _tokens(self, part: Speculation, verdict: Verdict) -> list[GeneratedToken]:
-        """The drafts that were accepted, with the exits that made them, and the token that the full model chose after them."""
+        """The drafts that were accepted, with the exits that made them, and the token that the full model chose after
+        them."""
         exits = [(draft.depth, draft.rung) for draft in part.accepted(verdict)]
         exits.append((self.runner.num_layers, FULL))
         tokens = [
@@ -391,8 +403,8 @@ class Decoder:
         ]
 
     def check_model(self) -> None:
-        """Runs one token through all layers and the head. A failed step may have left a device that cannot run anything any more;
-        then this raises what the model raises."""
+        """Runs one token through all layers and the head. A failed step may have left a device that cannot run anything
+        any more; then this raises what the model raises."""
         cache = self.runner.new_cache(1)
         states = self.runner.run(
             self.runner.ids([0]), cache, first=0, last=self.runner.num_layers, base=0

@@ -16,9 +16,10 @@ from shared.ops.choices import NO_TOKEN
 
 @dataclass(frozen=True)
 class Verdict:
-    """`tokens`: the accepted drafts and the token that the full model chooses after them, NO_TOKEN if it has none. `logprobs`: of these tokens, if asked for.
-    `num_relaxed`: how many of the drafts were accepted by the request's margin alone, where the full model chose another token.
-    `branch`: the number of the branch whose first `num_in_branch` drafts are the last accepted ones, if there is one.
+    """`tokens`: the accepted drafts and the token that the full model chooses after them, NO_TOKEN if it has none.
+    `logprobs`: of these tokens, if asked for. `num_relaxed`: how many of the drafts were accepted by the request's
+    margin alone, where the full model chose another token. `branch`: the number of the branch whose first
+    `num_in_branch` drafts are the last accepted ones, if there is one.
     """
 
     tokens: list[int]
@@ -38,8 +39,8 @@ class Verdict:
         return len(self.tokens) - 1 - self.num_in_branch
 
     def with_branch(self, number: int, after: "Verdict") -> "Verdict":
-        """The verdict where the first draft of this branch is the token that the full model chose after the trunk's accepted ones. `after`:
-        the verdict on the rest of the branch."""
+        """The verdict where the first draft of this branch is the token that the full model chose after the trunk's
+        accepted ones. `after`: the verdict on the rest of the branch."""
         scores = None
         if self.logprobs is not None and after.logprobs is not None:
             scores = self.logprobs + after.logprobs
@@ -53,8 +54,8 @@ def verify(
 ) -> list[Verdict]:
     """The verdict on each trial. logits [T, V] float32: the rows of all trials, trial after trial.
 
-    `num_alternatives` has one entry per trial; None means no log-probabilities. If it is empty, no trial gets any. The host waits
-    for the device once.
+    `num_alternatives` has one entry per trial; None means no log-probabilities. If it is empty, no trial gets any. The
+    host waits for the device once.
     """
     wanted = num_alternatives or [None] * len(trials)
     choices, scores, relaxed = compute_choices(logits, trials, wanted)
@@ -75,11 +76,12 @@ def verify(
 def compute_choices(
     logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[int | None]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Per trial its choices [n] int64, its log-probabilities [n, 1 + 2 * alternatives], [0, 1] if it asks for none, and which
-    choices are drafts within the margin [n] bool. The second list is empty if no trial asks for any, the third if none has a margin.
+    """Per trial its choices [n] int64, its log-probabilities [n, 1 + 2 * alternatives], [0, 1] if it asks for none, and
+    which choices are drafts within the margin [n] bool. The second list is empty if no trial asks for any, the third if
+    none has a margin.
 
-    The tensors are on the logits' device. `verify` reads them; this function does not wait for the device, except on devices that
-    are read without a synchronisation.
+    The tensors are on the logits' device. `verify` reads them; this function does not wait for the device, except on
+    devices that are read without a synchronisation.
     """
     own_choices = choose(logits, trials)
     choices = within_margins(logits, trials, own_choices)

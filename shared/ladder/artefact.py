@@ -1,4 +1,5 @@
-"""The published form of a ladder: a JSON manifest and one safetensors blob. It holds no code, and reading it checks every field."""
+"""The published form of a ladder: a JSON manifest and one safetensors blob.
+It holds no code, and reading it checks every field."""
 
 import json
 from collections.abc import Mapping
@@ -25,8 +26,8 @@ from shared.ladder.table_confidence import TableConfidence
 from shared.model.own_thread import run_in_own_thread
 from shared.tensor_parts import take_part
 
-# 3: a head has a matrix of its own for the further steps of its chains; in 2 it was tied to that of the first. Without exits a manifest
-# says 1, which earlier versions of neap read, too.
+# 3: a head has a matrix of its own for the further steps of its chains; in 2 it was tied to that of the first. Without
+# exits a manifest says 1, which earlier versions of neap read, too.
 SCHEMA_VERSION, TIED_VERSION, FIRST_VERSION = 3, 2, 1
 BLOB = LADDER_BLOB
 # The form of exit heads, and those that earlier versions of neap calibrated as well.
@@ -43,7 +44,8 @@ SHIPPED_DTYPES = (torch.float16, torch.int32, torch.int16, torch.uint8)
 
 
 def round_weights(module: nn.Module) -> None:
-    """Rounds the weights in place to the published precision, float16, so that figures measured after this hold when serving."""
+    """Rounds the weights in place to the published precision, float16, so that figures measured after this hold when
+    serving."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(parameter.clamp(-60_000, 60_000).half().float())
@@ -54,8 +56,9 @@ def pack_ladder(
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """(manifest, blobs) of a ladder.
 
-    `report` is what `calibrate` returned. Its "rungs" figures go to the manifest's rungs. Its "risk" and "margin_risk", if they have
-    bounds, become the manifest's (see `shared.ladder.risk`). The rest becomes the manifest's "calibration".
+    `report` is what `calibrate` returned. Its "rungs" figures go to the manifest's rungs. Its "risk" and "margin_risk",
+    if they have bounds, become the manifest's (see `shared.ladder.risk`). The rest becomes the manifest's
+    "calibration".
 
     The weights are stored as float16 and must have been rounded before (`round_weights`).
     """
@@ -118,9 +121,9 @@ def _model_json(model: ModelIdentity) -> dict[str, Any]:
 def unpack_ladder(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
     """The ladder that `pack_ladder` packed. Statistics among `blobs` are not looked at.
 
-    Raises `PreconditionFailed` for a later format (reason SCHEMA_TOO_NEW) and for exit heads of a former form (FORM_NOT_SUPPORTED),
-    and `Corrupt` for wrong names, shapes or dtypes, numbers that are not finite, sizes above the limits of this module, and pickles
-    (PICKLE_REFUSED).
+    Raises `PreconditionFailed` for a later format (reason SCHEMA_TOO_NEW) and for exit heads of a former form
+    (FORM_NOT_SUPPORTED), and `Corrupt` for wrong names, shapes or dtypes, numbers that are not finite, sizes above the
+    limits of this module, and pickles (PICKLE_REFUSED).
     """
     return run_in_own_thread(_unpack, manifest, blobs)
 
@@ -150,7 +153,8 @@ def _unpack(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
 
 
 def _refuse_pickle(data: bytes) -> None:
-    """Raises `Corrupt` (PICKLE_REFUSED) for a zip file as torch.save writes it, or a bare pickle of protocol 2 or later."""
+    """Raises `Corrupt` (PICKLE_REFUSED) for a zip file as torch.save writes it, or a bare pickle of protocol 2 or
+    later."""
     if data.startswith((b"PK\x03\x04", *PICKLE_STARTS)):
         raise Corrupt(
             "the router's blob is a pickle, which may run code when it is loaded; only safetensors are read",
@@ -212,8 +216,8 @@ class _Unpacker:
         depth = _size(rung["depth"], model.num_layers - 1, least=0)
         if rung["form"] in FORMER_FORMS:
             raise PreconditionFailed(
-                f"rung {_text(rung['name'])!r} has an exit head of the form {rung['form']}, which this version of neap does not serve: "
-                "calibrate the model again",
+                f"rung {_text(rung['name'])!r} has an exit head of the form {rung['form']}, which this version of neap "
+                "does not serve: calibrate the model again",
                 reason="FORM_NOT_SUPPORTED",
             )
         if rung["name"] != exit_name(depth) or rung["form"] != FORM:
@@ -223,7 +227,8 @@ class _Unpacker:
         if _size(rung["head_width"], MAX_HIDDEN_SIZE) != model.hidden_size:
             raise Corrupt(f"the head of rung {rung['name']!r} is not as wide as the model's states")
         router_width = _size(rung["router_width"], MAX_ROUTER_WIDTH)
-        # The meta device allocates nothing, so the manifest's sizes cost no memory before they are checked against the tensors.
+        # The meta device allocates nothing, so the manifest's sizes cost no memory before they are checked against the
+        # tensors.
         with torch.device("meta"):
             head = FusedHead(model.hidden_size, _size(rung["mlp_width"], MAX_MLP_WIDTH))
             confidence = ConfidenceHead(model.hidden_size, router_width)
@@ -257,7 +262,8 @@ class _Unpacker:
 
 
 def _untied(fuse: Tensor, hidden_size: int) -> Tensor:
-    """The matrix of a head of format 2 [D, 4D], whose chains put the output in the place of all states, in today's format [D, 6D]."""
+    """The matrix of a head of format 2 [D, 4D], whose chains put the output in the place of all states, in today's
+    format [D, 6D]."""
     if fuse.shape[-1] != 4 * hidden_size:
         raise Corrupt("fuse of a FusedHead has the wrong shape")
     *states, entering = fuse.float().split(hidden_size, 1)

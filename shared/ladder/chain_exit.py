@@ -19,8 +19,8 @@ from shared.ops.chains import ChainStart
 class ChainSteps:
     """The steps of one exit. The block's matrices are held in 16 bits.
 
-    `rows` [Vd, W] and `bias` [Vd] are the LM head's of the draft vocabulary. `num_drafts`: K, the drafts of each position.
-    `num_chains`: the most chains of a call that is recorded.
+    `rows` [Vd, W] and `bias` [Vd] are the LM head's of the draft vocabulary. `num_drafts`: K, the drafts of each
+    position. `num_chains`: the most chains of a call that is recorded.
     """
 
     def __init__(
@@ -47,10 +47,11 @@ class ChainSteps:
     def step(
         self, states: Tensor, entering: Tensor, places: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One more token for each of N chains: indices into the draft vocabulary [N, K], probabilities [N, K] and outputs [N, D].
+        """One more token for each of N chains: indices into the draft vocabulary [N, K], probabilities [N, K] and
+        outputs [N, D].
 
-        `states` [N, 3, D] and `entering` [N, D]: as `FusedHead.forward` takes them. `places` [N] int64 >= 1: the place of the drafted
-        token in its chain.
+        `states` [N, 3, D] and `entering` [N, D]: as `FusedHead.forward` takes them. `places` [N] int64 >= 1: the place
+        of the drafted token in its chain.
         """
         output = self.output(states, entering)
         return *self._draws(self._head.adapted(output), places), output
@@ -68,7 +69,8 @@ class SteppedChain:
         self._steps, self._vocabulary, self._depth = steps, vocabulary, depth
 
     def propose(self, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
-        """As `ExitProposer.propose`, with one draft of each chain. The drafts are read back in one device synchronisation."""
+        """As `ExitProposer.propose`, with one draft of each chain.
+        The drafts are read back in one device synchronisation."""
         states = slots_of(starts)
         entering = [start.entering for start in starts if start.entering is not None]
         place = 0

@@ -1,4 +1,5 @@
-"""Checks that a router must pass before an alias may point to it. The manifest records them as {name: {"passed", "detail"}}."""
+"""Checks that a router must pass before an alias may point to it.
+The manifest records them as {name: {"passed", "detail"}}."""
 
 import math
 from collections.abc import Mapping
@@ -7,8 +8,8 @@ from typing import Any
 from shared.errors import NeapError
 from shared.ladder.artefact import unpack_ladder
 
-# A confidence head that always gave the rung's share of agreement would have a Brier score of share * (1 - share). Short calibrations have
-# small held-out sets, so one may exceed that by this much.
+# A confidence head that always gave the rung's share of agreement would have a Brier score of share * (1 - share).
+# Short calibrations have small held-out sets, so one may exceed that by this much.
 BRIER_SLACK = 0.05
 
 
@@ -17,9 +18,9 @@ def check_artefact(
 ) -> dict[str, dict[str, Any]]:
     """The checks of a ladder's artefact, by name.
 
-    `unpacks`: the bytes can be loaded as a worker would, and give the manifest's rungs. `figures`: all are finite. `routers`: each confidence
-    head's held-out Brier score is no worse than that of always giving the rung's share of agreement, plus BRIER_SLACK; rungs
-    without figures pass.
+    `unpacks`: the bytes can be loaded as a worker would, and give the manifest's rungs. `figures`: all are finite.
+    `routers`: each confidence head's held-out Brier score is no worse than that of always giving the rung's share of
+    agreement, plus BRIER_SLACK; rungs without figures pass.
     """
     rungs = [(str(rung["name"]), rung.get("figures", {})) for rung in manifest["rungs"]]
     numbers = [

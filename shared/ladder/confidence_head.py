@@ -16,7 +16,8 @@ LOWEST, HIGHEST = 1e-3, 0.999
 def scalar_features(logits: Tensor, place: Tensor) -> Tensor:
     """Scalar inputs of a `ConfidenceHead`: log p(top), p(top) - p(second), (place - 1) / 4.
 
-    `logits` [..., Vd] of the draft vocabulary; `place` [...] >= 1: of the draft in its chain. Returns [..., NUM_SCALARS].
+    `logits` [..., Vd] of the draft vocabulary; `place` [...] >= 1: of the draft in its chain.
+    Returns [..., NUM_SCALARS].
     """
     top = torch.topk(logits, min(2, logits.shape[-1]), dim=-1).values
     log_mass = torch.logsumexp(logits, -1)
@@ -41,7 +42,8 @@ class ConfidenceHead(nn.Module):
         self.shift = nn.Parameter(torch.zeros(1))
 
     def score(self, adapted: Tensor, scalars: Tensor) -> Tensor:
-        """Uncalibrated log-odds [...] from the adapted state [..., head_width] and scalar features [..., NUM_SCALARS]."""
+        """Uncalibrated log-odds [...] from the adapted state [..., head_width] and scalar features [...,
+        NUM_SCALARS]."""
         inner = F.silu(self.hidden(unit(adapted)) + self.scalars(scalars))
         score: Tensor = (self.output(inner) + self.skip(scalars))[..., 0]
         return score

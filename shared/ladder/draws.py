@@ -12,8 +12,8 @@ from shared.ops import library
 from shared.ops.exits import ROUTE_TOKENS, ConfidenceWeights, draft_top, new_tickets, route
 
 LARGEST_HALF = 65504.0
-# Adapted states [N, W] and places in chains [N] int64 >= 1 -> indices into the draft vocabulary [N, K] int64 and probabilities [N, K],
-# the most probable first.
+# Adapted states [N, W] and places in chains [N] int64 >= 1 -> indices into the draft vocabulary [N, K] int64 and
+# probabilities [N, K], the most probable first.
 Draws = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -44,7 +44,8 @@ def confidence_weights(confidence: ConfidenceHead) -> ConfidenceWeights:
 class KernelDraws:
     """`Draws` on the kernels. `rows` [Vd, W] and `bias` [Vd]: the LM head's, of the draft vocabulary.
 
-    `num_drafts`: K, at least 2, as the confidence head compares two. `num_tokens`: the most tokens of a call that is recorded. Larger calls replace a tensor that a recording would go on using.
+    `num_drafts`: K, at least 2, as the confidence head compares two. `num_tokens`: the most tokens of a call that is
+    recorded. Larger calls replace a tensor that a recording would go on using.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ def plain_draws(confidence: ConfidenceHead, project: Projection, num_drafts: int
 
 
 def with_others(first: Tensor, shares: Tensor) -> Tensor:
-    """The probabilities [N, K] of drafts of which a confidence head has judged the first: `first` [N]. `shares` [N, K]: the head's own
-    probabilities. The others share what is left as the head would."""
+    """The probabilities [N, K] of drafts of which a confidence head has judged the first: `first` [N]. `shares` [N, K]:
+    the head's own probabilities. The others share what is left as the head would."""
     left = ((1 - first) / (1 - shares[:, 0]).clamp_min(1e-6))[:, None]
     return torch.cat([first[:, None], (left * shares[:, 1:]).clamp(0, 1)], 1)
 

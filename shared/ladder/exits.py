@@ -19,10 +19,11 @@ from shared.ops.chains import ChainStart
 
 @dataclass(frozen=True)
 class LayerExit:
-    """An exit at `depth` (0 <= depth < L): a head that proposes a token, and a confidence head that gives its probability of being right.
+    """An exit at `depth` (0 <= depth < L): a head that proposes a token, and a confidence head that gives its
+    probability of being right.
 
-    `agreement`: share of held-out tokens on which the exit's token is the full model's greedy choice. The planner uses it to
-    estimate an exit before running it.
+    `agreement`: share of held-out tokens on which the exit's token is the full model's greedy choice. The planner uses
+    it to estimate an exit before running it.
     """
 
     depth: int
@@ -44,7 +45,8 @@ class LayerExit:
 class ExitProposer(Protocol):
     """An exit as the drafter asks it, bound to a model on its device.
 
-    `reads_states`: `starts` must have the states with which tokens enter the exit; they are then computed by the model's layers.
+    `reads_states`: `starts` must have the states with which tokens enter the exit; they are then computed by the
+    model's layers.
     """
 
     reads_states: bool
@@ -62,7 +64,8 @@ def bind_exit(
 ) -> ExitProposer:
     """The exit with the fastest way of drafting that it and the runner allow.
 
-    `rows` [Vd, W] and `bias` [Vd]: the LM head's, of the draft vocabulary [Vd]. Head and confidence head must be on their device.
+    `rows` [Vd, W] and `bias` [Vd]: the LM head's, of the draft vocabulary [Vd].
+    Head and confidence head must be on their device.
     """
     head, confidence = one.head, one.confidence
     # Where states at depth 0 are rows of the embedding, no step of a chain needs the runner's host side.

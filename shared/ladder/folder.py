@@ -1,4 +1,5 @@
-"""Reads and writes a ladder's artefact as a folder of manifest.json and its blobs: a router shipped as files, as in bench/router."""
+"""Reads and writes a ladder's artefact as a folder of manifest.json and its blobs: a router shipped as files, as in
+bench/router."""
 
 import hashlib
 import json
@@ -28,11 +29,11 @@ def write_router_folder(
 def read_router_folder(
     folder: Path, *, with_statistics: bool = False
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """(manifest, blobs) as `unpack_ladder` takes them. `with_statistics`: also the statistics, if the folder has them. Other files are
-    ignored.
+    """(manifest, blobs) as `unpack_ladder` takes them. `with_statistics`: also the statistics, if the folder has them.
+    Other files are ignored.
 
-    Raises `NotFound` without a manifest, and `Corrupt` if the manifest is no JSON object, the ladder's blob is missing, or the statistics
-    are not those that the manifest names.
+    Raises `NotFound` without a manifest, and `Corrupt` if the manifest is no JSON object, the ladder's blob is missing,
+    or the statistics are not those that the manifest names.
     """
     path = folder / MANIFEST
     if not path.is_file():

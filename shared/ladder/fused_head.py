@@ -1,7 +1,8 @@
-"""The exit head: the full model's states at three depths and a token's embedding, through one matrix and one gated block.
+"""The exit head: the full model's states at three depths and a token's embedding, through one matrix and one gated
+block.
 
-In a chain of drafts the head's own output takes the place of the states, so a chain depends on the settled prefix and on the chain's
-tokens alone. It is solved and trained on such chains (see `calibrator_service.calibration.training`).
+In a chain of drafts the head's own output takes the place of the states, so a chain depends on the settled prefix and
+on the chain's tokens alone. It is solved and trained on such chains (see `calibrator_service.calibration.training`).
 """
 
 from functools import partial
@@ -16,19 +17,20 @@ from shared.ladder.unit import unit
 NUM_STATES = 3
 # What a step begins with: the settled states, and the head's own output. One of both is zero.
 NUM_SLOTS = NUM_STATES + 1
-# Initial logits are this much smaller than with the final norm's gain. At full size the first hundreds of steps only shrink them.
+# Initial logits are this much smaller than with the final norm's gain.
+# At full size the first hundreds of steps only shrink them.
 INITIAL_GAIN = 0.3
 
 
 class FusedHead(nn.Module):
-    """States after a third, two thirds and all of the layers of the last settled token, and the state that the newest token enters
-    the exit with: its embedding at depth 0, its state after d layers at depth d.
+    """States after a third, two thirds and all of the layers of the last settled token, and the state that the newest
+    token enters the exit with: its embedding at depth 0, its state after d layers at depth d.
 
-    With u(x) = `unit(x)`, the first step of a chain: fused = fuse [D, 4D] @ (u(low), u(middle), u(last), u(entering)). A further step:
-    fused = next [D, 2D] @ (output of the step before, u(entering)). Then n = u(fused) * norm [D];
-    output = u(fused + down [D, M] @ (silu(gate [M, D] @ n) * (up [M, D] @ n))). The LM head's input is output * gain [D].
-    The parameter `fuse` [D, 6D] holds fuse and next, side by side.
-    Only for models whose LM head reads states of width D, because the output stands for states of width D.
+    With u(x) = `unit(x)`, the first step of a chain: fused = fuse [D, 4D] @ (u(low), u(middle), u(last), u(entering)).
+    A further step: fused = next [D, 2D] @ (output of the step before, u(entering)). Then n = u(fused) * norm [D];
+    output = u(fused + down [D, M] @ (silu(gate [M, D] @ n) * (up [M, D] @ n))). The LM head's input is output * gain
+    [D]. The parameter `fuse` [D, 6D] holds fuse and next, side by side. Only for models whose LM head reads states of
+    width D, because the output stands for states of width D.
     """
 
     def __init__(self, hidden_size: int, mlp_width: int, gain: Tensor | None = None) -> None:
@@ -49,8 +51,8 @@ class FusedHead(nn.Module):
     def forward(self, states: Tensor, entering: Tensor) -> Tensor:
         """The output [..., D], float32, with a root mean square of 1.
 
-        `states`: of the last settled token [..., NUM_STATES, D], or `in_slots` of these or `chained` of the output for the token before,
-        both [..., NUM_SLOTS, D]. `entering` [..., D].
+        `states`: of the last settled token [..., NUM_STATES, D], or `in_slots` of these or `chained` of the output for
+        the token before, both [..., NUM_SLOTS, D]. `entering` [..., D].
         """
         matmuls = (partial(F.linear, weight=weight) for weight in self.matrices)
         return fused_output(states, entering, self.norm, *matmuls)
@@ -93,7 +95,8 @@ def fused_output(
 
 
 def in_slots(states: Tensor) -> Tensor:
-    """Settled states [..., NUM_STATES, D] with an empty slot for the output: [..., NUM_SLOTS, D], which stays as it is."""
+    """Settled states [..., NUM_STATES, D] with an empty slot for the output: [..., NUM_SLOTS, D], which stays as it
+    is."""
     return F.pad(states, (0, 0, 0, NUM_SLOTS - states.shape[-2]))
 
 
@@ -105,7 +108,7 @@ def chained(output: Tensor) -> Tensor:
 def default_mlp_width(hidden_size: int) -> int:
     """Width of the block's MLP: 8/3 of the hidden size, as in most decoder layers.
 
-    In steps of 32: torch's SiLU rounds the rest of a tensor beyond such a step otherwise, and then a draft's probability depends on the
-    rows beside it.
+    In steps of 32: torch's SiLU rounds the rest of a tensor beyond such a step otherwise, and then a draft's
+    probability depends on the rows beside it.
     """
     return max(32, 8 * hidden_size // 3 // 32 * 32)

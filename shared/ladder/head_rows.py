@@ -19,7 +19,8 @@ def head_width(head: nn.Module) -> int:
 
 @torch.no_grad()
 def gather_rows(head: nn.Module, vocabulary: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The LM head's rows [Vd, head_width] and biases [Vd] (or None) for the tokens `vocabulary` [Vd], float32, on the head's device."""
+    """The LM head's rows [Vd, head_width] and biases [Vd] (or None) for the tokens `vocabulary` [Vd], float32, on the
+    head's device."""
     weight, bias = head.get_parameter("weight"), getattr(head, "bias", None)
     own_bias = bias.detach()[vocabulary].float() if isinstance(bias, Tensor) else None
     vocabulary = vocabulary.to(weight.device)
@@ -28,7 +29,8 @@ def gather_rows(head: nn.Module, vocabulary: Tensor) -> tuple[Tensor, Tensor | N
 
 
 def projection(rows: Tensor, bias: Tensor | None) -> Projection:
-    """A function from states [..., head_width] to logits [..., Vd]: a packed kernel where available, else PyTorch. Inference only."""
+    """A function from states [..., head_width] to logits [..., Vd]: a packed kernel where available, else PyTorch.
+    Inference only."""
     if rows.device.type == "cpu" and ops.is_available():
         packed, size = ops.pack_linear(rows), rows.shape[0]
         return lambda states: ops.packed_linear(states, packed, size, bias)

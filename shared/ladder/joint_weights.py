@@ -6,8 +6,8 @@ from typing import Any
 
 from shared.errors import Corrupt
 
-# Of a case: a constant, the weight of the log-odds that the draft's own proposer gives it, and of those that the other one gives its own
-# draft.
+# Of a case: a constant, the weight of the log-odds that the draft's own proposer gives it, and of those that the other
+# one gives its own draft.
 Weights = tuple[float, float, float]
 MAX_WEIGHT = 20.0
 
@@ -16,12 +16,12 @@ MAX_WEIGHT = 20.0
 class JointWeights:
     """The log-odds of a draft by case: the constant, plus the weights times the log-odds.
 
-    `agree`: a table and an exit propose the token; the own proposer is the table. `table_differs`: the tables' best token, while an exit
-    proposes another one; `exit_differs`: that other one; `exit_alone`: the tables are silent; `table_second`: a table's token, while a
-    table proposes another one with more confidence.
+    `agree`: a table and an exit propose the token; the own proposer is the table. `table_differs`: the tables' best
+    token, while an exit proposes another one; `exit_differs`: that other one; `exit_alone`: the tables are silent;
+    `table_second`: a table's token, while a table proposes another one with more confidence.
 
-    The defaults were fitted to 3,787 and 725 verified positions of SmolLM2-135M and Qwen2.5-Coder-1.5B; both give nearly the same numbers
-    (docs/decisions/041). A calibration starts from them.
+    The defaults were fitted to 3,787 and 725 verified positions of SmolLM2-135M and Qwen2.5-Coder-1.5B; both give
+    nearly the same numbers (docs/decisions/041). A calibration starts from them.
     """
 
     agree: Weights = (0.55, 0.55, 0.3)
@@ -39,7 +39,8 @@ class JointWeights:
 
     @classmethod
     def from_json(cls, data: Any) -> "JointWeights":
-        """The defaults for cases that `data` does not have. Raises `Corrupt` unless it has the form that `to_json` returns."""
+        """The defaults for cases that `data` does not have.
+        Raises `Corrupt` unless it has the form that `to_json` returns."""
         if not isinstance(data, Mapping):
             raise Corrupt("the router's joint weights are not lists of numbers by case")
         return cls(**{case: _weights(data[case]) for case in CASES if case in data})

@@ -49,8 +49,8 @@ class ModelIdentity:
 class Ladder:
     """The rungs of one model. Immutable.
 
-    `exits`: shallowest first. `draft_vocabulary` [Vd] int64: the tokens that exits may propose; None only if there are no exits.
-    `joint_weights`: what to make of all that they say of one position.
+    `exits`: shallowest first. `draft_vocabulary` [Vd] int64: the tokens that exits may propose; None only if there are
+    no exits. `joint_weights`: what to make of all that they say of one position.
     """
 
     model: ModelIdentity
@@ -76,7 +76,8 @@ class Ladder:
         """Raises `RouterMismatch` unless `loaded` is the model this ladder was calibrated for."""
         if loaded.fingerprint != self.model.fingerprint:
             raise RouterMismatch(
-                f"the router was calibrated for {self.model.model_id}; the loaded model is another one or another revision of it",
+                f"the router was calibrated for {self.model.model_id}; the loaded model is another one or another "
+                "revision of it",
                 metadata={
                     "router_fingerprint": self.model.fingerprint,
                     "model_fingerprint": loaded.fingerprint,
@@ -90,7 +91,8 @@ class Ladder:
 
 
 class BoundLadder:
-    """A ladder ready for use with its model: head rows gathered once, heads and confidence heads in float32 on the model's device."""
+    """A ladder ready for use with its model: head rows gathered once, heads and confidence heads in float32 on the
+    model's device."""
 
     def __init__(self, ladder: Ladder, runner: Runner) -> None:
         self.ladder = ladder
@@ -122,7 +124,8 @@ class BoundLadder:
         self.state_depths = tuple(depth for depth, one in bound if one.reads_states)
 
     def prepare(self) -> Iterator[None]:
-        """Records what drafting would otherwise record at first use. Yields between steps, so that other work can run."""
+        """Records what drafting would otherwise record at first use.
+        Yields between steps, so that other work can run."""
         for one in self._bound:
             if isinstance(one, RecordedChain):
                 yield from one.prepare()

@@ -17,11 +17,12 @@ ENTRY_BYTES = 15
 
 
 class LearnedNgrams:
-    """At most `max_bytes` of entries, all of them allocated at once. Used by the engine's thread only; any thread may read `num_entries`.
+    """At most `max_bytes` of entries, all of them allocated at once.
+    Used by the engine's thread only; any thread may read `num_entries`.
 
-    An entry holds a context's hash, the tokens that followed it most often and last beside that one, and how often. The hash of a
-    context begins with the client's salt, so no client finds another's entries. Salts need a secret of this process: a client cannot
-    choose contexts that meet another's. New contexts replace old ones, of any client.
+    An entry holds a context's hash, the tokens that followed it most often and last beside that one, and how often. The
+    hash of a context begins with the client's salt, so no client finds another's entries. Salts need a secret of this
+    process: a client cannot choose contexts that meet another's. New contexts replace old ones, of any client.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -22,8 +22,8 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class HeadDraft(NamedTuple):
-    """A draft, and the head's output [W] from which it was made: a chain may go on from there with any token. `others`: less probable
-    drafts for the same position."""
+    """A draft, and the head's output [W] from which it was made: a chain may go on from there with any token. `others`:
+    less probable drafts for the same position."""
 
     draft: Draft
     output: Tensor
@@ -98,7 +98,8 @@ def _head_drafts(
 
 
 def embedding_rows(runner: Runner, draft_vocabulary_size: int) -> Tensor | None:
-    """The model's embedding as the op takes it. None if the op does not run on this device, or states at depth 0 are not its rows."""
+    """The model's embedding as the op takes it. None if the op does not run on this device, or states at depth 0 are
+    not its rows."""
     device = runner.loaded.device
     if device.type != "cpu" or not is_supported(device, draft_vocabulary_size):
         return None
@@ -110,7 +111,8 @@ def embedding_rows(runner: Runner, draft_vocabulary_size: int) -> Tensor | None:
 
 
 def packed_small(weight: Tensor) -> Tensor:
-    """A matrix in FORMAT; in 16 bits if its inputs do not divide into blocks, or in float32 if 16 bits cannot hold a number."""
+    """A matrix in FORMAT; in 16 bits if its inputs do not divide into blocks, or in float32 if 16 bits cannot hold a
+    number."""
     block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[FORMAT]]
     if weight.shape[1] % block:
         return ops.pack_linear(kernel_weight(weight))

@@ -1,4 +1,5 @@
-"""Builds an n-gram table: counts in bounded memory which token follows each context, and selects the entries to publish."""
+"""Builds an n-gram table: counts in bounded memory which token follows each context, and selects the entries to
+publish."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from torch import Tensor
 from shared.errors import Corrupt
 from shared.ladder.ngram_table import MAX_COUNT, MAX_ORDER, Array, NgramTable, context_keys
 
-# Distinct (context, token) pairs kept per order while counting; the rarest are dropped first (lossy counting, Manku and Motwani).
+# Distinct (context, token) pairs kept per order while counting; the rarest are dropped first (lossy counting, Manku and
+# Motwani).
 DEFAULT_CAPACITY = 4_000_000
 # Positions added between two merges.
 MAX_PENDING = 2_000_000
@@ -30,7 +32,8 @@ class NgramTableBuilder:
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
         self._capacity = capacity
-        # Per order, rows (pair, parent) and their counts. pair = key << 32 | token; parent = key of the context without its first token.
+        # Per order, rows (pair, parent) and their counts. pair = key << 32 | token; parent = key of the context without
+        # its first token.
         self._pairs = [_Pairs.none() for _ in range(MAX_ORDER)]
         self._pending: list[list[_Pairs]] = [[] for _ in range(MAX_ORDER)]
         self._num_pending = 0
@@ -62,9 +65,11 @@ class NgramTableBuilder:
         self._merge()
 
     def to_tensors(self, max_pairs: int = MAX_STORED_PAIRS) -> dict[str, Tensor]:
-        """The counts, per order: "N.pairs" int64 [P], ascending as unsigned numbers, "N.parents" int32 [P], "N.counts" float64 [P].
+        """The counts, per order: "N.pairs" int64 [P], ascending as unsigned numbers, "N.parents" int32 [P], "N.counts"
+        float64 [P].
 
-        Of more than `max_pairs` in all orders together, the rarest are left out, of equally rare ones those of longer contexts.
+        Of more than `max_pairs` in all orders together, the rarest are left out, of equally rare ones those of longer
+        contexts.
         """
         self._merge()
         counts = np.concatenate([pairs.count for pairs in self._pairs])
@@ -178,8 +183,8 @@ def _merged(parts: list[_Pairs], capacity: int) -> _Pairs:
 
 
 def _best(pairs: _Pairs) -> tuple[npt.NDArray[Any], ...]:
-    """Columns (key, token, count, total, parent), sorted by key: the most frequent token per key (of equals the smallest), its count,
-    the total over all tokens of the key, and the parent key."""
+    """Columns (key, token, count, total, parent), sorted by key: the most frequent token per key (of equals the
+    smallest), its count, the total over all tokens of the key, and the parent key."""
     keys, tokens, counts = pairs.pair >> np.uint64(32), pairs.pair & _TOKEN, pairs.count
     order = np.lexsort((tokens, -counts, keys))
     unique, first, inverse = np.unique(keys[order], return_index=True, return_inverse=True)
@@ -195,8 +200,8 @@ def _redundant(
     parents: npt.NDArray[np.uint64],
     shorter: dict[str, npt.NDArray[Any]],
 ) -> npt.NDArray[np.bool_]:
-    """Marks entries that add nothing to the context one token shorter: it predicts the same token, and this entry's share is not
-    clearly higher (`MIN_SHARE_GAIN`) or it was seen only once."""
+    """Marks entries that add nothing to the context one token shorter: it predicts the same token, and this entry's
+    share is not clearly higher (`MIN_SHARE_GAIN`) or it was seen only once."""
     if len(shorter["keys"]) == 0:
         return np.zeros(len(tokens), dtype=np.bool_)
     parent = np.searchsorted(shorter["keys"], parents).clip(max=len(shorter["keys"]) - 1)

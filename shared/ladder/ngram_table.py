@@ -1,7 +1,8 @@
-"""The n-gram table (rung `successor`), learnt at calibration, of the token that the full model most often chooses after a short context.
+"""The n-gram table (rung `successor`), learnt at calibration, of the token that the full model most often chooses after
+a short context.
 
-Contexts are stored as 32-bit hashes, so a table of n entries takes an unseen context for a known one with probability n / 2^32.
-Under `exact` such a collision costs a rejected draft, never a wrong token.
+Contexts are stored as 32-bit hashes, so a table of n entries takes an unseen context for a known one with probability n
+/ 2^32. Under `exact` such a collision costs a rejected draft, never a wrong token.
 """
 
 from array import array
@@ -27,7 +28,8 @@ Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class NgramMatch:
-    """`token` followed this context of `order` tokens `count` times (capped at 255), a `share` of the context's occurrences."""
+    """`token` followed this context of `order` tokens `count` times (capped at 255), a `share` of the context's
+    occurrences."""
 
     token: int
     order: int
@@ -50,8 +52,8 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def context_states(context_tail: Sequence[int], salt: int = 0) -> Iterator[int]:
-    """64-bit hashes of the contexts of 1, 2, .. MAX_ORDER tokens that end `context_tail`. Without a salt, their upper halves are
-    `context_keys`."""
+    """64-bit hashes of the contexts of 1, 2, .. MAX_ORDER tokens that end `context_tail`. Without a salt, their upper
+    halves are `context_keys`."""
     state = salt
     for token in islice(reversed(context_tail), MAX_ORDER):
         state = ((state + token + 1) * MULTIPLIER) & MASK
@@ -60,7 +62,8 @@ def context_states(context_tail: Sequence[int], salt: int = 0) -> Iterator[int]:
 
 
 class NgramTable:
-    """Immutable. Per order 1..MAX_ORDER: sorted context keys, and for each key a token, its count and its share (in 255ths)."""
+    """Immutable. Per order 1..MAX_ORDER: sorted context keys, and for each key a token, its count and its share (in
+    255ths)."""
 
     def __init__(self, orders: Sequence[tuple[Array, Array, Array, Array]]) -> None:
         """`orders[m - 1]` = (keys, tokens, counts, shares) of contexts of m tokens, keys strictly increasing."""
@@ -96,7 +99,8 @@ class NgramTable:
         return found[0] if found else None
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Tensors for safetensors, per order m: `m.keys` int32, `m.tokens` int16 or int32, `m.counts` and `m.shares` uint8.
+        """Tensors for safetensors, per order m: `m.keys` int32, `m.tokens` int16 or int32, `m.counts` and `m.shares`
+        uint8.
 
         Signed integers hold the bit patterns of unsigned ones; tokens take 16 bits where all of them fit.
         """
@@ -117,7 +121,8 @@ class NgramTable:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], vocabulary_size: int) -> "NgramTable":
-        """Raises `Corrupt` unless the tensors have the form that `to_tensors` returns, with tokens below `vocabulary_size`."""
+        """Raises `Corrupt` unless the tensors have the form that `to_tensors` returns, with tokens below
+        `vocabulary_size`."""
         names = {
             f"{m}.{n}"
             for m in range(1, MAX_ORDER + 1)

@@ -14,11 +14,12 @@ PolicyName = Literal["full", "exact", "relaxed"]
 class DepthPolicy:
     """`full`: no exits. `exact`: tokens that leave early are drafts, which a verify pass verifies.
 
-    `relaxed` with a `margin`: the verify pass also accepts a draft if the log-probability of its own choice exceeds the draft's by at
-    most `margin`. Without one: a token that leaves early is final, unverified, if its probability is at least `threshold`.
+    `relaxed` with a `margin`: the verify pass also accepts a draft if the log-probability of its own choice exceeds the
+    draft's by at most `margin`. Without one: a token that leaves early is final, unverified, if its probability is at
+    least `threshold`.
 
-    `min_layers`: a token may leave only after this many layers. `max_drafts`: upper limit of pending tokens per verify pass, or 0 if
-    the planner chooses. Raises `InvalidInput`.
+    `min_layers`: a token may leave only after this many layers. `max_drafts`: upper limit of pending tokens per verify
+    pass, or 0 if the planner chooses. Raises `InvalidInput`.
     """
 
     name: PolicyName = "exact"

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 DEFAULT_MAX_MATCH = 8
-# Occurrences remembered per context. Older ones predict little, and a sequence that loops would grow the list without bound.
+# Occurrences remembered per context. Older ones predict little, and a sequence that loops would grow the list without
+# bound.
 MAX_OCCURRENCES = 16
 
 
@@ -15,8 +16,8 @@ MAX_OCCURRENCES = 16
 class LookupMatch:
     """The token that most often followed the longest context that occurred before.
 
-    `match_length`: tokens of that context, at most the index's `max_match`. `count`: how many of the remembered occurrences
-    `token` followed. `share`: `count` / occurrences remembered.
+    `match_length`: tokens of that context, at most the index's `max_match`. `count`: how many of the remembered
+    occurrences `token` followed. `share`: `count` / occurrences remembered.
     """
 
     token: int
@@ -28,8 +29,8 @@ class LookupMatch:
 class PromptLookup:
     """Maps every context of 1 to `max_match` tokens of one sequence to the tokens that followed it.
 
-    Appending a token costs O(max_match). Most contexts of more than a few tokens occur once, so a context that has occurred once stands
-    for all longer ones that end at its place. They get entries of their own when it occurs again.
+    Appending a token costs O(max_match). Most contexts of more than a few tokens occur once, so a context that has
+    occurred once stands for all longer ones that end at its place. They get entries of their own when it occurs again.
     """
 
     __slots__ = ("_followers", "_max_match", "_tokens")
@@ -39,7 +40,8 @@ class PromptLookup:
             raise ValueError(f"max_match is {max_match}; it must be at least 1")
         self._max_match = max_match
         self._tokens: list[int] = []
-        # The position of the token that followed, if the context has occurred once; else the tokens that followed, the latest last.
+        # The position of the token that followed, if the context has occurred once; else the tokens that followed, the
+        # latest last.
         self._followers: dict[tuple[int, ...], int | list[int]] = {}
         for token in tokens:
             self.append(token)

@@ -1,8 +1,8 @@
 """A fused head at depth 0 that drafts whole chains as recorded work, without Python between the drafts. For GPUs.
 
-A recording has fixed shapes, so there is one for each of a few numbers of chains, and a call makes a fixed number of drafts. Rows
-without a chain compute numbers that nobody reads. The stop rule is applied to what is read back: waiting for the device after each
-draft would take longer than making drafts that are dropped.
+A recording has fixed shapes, so there is one for each of a few numbers of chains, and a call makes a fixed number of
+drafts. Rows without a chain compute numbers that nobody reads. The stop rule is applied to what is read back: waiting
+for the device after each draft would take longer than making drafts that are dropped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,8 @@ from shared.model.recorder import Work
 from shared.model.runner import Runner
 from shared.ops.chains import ChainStart, chain_length
 
-# Chains of one recording, and the drafts of each. Always as many: a call costs what was measured, whatever room its chains have.
+# Chains of one recording, and the drafts of each. Always as many: a call costs what was measured, whatever room its
+# chains have.
 NUM_CHAINS, NUM_DRAFTS = (1, 4, 16, 64), 4
 MAX_CHAINS = NUM_CHAINS[-1]
 # Drafts of each place: the one that the chain goes on with, and others that may begin branches beside it.
@@ -28,7 +29,8 @@ DRAFTS_PER_PLACE = 3
 
 
 class RecordedChain:
-    """`steps`: the exit's, whose head reads states of `hidden_size`; `vocabulary` [Vd] int64: the tokens that it may draft.
+    """`steps`: the exit's, whose head reads states of `hidden_size`; `vocabulary` [Vd] int64: the tokens that it may
+    draft.
 
     States at depth 0 must be rows of the runner's embedding.
     """
@@ -42,7 +44,8 @@ class RecordedChain:
         self._recorded: dict[int, tuple[Work, Work]] = {}
         device = vocabulary.device
         with torch.inference_mode():
-            # What a recording reads: the states behind each newest token, that token, and the place of the token to be drafted.
+            # What a recording reads: the states behind each newest token, that token, and the place of the token to be
+            # drafted.
             self._states = torch.zeros(MAX_CHAINS, NUM_SLOTS, hidden_size, device=device)
             self._newest = torch.zeros(MAX_CHAINS, dtype=torch.int64, device=device)
             self._places = torch.ones(MAX_CHAINS, dtype=torch.int64, device=device)
@@ -61,7 +64,8 @@ class RecordedChain:
             yield
 
     def propose(self, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
-        """As `ExitProposer.propose`, with at most NUM_DRAFTS drafts of each chain. Waits for the device once per MAX_CHAINS chains."""
+        """As `ExitProposer.propose`, with at most NUM_DRAFTS drafts of each chain.
+        Waits for the device once per MAX_CHAINS chains."""
         found: list[list[HeadDraft]] = []
         for first in range(0, len(starts), MAX_CHAINS):
             found += self._propose(starts[first : first + MAX_CHAINS])
@@ -130,7 +134,8 @@ def _head_drafts(
     probabilities: Sequence[Sequence[float]],
     outputs: Tensor,
 ) -> list[HeadDraft]:
-    """The drafts of one chain that its start allows. `tokens` and `probabilities`: of each place, those of all its drafts."""
+    """The drafts of one chain that its start allows.
+    `tokens` and `probabilities`: of each place, those of all its drafts."""
     length = chain_length(start, [chances[0] for chances in probabilities], HIGHEST)
     found = []
     for own, chances, output in zip(tokens, probabilities, outputs[:length], strict=False):

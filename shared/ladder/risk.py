@@ -1,13 +1,18 @@
-"""The risk that a router publishes for the policy `relaxed`: on what share of prompts the output may differ from the full model's.
+"""The risk that a router publishes for the policy `relaxed`: on what share of prompts the output may differ from the
+full model's.
 
-It stands in the manifest. Learn-then-Test certifies it over whole greedy generations; the loss is 1 if any token differs:
+It stands in the manifest. Learn-then-Test certifies it over whole greedy generations; the loss is 1 if any token
+differs:
 
     "risk": {"loss": "generation_differs", "delta": 0.05, "num_prompts": 400, "max_new_tokens": 128,
-             "bounds": [{"threshold": 0.97, "epsilon": 0.05}, ..], "engine": {"dtype": "float32", "compute_dtype": "float32", ..}, ..}
+             "bounds": [{"threshold": 0.97, "epsilon": 0.05}, ..], "engine": {"dtype": "float32", "compute_dtype":
+             "float32", ..}, ..}
 
-"margin_risk" is of the same form, with "margin" in place of "threshold". Each bound holds for its threshold and all higher ones, or for
-its margin and all lower ones. All bounds of one table hold together with confidence 1 - delta. They apply to prompts like those that the calibration drew, and to greedy answers without a repetition penalty. They cover an answer's first max_new_tokens
-tokens, up to the first end-of-sequence token, or the whole answer if that field is absent.
+"margin_risk" is of the same form, with "margin" in place of "threshold". Each bound holds for its threshold and all
+higher ones, or for its margin and all lower ones. All bounds of one table hold together with confidence 1 - delta. They
+apply to prompts like those that the calibration drew, and to greedy answers without a repetition penalty. They cover an
+answer's first max_new_tokens tokens, up to the first end-of-sequence token, or the whole answer if that field is
+absent.
 """
 
 import math
@@ -36,9 +41,9 @@ class RiskBound:
 
 @dataclass(frozen=True)
 class PublishedRisk:
-    """`delta`: probability that the certification itself is wrong. `num_tokens`: the tokens of an answer that the bounds cover, or None
-    for all. `kv_dtype` and `compute_dtype`: those in which the certified engine kept keys and values and multiplied; `device`: the type of
-    its device. None if it is not known."""
+    """`delta`: probability that the certification itself is wrong. `num_tokens`: the tokens of an answer that the
+    bounds cover, or None for all. `kv_dtype` and `compute_dtype`: those in which the certified engine kept keys and
+    values and multiplied; `device`: the type of its device. None if it is not known."""
 
     delta: float
     bounds: tuple[RiskBound, ...]
@@ -52,7 +57,8 @@ class PublishedRisk:
     def of(
         cls, manifest: Mapping[str, Any], setting: Setting = "threshold"
     ) -> "PublishedRisk | None":
-        """The risk in a manifest, or None if it has none. Raises `Corrupt` if it is not of the form in this module's docstring."""
+        """The risk in a manifest, or None if it has none.
+        Raises `Corrupt` if it is not of the form in this module's docstring."""
         record = manifest.get(RISK_KEYS[setting])
         if record is None:
             return None
@@ -80,16 +86,19 @@ class PublishedRisk:
         return cls(delta, bounds, num_tokens, kv_dtype, compute_dtype, device, setting)
 
     def holds_in(self, kv_dtype: str, compute_dtype: str, device: str) -> bool:
-        """Whether the bounds hold for an engine that keeps keys and values in `kv_dtype` and multiplies in `compute_dtype`, on this type of device.
+        """Whether the bounds hold for an engine that keeps keys and values in `kv_dtype` and multiplies in
+        `compute_dtype`, on this type of device.
 
-        Rounded otherwise, answers may differ otherwise. Exits, too, keep their weights in other formats on other devices.
+        Rounded otherwise, answers may differ otherwise.
+        Exits, too, keep their weights in other formats on other devices.
         """
         certified = (self.kv_dtype, self.compute_dtype, self.device)
         served = (kv_dtype, compute_dtype, device)
         return all(mine in (None, its) for mine, its in zip(certified, served, strict=True))
 
     def epsilon_at(self, value: float) -> float | None:
-        """The smallest epsilon that holds at a request's threshold or margin; None if it is bolder than every certified one."""
+        """The smallest epsilon that holds at a request's threshold or margin; None if it is bolder than every certified
+        one."""
         sign = 1 if self.setting == "threshold" else -1
         holding = [bound.epsilon for bound in self.bounds if sign * value >= sign * bound.value]
         return min(holding, default=None)

@@ -29,8 +29,8 @@ def is_exit(rung: str) -> bool:
 class Draft:
     """A token that a rung proposes before the full model has run for it.
 
-    `probability`: calibrated probability that the full model's greedy choice is `token`, given that the drafts before it in the same
-    chain are right. `rung`: name of the rung. `depth`: layers run for it.
+    `probability`: calibrated probability that the full model's greedy choice is `token`, given that the drafts before
+    it in the same chain are right. `rung`: name of the rung. `depth`: layers run for it.
     """
 
     token: int
@@ -40,7 +40,8 @@ class Draft:
 
 
 class Proposer(Protocol):
-    """A source of drafts for one sequence that runs no layer. `append` takes final tokens only; drafts are passed to `propose`."""
+    """A source of drafts for one sequence that runs no layer.
+    `append` takes final tokens only; drafts are passed to `propose`."""
 
     def append(self, tokens: Sequence[int]) -> None:
         """Appends final tokens to the sequence."""

@@ -29,8 +29,8 @@ FIT_STEPS = 60
 class Evidence:
     """The features of one draft of prompt look-up or of the n-gram table.
 
-    `length`: tokens matched (look-up), or the context's order (n-grams). `count` and `share`: as in the match. `chained`: number
-    of drafts before it in the chain. `other`: SILENT, DIFFERS or AGREES.
+    `length`: tokens matched (look-up), or the context's order (n-grams). `count` and `share`: as in the match.
+    `chained`: number of drafts before it in the chain. `other`: SILENT, DIFFERS or AGREES.
     """
 
     length: int
@@ -71,8 +71,8 @@ class TableConfidence:
         )
 
     def probability(self, evidence: Evidence) -> float:
-        """Probability in [LOWEST, HIGHEST] that the draft is the full model's greedy choice, given that the drafts chained before it
-        are right."""
+        """Probability in [LOWEST, HIGHEST] that the draft is the full model's greedy choice, given that the drafts
+        chained before it are right."""
         length, count, share, chained, other = self.weights
         bins = self.bins(evidence)
         score = (
@@ -107,8 +107,9 @@ class TableConfidence:
 def fit_table_confidence(evidence: Sequence[Evidence], agreed: Sequence[bool]) -> TableConfidence:
     """Fits it by ridge logistic regression over the bins, with L-BFGS.
 
-    `agreed[i]`: whether the full model's greedy choice was the draft of `evidence[i]`. In monotone features the weight grows from
-    bin to bin by a softplus, which is never negative. Deterministic. Drafts in the same bins are merged into one weighted row.
+    `agreed[i]`: whether the full model's greedy choice was the draft of `evidence[i]`. In monotone features the weight
+    grows from bin to bin by a softplus, which is never negative. Deterministic. Drafts in the same bins are merged into
+    one weighted row.
     """
     blank = TableConfidence(0.0, [[0.0] * size for size in SIZES])
     grouped: dict[tuple[int, ...], list[int]] = {}

@@ -1,4 +1,5 @@
-"""The proposer that looks drafts up: in the sequence itself, in a table from calibration, and in one that learns from answers."""
+"""The proposer that looks drafts up: in the sequence itself, in a table from calibration, and in one that learns from
+answers."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -73,7 +74,8 @@ class TableProposer:
 
 
 def lookup_evidence(match: LookupMatch, others: Sequence[NgramMatch], chained: int) -> Evidence:
-    """The features of a look-up's match. `other` compares it with the table's match of the longest context, `others[0]`."""
+    """The features of a look-up's match. `other` compares it with the table's match of the longest context,
+    `others[0]`."""
     other = SILENT if not others else AGREES if others[0].token == match.token else DIFFERS
     return Evidence(match.match_length, match.count, match.share, chained, other)
 

@@ -1,10 +1,11 @@
 """The positions at which the behaviour of a model may change, as its configuration names them.
 
-A check that runs only the first few positions says nothing about later ones: rotary factors, attention scales, windows and tables
-change at positions that a configuration names. Every check that compares two ways of running a model begins at each of `origins`.
+A check that runs only the first few positions says nothing about later ones: rotary factors, attention scales, windows
+and tables change at positions that a configuration names. Every check that compares two ways of running a model begins
+at each of `origins`.
 
-Which numbers are positions is not guessed. A number that is not known to count something else is taken for a position, so a field
-that nobody has heard of costs one more pass of a few tokens.
+Which numbers are positions is not guessed. A number that is not known to count something else is taken for a position,
+so a field that nobody has heard of costs one more pass of a few tokens.
 """
 
 import re
@@ -43,7 +44,8 @@ def borders(config: PretrainedConfig, context_length: int) -> tuple[int, ...]:
 def origins(
     config: PretrainedConfig, context_length: int, num_tokens: int = NUM_CHECKED
 ) -> tuple[int, ...]:
-    """Where checks over `num_tokens` tokens begin: at 0, so that they cross each border, and at the end of the context."""
+    """Where checks over `num_tokens` tokens begin: at 0, so that they cross each border, and at the end of the
+    context."""
     last = max(context_length - num_tokens, 0)
     places = [0]
     for border in (*borders(config, context_length), context_length):
@@ -54,7 +56,8 @@ def origins(
 
 
 def crossing_length(config: PretrainedConfig, context_length: int, most: int) -> int:
-    """Tokens of a sequence that is longer than each border below `most`, such as a window; at least 24 if the context allows."""
+    """Tokens of a sequence that is longer than each border below `most`, such as a window; at least 24 if the context
+    allows."""
     inside = [border for border in borders(config, context_length) if border < most]
     return min(max([24, *(border + NUM_CHECKED for border in inside)]), context_length)
 

@@ -1,7 +1,8 @@
 """KV caches that hold no lengths: the contract of all of them, and the contiguous one.
 
-Every pass states the position at which it starts. A cache is rolled back by starting the next pass at a smaller position. Layers that
-are behind the others get passes that start where they stopped, so running a model in parts needs no cache operation either.
+Every pass states the position at which it starts. A cache is rolled back by starting the next pass at a smaller
+position. Layers that are behind the others get passes that start where they stopped, so running a model in parts needs
+no cache operation either.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +32,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class LengthlessCache(Cache):
-    """A transformers cache without a length. Transformers asks for it to place positions and masks; the answer is for the current pass.
+    """A transformers cache without a length. Transformers asks for it to place positions and masks; the answer is for
+    the current pass.
 
     `offset`: the position of the pass's first query. `layers` stays empty, so no per-layer kind applies.
     """
@@ -52,8 +54,9 @@ class LengthlessCache(Cache):
 
 
 class _LateLength(int):
-    """The number of keys of a late start. Transformers leaves out the mask of a window or chunk that is longer than the keys, as if they
-    began at position 0; behind a late start a chunk may end among them. So this is shorter than nothing."""
+    """The number of keys of a late start. Transformers leaves out the mask of a window or chunk that is longer than the
+    keys, as if they began at position 0; behind a late start a chunk may end among them. So this is shorter than
+    nothing."""
 
     def __lt__(self, other: int) -> bool:
         return False
@@ -65,8 +68,8 @@ class _LateLength(int):
 class KVCache(ABC):
     """The keys and values of at most `capacity` tokens per sequence, in every layer. Made by `Runner.new_cache`.
 
-    `origin`: the position that the model sees for the first of them. 0, except in checks: they set it to try late positions without
-    reading all that come before.
+    `origin`: the position that the model sees for the first of them. 0, except in checks: they set it to try late
+    positions without reading all that come before.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -102,11 +105,12 @@ def as_contiguous(cache: KVCache) -> "ContiguousCache":
 
 
 class ContiguousCache(LengthlessCache, KVCache):
-    """Keys and values of B rows as one tensor each per layer, [B, Hkv, capacity, Dh]: index j holds the token at position j.
+    """Keys and values of B rows as one tensor each per layer, [B, Hkv, capacity, Dh]: index j holds the token at
+    position j.
 
-    A layer's tensors are allocated at its first pass, or all at once by `reserve`. `dtype`: the one that keys and values are rounded to
-    when they are written; None: that of the states. Attention must read such a cache as it is: "neap" does, the implementations of
-    transformers do not.
+    A layer's tensors are allocated at its first pass, or all at once by `reserve`. `dtype`: the one that keys and
+    values are rounded to when they are written; None: that of the states. Attention must read such a cache as it is:
+    "neap" does, the implementations of transformers do not.
     """
 
     def __init__(self, capacity: int, dtype: torch.dtype | None = None) -> None:
@@ -142,7 +146,8 @@ class ContiguousCache(LengthlessCache, KVCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Writes [B, Hkv, Q, Dh] at the positions of the pass. Returns views [B, Hkv, base + Q, Dh] of the positions up to its end."""
+        """Writes [B, Hkv, Q, Dh] at the positions of the pass.
+        Returns views [B, Hkv, base + Q, Dh] of the positions up to its end."""
         keys, values = self.layer_tensors(key_states, value_states, layer_idx)
         keys[:, :, self._base : self._end] = key_states
         values[:, :, self._base : self._end] = value_states
@@ -221,7 +226,8 @@ class ContiguousCache(LengthlessCache, KVCache):
     def _allocate(self, like: Tensor) -> Tensor:
         rows, heads, _, width = like.shape
         dtype = self.dtype or like.dtype
-        # Not filled: filling the memory of a long answer takes longer than passes do, and no pass reads a position beyond its end.
+        # Not filled: filling the memory of a long answer takes longer than passes do, and no pass reads a position
+        # beyond its end.
         return torch.empty(rows, heads, self.capacity, width, dtype=dtype, device=like.device)
 
     @property

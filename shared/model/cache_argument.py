@@ -1,4 +1,5 @@
-"""The argument in which a model of transformers takes its KV cache: `cache` from version 5.24 on, `past_key_values` before.
+"""The argument in which a model of transformers takes its KV cache: `cache` from version 5.24 on, `past_key_values`
+before.
 
 The name is read from the model, not from the version, so a model with a forward of its own may have either.
 """

@@ -22,10 +22,12 @@ from shared.ops.choices import NO_TOKEN, choose_greedy, choose_sampled
 
 
 def choose(logits: Tensor, trials: Sequence[Trial]) -> list[Tensor]:
-    """The tokens chosen at each trial's rows: per trial [n] int64. logits [T, V] float: the rows of all trials, trial after trial.
+    """The tokens chosen at each trial's rows: per trial [n] int64. logits [T, V] float: the rows of all trials, trial
+    after trial.
 
-    NO_TOKEN where a logit is NaN, or the largest one is infinite. A row counts only if every row before it chose its draft, so rows after the first that did not may be missing from the result.
-    All greedy trials take one launch, all others another one. Nothing waits for the device.
+    NO_TOKEN where a logit is NaN, or the largest one is infinite. A row counts only if every row before it chose its
+    draft, so rows after the first that did not may be missing from the result. All greedy trials take one launch, all
+    others another one. Nothing waits for the device.
     """
     num_greedy = sum(trial.sampling.is_greedy for trial in trials)
     if num_greedy == len(trials):
@@ -56,7 +58,8 @@ def within_margins(logits: Tensor, trials: Sequence[Trial], choices: list[Tensor
 
 
 def _within_margin(logits: Tensor, drafts: Sequence[int], margin: float, choices: Tensor) -> Tensor:
-    """Row i of logits [n + 1, V] judges draft i of n; the last row judges none. Logits differ as log-probabilities do."""
+    """Row i of logits [n + 1, V] judges draft i of n; the last row judges none.
+    Logits differ as log-probabilities do."""
     drafted = torch.tensor(drafts, dtype=torch.int64).to(logits.device, non_blocking=True)
     chosen, last = choices.split([len(drafted), 1])
     scores = logits[:-1].gather(1, torch.stack([chosen.clamp(min=0), drafted], 1))

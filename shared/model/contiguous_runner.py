@@ -1,4 +1,5 @@
-"""The runner over contiguous KV caches: direct passes where they give the same bits, else the model's own forward, on any device."""
+"""The runner over contiguous KV caches: direct passes where they give the same bits, else the model's own forward, on
+any device."""
 
 from collections.abc import Iterator, Sequence
 
@@ -108,8 +109,8 @@ class ContiguousRunner(GatedModel):
 
     @torch.inference_mode()
     def _check_ragged(self) -> bool:
-        """Whether sequences get the same states in a ragged batch, after a rollback, as alone, and in branches as in their places. One of
-        them is longer than the model's window, and others cross each border."""
+        """Whether sequences get the same states in a ragged batch, after a rollback, as alone, and in branches as in
+        their places. One of them is longer than the model's window, and others cross each border."""
         if self.loaded.model.config._attn_implementation != attention.NAME:
             return False
         generator = torch.Generator().manual_seed(0)

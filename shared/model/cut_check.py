@@ -1,7 +1,8 @@
 """The check that every model passes before it is run: does it matter how a text is cut into passes?
 
-`generate` reads a prompt in one pass, an engine in pieces. They agree if what a token gets depends on the tokens before it and on nothing
-else in the pass. Rotary angles that depend on the length are known (`shared.model.regimes`); what else there may be shows here.
+`generate` reads a prompt in one pass, an engine in pieces. They agree if what a token gets depends on the tokens before
+it and on nothing else in the pass. Rotary angles that depend on the length are known (`shared.model.regimes`); what
+else there may be shows here.
 """
 
 import torch
@@ -14,9 +15,10 @@ from shared.model.gated_model import GatedModel
 # The first two end just before a border.
 PIECES = (3, 1, 1, 4)
 assert sum(PIECES) == NUM_CHECKED
-# Largest relative distance between a token's states: the median and the maximum over all tokens. It comes from rounding at other places
-# and from sums in another order, over all layers. In bfloat16 a layer compiled as a whole rounds so much less than its modules that
-# single tokens differ by a seventh. A window that is one position off makes a difference of two fifths.
+# Largest relative distance between a token's states: the median and the maximum over all tokens. It comes from rounding
+# at other places and from sums in another order, over all layers. In bfloat16 a layer compiled as a whole rounds so
+# much less than its modules that single tokens differ by a seventh. A window that is one position off makes a
+# difference of two fifths.
 TOLERANCE = {
     torch.float32: (1e-4, 1e-3),
     torch.float16: (1e-2, 5e-2),
@@ -25,7 +27,8 @@ TOLERANCE = {
 
 
 def difference(states: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
-    """How much states [T, D] differ from the expected ones; empty if it is no more than rounding explains in a model of `dtype`."""
+    """How much states [T, D] differ from the expected ones; empty if it is no more than rounding explains in a model of
+    `dtype`."""
     distance = (states.float() - expected.float()).norm(dim=-1)
     relative = distance / expected.float().norm(dim=-1).clamp_min(1e-9)
     usual, worst = float(relative.median()), float(relative.max())
@@ -37,7 +40,8 @@ def difference(states: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
 
 @torch.inference_mode()
 def check_cuts(model: GatedModel) -> None:
-    """Raises `UnsupportedModel` (reason LENGTH_NOT_SUPPORTED) if a text beyond some border gets other states when it is read in pieces."""
+    """Raises `UnsupportedModel` (reason LENGTH_NOT_SUPPORTED) if a text beyond some border gets other states when it is
+    read in pieces."""
     loaded = model.loaded
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(loaded.vocabulary_size, (1, NUM_CHECKED), generator=generator)
@@ -51,8 +55,8 @@ def check_cuts(model: GatedModel) -> None:
             continue  # the model makes something as long as the text, such as ALiBi's biases, and cannot begin late
         if why := difference(pieces, whole, loaded.model.dtype):
             raise UnsupportedModel(
-                f"{loaded.architecture} gives other states when a text is read in pieces, at positions from {place} on: {why}; with a"
-                f" context of {place} tokens it can be run",
+                f"{loaded.architecture} gives other states when a text is read in pieces, at positions from {place} "
+                f"on: {why}; with a context of {place} tokens it can be run",
                 reason="LENGTH_NOT_SUPPORTED",
             )
 

@@ -6,8 +6,8 @@ from shared.errors import InvalidInput, PreconditionFailed
 
 
 def check_device(name: str) -> None:
-    """Raises `InvalidInput` (reason BAD_DEVICE) for a name that is no device, `PreconditionFailed` (DEVICE_UNAVAILABLE) with the
-    reason if this process cannot use it.
+    """Raises `InvalidInput` (reason BAD_DEVICE) for a name that is no device, `PreconditionFailed` (DEVICE_UNAVAILABLE)
+    with the reason if this process cannot use it.
     """
     try:
         device = torch.device(name)

@@ -1,11 +1,13 @@
 """Passes through fused layers without the model's own forward around them.
 
-Where all layers are one op, what the model's forward does around it (its decorators, the mask, the angles, the loop over the layers, a
-final norm that nobody reads) takes a tenth of a pass. A direct pass is the embedding, angles from a table, and the op.
+Where all layers are one op, what the model's forward does around it (its decorators, the mask, the angles, the loop
+over the layers, a final norm that nobody reads) takes a tenth of a pass. A direct pass is the embedding, angles from a
+table, and the op.
 
-No model family is named here. An ordinary pass is watched: which module makes the angles, and up to which length the model's masks are
-causal. The direct pass is used only if the angles of a position never change and the same tokens give the same bits. Everything else,
-such as a pass beyond a sliding window or a model with hooks, goes through the model's own forward, as before.
+No model family is named here. An ordinary pass is watched: which module makes the angles, and up to which length the
+model's masks are causal. The direct pass is used only if the angles of a position never change and the same tokens give
+the same bits. Everything else, such as a pass beyond a sliding window or a model with hooks, goes through the model's
+own forward, as before.
 """
 
 import math
@@ -33,7 +35,8 @@ _PROBED = 8  # positions whose angles are compared with those of the module, eac
 
 
 class AngleTable:
-    """The cosines and sines [1, P, R] that a rotary module gives positions 0 to P - 1. It grows when a later position is asked for."""
+    """The cosines and sines [1, P, R] that a rotary module gives positions 0 to P - 1.
+    It grows when a later position is asked for."""
 
     def __init__(
         self, module: nn.Module, like: Tensor, context_length: int, borders: Sequence[int] = ()
@@ -87,7 +90,8 @@ class AngleTable:
 
 @dataclass(frozen=True)
 class _Watched:
-    """What an ordinary pass has shown: the module that makes the angles, a state that it got, and the longest causal sequence."""
+    """What an ordinary pass has shown: the module that makes the angles, a state that it got, and the longest causal
+    sequence."""
 
     rotary: nn.Module
     state: Tensor
@@ -98,7 +102,8 @@ class DirectPass:
     """Runs layers [first, last) of one model. Not thread-safe: it uses the model's gates."""
 
     def __init__(self, loaded: LoadedModel, gates: Gates) -> None:
-        """To be called only if the model's layer 0 gets rows of the embedding. Raises `Unsuitable` with the reason why the model's own forward is needed."""
+        """To be called only if the model's layer 0 gets rows of the embedding.
+        Raises `Unsuitable` with the reason why the model's own forward is needed."""
         self._embedding = loaded.parts.embedding
         self._gates = gates
         watched = _watch(loaded)
@@ -125,7 +130,8 @@ class DirectPass:
         spans: Sequence[Span],
         captured: dict[int, Tensor] | None,
     ) -> Tensor | None:
-        """As `Gates.run`, for tokens [B, T] at the positions of `spans`. None, if the model's own forward has to run this pass.
+        """As `Gates.run`, for tokens [B, T] at the positions of `spans`.
+        None, if the model's own forward has to run this pass.
 
         Keys and values may have been written in that case. The other pass writes them again.
         """
@@ -143,7 +149,8 @@ class DirectPass:
 
 
 def _watch(loaded: LoadedModel) -> _Watched:
-    """Runs three tokens through the model's own forward. Raises `Unsuitable` if its layers are not called as a direct pass would do."""
+    """Runs three tokens through the model's own forward.
+    Raises `Unsuitable` if its layers are not called as a direct pass would do."""
     made: list[tuple[object, nn.Module, Tensor]] = []
     angles: list[object] = []
     limits: list[float] = []

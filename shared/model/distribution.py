@@ -1,12 +1,13 @@
 """Distributions to draw tokens from, for all rows of a step at once. The bits of a row do not depend on the other rows.
 
-The result of a floating-point sum depends on the order of the additions, and PyTorch chooses the order by shape and address. On a GPU
-the running sum of [1, V] is another algorithm than that of [3, V], and it is not even the same in two calls. A softmax divides a row
-among threads by the row's address, which at an odd V differs from row to row. So the masses here are whole numbers whose sum is at most
-2^53 per row: float64 adds them exactly in any order. All other operations are elementwise, or have a unique result: a row's largest
-number, its k-th largest, its stable order.
+The result of a floating-point sum depends on the order of the additions, and PyTorch chooses the order by shape and
+address. On a GPU the running sum of [1, V] is another algorithm than that of [3, V], and it is not even the same in two
+calls. A softmax divides a row among threads by the row's address, which at an odd V differs from row to row. So the
+masses here are whole numbers whose sum is at most 2^53 per row: float64 adds them exactly in any order. All other
+operations are elementwise, or have a unique result: a row's largest number, its k-th largest, its stable order.
 
-Where reading a tensor on the host would wait for the device, none is read: there, all shapes follow from the requests alone.
+Where reading a tensor on the host would wait for the device, none is read: there, all shapes follow from the requests
+alone.
 """
 
 import math
@@ -19,7 +20,8 @@ from shared.model.sampling import SamplingParams, Trial
 from shared.ops.choices import NO_TOKEN
 
 _MANTISSA_BITS = 53
-# Devices whose tensors the host reads without a synchronisation. There, what is computed next may depend on the numbers.
+# Devices whose tensors the host reads without a synchronisation.
+# There, what is computed next may depend on the numbers.
 DEVICES_READ_WITHOUT_SYNC = frozenset({"cpu"})
 
 
@@ -37,7 +39,8 @@ def unit_mass(vocabulary_size: int) -> float:
 
 
 def penalised(logits: Tensor, trials: Sequence[Trial]) -> Tensor:
-    """Logits [T, V] of the trials' rows after the repetition penalty (Keskar et al., 1909.05858). The same tensor if no trial has one."""
+    """Logits [T, V] of the trials' rows after the repetition penalty (Keskar et al., 1909.05858).
+    The same tensor if no trial has one."""
     if all(trial.sampling.repetition_penalty == 1.0 for trial in trials):
         return logits
     rows = logits.split([trial.num_rows for trial in trials])
@@ -62,7 +65,8 @@ def candidates(logits: Tensor, trials: Sequence[Trial]) -> tuple[Tensor, Tensor]
 
 
 def nucleus(scores: Tensor, masses: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Masses [T, V] after top-p and min-p. `scores`, `masses`: results of `candidates`, or rows of them. `params`: one per row.
+    """Masses [T, V] after top-p and min-p. `scores`, `masses`: results of `candidates`, or rows of them.
+    `params`: one per row.
 
     A row of the result is proportional to the probabilities that Hugging Face's logits processors give, in their order.
     """
@@ -77,7 +81,8 @@ def nucleus(scores: Tensor, masses: Tensor, params: Sequence[SamplingParams]) ->
 
 
 def drawn(masses: Tensor, uniforms: Tensor) -> Tensor:
-    """The token [T] int64 of each row at its uniform number. masses [T, V], uniforms [T] float64. In PyTorch, for devices without kernels.
+    """The token [T] int64 of each row at its uniform number. masses [T, V], uniforms [T] float64.
+    In PyTorch, for devices without kernels.
 
     NO_TOKEN for a row whose sum is not finite.
     """
@@ -133,7 +138,8 @@ def _top_p(scores: Tensor, masses: Tensor, shares: Sequence[float]) -> Tensor:
 
 
 def _within(scores: Tensor, masses: Tensor, bound: Tensor) -> Tensor:
-    """Masses [n, V], set to 0 where the more probable tokens already sum to `bound` [n, 1] or more. The most probable token is kept."""
+    """Masses [n, V], set to 0 where the more probable tokens already sum to `bound` [n, 1] or more.
+    The most probable token is kept."""
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     ordered = masses.gather(1, order)
     before = ordered.cumsum(-1) - ordered

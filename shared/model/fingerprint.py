@@ -16,8 +16,8 @@ from shared.model.weights.quantised import is_plain, quantised_digest
 # Matrices that are hashed at once. Each takes a few times its bytes, because it is read and rounded.
 MAX_AT_ONCE = 4
 
-# The settings that change what a set of weights computes. Not the whole config, because its defaults differ between versions of
-# transformers, and the fingerprint must not depend on the version that loaded the model.
+# The settings that change what a set of weights computes. Not the whole config, because its defaults differ between
+# versions of transformers, and the fingerprint must not depend on the version that loaded the model.
 FUNCTIONAL_KEYS = (
     "num_attention_heads",
     "num_key_value_heads",
@@ -36,8 +36,9 @@ FUNCTIONAL_KEYS = (
 def fingerprint(model: PreTrainedModel) -> str:
     """A hash "sha256:<hex>" of architecture and weights.
 
-    Weights are hashed as bfloat16, so that a checkpoint has one fingerprint whatever format it is kept in. Those of a `LazyWeight` are
-    read or dequantised a few matrices at a time. A model that another package has quantised is hashed with its quantised numbers, too.
+    Weights are hashed as bfloat16, so that a checkpoint has one fingerprint whatever format it is kept in. Those of a
+    `LazyWeight` are read or dequantised a few matrices at a time. A model that another package has quantised is hashed
+    with its quantised numbers, too.
     """
     config = model.config.get_text_config(decoder=True)
     functional = {key: setting_of(config, key) for key in FUNCTIONAL_KEYS}

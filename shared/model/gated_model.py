@@ -20,7 +20,8 @@ from shared.model.substitution.ragged import Span
 
 T = TypeVar("T")
 
-# Largest relative difference at which final norm + head, called directly, count as what the model itself computes from a state.
+# Largest relative difference at which final norm + head, called directly, count as what the model itself computes from
+# a state.
 HEAD_TOLERANCE = 1e-4
 
 
@@ -69,7 +70,8 @@ class GatedModel:
         captured: CapturedStates | None = None,
         read_length: int | None = None,
     ) -> Tensor:
-        """As `Runner.run`, over a contiguous cache and for B rows of tokens: token_ids [B, Q], hidden [B, Q, D] -> [B, Q, D]."""
+        """As `Runner.run`, over a contiguous cache and for B rows of tokens: token_ids [B, Q], hidden [B, Q, D] -> [B,
+        Q, D]."""
         own = as_contiguous(cache)
         own.begin(base, token_ids.shape[1])
         captured = self.to_capture(first, last, captured)
@@ -135,7 +137,8 @@ class GatedModel:
     def capture(
         self, token_ids: Tensor, depths: Sequence[int], *, attention_mask: Tensor | None = None
     ) -> dict[int, Tensor]:
-        """One pass of all layers over tokens [B, Q] without a cache. Returns the states at `depths` (L included), each [B, Q, D]."""
+        """One pass of all layers over tokens [B, Q] without a cache.
+        Returns the states at `depths` (L included), each [B, Q, D]."""
         return self.gates.capture(
             depths, input_ids=token_ids, attention_mask=attention_mask, use_cache=False
         )
@@ -162,7 +165,8 @@ class GatedModel:
 
     @torch.inference_mode()
     def _check_direct_embedding(self) -> bool:
-        """Whether layer 0 receives the rows of the embedding: the model adds no positions, norm, scale or projection."""
+        """Whether layer 0 receives the rows of the embedding: the model adds no positions, norm, scale or
+        projection."""
         count = min(8, self.loaded.vocabulary_size, self.loaded.context_length - 1)
         tokens = torch.arange(count, device=self.loaded.device)[None]
         rows = self.loaded.parts.embedding(tokens)

@@ -1,11 +1,12 @@
 """Runs only the decoder layers [first, last), through the model's own forward.
 
-Each layer's `forward` is replaced on the instance by a gate. A gate outside the range returns the hidden state unchanged. The gate at
-`first` replaces the hidden state by the saved one, and the gate at `last - 1` keeps the layer's output. The model itself still computes
-masks, positions, rotary tables and scaling, so no family needs code of its own. State-dict keys do not change.
+Each layer's `forward` is replaced on the instance by a gate. A gate outside the range returns the hidden state
+unchanged. The gate at `first` replaces the hidden state by the saved one, and the gate at `last - 1` keeps the layer's
+output. The model itself still computes masks, positions, rotary tables and scaling, so no family needs code of its own.
+State-dict keys do not change.
 
-Fused layers that the model calls with the same arguments run as one op, at the gate of the first of them. The gates of the others return
-the hidden state unchanged.
+Fused layers that the model calls with the same arguments run as one op, at the gate of the first of them. The gates of
+the others return the hidden state unchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,8 @@ _SHARED_ARGUMENTS = ("attention_mask", "position_embeddings", *CACHE_ARGUMENTS)
 
 
 class _CalledDifferently(Exception):
-    """Layer `index` has run as one op with others, and the model calls it with other arguments than the first of them."""
+    """Layer `index` has run as one op with others, and the model calls it with other arguments than the first of
+    them."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -198,12 +200,13 @@ class Gates:
         captured: dict[int, Tensor] | None = None,
         **inputs: Any,
     ) -> Tensor:
-        """Runs layers [first, last). `entering`: the state at depth `first` [B, Q, D]. Returns the state at depth `last` [B, Q, D].
+        """Runs layers [first, last). `entering`: the state at depth `first` [B, Q, D].
+        Returns the state at depth `last` [B, Q, D].
 
         `inputs`: what the model's own forward gets. `cache` among them is the KV cache, whatever the forward calls it.
 
-        [0, 0) runs no layer and returns the state at depth 0. `forwards`: one per layer, run in place of the layers' own. `captured`: the
-        state at each depth that is a key, in [first, last), becomes its value, [B, Q, D].
+        [0, 0) runs no layer and returns the state at depth 0. `forwards`: one per layer, run in place of the layers'
+        own. `captured`: the state at each depth that is a key, in [first, last), becomes its value, [B, Q, D].
         """
         assert (entering is None) == (first == 0)
         assert 0 <= first < last <= self.num_layers or first == last == 0
@@ -230,9 +233,11 @@ class Gates:
         captured: dict[int, Tensor] | None,
         **shared: Any,
     ) -> Tensor | None:
-        """As `run`, but only the fused layers, without the model's forward around them. None if a layer must run its own forward.
+        """As `run`, but only the fused layers, without the model's forward around them.
+        None if a layer must run its own forward.
 
-        `shared`: what the model would pass to each of the layers beside the state. Layers before such a layer may have run.
+        `shared`: what the model would pass to each of the layers beside the state.
+        Layers before such a layer may have run.
         """
         if self._stack is None or any(self._hooks):
             return None
@@ -255,7 +260,8 @@ class Gates:
         return state
 
     def head(self, state: Tensor, **inputs: Any) -> Tensor:
-        """Runs only the final norm and the head, through the model's own forward: state at depth L [B, Q, D] -> logits [B, Q, V]."""
+        """Runs only the final norm and the head, through the model's own forward: state at depth L [B, Q, D] -> logits
+        [B, Q, V]."""
         self._open(self.num_layers, self.num_layers, state)
         try:
             logits: Tensor = self._model(**inputs).logits

@@ -1,7 +1,8 @@
 """Draws tokens on the host, from the few tokens of a row that can be drawn.
 
-The tokens are those of `nucleus` and `drawn` of `shared.model.distribution`, which take whole rows through every filter. Most tokens of a row
-have no mass, or are not among the most probable ones that a filter keeps. They are left out first, so one thread is faster than many.
+The tokens are those of `nucleus` and `drawn` of `shared.model.distribution`, which take whole rows through every
+filter. Most tokens of a row have no mass, or are not among the most probable ones that a filter keeps. They are left
+out first, so one thread is faster than many.
 """
 
 import math
@@ -17,12 +18,14 @@ from shared.model.distribution import penalised, unit_mass
 from shared.model.sampling import SamplingParams, Trial
 from shared.ops.choices import NO_TOKEN
 
-# A token whose logit over the temperature is lower than the largest one's by this and by the logarithm of the unit has no mass.
+# A token whose logit over the temperature is lower than the largest one's by this and by the logarithm of the unit has
+# no mass.
 BELOW_HALF = 0.8
 # Tokens that are sorted at first to find a nucleus, and how many times as many the next time.
 FIRST_SORTED, MORE_SORTED = 512, 8
 LOWEST = float(np.finfo(np.float32).min) / 2
-# Numbers at a time. The library that computes exponentials takes threads for 4,096, and waiting for them takes longer than they save.
+# Numbers at a time. The library that computes exponentials takes threads for 4,096, and waiting for them takes longer
+# than they save.
 PIECE = 1 << 11
 # Numbers of a column in the search for the k-th largest.
 COLUMN = 8
@@ -33,7 +36,8 @@ Tokens = npt.NDArray[np.int64]
 
 
 def draw(logits: Tensor, trials: Sequence[Trial]) -> list[Tensor]:
-    """The tokens drawn at each trial's rows, up to the first that is not its draft: per trial [n] int64. logits [T, V] float on the host.
+    """The tokens drawn at each trial's rows, up to the first that is not its draft: per trial [n] int64. logits [T, V]
+    float on the host.
 
     NO_TOKEN as for `choose`. Temperatures must be positive.
     """
@@ -76,7 +80,8 @@ def token_at(uniform: float, scores: Floats, sampling: SamplingParams) -> int:
 def masses_of_few(
     scores: Floats, largest: float, sampling: SamplingParams
 ) -> tuple[Tokens, Masses]:
-    """Tokens, ascending, and their masses after temperature and top-k; all others have none. As of `distribution.candidates`."""
+    """Tokens, ascending, and their masses after temperature and top-k; all others have none.
+    As of `distribution.candidates`."""
     size, temperature = len(scores), sampling.temperature
     unit = unit_mass(size)
     if 0 < sampling.top_k < size:
@@ -94,7 +99,8 @@ def masses_of_few(
 
 
 def _kth_largest(scores: Floats, count: int) -> np.float32:
-    # Of columns of the row, so many have a largest number that is not below the one sought. Fewer numbers than all are left to look at.
+    # Of columns of the row, so many have a largest number that is not below the one sought.
+    # Fewer numbers than all are left to look at.
     width = len(scores) // COLUMN
     if width > count:
         largest = scores[: COLUMN * width].reshape(COLUMN, width).max(0)
@@ -105,8 +111,8 @@ def _kth_largest(scores: Floats, count: int) -> np.float32:
 
 
 def _within_top_p(scores: Floats, masses: Masses, top_p: float) -> Masses:
-    """Masses [n], set to 0 where the more probable tokens already sum to the share `top_p` of all or more. The most probable token is
-    kept."""
+    """Masses [n], set to 0 where the more probable tokens already sum to the share `top_p` of all or more. The most
+    probable token is kept."""
     bound, num_sorted = masses.sum() * top_p, FIRST_SORTED
     few: Tokens
     while num_sorted < len(scores):

@@ -1,4 +1,5 @@
-"""Finds the operators that make the host wait for the device, or that depend on numbers on it. Such passes cannot be recorded."""
+"""Finds the operators that make the host wait for the device, or that depend on numbers on it.
+Such passes cannot be recorded."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_in
 
 
 class HostSyncs(TorchDispatchMode):
-    """Collects in `found` the names of operators whose result's size depends on numbers on the device, or which copy to or from the host."""
+    """Collects in `found` the names of operators whose result's size depends on numbers on the device, or which copy to
+    or from the host."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,5 @@
-"""The configuration of each decoder layer. In some models, such as Gemma 4, layers differ in settings like the width of their heads."""
+"""The configuration of each decoder layer. In some models, such as Gemma 4, layers differ in settings like the width of
+their heads."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -57,17 +57,17 @@ def load_model(
 ) -> LoadedModel:
     """Loads a Hugging Face folder, a .gguf file, or a model by its hub name.
 
-    `dtype`: the format that weights are kept in; None: the one they are stored in. On a CPU everything is computed in float32, whatever
-    the format, and a matrix is packed as soon as it is read; other devices also compute in `dtype`. Weights are read from safetensors or
-    GGUF, never from a pickle. `context_length`: an upper limit, in tokens, below the model's own. `accelerate`, `kv_dtype` and
-    `compute_dtype` are as in `shared.model.loaded.wrap_model`.
-    `store`: what earlier starts have proven, measured and packed for this model is taken from there, if it is to run on a CPU from files
-    of this machine. `LoadedModel.facts.keep` puts there what this start has found out.
-    Logs the size on disk before loading, and the seconds taken and the formats of the weights afterwards.
+    `dtype`: the format that weights are kept in; None: the one they are stored in. On a CPU everything is computed in
+    float32, whatever the format, and a matrix is packed as soon as it is read; other devices also compute in `dtype`.
+    Weights are read from safetensors or GGUF, never from a pickle. `context_length`: an upper limit, in tokens, below
+    the model's own. `accelerate`, `kv_dtype` and `compute_dtype` are as in `shared.model.loaded.wrap_model`. `store`:
+    what earlier starts have proven, measured and packed for this model is taken from there, if it is to run on a CPU
+    from files of this machine. `LoadedModel.facts.keep` puts there what this start has found out. Logs the size on disk
+    before loading, and the seconds taken and the formats of the weights afterwards.
 
-    Raises `NotFound` (reason MODEL_NOT_FOUND), `PermissionDenied` (MODEL_GATED), `UnsupportedModel` (also with reason PACKAGE_MISSING),
-    `Corrupt` (MODEL_FILE_CORRUPT), `Unavailable` (MODEL_FILE_CHANGED, HUB_UNAVAILABLE), `Exhausted` (OUT_OF_MEMORY), and the errors of
-    `check_device`.
+    Raises `NotFound` (reason MODEL_NOT_FOUND), `PermissionDenied` (MODEL_GATED), `UnsupportedModel` (also with reason
+    PACKAGE_MISSING), `Corrupt` (MODEL_FILE_CORRUPT), `Unavailable` (MODEL_FILE_CHANGED, HUB_UNAVAILABLE), `Exhausted`
+    (OUT_OF_MEMORY), and the errors of `check_device`.
     """
     started_s = time.monotonic()
     check_device(device)
@@ -173,7 +173,8 @@ def _load_model(
 
 
 def _is_dequantised(model: PreTrainedModel, method: str, model_id: str) -> bool:
-    """Whether the weights of a quantised checkpoint are no longer quantised. Logs how they are served. Raises `UnsupportedModel`."""
+    """Whether the weights of a quantised checkpoint are no longer quantised. Logs how they are served.
+    Raises `UnsupportedModel`."""
     try:
         dequantised = dequantises(model)
     except Exception as error:
@@ -200,7 +201,8 @@ def _is_dequantised(model: PreTrainedModel, method: str, model_id: str) -> bool:
 
 
 def _build(where: Mapping[str, Any], dtype: torch.dtype | str) -> PreTrainedModel:
-    """Raises `UnsupportedModel` (reason WEIGHTS_MISSING) if the checkpoint lacks weights, which transformers would make up."""
+    """Raises `UnsupportedModel` (reason WEIGHTS_MISSING) if the checkpoint lacks weights, which transformers would make
+    up."""
     weights: dict[str, Any] = {} if "gguf_file" in where else {"use_safetensors": True}
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         **where, **weights, dtype=dtype, output_loading_info=True
@@ -209,7 +211,8 @@ def _build(where: Mapping[str, Any], dtype: torch.dtype | str) -> PreTrainedMode
     missing = sorted(report["missing_keys"])
     if missing:
         raise UnsupportedModel(
-            f"the checkpoint has no weights for {len(missing)} parameters of {type(model).__name__}, such as {missing[0]}",
+            f"the checkpoint has no weights for {len(missing)} parameters of {type(model).__name__}, such as "
+            f"{missing[0]}",
             reason="WEIGHTS_MISSING",
             metadata={"parameter": missing[0]},
         )
@@ -219,7 +222,8 @@ def _build(where: Mapping[str, Any], dtype: torch.dtype | str) -> PreTrainedMode
 
 @contextmanager
 def _load_errors(source: str | Path, failure: str) -> Iterator[None]:
-    """Raises other errors than neap's as neap's, with the message `failure` if nothing more is known. The log has the error itself."""
+    """Raises other errors than neap's as neap's, with the message `failure` if nothing more is known.
+    The log has the error itself."""
     try:
         yield
     except NeapError:

@@ -26,9 +26,9 @@ log = structlog.get_logger("neap.model")
 class LoadedModel:
     """A frozen model and its parts. `fingerprint` identifies architecture and weights, independently of the dtype.
 
-    `kv_dtype`: the dtype in which caches hold keys and values. `compute_dtype`: the one in which matrices are multiplied.
-    `acceleration`: what of it runs on neap's CPU kernels; None if it was not accelerated. `source`: where `load_model` read it, in
-    `load_s` seconds; None for a model that was already built. `facts`: what is known about it.
+    `kv_dtype`: the dtype in which caches hold keys and values. `compute_dtype`: the one in which matrices are
+    multiplied. `acceleration`: what of it runs on neap's CPU kernels; None if it was not accelerated. `source`: where
+    `load_model` read it, in `load_s` seconds; None for a model that was already built. `facts`: what is known about it.
     """
 
     model_id: str
@@ -64,7 +64,8 @@ class LoadedModel:
 
     @property
     def text_fingerprint(self) -> str:
-        """Identifies what decides the text that the model writes: `fingerprint`, and the dtype of matmuls if it is not the model's."""
+        """Identifies what decides the text that the model writes: `fingerprint`, and the dtype of matmuls if it is not
+        the model's."""
         if self.compute_dtype == self.model.dtype:
             return self.fingerprint
         return f"{self.fingerprint}/{dtype_name(self.compute_dtype)}"
@@ -88,13 +89,13 @@ def wrap_model(
 ) -> LoadedModel:
     """Freezes a model that is already built, and finds its parts.
 
-    `accelerate`: whether a float32 model on a CPU runs on neap's kernels, with packed weights. `identity`: its fingerprint, if it is
-    known. `kv_dtype`: the dtype in which caches hold keys and values, rounded once when they are written; None: the one that the model
-    computes in. `compute_dtype`: for an accelerated model, bfloat16 multiplies weights that are kept in bfloat16 by inputs rounded to
-    it, and int8 multiplies GGUF's blocks by inputs rounded to 8 bits. None: int8 if there are such blocks, else the one of the model.
-    `facts`: what is known about this model, loaded in this way. It is not proven again.
-    Raises `UnsupportedModel` (reason KV_DTYPE_NOT_SUPPORTED if the model's attention cannot read that dtype, COMPUTE_DTYPE_NOT_SUPPORTED
-    if no matrix can be multiplied in that one).
+    `accelerate`: whether a float32 model on a CPU runs on neap's kernels, with packed weights. `identity`: its
+    fingerprint, if it is known. `kv_dtype`: the dtype in which caches hold keys and values, rounded once when they are
+    written; None: the one that the model computes in. `compute_dtype`: for an accelerated model, bfloat16 multiplies
+    weights that are kept in bfloat16 by inputs rounded to it, and int8 multiplies GGUF's blocks by inputs rounded to 8
+    bits. None: int8 if there are such blocks, else the one of the model. `facts`: what is known about this model,
+    loaded in this way. It is not proven again. Raises `UnsupportedModel` (reason KV_DTYPE_NOT_SUPPORTED if the model's
+    attention cannot read that dtype, COMPUTE_DTYPE_NOT_SUPPORTED if no matrix can be multiplied in that one).
     """
     model.requires_grad_(False).eval()
     parts = find_parts(model)
@@ -109,14 +110,16 @@ def wrap_model(
     compute_dtype = compute_dtype or (torch.int8 if torch.int8 in possible else model.dtype)
     if compute_dtype not in {model.dtype, *possible}:
         raise UnsupportedModel(
-            f"{model_id} cannot be multiplied in {dtype_name(compute_dtype)}: only neap's kernels, on a CPU, multiply in another dtype "
-            "than the model's: weights kept in bfloat16 in bfloat16, and the blocks of a .gguf file in int8",
+            f"{model_id} cannot be multiplied in {dtype_name(compute_dtype)}: only neap's kernels, on a CPU, multiply "
+            "in another dtype than the model's: weights kept in bfloat16 in bfloat16, and the blocks of a .gguf file "
+            "in int8",
             reason="COMPUTE_DTYPE_NOT_SUPPORTED",
         )
     if kv_dtype != model.dtype and model.config._attn_implementation != attention.NAME:
         raise UnsupportedModel(
-            f"keys and values of {model_id} cannot be kept in {dtype_name(kv_dtype)}: only neap's own attention, on a CPU, reads them in another dtype "
-            f"than the model computes in, and this model runs {model.config._attn_implementation!r} on {model.device}",
+            f"keys and values of {model_id} cannot be kept in {dtype_name(kv_dtype)}: only neap's own attention, on a "
+            "CPU, reads them in another dtype than the model computes in, and this model runs "
+            f"{model.config._attn_implementation!r} on {model.device}",
             reason="KV_DTYPE_NOT_SUPPORTED",
         )
     return LoadedModel(

@@ -1,9 +1,9 @@
 """What may be promised of a runner's tokens, and an id of the bits that it gives.
 
-Policy `exact` verifies drafts in passes over several tokens, beside other requests. Its tokens are those of `full`, and those of a request
-do not depend on the others, if a token gets the same bits in every pass. Neap's kernels give them, on a CPU. Other code rounds differently
-in longer passes. There, each token is still one that the full model chose in the pass that verified it, but where its two best choices are
-nearly equal, another pass may choose the other one.
+Policy `exact` verifies drafts in passes over several tokens, beside other requests. Its tokens are those of `full`, and
+those of a request do not depend on the others, if a token gets the same bits in every pass. Neap's kernels give them,
+on a CPU. Other code rounds differently in longer passes. There, each token is still one that the full model chose in
+the pass that verified it, but where its two best choices are nearly equal, another pass may choose the other one.
 """
 
 import hashlib
@@ -35,9 +35,9 @@ _ROUNDED_ONLY = "bf16"
 class Numerics:
     """`is_exact`: whether `exact` gives the tokens of `full`, alone and in any company; if not, `why_not` says why.
 
-    `id`: two workers that are exact have the same one if they give the same bits, and only then. It depends on the model, the formats of
-    weights, keys and values, the kernels in use, and torch. It does not depend on the number of threads. Of workers that are not exact it
-    says how they compute, but no two of their passes need agree.
+    `id`: two workers that are exact have the same one if they give the same bits, and only then. It depends on the
+    model, the formats of weights, keys and values, the kernels in use, and torch. It does not depend on the number of
+    threads. Of workers that are not exact it says how they compute, but no two of their passes need agree.
     """
 
     id: str
@@ -47,7 +47,8 @@ class Numerics:
 
 @torch.inference_mode()
 def numerics_of(runner: Runner) -> Numerics:
-    """Runs a few passes of random tokens. What an earlier start has found out is repeated if one pass gives other bits than it did then.
+    """Runs a few passes of random tokens. What an earlier start has found out is repeated if one pass gives other bits
+    than it did then.
 
     To be called by the thread that uses the runner.
     """
@@ -88,7 +89,8 @@ def _try(runner: Runner) -> Numerics:
 
 
 def _why_not(loaded: LoadedModel, agree: bool) -> str:
-    """Why a token's bits depend on the pass. Empty if they do not: passes `agree`, and nothing is known that makes others differ."""
+    """Why a token's bits depend on the pass. Empty if they do not: passes `agree`, and nothing is known that makes
+    others differ."""
     report = loaded.acceleration
     if loaded.device.type != "cpu":
         return f"products on {loaded.device.type} are rounded by the number of tokens in a pass"
@@ -101,7 +103,8 @@ def _why_not(loaded: LoadedModel, agree: bool) -> str:
 
 
 def _probe(runner: Runner) -> tuple[Tensor, bool]:
-    """The logits [T, V] of sequences across every border, each in one pass, and whether they are the same in several passes."""
+    """The logits [T, V] of sequences across every border, each in one pass, and whether they are the same in several
+    passes."""
     loaded = runner.loaded
     length = min(_PROMPT + 1 + _FEW, loaded.context_length)
     logits, agree = [], True
@@ -118,7 +121,8 @@ def _probe(runner: Runner) -> tuple[Tensor, bool]:
 
 
 def _logits_from(runner: Runner, place: int, length: int) -> tuple[Tensor, Tensor]:
-    """The logits [T, V] of a sequence whose positions begin at `place`: in one pass, and in several, the last of them in company."""
+    """The logits [T, V] of a sequence whose positions begin at `place`: in one pass, and in several, the last of them
+    in company."""
     loaded, depth = runner.loaded, runner.num_layers
     prompt = max(1, length - 1 - _FEW)
     ids = torch.randint(
@@ -151,7 +155,8 @@ def _logits_from(runner: Runner, place: int, length: int) -> tuple[Tensor, Tenso
 
 
 def _facts(runner: Runner) -> dict[str, object]:
-    """What decides the bits beside the model's numbers. What else does, such as the formats of weights, shows in the bits of the probe."""
+    """What decides the bits beside the model's numbers.
+    What else does, such as the formats of weights, shows in the bits of the probe."""
     loaded, report = runner.loaded, runner.loaded.acceleration
     facts: dict[str, object] = {
         "model": loaded.text_fingerprint,
@@ -176,7 +181,8 @@ def cpu_path(loaded: LoadedModel) -> str:
 
 
 def _torch_functions() -> Tensor:
-    """What torch's functions give: those of rotary angles at far positions, and those that modules and sampling call."""
+    """What torch's functions give: those of rotary angles at far positions, and those that modules and sampling
+    call."""
     turns = torch.arange(0, 1 << 17, 37.0)[:, None] * torch.logspace(0, -5, 8)
     x = torch.linspace(-12, 12, 4096)
     rest = [x.exp(), x.tanh(), x.sigmoid(), x.erf(), x.softmax(0), x.cumsum(0)]

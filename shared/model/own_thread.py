@@ -1,8 +1,9 @@
 """Runs work in a thread that ends with it, so that its OpenMP thread pool ends, too.
 
-PyTorch uses OpenMP on the CPU, and libgomp keeps one pool for every thread that has run a parallel region. If the pools together have
-more threads than there are cores, libgomp stops spinning between regions, and a forward pass of hundreds of short regions takes twice
-as long (docs/decisions/004). So loading, checks and calibration run in threads that end, and only the engine's thread keeps a pool.
+PyTorch uses OpenMP on the CPU, and libgomp keeps one pool for every thread that has run a parallel region. If the pools
+together have more threads than there are cores, libgomp stops spinning between regions, and a forward pass of hundreds
+of short regions takes twice as long (docs/decisions/004). So loading, checks and calibration run in threads that end,
+and only the engine's thread keeps a pool.
 """
 
 import ctypes
@@ -15,10 +16,11 @@ T = TypeVar("T")
 
 
 def run_in_own_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Returns `work(*args, **kwargs)`, run in a new thread, which has ended when this returns. Raises what `work` raises.
+    """Returns `work(*args, **kwargs)`, run in a new thread, which has ended when this returns.
+    Raises what `work` raises.
 
-    An exception that interrupts the caller, for example Ctrl-C, is also raised in `work`, at its next line of Python. A thread that
-    still ran inside PyTorch while the interpreter ends would abort the process.
+    An exception that interrupts the caller, for example Ctrl-C, is also raised in `work`, at its next line of Python. A
+    thread that still ran inside PyTorch while the interpreter ends would abort the process.
     """
     results: list[T] = []
     errors: list[BaseException] = []

@@ -23,8 +23,8 @@ RunRagged = Callable[..., Tensor]
 
 
 class StateCheck:
-    """Sequences of random tokens, and their states by the model's own attention: three from position 0 on, one longer than the model's
-    window, and one across each border."""
+    """Sequences of random tokens, and their states by the model's own attention: three from position 0 on, one longer
+    than the model's window, and one across each border."""
 
     @torch.inference_mode()
     def __init__(self, model: GatedModel) -> None:

@@ -1,9 +1,10 @@
 """Paged KV (vLLM, 2309.06180): keys and values in blocks of one pool, so nothing is allocated while requests run.
 
-A block holds BLOCK_TOKENS token positions of one sequence, in every layer. The pool is allocated at start and has as many blocks as its
-memory allows. A cache takes all blocks for its capacity at once, and returns them when it is closed or dropped. A pass finds a
-sequence's blocks through its block table: a row of a tensor on the device that lists the blocks of one cache in the order of their
-positions. A cache has a block table only while it is in use; if all are taken, the least recently used one is filled anew.
+A block holds BLOCK_TOKENS token positions of one sequence, in every layer. The pool is allocated at start and has as
+many blocks as its memory allows. A cache takes all blocks for its capacity at once, and returns them when it is closed
+or dropped. A pass finds a sequence's blocks through its block table: a row of a tensor on the device that lists the
+blocks of one cache in the order of their positions. A cache has a block table only while it is in use; if all are
+taken, the least recently used one is filled anew.
 """
 
 import itertools
@@ -47,8 +48,8 @@ def num_blocks_of(num_tokens: int) -> int:
 class BlockPool:
     """P blocks: per layer keys [P, Hkv, G, D] and values [P, Hkv, G, Dv], G = BLOCK_TOKENS.
 
-    `block_tables` [NUM_BLOCK_TABLES, M] int64: M blocks for a whole context each. Threads: one thread makes caches and asks for block
-    tables; any thread may close or drop a cache.
+    `block_tables` [NUM_BLOCK_TABLES, M] int64: M blocks for a whole context each. Threads: one thread makes caches and
+    asks for block tables; any thread may close or drop a cache.
     """
 
     @torch.inference_mode()
@@ -94,8 +95,8 @@ class BlockPool:
     def new_cache(self, capacity: int) -> "PagedCache":
         """A cache for at least `capacity` tokens.
 
-        Raises `Exhausted` (reason KV_PAGES) if too few blocks are free, and `InvalidInput` (reason CACHE_CAPACITY) if `capacity`
-        exceeds the context length.
+        Raises `Exhausted` (reason KV_PAGES) if too few blocks are free, and `InvalidInput` (reason CACHE_CAPACITY) if
+        `capacity` exceeds the context length.
         """
         needed = num_blocks_of(capacity)
         if needed > self._blocks_per_table:
@@ -137,8 +138,8 @@ class BlockPool:
 
     @torch.inference_mode()
     def move(self, moves: Sequence[tuple["PagedCache", int, int]]) -> None:
-        """Moves keys and values: each (cache, from this position, to that). One copy to the device, and a few launches per kind of
-        layer, because each layer alone would take longer to launch than to copy."""
+        """Moves keys and values: each (cache, from this position, to that). One copy to the device, and a few launches
+        per kind of layer, because each layer alone would take longer to launch than to copy."""
         where = [
             [cache.blocks[at // BLOCK_TOKENS], at % BLOCK_TOKENS]
             for cache, source, target in moves

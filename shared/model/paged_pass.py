@@ -1,8 +1,8 @@
 """One pass over T tokens of any sequences through the model's own forward, in a form that can be recorded.
 
-Tokens, positions, block tables and states are read from tensors that stay in place, and nothing on the host depends on them. So the pass
-is recorded once and replayed over other numbers. A token at a negative position is padding: something is computed for it, but nothing is
-written, and nobody reads the result.
+Tokens, positions, block tables and states are read from tensors that stay in place, and nothing on the host depends on
+them. So the pass is recorded once and replayed over other numbers. A token at a negative position is padding: something
+is computed for it, but nothing is written, and nobody reads the result.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +27,9 @@ LayerTransform = Callable[[int, Forward], Forward]
 
 @dataclass
 class TokenPlaces:
-    """Where the tokens of a pass stand: their positions, those at whose places their keys and values are kept, those at which their
-    branches begin, those that the model sees (other ones in checks only: see `KVCache.origin`), and their regimes."""
+    """Where the tokens of a pass stand: their positions, those at whose places their keys and values are kept, those at
+    which their branches begin, those that the model sees (other ones in checks only: see `KVCache.origin`), and their
+    regimes."""
 
     positions: list[int] = field(default_factory=list)
     slot_mapping: list[int] = field(default_factory=list)
@@ -55,8 +56,8 @@ class TokenPlaces:
 class TokenBuffer:
     """The tokens of a pass, in tensors that stay in place. Every pass has T = `num_tokens` tokens.
 
-    `ids`, `table_indices`, the index of each token's block table, and what `TokenPlaces` has (a negative position: padding): each [T]
-    int64, views of `stacked` [7, T].
+    `ids`, `table_indices`, the index of each token's block table, and what `TokenPlaces` has (a negative position:
+    padding): each [T] int64, views of `stacked` [7, T].
     """
 
     @torch.inference_mode()
@@ -74,8 +75,8 @@ class TokenBuffer:
 
     @torch.inference_mode()
     def fill(self, ids: Tensor, table_indices: list[int], places: TokenPlaces) -> None:
-        """Sets N <= T tokens: `ids` [N], the indices of their block tables, and their places. The rest is padding. One copy if `ids` are on
-        the host."""
+        """Sets N <= T tokens: `ids` [N], the indices of their block tables, and their places. The rest is padding. One
+        copy if `ids` are on the host."""
         padding = [0] * (self.num_tokens - len(table_indices))
         nowhere = [-1] * len(padding)
         host = torch.tensor(
@@ -99,7 +100,8 @@ class TokenBuffer:
 
 
 class _LayerCache(LengthlessCache):
-    """The transformers cache of a paged pass. It returns keys and values unchanged, because attention writes them to the pool."""
+    """The transformers cache of a paged pass. It returns keys and values unchanged, because attention writes them to
+    the pool."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -143,7 +145,8 @@ class PagedForward:
         captured: dict[int, Tensor] | None = None,
         checks: bool = False,
     ) -> Tensor:
-        """Runs layers [first, last) over T tokens. `entering` [T, D]: their state at depth `first`, or None for depth 0.
+        """Runs layers [first, last) over T tokens.
+        `entering` [T, D]: their state at depth `first`, or None for depth 0.
 
         Returns their state at depth `last` [T, D]. `captured` as in `Gates.run`, with B = 1. With `checks`, masks are
         verified: see `PagedOffset`. Leaves the counters unchanged.

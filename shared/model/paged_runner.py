@@ -1,8 +1,8 @@
 """The runner over paged KV, for GPUs: passes of a few fixed sizes, each recorded once as a CUDA graph and replayed.
 
-A pass of N tokens runs in the smallest bucket that holds N; the rest of the bucket is padding. The smallest bucket is 16: reading the
-weights takes as long for one token as for sixteen. All passes of up to sixteen tokens run the same kernels over the same shapes, so a
-token gets the same bits alone and in a batch. See docs/decisions/015.
+A pass of N tokens runs in the smallest bucket that holds N; the rest of the bucket is padding. The smallest bucket is
+16: reading the weights takes as long for one token as for sixteen. All passes of up to sixteen tokens run the same
+kernels over the same shapes, so a token gets the same bits alone and in a batch. See docs/decisions/015.
 """
 
 import logging
@@ -39,16 +39,18 @@ logger = logging.getLogger(__name__)
 BUCKETS = (16, 32, 64, 128, 256)
 # Rows of logits at once. These buckets are smaller because a row is as wide as the vocabulary.
 HEAD_BUCKETS = (16, 32, 64)
-# Tokens on top of the budget: for the check, and for what the engine measures and tests while requests hold all other blocks.
+# Tokens on top of the budget: for the check, and for what the engine measures and tests while requests hold all other
+# blocks.
 RESERVED_TOKENS = CHECK_TOKENS
 
 
 class PagedRunner:
     """A `Runner` whose caches are `PagedCache`s of one pool.
 
-    `kv_budget_bytes`: for caches, in whole blocks. RESERVED_TOKENS tokens come on top. `recorder` makes passes replayable; `transform`
-    is as in `PagedForward`. If one of the two does not work for the model, the runner works without it: a warning is logged,
-    `records` or `compiles` is False, and `why_not_recorded` or `why_not_compiled` gives the reason. Raises `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) if passes over paged KV do not give the
+    `kv_budget_bytes`: for caches, in whole blocks. RESERVED_TOKENS tokens come on top. `recorder` makes passes
+    replayable; `transform` is as in `PagedForward`. If one of the two does not work for the model, the runner works
+    without it: a warning is logged, `records` or `compiles` is False, and `why_not_recorded` or `why_not_compiled`
+    gives the reason. Raises `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) if passes over paged KV do not give the
     states of the model's own attention.
     """
 
@@ -138,7 +140,8 @@ class PagedRunner:
         """Does nothing: a cache takes its blocks when it is made."""
 
     def prepare(self, depths: Sequence[int]) -> Iterator[None]:
-        """Records the passes that requests will need: every bucket for the whole model, the smallest between `depths`."""
+        """Records the passes that requests will need: every bucket for the whole model, the smallest between
+        `depths`."""
         widest = min(BUCKETS[-1], self.loaded.context_length)
         for bucket in BUCKETS:
             if bucket <= max(widest, BUCKETS[0]):
@@ -251,10 +254,11 @@ class PagedRunner:
         entering: Tensor | None,
         captured: CapturedStates | None = None,
     ) -> Tensor:
-        """ids [T] and `entering` [T, D] -> the state at depth `last` [T, D]. `caches`: each token's; empty if no layer runs.
+        """ids [T] and `entering` [T, D] -> the state at depth `last` [T, D].
+        `caches`: each token's; empty if no layer runs.
 
-        More tokens than the largest bucket holds run in several passes. The result is that of one pass, because a token sees those
-        before it through its cache.
+        More tokens than the largest bucket holds run in several passes. The result is that of one pass, because a token
+        sees those before it through its cache.
         """
         pieces = []
         captures: dict[int, list[Tensor]] = {
@@ -319,14 +323,16 @@ class PagedRunner:
         self._logits[:bucket].copy_(self._model.logits(self._to_head[:bucket]))
 
     def _set_up(self, transform: LayerTransform | None, *, checks: bool = False) -> None:
-        """Makes later passes run with `transform`, and drops all recorded passes. `checks` is as in `PagedForward.run`."""
+        """Makes later passes run with `transform`, and drops all recorded passes.
+        `checks` is as in `PagedForward.run`."""
         self._forward = PagedForward(self.loaded, self._model.gates, self.pool, transform)
         self._checks = checks
         self._layer_passes: dict[tuple[int, int, int], Work] = {}
         self._head_passes: dict[int, Work] = {}
 
     def _why_not(self, check: StateCheck, transform: LayerTransform | None, what: str) -> str:
-        """Sets passes up with `transform` and the current recorder. Returns why they do not give the right states, empty if they do."""
+        """Sets passes up with `transform` and the current recorder.
+        Returns why they do not give the right states, empty if they do."""
         try:
             self._set_up(transform)
             check.compare(self.run_ragged, self.new_cache, what)

@@ -7,14 +7,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shared.errors import UnsupportedModel
 
-# Layers of these types keep a state other than keys and values. A token that skipped such a layer could not run through it later.
+# Layers of these types keep a state other than keys and values.
+# A token that skipped such a layer could not run through it later.
 RECURRENT_MARKS = ("linear", "mamba", "recurrent", "conv", "ssm", "rwkv")
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """`layers_path`: the name of the layer list in the model, e.g. "model.layers". `final_norm`: None if no module beside the layers
-    looks like a norm."""
+    """`layers_path`: the name of the layer list in the model, e.g. "model.layers". `final_norm`: None if no module
+    beside the layers looks like a norm."""
 
     layers: nn.ModuleList
     layers_path: str
@@ -76,7 +77,8 @@ def refuse_config(whole: PreTrainedConfig, architecture: str | None = None) -> N
 
 
 def find_layers(model: PreTrainedModel, num_layers: int) -> tuple[str, nn.ModuleList]:
-    """The name and the list of the decoder layers. Raises `UnsupportedModel` if no ModuleList has `num_layers` modules."""
+    """The name and the list of the decoder layers.
+    Raises `UnsupportedModel` if no ModuleList has `num_layers` modules."""
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     fitting = [(name, module) for name, module in lists if len(module) == num_layers]
     if not fitting:

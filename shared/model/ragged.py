@@ -1,9 +1,9 @@
 """Ragged batches: tokens of several sequences in one pass, without padding.
 
-All tokens stand in one row [1, T], sequence after sequence. Linear layers, norms and rotary tables get tokens with explicit positions;
-only attention has to know which sequence a token belongs to. It processes one sequence after another, each over its own cache, so the
-results of a sequence do not depend on the other sequences. The masks come from the model's own mask function, which is called once per
-sequence, so sliding windows and chunks are kept.
+All tokens stand in one row [1, T], sequence after sequence. Linear layers, norms and rotary tables get tokens with
+explicit positions; only attention has to know which sequence a token belongs to. It processes one sequence after
+another, each over its own cache, so the results of a sequence do not depend on the other sequences. The masks come from
+the model's own mask function, which is called once per sequence, so sliding windows and chunks are kept.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ class Branch(NamedTuple):
 class RaggedSequence:
     """One sequence of a ragged batch: `num_tokens` tokens at positions from `base` on of its own cache.
 
-    The last of them are those of the `branches`, in order; the others are the trunk. A branch sees the positions before its base as the
-    cache and the trunk have them, and itself. Its tokens are kept in the cache where they would stand in a trunk of `num_tokens`
-    tokens.
+    The last of them are those of the `branches`, in order; the others are the trunk. A branch sees the positions before
+    its base as the cache and the trunk have them, and itself. Its tokens are kept in the cache where they would stand
+    in a trunk of `num_tokens` tokens.
 
-    `read_length`: the first tokens of the sequence that `generate` would have read in one pass; it reads the others one by one. See
-    `shared.model.regimes`. None: all up to the last of this pass.
+    `read_length`: the first tokens of the sequence that `generate` would have read in one pass; it reads the others one
+    by one. See `shared.model.regimes`. None: all up to the last of this pass.
     """
 
     cache: KVCache
@@ -70,7 +70,8 @@ class RaggedSequence:
 
 
 class Move(NamedTuple):
-    """Of keys and values that `cache` keeps at places [start, end), to the places from `to` < `start` on, in all layers."""
+    """Of keys and values that `cache` keeps at places [start, end), to the places from `to` < `start` on, in all
+    layers."""
 
     cache: KVCache
     start: int
@@ -98,7 +99,8 @@ class RaggedCache(LengthlessCache):
     def update(  # type: ignore[override]  # transformers passes the result to our attention without looking inside
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[RaggedStates, RaggedStates]:
-        """The new keys and values [1, Hkv, T, Dh] together with the tensors that they belong in. Our attention writes them there."""
+        """The new keys and values [1, Hkv, T, Dh] together with the tensors that they belong in.
+        Our attention writes them there."""
         tensors = [
             cache.layer_tensors(key_states, value_states, layer_idx) for cache in self._caches
         ]
@@ -108,7 +110,8 @@ class RaggedCache(LengthlessCache):
         )
 
     def layers_kv(self, keys: Tensor, values: Tensor, layers: tuple[int, ...]) -> LayerKV:
-        """The tensors of layers per span, and the places in them that the pass will write: see `ContiguousCache.layers_kv`."""
+        """The tensors of layers per span, and the places in them that the pass will write: see
+        `ContiguousCache.layers_kv`."""
         tables = [cache.tables(keys, values, layers) for cache in self._caches]
         return LayerKV(
             [own_keys for [own_keys], _ in tables],

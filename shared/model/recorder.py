@@ -12,19 +12,22 @@ Work = Callable[[], None]
 class Recorder(Protocol):
     """Makes work replayable.
 
-    `records`: whether a replay runs only the device operations of the work. The host's decisions are then made once, at recording.
+    `records`: whether a replay runs only the device operations of the work.
+    The host's decisions are then made once, at recording.
     """
 
     records: bool
 
     def record(self, work: Work) -> Work:
-        """A function that repeats what `work` did, over the same tensors. `work` may run any number of times during this call.
+        """A function that repeats what `work` did, over the same tensors.
+        `work` may run any number of times during this call.
 
         `work` reads and writes tensors that stay in place, and returns nothing. It must not wait for the device.
         """
 
     def close(self) -> None:
-        """Frees the memory that recordings share. All recordings must have been dropped. Nothing is recorded afterwards."""
+        """Frees the memory that recordings share. All recordings must have been dropped.
+        Nothing is recorded afterwards."""
 
 
 class NoRecorder:
@@ -40,7 +43,8 @@ class NoRecorder:
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one memory pool. They must be replayed one after another on one stream, as one engine does."""
+    """Records CUDA graphs that share one memory pool.
+    They must be replayed one after another on one stream, as one engine does."""
 
     records = True
 
@@ -55,12 +59,13 @@ class CudaRecorder:
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                work()  # so that libraries create their handles and layers are compiled before the capture, where neither is allowed
+                # Libraries create their handles and layers are compiled before the capture, where neither is allowed.
+                work()
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             try:
-                # Other threads may use the device during the capture, for example for a router. If the capture fails, torch does
-                # not restore the current stream; the outer context does.
+                # Other threads may use the device during the capture, for example for a router. If the capture fails,
+                # torch does not restore the current stream; the outer context does.
                 with (
                     torch.cuda.stream(current),
                     torch.cuda.graph(

@@ -1,14 +1,16 @@
 """Rotary angles that depend on the length of the sequence, such as longrope's short and long factors.
 
-The modules of transformers that make such angles choose the factors for a whole pass, by its largest position. That is right for
-`generate` with one sequence: it reads the prompt in one pass and then token after token. The passes of an engine are others: pieces of
-prompts, drafts, several sequences. So each token of a pass states its length: how long the sequence was when `generate` would have run
-the token. Lengths with the same angles are one *regime*, and each token gets the angles of its own.
+The modules of transformers that make such angles choose the factors for a whole pass, by its largest position. That is
+right for `generate` with one sequence: it reads the prompt in one pass and then token after token. The passes of an
+engine are others: pieces of prompts, drafts, several sequences. So each token of a pass states its length: how long the
+sequence was when `generate` would have run the token. Lengths with the same angles are one *regime*, and each token
+gets the angles of its own.
 
-Some models let `generate` read the whole sequence again when it outgrows a regime; `Regimes.rereads` are the lengths at which they do.
+Some models let `generate` read the whole sequence again when it outgrows a regime; `Regimes.rereads` are the lengths at
+which they do.
 
-No family is named. Modules that take positions are called with sequences of different lengths, around every border that the
-configuration names.
+No family is named. Modules that take positions are called with sequences of different lengths, around every border that
+the configuration names.
 """
 
 import inspect
@@ -35,12 +37,13 @@ Forward = Callable[..., Any]
 
 @dataclass
 class Regimes:
-    """`starts`: the smallest length of each regime, ascending from 1. `rereads`: lengths, ascending, at which `generate` reads all tokens
-    again. A model whose angles do not depend on the length has one regime."""
+    """`starts`: the smallest length of each regime, ascending from 1. `rereads`: lengths, ascending, at which
+    `generate` reads all tokens again. A model whose angles do not depend on the length has one regime."""
 
     starts: tuple[int, ...] = (1,)
     rereads: tuple[int, ...] = ()
-    # The regime of all tokens of the current pass, or of each [B or 1, T]. None: modules choose, by the largest position.
+    # The regime of all tokens of the current pass, or of each [B or 1, T].
+    # None: modules choose, by the largest position.
     current: int | Tensor | None = field(default=None, repr=False)
 
     @property
@@ -52,7 +55,8 @@ class Regimes:
         return bisect_right(self.starts, length) - 1
 
     def agree(self, read_length: int, other: int) -> bool:
-        """Whether the keys of a sequence, of which so many tokens were read at once, serve a prompt of `other` tokens, as far as it goes."""
+        """Whether the keys of a sequence, of which so many tokens were read at once, serve a prompt of `other` tokens,
+        as far as it goes."""
         return self.of(read_length) == self.of(other)
 
     def next_reread(self, length: int) -> int | None:
@@ -76,7 +80,8 @@ def whole_or_each(regimes: Sequence[int]) -> int | Tensor:
 
 
 def find_regimes(model: PreTrainedModel, context_length: int) -> Regimes:
-    """Replaces the forward of modules whose angles depend on the length, if there are any, by one that obeys the returned `Regimes`.
+    """Replaces the forward of modules whose angles depend on the length, if there are any, by one that obeys the
+    returned `Regimes`.
 
     Raises `UnsupportedModel` (reason LENGTH_NOT_SUPPORTED) if angles change with the length in a way that is no regime.
     """
@@ -119,7 +124,8 @@ class _Call:
 
 
 def _position_modules(model: PreTrainedModel) -> dict[nn.Module, list[_Call]]:
-    """The modules without parts of their own that are called with `position_ids` in a pass over one token, and the calls."""
+    """The modules without parts of their own that are called with `position_ids` in a pass over one token, and the
+    calls."""
     seen: dict[nn.Module, list[_Call]] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -156,8 +162,9 @@ def _starts(module: nn.Module, call: _Call, lengths: Sequence[int]) -> Iterator[
         if before is not None and not all(map(torch.equal, angles, before)):
             if length != previous + 1:
                 raise UnsupportedModel(
-                    f"the angles of {type(module).__name__} change between sequences of {previous} and {length} tokens, at a length that the"
-                    f" configuration does not name; with a context of {previous} tokens the model can be run",
+                    f"the angles of {type(module).__name__} change between sequences of {previous} and {length} "
+                    f"tokens, at a length that the configuration does not name; with a context of {previous} tokens "
+                    "the model can be run",
                     reason="LENGTH_NOT_SUPPORTED",
                 )
             yield length
@@ -214,7 +221,8 @@ class _Past(LengthlessCache):
 
 
 def _rereads(model: PreTrainedModel, length: int) -> bool:
-    """Whether `generate` reads the whole sequence when it has `length` tokens and keys and values of all but the last."""
+    """Whether `generate` reads the whole sequence when it has `length` tokens and keys and values of all but the
+    last."""
     ids = torch.ones(1, length, dtype=torch.long, device=model.device)
     prepare: Callable[..., dict[str, Tensor]] = cast(Any, model).prepare_inputs_for_generation
     inputs = prepare(

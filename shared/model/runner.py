@@ -1,7 +1,7 @@
 """What the engine and the calibrator ask of a runner: parts of a model, run on demand over KV caches.
 
-Two classes fulfil it: `ContiguousRunner`, whose caches are contiguous tensors, and `PagedRunner`, whose caches are blocks of one pool.
-`shared.model.runners.make_runner` chooses between them.
+Two classes fulfil it: `ContiguousRunner`, whose caches are contiguous tensors, and `PagedRunner`, whose caches are
+blocks of one pool. `shared.model.runners.make_runner` chooses between them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,10 +28,10 @@ def captured_depths(num_layers: int) -> tuple[int, int]:
 class Runner(Protocol):
     """Runs layers [first, last) of one model.
 
-    Caches: every cache that is passed in comes from `new_cache` of the same runner.
-    Threads: not thread-safe. Runners of one model share its gates, so one thread at a time uses all of them.
-    Errors: methods that run layers raise `InvalidInput` (reason CACHE_CAPACITY) if the positions do not fit a cache. Errors of
-    PyTorch, such as running out of memory, pass through.
+    Caches: every cache that is passed in comes from `new_cache` of the same runner. Threads: not thread-safe. Runners
+    of one model share its gates, so one thread at a time uses all of them. Errors: methods that run layers raise
+    `InvalidInput` (reason CACHE_CAPACITY) if the positions do not fit a cache. Errors of PyTorch, such as running out
+    of memory, pass through.
     """
 
     @property
@@ -50,7 +50,8 @@ class Runner(Protocol):
 
     @property
     def supports_ragged(self) -> bool:
-        """Whether `run_ragged` works for this model, with branches too. If not, each sequence needs a pass of its own."""
+        """Whether `run_ragged` works for this model, with branches too.
+        If not, each sequence needs a pass of its own."""
 
     @property
     def regimes(self) -> Regimes:
@@ -84,10 +85,12 @@ class Runner(Protocol):
         """The bytes that all caches together can use, given a budget of `wanted` bytes."""
 
     def prepare(self, depths: Sequence[int]) -> Iterator[None]:
-        """Does once what later passes between `depths` would otherwise do first. Yields between steps, so that other work can run."""
+        """Does once what later passes between `depths` would otherwise do first.
+        Yields between steps, so that other work can run."""
 
     def record(self, work: Work) -> Work:
-        """A function that does again what `work` did, as `Recorder.record` makes it; `work` itself if this runner records nothing."""
+        """A function that does again what `work` did, as `Recorder.record` makes it; `work` itself if this runner
+        records nothing."""
 
     def ids(self, tokens: Sequence[int]) -> Tensor:
         """Token ids [1, T] int64 on the device where `run` and `run_ragged` read them."""
@@ -95,12 +98,13 @@ class Runner(Protocol):
     def new_cache(self, capacity: int) -> KVCache:
         """A cache for at least `capacity` tokens of one sequence.
 
-        Raises `Exhausted` (reason KV_PAGES) if the pool has too few free blocks, and `InvalidInput` (reason CACHE_CAPACITY) if
-        `capacity` exceeds the context length of a paged runner.
+        Raises `Exhausted` (reason KV_PAGES) if the pool has too few free blocks, and `InvalidInput` (reason
+        CACHE_CAPACITY) if `capacity` exceeds the context length of a paged runner.
         """
 
     def reserve(self, cache: KVCache) -> None:
-        """Allocates all memory of a new cache now. Otherwise each layer's first pass allocates, when others may have taken the memory.
+        """Allocates all memory of a new cache now.
+        Otherwise each layer's first pass allocates, when others may have taken the memory.
 
         Raises `Exhausted` (reason OUT_OF_MEMORY).
         """
@@ -119,12 +123,12 @@ class Runner(Protocol):
     ) -> Tensor:
         """Runs layers [first, last) over tokens [1, Q] at positions [base, base + Q).
 
-        `hidden` [1, Q, D]: the tokens' state at depth `first`; None if and only if `first` is 0. Returns their state at depth
-        `last` [1, Q, D]. Token ids are always needed: some families derive positions or masks from them. A `base` smaller than the
-        end of an earlier pass rolls the cache back.
+        `hidden` [1, Q, D]: the tokens' state at depth `first`; None if and only if `first` is 0. Returns their state at
+        depth `last` [1, Q, D]. Token ids are always needed: some families derive positions or masks from them. A `base`
+        smaller than the end of an earlier pass rolls the cache back.
 
-        `captured`: the pass adds the states at those of the `captured_depths` that lie strictly between `first` and `last`. `read_length` as in
-        `RaggedSequence`.
+        `captured`: the pass adds the states at those of the `captured_depths` that lie strictly between `first` and
+        `last`. `read_length` as in `RaggedSequence`.
         """
 
     def run_ragged(
@@ -137,10 +141,11 @@ class Runner(Protocol):
         hidden: Tensor | None = None,
         captured: CapturedStates | None = None,
     ) -> Tensor:
-        """Runs layers [first, last) over a ragged batch: tokens [1, T] of several sequences, one sequence after another, no padding.
+        """Runs layers [first, last) over a ragged batch: tokens [1, T] of several sequences, one sequence after
+        another, no padding.
 
-        `hidden` [1, T, D]: the tokens' state at depth `first`; None if and only if `first` is 0. Returns their state at depth
-        `last` [1, T, D]. `captured` as in `run`. To be called only if `supports_ragged`.
+        `hidden` [1, T, D]: the tokens' state at depth `first`; None if and only if `first` is 0. Returns their state at
+        depth `last` [1, T, D]. `captured` as in `run`. To be called only if `supports_ragged`.
         """
 
     def move(self, moves: Sequence[Move]) -> None:

@@ -23,9 +23,9 @@ def make_runner(
 ) -> Runner:
     """The best runner that works for the model on its device.
 
-    `record`: whether passes are recorded as CUDA graphs. `compile_layers`: whether layers run through torch.compile. None: if it
-    works; if not, the log says why. Raises `PreconditionFailed` (reasons CANNOT_RECORD, CANNOT_COMPILE) with the reason if the
-    argument is True but it does not work.
+    `record`: whether passes are recorded as CUDA graphs. `compile_layers`: whether layers run through torch.compile.
+    None: if it works; if not, the log says why. Raises `PreconditionFailed` (reasons CANNOT_RECORD, CANNOT_COMPILE)
+    with the reason if the argument is True but it does not work.
     """
     runner = _runner(loaded, kv_budget_bytes, record is not False, compile_layers is not False)
     check_runner(runner, record=bool(record), compile_layers=bool(compile_layers))
@@ -33,7 +33,8 @@ def make_runner(
 
 
 def check_runner(runner: Runner, *, record: bool, compile_layers: bool) -> None:
-    """Raises `PreconditionFailed` (reasons CANNOT_RECORD, CANNOT_COMPILE) if the runner does not do what is asked of it."""
+    """Raises `PreconditionFailed` (reasons CANNOT_RECORD, CANNOT_COMPILE) if the runner does not do what is asked of
+    it."""
     loaded = runner.loaded
     if record and not runner.records:
         raise PreconditionFailed(

@@ -1,9 +1,10 @@
 """How a request wants its next token to be chosen. The choice is repeatable.
 
-Every position of a sequence has its own uniform number, drawn from (seed, position). So a token depends only on the logits, the tokens
-before it and the seed, whichever pass computed the logits. To verify a draft, a token is sampled from the full model's distribution; the
-draft is accepted if it is that token. A draft of a single token is thus accepted with probability p(draft), and otherwise the result
-follows the residual distribution. This is speculative rejection sampling (Leviathan et al., 2211.17192) coupled to the plain sampler.
+Every position of a sequence has its own uniform number, drawn from (seed, position). So a token depends only on the
+logits, the tokens before it and the seed, whichever pass computed the logits. To verify a draft, a token is sampled
+from the full model's distribution; the draft is accepted if it is that token. A draft of a single token is thus
+accepted with probability p(draft), and otherwise the result follows the residual distribution. This is speculative
+rejection sampling (Leviathan et al., 2211.17192) coupled to the plain sampler.
 """
 
 import math
@@ -21,7 +22,8 @@ MAX_PENALTY = 100.0
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """`temperature` 0 is greedy decoding. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 switch the respective filter off."""
+    """`temperature` 0 is greedy decoding. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 switch the
+    respective filter off."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -65,12 +67,14 @@ def uniform_at(seed: int, position: int) -> float:
 
 @dataclass(frozen=True)
 class Trial:
-    """The rows of logits of one sequence: one per draft and one more. Row i predicts the token after `context` and drafts [0, i).
+    """The rows of logits of one sequence: one per draft and one more.
+    Row i predicts the token after `context` and drafts [0, i).
 
-    Row i counts only if all drafts before it are accepted. In that case it is the row that plain decoding would compute.
+    Row i counts only if all drafts before it are accepted.
+    In that case it is the row that plain decoding would compute.
 
-    `margin`: a draft is accepted, too, if the log-probability of the choice exceeds its own by at most this. None: it is not. Only
-    greedy trials without a repetition penalty have one.
+    `margin`: a draft is accepted, too, if the log-probability of the choice exceeds its own by at most this. None: it
+    is not. Only greedy trials without a repetition penalty have one.
     """
 
     sampling: SamplingParams

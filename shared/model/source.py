@@ -22,8 +22,8 @@ log = structlog.get_logger("neap.model")
 def arguments_of(source: str | Path) -> dict[str, Any]:
     """The arguments by which transformers finds the model.
 
-    Raises `NotFound` (reason MODEL_NOT_FOUND); for a name on the hub also `PermissionDenied` (MODEL_GATED) and `Unavailable`
-    (HUB_UNAVAILABLE).
+    Raises `NotFound` (reason MODEL_NOT_FOUND); for a name on the hub also `PermissionDenied` (MODEL_GATED) and
+    `Unavailable` (HUB_UNAVAILABLE).
     """
     path = Path(source)
     # Code that comes with a model is never run. If this were not set, transformers would ask on standard input.
@@ -89,7 +89,8 @@ def _is_only_cached(name: str) -> bool:
 def _problem_of(name: str, error: Exception) -> NeapError:
     if isinstance(error, GatedRepoError):
         return PermissionDenied(
-            f"model {name!r} is gated: its owner on the Hugging Face Hub must admit the account of this machine's token",
+            f"model {name!r} is gated: its owner on the Hugging Face Hub must admit the account of this machine's "
+            "token",
             reason="MODEL_GATED",
             metadata={"source": name},
         )
@@ -105,11 +106,12 @@ def _problem_of(name: str, error: Exception) -> NeapError:
     if isinstance(error, OfflineModeIsEnabled):
         return not_found(
             name,
-            "there is no such folder, the Hugging Face Hub's cache on this machine does not have it, and HF_HUB_OFFLINE forbids to ask the hub",
+            "there is no such folder, the Hugging Face Hub's cache on this machine does not have it, and "
+            "HF_HUB_OFFLINE forbids to ask the hub",
         )
     return Unavailable(
-        f"model {name!r} cannot be loaded: there is no such folder, the Hugging Face Hub's cache on this machine does not have it, and "
-        f"{constants.ENDPOINT} cannot be reached or answers with an error",
+        f"model {name!r} cannot be loaded: there is no such folder, the Hugging Face Hub's cache on this machine does "
+        f"not have it, and {constants.ENDPOINT} cannot be reached or answers with an error",
         reason="HUB_UNAVAILABLE",
         metadata={"source": name},
     )

@@ -1,12 +1,13 @@
-"""neap's kernels for the CPU, as typed functions. They compute in float32; weights may be stored in other formats. `reference` specifies each of them in PyTorch.
+"""neap's kernels for the CPU, as typed functions. They compute in float32; weights may be stored in other formats.
+`reference` specifies each of them in PyTorch.
 
-Every op is *batch-invariant*: the bits of a token's result do not depend on what else is in the call, such as other tokens, a longer
-cache or more threads. So a pass over eight tokens equals eight passes over one token, and drafts can be verified without changing the
-output. The last bits may differ between instruction sets.
+Every op is *batch-invariant*: the bits of a token's result do not depend on what else is in the call, such as other
+tokens, a longer cache or more threads. So a pass over eight tokens equals eight passes over one token, and drafts can
+be verified without changing the output. The last bits may differ between instruction sets.
 
-Inference only: no op has a gradient. All ops raise `PreconditionFailed` if the library is not built, `RuntimeError` for tensors of the
-wrong shape, dtype, device or layout, and `ValueError` for inputs that require a gradient. The letters of shapes are those of
-`shared.model`; `Hq` and `Hkv` are query and key heads, `K` and `N` inputs and outputs.
+Inference only: no op has a gradient. All ops raise `PreconditionFailed` if the library is not built, `RuntimeError` for
+tensors of the wrong shape, dtype, device or layout, and `ValueError` for inputs that require a gradient. The letters of
+shapes are those of `shared.model`; `Hq` and `Hkv` are query and key heads, `K` and `N` inputs and outputs.
 """
 
 from collections.abc import Sequence
@@ -44,8 +45,8 @@ def refuse_gradient(*tensors: Tensor | None) -> None:
 def pack_linear(weight: Tensor) -> Tensor:
     """weight [N, K] float32, float16 or bfloat16, any strides -> a packed matrix in the same dtype.
 
-    A packed matrix is a uint8 vector that states its format and size itself (csrc/include/formats.h). It is a copy, so the caller may
-    free `weight`.
+    A packed matrix is a uint8 vector that states its format and size itself (csrc/include/formats.h). It is a copy, so
+    the caller may free `weight`.
     """
     load()
     packed: Tensor = torch.ops.neap.pack_linear.default(weight.detach())
@@ -53,18 +54,20 @@ def pack_linear(weight: Tensor) -> Tensor:
 
 
 def pack_blocks(blocks: Tensor, kind: str, in_features: int) -> Tensor:
-    """Rows of GGUF blocks [N, bytes per row] uint8 of one type, such as "Q4_K" -> a packed matrix of the same numbers."""
+    """Rows of GGUF blocks [N, bytes per row] uint8 of one type, such as "Q4_K" -> a packed matrix of the same
+    numbers."""
     load()
     packed: Tensor = torch.ops.neap.pack_blocks.default(blocks, kind, in_features)
     return packed
 
 
 def round_inputs_(packed: Tensor) -> None:
-    """Makes matmuls with a packed matrix round their inputs from now on: to bfloat16 if the weights are bfloat16, as Hugging Face does for
-    such a model, and to 8 bits, 32 inputs sharing a scale, if they are GGUF's blocks, as llama.cpp does.
+    """Makes matmuls with a packed matrix round their inputs from now on: to bfloat16 if the weights are bfloat16, as
+    Hugging Face does for such a model, and to 8 bits, 32 inputs sharing a scale, if they are GGUF's blocks, as
+    llama.cpp does.
 
-    Sums of scaled products stay in float32. A gated matmul rounds only if both of its matrices ask for the same. Raises `RuntimeError`
-    for a matrix in float32 or float16.
+    Sums of scaled products stay in float32. A gated matmul rounds only if both of its matrices ask for the same. Raises
+    `RuntimeError` for a matrix in float32 or float16.
     """
     load()
     torch.ops.neap.round_inputs_.default(packed)
@@ -78,7 +81,8 @@ def unpack_linear(packed: Tensor) -> Tensor:
 
 
 def packed_rows(packed: Tensor, indices: Tensor) -> Tensor:
-    """Rows of a packed matrix: indices [...] int64 -> [..., K] float32. Raises `RuntimeError` for an index outside the matrix."""
+    """Rows of a packed matrix: indices [...] int64 -> [..., K] float32.
+    Raises `RuntimeError` for an index outside the matrix."""
     load()
     rows: Tensor = torch.ops.neap.packed_rows.default(packed, indices)
     return rows
@@ -89,7 +93,8 @@ def packed_linear(
 ) -> Tensor:
     """x [..., K] float32 times the packed weight [N, K] plus bias [N] -> [..., N], `N = out_features`.
 
-    The bits are those of the matmul with the weight dequantised to float32, unless `round_inputs_` was called for the matrix.
+    The bits are those of the matmul with the weight dequantised to float32, unless `round_inputs_` was called for the
+    matrix.
     """
     load()
     refuse_gradient(x, bias)
@@ -148,11 +153,11 @@ def contiguous_attention(
 ) -> Tensor:
     """Attention of q over the first `kv_length` positions of a contiguous KV cache -> [B, Q, Hq, Dv] contiguous.
 
-    q [B, Hq, Q, D] float32 of any strides; k [B, Hkv, S, D] and v [B, Hkv, S, Dv] float32, float16 or bfloat16 with a contiguous last
-    dimension. 16-bit numbers are dequantised in registers: the bits are those of the same numbers in float32.
-    `mask` [B or 1, 1, Q, kv_length] bool: True where a query sees the position. With `causal`, query j sees positions up to
-    `kv_length - Q + j`. Both may be given. `scaling` defaults to D ** -0.5. The result of a query that sees no position is 0. Hidden
-    positions must hold finite numbers, too.
+    q [B, Hq, Q, D] float32 of any strides; k [B, Hkv, S, D] and v [B, Hkv, S, Dv] float32, float16 or bfloat16 with a
+    contiguous last dimension. 16-bit numbers are dequantised in registers: the bits are those of the same numbers in
+    float32. `mask` [B or 1, 1, Q, kv_length] bool: True where a query sees the position. With `causal`, query j sees
+    positions up to `kv_length - Q + j`. Both may be given. `scaling` defaults to D ** -0.5. The result of a query that
+    sees no position is 0. Hidden positions must hold finite numbers, too.
     """
     load()
     refuse_gradient(q, k, v)
@@ -176,13 +181,16 @@ def ragged_contiguous_attention(
     scaling: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attention of a ragged batch over contiguous KV caches: q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv] -> [1, T, Hq, Dv].
+    """Attention of a ragged batch over contiguous KV caches: q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv] ->
+    [1, T, Hq, Dv].
 
-    Sequence s has the next `counts[s]` of the T tokens, at positions from `bases[s]` on. Its new keys and values are written to the places
-    from `kept[s]` >= `bases[s]` on of `keys[s]` [1, Hkv, S, D] and `values[s]` [1, Hkv, S, Dv], rounded to their dtype: float32, float16 or
-    bfloat16. Several sequences may share tensors, as branches do, and keep their tokens at different places. When all are written, the queries of a sequence
-    attend over its positions [0, bases[s] + counts[s]), of which those before `bases[s]` are kept at their own places: causally if `masks[s]` is empty, else where `masks[s]` [1, 1, counts[s], bases[s] + counts[s]] bool is
-    True. The result is contiguous, and has the same bits as `contiguous_attention` per sequence.
+    Sequence s has the next `counts[s]` of the T tokens, at positions from `bases[s]` on. Its new keys and values are
+    written to the places from `kept[s]` >= `bases[s]` on of `keys[s]` [1, Hkv, S, D] and `values[s]` [1, Hkv, S, Dv],
+    rounded to their dtype: float32, float16 or bfloat16. Several sequences may share tensors, as branches do, and keep
+    their tokens at different places. When all are written, the queries of a sequence attend over its positions [0,
+    bases[s] + counts[s]), of which those before `bases[s]` are kept at their own places: causally if `masks[s]` is
+    empty, else where `masks[s]` [1, 1, counts[s], bases[s] + counts[s]] bool is True. The result is contiguous, and has
+    the same bits as `contiguous_attention` per sequence.
     """
     load()
     refuse_gradient(q, k, v)
@@ -201,6 +209,7 @@ def cpu_isa() -> str:
 
 
 def set_cpu_isa(name: str) -> None:
-    """Sets the instruction set of the whole process; "auto" is the best one. For tests. Raises `RuntimeError` if it is unknown."""
+    """Sets the instruction set of the whole process; "auto" is the best one. For tests.
+    Raises `RuntimeError` if it is unknown."""
     load()
     torch.ops.neap.set_cpu_isa(name)

@@ -1,8 +1,9 @@
-"""Builds csrc/ into one library with g++ or clang++, and with nvcc if it is installed, through ninja: `python -m shared.ops.build`.
+"""Builds csrc/ into one library with g++ or clang++, and with nvcc if it is installed, through ninja:
+`python -m shared.ops.build`.
 
-It does not use `torch.utils.cpp_extension`. So it needs no setuptools, accepts every compiler, can build for GPUs with a torch without
-CUDA, and compiles one kernel file once per instruction set. The library is written to `shared/ops/_lib/`, objects to `build/neap_ops/`.
-Git ignores both.
+It does not use `torch.utils.cpp_extension`. So it needs no setuptools, accepts every compiler, can build for GPUs with
+a torch without CUDA, and compiles one kernel file once per instruction set. The library is written to
+`shared/ops/_lib/`, objects to `build/neap_ops/`. Git ignores both.
 """
 
 import argparse
@@ -148,7 +149,8 @@ def ninja_file(compiler: str, toolkit: Toolkit | None, library: Path, build_dir:
 def build(library: Path = LIBRARY, build_dir: Path = BUILD_DIR, *, verbose: bool = False) -> Path:
     """Builds what is out of date, and returns the library's path. Several processes may call it at once.
 
-    Raises `NotFound` if there is no compiler or ninja, and `PreconditionFailed` with the compiler's output if compiling fails.
+    Raises `NotFound` if there is no compiler or ninja, and `PreconditionFailed` with the compiler's output if compiling
+    fails.
     """
     if not SOURCES.is_dir():
         raise NotFound(f"{SOURCES} does not exist: build from a checkout", reason="NO_SOURCES")
@@ -182,7 +184,8 @@ def described() -> str:
 
 
 def main() -> int:
-    """The command line. Builds, and prints the library's path. If that fails, prints the compiler's output and returns 1."""
+    """The command line. Builds, and prints the library's path.
+    If that fails, prints the compiler's output and returns 1."""
     parser = argparse.ArgumentParser(description=build.__doc__)
     parser.add_argument("--verbose", action="store_true", help="print ninja's output")
     arguments = parser.parse_args()

@@ -21,7 +21,8 @@ def step(fused: Tensor, weights: ChainWeights) -> Tensor:
 def draft(
     output: Tensor, distance: int, weights: ChainWeights, lowest: float, highest: float
 ) -> tuple[int, float]:
-    """The draft of an output [W] and its probability. `distance`: tokens of the chain up to the one that gave the output."""
+    """The draft of an output [W] and its probability.
+    `distance`: tokens of the chain up to the one that gave the output."""
     confidence, adapted = weights.confidence, (output * weights.gain)[None]
     top, indices, log_mass = reference.draft_top(adapted, weights.rows, weights.bias)
     probability = reference.route(
@@ -39,7 +40,8 @@ def draft_chain(
     lowest: float,
     highest: float,
 ) -> tuple[list[int], list[float], list[Tensor]]:
-    """Tokens, probabilities and outputs of one sequence, from its states [3, D] or from the last output [W] of its chain."""
+    """Tokens, probabilities and outputs of one sequence, from its states [3, D] or from the last output [W] of its
+    chain."""
     eps = weights.confidence.eps
     tokens: list[int] = []
     probabilities: list[float] = []

@@ -1,4 +1,5 @@
-"""Chains of drafts by an exit head as one op on the CPU: all steps of all sequences in one call, without Python between them."""
+"""Chains of drafts by an exit head as one op on the CPU: all steps of all sequences in one call, without Python between
+them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from shared.ops.library import load
 
 @dataclass(frozen=True)
 class ChainWeights:
-    """The weights of head, draft vocabulary and confidence head. Letters: D of the states, E of the embedding, W of the head, M of its MLP.
+    """The weights of head, draft vocabulary and confidence head.
+    Letters: D of the states, E of the embedding, W of the head, M of its MLP.
 
-    Packed matrices of any format: `fuse` [W, 3 * D + E], `next` [W, W + E], `gate` and `up` [M, W], `down` [W, M], `rows` [Vd, W] and
-    the confidence head's `hidden` [R, W]. `embedding`: all rows of the model [V, E], packed, or contiguous float32, float16 or bfloat16.
-    `vocabulary` [Vd] int64: the tokens of `rows`, in [0, V). `norm` and `gain` [W] and `bias` [Vd] are float32. `confidence` gives the
-    rest of the confidence head; its own `hidden` is not read.
+    Packed matrices of any format: `fuse` [W, 3 * D + E], `next` [W, W + E], `gate` and `up` [M, W], `down` [W, M],
+    `rows` [Vd, W] and the confidence head's `hidden` [R, W]. `embedding`: all rows of the model [V, E], packed, or
+    contiguous float32, float16 or bfloat16. `vocabulary` [Vd] int64: the tokens of `rows`, in [0, V). `norm` and `gain`
+    [W] and `bias` [Vd] are float32. `confidence` gives the rest of the confidence head; its own `hidden` is not read.
     """
 
     fuse: Tensor
@@ -59,17 +61,17 @@ class ChainWeights:
 class ChainStart(NamedTuple):
     """Where one sequence's chain begins, and when it ends.
 
-    `tokens`: the tokens that the head has not seen: the sequence's newest one, and drafts that the chain has already. The head is fed
-    them, and makes drafts for what follows. `place`: how many tokens of the chain it has seen, 0 if it begins with the states of the
-    last settled token. `room` >= 1: the most drafts to make.
+    `tokens`: the tokens that the head has not seen: the sequence's newest one, and drafts that the chain has already.
+    The head is fed them, and makes drafts for what follows. `place`: how many tokens of the chain it has seen, 0 if it
+    begins with the states of the last settled token. `room` >= 1: the most drafts to make.
 
     `survival`: the probability that the drafts among `tokens` are right. A draft of probability p multiplies it by
     min(p * `factor`, highest). The chain ends with the first draft after which it is below `least_survival`.
 
     `entering` [len(tokens), D]: the states of the tokens at the exit's depth. The op reads them from the embedding.
 
-    `begin`: what the chain goes on from: the head's output [W] for the last token that it has seen, or the settled states [3, D] if it
-    has seen none. The op takes it apart from the starts.
+    `begin`: what the chain goes on from: the head's output [W] for the last token that it has seen, or the settled
+    states [3, D] if it has seen none. The op takes it apart from the starts.
     """
 
     tokens: Sequence[int]
@@ -98,9 +100,9 @@ def chain_length(start: ChainStart, probabilities: Sequence[float], highest: flo
 
 
 class Chains(NamedTuple):
-    """Of N sequences, up to K drafts each: `tokens` [N, K] int64 and `probabilities` [N, K], as the confidence head gives them; `lengths` [N]
-    int64: how many there are. `outputs` [N, K, W]: the head's output from which each draft was made. Beyond a chain's length a token
-    is -1, and the others are 0."""
+    """Of N sequences, up to K drafts each: `tokens` [N, K] int64 and `probabilities` [N, K], as the confidence head
+    gives them; `lengths` [N] int64: how many there are. `outputs` [N, K, W]: the head's output from which each draft
+    was made. Beyond a chain's length a token is -1, and the others are 0."""
 
     tokens: Tensor
     probabilities: Tensor
@@ -117,11 +119,13 @@ def draft_chains(
     highest: float,
     max_drafts: int,
 ) -> Chains:
-    """Drafts whole chains for F + G sequences, whose `starts` are in this order. -> drafts of up to K = `max_drafts` per sequence.
+    """Drafts whole chains for F + G sequences, whose `starts` are in this order. -> drafts of up to K = `max_drafts`
+    per sequence.
 
-    `states` [F, 3, D]: the three states of each sequence's last settled token. `outputs` [G, W]: for each sequence with a chain that
-    has begun, the head's output for the last token that it has seen. Both float32. Probabilities are in [lowest, highest].
-    `chain_reference.draft_chains` specifies the op. A sequence's chain has the same bits in any company.
+    `states` [F, 3, D]: the three states of each sequence's last settled token. `outputs` [G, W]: for each sequence with
+    a chain that has begun, the head's output for the last token that it has seen. Both float32. Probabilities are in
+    [lowest, highest]. `chain_reference.draft_chains` specifies the op. A sequence's chain has the same bits in any
+    company.
     """
     load()
     refuse_gradient(states, outputs)

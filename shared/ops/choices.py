@@ -1,7 +1,7 @@
 """The choice of a token for each row of scores, as typed functions. CPU and CUDA.
 
-Inference only. The functions raise `PreconditionFailed` if the library is not built, and `RuntimeError`, which names the argument, for
-wrong shapes, dtypes, devices or layouts. `reference` specifies each in PyTorch.
+Inference only. The functions raise `PreconditionFailed` if the library is not built, and `RuntimeError`, which names
+the argument, for wrong shapes, dtypes, devices or layouts. `reference` specifies each in PyTorch.
 """
 
 import torch
@@ -15,7 +15,8 @@ NO_TOKEN = -1
 
 
 def choose_greedy(logits: Tensor) -> Tensor:
-    """logits [T, V] float32, float16, bfloat16 or float64 -> [T] int64: the index of each row's largest score, the first one of equals.
+    """logits [T, V] float32, float16, bfloat16 or float64 -> [T] int64: the index of each row's largest score, the
+    first one of equals.
 
     NO_TOKEN where a score is NaN, or the largest one is infinite.
     """
@@ -28,8 +29,8 @@ def choose_greedy(logits: Tensor) -> Tensor:
 def choose_sampled(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """The token [T] int64 of each row: where uniform number * sum of the probabilities falls in their running sum.
 
-    probabilities [T, V] of the dtypes of `choose_greedy`, uniforms [T] float64 in [0, 1). A token depends only on its own row
-    and uniform number: see docs/decisions/002. NO_TOKEN where the sum is not finite, or 0.
+    probabilities [T, V] of the dtypes of `choose_greedy`, uniforms [T] float64 in [0, 1). A token depends only on its
+    own row and uniform number: see docs/decisions/002. NO_TOKEN where the sum is not finite, or 0.
     """
     load()
     refuse_gradient(probabilities)

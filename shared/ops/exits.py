@@ -1,8 +1,10 @@
-"""The ops of a layer exit after its head, as typed functions: largest logits of the draft vocabulary, confidence head. CPU and CUDA.
+"""The ops of a layer exit after its head, as typed functions: largest logits of the draft vocabulary, confidence head.
+CPU and CUDA.
 
-`N` tokens of width `D`. Weights are row-major [out, in], each tensor float32, float16 or bfloat16. Sums are in float32. `distance` [N] is
-the place of a token's draft in its chain, at least 1. Inference only. The functions raise `PreconditionFailed` if the library is not built, and
-`RuntimeError`, which names the argument, for wrong shapes, dtypes, devices or layouts. `reference` specifies each in PyTorch.
+`N` tokens of width `D`. Weights are row-major [out, in], each tensor float32, float16 or bfloat16. Sums are in float32.
+`distance` [N] is the place of a token's draft in its chain, at least 1. Inference only. The functions raise
+`PreconditionFailed` if the library is not built, and `RuntimeError`, which names the argument, for wrong shapes,
+dtypes, devices or layouts. `reference` specifies each in PyTorch.
 """
 
 from dataclasses import dataclass
@@ -19,10 +21,11 @@ ROUTE_TOKENS = 8
 def draft_top(
     x: Tensor, rows: Tensor, bias: Tensor | None = None, k: int = 2
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The k (at most 8) largest of x [N, W] float32 @ rows [V, W].T + bias [V], and the log of the sum of all their exps.
+    """The k (at most 8) largest of x [N, W] float32 @ rows [V, W].T + bias [V], and the log of the sum of all their
+    exps.
 
-    -> values [N, k] float32 descending, indices [N, k] int64, log mass [N] float32. Of equal logits the lower index comes first. A NaN
-    is never chosen. The logits [N, V] are not stored.
+    -> values [N, k] float32 descending, indices [N, k] int64, log mass [N] float32. Of equal logits the lower index
+    comes first. A NaN is never chosen. The logits [N, V] are not stored.
     """
     load()
     refuse_gradient(x, rows)
@@ -34,8 +37,8 @@ def draft_top(
 class ConfidenceWeights:
     """hidden [R, D], bias and output [R], features [3, R], skip [3]. All but `hidden` are float32.
 
-    The gain of the norm is part of `hidden`, its bias part of `bias`, and the slope of a calibration part of `output`, `skip` and
-    `shift`.
+    The gain of the norm is part of `hidden`, its bias part of `bias`, and the slope of a calibration part of `output`,
+    `skip` and `shift`.
     """
 
     hidden: Tensor
@@ -48,7 +51,8 @@ class ConfidenceWeights:
 
 
 def new_tickets(num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
-    """The counters that `route` needs for up to `num_tokens` tokens. They are 0 before and after each call. One call at a time may use them."""
+    """The counters that `route` needs for up to `num_tokens` tokens. They are 0 before and after each call.
+    One call at a time may use them."""
     tiles = (num_tokens + ROUTE_TOKENS - 1) // ROUTE_TOKENS
     return torch.zeros(tiles, dtype=torch.int32, device=device)
 
@@ -63,10 +67,11 @@ def route(
     highest: float,
     tickets: Tensor,
 ) -> Tensor:
-    """The probability of each token's draft [N] float32 in [lowest, highest], from norm and confidence head. One launch on a GPU.
+    """The probability of each token's draft [N] float32 in [lowest, highest], from norm and confidence head.
+    One launch on a GPU.
 
-    x [N, D], float32 or of the dtype of `hidden`; top [N, k] and log_mass [N] from `draft_top`; distance [N] int64; `tickets` from
-    `new_tickets`.
+    x [N, D], float32 or of the dtype of `hidden`; top [N, k] and log_mass [N] from `draft_top`; distance [N] int64;
+    `tickets` from `new_tickets`.
     """
     load()
     refuse_gradient(x)

@@ -1,4 +1,5 @@
-"""Whole pre-norm decoder layers as one op. It gives the same bits as the kernels of their modules, without the overhead between them."""
+"""Whole pre-norm decoder layers as one op. It gives the same bits as the kernels of their modules, without the overhead
+between them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,9 +30,10 @@ class TensorTable:
 class LayerWeights:
     """The weights of `num_layers` consecutive layers; the lists have those of one layer after those of another.
 
-    Of each layer, `norms`: before attention [D], before the MLP [D], and those of query and key heads [Dh] if there are any. `packed`: queries, keys and
-    values, or all three in one; out; gate; up; down. `biases`: in the same order, but one for gate and up together (gate's, then up's);
-    an empty tensor where there is none, or an empty list if there are none at all. What is not a list is the same in all layers.
+    Of each layer, `norms`: before attention [D], before the MLP [D], and those of query and key heads [Dh] if there are
+    any. `packed`: queries, keys and values, or all three in one; out; gate; up; down. `biases`: in the same order, but
+    one for gate and up together (gate's, then up's); an empty tensor where there is none, or an empty list if there are
+    none at all. What is not a list is the same in all layers.
     """
 
     norms: Sequence[Tensor]
@@ -75,8 +77,9 @@ def stacked(parts: Sequence[LayerWeights]) -> LayerWeights:
 class LayerKV(NamedTuple):
     """Where the new keys and values are written.
 
-    Per sequence: its tensors [1, Hkv, S, Dh], one per layer, the first position of its new tokens, the index in the tensors from which on
-    they are kept, and their number. A branch is a further sequence over the same tensors, kept elsewhere than at its positions.
+    Per sequence: its tensors [1, Hkv, S, Dh], one per layer, the first position of its new tokens, the index in the
+    tensors from which on they are kept, and their number. A branch is a further sequence over the same tensors, kept
+    elsewhere than at its positions.
     """
 
     keys: Sequence[TensorTable]
@@ -91,7 +94,8 @@ STEPS = ("norms", "products", "place", "attention")
 
 
 def profile_layers(is_on: bool) -> dict[str, float]:
-    """Seconds of each of STEPS in `decoder_layers` since the last call, and measures or not from now on. No layer may be running.
+    """Seconds of each of STEPS in `decoder_layers` since the last call, and measures or not from now on.
+    No layer may be running.
 
     One thread's clock: a step ends when all threads have ended it, so their waiting for each other counts.
     """
@@ -109,13 +113,16 @@ def decoder_layers(
     masks: Sequence[Tensor] = (),
     captured: dict[int, Tensor] | None = None,
 ) -> Tensor:
-    """Each layer: h = x + out(attention(qkv(norm(x)))), then h + down(activation(gate(norm(h))) * up(norm(h))): x [B, Q, D] -> [B, Q, D].
+    """Each layer: h = x + out(attention(qkv(norm(x)))), then h + down(activation(gate(norm(h))) * up(norm(h))): x [B,
+    Q, D] -> [B, Q, D].
 
-    The output of one layer is the x of the next. The tokens of x are those of all sequences, one after another: `kv.counts[s]` of sequence s. The first R numbers of queries and keys
-    are rotated by cos, sin [B or 1, Q, R], halves paired. Keys and values are written to `kv`, then queries attend as in
-    `shared.ops.ragged_contiguous_attention`; without `masks`, all causally. The bits are those of the single ops, called one after another.
+    The output of one layer is the x of the next. The tokens of x are those of all sequences, one after another:
+    `kv.counts[s]` of sequence s. The first R numbers of queries and keys are rotated by cos, sin [B or 1, Q, R], halves
+    paired. Keys and values are written to `kv`, then queries attend as in `shared.ops.ragged_contiguous_attention`;
+    without `masks`, all causally. The bits are those of the single ops, called one after another.
 
-    `captured`: for each key n, 1 to `weights.num_layers` - 1, the state after the first n layers becomes its value [B, Q, D].
+    `captured`: for each key n, 1 to `weights.num_layers` - 1, the state after the first n layers becomes its value [B,
+    Q, D].
     """
     load()
     refuse_gradient(x)

@@ -20,7 +20,8 @@ def is_available() -> bool:
 
 
 def runs_on(device_type: str) -> bool:
-    """Whether the library is built and has kernels for `device_type`, "cpu" or "cuda". Loads the library if it is built."""
+    """Whether the library is built and has kernels for `device_type`, "cpu" or "cuda".
+    Loads the library if it is built."""
     if not is_available() or device_type not in ("cpu", "cuda"):
         return False
     load()
@@ -39,8 +40,8 @@ def _has_kernels(device_type: str) -> bool:
 def load() -> None:
     """Registers the ops and their fakes with torch. Later calls cost one comparison.
 
-    Raises `PreconditionFailed` if the library is not built or does not load. The ops have no slower fallback: a caller that can work
-    without the library decides that itself.
+    Raises `PreconditionFailed` if the library is not built or does not load. The ops have no slower fallback: a caller
+    that can work without the library decides that itself.
     """
     global _loaded
     if _loaded:

@@ -1,7 +1,7 @@
 """Paged attention as a typed function: one op for a ragged batch of tokens of any sequences. CPU and CUDA.
 
-Inference only. It raises `PreconditionFailed` if the library is not built, and `RuntimeError`, which names the argument, for wrong
-shapes, dtypes, devices or layouts. `reference` specifies it in PyTorch.
+Inference only. It raises `PreconditionFailed` if the library is not built, and `RuntimeError`, which names the
+argument, for wrong shapes, dtypes, devices or layouts. `reference` specifies it in PyTorch.
 """
 
 import torch
@@ -28,22 +28,23 @@ def paged_attention(
 ) -> Tensor:
     """Writes the keys and values of T tokens to their blocks, then attends -> [T, Hq, Dv] contiguous, of q's dtype.
 
-    q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv]: float32, float16 or bfloat16, with a contiguous last dimension. keys [P, Hkv, G, D] and
-    values [P, Hkv, G, Dv]: contiguous, of the same dtype, a pool of P blocks of G tokens each. block_tables [R, M] int64: position p of
-    sequence r is at index p % G of block block_tables[r, p // G]; entries that no query sees are ignored. table_indices and positions [T]
-    int64: the row of block_tables that belongs to a token's sequence, and its position. A negative position is padding: nothing is
-    written, and the result is 0.
+    q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv]: float32, float16 or bfloat16, with a contiguous last dimension. keys
+    [P, Hkv, G, D] and values [P, Hkv, G, Dv]: contiguous, of the same dtype, a pool of P blocks of G tokens each.
+    block_tables [R, M] int64: position p of sequence r is at index p % G of block block_tables[r, p // G]; entries that
+    no query sees are ignored. table_indices and positions [T] int64: the row of block_tables that belongs to a token's
+    sequence, and its position. A negative position is padding: nothing is written, and the result is 0.
 
-    A query sees positions [0, its own] of its sequence, or the last `window` of them if `window` is not 0. That includes those written
-    by this call. `slot_mapping` [T] int64: the position at whose place a token's keys and values are written. For most tokens it is their position. The
-    tokens of a branch, which stand beside others at the same positions, are kept at later ones. `branches` [T] int64: the first position
-    of a token's branch, or any of its last positions for a token that is in none. From there on it sees what is kept
-    `slot_mapping - positions` places farther. No two tokens may be kept at the same place. Query head h reads key head h // (Hq / Hkv). `scaling` defaults to
-    D ** -0.5. With `softcap`, scores are softcap * tanh(scores / softcap). Sums are in float32. The bits of a token's result do not
-    depend on the other tokens of the pass.
+    A query sees positions [0, its own] of its sequence, or the last `window` of them if `window` is not 0. That
+    includes those written by this call. `slot_mapping` [T] int64: the position at whose place a token's keys and values
+    are written. For most tokens it is their position. The tokens of a branch, which stand beside others at the same
+    positions, are kept at later ones. `branches` [T] int64: the first position of a token's branch, or any of its last
+    positions for a token that is in none. From there on it sees what is kept `slot_mapping - positions` places farther.
+    No two tokens may be kept at the same place. Query head h reads key head h // (Hq / Hkv). `scaling` defaults to D **
+    -0.5. With `softcap`, scores are softcap * tanh(scores / softcap). Sums are in float32. The bits of a token's result
+    do not depend on the other tokens of the pass.
 
-    On the CPU, a block table, position or block that does not exist raises `RuntimeError`. On a GPU that check would need a synchronisation, so
-    the result of such a token is NaN instead.
+    On the CPU, a block table, position or block that does not exist raises `RuntimeError`. On a GPU that check would
+    need a synchronisation, so the result of such a token is NaN instead.
     """
     load()
     refuse_gradient(q, k, v)

@@ -1,4 +1,5 @@
-"""Every op in plain PyTorch: the specification of the kernels, against which they are tested. Written for reading, not for speed."""
+"""Every op in plain PyTorch: the specification of the kernels, against which they are tested.
+Written for reading, not for speed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,8 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 def packed_gated_linear(
     x: Tensor, gate: Tensor, up: Tensor, activation: str, bias: Tensor | None = None
 ) -> Tensor:
-    """activation(x @ gate.T + bias[:N]) * (x @ up.T + bias[N:]) with unpacked weights [N, K]: x [..., K] -> [..., N]."""
+    """activation(x @ gate.T + bias[:N]) * (x @ up.T + bias[N:]) with unpacked weights [N, K]: x [..., K] -> [...,
+    N]."""
     gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
     gated, raised = packed_linear(x, gate, gate_bias), packed_linear(x, up, up_bias)
     return (F.silu(gated) if activation == "silu" else F.gelu(gated, approximate="tanh")) * raised
@@ -161,8 +163,8 @@ def decoder_layers(
     num_layers: int,
     *others: Any,
 ) -> Tensor:
-    """See `shared.ops.layer.decoder_layers`: the states after each of `stops` layers and after the last [K, B, Q, D]. `matrices` are not
-    packed."""
+    """See `shared.ops.layer.decoder_layers`: the states after each of `stops` layers and after the last [K, B, Q, D].
+    `matrices` are not packed."""
     states = []
 
     def part(tensors: Sequence[Tensor], layer: int) -> Sequence[Tensor]:

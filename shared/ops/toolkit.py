@@ -26,7 +26,8 @@ class Toolkit:
 
 
 def find_toolkit() -> Toolkit | None:
-    """The nvcc of $CUDA_HOME, else the one on PATH, else that of /usr/local/cuda. None if there is none or SWITCH is "0".
+    """The nvcc of $CUDA_HOME, else the one on PATH, else that of /usr/local/cuda.
+    None if there is none or SWITCH is "0".
 
     Raises `PreconditionFailed` if nvcc does not run or its runtime library is missing.
     """
@@ -69,7 +70,8 @@ def wanted_architectures() -> str:
 
 
 def architecture_flags(listed: str) -> list[str]:
-    """nvcc's flags for a list like "8.0;9.0+PTX". Spaces and commas separate, too. Raises `InvalidInput` for anything else."""
+    """nvcc's flags for a list like "8.0;9.0+PTX". Spaces and commas separate, too.
+    Raises `InvalidInput` for anything else."""
     flags = []
     for item in re.split(r"[;,\s]+", listed.strip()):
         match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", item)

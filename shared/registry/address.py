@@ -3,9 +3,9 @@
     s3://bucket[/prefix][?endpoint=URL][&region=NAME]
     redis://[user:password@]host[:6379][/database]?objects=s3://bucket[/prefix][&endpoint=URL][&region=NAME]
 
-`rediss://` uses TLS (`&ssl_ca_certs=FILE` names a private authority). `redis+cluster://` and `rediss+cluster://` are a cluster,
-found through any of its nodes. The client library reads the credentials of the bucket from the standard AWS_* variables or from the
-instance; they are never part of the URL. The Redis user needs the permissions
+`rediss://` uses TLS (`&ssl_ca_certs=FILE` names a private authority). `redis+cluster://` and `rediss+cluster://` are a
+cluster, found through any of its nodes. The client library reads the credentials of the bucket from the standard AWS_*
+variables or from the instance; they are never part of the URL. The Redis user needs the permissions
 `~neap:* +@read +@write +@scripting +@connection`.
 """
 
@@ -38,7 +38,8 @@ class RegistryAddress:
 
     @classmethod
     def parse(cls, url: str) -> "RegistryAddress":
-        """Parse a URL. Raises InvalidInput (BAD_REGISTRY), whose message repeats no part of the URL that may be secret."""
+        """Parse a URL. Raises InvalidInput (BAD_REGISTRY), whose message repeats no part of the URL that may be
+        secret."""
         try:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port

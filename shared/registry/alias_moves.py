@@ -1,7 +1,7 @@
 """Computes each kind of alias change for every backend: takes the alias' last change and returns the next one.
 
-If a change would alter nothing, the last change itself is returned and the caller records nothing. Otherwise a repeated promotion
-would make the next rollback do nothing.
+If a change would alter nothing, the last change itself is returned and the caller records nothing. Otherwise a repeated
+promotion would make the next rollback do nothing.
 """
 
 import time
@@ -32,7 +32,8 @@ class AliasMove:
     def change(
         self, last: AliasChange | None, version: int, canary: Canary | None = None
     ) -> AliasChange:
-        """Build the change to `version` and `canary`. `last` is the alias' last change, None if the alias does not exist."""
+        """Build the change to `version` and `canary`.
+        `last` is the alias' last change, None if the alias does not exist."""
         before = None if last is None else last.to_version
         return AliasChange(
             self.model_id, self.alias, before, version, self.actor, self.reason, time.time(), canary
@@ -85,7 +86,8 @@ class AliasMove:
         history: Callable[[], Sequence[AliasChange]],
         expected_version: int | None,
     ) -> AliasChange:
-        """See `Registry.rollback_alias`. `history` (newest first) is called only if the last change moved no version."""
+        """See `Registry.rollback_alias`. `history` (newest first) is called only if the last change moved no
+        version."""
         check_expected(expected_version, last.to_version, self.model_id, self.alias)
         if last.canary is not None:
             return self.change(last, last.to_version)
@@ -99,7 +101,8 @@ class AliasMove:
     def _open_canary(self, last: AliasChange) -> Canary:
         if last.canary is None:
             raise PreconditionFailed(
-                f"alias {self.alias!r} of {self.model_id!r} has no canary; all its requests get version {last.to_version}",
+                f"alias {self.alias!r} of {self.model_id!r} has no canary; all its requests get version "
+                f"{last.to_version}",
                 reason="NO_CANARY",
             )
         return last.canary

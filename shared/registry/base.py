@@ -9,7 +9,8 @@ from typing import Any
 class PublishedVersion:
     """One immutable version of a model's router. `manifest` is the parsed manifest, `create_time_s` Unix seconds.
 
-    `damage` is empty for an intact version. Otherwise it describes what is wrong with the stored manifest, and `manifest` is empty.
+    `damage` is empty for an intact version. Otherwise it describes what is wrong with the stored manifest, and
+    `manifest` is empty.
     """
 
     model_id: str
@@ -48,7 +49,8 @@ class AliasChange:
 
 @dataclass(frozen=True)
 class AliasTarget:
-    """The version and canary that an alias names now. `shared.registry.split` decides which requests the canary gets."""
+    """The version and canary that an alias names now.
+    `shared.registry.split` decides which requests the canary gets."""
 
     published: PublishedVersion
     canary: Canary | None = None

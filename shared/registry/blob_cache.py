@@ -1,4 +1,5 @@
-"""A bounded cache of a shared registry's blobs on the worker's disk. Blobs are fetched once per machine and checked at every read."""
+"""A bounded cache of a shared registry's blobs on the worker's disk.
+Blobs are fetched once per machine and checked at every read."""
 
 import os
 import threading
@@ -19,10 +20,11 @@ Fetch = Callable[[PublishedVersion, str], bytes]
 
 
 class BlobCache:
-    """`read_blob` with a cache of files in `folder`. Above `max_bytes` in total, the least recently read files are removed.
+    """`read_blob` with a cache of files in `folder`.
+    Above `max_bytes` in total, the least recently read files are removed.
 
-    Several processes may use one folder. If the disk is full or broken, the error is logged and the fetched blob is used without
-    being cached.
+    Several processes may use one folder. If the disk is full or broken, the error is logged and the fetched blob is
+    used without being cached.
     """
 
     def __init__(self, folder: Path, fetch: Fetch, *, max_bytes: int) -> None:

@@ -46,7 +46,8 @@ PROBE_S = 2.0
 
 
 class BucketStore:
-    """A thread-safe client of the bucket. Methods raise Unavailable (OBJECT_STORE_UNAVAILABLE, OBJECT_STORE_REFUSED)."""
+    """A thread-safe client of the bucket. Methods raise Unavailable (OBJECT_STORE_UNAVAILABLE,
+    OBJECT_STORE_REFUSED)."""
 
     max_parallel_reads = 16
 
@@ -58,8 +59,8 @@ class BucketStore:
 
     def create(self, path: str, data: bytes) -> bool:
         client = self._sending if path.startswith(CONTENTS) else self._small
-        # S3 refuses a write also while another one of the same object is in progress (409 ConditionalRequestConflict), and the library
-        # reports both refusals alike.
+        # S3 refuses a write also while another one of the same object is in progress (409 ConditionalRequestConflict),
+        # and the library reports both refusals alike.
         for pause_s in (*OBJECT_STORE_CONFLICT_PAUSES_S, 0.0):
             with _errors():
                 try:
@@ -113,12 +114,14 @@ class BucketStore:
             url, _ = signed_removal(self._small, path, before_s)
             if not send_removal(url):
                 raise Unavailable(
-                    "the registry's object store refuses a removal: it came too late, or the credentials do not allow it",
+                    "the registry's object store refuses a removal: it came too late, or the credentials do not allow "
+                    "it",
                     reason="OBJECT_STORE_REFUSED",
                 )
 
     def check_removals(self) -> None:
-        """Check that the store refuses a removal that comes too late. Raises PreconditionFailed (NO_EXPIRING_REQUESTS)."""
+        """Check that the store refuses a removal that comes too late.
+        Raises PreconditionFailed (NO_EXPIRING_REQUESTS)."""
         path = f"probes/{uuid.uuid4().hex}"
         self.create(path, b"")
         with _errors():
@@ -135,7 +138,8 @@ class BucketStore:
         self.remove(path)
 
     def last_modified_s(self, path: str) -> float:
-        """Return the time of the last write in Unix seconds by the store's clock. Raises Unavailable, also if the object is missing."""
+        """Return the time of the last write in Unix seconds by the store's clock.
+        Raises Unavailable, also if the object is missing."""
         with _errors():
             return obstore.head(self._small, path)["last_modified"].timestamp()
 

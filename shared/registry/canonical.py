@@ -1,8 +1,8 @@
 """Digests and the canonical encoding of a manifest.
 
-The encoding is UTF-8 JSON with keys sorted by code point, no white space, unescaped non-ASCII characters, only finite numbers, and
-floats in Python's shortest round-trip form. Readers compute digests of the stored bytes and never re-encode them, so other languages
-need not reproduce the number format.
+The encoding is UTF-8 JSON with keys sorted by code point, no white space, unescaped non-ASCII characters, only finite
+numbers, and floats in Python's shortest round-trip form. Readers compute digests of the stored bytes and never
+re-encode them, so other languages need not reproduce the number format.
 """
 
 import hashlib
@@ -22,7 +22,8 @@ def digest_of(data: bytes) -> str:
 
 
 def canonical_json(value: Mapping[str, Any]) -> bytes:
-    """Encode `value`. Raises InvalidInput for values that JSON cannot represent: NaN, infinities, other types, non-text keys."""
+    """Encode `value`. Raises InvalidInput for values that JSON cannot represent: NaN, infinities, other types, non-text
+    keys."""
     _check_keys(value, "manifest")
     try:
         text = json.dumps(

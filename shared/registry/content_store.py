@@ -1,4 +1,5 @@
-"""Blobs and manifests in a store, named by their digests. They are read back when they are stored and checked when they are read."""
+"""Blobs and manifests in a store, named by their digests.
+They are read back when they are stored and checked when they are read."""
 
 import threading
 from collections import OrderedDict
@@ -22,7 +23,8 @@ class ContentStore:
         self._lock = threading.Lock()
 
     def put(self, kind: Kind, data: bytes) -> str:
-        """Store `data`, read it back and return its digest. A damaged object under this digest is replaced. Raises Corrupt."""
+        """Store `data`, read it back and return its digest. A damaged object under this digest is replaced.
+        Raises Corrupt."""
         digest = digest_of(data)
         path = content_path(kind, digest)
         if self._is_intact(kind, digest):
@@ -45,7 +47,8 @@ class ContentStore:
         return True
 
     def read(self, kind: Kind, digest: str, size_bytes: int | None = None) -> bytes:
-        """Read a content and check its digest. A content of another size than `size_bytes`, or a too large manifest, is not read.
+        """Read a content and check its digest. A content of another size than `size_bytes`, or a too large manifest, is
+        not read.
 
         Raises Corrupt with metadata expected_digest and actual_digest ("" if it is missing or was not read).
         """

@@ -62,7 +62,8 @@ def content_path(kind: Kind, digest: str) -> str:
 
 
 def check_size(kind: Kind, digest: str, found_bytes: int, size_bytes: int | None) -> None:
-    """Check a stored content's size before it is read. `size_bytes` None: not known. Raises Corrupt, also for a too large manifest."""
+    """Check a stored content's size before it is read. `size_bytes` None: not known.
+    Raises Corrupt, also for a too large manifest."""
     if size_bytes is not None and found_bytes != size_bytes:
         raise content_damaged(kind, digest, f"has {found_bytes} bytes, not {size_bytes}")
     if kind == "manifests" and found_bytes > MAX_MANIFEST_BYTES:
@@ -120,7 +121,8 @@ def check_limit(limit: int) -> int:
 
 
 def check_expected(expected_version: int | None, current: int, model_id: str, alias: str) -> None:
-    """Compare the versions for a compare-and-swap. 0 means that the alias does not exist. Raises InvalidInput, Conflict."""
+    """Compare the versions for a compare-and-swap. 0 means that the alias does not exist.
+    Raises InvalidInput, Conflict."""
     if expected_version is None:
         return
     if expected_version < 0:

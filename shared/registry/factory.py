@@ -26,11 +26,12 @@ def open_registry(
     freshness_s: float | None = None,
     step: StepHook = lambda name: None,
 ) -> Registry:
-    """Open a registry in a folder (a path or `file:///path`) or in a bucket (`s3://..`, or `redis://..` with an index in Redis).
+    """Open a registry in a folder (a path or `file:///path`) or in a bucket (`s3://..`, or `redis://..` with an index
+    in Redis).
 
-    `freshness_s`: for how long answers are given without another look into the journal, None for the index's own default. Writers always
-    look. `step`: see `Registry`. `shared.registry.address` describes the URLs. Raises InvalidInput (BAD_REGISTRY) for any other text, and
-    the errors of `Registry`.
+    `freshness_s`: for how long answers are given without another look into the journal, None for the index's own
+    default. Writers always look. `step`: see `Registry`. `shared.registry.address` describes the URLs. Raises
+    InvalidInput (BAD_REGISTRY) for any other text, and the errors of `Registry`.
     """
     folder = folder_of(url_or_path)
     store: Store

@@ -1,7 +1,8 @@
 """A `Store` in a folder, which several processes of one machine may use at once. Needs a file system with hard links.
 
-A file is written under a temporary name in `parts`, synced, and then linked to its own name. The link fails if the name exists, so
-one of several writers creates an object, and a reader never sees a part of one. Then every folder on the path is synced.
+A file is written under a temporary name in `parts`, synced, and then linked to its own name. The link fails if the name
+exists, so one of several writers creates an object, and a reader never sees a part of one. Then every folder on the
+path is synced.
 """
 
 import errno

@@ -1,4 +1,5 @@
-"""The interface of the indexes, in memory or in Redis. An index answers what a model's journal says and can be made anew from it."""
+"""The interface of the indexes, in memory or in Redis.
+An index answers what a model's journal says and can be made anew from it."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -40,10 +41,12 @@ class Index(Protocol):
         """Return the next page of events."""
 
     def wait(self, model_id: str, after: int, timeout_s: float) -> None:
-        """Wait until there is an event after `after`, for at most `timeout_s`. May return early, to have the journal looked at."""
+        """Wait until there is an event after `after`, for at most `timeout_s`.
+        May return early, to have the journal looked at."""
 
     def advance(self, model_id: str, step: Advance, *, replace_at: int | None = None) -> int:
-        """Apply all of `step` atomically if the index is at the record where `step` begins. Returns the record where it is now.
+        """Apply all of `step` atomically if the index is at the record where `step` begins.
+        Returns the record where it is now.
 
         With `replace_at`, replace an index that is at that record by `step`, which begins at an empty index.
         """

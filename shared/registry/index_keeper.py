@@ -25,10 +25,11 @@ def elapsed_s() -> float:
 
 
 class IndexKeeper:
-    """At most once every `index.freshness_s` seconds per model, queries check the journal for records that the index lacks.
+    """At most once every `index.freshness_s` seconds per model, queries check the journal for records that the index
+    lacks.
 
-    Records can be missing because another process wrote them, because their writer died or because Redis lost data. An unreadable
-    index is rebuilt from the journal, once per query.
+    Records can be missing because another process wrote them, because their writer died or because Redis lost data. An
+    unreadable index is rebuilt from the journal, once per query.
 
     Methods raise Unavailable, Exhausted (REDIS_FULL), Corrupt (the journal is needed and damaged), PreconditionFailed.
     """
@@ -40,7 +41,8 @@ class IndexKeeper:
         self._looked_at_s: dict[str, float] = {}
 
     def state(self, model_id: str, *, is_fresh: bool = False) -> ModelState:
-        """Return the model's state. With `is_fresh`, as writers need it, it has all records that exist when it is called."""
+        """Return the model's state. With `is_fresh`, as writers need it, it has all records that exist when it is
+        called."""
         state = self._known(model_id)
         now_s, looked_at_s = time.monotonic(), self._looked_at_s.get(model_id)
         may_be_lost = state.applied == 0 and self._index.may_forget
@@ -72,9 +74,9 @@ class IndexKeeper:
         if is_fresh and not self._journal.has(model_id, applied):
             # A writer that went on would leave a gap.
             raise Corrupt(
-                f"the journal of {model_id!r} has lost record {applied}, which this process has read (was the store restored from"
-                " a backup?); restore the record, or go on without it: restart all services, and with Redis run"
-                " `neap routers rebuild-index`",
+                f"the journal of {model_id!r} has lost record {applied}, which this process has read (was the store "
+                "restored from a backup?); restore the record, or go on without it: restart all services, and with "
+                "Redis run `neap routers rebuild-index`",
                 reason="JOURNAL_INCOMPLETE",
                 metadata={"model_id": model_id},
             )
@@ -134,8 +136,8 @@ class IndexKeeper:
     ) -> Entry | T:
         """Call `propose` with the newest state, record the Entry it returns and add it to the index.
 
-        If `propose` returns anything but an Entry, nothing is recorded and the value is returned. Nothing is recorded after
-        `give_up_at` (of `elapsed_s`), unless the process stands still just then.
+        If `propose` returns anything but an Entry, nothing is recorded and the value is returned. Nothing is recorded
+        after `give_up_at` (of `elapsed_s`), unless the process stands still just then.
         """
         give_up_at = min(give_up_at, elapsed_s() + COMMIT_S)
         state = self.state(model_id, is_fresh=True)
@@ -164,7 +166,8 @@ class IndexKeeper:
         return self._journal.models()
 
     def rebuild(self, model_id: str) -> ModelState:
-        """Rebuild a model's index from its journal. Atomic: readers see the old or the new index. Raises Corrupt, NotFound."""
+        """Rebuild a model's index from its journal. Atomic: readers see the old or the new index.
+        Raises Corrupt, NotFound."""
         give_up_at = time.monotonic() + COMMIT_S
         while time.monotonic() < give_up_at:
             try:

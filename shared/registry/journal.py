@@ -1,7 +1,8 @@
 """A model's journal: an append-only sequence of immutable records, one object each. The index is derived from it.
 
-Records are numbered from 1 without gaps. The store lets only one writer create a number, so the journal orders all publications and
-changes of a model. A change is final once its record exists, whatever happens to its writer or the index.
+Records are numbered from 1 without gaps. The store lets only one writer create a number, so the journal orders all
+publications and changes of a model. A change is final once its record exists, whatever happens to its writer or the
+index.
 """
 
 import re
@@ -42,8 +43,8 @@ class VersionRecord:
 class Entry:
     """Record `sequence` of a model: a publication with the aliases it moved, or an alias change.
 
-    `event` is the number of its event if an older neap wrote it into a folder. That one counted events over all models and wrote one
-    record per event.
+    `event` is the number of its event if an older neap wrote it into a folder. That one counted events over all models
+    and wrote one record per event.
     """
 
     model_id: str
@@ -174,7 +175,8 @@ def version_from_record(record: Mapping[str, Any]) -> VersionRecord:
 
 
 def _known(kind: type, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the fields that a newer build has added. Changes that readers must understand have another schema version."""
+    """Leave out the fields that a newer build has added.
+    Changes that readers must understand have another schema version."""
     names = {field.name for field in fields(kind)}
     if unknown := record.keys() - names:
         _log_unknown(kind.__name__, *sorted(unknown))

@@ -1,9 +1,11 @@
-"""A lease that gives one holder at a time the right to remove objects from a bucket. Publishers can see that it is held.
+"""A lease that gives one holder at a time the right to remove objects from a bucket.
+Publishers can see that it is held.
 
-The lease is one object, which its holder rewrites every few seconds. A process that sees it unchanged for long enough, by its own
-clock, treats the holder as dead. The holder may stand still at any point and go on later, so it never judges by its own clock whether
-it still holds the lease. Each renewal has a time by the object store's clock. If two of them lie too far apart, the lease was lost in
-between. Removals carry the time when the lease ends, and the store refuses them afterwards.
+The lease is one object, which its holder rewrites every few seconds. A process that sees it unchanged for long enough,
+by its own clock, treats the holder as dead. The holder may stand still at any point and go on later, so it never judges
+by its own clock whether it still holds the lease. Each renewal has a time by the object store's clock. If two of them
+lie too far apart, the lease was lost in between. Removals carry the time when the lease ends, and the store refuses
+them afterwards.
 """
 
 import time
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
 
 PATH = "sweep.json"
 RENEW_S = 5.0
-# How long after a renewal the store accepts removals, and after how long without a change others treat the holder as dead. The
-# difference covers times in whole seconds and how long the store takes to carry out what it has accepted.
+# How long after a renewal the store accepts removals, and after how long without a change others treat the holder as
+# dead. The difference covers times in whole seconds and how long the store takes to carry out what it has accepted.
 TRUST_S, DEAD_S = 45.0, 60.0
 
 
@@ -116,7 +118,8 @@ class Lease:
             self.renew()
             yield self
         finally:
-            # If the lease cannot be removed, publishers wait for it for at most a minute. A late removal could hit another's lease.
+            # If the lease cannot be removed, publishers wait for it for at most a minute.
+            # A late removal could hit another's lease.
             with suppress(Unavailable):
                 if self.ends_at_s is not None and self._is_own():
                     self._objects.remove_before(PATH, self.ends_at_s)

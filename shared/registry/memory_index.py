@@ -19,7 +19,8 @@ class _Model:
 
 
 class MemoryIndex:
-    """Other processes tell it nothing, so the journal is looked at every `freshness_s`, and every `poll_s` while an event is awaited."""
+    """Other processes tell it nothing, so the journal is looked at every `freshness_s`, and every `poll_s` while an
+    event is awaited."""
 
     may_forget = False
 

@@ -1,4 +1,5 @@
-"""Checks names of models, aliases, blobs and requests. The rules are strict so that every backend can use names as keys and paths."""
+"""Checks names of models, aliases, blobs and requests.
+The rules are strict so that every backend can use names as keys and paths."""
 
 import re
 from collections.abc import Iterable
@@ -23,9 +24,9 @@ def check_model_id(model_id: str) -> str:
     """
     if len(model_id) > MAX_MODEL_ID_CHARACTERS or not _MODEL_ID.fullmatch(model_id):
         raise InvalidInput(
-            f"model id {model_id[:MAX_MODEL_ID_CHARACTERS]!r} is not valid: it must have up to four segments separated by '/',"
-            " each of letters, digits, '.', '_' and '-' and beginning with a letter or digit, and at most"
-            f" {MAX_MODEL_ID_CHARACTERS} characters",
+            f"model id {model_id[:MAX_MODEL_ID_CHARACTERS]!r} is not valid: it must have up to four segments separated "
+            "by '/', each of letters, digits, '.', '_' and '-' and beginning with a letter or digit, and at most "
+            f"{MAX_MODEL_ID_CHARACTERS} characters",
             reason="BAD_MODEL_ID",
         )
     return model_id
@@ -36,8 +37,8 @@ def check_alias(alias: str) -> str:
     # An alias of only digits would be read as a version number where both are accepted.
     if not _ALIAS.fullmatch(alias) or alias.isdigit() or not alias.strip("."):
         raise InvalidInput(
-            f"alias {alias[:80]!r} is not valid: it must have 1 to 64 lower-case letters, digits, '-', '_' and '.', and not only"
-            " digits or only dots",
+            f"alias {alias[:80]!r} is not valid: it must have 1 to 64 lower-case letters, digits, '-', '_' and '.', "
+            "and not only digits or only dots",
             reason="BAD_ALIAS",
         )
     return alias
@@ -47,8 +48,8 @@ def check_blob_name(name: str) -> str:
     """Check the name of a blob. Raises InvalidInput (BAD_BLOB_NAME)."""
     if len(name) > MAX_BLOB_NAME_CHARACTERS or not _BLOB.fullmatch(name):
         raise InvalidInput(
-            f"blob name {name[:MAX_BLOB_NAME_CHARACTERS]!r} is not valid: it must have letters, digits, '.', '_' and '-' and"
-            " begin with a letter or digit",
+            f"blob name {name[:MAX_BLOB_NAME_CHARACTERS]!r} is not valid: it must have letters, digits, '.', '_' and "
+            "'-' and begin with a letter or digit",
             reason="BAD_BLOB_NAME",
         )
     return name

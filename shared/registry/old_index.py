@@ -1,7 +1,8 @@
 """Takes over what only the `index.db` of an older neap holds.
 
-Older versions ordered the events of a folder in SQLite and wrote their journal records afterwards, one per event. The journal may lack
-the last records, if a process died in between, or all of them, if the folder is older than the journal.
+Older versions ordered the events of a folder in SQLite and wrote their journal records afterwards, one per event. The
+journal may lack the last records, if a process died in between, or all of them, if the folder is older than the
+journal.
 """
 
 import sqlite3
@@ -25,10 +26,11 @@ log = structlog.get_logger("neap.registry")
 
 
 def take_over(store: FolderStore) -> None:
-    """Write the records that the journal lacks or that are damaged, and the claims of request ids, and rename `index.db` to `index.db.old`.
+    """Write the records that the journal lacks or that are damaged, and the claims of request ids, and rename
+    `index.db` to `index.db.old`.
 
-    Processes of an older neap that have the folder open refuse to use it afterwards. Does nothing without an `index.db`. Raises
-    Corrupt if it is damaged, Unavailable, Exhausted.
+    Processes of an older neap that have the folder open refuse to use it afterwards. Does nothing without an
+    `index.db`. Raises Corrupt if it is damaged, Unavailable, Exhausted.
     """
     path = store.root / "index.db"
     if not path.exists():
@@ -52,8 +54,8 @@ def take_over(store: FolderStore) -> None:
         if found is not None and not isinstance(found, Corrupt):
             raise found from error
         raise Corrupt(
-            f"{path} of an older neap is damaged. Move it away to use the folder without it: the journal has the same contents,"
-            " except for a last change just before a crash"
+            f"{path} of an older neap is damaged. Move it away to use the folder without it: the journal has the same "
+            "contents, except for a last change just before a crash"
         ) from error
     except OSError as error:
         raise storage_error(error, "the journal", place="the registry's folder") from error
@@ -78,7 +80,8 @@ def _copy(old: sqlite3.Connection, store: FolderStore) -> int:
 
 
 def _entries(old: sqlite3.Connection) -> Iterator[Entry]:
-    """Yields the records that the events of all models had or should have had. Raises TypeError if a row is missing or malformed."""
+    """Yields the records that the events of all models had or should have had.
+    Raises TypeError if a row is missing or malformed."""
     num_events: dict[str, int] = {}
     for row in old.execute("SELECT * FROM events ORDER BY event").fetchall():
         event, model_id = row["event"], row["model_id"]

@@ -1,7 +1,7 @@
 """Publishes a router: contents first, then one journal record, which names them.
 
-A publication is final with its record and visible with the index (docs/decisions/009). If a publisher dies in between, the next client
-applies its record.
+A publication is final with its record and visible with the index (docs/decisions/009). If a publisher dies in between,
+the next client applies its record.
 """
 
 import time
@@ -97,8 +97,8 @@ class Publisher:
     def _restore_swept(self, new: Publication, sweeps: SweepWatch) -> float:
         """Wait for a running sweep to end and store again what it removed.
 
-        Returns the time (of `elapsed_s`) until which no other sweep can remove contents that no record names. Raises Unavailable
-        (REGISTRY_BUSY) if the sweep takes longer than SWEEP_WAIT_S.
+        Returns the time (of `elapsed_s`) until which no other sweep can remove contents that no record names. Raises
+        Unavailable (REGISTRY_BUSY) if the sweep takes longer than SWEEP_WAIT_S.
         """
         give_up_at = elapsed_s() + SWEEP_WAIT_S
         contents: list[tuple[Kind, str]] = [("manifests", new.manifest_digest)]

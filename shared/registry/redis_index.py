@@ -5,7 +5,8 @@ Two keys per model, with one hash tag, so that a cluster keeps them on one node:
     neap:{<model>}:index    hash: registry, applied, versions, events, aliases (JSON), version:<n> (JSON), request:<id>
     neap:{<model>}:events   stream: ids are <event number>-0, field "event" holds JSON
 
-A model's whole index is in one hash. A server that evicts keys therefore drops all of it at once, which is detected and repaired.
+A model's whole index is in one hash. A server that evicts keys therefore drops all of it at once, which is detected and
+repaired.
 """
 
 import json
@@ -37,10 +38,10 @@ from shared.timeouts import REDIS_ANSWER_S, REDIS_CONNECT_S, REDIS_WAIT_S
 # A change of another client is told by the stream. This is for records whose writer died, and for data that Redis lost.
 FRESHNESS_S = 30.0
 
-# KEYS index, events; ARGV registry, before (-1: whatever it is), replace ("1": whatever there is goes first), applied, number of
-# fields, fields and values, events' first number, events. Returns what is applied now, or -1 when the index is another registry's. A
-# stream that is not what it should be is dropped: readers notice by the number of events, and have it rebuilt. So is a key of another
-# type, before anything is written: a script that fails halfway is not undone.
+# KEYS index, events; ARGV registry, before (-1: whatever it is), replace ("1": whatever there is goes first), applied,
+# number of fields, fields and values, events' first number, events. Returns what is applied now, or -1 when the index
+# is another registry's. A stream that is not what it should be is dropped: readers notice by the number of events, and
+# have it rebuilt. So is a key of another type, before anything is written: a script that fails halfway is not undone.
 _ADVANCE = """
 for i, kind in ipairs({'hash', 'stream'}) do
   if redis.call('TYPE', KEYS[i])['ok'] ~= kind then redis.call('DEL', KEYS[i]) end
@@ -121,7 +122,8 @@ class RedisIndex:
             self._client.set("neap:probe", "", px=1)
 
     def state(self, model_id: str) -> ModelState:
-        """Return the model's state, empty if it is not in the index. Raises PreconditionFailed (INDEX_OF_ANOTHER_REGISTRY)."""
+        """Return the model's state, empty if it is not in the index.
+        Raises PreconditionFailed (INDEX_OF_ANOTHER_REGISTRY)."""
         names = ("registry", "applied", "versions", "events", "aliases")
         with _errors(), _parsed():
             owner, *counts, encoded = self._client.hmget(_keys(model_id)[0], names)

@@ -1,8 +1,8 @@
 """The registry of routers. Contents are content-addressed and immutable; only aliases change.
 
-A publication stores and reads back the blobs and the manifest, and then writes one journal record, so a reader never sees an incomplete
-router. A change of an alias is one journal record. The store (a folder or a bucket) lets one writer create a record; the index (in
-memory or in Redis) answers what the journal says (docs/decisions/009, 042).
+A publication stores and reads back the blobs and the manifest, and then writes one journal record, so a reader never
+sees an incomplete router. A change of an alias is one journal record. The store (a folder or a bucket) lets one writer
+create a record; the index (in memory or in Redis) answers what the journal says (docs/decisions/009, 042).
 """
 
 import json
@@ -54,8 +54,8 @@ Propose = Callable[[AliasChange | None], AliasChange]
 class Registry:
     """All methods block, and all are safe to call from several threads and processes.
 
-    `step` is called with the name of each step of a publication, for fault injection in tests. Raises the errors of the store and the
-    index, and PreconditionFailed (SCHEMA_TOO_NEW, NO_CONDITIONAL_WRITES).
+    `step` is called with the name of each step of a publication, for fault injection in tests. Raises the errors of the
+    store and the index, and PreconditionFailed (SCHEMA_TOO_NEW, NO_CONDITIONAL_WRITES).
     """
 
     def __init__(self, store: Store, index: Index, *, step: StepHook = lambda name: None) -> None:
@@ -80,12 +80,13 @@ class Registry:
         aliases: Sequence[str] = ("latest",),
         actor: str = "",
     ) -> PublishedVersion:
-        """Publish `blobs` (name -> bytes) with `manifest`, to which the registry adds {"blobs": {name: {"digest", "size_bytes"}}}.
+        """Publish `blobs` (name -> bytes) with `manifest`, which gets {"blobs": {name: {"digest", "size_bytes"}}}.
 
-        Idempotent by `request_id`: a repeated id returns the version it created and moves no alias, or raises AlreadyExists if the
-        contents differ. After Unavailable the publication may have succeeded; repeat the request to find out.
-        Raises InvalidInput (names, sizes), Exhausted (disk full; nothing visible is left behind), Corrupt (reading back failed),
-        PreconditionFailed (CHECKS_FAILED: there are aliases to set, and the manifest records a failed check).
+        Idempotent by `request_id`: a repeated id returns the version it created and moves no alias, or raises
+        AlreadyExists if the contents differ. After Unavailable the publication may have succeeded; repeat the request
+        to find out. Raises InvalidInput (names, sizes), Exhausted (disk full; nothing visible is left behind), Corrupt
+        (reading back failed), PreconditionFailed (CHECKS_FAILED: there are aliases to set, and the manifest records a
+        failed check).
         """
         check_publication(model_id, request_id, actor)
         names = unique_aliases(aliases)
@@ -93,11 +94,11 @@ class Registry:
             check_passed(manifest, "the router to be published")
         encoded = encode_manifest(manifest, blobs)
         new = Publication(model_id, encoded, blobs, request_id, names, actor)
-        # The manifest has the same digest, so it is not read again: the publication is final even if the store fails now.
+        # The manifest has the same digest, so it is not read again: the publication is final, should the store fail.
         return _version_of(model_id, self._publisher.publish(new), encoded)
 
     def find_publication(self, model_id: str, request_id: str) -> PublishedVersion | None:
-        """Return the version that `publish` made for `request_id`, None if it made none. A damaged version has `damage` set."""
+        """Return the version that `publish` made for `request_id`, None if none. A damaged one has `damage` set."""
         state = self._state(model_id, is_fresh=True)
         number = self._keeper.version_of_request(model_id, request_id)
         return None if number is None else self._listed(model_id, number, state)
@@ -107,19 +108,19 @@ class Registry:
         return self._version(model_id, self._record(model_id, version, self._state(model_id)))
 
     def resolve(self, model_id: str, alias: str) -> PublishedVersion:
-        """Return the version that an alias names, ignoring its canary. Raises NotFound, which lists the aliases, and Corrupt."""
+        """Return the version that an alias names, without its canary. Raises NotFound (lists the aliases), Corrupt."""
         state, last = self._last_change(model_id, alias)
         return self._version(model_id, self._record(model_id, last.to_version, state))
 
     def target(self, model_id: str, alias: str) -> AliasTarget:
-        """Return the alias' version and canary, read atomically. A damaged version has `damage` set. Raises NotFound."""
+        """Return the alias' version and canary, read atomically. A damaged one has `damage` set. Raises NotFound."""
         state, last = self._last_change(model_id, alias)
         return AliasTarget(self._listed(model_id, last.to_version, state), last.canary)
 
     def list_versions(
         self, model_id: str, *, before: int | None = None, limit: int = 100
     ) -> list[PublishedVersion]:
-        """List versions, newest first, only those below `before`. Damaged versions have `damage` set. Empty for an unknown model.
+        """List versions, newest first, only those below `before`. Damaged ones have `damage` set. Empty: unknown model.
 
         `limit` is in [1, 1000]. Raises InvalidInput.
         """
@@ -162,8 +163,8 @@ class Registry:
     ) -> AliasChange:
         """Point an alias at a version, which ends its canary. Records nothing if the alias already names the version.
 
-        With `expected_version` this is a compare-and-swap; 0 means that the alias must not exist. Raises NotFound, Conflict, Corrupt
-        (VERSION_DAMAGED), PreconditionFailed (CHECKS_FAILED: the version records a failed check).
+        With `expected_version` this is a compare-and-swap; 0 means that the alias must not exist. Raises NotFound,
+        Conflict, Corrupt (VERSION_DAMAGED), PreconditionFailed (CHECKS_FAILED: the version records a failed check).
         """
         move = AliasMove(model_id, alias, actor, reason)
         return self._change(
@@ -182,9 +183,9 @@ class Registry:
     ) -> AliasChange:
         """Begin or change a canary. None ends it, so that all requests get the alias' version again.
 
-        `expected_version` is compared with the alias' version. Raises InvalidInput (BAD_SHARE; BAD_CANARY: the alias already names
-        that version), NotFound, Conflict, Corrupt (VERSION_DAMAGED), PreconditionFailed (CHECKS_FAILED; NO_CANARY: there is no
-        canary to end).
+        `expected_version` is compared with the alias' version. Raises InvalidInput (BAD_SHARE; BAD_CANARY: the alias
+        already names that version), NotFound, Conflict, Corrupt (VERSION_DAMAGED), PreconditionFailed (CHECKS_FAILED;
+        NO_CANARY: there is no canary to end).
         """
         move = AliasMove(model_id, alias, actor, reason)
         return self._change(
@@ -220,10 +221,10 @@ class Registry:
         actor: str = "",
         reason: str = "",
     ) -> AliasChange:
-        """Undo the last change: end the canary or, if there is none, return to the previous version, even if its checks failed.
+        """Undo the last change: end the canary, or else return to the previous version, even if its checks failed.
 
-        Without a canary, a second rollback undoes the first.
-        Raises NotFound, Conflict, PreconditionFailed if there is no previous version, Corrupt (VERSION_DAMAGED) if it cannot be read.
+        Without a canary, a second rollback undoes the first. Raises NotFound, Conflict, PreconditionFailed if there is
+        no previous version, Corrupt (VERSION_DAMAGED) if it cannot be read.
         """
         move = AliasMove(model_id, alias, actor, reason)
         return self._change(
@@ -241,10 +242,11 @@ class Registry:
         return last
 
     def _change(self, move: AliasMove, propose: Propose, *, must_pass: bool = False) -> AliasChange:
-        """Record what `propose` makes of the alias' last change (None if there is no such alias), unless it is that change itself.
+        """Record what `propose` makes of the alias' last change (None if there is no such alias), unless it is that
+        change itself.
 
-        `propose` is called again if another writer was faster. Raises NotFound, Corrupt (VERSION_DAMAGED) if the alias cannot name
-        the version, and with `must_pass` PreconditionFailed (CHECKS_FAILED).
+        `propose` is called again if another writer was faster. Raises NotFound, Corrupt (VERSION_DAMAGED) if the alias
+        cannot name the version, and with `must_pass` PreconditionFailed (CHECKS_FAILED).
         """
 
         def entry(state: ModelState) -> Entry | AliasChange:
@@ -279,9 +281,10 @@ class Registry:
     def events(
         self, model_id: str, *, after_event: int = 0, timeout_s: float = 0.0
     ) -> Iterator[RegistryEvent]:
-        """Iterate over the events after `after_event`, in order. If there is none yet, wait for the first for up to `timeout_s`.
+        """Iterate over the events after `after_event`, in order.
+        If there is none yet, wait for the first for up to `timeout_s`.
 
-        Publications of versions that have been damaged since have `damage` set. Numbers count within the model and never change.
+        Publications of versions damaged since have `damage` set. Numbers count within the model and never change.
         """
         check_model_id(model_id)
         after_event = min(max(after_event, 0), _LARGEST_EVENT)

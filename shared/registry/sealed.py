@@ -1,7 +1,7 @@
 """Small records that contain their own digest, so that a reader detects truncated or changed records.
 
-A sealed record is canonical JSON of {"digest": "sha256:..", "record": {...}}. The digest is that of the record's canonical JSON, which
-is the stored bytes between `,"record":` and the last brace.
+A sealed record is canonical JSON of {"digest": "sha256:..", "record": {...}}. The digest is that of the record's
+canonical JSON, which is the stored bytes between `,"record":` and the last brace.
 """
 
 import json
@@ -18,7 +18,8 @@ def seal(record: Mapping[str, Any]) -> bytes:
 
 
 def open_sealed(data: bytes, name: str) -> dict[str, Any]:
-    """Decode and check a record. `name` is for messages. Raises Corrupt with metadata expected_digest and actual_digest."""
+    """Decode and check a record. `name` is for messages.
+    Raises Corrupt with metadata expected_digest and actual_digest."""
     encoded = data.partition(b',"record":')[2][:-1]
     actual = digest_of(encoded) if encoded else ""
     try:

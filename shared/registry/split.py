@@ -1,4 +1,5 @@
-"""Decides which requests of an alias its canary gets. The choice is the same on every worker and for a repeated request."""
+"""Decides which requests of an alias its canary gets.
+The choice is the same on every worker and for a repeated request."""
 
 import hashlib
 
@@ -10,9 +11,9 @@ _SCALE = 1000
 def takes_canary(request_id: str, model_id: str, alias: str, canary: Canary) -> bool:
     """Return whether this request belongs to the canary's share.
 
-    A keyed hash (BLAKE2b, RFC 7693) maps the request to one of 1000 places, and the canary has the first `share_per_mille` places. A
-    growing share therefore keeps its requests. The key consists of model, alias and canary version, so another rollout selects other
-    requests, independently of this one.
+    A keyed hash (BLAKE2b, RFC 7693) maps the request to one of 1000 places, and the canary has the first
+    `share_per_mille` places. A growing share therefore keeps its requests. The key consists of model, alias and canary
+    version, so another rollout selects other requests, independently of this one.
     """
     scope = f"{model_id}\0{alias}\0{canary.version}".encode()
     # A BLAKE2b key has at most 64 bytes, and model ids may be longer.

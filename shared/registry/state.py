@@ -15,8 +15,8 @@ Event = tuple[int, int | AliasChange | None]
 class ModelState:
     """A model's state after the first `applied` records.
 
-    `aliases` has the last change of each alias. `last_event` is larger than `num_events` if an older neap has counted events over all
-    models of a folder.
+    `aliases` has the last change of each alias. `last_event` is larger than `num_events` if an older neap has counted
+    events over all models of a folder.
     """
 
     applied: int = 0

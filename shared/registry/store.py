@@ -74,7 +74,8 @@ class Store(Protocol):
         """Make an object that was found survive a power cut, because its writer may not have come so far."""
 
     def get(self, path: str, check_size: Callable[[int], None] = ...) -> bytes | None:
-        """Return an object, or None if it does not exist. `check_size` gets its size before it is read, and may raise."""
+        """Return an object, or None if it does not exist.
+        `check_size` gets its size before it is read, and may raise."""
 
     def exists(self, path: str) -> bool: ...
 
@@ -97,7 +98,8 @@ class Store(Protocol):
         """A block in which contents are stored and then named by a record."""
 
     def sweeping(self, *, dead_s: float) -> AbstractContextManager[SweepLease]:
-        """A block in which objects may be removed. A holder that has not renewed its lease for `dead_s` is taken for dead.
+        """A block in which objects may be removed.
+        A holder that has not renewed its lease for `dead_s` is taken for dead.
 
         Raises Conflict (SWEEP_RUNNING), Unavailable (LOCKED).
         """

@@ -1,10 +1,10 @@
 """Removes contents that no record names, which unfinished publications left behind.
 
-A publisher may be about to record contents that no record names yet. In a folder, a sweep therefore waits for the publishers and keeps
-new ones waiting. In a bucket it holds a lease, for which publishers check after storing contents and before writing their record
-(docs/decisions/009). A publisher that checked before the lease existed writes its record within COMMIT_S, and the sweep waits that long
-before it reads the journals. A publisher that was later checks again before it answers. A sweep that outlives its lease cannot remove
-anything (docs/decisions/034).
+A publisher may be about to record contents that no record names yet. In a folder, a sweep therefore waits for the
+publishers and keeps new ones waiting. In a bucket it holds a lease, for which publishers check after storing contents
+and before writing their record (docs/decisions/009). A publisher that checked before the lease existed writes its
+record within COMMIT_S, and the sweep waits that long before it reads the journals. A publisher that was later checks
+again before it answers. A sweep that outlives its lease cannot remove anything (docs/decisions/034).
 """
 
 import json
@@ -32,8 +32,8 @@ log = structlog.get_logger("neap.registry")
 class Sweep:
     """The result of a sweep. In a rehearsal nothing was removed.
 
-    `num_in_use` objects are in use. `num_in_grace_period` are unused but within the grace period. `num_kept` are unused and old, but may belong
-    to one of the `num_damaged` manifests that cannot be read.
+    `num_in_use` objects are in use. `num_in_grace_period` are unused but within the grace period. `num_kept` are unused
+    and old, but may belong to one of the `num_damaged` manifests that cannot be read.
     """
 
     num_in_use: int
@@ -52,10 +52,12 @@ def sweep(
     settle_s: float | None = None,
     dead_s: float = DEAD_S,
 ) -> Sweep:
-    """Remove blobs and manifests that no journal names and that were last written more than `grace_s` seconds ago by the store's clock.
+    """Remove blobs and manifests that no journal names and that were last written more than `grace_s` seconds ago by
+    the store's clock.
 
-    If a manifest is damaged, no blob is removed, because its blobs are unknown. Raises InvalidInput, Conflict (SWEEP_RUNNING),
-    Unavailable (also LOCKED: publishers of a folder did not end in time), and Corrupt if a journal cannot be read, in which case nothing is removed.
+    If a manifest is damaged, no blob is removed, because its blobs are unknown. Raises InvalidInput, Conflict
+    (SWEEP_RUNNING), Unavailable (also LOCKED: publishers of a folder did not end in time), and Corrupt if a journal
+    cannot be read, in which case nothing is removed.
     """
     if grace_s < 0:
         raise InvalidInput(f"the grace period is {grace_s} s; it must not be negative")

@@ -1,7 +1,8 @@
 """Removals from a bucket that cannot happen late. The store itself refuses such a request after a given time.
 
-A process may stand still between any check of its own and the removal, so a check cannot prevent a late removal. A signed URL carries
-the time until which the store accepts it, and the store judges this by its own clock (AWS Signature Version 4, query parameters).
+A process may stand still between any check of its own and the removal, so a check cannot prevent a late removal. A
+signed URL carries the time until which the store accepts it, and the store judges this by its own clock (AWS Signature
+Version 4, query parameters).
 """
 
 import time

@@ -18,8 +18,8 @@ _SCHEME = "bearer "
 class Access:
     """Checks the token of each call. If `tokens_file` is None, everybody may call everything.
 
-    The file is read again for every call. A token that was removed from it is refused from the next call on; running calls go on.
-    `refusals` counts refused calls by reason. Raises InvalidInput (BAD_TOKENS_FILE, BAD_CONFIGURATION).
+    The file is read again for every call. A token that was removed from it is refused from the next call on; running
+    calls go on. `refusals` counts refused calls by reason. Raises InvalidInput (BAD_TOKENS_FILE, BAD_CONFIGURATION).
     """
 
     def __init__(self, tokens_file: Path | None = None) -> None:

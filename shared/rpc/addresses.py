@@ -16,7 +16,8 @@ def parse_listen(listen: str) -> tuple[str, int]:
 
 
 def bind(server: Any, listen: str, credentials: grpc.ServerCredentials | None = None) -> int:
-    """Bind `server` to `listen` and return its port. Without `credentials` it serves plain text. Raises InvalidInput, Unavailable."""
+    """Bind `server` to `listen` and return its port. Without `credentials` it serves plain text.
+    Raises InvalidInput, Unavailable."""
     parse_listen(listen)
     try:
         if credentials is None:

@@ -21,7 +21,8 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Caller:
-    """`name` is the name of a token, or "certificate:" and the name in a client certificate. No token name begins like that."""
+    """`name` is the name of a token, or "certificate:" and the name in a client certificate.
+    No token name begins like that."""
 
     name: str
     roles: frozenset[Role]
@@ -31,7 +32,8 @@ _caller: ContextVar[Caller | None] = ContextVar("neap_caller", default=None)
 
 
 def current_caller() -> Caller | None:
-    """Return the caller of the call that this task serves. None outside a call, and if callers are not authenticated."""
+    """Return the caller of the call that this task serves.
+    None outside a call, and if callers are not authenticated."""
     return _caller.get()
 
 
@@ -41,7 +43,8 @@ def set_current_caller(caller: Caller | None) -> None:
 
 
 def certificate_caller(context: Any) -> Caller | None:
-    """Return the caller named by the client certificate of this connection, with every role. None without a certificate.
+    """Return the caller named by the client certificate of this connection, with every role.
+    None without a certificate.
 
     The name is the certificate's first subject alternative name (a SPIFFE id, a DNS name, ..), or else its common name.
     """

@@ -38,10 +38,11 @@ class OpenCalls:
 
     @contextmanager
     def track_handler(self, method: str) -> Iterator[None]:
-        """Track a call of `method` ("/package.Service/Method") while its handler runs in the block, in the call's own task.
+        """Track a call of `method` ("/package.Service/Method") while its handler runs in the block, in the call's own
+        task.
 
-        Raises Unavailable (reason SHUTTING_DOWN) instead of the cancellation if `end` ends the call. Raises it at once if `end` has
-        already ended all calls.
+        Raises Unavailable (reason SHUTTING_DOWN) instead of the cancellation if `end` ends the call. Raises it at once
+        if `end` has already ended all calls.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -65,7 +66,8 @@ class OpenCalls:
 
     @contextmanager
     def track_answer(self) -> Iterator[None]:
-        """Track a whole call, including the sending of its answer or status, for `wait_all_answered`. In the call's own task."""
+        """Track a whole call, including the sending of its answer or status, for `wait_all_answered`.
+        In the call's own task."""
         self._num_unanswered += 1
         self._all_answered.clear()
         try:
@@ -84,7 +86,8 @@ class OpenCalls:
         return True
 
     def end(self, prefixes: tuple[str, ...] = ALL) -> int:
-        """End the calls of methods that start with one of `prefixes` with UNAVAILABLE. Returns the number of these calls.
+        """End the calls of methods that start with one of `prefixes` with UNAVAILABLE.
+        Returns the number of these calls.
 
         After the calls of all methods have been ended, later calls are refused in the same way.
         """

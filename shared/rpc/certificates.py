@@ -1,4 +1,5 @@
-"""A server's certificate and the authority of its clients, read from files that may be rotated while the server runs."""
+"""A server's certificate and the authority of its clients, read from files that may be rotated while the server
+runs."""
 
 import time
 from collections.abc import Sequence
@@ -20,17 +21,19 @@ from shared.rpc.watched_files import WatchedFiles
 
 @dataclass(frozen=True)
 class Certificate:
-    """A checked certificate: the key matches the first certificate, which has not expired. `expiry_time_s` is in Unix seconds."""
+    """A checked certificate: the key matches the first certificate, which has not expired.
+    `expiry_time_s` is in Unix seconds."""
 
     configuration: Any
     expiry_time_s: float
 
 
 class ServerCertificate:
-    """PEM files `certificate` (the server's own first, then intermediates), `key`, and `client_authority` for mutual TLS.
+    """PEM files `certificate` (the server's own first, then intermediates), `key`, and `client_authority` for mutual
+    TLS.
 
-    The files are read again for every new connection. If they cannot be used or do not match, the last usable version is used. Open
-    connections are not affected. Raises InvalidInput (BAD_CERTIFICATE, BAD_CONFIGURATION).
+    The files are read again for every new connection. If they cannot be used or do not match, the last usable version
+    is used. Open connections are not affected. Raises InvalidInput (BAD_CERTIFICATE, BAD_CONFIGURATION).
     """
 
     def __init__(self, certificate: Path, key: Path, client_authority: Path | None = None) -> None:

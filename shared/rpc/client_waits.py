@@ -41,10 +41,11 @@ class _Wait:
 class ClientWaits:
     """Bounds every wait for a client of one event loop.
 
-    gRPC starts a call before its request message has arrived and waits for that message without a limit. Here a call whose message
-    has not arrived after `request_timeout_s` ends with DEADLINE_EXCEEDED (reason REQUEST_TIMEOUT). If more than MAX_AWAITED_REQUESTS calls
-    wait for their message, the oldest ends with RESOURCE_EXHAUSTED (reason TOO_MANY_IDLE_CALLS), so that clients that send their
-    message are always served. `unsent` counts the calls that ended without a request, by reason.
+    gRPC starts a call before its request message has arrived and waits for that message without a limit. Here a call
+    whose message has not arrived after `request_timeout_s` ends with DEADLINE_EXCEEDED (reason REQUEST_TIMEOUT). If
+    more than MAX_AWAITED_REQUESTS calls wait for their message, the oldest ends with RESOURCE_EXHAUSTED (reason
+    TOO_MANY_IDLE_CALLS), so that clients that send their message are always served. `unsent` counts the calls that
+    ended without a request, by reason.
 
     A write returns once gRPC has buffer space for the message. If the client does not read, that never happens.
     `delivery_timeout_s` bounds each write while the server drains.
@@ -69,7 +70,8 @@ class ClientWaits:
         return len(self._requests)
 
     def drain(self) -> None:
-        """Wait only `DRAIN_REQUEST_S` for requests from now on. Calls that have waited that long end now (SHUTTING_DOWN).
+        """Wait only `DRAIN_REQUEST_S` for requests from now on.
+        Calls that have waited that long end now (SHUTTING_DOWN).
 
         Writes that wait for a client to read get `delivery_timeout_s` from now on.
         """
@@ -106,7 +108,8 @@ class ClientWaits:
             self._requests.pop(wait, None)
 
     async def only_request(self, read: Callable[[], Awaitable[T]]) -> T:
-        """Like `request`, for calls with exactly one message. Raises InvalidInput (REQUEST_MISSING) if there is none."""
+        """Like `request`, for calls with exactly one message.
+        Raises InvalidInput (REQUEST_MISSING) if there is none."""
         message = await self.request(read)
         if message is grpc.aio.EOF:
             await self._raise_if_cancelled()
@@ -115,7 +118,8 @@ class ClientWaits:
         return message
 
     async def delivery(self, write: Awaitable[None], timeout_s: float | None = None) -> None:
-        """Await `write` for at most `timeout_s` (None: no limit), and for at most `delivery_timeout_s` while the server drains.
+        """Await `write` for at most `timeout_s` (None: no limit), and for at most `delivery_timeout_s` while the server
+        drains.
 
         Raises Exhausted (SLOW_READER).
         """

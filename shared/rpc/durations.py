@@ -14,8 +14,8 @@ def seconds_of(
 ) -> float:
     """Convert a positive duration to seconds. `field` is its path in the request, for the error.
 
-    Raises InvalidInput with `reason`, and the field in its metadata, if the message is not a valid Duration (seconds or nanoseconds
-    out of range or of different signs), if it is not positive, and if it exceeds `at_most_s`.
+    Raises InvalidInput with `reason`, and the field in its metadata, if the message is not a valid Duration (seconds or
+    nanoseconds out of range or of different signs), if it is not positive, and if it exceeds `at_most_s`.
     """
 
     def refused(why: str) -> InvalidInput:

@@ -7,7 +7,8 @@ from grpc_health.v1 import health, health_pb2
 
 
 class HealthServicer(health.aio.HealthServicer):
-    """Adds `List` to gRPC's own servicer, where the method would end as UNKNOWN. Lists `names` and "", the server itself."""
+    """Adds `List` to gRPC's own servicer, where the method would end as UNKNOWN.
+    Lists `names` and "", the server itself."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""The interceptor around every call of a service: access check, request id, trace span, log line, and rich error statuses."""
+"""The interceptor around every call of a service: access check, request id, trace span, log line, and rich error
+statuses."""
 
 import asyncio
 import inspect
@@ -38,17 +39,20 @@ _has_written: ContextVar[bool] = ContextVar("neap_has_written", default=False)
 # Auxiliary services: their calls are logged at info level only if they fail, and a drain does not wait for them.
 SIDE_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 
-# How long the first response of a call may still take once the call is ended. Only a client that does not read takes this long.
+# How long the first response of a call may still take once the call is ended.
+# Only a client that does not read takes this long.
 FIRST_RESPONSE_S = 0.5
 
-# How a handler learns that the client is gone. `InternalError` comes from a write that failed just before the cancellation.
+# How a handler learns that the client is gone. `InternalError` comes from a write that failed just before the
+# cancellation.
 CLIENT_GONE = (asyncio.CancelledError, GeneratorExit, grpc.aio.InternalError)
 
 log = structlog.get_logger("neap.rpc")
 
 
 def current_request_id() -> str:
-    """Return the id of the call that this task serves: the client's `x-request-id`, or a new id. Empty outside a call."""
+    """Return the id of the call that this task serves: the client's `x-request-id`, or a new id.
+    Empty outside a call."""
     return _request_id.get()
 
 
@@ -60,7 +64,8 @@ def annotate_call(**fields: str | int | float) -> None:
 
 
 async def write_response(context: Any, response: Any, timeout_s: float | None = None) -> None:
-    """Send a response in the call that this task serves, bounded by `ClientWaits.delivery`. Raises Exhausted (SLOW_READER)."""
+    """Send a response in the call that this task serves, bounded by `ClientWaits.delivery`.
+    Raises Exhausted (SLOW_READER)."""
     waits = _waits.get()
     assert waits is not None, "outside of a call"
     if _has_written.get():
@@ -73,8 +78,8 @@ async def write_response(context: Any, response: Any, timeout_s: float | None = 
 async def _write_first(context: Any, response: Any) -> None:
     """Write the first response of a call. If this is cancelled, the write may still end within `FIRST_RESPONSE_S`.
 
-    gRPC sends the initial metadata with it, and knows of that only when the write has ended. Otherwise `abort` would send them once more
-    and fail, and the client would not get its status.
+    gRPC sends the initial metadata with it, and knows of that only when the write has ended. Otherwise `abort` would
+    send them once more and fail, and the client would not get its status.
     """
     writing = asyncio.ensure_future(context.write(response))
     try:
@@ -88,12 +93,12 @@ async def _write_first(context: Any, response: Any) -> None:
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
     """Wraps unary and streaming handlers that are coroutines or async generators.
 
-    A NeapError becomes its gRPC status. Any other exception becomes INTERNAL with an id under which the traceback is logged. The
-    request id is returned in the trailing metadata. `calls` tracks the running calls. `access` refuses calls before their message
-    is awaited.
+    A NeapError becomes its gRPC status. Any other exception becomes INTERNAL with an id under which the traceback is
+    logged. The request id is returned in the trailing metadata. `calls` tracks the running calls. `access` refuses
+    calls before their message is awaited.
 
-    Every method is registered with gRPC as one that takes a stream of requests. gRPC then calls the handler at once, so that `waits`
-    can bound the wait for the message of a unary request and `calls` can end it.
+    Every method is registered with gRPC as one that takes a stream of requests. gRPC then calls the handler at once, so
+    that `waits` can bound the wait for the message of a unary request and `calls` can end it.
     """
 
     def __init__(self, access: Access | None = None, waits: ClientWaits | None = None) -> None:
@@ -137,7 +142,8 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 class _Wrapped:
     """Wraps the handler of one method.
 
-    `access_decision` is the result of `Access.check_call`. With `takes_stream` the handler takes an iterator of requests instead of one request.
+    `access_decision` is the result of `Access.check_call`.
+    With `takes_stream` the handler takes an iterator of requests instead of one request.
     """
 
     def __init__(
@@ -168,7 +174,8 @@ class _Wrapped:
         return handle
 
     def generator(self, inner: Any) -> Any:
-        """Wrap an async generator in a coroutine. With a generator, gRPC would wait for slow clients outside of `_observed`."""
+        """Wrap an async generator in a coroutine. With a generator, gRPC would wait for slow clients outside of
+        `_observed`."""
 
         async def handle(_: Any, context: Any) -> None:
             with self.calls.track_answer():
@@ -181,7 +188,8 @@ class _Wrapped:
         return handle
 
     async def _request(self, context: Any) -> Any:
-        """Return the message, or the iterator of messages, after checking its form. Raises the errors of `ClientWaits` and `_well_formed`."""
+        """Return the message, or the iterator of messages, after checking its form.
+        Raises the errors of `ClientWaits` and `_well_formed`."""
         if self._takes_stream:
             return self._each_request(context)
         return _well_formed(await self.waits.only_request(context.read))

@@ -1,4 +1,5 @@
-"""Structured logs on stderr: one JSON object per line, or coloured text on a terminal. stdout is left to output for programs."""
+"""Structured logs on stderr: one JSON object per line, or coloured text on a terminal. stdout is left to output for
+programs."""
 
 import logging
 import sys
@@ -59,10 +60,12 @@ def is_json(json_lines: bool | None) -> bool:
 
 
 def underlying_stream(stream: TextIO) -> TextIO:
-    """Return the underlying stream if `stream` is a LineLogger (`shared.rpc.service_logs`), otherwise `stream` itself."""
+    """Return the underlying stream if `stream` is a LineLogger (`shared.rpc.service_logs`), otherwise `stream`
+    itself."""
     return getattr(stream, "stream", stream)
 
 
 def _escaped(logger: Any, name: str, event: Any) -> Any:
-    """Escape control characters for a terminal. JSON escapes them itself. Tracebacks are rendered later and keep their lines."""
+    """Escape control characters for a terminal. JSON escapes them itself.
+    Tracebacks are rendered later and keep their lines."""
     return {key: one_line(v) if isinstance(v, str) else v for key, v in event.items()}

@@ -1,7 +1,7 @@
 """Pages of lists: https://google.aip.dev/158.
 
-A page token holds where the next page begins and a digest of the request without its page fields, so it is of use only with the same
-request. Clients must treat it as opaque.
+A page token holds where the next page begins and a digest of the request without its page fields, so it is of use only
+with the same request. Clients must treat it as opaque.
 """
 
 import base64
@@ -14,7 +14,8 @@ from shared.errors import InvalidInput
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
-# A page of records whose size is not bounded ends here. Below the 4 MiB that clients of gRPC accept unless they are told otherwise.
+# A page of records whose size is not bounded ends here.
+# Below the 4 MiB that clients of gRPC accept unless they are told otherwise.
 MAX_PAGE_BYTES = 2 << 20
 _DIGEST_BYTES = 12
 
@@ -24,8 +25,8 @@ T = TypeVar("T")
 def read_page(request: Any) -> tuple[int, str]:
     """Return the most results that `request` asks for and the cursor of its page token, "" for the first page.
 
-    Raises InvalidInput: BAD_PAGE_SIZE for a negative size, BAD_PAGE_TOKEN for a token that did not come with an answer to the same
-    request.
+    Raises InvalidInput: BAD_PAGE_SIZE for a negative size, BAD_PAGE_TOKEN for a token that did not come with an answer
+    to the same request.
     """
     if request.page_size < 0:
         raise InvalidInput(

@@ -43,8 +43,8 @@ def open_security(settings: SecuritySettings, listen: str) -> ServerSecurity:
     if security.certificate is None and not is_loopback(host):
         if settings.auth_tokens is not None and not settings.allow_plaintext_tokens:
             raise InvalidInput(
-                f"tokens would be sent to {listen} in plain text: set --tls-cert and --tls-key, listen on loopback, or, if"
-                " something else encrypts the connection (a service mesh), set --allow-plaintext-tokens",
+                f"tokens would be sent to {listen} in plain text: set --tls-cert and --tls-key, listen on loopback, "
+                "or, if something else encrypts the connection (a service mesh), set --allow-plaintext-tokens",
                 reason="TOKENS_OVER_PLAIN_TEXT",
             )
         log.warning("listening without TLS beyond loopback", listen=listen)

@@ -39,7 +39,8 @@ class SecurityCollector(Collector):
         if watched:
             reloads = CounterMetricFamily(
                 "neap_security_reloads",
-                'Changes of the files of a kind. Result "refused": the new files could not be used, so the old ones stay in use.',
+                'Changes of the files of a kind. Result "refused": the new files could not be used, so the old ones '
+                "stay in use.",
                 labels=["kind", "result"],
             )
             for kind, files in watched.items():

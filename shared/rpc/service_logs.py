@@ -29,8 +29,8 @@ _OWN_PACKAGES = ("inference_service", "calibrator_service", "shared", "neap")
 def log_all_output() -> None:
     """Turn everything written to stderr into JSON lines, unless stderr is a terminal. For the main module of a service.
 
-    This includes `logging`, `warnings`, uncaught exceptions in any thread and prints to stderr. Progress bars are switched off. A
-    crash of the interpreter itself is written unchanged. `configure_logging` sets the level.
+    This includes `logging`, `warnings`, uncaught exceptions in any thread and prints to stderr. Progress bars are
+    switched off. A crash of the interpreter itself is written unchanged. `configure_logging` sets the level.
     """
     if not is_json(None) or isinstance(sys.stderr, LineLogger):
         return
@@ -47,7 +47,8 @@ def log_all_output() -> None:
 
 
 def log_stdout() -> None:
-    """Log what is printed to stdout from now on, if `log_all_output` is in effect. A server still prints its address."""
+    """Log what is printed to stdout from now on, if `log_all_output` is in effect.
+    A server still prints its address."""
     if isinstance(sys.stderr, LineLogger) and not isinstance(sys.stdout, LineLogger):
         sys.stdout = _logged(sys.stdout, "neap.stdout")
 

@@ -26,7 +26,8 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Otherwise two processes on one port would silently share its connections.
     ("grpc.so_reuseport", 0),
-    # A peer that disappears without closing the connection must not count as a running call or keep the connection open forever.
+    # A peer that disappears without closing the connection must not count as a running call or keep the connection open
+    # forever.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
@@ -50,13 +51,15 @@ class RpcServer:
     Must be created inside the running event loop. All times are in seconds.
 
     - `service_names`: full names ("neap.inference.v1.InferenceService"), each with its own health entry beside "".
-    - `grace_s`: how long new calls are still accepted after the first SIGTERM, while load balancers learn of the shutdown.
+    - `grace_s`: how long new calls are still accepted after the first SIGTERM, while load balancers learn of the
+      shutdown.
     - `drain_timeout_s`: how long running calls may then take to finish.
     - `request_timeout_s`: how long a call may be open before its request message arrives.
     - `delivery_timeout_s`: how long a drain waits for a client to read.
-    - `max_connection_age_s`: age at which a client is told to open a new connection, plus or minus a tenth. Calls on the old one
-      finish. A client resolves the server's name again then, so it learns of new replicas. None: no limit.
-    - `max_connection_age_grace_s`: how long the calls on such a connection may still take. None: no limit, so no stream is cut.
+    - `max_connection_age_s`: age at which a client is told to open a new connection, plus or minus a tenth. Calls on
+      the old one finish. A client resolves the server's name again then, so it learns of new replicas. None: no limit.
+    - `max_connection_age_grace_s`: how long the calls on such a connection may still take.
+      None: no limit, so no stream is cut.
     - `after_grace`: called when the grace period of a drain is over. It may end calls that need not be waited for.
     - `health_listen`: HOST:PORT for health checks in plain text while the server runs. Empty: none.
     """
@@ -105,7 +108,8 @@ class RpcServer:
         self._stop_now = asyncio.Event()
 
     async def start(self) -> int:
-        """Bind the address and answer calls, with the health NOT_SERVING. Prints "listening on HOST:PORT" and returns the port.
+        """Bind the address and answer calls, with the health NOT_SERVING.
+        Prints "listening on HOST:PORT" and returns the port.
 
         Raises InvalidInput for an invalid address, Unavailable if it cannot be bound.
         """
@@ -128,8 +132,8 @@ class RpcServer:
     async def drain(self) -> None:
         """Set the health to NOT_SERVING, accept calls for `grace_s`, let running calls finish, and stop.
 
-        Calls that still run after `drain_timeout_s` end with UNAVAILABLE (reason SHUTTING_DOWN). A second `request_stop` ends them
-        at once.
+        Calls that still run after `drain_timeout_s` end with UNAVAILABLE (reason SHUTTING_DOWN). A second
+        `request_stop` ends them at once.
         """
         await self._health.enter_graceful_shutdown()
         log.info("draining", grace_s=self.grace_s, drain_timeout_s=self.drain_timeout_s)
@@ -149,7 +153,8 @@ class RpcServer:
         log.info("stopped at once", num_calls_ended=num_ended)
 
     async def _finish(self) -> bool:
-        """Let running calls finish, and stop. False if calls still run after `drain_timeout_s` or at a second `request_stop`.
+        """Let running calls finish, and stop. False if calls still run after `drain_timeout_s` or at a second
+        `request_stop`.
 
         Once all handlers are done, clients get `delivery_timeout_s` to read the rest.
         """
@@ -187,8 +192,8 @@ class RpcServer:
     async def run(self, prepare: Callable[[], Awaitable[None]]) -> bool:
         """Start, await `prepare` (load, warm up), serve until SIGTERM or SIGINT, and drain.
 
-        Returns False if a signal arrived before `prepare` was done. A thread of `prepare` may then still be running. If `prepare`
-        raises, the server stops and the exception is raised.
+        Returns False if a signal arrived before `prepare` was done. A thread of `prepare` may then still be running. If
+        `prepare` raises, the server stops and the exception is raised.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,8 +1,8 @@
 """Turns neap's errors into what a failed call sends. The table of errors and gRPC codes is in `neap_client.status`.
 
-An error is sent as `google.rpc.Status` in the trailing metadata, with an `ErrorInfo` (reason, domain "neap", metadata). It has a
-`RetryInfo` if waiting helps, and a `BadRequest` if one field of the request is invalid: https://google.aip.dev/193.
-`grpc-retry-pushback-ms` is sent, too, because gRPC's own retry policy follows it:
+An error is sent as `google.rpc.Status` in the trailing metadata, with an `ErrorInfo` (reason, domain "neap", metadata).
+It has a `RetryInfo` if waiting helps, and a `BadRequest` if one field of the request is invalid:
+https://google.aip.dev/193. `grpc-retry-pushback-ms` is sent, too, because gRPC's own retry policy follows it:
 https://github.com/grpc/proposal/blob/master/A6-client-retries.md
 """
 
@@ -20,8 +20,9 @@ STATUS_DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 NEVER_RETRY = "-1"
 ERROR_ID_KEY = "error_id"
-# Common proxies drop trailing metadata above 8 KiB. The message is sent twice: percent-encoded, where a byte may take three, and in
-# the details, which base64 makes a third longer. All limits are for UTF-8; the last one is for all values of the metadata together.
+# Common proxies drop trailing metadata above 8 KiB. The message is sent twice: percent-encoded, where a byte may take
+# three, and in the details, which base64 makes a third longer. All limits are for UTF-8; the last one is for all values
+# of the metadata together.
 MAX_MESSAGE_BYTES = 1000
 MAX_VALUE_BYTES = 400
 MAX_METADATA_BYTES = 1200
@@ -39,7 +40,8 @@ def code_of(error: NeapError) -> grpc.StatusCode:
 def to_status(error: NeapError) -> status_pb2.Status:
     """Build a `google.rpc.Status` with ErrorInfo.
 
-    Long texts are cut. It has a RetryInfo if `retry_after_s` is set, and a BadRequest if an InvalidInput has a "field" in its metadata.
+    Long texts are cut. It has a RetryInfo if `retry_after_s` is set, and a BadRequest if an InvalidInput has a "field"
+    in its metadata.
     """
     limit = min(MAX_VALUE_BYTES, MAX_METADATA_BYTES // max(1, len(error.metadata)))
     metadata = {key: _shortened(value, limit) for key, value in error.metadata.items()}

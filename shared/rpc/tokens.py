@@ -1,12 +1,12 @@
 """Creates bearer tokens and reads the file that tells a service whom they belong to.
 
-The file contains no usable secret, only SHA-256 digests. A line is NAME ROLES DIGEST with the roles separated by commas. Empty lines
-and lines that begin with # are ignored:
+The file contains no usable secret, only SHA-256 digests. A line is NAME ROLES DIGEST with the roles separated by
+commas. Empty lines and lines that begin with # are ignored:
 
     ann  generate,calibrate  sha256:9f86d0..
 
-A name may have several lines, so that a new token can be handed out before the old one is removed. A plain hash suffices because
-tokens are 256 random bits, which cannot be guessed however fast the hash is.
+A name may have several lines, so that a new token can be handed out before the old one is removed. A plain hash
+suffices because tokens are 256 random bits, which cannot be guessed however fast the hash is.
 """
 
 import hashlib
@@ -40,7 +40,8 @@ class TokenEntry:
 
 
 def new_token(name: str, roles: Iterable[Role]) -> tuple[str, TokenEntry]:
-    """Create a token. Returns the secret and its entry. Raises InvalidInput for an invalid name or if no role is given."""
+    """Create a token. Returns the secret and its entry.
+    Raises InvalidInput for an invalid name or if no role is given."""
     token = TOKEN_PREFIX + secrets.token_urlsafe(32)
     return token, _entry(name, ",".join(roles), digest_of_token(token), "the token")
 
@@ -51,7 +52,8 @@ def digest_of_token(token: str) -> str:
 
 
 def parse_tokens(data: bytes, name: str) -> tuple[TokenEntry, ...]:
-    """Parse the contents of the file `name`. Raises InvalidInput (BAD_TOKENS_FILE) with the number of the line but never its text."""
+    """Parse the contents of the file `name`. Raises InvalidInput (BAD_TOKENS_FILE) with the number of the line but
+    never its text."""
     try:
         lines = data.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:

@@ -1,7 +1,8 @@
 """OpenTelemetry spans of calls, following the semantic conventions for gRPC.
 
-https://opentelemetry.io/docs/specs/semconv/rpc/grpc. Without an SDK (`shared.rpc.trace_export`) spans are empty, but the caller's
-trace id is still known and passed on. The W3C propagator is used explicitly, because the API's global one depends on the environment.
+https://opentelemetry.io/docs/specs/semconv/rpc/grpc. Without an SDK (`shared.rpc.trace_export`) spans are empty, but
+the caller's trace id is still known and passed on. The W3C propagator is used explicitly, because the API's global one
+depends on the environment.
 """
 
 import time
@@ -14,7 +15,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _tracer = trace.get_tracer("neap")
-# The codes that the conventions count as server errors. The others (CANCELLED, NOT_FOUND, ...) may be the caller's fault.
+# The codes that the conventions count as server errors.
+# The others (CANCELLED, NOT_FOUND, ...) may be the caller's fault.
 _SERVER_ERRORS = frozenset(
     ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 )
@@ -23,15 +25,16 @@ _SERVER_ERRORS = frozenset(
 def start_call_span(method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Span:
     """Start the span of a call of `method` ("/package.Service/Method") as a child of the caller's span.
 
-    The span is current for the rest of this task. The previous span is not restored, because gRPC creates a task per call and the
-    call may end in the context of another task.
+    The span is current for the rest of this task. The previous span is not restored, because gRPC creates a task per
+    call and the call may end in the context of another task.
     """
     attributes = {"rpc.system.name": "grpc", "rpc.method": method.lstrip("/")}
     return _start_server_span(method.lstrip("/"), metadata, attributes)
 
 
 def start_http_span(method: str, route: str, headers: Iterable[tuple[str, str]]) -> Span:
-    """Start the span of an HTTP request in the same way. https://opentelemetry.io/docs/specs/semconv/http/http-spans/"""
+    """Start the span of an HTTP request in the same way.
+    https://opentelemetry.io/docs/specs/semconv/http/http-spans/"""
     attributes = {"http.request.method": method, "http.route": route}
     return _start_server_span(f"{method} {route}", headers, attributes)
 

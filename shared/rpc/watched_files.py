@@ -1,7 +1,7 @@
 """Reads files that may be replaced while a service runs. Kubernetes replaces mounted secrets by switching a symlink.
 
-The files have a few kilobytes and are read again whenever they are needed. Compared with file notifications or modification times,
-no change can be missed.
+The files have a few kilobytes and are read again whenever they are needed. Compared with file notifications or
+modification times, no change can be missed.
 """
 
 import threading
@@ -21,8 +21,9 @@ log = structlog.get_logger("neap.rpc")
 class WatchedFiles(Generic[T]):
     """The result of `parse` on the files' bytes, kept up to date. Thread-safe.
 
-    `parse` raises InvalidInput for unusable contents. The constructor passes this error on. Later, the last good value stays in use,
-    and each refused state of the files is logged and counted once. `num_reloads` counts accepted changes, `num_refused` refused ones.
+    `parse` raises InvalidInput for unusable contents. The constructor passes this error on. Later, the last good value
+    stays in use, and each refused state of the files is logged and counted once. `num_reloads` counts accepted changes,
+    `num_refused` refused ones.
     """
 
     def __init__(

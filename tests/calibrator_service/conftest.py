@@ -40,7 +40,8 @@ def rewrite(database: Path, calibration_id: str, **columns: object) -> None:
 
 
 class Service:
-    """A service process on `folder`, which it does not delete. `patch`: statements that it executes first, to inject a fault."""
+    """A service process on `folder`, which it does not delete.
+    `patch`: statements that it executes first, to inject a fault."""
 
     def __init__(self, folder: Path, *flags: str, real: bool = False, patch: str = "") -> None:
         self.folder = folder

@@ -1,4 +1,5 @@
-"""A service on a small file system that is filled to its last byte while a job is in a phase: `full_disk.py FOLDER MODEL PHASE..`.
+"""A service on a small file system that is filled to its last byte while a job is in a phase:
+`full_disk.py FOLDER MODEL PHASE..`.
 
 One JSON line per phase: how that job and the next one ended, and what is left.
 """

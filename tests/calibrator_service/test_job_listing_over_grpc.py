@@ -32,7 +32,8 @@ def test_listing_pages_and_filters(start_service):
 
 
 def test_lists_have_no_prompts_and_end_at_a_number_of_bytes(start_service, tmp_path):
-    """Three jobs whose prompts together are larger than a message may be, and then records that are large themselves."""
+    """Three jobs whose prompts together are larger than a message may be, and then records that are large
+    themselves."""
     service = start_service("--model", "tiny=/a")
     service.wait_for(service.create("wait", "blocker"), pb.PHASE_COLLECTING)
     prompts = [f"{number} " + "x" * 100_000 for number in range(60)]

@@ -123,11 +123,13 @@ def test_old_jobs_are_removed_but_none_that_is_not_published(store):
 SCHEMA_1 = """
 CREATE TABLE jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, calibration_id TEXT NOT NULL UNIQUE, request_id TEXT NOT NULL UNIQUE,
-    model_id TEXT NOT NULL, spec TEXT NOT NULL, aliases TEXT NOT NULL, state TEXT NOT NULL, phase TEXT NOT NULL DEFAULT '',
+    model_id TEXT NOT NULL, spec TEXT NOT NULL, aliases TEXT NOT NULL, state TEXT NOT NULL,
+    phase TEXT NOT NULL DEFAULT '',
     fraction REAL NOT NULL DEFAULT 0, figures TEXT NOT NULL DEFAULT '{}', create_time_s REAL NOT NULL, end_time_s REAL,
     failure_reason TEXT NOT NULL DEFAULT '', failure_message TEXT NOT NULL DEFAULT '',
     router_version INTEGER NOT NULL DEFAULT 0, manifest_digest TEXT NOT NULL DEFAULT '',
-    num_starts INTEGER NOT NULL DEFAULT 0, num_resumes INTEGER NOT NULL DEFAULT 0, num_deaths INTEGER NOT NULL DEFAULT 0,
+    num_starts INTEGER NOT NULL DEFAULT 0, num_resumes INTEGER NOT NULL DEFAULT 0,
+    num_deaths INTEGER NOT NULL DEFAULT 0,
     cancel_requested INTEGER NOT NULL DEFAULT 0, publishing INTEGER NOT NULL DEFAULT 0,
     num_heartbeats INTEGER NOT NULL DEFAULT 0, revision INTEGER NOT NULL DEFAULT 1);
 CREATE INDEX jobs_by_state ON jobs (state, number);
@@ -143,8 +145,8 @@ def test_a_store_of_version_1_is_migrated(tmp_path):
         connection.execute("PRAGMA user_version = 1")
         for number, text in (specs | {len(specs): "{"}).items():
             connection.execute(
-                "INSERT INTO jobs (calibration_id, request_id, model_id, spec, aliases, state, create_time_s, publishing)"
-                " VALUES (?, ?, 'tiny', ?, '[\"latest\"]', 'running', 0, ?)",
+                "INSERT INTO jobs (calibration_id, request_id, model_id, spec, aliases, state, create_time_s, "
+                "publishing) VALUES (?, ?, 'tiny', ?, '[\"latest\"]', 'running', 0, ?)",
                 (f"cal-{number}", str(number), text, number == 0),
             )
     connection.close()

@@ -83,7 +83,8 @@ def finished(folder: JobFolder, store: JobStore, product: Product) -> Job:
 
 
 class Registry:
-    """Stands for `publish`: raises `errors` in turn, then publishes. `loses_answer`: publishes each time all the same."""
+    """Stands for `publish`: raises `errors` in turn, then publishes.
+    `loses_answer`: publishes each time all the same."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, *errors: Exception, loses_answer: bool = False

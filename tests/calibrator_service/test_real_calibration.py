@@ -129,7 +129,8 @@ def test_terminated_while_a_job_starts_it_counts_no_death(start_service, model_f
 
 
 def test_a_disk_that_is_full_to_its_last_byte_loses_no_job(model_folder, tmp_path):
-    """FULL_DISK_S: how long nothing is free, if neither the job ends nor anything waits visibly; then in every phase of a job."""
+    """FULL_DISK_S: how long nothing is free, if neither the job ends nor anything waits visibly; then in every phase of
+    a job."""
     phases = PHASES if "FULL_DISK_S" in os.environ else ("collecting", "publishing")
     script = Path(__file__).with_name("full_disk.py")
     (tmp_path / "disk").mkdir()

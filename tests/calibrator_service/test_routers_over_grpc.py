@@ -179,6 +179,8 @@ def test_an_alias_cannot_be_set_to_a_damaged_version(service, registry, publish,
 def test_bad_requests(service, publish, request):
     publish(0)
     name = model(request)
+    noted = pb.SetAliasRequest(model_id=name, alias="a", version=1, reason="x" * 2001)
+    latest = pb.RollbackAliasRequest(model_id=name, alias="latest")
     cases: list[tuple[str, Any, type[NeapError], str]] = [
         ("GetVersion", pb.GetVersionRequest(model_id=name, version=9), NotFound, "ROUTER_VERSION_NOT_FOUND"),
         ("GetVersion", pb.GetVersionRequest(model_id="unknown", version=1), NotFound, "ROUTER_VERSION_NOT_FOUND"),
@@ -189,8 +191,8 @@ def test_bad_requests(service, publish, request):
         ("ListVersions", pb.ListVersionsRequest(), InvalidInput, "BAD_MODEL_ID"),
         ("SetAlias", pb.SetAliasRequest(model_id=name, alias="a/b", version=1), InvalidInput, "BAD_ALIAS"),
         ("SetAlias", pb.SetAliasRequest(model_id=name, alias="a", version=2), NotFound, "ROUTER_VERSION_NOT_FOUND"),
-        ("SetAlias", pb.SetAliasRequest(model_id=name, alias="a", version=1, reason="x" * 2001), InvalidInput, "NOTE_TOO_LONG"),
-        ("RollbackAlias", pb.RollbackAliasRequest(model_id=name, alias="latest"), PreconditionFailed, "NO_EARLIER_VERSION"),
+        ("SetAlias", noted, InvalidInput, "NOTE_TOO_LONG"),
+        ("RollbackAlias", latest, PreconditionFailed, "NO_EARLIER_VERSION"),
         ("GetAliasHistory", pb.GetAliasHistoryRequest(model_id=name, alias="a"), NotFound, "ALIAS_NOT_FOUND"),
     ]  # fmt: skip
     for method, asked, kind, reason in cases:

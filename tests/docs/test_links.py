@@ -154,7 +154,16 @@ def test_neap_commands_and_their_flags_exist(document):
         check_command_line(words)
 
 
-@pytest.mark.parametrize("line", ["rooters list", "routers lisst", "generate x --show-dept", "serve worker --max-quue 3", "--tls-sa x generate y"])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "rooters list",
+        "routers lisst",
+        "generate x --show-dept",
+        "serve worker --max-quue 3",
+        "--tls-sa x generate y",
+    ],
+)
 def test_a_command_line_with_a_slip_is_noticed(line):
     with pytest.raises(AssertionError, match="has no"):
         check_command_line(line.split())

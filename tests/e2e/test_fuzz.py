@@ -1,4 +1,5 @@
-"""Every call of both services with absurd messages and with garbage: each is answered with a status that says whose mistake it is."""
+"""Every call of both services with absurd messages and with garbage: each is answered with a status that says whose
+mistake it is."""
 
 import random
 import socket
@@ -114,8 +115,8 @@ def test_a_worker(engine, registry):
         with grpc.insecure_channel(worker.target) as channel:
             request = request_of(3)
             generate = channel.unary_stream("/neap.inference.v1.InferenceService/Generate")
-            # All places are free again: as many calls as there are places are served at once. Each is out of the engine's queue, which is
-            # shorter, before the next one is made.
+            # All places are free again: as many calls as there are places are served at once. Each is out of the
+            # engine's queue, which is shorter, before the next one is made.
             calls = []
             for _ in range(NUM_CALLERS):
                 calls.append(generate(request.SerializeToString(), timeout=60))

@@ -82,7 +82,10 @@ def texts(lines):
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_sigterm_lets_running_requests_finish(is_stream):
     script = Held()
-    with scripted_worker(script) as worker, gateway_process(worker.target, "--grace-s", "0.2") as (process, url):  # fmt: skip
+    with (
+        scripted_worker(script) as worker,
+        gateway_process(worker.target, "--grace-s", "0.2") as (process, url),
+    ):
         answers = []
 
         def ask():
@@ -149,7 +152,15 @@ def test_curl_streams_events():
     script = Held()
     script.go_on.set()
     with scripted_worker(script) as worker, gateway_process(worker.target) as (_, url):
-        command = ["curl", "-sSN", "--noproxy", "*", f"{url}{CHAT}", "-d", json.dumps(chat_body(stream=True))]  # fmt: skip
+        command = [
+            "curl",
+            "-sSN",
+            "--noproxy",
+            "*",
+            f"{url}{CHAT}",
+            "-d",
+            json.dumps(chat_body(stream=True)),
+        ]
         shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     lines = shown.stdout.split("\n\n")
     assert (texts(lines), lines[-2]) == ("ab", "data: [DONE]")

@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.full]
 NUM_STREAMS = 1000
 NUM_PROMPTS = 40
 MAX_TOKENS = 8
-# Some reorder: those that share the worker's steps, and those whose prompts are tokenised side by side. Starving is hundreds.
+# Some reorder: those that share the worker's steps, and those whose prompts are tokenised side by side.
+# Starving is hundreds.
 MAX_OVERTAKEN = 128
 MAX_GROWTH_BYTES = 12 << 20
 
@@ -128,7 +129,8 @@ async def test_none_of_a_thousand_streams_is_lost_starved_or_changed(folder, tmp
             assert all(stream.is_finished for stream in streams)
             for number, stream in enumerate(streams):
                 assert stream.token_ids == alone[number % NUM_PROMPTS]
-            # Being early harms nobody: a call that arrives while the worker takes one over may pass all that gRPC holds waiting.
+            # Being early harms nobody: a call that arrives while the worker takes one over may pass all that gRPC holds
+            # waiting.
             late_by, number = max((stream.order - n, n) for n, stream in enumerate(streams))
             assert late_by <= MAX_OVERTAKEN, f"stream {number} was overtaken by {late_by}"
             assert all(answer is True for answer in health.answers)

@@ -1,4 +1,5 @@
-"""Canary, promotion and rollback with two workers, a calibrator, a Redis and an S3, each a process of its own, under load.
+"""Canary, promotion and rollback with two workers, a calibrator, a Redis and an S3, each a process of its own, under
+load.
 
 Redis dies and comes back empty on the way. No request may fail, and each answers what the full model does.
 """
@@ -33,7 +34,8 @@ STAGE_TIMEOUT_S = 120.0
 
 
 class Load:
-    """Clients that ask one worker after the other, each request of the same text, and keep which version answered whom."""
+    """Clients that ask one worker after the other, each request of the same text, and keep which version answered
+    whom."""
 
     def __init__(self, addresses: list[str]) -> None:
         self._addresses = addresses

@@ -1,4 +1,5 @@
-"""Both services with every secret there is, in trouble of every kind, at their most talkative: none of it may be said."""
+"""Both services with every secret there is, in trouble of every kind, at their most talkative: none of it may be
+said."""
 
 import os
 import signal

@@ -25,7 +25,8 @@ Code = grpc.StatusCode
 
 
 class WatchedEngine(Engine):
-    """Notes the handles that it gives out and, for each pass, whether the request of one of them was cancelled when it began."""
+    """Notes the handles that it gives out and, for each pass, whether the request of one of them was cancelled when it
+    began."""
 
     def __init__(self, loaded):
         self.handles, self.steps = [], []
@@ -159,7 +160,8 @@ def test_what_a_slow_reader_held_is_free_once_it_is_ended(registry, folder):
 
 
 def _num_caches():
-    """KV caches of requests with anything in them, of any engine in this process. A runner keeps one of a single token for itself."""
+    """KV caches of requests with anything in them, of any engine in this process.
+    A runner keeps one of a single token for itself."""
     gc.collect()
     caches = [item for item in gc.get_objects() if type(item) is ContiguousCache]
     return sum(cache.capacity > 1 and bool(cache.keys) for cache in caches)

@@ -1,7 +1,8 @@
-"""A soak: two workers beside all that clients do at once. They read answers, cancel, miss deadlines, ask for nonsense, stop reading.
+"""A soak: two workers beside all that clients do at once.
+They read answers, cancel, miss deadlines, ask for nonsense, stop reading.
 
-SOAK_SECONDS: how long, 24 by default. In the middle the first worker gets SIGTERM, and the second takes over. Then the clients' counts
-agree with the workers' logs, every answer was that of a run alone, and memory has not grown.
+SOAK_SECONDS: how long, 24 by default. In the middle the first worker gets SIGTERM, and the second takes over. Then the
+clients' counts agree with the workers' logs, every answer was that of a run alone, and memory has not grown.
 """
 
 import json
@@ -51,7 +52,8 @@ def _request(number, is_sampled, num_tokens=MAX_TOKENS, **changes):
 
 
 class Clients:
-    """`seen`: (kind of request, how it ended) -> how often. `wrong`: what must not be. Each method makes a request and checks it."""
+    """`seen`: (kind of request, how it ended) -> how often. `wrong`: what must not be.
+    Each method makes a request and checks it."""
 
     def __init__(self, client, slow, alone):
         self._client, self._slow, self._alone = client, slow, alone
@@ -157,7 +159,8 @@ class Clients:
 
 
 def _growth(process, seconds):
-    """Bytes by which a worker grows, from after a third of the time, when all kinds of requests have come, to the last tenth."""
+    """Bytes by which a worker grows, from after a third of the time, when all kinds of requests have come, to the last
+    tenth."""
     samples, end_s = [], time.monotonic() + seconds
     while time.monotonic() < end_s:
         samples.append(psutil.Process(process.pid).memory_info().rss)
@@ -207,7 +210,8 @@ def test_nothing_is_lost_wrong_or_kept(folder, engine, tmp_path):
     assert {("_answer", "finished"), ("_bad", "rejected"), ("_slow_reader", "ended")} <= set(seen)
     assert not {"INTERNAL", "UNKNOWN"} & set(codes)
     assert codes["INVALID_ARGUMENT"] + codes["NOT_FOUND"] == clients.num("rejected")
-    # A call that its client cancelled, or whose deadline passed, may be logged as answered, and one that reached no worker is not logged.
+    # A call that its client cancelled, or whose deadline passed, may be logged as answered, and one that reached no
+    # worker is not logged.
     finished = clients.num("finished") + len(alone)
     most = finished + clients.num("cancelled", "too late", "caught up")
     assert finished <= codes["OK"] <= most

@@ -36,7 +36,8 @@ PENALISED = pb.Sampling(temperature=0.8, top_k=50, min_p=0.01, repetition_penalt
 
 
 def requests():
-    """Greedy, sampled, penalised, with log-probabilities, with a stop string; by both policies. Most of their text is of several bytes."""
+    """Greedy, sampled, penalised, with log-probabilities, with a stop string; by both policies.
+    Most of their text is of several bytes."""
     made = [
         request_of(NUM_NEW, depth=depth, sampling=sampling, logprobs=logprobs)
         for depth in (EXACT, FULL)
@@ -79,7 +80,8 @@ class Worker:
 
 
 class Clients:
-    """Threads that ask for answers until `stop`, and compare each with that of a run alone. `failures`: what went wrong."""
+    """Threads that ask for answers until `stop`, and compare each with that of a run alone.
+    `failures`: what went wrong."""
 
     def __init__(self, workers, url, expected, http_text):
         targets = ",".join(worker.address for worker in workers)

@@ -1,4 +1,5 @@
-"""What every op is asked on a GPU: inputs on the CPU, the op, and its reference. Two seeds give inputs of the same shapes."""
+"""What every op is asked on a GPU: inputs on the CPU, the op, and its reference.
+Two seeds give inputs of the same shapes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

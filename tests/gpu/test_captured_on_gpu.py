@@ -27,7 +27,8 @@ pytestmark = [
 ]
 
 
-# Of logits, relative to the largest. In bfloat16 what is rounded between a compiled layer's operations is a matter of taste.
+# Of logits, relative to the largest. In bfloat16 what is rounded between a compiled layer's operations is a matter of
+# taste.
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.4}
 
 

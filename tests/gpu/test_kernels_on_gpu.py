@@ -1,6 +1,8 @@
-"""Every op on a GPU: against its reference, captured in a CUDA graph and replayed with other contents, run again and again.
+"""Every op on a GPU: against its reference, captured in a CUDA graph and replayed with other contents, run again and
+again.
 
-The parity of each case is also checked on the CPU's kernels: so the cases themselves are known to be sound where there is no GPU.
+The parity of each case is also checked on the CPU's kernels: so the cases themselves are known to be sound where there
+is no GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -88,8 +90,11 @@ def test_a_hundred_runs_give_the_same_bits(case: Case, device: str) -> None:
 @on_gpu
 @pytest.mark.parametrize("width", [64, 80, 128])
 @pytest.mark.parametrize("group", [1, 4, 8])
-def test_a_token_attends_to_the_same_bits_alone_and_in_company(device: str, width: int, group: int) -> None:  # fmt: skip
-    """Alone, a token's pieces are shared out among many thread blocks; among hundreds, one thread block takes them all."""
+def test_a_token_attends_to_the_same_bits_alone_and_in_company(
+    device: str, width: int, group: int
+) -> None:
+    """Alone, a token's pieces are shared out among many thread blocks; among hundreds, one thread block takes them
+    all."""
     made = drawn_pass([1] * 300, [500, 3, 129] * 100, 0, (group, 2), (width, width), 16, torch.float16)  # fmt: skip
     tensors = copied(list(vars(made).values())[:10], device)
     q, k, v, *pools, block_tables, indices, positions, slot_mapping, branches = tensors
@@ -119,6 +124,8 @@ def test_places_that_do_not_exist_give_nan_and_harm_nobody(device: str) -> None:
     made.block_tables[0, 1], made.block_tables[1, 2] = -5, len(made.keys)
     lost = made.table_indices < 3
     made.table_indices[made.table_indices == 2] = 4
-    out = torch.ops.neap.paged_attention.default(*copied(list(vars(made).values())[:10], device), 0.3).cpu()  # fmt: skip
+    out = torch.ops.neap.paged_attention.default(
+        *copied(list(vars(made).values())[:10], device), 0.3
+    ).cpu()
     assert out[lost].isnan().all()
     torch.testing.assert_close(out[~lost], sound[~lost], atol=1e-4, rtol=1e-3)

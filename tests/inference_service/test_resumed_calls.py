@@ -59,7 +59,8 @@ def resumed(request, started, tokens, **changes):
 @pytest.mark.parametrize("depths", [(FULL, EXACT), (EXACT, FULL), (EXACT, EXACT)])
 @pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
 def test_the_rest_of_an_answer_is_that_of_an_uninterrupted_run(stubs, depths, sampling):
-    """Tokens, pieces of text, the end and the counts. Characters of several bytes cross the seam: most bytes are no whole one."""
+    """Tokens, pieces of text, the end and the counts.
+    Characters of several bytes cross the seam: most bytes are no whole one."""
     one, other = stubs
     request = request_of(NUM_NEW, depth=depths[0], sampling=sampling, logprobs=2)
     started, tokens, texts, finished = answer(one, request)

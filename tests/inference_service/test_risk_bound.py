@@ -28,7 +28,8 @@ MARGIN_BOUNDS = [{"margin": 0.1, "epsilon": 0.3}]
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory, loaded):
-    """Of a worker whose router, version 1, publishes RISK and MARGIN_BOUNDS; version 2 publishes none, versions 3 and 4 those of other engines."""
+    """Of a worker whose router, version 1, publishes RISK and MARGIN_BOUNDS; version 2 publishes none, versions 3 and 4
+    those of other engines."""
     registry_folder = tmp_path_factory.mktemp("registry")
     with closing(open_registry(str(registry_folder))) as registry:
         narrow = {**RISK, "engine": {"dtype": "bfloat16", "device": "cpu"}}

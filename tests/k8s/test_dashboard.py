@@ -1,4 +1,5 @@
-"""The dashboards and docs/metrics.md name what a worker, a calibrator and a gateway export, all of it and nothing else."""
+"""The dashboards and docs/metrics.md name what a worker, a calibrator and a gateway export, all of it and nothing
+else."""
 
 import json
 import re

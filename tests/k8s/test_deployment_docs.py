@@ -1,4 +1,5 @@
-"""docs/deployment.md and docs/security.md against the rendered manifests: commands, names, labels, the example overlay."""
+"""docs/deployment.md and docs/security.md against the rendered manifests: commands, names, labels, the example
+overlay."""
 
 import os
 import re

@@ -1,4 +1,5 @@
-"""A rolling update and a scale-down of the rendered manifests, with real workers and clients: no stream is lost, none is cut."""
+"""A rolling update and a scale-down of the rendered manifests, with real workers and clients: no stream is lost, none
+is cut."""
 
 import json
 import os

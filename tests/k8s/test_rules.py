@@ -1,4 +1,5 @@
-"""The alerts and the scaler's queries: expressions that Prometheus takes, over metrics that are exported, as the documents say."""
+"""The alerts and the scaler's queries: expressions that Prometheus takes, over metrics that are exported, as the
+documents say."""
 
 import re
 import shutil
@@ -23,8 +24,9 @@ from tests.promql import grouped_labels, matched_labels, metrics_in
 ROOT = K8S.parent
 # Prometheus adds these to every series of a pod.
 TARGET_LABELS = {"namespace", "pod", "instance"}
-# Rows of the documents whose advice is no alert: comparisons of two router versions during a rollout (docs/rollout.md), a label as a
-# number, which the worker itself compares (neap_router_relaxed_suspended), and what only somebody who knows the callers can judge.
+# Rows of the documents whose advice is no alert: comparisons of two router versions during a rollout (docs/rollout.md),
+# a label as a number, which the worker itself compares (neap_router_relaxed_suspended), and what only somebody who
+# knows the callers can judge.
 NOT_ALERTS = {
     "neap_router_accepted_tokens_total",
     "neap_router_layer_executions_saved_total",

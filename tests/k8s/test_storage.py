@@ -1,4 +1,5 @@
-"""No claim that one node may hold is mounted by two workloads, models are read-only, and everything else is the pod's own."""
+"""No claim that one node may hold is mounted by two workloads, models are read-only, and everything else is the pod's
+own."""
 
 import re
 

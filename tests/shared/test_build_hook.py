@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A tree with the files that packaging needs and nothing generated. The files of csrc are empty, so they compile quickly."""
+    """A tree with the files that packaging needs and nothing generated.
+    The files of csrc are empty, so they compile quickly."""
     ignored = shutil.ignore_patterns("*_pb2*", "__pycache__", "_lib")
     for name in (
         "protos",

@@ -122,7 +122,8 @@ def test_aliases_to_load_in_advance(monkeypatch):
 
 
 def test_other_variables_are_ignored(monkeypatch):
-    """Those of the other service, of clients, of the build and of tests, and those that Kubernetes adds for Services named neap-..."""
+    """Those of the other service, of clients, of the build and of tests, and those that Kubernetes adds for Services
+    named neap-..."""
     links = [
         *("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_7071_TCP"),
         *("PORT_7071_TCP_PROTO", "PORT_7071_TCP_PORT", "PORT_7071_TCP_ADDR"),

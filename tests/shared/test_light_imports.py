@@ -36,8 +36,9 @@ def test_a_worker_imports_nothing_that_it_does_not_run() -> None:
 import torch
 import inference_service.__main__
 from transformers import LlamaConfig, LlamaForCausalLM
+sizes = {{"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 9}}
 with torch.device("meta"):
-    LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=1, vocab_size=9))
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
 print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))
 """
     assert _run(program) == []
@@ -49,7 +50,8 @@ from pathlib import Path
 import transformers.models
 from transformers.utils import import_utils
 folder = Path(transformers.__file__).parent / "models"
-once, each_time = import_utils.create_import_structure_from_path, import_utils.create_import_structure_from_path.__wrapped__
+once = import_utils.create_import_structure_from_path
+each_time = once.__wrapped__
 known = once(folder)
 print(json.dumps([known is once(folder / "__init__.py"), len(known) > 100, known == each_time(str(folder))]))
 """

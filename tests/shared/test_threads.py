@@ -10,7 +10,8 @@ from shared import threads
 
 @pytest.fixture
 def sixteen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A machine with 16 CPUs on 8 cores and a quota of 2 CPUs. The numbers of threads that are set, after that of torch."""
+    """A machine with 16 CPUs on 8 cores and a quota of 2 CPUs.
+    The numbers of threads that are set, after that of torch."""
     chosen = [16]
     for cpu in range(16):
         topology = tmp_path / f"cpu{cpu}" / "topology"

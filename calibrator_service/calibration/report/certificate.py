@@ -1,14 +1,16 @@
-"""Certifies on how many prompts `relaxed` may differ, per threshold or margin: Learn-then-Test (Angelopoulos et al., 2110.01052).
+"""Certifies on how many prompts `relaxed` may differ, per threshold or margin: Learn-then-Test (Angelopoulos et al.,
+2110.01052).
 
-For a share epsilon, thresholds are tested from the safest to the boldest: p = P[Bin(n, epsilon) <= prompts seen to differ]. The
-thresholds before the first p > level pass. With level delta that holds for a single epsilon.
+For a share epsilon, thresholds are tested from the safest to the boldest: p = P[Bin(n, epsilon) <= prompts seen to
+differ]. The thresholds before the first p > level pass. With level delta that holds for a single epsilon.
 
-For all epsilons of a grid together the level must be lower than delta, but not as low as delta / grid size. A prompt that differs at
-a threshold differs at every bolder one, so each prompt has one number T, the highest threshold at which it differs, and the risk at
-t is P[T >= t]. Write {T >= t} = {U <= risk at t} with a uniform U. Then a share epsilon is wrongly passed at some threshold only if
-#{U <= epsilon} is at most the critical count of epsilon, whatever the thresholds and the router are. The probability that this
-happens for any epsilon of the grid is computed exactly (the recursion is that of Noe 1972; the binomial bands of Berk and Jones 1979
-are the same with all epsilons). The level is the largest one that keeps this probability at delta.
+For all epsilons of a grid together the level must be lower than delta, but not as low as delta / grid size. A prompt
+that differs at a threshold differs at every bolder one, so each prompt has one number T, the highest threshold at which
+it differs, and the risk at t is P[T >= t]. Write {T >= t} = {U <= risk at t} with a uniform U. Then a share epsilon is
+wrongly passed at some threshold only if #{U <= epsilon} is at most the critical count of epsilon, whatever the
+thresholds and the router are. The probability that this happens for any epsilon of the grid is computed exactly (the
+recursion is that of Noe 1972; the binomial bands of Berk and Jones 1979 are the same with all epsilons). The level is
+the largest one that keeps this probability at delta.
 
 The same holds for margins, of which the safest is the smallest, with the lowest margin at which a prompt differs for T.
 """
@@ -37,8 +39,8 @@ Floats = npt.NDArray[np.float64]
 class Certificate:
     """`bounds`: safest setting first, each bolder and looser than the one before; () if nothing can be certified.
 
-    `level`: level of each test, so that all bounds hold together with probability 1 - DELTA. `num_differing`: prompts that differ,
-    per setting, safest first.
+    `level`: level of each test, so that all bounds hold together with probability 1 - DELTA. `num_differing`: prompts
+    that differ, per setting, safest first.
     """
 
     bounds: tuple[RiskBound, ...]
@@ -47,13 +49,15 @@ class Certificate:
 
 
 def certify_thresholds(highest: Sequence[float]) -> Certificate:
-    """`highest[i]`: the highest threshold at which prompt i differs, 0 if it never does. Prompts must be drawn independently."""
+    """`highest[i]`: the highest threshold at which prompt i differs, 0 if it never does.
+    Prompts must be drawn independently."""
     counts = [sum(value >= threshold for value in highest) for threshold in THRESHOLDS]
     return _certify(THRESHOLDS, counts, len(highest))
 
 
 def certify_margins(lowest: Sequence[float]) -> Certificate:
-    """`lowest[i]`: the lowest margin at which prompt i differs, inf if it never does. Prompts must be drawn independently."""
+    """`lowest[i]`: the lowest margin at which prompt i differs, inf if it never does.
+    Prompts must be drawn independently."""
     counts = [sum(value <= margin for value in lowest) for margin in MARGINS]
     return _certify(MARGINS, counts, len(lowest))
 
@@ -72,7 +76,8 @@ def _certify(settings: Sequence[float], counts: Sequence[int], num_prompts: int)
 
 
 def last_passing(num_prompts: int, counts: Sequence[int], epsilon: float, level: float) -> int:
-    """Number of thresholds that pass before the first that does not. `counts`: prompts that differ, per threshold, safest first."""
+    """Number of thresholds that pass before the first that does not.
+    `counts`: prompts that differ, per threshold, safest first."""
     for number, count in enumerate(counts):
         if binomial_cdf(count, num_prompts, epsilon) > level:
             return number
@@ -112,7 +117,8 @@ def joint_failure(num_prompts: int, level: float) -> float:
 
 @lru_cache(maxsize=1)
 def _transitions(num_prompts: int) -> list[Floats]:
-    """Per epsilon a matrix [n + 1, n + 1]: from the number of uniforms up to the previous epsilon to the number up to this one."""
+    """Per epsilon a matrix [n + 1, n + 1]: from the number of uniforms up to the previous epsilon to the number up to
+    this one."""
     steps, before = [], 0.0
     for epsilon in EPSILONS:
         step = np.zeros((num_prompts + 1, num_prompts + 1))

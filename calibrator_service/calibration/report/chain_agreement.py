@@ -22,12 +22,12 @@ def chain_agreement(
     sequences: Sequence[LabelledSequence],
     vocabulary: DraftVocabulary,
 ) -> dict[str, dict[str, float]]:
-    """By exit: "agreement_1" .. "agreement_4", the share of chains whose first .. fourth draft is the full model's choice, and
-    "agreement_1_beside_tables" .., the same where the tables' draft is wrong or missing. "positions" and "positions_beside_tables": the
-    numbers of chains.
+    """By exit: "agreement_1" .. "agreement_4", the share of chains whose first .. fourth draft is the full model's
+    choice, and "agreement_1_beside_tables" .., the same where the tables' draft is wrong or missing. "positions" and
+    "positions_beside_tables": the numbers of chains.
 
-    Every position begins a chain of the sequence's own tokens. `sequences` are those of the chunks, in the same order, or the first of
-    them. Choices outside the draft vocabulary count as missed.
+    Every position begins a chain of the sequence's own tokens. `sequences` are those of the chunks, in the same order,
+    or the first of them. Choices outside the draft vocabulary count as missed.
     """
     helped = torch.cat([_tables_are_right(ladder, sequence) for sequence in sequences])
     figures: dict[str, dict[str, float]] = {}

@@ -99,7 +99,8 @@ def table_figures(
 
 
 def tokens_per_pass(ladder: Ladder, sequences: Sequence[LabelledSequence]) -> dict[str, float]:
-    """Simulated decoding with the table rungs alone: tokens per verify pass with at most 1, 3 and 5 drafts in one chain."""
+    """Simulated decoding with the table rungs alone: tokens per verify pass with at most 1, 3 and 5 drafts in one
+    chain."""
     figures = {}
     for limit in DRAFT_LIMITS:
         num_tokens = num_passes = 0
@@ -143,7 +144,8 @@ def exit_figures(
     vocabulary: DraftVocabulary,
     label: Label,
 ) -> dict[str, dict[str, object]]:
-    """Figures of the layer exits by name. Agreement is that of the token, whichever label the confidence heads were trained with."""
+    """Figures of the layer exits by name. Agreement is that of the token, whichever label the confidence heads were
+    trained with."""
     figures = {}
     for layer_exit in ladder.exits:
         depth, head = layer_exit.depth, layer_exit.head

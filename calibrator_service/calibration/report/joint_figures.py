@@ -15,11 +15,11 @@ SITUATIONS = ("tables_unsure", "agree", "differ")
 def joint_figures(
     weights: JointWeights, positions: Iterable[Position]
 ) -> dict[str, dict[str, float]]:
-    """Figures of the draft that is chosen, by situation: where the tables are unsure or silent, where tables and exits propose the same best
-    token, and where they propose different ones.
+    """Figures of the draft that is chosen, by situation: where the tables are unsure or silent, where tables and exits
+    propose the same best token, and where they propose different ones.
 
-    "positions"; "agreement", the share of drafts that are right; the Brier scores of the joint probability, "brier", and of what the
-    draft's own proposer says, "brier_alone". Only "positions" where there are none.
+    "positions"; "agreement", the share of drafts that are right; the Brier scores of the joint probability, "brier",
+    and of what the draft's own proposer says, "brier_alone". Only "positions" where there are none.
     """
     confidence = Confidence(weights=weights)
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SITUATIONS}

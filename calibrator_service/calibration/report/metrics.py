@@ -26,7 +26,8 @@ def rung_figures(
 
 
 def confidence_figures(probability: Floats, agreed: npt.NDArray[np.bool_]) -> dict[str, float]:
-    """AUC, Brier score, precision at CONFIDENT and expected calibration error of N probabilities [N] and outcomes [N]; 0 if N is 0."""
+    """AUC, Brier score, precision at CONFIDENT and expected calibration error of N probabilities [N] and outcomes [N];
+    0 if N is 0."""
     if len(agreed) == 0:
         return {"router_auc": 0.0, "router_brier": 0.0, "router_precision": 0.0, "router_ece": 0.0}
     confident = agreed[probability >= CONFIDENT]
@@ -39,7 +40,8 @@ def confidence_figures(probability: Floats, agreed: npt.NDArray[np.bool_]) -> di
 
 
 def auc(probability: Floats, agreed: npt.NDArray[np.bool_]) -> float:
-    """Area under the ROC curve: the chance that a right draft has a higher probability than a wrong one, ties counted half.
+    """Area under the ROC curve: the chance that a right draft has a higher probability than a wrong one, ties counted
+    half.
 
     0.5 if all drafts are right or all are wrong.
     """
@@ -53,7 +55,8 @@ def auc(probability: Floats, agreed: npt.NDArray[np.bool_]) -> float:
 
 
 def calibration_error(probability: Floats, agreed: npt.NDArray[np.bool_]) -> float:
-    """Expected calibration error: mean difference of probability and share of agreement over the bins, weighted by their size."""
+    """Expected calibration error: mean difference of probability and share of agreement over the bins, weighted by
+    their size."""
     which = np.minimum((probability * NUM_BINS).astype(int), NUM_BINS - 1)
     error = 0.0
     for b in range(NUM_BINS):

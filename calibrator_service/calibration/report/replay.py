@@ -1,13 +1,15 @@
-"""Replays recorded greedy answers: at which thresholds and margins would `relaxed` have differed from the answer, whatever the timing?
+"""Replays recorded greedy answers: at which thresholds and margins would `relaxed` have differed from the answer,
+whatever the timing?
 
-Which positions `relaxed` drafts, with which rung and how many in a row depends on costs that the worker measures and on its recent
-requests. So the replay follows every chain of drafts that a worker could build. A chain begins at a settled position. While each of
-its drafts is the full model's choice, the text is the recorded one, and so is the input of all later drafts: table lookups see the
-final tokens and the chain so far, exits see the states of the last settled token and continue on their own output. The first
-wrong draft that is accepted makes the generation differ, so what a worker would write after it does not matter. With a threshold, it is
-accepted if it and all drafts before it have at least the threshold's probability. With a margin, it is accepted if the full model's
-log-probability of its own choice exceeds the draft's by at most the margin. A worker builds some of these chains, so the result is
-an upper bound of what happens there.
+Which positions `relaxed` drafts, with which rung and how many in a row depends on costs that the worker measures and on
+its recent requests. So the replay follows every chain of drafts that a worker could build. A chain begins at a settled
+position. While each of its drafts is the full model's choice, the text is the recorded one, and so is the input of all
+later drafts: table lookups see the final tokens and the chain so far, exits see the states of the last settled token
+and continue on their own output. The first wrong draft that is accepted makes the generation differ, so what a worker
+would write after it does not matter. With a threshold, it is accepted if it and all drafts before it have at least the
+threshold's probability. With a margin, it is accepted if the full model's log-probability of its own choice exceeds the
+draft's by at most the margin. A worker builds some of these chains, so the result is an upper bound of what happens
+there.
 """
 
 import math
@@ -27,7 +29,8 @@ from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.ops.chains import ChainStart
 
-# Added to the exits' probabilities and taken from margins: what is served one at a time may round differently than in a batch.
+# Added to the exits' probabilities and taken from margins: what is served one at a time may round differently than in a
+# batch.
 ROUNDING = 1e-4
 
 # (token, probability) of each rung's draft.
@@ -36,7 +39,8 @@ Drafts = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Differing:
-    """From which settings on `relaxed` may differ from one answer: up to `threshold` (0: at none), from `margin` on (inf: at none)."""
+    """From which settings on `relaxed` may differ from one answer: up to `threshold` (0: at none), from `margin` on
+    (inf: at none)."""
 
     threshold: float
     margin: float
@@ -46,10 +50,10 @@ class Differing:
 class _Replay:
     """The replay of one answer.
 
-    states: depth -> [S, D] and deep [S, D], float, on the model's device; reach: settled position -> the highest threshold at which
-    a chain from there gets as long as the current round's chains; outputs: (settled position, number of the exit) -> the
-    exit's last output [D] in that chain; highest: the highest threshold at which a wrong draft is final, 0 if there is none;
-    wrong: (position, token) of all wrong drafts.
+    states: depth -> [S, D] and deep [S, D], float, on the model's device; reach: settled position -> the highest
+    threshold at which a chain from there gets as long as the current round's chains; outputs: (settled position, number
+    of the exit) -> the exit's last output [D] in that chain; highest: the highest threshold at which a wrong draft is
+    final, 0 if there is none; wrong: (position, token) of all wrong drafts.
     """
 
     sequence: TokenSequence
@@ -86,8 +90,8 @@ class Replayer:
     ) -> list[Differing]:
         """Per sequence the thresholds and margins at which `relaxed` may differ from the answer.
 
-        These are all, for an answer that differs from the greedy choices of the runner's own passes: then the answer of a worker's
-        full model is unknown.
+        These are all, for an answer that differs from the greedy choices of the runner's own passes: then the answer of
+        a worker's full model is unknown.
         """
         found = [Differing(1.0, 0.0)] * len(sequences)
         lengths = [len(sequence.tokens) for sequence in sequences]
@@ -121,7 +125,8 @@ class Replayer:
         return max(float(gaps.min()) - ROUNDING, 0.0)
 
     def _capture(self, sequences: Sequence[TokenSequence]) -> tuple[dict[int, Tensor], Tensor]:
-        """(depth -> states [B, S, D], states at depth L [B, S, D]). Rows are padded on the right, where causal attention does not look."""
+        """(depth -> states [B, S, D], states at depth L [B, S, D]).
+        Rows are padded on the right, where causal attention does not look."""
         runner, depths = self._runner, {*self._ladder.depths, *self._ladder.kept_depths}
         tokens = padded(sequences).to(runner.loaded.device)
         captured = runner.capture(tokens, [*depths, runner.num_layers])
@@ -175,7 +180,8 @@ class Replayer:
     def _continue_chains(
         self, index: int, places: Sequence[tuple[_Replay, int]], states: Tensor, chained: int
     ) -> list[Draft]:
-        """The next drafts of an exit that continues chains on its own output, on the weights that a worker on this device drafts with.
+        """The next drafts of an exit that continues chains on its own output, on the weights that a worker on this
+        device drafts with.
 
         `states` [N, D]: as in `_exit_drafts`, of the chains' last tokens at the exit's depth.
         """

@@ -38,7 +38,8 @@ NONE_PASSED: dict[Setting, str] = {
 def certified_risks(
     run: CalibrationRun, runner: ContiguousRunner, ladder: Ladder, answers: RiskAnswers
 ) -> dict[str, Any]:
-    """The manifest's "risk" and "margin_risk" (see `shared.ladder.risk`). Without bounds they have a "reason". Raises `Cancelled`."""
+    """The manifest's "risk" and "margin_risk" (see `shared.ladder.risk`). Without bounds they have a "reason".
+    Raises `Cancelled`."""
     found = Replayer(ladder, runner).differing(
         answers.sequences, on_batch=lambda: run.report("evaluating", 0.99)
     )

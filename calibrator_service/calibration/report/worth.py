@@ -31,10 +31,11 @@ def without_unpaid(
 ) -> tuple[Ladder, dict[str, str]]:
     """The ladder without the exits that would not pay, and name -> why, of those.
 
-    `report`: see `held_out_report`. An exit must agree more often than the report split's commonest token, by the lower bound of its agreement
-    (see `lower_bound`). An exit that the spec does not name must also save more than it costs on this machine, where the tables do not help.
-    One that the spec names may be meant for another machine. Few positions are no reason against the exits of a child (`is_child`): most of
-    what they know is from its parent's text. Raises `Cancelled`.
+    `report`: see `held_out_report`. An exit must agree more often than the report split's commonest token, by the lower
+    bound of its agreement (see `lower_bound`). An exit that the spec does not name must also save more than it costs on
+    this machine, where the tables do not help. One that the spec names may be meant for another machine. Few positions
+    are no reason against the exits of a child (`is_child`): most of what they know is from its parent's text. Raises
+    `Cancelled`.
     """
     reasons: dict[str, str] = {}
     for one in ladder.exits:
@@ -78,8 +79,9 @@ def lower_bound(share: float, count: int) -> float:
 def measured_costs(run: CalibrationRun, runner: ContiguousRunner, ladder: Ladder) -> PassCosts:
     """What passes over one and two tokens and the exits of `ladder` cost here at the least. Raises `Cancelled`.
 
-    The least of the repeats, because another process that runs now would make an exit, which waits for all threads several times
-    in a fraction of a millisecond, seem five times as expensive. Workers measure for themselves whether to ask it.
+    The least of the repeats, because another process that runs now would make an exit, which waits for all threads
+    several times in a fraction of a millisecond, seem five times as expensive. Workers measure for themselves whether
+    to ask it.
     """
 
     def between() -> None:
@@ -102,8 +104,8 @@ def _why_unproven(figures: Mapping[str, Any], commonest: float) -> str:
     if lower_bound(share, count) > commonest:
         return ""
     return (
-        f"it agrees with the model on {share:.1%} of {count} held-out positions, and always naming the commonest token on "
-        f"{commonest:.1%}"
+        f"it agrees with the model on {share:.1%} of {count} held-out positions, and always naming the commonest token "
+        f"on {commonest:.1%}"
     )
 
 
@@ -113,6 +115,6 @@ def _why_too_slow(figures: Mapping[str, Any], costs: PassCosts, index: int) -> s
     if gain_s > cost_s:
         return ""
     return (
-        f"it would not pay here: where the tables do not help it agrees on {share:.1%}, which saves {max(gain_s, 0.0) * 1e3:.3g} ms per "
-        f"question, and a question costs {cost_s * 1e3:.3g} ms"
+        f"it would not pay here: where the tables do not help it agrees on {share:.1%}, which saves "
+        f"{max(gain_s, 0.0) * 1e3:.3g} ms per question, and a question costs {cost_s * 1e3:.3g} ms"
     )

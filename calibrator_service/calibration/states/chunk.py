@@ -17,10 +17,10 @@ from shared.errors import Corrupt
 class StateChunk:
     """N positions to learn from. Their states are among R >= N rows, grouped by sequence.
 
-    states: depth -> [R, D] float16, scaled to a root mean square of 1; deep: [R, D] likewise, at depth L; rows: [N] index of a
-    position's own row, which follows the row of the position before; choices: [N] int64, the full model's choice after the position;
-    converged: depth -> [N] bool, for the cosine label, else empty; usable: [M] bool, which of the positions of the sequences' labels are
-    the N ones: nothing is settled before the others.
+    states: depth -> [R, D] float16, scaled to a root mean square of 1; deep: [R, D] likewise, at depth L; rows: [N]
+    index of a position's own row, which follows the row of the position before; choices: [N] int64, the full model's
+    choice after the position; converged: depth -> [N] bool, for the cosine label, else empty; usable: [M] bool, which
+    of the positions of the sequences' labels are the N ones: nothing is settled before the others.
     """
 
     states: dict[int, Tensor]
@@ -46,7 +46,8 @@ class StateChunk:
 
 
 class StateChunks(Sequence[StateChunk]):
-    """The chunks of one split. Each access reads a chunk anew, so that one at a time is in memory. An access raises `Corrupt`."""
+    """The chunks of one split. Each access reads a chunk anew, so that one at a time is in memory.
+    An access raises `Corrupt`."""
 
     def __init__(
         self, paths: Sequence[Path] = (), read: Callable[[Path], StateChunk] | None = None

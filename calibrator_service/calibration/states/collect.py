@@ -1,9 +1,10 @@
 """The full model's choices along sequences, and the states at the depths that exits learn from.
 
-The states come from the engine that wrote an answer, or else from a pass over the sequence. Sequences are buffered per split into chunks of
-bounded size. The chunks of the split `heads` are added to the sums that heads are solved from. Those of splits that are read again become
-files, which a later run reads instead of running the model. On a GPU a pass is as fast as reading its states from disk. There a file holds
-tokens only and the states are computed again at each use, so that the disk does not bound the amount of text.
+The states come from the engine that wrote an answer, or else from a pass over the sequence. Sequences are buffered per
+split into chunks of bounded size. The chunks of the split `heads` are added to the sums that heads are solved from.
+Those of splits that are read again become files, which a later run reads instead of running the model. On a GPU a pass
+is as fast as reading its states from disk. There a file holds tokens only and the states are computed again at each
+use, so that the disk does not bound the amount of text.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -36,7 +37,8 @@ from shared.model.runner import captured_depths
 
 @dataclass(frozen=True)
 class LabelledSequence:
-    """`choices[i]` is the full model's greedy choice after tokens[: i + 1]; valid from position `first` on. Both [S] int64."""
+    """`choices[i]` is the full model's greedy choice after tokens[: i + 1]; valid from position `first` on.
+    Both [S] int64."""
 
     tokens: Array
     choices: Array
@@ -61,9 +63,9 @@ class _SplitBuffer:
 class Collector:
     """Labels sequences, and captures states if there are depths to capture at.
 
-    `sums`: what the chunks of the split `heads` are added to. `stored`: the splits whose chunks are read again. With `keeps_states`, these
-    are files of states, of at most `max_state_bytes` per split; otherwise files of tokens without a limit. `pass_tokens`: tokens of one
-    forward pass, padding included.
+    `sums`: what the chunks of the split `heads` are added to. `stored`: the splits whose chunks are read again. With
+    `keeps_states`, these are files of states, of at most `max_state_bytes` per split; otherwise files of tokens without
+    a limit. `pass_tokens`: tokens of one forward pass, padding included.
     """
 
     def __init__(
@@ -92,7 +94,8 @@ class Collector:
         self._max_positions = max_state_bytes // row_bytes if self._depths else 0
 
     def add(self, split: Split, sequence: TokenSequence) -> list[LabelledSequence]:
-        """Buffers a sequence. Returns the sequences that were labelled by this call: none, or those of a whole chunk."""
+        """Buffers a sequence. Returns the sequences that were labelled by this call: none, or those of a whole
+        chunk."""
         own = self._splits.setdefault(split, _SplitBuffer())
         if split == "report" and not sequence.is_greedy:
             # A copy of the model may teach, but figures are those of the model itself.
@@ -255,7 +258,8 @@ class Collector:
 
 
 def first_position(sequence: TokenSequence) -> int:
-    """The first position after which the next token is the full model's choice; 0 for given text, whose choices are computed."""
+    """The first position after which the next token is the full model's choice; 0 for given text, whose choices are
+    computed."""
     return sequence.answer_start - 1 if sequence.num_answer_tokens else 0
 
 
@@ -265,15 +269,16 @@ def _needs_choices(sequence: TokenSequence) -> bool:
 
 
 def _captured_span(sequence: TokenSequence) -> tuple[int, int]:
-    """[start, end) of the positions whose states are kept: those learned from, and the one before them, which is settled when the first
-    is drafted."""
+    """[start, end) of the positions whose states are kept: those learned from, and the one before them, which is
+    settled when the first is drafted."""
     first = first_position(sequence)
     # The choice after a greedy answer's last token is unknown. Where choices are computed, there is one.
     return max(0, first - 1), len(sequence.tokens) - (not _needs_choices(sequence))
 
 
 def _labelled(sequence: TokenSequence, choices: Array | None) -> LabelledSequence:
-    """`choices` [S - first] from position `first` on; None: the answer's own tokens. An answer's last token has no choice."""
+    """`choices` [S - first] from position `first` on; None: the answer's own tokens.
+    An answer's last token has no choice."""
     tokens = np.array(sequence.tokens, dtype=np.int64)
     first = first_position(sequence)
     if choices is None:
@@ -293,7 +298,8 @@ def padded(sequences: Iterable[TokenSequence]) -> Tensor:
 def batches(
     order: list[int], lengths: list[int], pass_tokens: int = PASS_TOKENS
 ) -> Iterator[list[int]]:
-    """Splits `order` into batches of at most `pass_tokens` tokens, padding included. `lengths` must ascend in that order."""
+    """Splits `order` into batches of at most `pass_tokens` tokens, padding included.
+    `lengths` must ascend in that order."""
     batch: list[int] = []
     for i in order:
         if batch and (len(batch) + 1) * lengths[i] > pass_tokens:

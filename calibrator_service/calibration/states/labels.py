@@ -21,7 +21,8 @@ def greedy_choices(runner: ContiguousRunner, deep: Tensor) -> Tensor:
 def cosine_converged(
     runner: ContiguousRunner, state: Tensor, deep: Tensor, threshold: float
 ) -> Tensor:
-    """The label of TIDE: whether the cosine of the normed state [N, D] and the normed deep state [N, D] exceeds `threshold`.
+    """The label of TIDE: whether the cosine of the normed state [N, D] and the normed deep state [N, D] exceeds
+    `threshold`.
 
     Returns bool [N]. Both states go through the final norm.
     """
@@ -30,5 +31,6 @@ def cosine_converged(
 
 
 def agreement(label: Label, predicted: Tensor, choices: Tensor, converged: Tensor) -> Tensor:
-    """What a confidence head learns, bool [N]: the exit's token is the full model's; with the cosine label, the state has converged."""
+    """What a confidence head learns, bool [N]: the exit's token is the full model's; with the cosine label, the state
+    has converged."""
     return predicted == choices if label == "agreement" else converged

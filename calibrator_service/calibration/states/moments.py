@@ -1,4 +1,5 @@
-"""What a linear exit head is solved from: sums of products over positions. They add, over texts, machines and calibrations."""
+"""What a linear exit head is solved from: sums of products over positions.
+They add, over texts, machines and calibrations."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ PIECE = 2048
 
 @dataclass(frozen=True)
 class MomentsLayout:
-    """Which states the sums are of: those at `kept_depths` and L of a settled token, and those at `depth` of the next two tokens."""
+    """Which states the sums are of: those at `kept_depths` and L of a settled token, and those at `depth` of the next
+    two tokens."""
 
     hidden_size: int
     depth: int
@@ -26,17 +28,19 @@ class MomentsLayout:
 
     @property
     def width(self) -> int:
-        """Numbers of one position: its three settled states, and the states with which the next two tokens enter the exit."""
+        """Numbers of one position: its three settled states, and the states with which the next two tokens enter the
+        exit."""
         return (NUM_STATES + 2) * self.hidden_size
 
 
 class Moments:
-    """Sums over `count` positions t of a text, of which x = (settled states of t [3D], state entering at t + 1 [D], and at t + 2 [D]).
+    """Sums over `count` positions t of a text, of which x = (settled states of t [3D], state entering at t + 1 [D], and
+    at t + 2 [D]).
 
-    `second` [5D, 5D]: of x x'. `targets` [5D, 2D]: of x z', where z are the final states [D] of t + 1 and t + 2, from which the full model
-    chooses: as the LM head reads them. All other states are scaled to a root mean square of 1. The second step of a chain begins with
-    the head's output for t + 1, which is linear in x: its sums follow from these, so one pass over the text is enough, and parts of a text
-    may be summed apart.
+    `second` [5D, 5D]: of x x'. `targets` [5D, 2D]: of x z', where z are the final states [D] of t + 1 and t + 2, from
+    which the full model chooses: as the LM head reads them. All other states are scaled to a root mean square of 1. The
+    second step of a chain begins with the head's output for t + 1, which is linear in x: its sums follow from these, so
+    one pass over the text is enough, and parts of a text may be summed apart.
     """
 
     def __init__(self, layout: MomentsLayout, device: torch.device | str = "cpu") -> None:
@@ -65,7 +69,8 @@ class Moments:
             self.count += len(states)
 
     def merge(self, other: "Moments", share: float = 1.0) -> None:
-        """Adds `share` of the other's sums. Raises `PreconditionFailed` (LAYOUT_MISMATCH) if they are of other states."""
+        """Adds `share` of the other's sums. Raises `PreconditionFailed` (LAYOUT_MISMATCH) if they are of other
+        states."""
         if other.layout != self.layout:
             raise PreconditionFailed(
                 f"the statistics are of {other.layout}, and those of this calibration of {self.layout}",

@@ -28,8 +28,8 @@ MAX_TABLE_TOKENS = 100_000
 
 @dataclass(frozen=True)
 class TrainingData:
-    """moments: of the heads split, by exit, which heads are solved from; chunks: states of each split that is read again;
-    table_sequences: sequences of the routers and report splits, for the tables.
+    """moments: of the heads split, by exit, which heads are solved from; chunks: states of each split that is read
+    again; table_sequences: sequences of the routers and report splits, for the tables.
 
     choice_counts: [V], how often the full model chose each token in the heads split; ngrams: has counted the n-grams
     of that split; num_tokens: tokens learned from, per split.
@@ -51,7 +51,8 @@ def collect_training_data(
 ) -> TrainingData:
     """Passes `sequences` through the model.
 
-    Raises `InvalidInput` (TOO_LITTLE_TEXT, BUDGET_TOO_SHORT) if a split stays empty, what `sequences` raises, and `Cancelled`.
+    Raises `InvalidInput` (TOO_LITTLE_TEXT, BUDGET_TOO_SHORT) if a split stays empty, what `sequences` raises, and
+    `Cancelled`.
     """
     plan = run.plan
     sums = Sums(
@@ -120,7 +121,8 @@ def layouts_of(loaded: LoadedModel, depths: Iterable[int]) -> dict[int, MomentsL
 
 
 def final_states(runner: ContiguousRunner) -> Callable[[Tensor], Tensor]:
-    """Deep states of a chunk [N, D] -> what the LM head reads [N, D]. A model without a final norm has them scaled to a root mean square of 1."""
+    """Deep states of a chunk [N, D] -> what the LM head reads [N, D].
+    A model without a final norm has them scaled to a root mean square of 1."""
 
     def final(deep: Tensor) -> Tensor:
         return runner.normed(deep.to(runner.loaded.model.dtype))

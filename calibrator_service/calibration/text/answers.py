@@ -2,8 +2,9 @@
 
 {"prompt": [token ids] or "text" or [{"role": .., "content": ..}, ..], "answer": [token ids] or "text", "kind": "maths"}
 
-Texts are encoded as a worker would encode them. An answer may have been sampled, or written by another build of the model, so the
-calibration computes the model's own choices. `kind` is optional: whole kinds of prompts are held out for the report.
+Texts are encoded as a worker would encode them. An answer may have been sampled, or written by another build of the
+model, so the calibration computes the model's own choices. `kind` is optional: whole kinds of prompts are held out for
+the report.
 """
 
 from collections import Counter
@@ -23,7 +24,8 @@ from shared.model.loaded import LoadedModel
 def answer_sequences(loaded: LoadedModel, source: AnswerFile) -> Iterator[TokenSequence]:
     """The file's prompts with their answers, cut to the model's context. Empty answers are skipped.
 
-    Raises `NotFound` (FILE_NOT_FOUND), `InvalidInput` (BAD_ANSWER, TOKEN_OUT_OF_RANGE, NOT_UNICODE, NOT_JSON, NOT_UTF8, ...).
+    Raises `NotFound` (FILE_NOT_FOUND), `InvalidInput` (BAD_ANSWER, TOKEN_OUT_OF_RANGE, NOT_UNICODE, NOT_JSON, NOT_UTF8,
+    ...).
     """
     reader = _Reader(loaded)
     for where, record in _records(source):

@@ -15,14 +15,16 @@ Messages = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class UserTurn:
-    """A user's turn in the chat template: it begins after the token ids `opening`, and a token of `stop_ids` ends it."""
+    """A user's turn in the chat template: it begins after the token ids `opening`, and a token of `stop_ids` ends
+    it."""
 
     opening: tuple[int, ...]
     stop_ids: frozenset[int]
 
 
 class PromptFormat:
-    """Encodes the prompts of one model and decodes its answers. Only `first_token` works for a model without a tokenizer."""
+    """Encodes the prompts of one model and decodes its answers.
+    Only `first_token` works for a model without a tokenizer."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._vocabulary_size = loaded.vocabulary_size
@@ -34,7 +36,8 @@ class PromptFormat:
             self.user_turn = find_user_turn(tokenizer, loaded.eos_token_ids)
 
     def encode(self, messages: Messages) -> list[int]:
-        """Token ids up to where the assistant begins to answer; without a chat template those of the last message's text.
+        """Token ids up to where the assistant begins to answer; without a chat template those of the last message's
+        text.
 
         Plain text gets the special tokens that the tokenizer puts around it, as on a worker.
         """
@@ -66,7 +69,8 @@ class PromptFormat:
 def find_user_turn(
     tokenizer: PreTrainedTokenizerBase, eos_token_ids: frozenset[int]
 ) -> UserTurn | None:
-    """How a user's turn begins and ends (Magpie, 2406.08464). None if the template does not keep the user's text in one piece."""
+    """How a user's turn begins and ends (Magpie, 2406.08464).
+    None if the template does not keep the user's text in one piece."""
     opening, found, ending = render(tokenizer, [("user", SENTINEL)]).partition(SENTINEL)
     opening_ids = encode_rendered(tokenizer, opening)
     if not found or not opening_ids:

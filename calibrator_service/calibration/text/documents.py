@@ -21,7 +21,8 @@ Document = Iterator[str]
 
 
 def text_documents(path: Path) -> Iterator[Document]:
-    """The whole file as one document, with line ends as "\\n" and without a byte order mark. Lines and paragraphs are not documents.
+    """The whole file as one document, with line ends as "\\n" and without a byte order mark.
+    Lines and paragraphs are not documents.
 
     Raises InvalidInput (NOT_UTF8, FILE_UNREADABLE).
     """
@@ -31,8 +32,8 @@ def text_documents(path: Path) -> Iterator[Document]:
 def json_documents(path: Path, field: str) -> Iterator[Document]:
     """One document per line: the text in `field` of its object. Blank lines and blank texts are skipped.
 
-    Numbers are never converted, so their size does not matter. Raises InvalidInput (NOT_UTF8, NOT_JSON, NOT_UNICODE, FIELD_NOT_FOUND,
-    LINE_TOO_LONG, FILE_UNREADABLE).
+    Numbers are never converted, so their size does not matter. Raises InvalidInput (NOT_UTF8, NOT_JSON, NOT_UNICODE,
+    FIELD_NOT_FOUND, LINE_TOO_LONG, FILE_UNREADABLE).
     """
     for where, line in json_lines(path):
         text = _text_of_line(line, field, where)
@@ -41,8 +42,8 @@ def json_documents(path: Path, field: str) -> Iterator[Document]:
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The lines of a file that are not blank, each with the words that name it in an error. Raises InvalidInput (LINE_TOO_LONG,
-    FILE_UNREADABLE)."""
+    """The lines of a file that are not blank, each with the words that name it in an error. Raises InvalidInput
+    (LINE_TOO_LONG, FILE_UNREADABLE)."""
     with _opened(path) as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
@@ -59,7 +60,8 @@ def json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cuts `text` into pieces of at most MAX_PIECE_CHARACTERS, after a line end or else after a space if there is one."""
+    """Cuts `text` into pieces of at most MAX_PIECE_CHARACTERS, after a line end or else after a space if there is
+    one."""
     start = 0
     while (end := start + MAX_PIECE_CHARACTERS) < len(text):
         cut = (text.rfind("\n", start, end) + 1) or (text.rfind(" ", start, end) + 1) or end

@@ -1,4 +1,5 @@
-"""Writes text with an engine on a model in this process: many rows, prompts read in pieces beside them, shared prefixes computed once."""
+"""Writes text with an engine on a model in this process: many rows, prompts read in pieces beside them, shared prefixes
+computed once."""
 
 import queue
 import time
@@ -29,7 +30,8 @@ from shared.model.sampling import SamplingParams
 
 # How often a writer looks whether it is to stop.
 POLL_S = 0.1
-# Requests that wait in the engine, as a share of those that run, so that one enters in the step after another has ended.
+# Requests that wait in the engine, as a share of those that run, so that one enters in the step after another has
+# ended.
 WAITING_SHARE = 0.125
 PREFIX_CACHE_BYTES = 256 << 20
 
@@ -44,8 +46,8 @@ class _NoDrafts(CostMeter):
 
 
 class EngineWriter:
-    """A `Writer`. `rows`: answers that are written together. `is_own`: the model is the one that is calibrated, not a copy of it in
-    another format.
+    """A `Writer`. `rows`: answers that are written together. `is_own`: the model is the one that is calibrated, not a
+    copy of it in another format.
 
     The engine is there from the first request until `close`. It claims its model: passes of other threads need `idle`.
     """
@@ -180,7 +182,8 @@ class _EngineAnswer(Answer):
         self.states_start = 0
 
     def see(self, position: int, states: Tensor) -> None:
-        """Keeps the states of the answer and of the prompt's last two tokens. A token that was read anew replaces what came before."""
+        """Keeps the states of the answer and of the prompt's last two tokens.
+        A token that was read anew replaces what came before."""
         if position < self.states_start + sum(map(len, self.states)):
             self.states = []
         skipped = max(len(self.request.prompt) - 2 - position, 0)

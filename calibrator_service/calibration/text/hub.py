@@ -1,8 +1,8 @@
 """Streams the text of a Hugging Face Hub dataset. Only files that the Hub stores for the dataset are read.
 
-`datasets.load_dataset` reads a name as a local folder, a URL or a reader if it can, and follows the paths in a dataset's card. So
-the Hub's API resolves the name, the card's patterns are matched within the dataset at one commit, and `load_dataset` gets one fixed
-reader and the URLs of those files.
+`datasets.load_dataset` reads a name as a local folder, a URL or a reader if it can, and follows the paths in a
+dataset's card. So the Hub's API resolves the name, the card's patterns are matched within the dataset at one commit,
+and `load_dataset` gets one fixed reader and the URLs of those files.
 """
 
 import logging
@@ -46,7 +46,8 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class HubFiles:
-    """The files to read: URLs under one commit of the dataset, and the reader of `datasets` for them, with its options."""
+    """The files to read: URLs under one commit of the dataset, and the reader of `datasets` for them, with its
+    options."""
 
     reader: str
     options: Mapping[str, str]
@@ -57,8 +58,8 @@ def hub_texts(source: HubDataset) -> Iterator[str]:
     """The texts in the source's column, without blank ones.
 
     Raises `InvalidInput` (BAD_DATASET_*, DATASET_CONFIG_NOT_FOUND, DATASET_SPLIT_NOT_FOUND, DATASET_UNSUPPORTED,
-    DATASET_UNREADABLE, FIELD_NOT_FOUND), `NotFound` (DATASET_NOT_FOUND), `PermissionDenied` (DATASET_GATED) and `Unavailable`
-    (DATASET_UNAVAILABLE).
+    DATASET_UNREADABLE, FIELD_NOT_FOUND), `NotFound` (DATASET_NOT_FOUND), `PermissionDenied` (DATASET_GATED) and
+    `Unavailable` (DATASET_UNAVAILABLE).
     """
     check_hub_dataset(
         source.name, config=source.config, split=source.split, field=source.field or "text"
@@ -77,7 +78,8 @@ def hub_texts(source: HubDataset) -> Iterator[str]:
             token=token,
             **files.options,
         )
-        # A file may declare a column of images or sounds, which name other files. Without decoding, nothing opens those.
+        # A file may declare a column of images or sounds, which name other files.
+        # Without decoding, nothing opens those.
         iterator = iter(rows if rows.features is None else rows.decode(False))
     field = source.field or "text"
     while True:
@@ -223,8 +225,8 @@ def _hub_errors(source: HubDataset) -> Iterator[None]:
 def _translated(name: str, error: Exception) -> NeapError:
     if isinstance(error, GatedRepoError):
         return PermissionDenied(
-            f"dataset {name!r} is gated: its owner must admit the account of the service's token, and the operator must "
-            "allow the dataset by name",
+            f"dataset {name!r} is gated: its owner must admit the account of the service's token, and the operator "
+            "must allow the dataset by name",
             reason="DATASET_GATED",
         )
     if isinstance(error, RepositoryNotFoundError | DisabledRepoError):

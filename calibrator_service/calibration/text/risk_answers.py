@@ -1,8 +1,8 @@
 """The risk split: greedy answers to prompts that no other split has.
 
-A certified bound holds for prompts drawn like these: independently, each of a randomly chosen kind. So the split is not every tenth
-sequence of the other text, in which one split may hold a passage and another a task about it: here each task brings its own passage.
-If the caller gave the prompts, a share of them is held out (see `splits`).
+A certified bound holds for prompts drawn like these: independently, each of a randomly chosen kind. So the split is not
+every tenth sequence of the other text, in which one split may hold a passage and another a task about it: here each
+task brings its own passage. If the caller gave the prompts, a share of them is held out (see `splits`).
 """
 
 import random
@@ -46,7 +46,8 @@ Write = Callable[[Sequence[WriteRequest]], list[tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class RiskAnswers:
-    """The risk split: whole greedy answers of at most `max_new_tokens` tokens. `text`: what the other splits are made from."""
+    """The risk split: whole greedy answers of at most `max_new_tokens` tokens.
+    `text`: what the other splits are made from."""
 
     text: Text
     sequences: tuple[TokenSequence, ...] = ()
@@ -70,11 +71,12 @@ def write_risk_answers(
     *,
     knows_speed: bool = True,
 ) -> RiskAnswers:
-    """The risk split of generated text; no answers for given text, which does not show what the model would say, nor if there is no time.
+    """The risk split of generated text; no answers for given text, which does not show what the model would say, nor if
+    there is no time.
 
-    `is_used` tells whether another split has a prompt. `writer`: of the model itself, because a bound is certified for its own
-    arithmetic. `knows_speed`: it has written the other text, too. Raises `Cancelled`, and `Corrupt` for a file of an earlier run that
-    cannot be read.
+    `is_used` tells whether another split has a prompt. `writer`: of the model itself, because a bound is certified for
+    its own arithmetic. `knows_speed`: it has written the other text, too. Raises `Cancelled`, and `Corrupt` for a file
+    of an earlier run that cannot be read.
     """
     config = _config(run, text)
     if config is None:
@@ -100,7 +102,8 @@ def _risk_limits(run: CalibrationRun, text: Text, max_new_tokens: int, knows_spe
     most = most_risk_prompts(run, text) if run.schedule.certifies else 0
     if seconds == float("inf"):
         return Limits(most, run.plan.rows, seconds)
-    # A run that was killed may have found all its text on disk. Then the speed is unknown, and half the rows are assumed to fit.
+    # A run that was killed may have found all its text on disk.
+    # Then the speed is unknown, and half the rows are assumed to fit.
     fitting = run.plan.rows // 2
     if knows_speed and (tokens_per_s := run.figures.get("tokens_per_s", 0.0)):
         fitting = int(seconds * tokens_per_s / (ANSWERS_PER_PROMPT * max_new_tokens))
@@ -134,7 +137,8 @@ class RiskAnswerGenerator:
         return self._lengths.max_new_tokens
 
     def answers(self, limits: Limits, writer: Writer, pace: Pace) -> list[TokenSequence]:
-        """Whole greedy answers, which loops do not end. Reread if `folder` has them. `pace` with the limits' time in place of its own.
+        """Whole greedy answers, which loops do not end. Reread if `folder` has them.
+        `pace` with the limits' time in place of its own.
 
         Raises `Cancelled`, `Corrupt`, and what the writer raises.
         """
@@ -233,7 +237,8 @@ class RiskAnswerGenerator:
 
 
 def _config(run: CalibrationRun, text: Text) -> SelfGenerationConfig | None:
-    """How the split is written: with a file of answers as for generated text without given prompts. None: it stays empty."""
+    """How the split is written: with a file of answers as for generated text without given prompts.
+    None: it stays empty."""
     if isinstance(text, GivenText):
         if not isinstance(text.source, AnswerFile):
             return None

@@ -1,4 +1,5 @@
-"""Prompts from templates (`seed_prompts.json`) whose placeholders are filled at random. They contain no prompts of a benchmark."""
+"""Prompts from templates (`seed_prompts.json`) whose placeholders are filled at random.
+They contain no prompts of a benchmark."""
 
 import json
 import random
@@ -19,7 +20,8 @@ def _data() -> dict[str, Any]:
 
 
 def seed_prompt(rng: random.Random, *, wide: bool = False) -> str:
-    """One prompt. Every category (translation, QA, maths, writing, ...) is equally likely. `wide`: of many more categories."""
+    """One prompt. Every category (translation, QA, maths, writing, ...) is equally likely.
+    `wide`: of many more categories."""
     prompts: dict[str, list[str]] = _data()["prompts"]
     if wide:
         prompts = prompts | _data()["wide_prompts"]

@@ -1,13 +1,13 @@
 """Text that the model writes itself, in pieces that a later run reuses.
 
-A piece depends only on the model, the configuration and the piece's index, so a killed run continues with the first missing piece.
-Training text must look like decoding, so answers are greedy. Prompts come from the caller, or from the templates of `seed_prompts`
-and from the model: given only the opening of a user's turn, it writes what a user would ask (Magpie, 2406.08464). A model without a
-chat template samples the first tokens of a text and continues greedily. The caller's prompts may be few, so they are answered in
-several rounds: greedily in the first, and sampled in later ones.
+A piece depends only on the model, the configuration and the piece's index, so a killed run continues with the first
+missing piece. Training text must look like decoding, so answers are greedy. Prompts come from the caller, or from the
+templates of `seed_prompts` and from the model: given only the opening of a user's turn, it writes what a user would ask
+(Magpie, 2406.08464). A model without a chat template samples the first tokens of a text and continues greedily. The
+caller's prompts may be few, so they are answered in several rounds: greedily in the first, and sampled in later ones.
 
-Some prompts need an answer first: a task about a passage, or a turn of Magpie. An *item* is one prompt with what leads to it and what
-follows from it. Items are written side by side, so no item waits for another.
+Some prompts need an answer first: a task about a passage, or a turn of Magpie. An *item* is one prompt with what leads
+to it and what follows from it. Items are written side by side, so no item waits for another.
 """
 
 import hashlib
@@ -35,12 +35,14 @@ USER_TURN_TOKENS = 64
 START_TOKENS = 12
 MIN_USER_CHARACTERS = 8
 FOLLOW_UP_SHARE = 0.25
-# From about this many items on, templates of many more categories are used. Little text is better spent on the most common ones.
+# From about this many items on, templates of many more categories are used.
+# Little text is better spent on the most common ones.
 CORE_PROMPTS = 600
 # Temperatures at which given prompts are answered, round by round.
 ROUND_TEMPERATURES = (0.0, 0.7, 1.0, 0.4)
-# The first GROWTH_ITEMS items have answers of at most FIRST_ANSWER_TOKENS tokens, the next ones twice as many, then three times, ..: a
-# slow model has answers to many prompts before it has long ones. Only what pays for hundreds of answers gets to the full length.
+# The first GROWTH_ITEMS items have answers of at most FIRST_ANSWER_TOKENS tokens, the next ones twice as many, then
+# three times, ..: a slow model has answers to many prompts before it has long ones. Only what pays for hundreds of
+# answers gets to the full length.
 FIRST_ANSWER_TOKENS, GROWTH_ITEMS = 24, 48
 
 # Asks for one answer after the other.
@@ -91,7 +93,8 @@ class _Piece:
 
 
 class SelfGenerator:
-    """Writes and rereads pieces in `folder`. Raises `InvalidInput` if prompts are given for a model without a tokenizer."""
+    """Writes and rereads pieces in `folder`. Raises `InvalidInput` if prompts are given for a model without a
+    tokenizer."""
 
     def __init__(self, loaded: LoadedModel, config: SelfGenerationConfig, folder: Path) -> None:
         if config.prompts and loaded.tokenizer is None:
@@ -108,12 +111,12 @@ class SelfGenerator:
     def pieces(
         self, writer: Writer, pace: Pace, rest: Path, *, rereads: bool = False
     ) -> Iterator[list[TokenSequence]]:
-        """Yields pieces in order of their index, read from disk or newly written; endless unless prompts are given. The writer is idle
-        whenever a piece is yielded.
+        """Yields pieces in order of their index, read from disk or newly written; endless unless prompts are given. The
+        writer is idle whenever a piece is yielded.
 
-        Once late, what the unfinished pieces have is yielded as the last piece, and kept in `rest`: it is part of this run's text, but no
-        other run may continue it. `rereads`: the pieces on disk are this run's text, however late it is. Raises what the writer raises,
-        and `Corrupt` for a piece that cannot be read.
+        Once late, what the unfinished pieces have is yielded as the last piece, and kept in `rest`: it is part of this
+        run's text, but no other run may continue it. `rereads`: the pieces on disk are this run's text, however late it
+        is. Raises what the writer raises, and `Corrupt` for a piece that cannot be read.
         """
         index = 0
         rereads = rereads or rest.exists()

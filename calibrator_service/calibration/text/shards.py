@@ -17,10 +17,11 @@ from shared.errors import Corrupt
 class TokenSequence:
     """The `tokens` of one conversation or text, of which those from `answer_start` on are the model's answer.
 
-    For given text `answer_start` is the length. `is_greedy`: each token of the answer is the full model's greedy choice. `kind`: of the
-    prompt; it decides the split and is not stored. Nor are `states` [N, 3, D] float16, which the engine that wrote the answer has shown:
-    those of the tokens from `states_start` on at the depths `captured_depths` and L, scaled to a root mean square of 1. With them, each token of
-    the answer is the greedy choice of that engine's model: the model itself, or a copy of it in bfloat16.
+    For given text `answer_start` is the length. `is_greedy`: each token of the answer is the full model's greedy
+    choice. `kind`: of the prompt; it decides the split and is not stored. Nor are `states` [N, 3, D] float16, which the
+    engine that wrote the answer has shown: those of the tokens from `states_start` on at the depths `captured_depths`
+    and L, scaled to a root mean square of 1. With them, each token of the answer is the greedy choice of that engine's
+    model: the model itself, or a copy of it in bfloat16.
     """
 
     tokens: tuple[int, ...]
@@ -40,7 +41,8 @@ class TokenSequence:
 
 
 def write_shard(path: Path, sequences: Sequence[TokenSequence]) -> None:
-    """Writes `sequences` atomically: a killed process leaves no partial shard under `path`. Raises as `write_atomically`."""
+    """Writes `sequences` atomically: a killed process leaves no partial shard under `path`.
+    Raises as `write_atomically`."""
     tensors = {
         "tokens": torch.tensor([t for s in sequences for t in s.tokens], dtype=torch.int32),
         "lengths": torch.tensor([len(s.tokens) for s in sequences], dtype=torch.int32),

@@ -22,10 +22,12 @@ MIN_SEQUENCE_TOKENS = 16
 
 
 def text_sequences(loaded: LoadedModel, source: TextFile | HubDataset) -> Iterator[TokenSequence]:
-    """Packs the source's documents into sequences of SEQUENCE_TOKENS tokens, with an end-of-sequence token after each document.
+    """Packs the source's documents into sequences of SEQUENCE_TOKENS tokens, with an end-of-sequence token after each
+    document.
 
-    A document is a .txt file, a line of a .jsonl file, or a row of a dataset. Raises `NotFound` (FILE_NOT_FOUND), `InvalidInput` for
-    a model without a tokenizer, what `documents` raises for a file that is no text, and what `hub_texts` raises.
+    A document is a .txt file, a line of a .jsonl file, or a row of a dataset. Raises `NotFound` (FILE_NOT_FOUND),
+    `InvalidInput` for a model without a tokenizer, what `documents` raises for a file that is no text, and what
+    `hub_texts` raises.
     """
     if loaded.tokenizer is None:
         raise InvalidInput("text was given, but the model has no tokenizer")

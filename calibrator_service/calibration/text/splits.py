@@ -1,7 +1,8 @@
-"""Assigns sequences to splits, so that heads, routers and the report learn from and are measured on different sequences.
+"""Assigns sequences to splits, so that heads, routers and the report learn from and are measured on different
+sequences.
 
-A confidence head trained on the data of its head would trust the head too much. The fourth split, risk, has prompts of its own: see
-`risk_answers`.
+A confidence head trained on the data of its head would trust the head too much. The fourth split, risk, has prompts of
+its own: see `risk_answers`.
 """
 
 import hashlib
@@ -19,7 +20,8 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 SPLIT_PATTERN: tuple[Split, ...] = (
     "heads", "routers", "heads", "heads", "report", "heads", "heads", "heads", "heads", "heads",
 )  # fmt: skip
-# The first NUM_EARLY sequences are assigned by EARLY_PATTERN: a tenth of a small text would be too little for routers and figures.
+# The first NUM_EARLY sequences are assigned by EARLY_PATTERN: a tenth of a small text would be too little for routers
+# and figures.
 EARLY_PATTERN: tuple[Split, ...] = ("heads", "routers", "heads", "report")
 NUM_EARLY = 40
 
@@ -29,11 +31,12 @@ MIN_KINDS = 4
 
 
 class Splitter:
-    """Assigns each sequence to a split, in order of arrival. All answers to a prompt are in one split. A greedy answer is used once: it
-    would be the same again.
+    """Assigns each sequence to a split, in order of arrival. All answers to a prompt are in one split. A greedy answer
+    is used once: it would be the same again.
 
-    `held_out_kinds`: kinds of prompts that the report split has to itself. Without them each split has prompts of all kinds. `learned`: the
-    `learned` of the parent's text. Nothing of it is learned from again, and nothing is measured on its prompts.
+    `held_out_kinds`: kinds of prompts that the report split has to itself. Without them each split has prompts of all
+    kinds. `learned`: the `learned` of the parent's text. Nothing of it is learned from again, and nothing is measured
+    on its prompts.
     """
 
     def __init__(self, held_out_kinds: Collection[str] = (), learned: Collection[int] = ()) -> None:
@@ -78,7 +81,8 @@ def _key(prompt: Sequence[int]) -> int:
 
 
 def held_out_kinds(counts: Mapping[str, int], seed: int) -> frozenset[str]:
-    """Kinds of prompts for the report split: random ones with about its share of all prompts. None if there are fewer than MIN_KINDS."""
+    """Kinds of prompts for the report split: random ones with about its share of all prompts.
+    None if there are fewer than MIN_KINDS."""
     if len(counts) < MIN_KINDS:
         return frozenset()
     kinds = sorted(counts)

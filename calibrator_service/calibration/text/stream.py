@@ -1,6 +1,7 @@
 """The text of a calibration: what it is made from, and its sequences with the splits they belong to.
 
-Whoever reads the sequences decides the pace, so text is written and passed through the model in turn, in bounded memory.
+Whoever reads the sequences decides the pace, so text is written and passed through the model in turn, in bounded
+memory.
 """
 
 import random
@@ -29,12 +30,14 @@ MAX_STALE_SEQUENCES = 2000
 TEXT_SHARE = 0.93
 # The speed of writing is shown after this time: the first tokens come before there is a time to divide by.
 MIN_RATE_S = 1.0
-# Share of the work for a token of generated text that is done when it is written. The rest is one pass over many tokens at once.
+# Share of the work for a token of generated text that is done when it is written.
+# The rest is one pass over many tokens at once.
 WRITING_SHARE = 0.9
-# Less generated text than this teaches nothing. Whether a budget pays for it is judged once EARLY_SHARE of the time to write has passed,
-# with a slack, because the first prompts are read then.
+# Less generated text than this teaches nothing. Whether a budget pays for it is judged once EARLY_SHARE of the time to
+# write has passed, with a slack, because the first prompts are read then.
 MIN_WRITTEN_TOKENS, EARLY_SHARE, EARLY_SLACK = 256, 0.25, 2.0
-# One in HELD_OUT_INTERVAL given prompts is held out for the risk split. Fewer than MIN_HELD_OUT certify nothing, so then none is.
+# One in HELD_OUT_INTERVAL given prompts is held out for the risk split.
+# Fewer than MIN_HELD_OUT certify nothing, so then none is.
 HELD_OUT_INTERVAL, MIN_HELD_OUT = 5, 20
 
 
@@ -51,7 +54,8 @@ class GivenText:
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """Text that the model writes. `risk_prompts`: held out of the given prompts, () if prompts are drawn or too few were given."""
+    """Text that the model writes. `risk_prompts`: held out of the given prompts, () if prompts are drawn or too few
+    were given."""
 
     config: SelfGenerationConfig
     risk_prompts: tuple[str, ...]
@@ -90,7 +94,8 @@ def hold_out_prompts(
 
 
 def most_risk_prompts(run: CalibrationRun, text: Text) -> int:
-    """Prompts that the risk split may have. Their answers have no more tokens than the spec asks for in the other splits together."""
+    """Prompts that the risk split may have. Their answers have no more tokens than the spec asks for in the other
+    splits together."""
     most = RISK_PROMPTS
     if isinstance(text, GeneratedText) and text.config.prompts:
         most = min(most, len(text.risk_prompts))
@@ -114,7 +119,8 @@ class CollectingProgress:
             most = num_answers * text.config.max_new_tokens
             self._expected = min(self._expected, most)
         self._num_written = self._num_learned = 0
-        # Seconds of writing until it last paused, and when it began or went on (`time.monotonic`); None before the writer is ready.
+        # Seconds of writing until it last paused, and when it began or went on (`time.monotonic`); None before the
+        # writer is ready.
         self._written_s = 0.0
         self._since_s: float | None = None
         self.num_assigned = 0
@@ -149,7 +155,8 @@ class CollectingProgress:
         self._since_s = self._since_s and time.monotonic()
 
     def _judge(self, seconds: float) -> None:
-        """What the speed of writing, in `seconds` so far, says about the rest. Raises `InvalidInput` (BUDGET_TOO_SHORT)."""
+        """What the speed of writing, in `seconds` so far, says about the rest.
+        Raises `InvalidInput` (BUDGET_TOO_SHORT)."""
         if self._knows_speed and self._num_written:
             self._run.schedule.expect_risk(
                 self._risk_prompts, self._run.plan.max_new_tokens, self._num_written / seconds
@@ -186,7 +193,8 @@ class CollectingProgress:
 
 
 def too_little_text(run: CalibrationRun, lacks: str, *, is_cut: bool) -> InvalidInput:
-    """The error of a calibration whose text is not enough: BUDGET_TOO_SHORT if time cut it (`is_cut`), or else TOO_LITTLE_TEXT."""
+    """The error of a calibration whose text is not enough: BUDGET_TOO_SHORT if time cut it (`is_cut`), or else
+    TOO_LITTLE_TEXT."""
     if is_cut:
         return _budget_too_short(run, lacks, 2 * max(run.plan.budget_s, run.elapsed_s()))
     return InvalidInput(f"the source gave too little text: {lacks}", reason="TOO_LITTLE_TEXT")
@@ -195,8 +203,8 @@ def too_little_text(run: CalibrationRun, lacks: str, *, is_cut: bool) -> Invalid
 def _budget_too_short(run: CalibrationRun, found: str, needed_s: float) -> InvalidInput:
     # The caller may not have asked for that budget: it may be the default.
     return InvalidInput(
-        f"{run.plan.budget_s:.0f} seconds were too short a time budget for this model on this machine: {found}. Give it about "
-        f"{needed_s:.0f} seconds, or max_tokens",
+        f"{run.plan.budget_s:.0f} seconds were too short a time budget for this model on this machine: {found}. Give "
+        f"it about {needed_s:.0f} seconds, or max_tokens",
         reason="BUDGET_TOO_SHORT",
         metadata={"needed_s": f"{needed_s:.0f}"},
     )
@@ -209,9 +217,11 @@ def split_sequences(
     progress: CollectingProgress,
     writer: Writer,
 ) -> Iterator[tuple[Split, TokenSequence]]:
-    """Yields new sequences with their splits until there are enough tokens, the phase's time is over, or nothing new comes.
+    """Yields new sequences with their splits until there are enough tokens, the phase's time is over, or nothing new
+    comes.
 
-    Raises what the source raises, `Cancelled`, and `InvalidInput` (BUDGET_TOO_SHORT) if the time is too short to write any text.
+    Raises what the source raises, `Cancelled`, and `InvalidInput` (BUDGET_TOO_SHORT) if the time is too short to write
+    any text.
     """
     num_stale = 0
     for sequence in _sequences(run, text, progress, writer):

@@ -9,16 +9,18 @@ from torch import Tensor
 
 # Sampling considers the most likely tokens only: sorting the whole vocabulary takes long.
 NUCLEUS_CANDIDATES = 512
-# An answer whose last LOOP_TAIL tokens repeat with a period of at most LOOP_PERIOD is in a loop, and more of it teaches nothing.
+# An answer whose last LOOP_TAIL tokens repeat with a period of at most LOOP_PERIOD is in a loop, and more of it teaches
+# nothing.
 LOOP_TAIL, LOOP_PERIOD, LOOP_CHECK_INTERVAL = 48, 16, 8
 
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """A prompt to answer. An end-of-sequence token of the model ends the answer and is part of it; a token of `stop_ids` is not.
+    """A prompt to answer. An end-of-sequence token of the model ends the answer and is part of it; a token of
+    `stop_ids` is not.
 
-    `temperature` 0 is greedy; otherwise the answer depends on `seed`. `stop_loops`: a loop ends the answer, too. `shows_states`: the states
-    of the answer are wanted, if the writer has them.
+    `temperature` 0 is greedy; otherwise the answer depends on `seed`. `stop_loops`: a loop ends the answer, too.
+    `shows_states`: the states of the answer are wanted, if the writer has them.
     """
 
     prompt: tuple[int, ...]
@@ -35,8 +37,8 @@ class WriteRequest:
 class Written:
     """The answer to request number `index`, counted from 0.
 
-    `is_choice`: each token is the greedy choice of the model that is calibrated, in its own arithmetic. `states` and `states_start`: as in
-    `TokenSequence`, of a greedy answer.
+    `is_choice`: each token is the greedy choice of the model that is calibrated, in its own arithmetic. `states` and
+    `states_start`: as in `TokenSequence`, of a greedy answer.
     """
 
     index: int
@@ -56,7 +58,8 @@ def _ignore(_: int) -> None:
 
 @dataclass(frozen=True)
 class Pace:
-    """How long to write. Once `is_late`, answers end where they are. `on_tokens` gets how many tokens were written since its last call."""
+    """How long to write. Once `is_late`, answers end where they are.
+    `on_tokens` gets how many tokens were written since its last call."""
 
     should_stop: Callable[[], bool] = _never
     is_late: Callable[[], bool] = _never
@@ -69,8 +72,8 @@ class Writer(Protocol):
     def write(
         self, next_request: Callable[[], WriteRequest | None], pace: Pace
     ) -> Iterator[Written]:
-        """Yields answers as they end, until none is left. `next_request` is called whenever there is room for one more request. It
-        returns None if there is none at the moment: the next answer may lead to one.
+        """Yields answers as they end, until none is left. `next_request` is called whenever there is room for one more
+        request. It returns None if there is none at the moment: the next answer may lead to one.
 
         Raises `Cancelled` once `pace.should_stop`. A caller that stops iterating ends all answers.
         """

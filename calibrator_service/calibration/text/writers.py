@@ -1,4 +1,5 @@
-"""Which writers a calibration has: one on the model itself, perhaps a faster one on a copy of it in bfloat16, perhaps others' machines."""
+"""Which writers a calibration has: one on the model itself, perhaps a faster one on a copy of it in bfloat16, perhaps
+others' machines."""
 
 import math
 from collections.abc import Callable
@@ -16,8 +17,8 @@ from shared.model.dtypes import multiplies_bfloat16
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 
-# A copy writes nearly twice as fast, so it pays if loading it takes at most this share of the time to write, or, without a time
-# budget, from this many tokens on.
+# A copy writes nearly twice as fast, so it pays if loading it takes at most this share of the time to write, or,
+# without a time budget, from this many tokens on.
 COPY_LOAD_SHARE, MIN_COPY_TOKENS = 0.25, 20_000
 # Free memory that a copy needs, in bytes per parameter: its weights, and as much again while they are packed.
 COPY_PARAMETER_BYTES = 4

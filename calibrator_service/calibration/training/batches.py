@@ -11,12 +11,13 @@ from calibrator_service.calibration.states.chunk import StateChunk
 
 @dataclass(frozen=True)
 class ChainBatch:
-    """B chains of K tokens each, all of them the sequence's own. The first token of a chain is the one after its settled prefix.
+    """B chains of K tokens each, all of them the sequence's own.
+    The first token of a chain is the one after its settled prefix.
 
-    states [B, 3, D]: of the last settled token at the kept depths and L; entering: depth -> [K, B, D], the tokens' states there;
-    deep [K, B, D]: their states at depth L, from which the full model chooses; choices [K, B] int64: those choices, as indices in the
-    draft vocabulary, -1 if they are outside it or the sequence has ended; places [K, B] int64: indices of the tokens' positions in
-    the chunk; exists [K, B]: False where the sequence has ended.
+    states [B, 3, D]: of the last settled token at the kept depths and L; entering: depth -> [K, B, D], the tokens'
+    states there; deep [K, B, D]: their states at depth L, from which the full model chooses; choices [K, B] int64:
+    those choices, as indices in the draft vocabulary, -1 if they are outside it or the sequence has ended; places [K,
+    B] int64: indices of the tokens' positions in the chunk; exists [K, B]: False where the sequence has ended.
     """
 
     states: Tensor

@@ -20,8 +20,9 @@ NUM_PLACES = 4
 class ExitOutputs:
     """An exit at N positions: the LM head's input [N, D] and logits [N, Vd] over the draft vocabulary.
 
-    chain_places [N] int64 >= 1: the drafted tokens' places in their chains. positions [N]: the positions in the chunk after which
-    tokens are drafted; choices [N]: the full model's choices there, as indices in the draft vocabulary or -1.
+    chain_places [N] int64 >= 1: the drafted tokens' places in their chains. positions [N]: the positions in the chunk
+    after which tokens are drafted; choices [N]: the full model's choices there, as indices in the draft vocabulary or
+    -1.
     """
 
     adapted: Tensor
@@ -40,7 +41,8 @@ def chain_outputs(
     vocabulary: DraftVocabulary,
     num_layers: int,
 ) -> Iterator[ExitOutputs]:
-    """The exit's outputs at the places 1 to NUM_PLACES of the chains that begin at the positions `index` of a chunk, place by place.
+    """The exit's outputs at the places 1 to NUM_PLACES of the chains that begin at the positions `index` of a chunk,
+    place by place.
 
     Chains that the sequence's end cuts off are left out. `chunk` must be on the vocabulary's device.
     """

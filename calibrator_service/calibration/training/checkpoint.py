@@ -19,7 +19,8 @@ SAVE_INTERVAL_S = 60.0
 
 @dataclass(frozen=True)
 class Place:
-    """The next chunk: the `chunk`-th of the `epoch`, in that epoch's order. `done`: share of the training that is done."""
+    """The next chunk: the `chunk`-th of the `epoch`, in that epoch's order.
+    `done`: share of the training that is done."""
 
     epoch: int = 0
     chunk: int = 0

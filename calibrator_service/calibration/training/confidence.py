@@ -1,4 +1,5 @@
-"""Confidence heads learn when their rung is right, on sequences that the heads were not trained on. With them the ladder is complete."""
+"""Confidence heads learn when their rung is right, on sequences that the heads were not trained on.
+With them the ladder is complete."""
 
 import math
 import time
@@ -27,8 +28,8 @@ from shared.ladder.ladder import Ladder
 
 # Positions per confidence head, which are held in memory as float16.
 MAX_SAMPLES = 100_000
-# The last samples are held out to calibrate the confidence head: one in HELD_OUT_INTERVAL. If these are fewer than MIN_HELD_OUT, up to one in
-# MIN_HELD_OUT_INTERVAL.
+# The last samples are held out to calibrate the confidence head: one in HELD_OUT_INTERVAL. If these are fewer than
+# MIN_HELD_OUT, up to one in MIN_HELD_OUT_INTERVAL.
 HELD_OUT_INTERVAL, MIN_HELD_OUT_INTERVAL, MIN_HELD_OUT = 10, 3, 1000
 PASS_SIZE = 1024
 BATCH_SIZE = 256
@@ -43,7 +44,8 @@ def fit_ladder(
     vocabulary: DraftVocabulary,
     heads: dict[int, FusedHead],
 ) -> Ladder:
-    """The ladder of all rungs, with confidence heads trained on the routers split. The agreement of its exits is not measured yet.
+    """The ladder of all rungs, with confidence heads trained on the routers split.
+    The agreement of its exits is not measured yet.
 
     Raises `Cancelled`.
     """
@@ -183,7 +185,8 @@ def calibrate_confidence(
 ) -> None:
     """Platt scaling on samples[first:]: sets the slope (at least 0) and shift that minimise the log loss.
 
-    A weak prior, worth PRIOR_SAMPLES towards slope 1 and one towards shift 0, bounds the influence of a handful of samples.
+    A weak prior, worth PRIOR_SAMPLES towards slope 1 and one towards shift 0, bounds the influence of a handful of
+    samples.
     """
     score = confidence.score(samples.adapted[first:].float(), samples.scalars[first:])
     target = samples.label[first:]

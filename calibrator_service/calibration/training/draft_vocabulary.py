@@ -15,7 +15,8 @@ from shared.model.loaded import LoadedModel
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """tokens [Vd] int64, ascending; rows [Vd, head_width] and bias [Vd] of the frozen head; lookup [V]: token -> index or -1."""
+    """tokens [Vd] int64, ascending; rows [Vd, head_width] and bias [Vd] of the frozen head; lookup [V]: token -> index
+    or -1."""
 
     tokens: Tensor
     rows: Tensor
@@ -44,7 +45,8 @@ class DraftVocabulary:
 def choose_draft_vocabulary(run: CalibrationRun, material: TrainingData) -> DraftVocabulary:
     """The tokens that the full model chose most often in the heads split, and then those of the lowest ids.
 
-    Most tokenizers number their tokens by how frequent they are. Text of another kind than the heads split's has many that it lacks.
+    Most tokenizers number their tokens by how frequent they are.
+    Text of another kind than the heads split's has many that it lacks.
     """
     order = torch.argsort(material.choice_counts, descending=True, stable=True)
     chosen = order[: run.plan.draft_vocabulary_size]

@@ -28,7 +28,8 @@ from shared.model.dtypes import multiplies_bfloat16
 from shared.tensor_parts import take_part
 
 GRADIENT_NORM = 1.0
-# Losses are read from the device and reported this often. Each time the host waits until the device has finished its work.
+# Losses are read from the device and reported this often.
+# Each time the host waits until the device has finished its work.
 REPORT_INTERVAL_S = 0.5
 # Share of a step's loss in the running mean.
 LOSS_SHARE = 0.02
@@ -40,7 +41,8 @@ def fit_heads(
     material: TrainingData,
     vocabulary: DraftVocabulary,
 ) -> dict[int, FusedHead]:
-    """Depth -> head, rounded as published; trained heads are read from disk if an earlier run has trained them. Raises `Cancelled`."""
+    """Depth -> head, rounded as published; trained heads are read from disk if an earlier run has trained them.
+    Raises `Cancelled`."""
     ends = run.schedule
     run.report("training_heads", ends.risk_text)
     heads = {
@@ -99,10 +101,10 @@ def train_heads(
 ) -> None:
     """Trains the heads together on the vocabulary's device, in place.
 
-    Matmuls are computed in a format that the device multiplies faster: see `_fast_matmuls`. Training ends after `params.seconds`,
-    and the learning rate follows whichever is further, epochs or time. `checkpoint`: the file from which a training that was killed
-    continues; deleted at the end. `on_step` gets the share done and a running loss per depth, every REPORT_INTERVAL_S. Raises
-    `Cancelled`.
+    Matmuls are computed in a format that the device multiplies faster: see `_fast_matmuls`. Training ends after
+    `params.seconds`, and the learning rate follows whichever is further, epochs or time. `checkpoint`: the file from
+    which a training that was killed continues; deleted at the end. `on_step` gets the share done and a running loss per
+    depth, every REPORT_INTERVAL_S. Raises `Cancelled`.
     """
     if not chunks:
         return
@@ -158,8 +160,8 @@ def train_heads(
 
 @contextmanager
 def _fast_matmuls(device: torch.device) -> Iterator[None]:
-    """Scope in which a GPU multiplies float32 matrices in TF32, and a processor with bfloat16 matmuls in bfloat16, which is
-    several times as fast. Sums, norms, weights and the optimiser stay in float32."""
+    """Scope in which a GPU multiplies float32 matrices in TF32, and a processor with bfloat16 matmuls in bfloat16,
+    which is several times as fast. Sums, norms, weights and the optimiser stay in float32."""
     if device.type == "cpu" and multiplies_bfloat16():
         with torch.autocast("cpu", torch.bfloat16):
             yield
@@ -175,9 +177,11 @@ def _fast_matmuls(device: torch.device) -> Iterator[None]:
 def _epochs(
     chunks: Sequence[StateChunk], vocabulary: DraftVocabulary, params: HeadTraining, start: Place
 ) -> Iterator[tuple[Place, StateChunk, Sequence[Tensor]]]:
-    """Yields each chunk of all epochs from `start` on, with its batches of positions whose choice is in the draft vocabulary.
+    """Yields each chunk of all epochs from `start` on, with its batches of positions whose choice is in the draft
+    vocabulary.
 
-    One chunk at a time is in memory. A chunk's batches depend on the seed and its place alone, so training can continue anywhere.
+    One chunk at a time is in memory. A chunk's batches depend on the seed and its place alone, so training can continue
+    anywhere.
     """
     device, lookup = vocabulary.device, vocabulary.lookup.to(vocabulary.device)
     for epoch in range(start.epoch, params.epochs):

@@ -20,7 +20,8 @@ from shared.ladder.rungs import Draft
 
 # Positions that are learned from and measured on.
 MAX_POSITIONS = 20_000
-# Precision of the priors. A few hundred positions of a few texts say less than they do, a few thousand of them more (docs/decisions/041).
+# Precision of the priors. A few hundred positions of a few texts say less than they do, a few thousand of them more
+# (docs/decisions/041).
 PRECISION = 500.0
 # Chains at a time.
 PASS_SIZE = 1024
@@ -56,7 +57,8 @@ def table_positions(ladder: Ladder, sequence: LabelledSequence) -> Iterator[Posi
 def _exit_drafts(
     ladder: Ladder, chunks: Sequence[StateChunk], vocabulary: DraftVocabulary
 ) -> Iterator[tuple[Draft, ...] | None]:
-    """The first drafts of the exits' chains from each labelled position of the chunks. None: nothing is settled before it."""
+    """The first drafts of the exits' chains from each labelled position of the chunks.
+    None: nothing is settled before it."""
     for stored in chunks:
         chunk, layers = stored.to(vocabulary.device), ladder.model.num_layers
         by_exit = [_first_drafts(one, chunk, vocabulary, layers) for one in ladder.exits]
@@ -79,7 +81,8 @@ def _first_drafts(
 
 
 def fit_joint(positions: Iterable[Position]) -> JointWeights:
-    """The weights under which the drafts of `positions` are as often right as they say, case by case; the defaults are the prior."""
+    """The weights under which the drafts of `positions` are as often right as they say, case by case; the defaults are
+    the prior."""
     samples: dict[str, list[tuple[float, float, float]]] = {case: [] for case in CASES}
     right: dict[str, list[bool]] = {case: [] for case in CASES}
     for drafts, choice in positions:

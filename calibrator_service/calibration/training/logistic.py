@@ -13,10 +13,11 @@ STEPS, LEAST_STEP = 50, 1e-6
 def fit_logistic(
     features: Tensor, target: Tensor, prior: Sequence[float], precision: Sequence[float]
 ) -> list[float]:
-    """The weights of `features` [N, K] that minimise the log loss of `target` [N] plus precision * (weight - prior)^2 / 2, by Newton's method.
+    """The weights of `features` [N, K] that minimise the log loss of `target` [N] plus precision * (weight - prior)^2 /
+    2, by Newton's method.
 
-    The precision of each weight must be above 0: it bounds the influence of a handful of samples. Without samples the weights are the
-    prior's.
+    The precision of each weight must be above 0: it bounds the influence of a handful of samples. Without samples the
+    weights are the prior's.
     """
     rows, target = features.double(), target.double()
     middle, ridge = (torch.tensor(own, dtype=torch.float64) for own in (prior, precision))

@@ -45,7 +45,8 @@ class ChainObjective:
         self._hard_share = hard_share if teacher is not None else 1.0
 
     def losses(self, chunk: StateChunk, index: Tensor) -> dict[int, Tensor]:
-        """Depth -> loss, of the chains that begin at the positions `index` [B] of a chunk on the vocabulary's device."""
+        """Depth -> loss, of the chains that begin at the positions `index` [B] of a chunk on the vocabulary's
+        device."""
         vocabulary = self._vocabulary
         batch = gather_chains(
             chunk, index, self._num_steps, tuple(self._heads), self._kept_depths, self._lookup,
@@ -68,7 +69,8 @@ class ChainObjective:
         return found
 
     def _loss(self, logits: Tensor, choices: Tensor, goals: Tensor | None) -> Tensor:
-        """Mean over the positions whose choice is in the draft vocabulary: the others' distributions are mostly outside it."""
+        """Mean over the positions whose choice is in the draft vocabulary: the others' distributions are mostly outside
+        it."""
         found = torch.log_softmax(logits, -1)
         counts = (choices >= 0).float()
         loss = -self._hard_share * found.gather(-1, choices.clamp(min=0)[:, None])[:, 0]

@@ -1,4 +1,5 @@
-"""The table rungs: prompt look-up, the n-gram table, and their confidence trained on chains of drafts with known outcomes."""
+"""The table rungs: prompt look-up, the n-gram table, and their confidence trained on chains of drafts with known
+outcomes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +27,8 @@ class TableSample:
 def labelled_positions(
     ladder: Ladder, sequence: LabelledSequence
 ) -> Iterator[tuple[TableProposer, int, int]]:
-    """(tables that know the tokens up to the position, the position, the full model's choice after it), for each labelled one."""
+    """(tables that know the tokens up to the position, the position, the full model's choice after it), for each
+    labelled one."""
     tokens, choices = sequence.tokens.tolist(), sequence.choices.tolist()
     proposer = TableProposer(ladder, tokens[: sequence.first])
     for position in range(sequence.first, len(tokens)):
@@ -37,8 +39,8 @@ def labelled_positions(
 def table_samples(ladder: Ladder, sequence: LabelledSequence) -> Iterator[TableSample]:
     """Yields every draft of the chains from every settled position.
 
-    Position i is settled: tokens[: i + 1] are final. A chain continues while one of the drafts is the full model's choice and is
-    also the sequence's next token, so that the context of each draft is the true one.
+    Position i is settled: tokens[: i + 1] are final. A chain continues while one of the drafts is the full model's
+    choice and is also the sequence's next token, so that the context of each draft is the true one.
     """
     tokens, choices = sequence.tokens.tolist(), sequence.choices.tolist()
     for proposer, settled, _ in labelled_positions(ladder, sequence):
@@ -59,7 +61,8 @@ def table_samples(ladder: Ladder, sequence: LabelledSequence) -> Iterator[TableS
 
 
 def fit_tables(run: CalibrationRun, material: TrainingData) -> Ladder:
-    """The ladder of the table rungs alone: the n-gram table of the heads split, and their confidence trained on the routers split."""
+    """The ladder of the table rungs alone: the n-gram table of the heads split, and their confidence trained on the
+    routers split."""
     untrained = fit_table_confidence([], [])
     ladder = Ladder(
         ModelIdentity.of(run.loaded),

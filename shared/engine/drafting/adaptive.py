@@ -1,7 +1,8 @@
 """Adaptive drafting: measures whether steps with drafts give more tokens per second than plain decoding.
 
-The planner weighs drafts by costs that were measured at start-up, and looking up drafts takes time that it does not count. If many
-sequences share a pass, drafts save little, and these two errors can exceed the saving. Plain decoding is then faster.
+The planner weighs drafts by costs that were measured at start-up, and looking up drafts takes time that it does not
+count. If many sequences share a pass, drafts save little, and these two errors can exceed the saving. Plain decoding is
+then faster.
 """
 
 from collections import defaultdict

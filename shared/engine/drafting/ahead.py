@@ -13,8 +13,8 @@ from shared.ladder.native_chain import HeadDraft
 class Ahead:
     """How far an exit is with one chain.
 
-    Its head has seen the first `num_seen` tokens; `output` [W] is its output for the last of them, None if it has seen none. Its drafts
-    of later positions hold as long as the chain takes them.
+    Its head has seen the first `num_seen` tokens; `output` [W] is its output for the last of them, None if it has seen
+    none. Its drafts of later positions hold as long as the chain takes them.
     """
 
     num_seen: int = 0

@@ -20,19 +20,20 @@ from shared.ladder.risk import CERTIFIED_DRAFTS
 from shared.ladder.rungs import Draft, exit_name
 from shared.ops.chains import ChainStart
 
-# Where a draft must survive more probably than this to pay, looking for branches takes longer than they save (bench/RESULTS.md, "What each
-# rule of drafting is worth").
+# Where a draft must survive more probably than this to pay, looking for branches takes longer than they save
+# (bench/RESULTS.md, "What each rule of drafting is worth").
 MAX_SURVIVAL_FOR_BRANCHES = 0.05
 # Tokens per verify pass that are assumed for a sequence without any, and the weight of this assumption in passes.
 USUAL_TOKENS_PER_PASS, PASS_WEIGHT = 1.5, 8
 
 
 class DraftBuilder:
-    """Builds a trunk of drafts after a sequence's last final token. The planner later chooses how many of them to verify.
+    """Builds a trunk of drafts after a sequence's last final token.
+    The planner later chooses how many of them to verify.
 
-    `best` is the most probable draft so far for the next position, and `best_probability` its probability (see `Confidence`). `survival`
-    is the probability that all drafts of the trunk are right. If branches are allowed, the other drafts of each place begin possible
-    branches.
+    `best` is the most probable draft so far for the next position, and `best_probability` its probability (see
+    `Confidence`). `survival` is the probability that all drafts of the trunk are right. If branches are allowed, the
+    other drafts of each place begin possible branches.
     """
 
     def __init__(
@@ -102,8 +103,8 @@ class DraftBuilder:
         return tokens / (PASS_WEIGHT + passes)
 
     def chain_start(self, index: int, depth: int, reads_states: bool, least: float) -> ChainStart:
-        """The tokens that exit `index` at `depth` has not seen. It may go on until survival is below `least` or too low for a place
-        in the verify pass."""
+        """The tokens that exit `index` at `depth` has not seen. It may go on until survival is below `least` or too low
+        for a place in the verify pass."""
         num_seen, output = self.ahead[index].num_seen, self.ahead[index].output
         return ChainStart(
             tokens=self.chain.tokens[num_seen:],
@@ -126,11 +127,11 @@ class DraftBuilder:
         self.consider(drafts)
 
     def consider(self, drafts: Sequence[Draft]) -> float:
-        """Adds drafts of the next position. Returns by how much the probability of the best one has risen above that of the token that was
-        the best one before.
+        """Adds drafts of the next position. Returns by how much the probability of the best one has risen above that of
+        the token that was the best one before.
 
-        Raises `Corrupt` (reason DRAFT_OUT_OF_RANGE) if a draft is not a token of the model. A pass over such a token would fail for
-        all sequences that share it.
+        Raises `Corrupt` (reason DRAFT_OUT_OF_RANGE) if a draft is not a token of the model. A pass over such a token
+        would fail for all sequences that share it.
         """
         before = self.best
         for draft in drafts:
@@ -196,7 +197,8 @@ class DraftBuilder:
             self.chain.possible.append(branch)
 
     def _proposed(self, path: list[int]) -> list[Draft]:
-        """What the sequence's proposers say after `path`. Nothing, if the request wants layers to run for each draft."""
+        """What the sequence's proposers say after `path`.
+        Nothing, if the request wants layers to run for each draft."""
         if self.min_layers > 0:
             return []
         return [draft for proposer in self.sequence.proposers for draft in proposer.propose(path)]

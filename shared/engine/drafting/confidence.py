@@ -1,7 +1,9 @@
-"""How probable it is that a draft is right, given what all proposers say of its position, and what asking an exit is expected to add.
+"""How probable it is that a draft is right, given what all proposers say of its position, and what asking an exit is
+expected to add.
 
-Tables and exits are calibrated one by one. Where they propose the same token, it is more probable than either says. Where they differ,
-both are less: an exit is then right a third to half as often as its confidence head says, because it differs most where it is wrong.
+Tables and exits are calibrated one by one. Where they propose the same token, it is more probable than either says.
+Where they differ, both are less: an exit is then right a third to half as often as its confidence head says, because it
+differs most where it is wrong.
 """
 
 import math
@@ -21,7 +23,8 @@ from shared.ladder.rungs import Draft, is_exit
 # Tables alone are believed as they are.
 TABLE_ALONE = "table"
 LEAST, MOST = 0.001, 0.999
-# Weight of the priors, in expected right drafts, and the sum at which all are halved, so that older requests weigh less.
+# Weight of the priors, in expected right drafts, and the sum at which all are halved, so that older requests weigh
+# less.
 PRIOR_WEIGHT, WINDOW = 24.0, 1000.0
 
 
@@ -33,7 +36,8 @@ def log_odds(probability: float) -> float:
 def cases(
     drafts: Sequence[Draft], rating: Callable[[Draft], float]
 ) -> Iterator[tuple[Draft, str, Draft | None]]:
-    """Per token that is proposed for a position: its draft, the case (of `JointWeights`, or TABLE_ALONE), and the other proposer's draft.
+    """Per token that is proposed for a position: its draft, the case (of `JointWeights`, or TABLE_ALONE), and the other
+    proposer's draft.
 
     `rating` of a table's draft: of two tables, the one that was right more often than it said may be the better one.
     """
@@ -59,10 +63,11 @@ def cases(
 
 
 class Confidence:
-    """For one ladder and one kind of request. It learns from what was verified: from every draft of a position, chosen or not.
+    """For one ladder and one kind of request. It learns from what was verified: from every draft of a position, chosen
+    or not.
 
-    Gains are those of asking an exit, by the probability of the best draft before it was asked: an exit adds less where tables are sure.
-    Their priors come from the exits' held-out `agreements`. `weights`: the ladder's.
+    Gains are those of asking an exit, by the probability of the best draft before it was asked: an exit adds less where
+    tables are sure. Their priors come from the exits' held-out `agreements`. `weights`: the ladder's.
     """
 
     NUM_BINS = 5

@@ -1,7 +1,7 @@
 """Measures the costs of passes and exits on this device.
 
-A cost is the least of its repeats: what the work takes alone. Beside other processes, medians were up to six times as high, and a worker goes by
-them for as long as it lives (docs/decisions/045).
+A cost is the least of its repeats: what the work takes alone. Beside other processes, medians were up to six times as
+high, and a worker goes by them for as long as it lives (docs/decisions/045).
 """
 
 import statistics
@@ -46,8 +46,8 @@ class CostMeter:
     def measure_passes(
         self, runner: Runner, *, between: Callable[[], None] = lambda: None
     ) -> PassCosts:
-        """The costs of passes, without those of exits. Calls `between` before each pass; an exception that it raises ends
-        the measurement."""
+        """The costs of passes, without those of exits. Calls `between` before each pass; an exception that it raises
+        ends the measurement."""
         verify = measure_verify(runner, between=between)
         return PassCosts(verify, wide=measure_wide(runner, verify, between=between))
 
@@ -59,7 +59,8 @@ class CostMeter:
 
 
 class RememberingMeter(CostMeter):
-    """Returns the costs of passes that an earlier start has measured, with the same build on the same machine, until they are old."""
+    """Returns the costs of passes that an earlier start has measured, with the same build on the same machine, until
+    they are old."""
 
     def measure_passes(
         self, runner: Runner, *, between: Callable[[], None] = lambda: None
@@ -108,7 +109,8 @@ def measure_verify(
 def measure_wide(
     runner: Runner, verify: tuple[float, ...], *, between: Callable[[], None] = lambda: None
 ) -> tuple[tuple[int, float], ...]:
-    """(tokens, seconds) of passes over more tokens than `verify` has. The seconds never fall. () if the context is too short.
+    """(tokens, seconds) of passes over more tokens than `verify` has. The seconds never fall.
+    () if the context is too short.
 
     `between` as in `measure_verify`.
     """
@@ -134,9 +136,9 @@ def measure_wide(
 def smoothed(seconds: Sequence[float]) -> tuple[float, ...]:
     """Fits a line that never falls to the measured seconds of passes over 2, 3, .. tokens.
 
-    Noise of a few percent would make single drafts look free or expensive. The pass over one token keeps its own figure if that is
-    lower than the line: from two tokens on libraries use a matrix-matrix instead of a matrix-vector product, which may cost half a
-    pass.
+    Noise of a few percent would make single drafts look free or expensive. The pass over one token keeps its own figure
+    if that is lower than the line: from two tokens on libraries use a matrix-matrix instead of a matrix-vector product,
+    which may cost half a pass.
     """
     if len(seconds) < 3:
         return tuple(max(seconds[: index + 1]) for index in range(len(seconds)))
@@ -153,10 +155,12 @@ def exit_timings(
     *,
     repeats: int = REPEATS,
 ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
-    """Measures, `repeats` times, the costs of taking tokens from the embedding to each layer exit and through its head and confidence head.
+    """Measures, `repeats` times, the costs of taking tokens from the embedding to each layer exit and through its head
+    and confidence head.
 
-    Yields the drafts after each measurement, so that the engine can step requests in between. A verify pass before each measurement
-    evicts heads and tables from the processor's caches, as while serving. With warm caches they would seem half as expensive.
+    Yields the drafts after each measurement, so that the engine can step requests in between. A verify pass before each
+    measurement evicts heads and tables from the processor's caches, as while serving. With warm caches they would seem
+    half as expensive.
     """
     loaded = runner.loaded
     context = min(CONTEXT_TOKENS, loaded.context_length - 1)
@@ -205,7 +209,8 @@ def exit_timings(
 
 
 def _repeated(measure: Callable[[], T], least: int, most: int) -> list[T]:
-    """The results of `measure`, called `least` to `most` times: no more once MEASURE_S have passed. A first call warms up."""
+    """The results of `measure`, called `least` to `most` times: no more once MEASURE_S have passed.
+    A first call warms up."""
     measure()
     end = time.monotonic() + MEASURE_S
     results: list[T] = []

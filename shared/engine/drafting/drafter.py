@@ -30,13 +30,15 @@ class Drafter:
         self._runner = runner
         agreements = ladder.agreements if ladder else ()
         weights = ladder.joint_weights if ladder else DEFAULT_WEIGHTS
-        # Sampled tokens agree with drafts less often than greedy ones, and a margin accepts more drafts: each kind has its own record.
+        # Sampled tokens agree with drafts less often than greedy ones, and a margin accepts more drafts: each kind has
+        # its own record.
         self._confidence = {
             kind: Confidence(agreements, weights) for kind in product((True, False), repeat=2)
         }
 
     def confidence(self, request: GenerationRequest) -> Confidence:
-        """What earlier requests of this kind (greedy or sampled, with a margin or without) have shown of the ladder's drafts."""
+        """What earlier requests of this kind (greedy or sampled, with a margin or without) have shown of the ladder's
+        drafts."""
         return self._confidence[request.sampling.is_greedy, request.policy.margin is not None]
 
     def builder(
@@ -47,8 +49,8 @@ class Drafter:
         return DraftBuilder(sequence, self.costs, num_sequences, drafts=drafts, branches=branches)
 
     def ask_exits(self, builders: Sequence[DraftBuilder], num_sequences: int) -> None:
-        """Takes the chains' last tokens to the layer exits that are expected to pay, shallowest first. Each exit's tokens share a
-        pass."""
+        """Takes the chains' last tokens to the layer exits that are expected to pay, shallowest first. Each exit's
+        tokens share a pass."""
         assert self.ladder is not None
         for index, depth in enumerate(self.ladder.depths):
             without = [builder for builder in builders if not builder.ahead[index].has_drafts]
@@ -69,8 +71,8 @@ class Drafter:
     def _propose(
         self, ladder: BoundLadder, index: int, asked: Sequence[tuple[DraftBuilder, float]]
     ) -> None:
-        """The exit drafts the asked chains on in one call, each as long as a draft is expected to save its share of the time: what it
-        saves is proportional to survival."""
+        """The exit drafts the asked chains on in one call, each as long as a draft is expected to save its share of the
+        time: what it saves is proportional to survival."""
         depth = ladder.depths[index]
         reads_states = depth in ladder.state_depths
         if reads_states:
@@ -92,8 +94,8 @@ class Drafter:
     def _worth_asking(
         self, index: int, depth: int, builders: Sequence[DraftBuilder], num_sequences: int
     ) -> list[tuple[DraftBuilder, float]]:
-        """The chains whose last tokens are worth taking to exit `index` at `depth` in one pass, and the seconds that each is expected
-        to save."""
+        """The chains whose last tokens are worth taking to exit `index` at `depth` in one pass, and the seconds that
+        each is expected to save."""
         allowed = [builder for builder in builders if depth >= builder.min_layers]
         gains_s = [
             exit_gain_s(
@@ -114,10 +116,10 @@ def draft_chains(
 ) -> list[Speculation]:
     """Each sequence's last final token and its drafts. `num_sequences` sequences will share the verify pass.
 
-    Drafts in rounds of one draft per sequence, so that all sequences that ask the same exit share one shallow pass, one launch and
-    one read-back. If `drafts` is false, only requests draft for which the engine may not choose (see `may_skip_drafting`). There
-    may be several only if the runner supports ragged batches. A sequence that fails has a `failure` afterwards: alone if the work was its
-    own, with all that shared an exit if the exit failed.
+    Drafts in rounds of one draft per sequence, so that all sequences that ask the same exit share one shallow pass, one
+    launch and one read-back. If `drafts` is false, only requests draft for which the engine may not choose (see
+    `may_skip_drafting`). There may be several only if the runner supports ragged batches. A sequence that fails has a
+    `failure` afterwards: alone if the work was its own, with all that shared an exit if the exit failed.
     """
     builders = [
         sequence.drafter.builder(sequence, num_sequences, drafts=drafts) for sequence in sequences

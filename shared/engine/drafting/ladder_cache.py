@@ -21,8 +21,8 @@ MAX_LAYOUTS = 64
 class LadderCache:
     """Used by the engine's thread only. The costs of passes must be measured before a ladder is bound.
 
-    `in_use` returns the id() of every ladder that a running request uses. If more than `max_ladders` are bound, the least recently
-    used of the others are dropped. `cost_meter` measures the costs of a ladder's exits.
+    `in_use` returns the id() of every ladder that a running request uses. If more than `max_ladders` are bound, the
+    least recently used of the others are dropped. `cost_meter` measures the costs of a ladder's exits.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class LadderCache:
     def prepare(self, ladder: Ladder, costs: PassCosts, *, self_tests: bool = True) -> Slices:
         """Binds and tests the ladder, in slices. Does nothing if it is bound already.
 
-        A slice takes as long as the binding itself, one or two passes, or the recording of a pass. Raises `RouterMismatch` and
-        `Corrupt` (reason SELF_TEST_FAILED).
+        A slice takes as long as the binding itself, one or two passes, or the recording of a pass. Raises
+        `RouterMismatch` and `Corrupt` (reason SELF_TEST_FAILED).
         """
         if id(ladder) in self._bound:
             return
@@ -72,7 +72,8 @@ class LadderCache:
         if self_tests:
             yield from self_test(self._runner, bound, costs)
         drafter = Drafter(self._runner, costs, bound)
-        # Others are dropped first, so that there are never too many. The ladder is referenced as long as its id() is a key.
+        # Others are dropped first, so that there are never too many.
+        # The ladder is referenced as long as its id() is a key.
         self._drop_beyond(self._max_ladders - 1)
         self._bound[id(ladder)] = (ladder, drafter)
 

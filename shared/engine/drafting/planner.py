@@ -1,9 +1,10 @@
 """How many tokens each sequence drafts before a verify pass, and when a layer exit is worth its time.
 
-A verify pass over the last tokens of B sequences and k drafts yields B + (expected accepted drafts) tokens. With calibrated
-probabilities p_1, p_2, .. the i-th draft of a sequence survives with probability p_1 * .. * p_i. Costs are measured on the device.
-The planner picks the numbers of drafts with the most expected tokens per second; zero drafts is one of the choices. The more
-sequences share a pass, the more probable a draft must be to pay, and a full batch decodes without drafts.
+A verify pass over the last tokens of B sequences and k drafts yields B + (expected accepted drafts) tokens. With
+calibrated probabilities p_1, p_2, .. the i-th draft of a sequence survives with probability p_1 * .. * p_i. Costs are
+measured on the device. The planner picks the numbers of drafts with the most expected tokens per second; zero drafts is
+one of the choices. The more sequences share a pass, the more probable a draft must be to pay, and a full batch decodes
+without drafts.
 """
 
 from bisect import bisect_left
@@ -25,8 +26,8 @@ TRUNK = -1
 
 @dataclass(frozen=True)
 class ExitCost:
-    """Measured seconds of taking tokens to a layer exit and through its head and confidence head: `alone_s` for one token, `each_more_s` for
-    each further token of the same pass."""
+    """Measured seconds of taking tokens to a layer exit and through its head and confidence head: `alone_s` for one
+    token, `each_more_s` for each further token of the same pass."""
 
     alone_s: float
     each_more_s: float
@@ -39,8 +40,8 @@ class ExitCost:
 class PassCosts:
     """Measured costs in seconds.
 
-    `verify[n - 1]` is the duration of a pass over n tokens through all layers and the head. `wide` has (tokens, seconds) of passes over
-    more tokens, ascending. `exits` are the costs of the ladder's layer exits.
+    `verify[n - 1]` is the duration of a pass over n tokens through all layers and the head. `wide` has (tokens,
+    seconds) of passes over more tokens, ascending. `exits` are the costs of the ladder's layer exits.
     """
 
     verify: tuple[float, ...]
@@ -53,7 +54,8 @@ class PassCosts:
         return len(self.verify) - 1
 
     def of_pass(self, num_tokens: int) -> float:
-        """Seconds of a pass over `num_tokens` tokens. Interpolated linearly between the measured sizes, and extrapolated beyond them."""
+        """Seconds of a pass over `num_tokens` tokens.
+        Interpolated linearly between the measured sizes, and extrapolated beyond them."""
         if num_tokens <= len(self.verify):
             return self.verify[num_tokens - 1]
         points = [(1, self.verify[0]), (len(self.verify), self.verify[-1]), *self.wide]
@@ -65,11 +67,12 @@ class PassCosts:
 
 
 def least_survival(costs: PassCosts, num_sequences: int) -> float:
-    """The least probability of survival with which a draft pays for its place in a pass that `num_sequences` sequences share.
+    """The least probability of survival with which a draft pays for its place in a pass that `num_sequences` sequences
+    share.
 
-    If a pass of c seconds gives E expected tokens, a draft that makes it d seconds longer must add at least E d / c expected tokens,
-    and E is at least one per sequence. The growth d is the smaller of that of one draft and the mean of many, because costs may
-    rise in steps.
+    If a pass of c seconds gives E expected tokens, a draft that makes it d seconds longer must add at least E d / c
+    expected tokens, and E is at least one per sequence. The growth d is the smaller of that of one draft and the mean
+    of many, because costs may rise in steps.
     """
     cost = costs.of_pass(num_sequences)
     growth = min(
@@ -83,7 +86,8 @@ def least_survival(costs: PassCosts, num_sequences: int) -> float:
 class BranchDrafts:
     """Drafts beside those of a trunk: the first of them stands in the place of the trunk's draft number `place`.
 
-    `probabilities`: that a draft is right, given that all drafts before it are; of the first one also that the trunk's is wrong.
+    `probabilities`: that a draft is right, given that all drafts before it are; of the first one also that the trunk's
+    is wrong.
     """
 
     place: int
@@ -93,7 +97,8 @@ class BranchDrafts:
 
 @dataclass(frozen=True)
 class Tree:
-    """What of a sequence's drafts to verify: the first `num_drafts` of its trunk, and the first `lengths[i]` of its i-th branch."""
+    """What of a sequence's drafts to verify: the first `num_drafts` of its trunk, and the first `lengths[i]` of its
+    i-th branch."""
 
     num_drafts: int
     lengths: tuple[int, ...] = ()
@@ -109,9 +114,9 @@ def best_trees(
 ) -> list[Tree]:
     """What to verify of each sequence's drafts, so that the pass gives the most expected tokens per second.
 
-    `trunks[i]` are the probabilities of sequence i's drafts, each given that the drafts before it are right. The first `least[i]` of
-    them are verified in any case. A draft that is reached with probability r gives r expected tokens more. `num_other_tokens` further
-    tokens (pieces of prompts) are in the same pass.
+    `trunks[i]` are the probabilities of sequence i's drafts, each given that the drafts before it are right. The first
+    `least[i]` of them are verified in any case. A draft that is reached with probability r gives r expected tokens
+    more. `num_other_tokens` further tokens (pieces of prompts) are in the same pass.
     """
     if not trunks:
         return []
@@ -130,7 +135,8 @@ def best_trees(
         for number, branch in enumerate(beside):
             own = accumulate(branch.probabilities, mul, initial=reaches[branch.place])
             candidates += [(-reach, index, number) for reach in islice(own, 1, None)]
-    # No draft is reached more probably than the one before it. So whoever takes the largest remaining reach never skips one.
+    # No draft is reached more probably than the one before it.
+    # So whoever takes the largest remaining reach never skips one.
     candidates.sort()
     taken: list[tuple[int, int]] = []
     sizes = [1 + own[TRUNK] for own in counts]
@@ -156,10 +162,11 @@ def best_trees(
 def exit_gain_s(
     survival: float, gain: float, costs: PassCosts, num_sequences: int, tokens_per_pass: float = 1.0
 ) -> float:
-    """Seconds that asking a layer exit for one sequence's next draft is expected to save. The cost of asking is not subtracted.
+    """Seconds that asking a layer exit for one sequence's next draft is expected to save.
+    The cost of asking is not subtracted.
 
-    `gain` is the expected increase of the draft's probability. One more accepted draft saves the time of one token: the sequence's
-    share of a verify pass divided by its `tokens_per_pass`, minus the growth of the pass by one token.
+    `gain` is the expected increase of the draft's probability. One more accepted draft saves the time of one token: the
+    sequence's share of a verify pass divided by its `tokens_per_pass`, minus the growth of the pass by one token.
     """
     cost = costs.of_pass(num_sequences)
     growth = costs.of_pass(num_sequences + 1) - cost
@@ -167,7 +174,8 @@ def exit_gain_s(
 
 
 def select_sequences(gains_s: Sequence[float], cost: ExitCost) -> list[int]:
-    """Indices of the sequences to take to a layer exit in one pass: the set whose expected gains exceed the cost by most.
+    """Indices of the sequences to take to a layer exit in one pass: the set whose expected gains exceed the cost by
+    most.
 
     A token costs less in a shared pass than alone, so a sequence may be worth asking only together with others.
     """

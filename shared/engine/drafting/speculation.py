@@ -1,4 +1,5 @@
-"""What one sequence puts into a step: the tokens that share a verify pass, the depth that each has reached, and what became of them."""
+"""What one sequence puts into a step: the tokens that share a verify pass, the depth that each has reached, and what
+became of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,15 +19,18 @@ from shared.model.sampling import Trial
 
 @dataclass
 class Speculation:
-    """Tokens of one sequence from position `base` on: its last final token and drafts after it, or a piece of its prompt.
+    """Tokens of one sequence from position `base` on: its last final token and drafts after it, or a piece of its
+    prompt.
 
-    The drafts are a trunk, `drafts`, and `branches` beside it, which are chosen from `possible` branches when drafting has ended. The first `num_final` drafts are final already (policy relaxed). `said`: what all proposers said of the trunk's places. `tokens`:
-    the final token, the trunk, then the branches. The i-th of them has been through `reached[i]` layers; `states[i]` [D] is its state
-    there, None at depth 0. `kept[depth]` are the states [D] of the first tokens at a depth that they have reached, for the depths that are
-    its keys. The counts are of the layers that ran for these tokens. `read_length` as in `RaggedSequence`.
+    The drafts are a trunk, `drafts`, and `branches` beside it, which are chosen from `possible` branches when drafting
+    has ended. The first `num_final` drafts are final already (policy relaxed). `said`: what all proposers said of the
+    trunk's places. `tokens`: the final token, the trunk, then the branches. The i-th of them has been through
+    `reached[i]` layers; `states[i]` [D] is its state there, None at depth 0. `kept[depth]` are the states [D] of the
+    first tokens at a depth that they have reached, for the depths that are its keys. The counts are of the layers that
+    ran for these tokens. `read_length` as in `RaggedSequence`.
 
-    `num_logits`: how many of the states, from the last, need logits; 0 for a piece of a prompt that is not the last piece. `chunks`: the
-    tokens that became final in this step.
+    `num_logits`: how many of the states, from the last, need logits; 0 for a piece of a prompt that is not the last
+    piece. `chunks`: the tokens that became final in this step.
     """
 
     sequence: DecodingSequence
@@ -64,8 +68,8 @@ class Speculation:
         self.states += [None] * len(tokens)
 
     def prune(self, tree: Tree) -> None:
-        """Keeps of trunk and possible branches what `tree` says, as far as the cache has room for branches. The keys and values of other
-        drafts are overwritten by later tokens."""
+        """Keeps of trunk and possible branches what `tree` says, as far as the cache has room for branches. The keys
+        and values of other drafts are overwritten by later tokens."""
         num_drafts = tree.num_drafts
         del self.drafts[num_drafts:], self.probabilities[num_drafts:]
         del self.tokens[num_drafts + 1 :], self.reached[num_drafts + 1 :]
@@ -97,7 +101,8 @@ class Speculation:
     def tokens_below(self, depth: int) -> tuple[slice, int]:
         """(tokens, first): the tokens that have not reached `depth`. All of them have reached depth `first`.
 
-        They are one group, because drafting takes later tokens no deeper than earlier ones and takes tokens deeper together.
+        They are one group, because drafting takes later tokens no deeper than earlier ones and takes tokens deeper
+        together.
         """
         end = len(self.tokens)
         start = next((i for i, d in enumerate(self.reached) if d < depth), end)
@@ -108,8 +113,8 @@ class Speculation:
     # Verification.
 
     def trials(self) -> list[Trial]:
-        """That of the trunk's drafts, and one per branch for the tokens after its first. Only after drafts that are final already have been
-        committed."""
+        """That of the trunk's drafts, and one per branch for the tokens after its first. Only after drafts that are
+        final already have been committed."""
         sequence, request = self.sequence, self.sequence.request
         drafts = [draft.token for draft in self.drafts[self.num_final :]]
         trials = [Trial(request.sampling, sequence.tokens, drafts, request.policy.margin)]
@@ -143,7 +148,8 @@ class Speculation:
         return 1 + len(self.drafts) + before
 
     def through(self, verdict: Verdict | None) -> list[int]:
-        """The indices of the tokens that are settled: those before the one that the full model has just chosen. None: all are."""
+        """The indices of the tokens that are settled: those before the one that the full model has just chosen.
+        None: all are."""
         if verdict is None:
             return list(range(len(self.tokens)))
         trunk = [*range(1 + self.num_final + verdict.num_accepted)]
@@ -168,10 +174,11 @@ _Part = tuple[Speculation, slice]
 
 
 def advance_to(depth: int, speculations: Sequence[Speculation], runner: Runner) -> Tensor | None:
-    """Takes all tokens that have not reached `depth` there. There may be several sequences only if the runner supports ragged batches.
+    """Takes all tokens that have not reached `depth` there.
+    There may be several sequences only if the runner supports ragged batches.
 
-    Tokens at different depths are first brought to the deepest of these depths, so that each layer runs once for all of them.
-    Returns the states [T, D] of the last pass, token after token; None if nothing had to run.
+    Tokens at different depths are first brought to the deepest of these depths, so that each layer runs once for all of
+    them. Returns the states [T, D] of the last pass, token after token; None if nothing had to run.
     """
     states = None
     depths = {d for speculation in speculations for d in speculation.reached if 0 < d < depth}
@@ -189,7 +196,8 @@ def advance_to(depth: int, speculations: Sequence[Speculation], runner: Runner) 
 def settle(speculations: Sequence[Speculation], runner: Runner) -> Tensor:
     """Takes all tokens through the remaining layers. Returns their states at depth L [T, D], sequence after sequence.
 
-    No token may have reached depth L before. `advance_to` first brings all to the depth of the deepest, so the last pass has all of them.
+    No token may have reached depth L before. `advance_to` first brings all to the depth of the deepest, so the last
+    pass has all of them.
     """
     states = advance_to(runner.num_layers, speculations, runner)
     assert states is not None

@@ -1,4 +1,5 @@
-"""The memory budget of keys and values. It is fixed at start-up, so that requests queue when it is used up and nothing crashes."""
+"""The memory budget of keys and values. It is fixed at start-up, so that requests queue when it is used up and nothing
+crashes."""
 
 import math
 from pathlib import Path
@@ -10,8 +11,8 @@ from shared.model.runner import Runner
 
 # Share of the memory that is free once the model is loaded. Activations and other processes need the rest.
 BUDGET_SHARE = 0.5
-# A cgroup's files: limits in bytes, use in bytes, statistics, and the name of the statistic of cached files that can be dropped.
-# Above memory.high the kernel slows a process down, so it counts as a limit.
+# A cgroup's files: limits in bytes, use in bytes, statistics, and the name of the statistic of cached files that can be
+# dropped. Above memory.high the kernel slows a process down, so it counts as a limit.
 _CGROUP_FILES = {
     1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
     2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
@@ -39,7 +40,8 @@ def default_budget(device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of `device`: that of a GPU, or the smaller of the free memory of this machine and of its container."""
+    """Free memory of `device`: that of a GPU, or the smaller of the free memory of this machine and of its
+    container."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(min(_machine_bytes(), _container_bytes()))

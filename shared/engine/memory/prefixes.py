@@ -35,8 +35,8 @@ def common_prefix(left: bytes, right: bytes) -> int:
 
 
 class Donor(Protocol):
-    """A sequence whose positions [0, num_settled) hold `tokens` in `cache`, through every layer. `given_key`: of the tokens that
-    its request gives it. `read_length` as in `Sequence`."""
+    """A sequence whose positions [0, num_settled) hold `tokens` in `cache`, through every layer. `given_key`: of the
+    tokens that its request gives it. `read_length` as in `Sequence`."""
 
     @property
     def tokens(self) -> Sequence[int]: ...
@@ -60,9 +60,9 @@ class Reader(Donor, Protocol):
 class Prefixes:
     """Keeps the KV caches of ended sequences, with a capacity of at most `max_tokens` tokens in all, in LRU order.
 
-    Prefixes of prompts are also copied from running sequences. With `max_tokens` 0 nothing is shared. Only the engine's thread may use
-    it; any thread may call `match_length`, which sees keys alone: a cache that is dropped is free at once. Keys and values are shared
-    within one of the `regimes` only.
+    Prefixes of prompts are also copied from running sequences. With `max_tokens` 0 nothing is shared. Only the engine's
+    thread may use it; any thread may call `match_length`, which sees keys alone: a cache that is dropped is free at
+    once. Keys and values are shared within one of the `regimes` only.
     """
 
     def __init__(self, max_tokens: int, regimes: Regimes | None = None) -> None:
@@ -71,8 +71,8 @@ class Prefixes:
         self.num_tokens = 0
         # The least recently used first. No key is a prefix of another one.
         self._kept: dict[bytes, KVCache] = {}
-        # Its keys in their order: the longest match of a prompt is beside the prompt's own place. The tuple is replaced and never
-        # changed, so that other threads can read it.
+        # Its keys in their order: the longest match of a prompt is beside the prompt's own place. The tuple is replaced
+        # and never changed, so that other threads can read it.
         self._sorted: tuple[bytes, ...] = ()
 
     @property
@@ -81,7 +81,8 @@ class Prefixes:
         return self._max_tokens > 0
 
     def insert(self, sequence: Donor) -> None:
-        """Takes over the cache of an ended sequence. Drops caches that it makes redundant and those that no longer fit."""
+        """Takes over the cache of an ended sequence.
+        Drops caches that it makes redundant and those that no longer fit."""
         num_settled, cache = sequence.num_settled, sequence.cache
         if num_settled < MIN_SHARED or cache.capacity > self._max_tokens:
             return
@@ -113,8 +114,8 @@ class Prefixes:
     def match(self, reader: Reader, running: Iterable[Donor], most: int) -> int:
         """Copies the longest prefix of the prompt that a kept or running sequence has, and moves `reader` behind it.
 
-        Copies `most` tokens, or a few more if it is done then. Returns how many are left to copy. The last token of a prompt is always
-        computed, because the next token is chosen from its state.
+        Copies `most` tokens, or a few more if it is done then. Returns how many are left to copy. The last token of a
+        prompt is always computed, because the next token is chosen from its state.
         """
         if not self.is_enabled:
             return 0
@@ -156,8 +157,8 @@ class Prefixes:
         return self._marked(reader.given_key, reader.read_length)[:-TOKEN_BYTES]
 
     def _marked(self, key: bytes, read_length: int) -> bytes:
-        """The key of tokens whose angles are those of this length. Its first byte, which no token id reaches, says their regime, so keys of
-        different regimes have no common prefix."""
+        """The key of tokens whose angles are those of this length. Its first byte, which no token id reaches, says
+        their regime, so keys of different regimes have no common prefix."""
         regime = self._regimes.of(read_length)
         return bytes([regime]) + key[1:] if regime else key
 

@@ -1,13 +1,15 @@
 """A sequential test of whether a rate is above its bound. It is valid after every observation, however many there are.
 
-Fixed-sample tests are not: a binomial test at 1 % that is repeated after each check rejects, sooner or later, any router that is
-just within its bound. Here the evidence against "the rate is at most b" after k of n checks that differed is
+Fixed-sample tests are not: a binomial test at 1 % that is repeated after each check rejects, sooner or later, any
+router that is just within its bound. Here the evidence against "the rate is at most b" after k of n checks that
+differed is
 
     E = mean over p of  (p/b)^k ((1-p)/(1-b))^(n-k),    p on a grid in (b, 1),
 
-a mixture of likelihood ratios. While the rate is at most b, E is a nonnegative supermartingale that begins at 1, so by Ville's
-inequality it ever reaches 1/ALPHA with probability at most ALPHA (Robbins 1970; Ramdas et al. 2023, "Game-theoretic statistics and
-safe anytime-valid inference"). Small p on the grid find small excesses late, large ones find large excesses within a few checks.
+a mixture of likelihood ratios. While the rate is at most b, E is a nonnegative supermartingale that begins at 1, so by
+Ville's inequality it ever reaches 1/ALPHA with probability at most ALPHA (Robbins 1970; Ramdas et al. 2023,
+"Game-theoretic statistics and safe anytime-valid inference"). Small p on the grid find small excesses late, large ones
+find large excesses within a few checks.
 """
 
 import math

@@ -1,4 +1,5 @@
-"""Decodes a few tokens with a new ladder before it serves requests. A failure while serving could fail a pass that requests share."""
+"""Decodes a few tokens with a new ladder before it serves requests.
+A failure while serving could fail a pass that requests share."""
 
 import math
 
@@ -17,14 +18,16 @@ PROMPT_TOKENS, NEW_TOKENS, MAX_DRAFTS = 16, 4, 3
 
 
 def check_draft(draft: Draft, vocabulary_size: int) -> None:
-    """Raises `Corrupt` (reason SELF_TEST_FAILED) if the draft is not a token of the model or its probability is not in [0, 1]."""
+    """Raises `Corrupt` (reason SELF_TEST_FAILED) if the draft is not a token of the model or its probability is not in
+    [0, 1]."""
     if not (0 <= draft.token < vocabulary_size and 0.0 <= draft.probability <= 1.0):
         probability = "NaN" if math.isnan(draft.probability) else f"{draft.probability:g}"
         raise _failed(f"rung {draft.rung} gave token {draft.token} the probability {probability}")
 
 
 def self_test(runner: Runner, ladder: BoundLadder, costs: PassCosts) -> Slices:
-    """Decodes by the policy exact and drafts at every step. One step per slice. The engine's statistics do not count it.
+    """Decodes by the policy exact and drafts at every step. One step per slice.
+    The engine's statistics do not count it.
 
     Raises `Corrupt` (reason SELF_TEST_FAILED).
     """

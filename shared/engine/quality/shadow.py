@@ -1,8 +1,8 @@
 """Shadow checks: while the engine is idle, a sample of the answers of policy relaxed is verified by the full model.
 
-One pass over prompt and answer gives the full model's choice at every position. If all choices equal the answer, the full model
-would have given the same answer. If one differs, the full model's answer would have differed from there on. So a generation differs
-if any of its tokens does. A router's published bound limits the share of such generations.
+One pass over prompt and answer gives the full model's choice at every position. If all choices equal the answer, the
+full model would have given the same answer. If one differs, the full model's answer would have differed from there on.
+So a generation differs if any of its tokens does. A router's published bound limits the share of such generations.
 """
 
 import logging
@@ -38,7 +38,8 @@ Stratum = tuple[int, float | None]
 class ShadowCounts:
     """Generations of one stratum.
 
-    `num_dropped`: sampled but not checked, because too many were waiting, there was not enough memory, or the check failed.
+    `num_dropped`: sampled but not checked, because too many were waiting, there was not enough memory, or the check
+    failed.
     """
 
     num_checked: int = 0
@@ -53,7 +54,8 @@ class ShadowCounts:
 
 @dataclass
 class _Check:
-    """A check that has begun. `tokens` are prompt and answer; `cache` holds the first `num_settled`. A `Reader` for `Prefixes.match`."""
+    """A check that has begun. `tokens` are prompt and answer; `cache` holds the first `num_settled`.
+    A `Reader` for `Prefixes.match`."""
 
     given_key: bytes
 
@@ -75,9 +77,9 @@ class Shadow:
 
     Used by the engine's thread only, except for `is_suspended`, `served_exact` and reading the counts.
 
-    If a version's generations differ more often than their bound allows, with the confidence of `disagreement`, the version is
-    suspended for policy relaxed as long as this engine lives. The suspension is not lifted: a wrong router does not improve by itself,
-    and new evidence would need requests that it serves, and would fail again.
+    If a version's generations differ more often than their bound allows, with the confidence of `disagreement`, the
+    version is suspended for policy relaxed as long as this engine lives. The suspension is not lifted: a wrong router
+    does not improve by itself, and new evidence would need requests that it serves, and would fail again.
     """
 
     def __init__(
@@ -145,13 +147,14 @@ class Shadow:
         return (*sequence.tokens[:prompt], *answer[:size])
 
     def make_room(self, num_tokens: int) -> None:
-        """Frees the current check's memory if it holds more than `num_tokens` positions. The check starts again later."""
+        """Frees the current check's memory if it holds more than `num_tokens` positions.
+        The check starts again later."""
         if self.num_tokens > num_tokens:
             self._check = None  # it is still the first of the queue
 
     def run_slice(self, max_tokens: int) -> None:
-        """Verifies the next few tokens of the current check, or starts the next one. A check of more than `max_tokens` positions is
-        dropped."""
+        """Verifies the next few tokens of the current check, or starts the next one. A check of more than `max_tokens`
+        positions is dropped."""
         try:
             check = self._check or self._begin(max_tokens)
             if check is None:
@@ -192,7 +195,8 @@ class Shadow:
         self._counts((request.router_version, request.risk_bound)).num_dropped += 1
 
     def _read(self, check: _Check) -> bool:
-        """Takes the next tokens through all layers. Returns whether a token of the answer differs from the full model's choice."""
+        """Takes the next tokens through all layers.
+        Returns whether a token of the answer differs from the full model's choice."""
         if self._prefixes.match(check, (), COPIED_TOKENS):
             return False
         start = check.num_settled
@@ -234,8 +238,8 @@ class Shadow:
         ):
             self._suspended |= {version}
             logger.error(
-                "relaxed output of router version %d differs from the full model's on %d of %d prompts, more than the %g that"
-                " its bound allows: it is served as exact until this worker restarts",
+                "relaxed output of router version %d differs from the full model's on %d of %d prompts, more than the "
+                "%g that its bound allows: it is served as exact until this worker restarts",
                 version,
                 counts.num_differing,
                 counts.num_checked,

@@ -26,8 +26,8 @@ def max_num_tokens(request: GenerationRequest, context_length: int) -> int:
 class Admission:
     """Checks a request against the model, its router, the memory and its deadline before it is queued.
 
-    `kv_token_bytes`: bytes of the keys and values of one token, over all layers. `kv_budget_bytes` is shared by all running
-    requests and is allocated in blocks of `block_tokens` tokens. `prefill_rate`: how fast prompts are read.
+    `kv_token_bytes`: bytes of the keys and values of one token, over all layers. `kv_budget_bytes` is shared by all
+    running requests and is allocated in blocks of `block_tokens` tokens. `prefill_rate`: how fast prompts are read.
     `clock` returns the time in seconds with which deadlines are compared.
     """
 

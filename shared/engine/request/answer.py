@@ -8,10 +8,11 @@ from shared.model.loaded import LoadedModel
 
 
 class Answer:
-    """Takes the answer's tokens one by one. `end` is why it has ended, and the stop string or token id that ended it; None before.
+    """Takes the answer's tokens one by one. `end` is why it has ended, and the stop string or token id that ended it;
+    None before.
 
-    It begins with the request's `resumed_ids`. Decoding many of them takes as long as several steps, so make it in the caller's thread.
-    Raises `InvalidInput` (reason RESUMED_BEYOND_END) if the answer ended before the last of them.
+    It begins with the request's `resumed_ids`. Decoding many of them takes as long as several steps, so make it in the
+    caller's thread. Raises `InvalidInput` (reason RESUMED_BEYOND_END) if the answer ended before the last of them.
     """
 
     def __init__(self, request: GenerationRequest, loaded: LoadedModel) -> None:
@@ -36,7 +37,8 @@ class Answer:
         return self.max_tokens - self.num_tokens
 
     def push(self, token_id: int) -> str | None:
-        """Adds a token. Returns the text that it completes; None for a stop token, which is not returned to the caller."""
+        """Adds a token. Returns the text that it completes; None for a stop token, which is not returned to the
+        caller."""
         self.num_tokens += 1
         if token_id in self._stopping.stop_token_ids:
             self.end = FinishReason.STOP_TOKEN, str(token_id)
@@ -52,7 +54,8 @@ class Answer:
         return text
 
     def rest(self) -> str:
-        """The text that was held back. Call it once, after the end. Its last bytes may yet complete a stop string, which changes `end`."""
+        """The text that was held back. Call it once, after the end.
+        Its last bytes may yet complete a stop string, which changes `end`."""
         assert self.end is not None
         if self.end[0] is FinishReason.STOP_STRING:
             return ""

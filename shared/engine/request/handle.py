@@ -18,10 +18,11 @@ OnStates = Callable[[int, Tensor], None]
 
 
 class GenerationHandle:
-    """Thread-safe. Events go to `on_event`, which the engine's thread calls, or, without it, to `events()` and `next_event`.
+    """Thread-safe. Events go to `on_event`, which the engine's thread calls, or, without it, to `events()` and
+    `next_event`.
 
-    `on_states`: called by the engine's thread with the states of tokens that have been through every layer. Those of a cached prefix are
-    left out.
+    `on_states`: called by the engine's thread with the states of tokens that have been through every layer. Those of a
+    cached prefix are left out.
     """
 
     def __init__(
@@ -63,8 +64,8 @@ class GenerationHandle:
         self._wake()
 
     def events(self) -> Iterator[GenerationEvent]:
-        """Blocks for each event. The last one is `Finished`. Raises the `NeapError` that ends the request. Closing the iterator early
-        cancels the generation."""
+        """Blocks for each event. The last one is `Finished`. Raises the `NeapError` that ends the request. Closing the
+        iterator early cancels the generation."""
         try:
             while (event := self._events.get()) is not None:
                 if isinstance(event, NeapError):

@@ -16,8 +16,9 @@ MAX_PUT_BACK = 8
 class EngineJob(GenerationHandle):
     """A request as the engine's thread knows it; its caller sees the handle. The scheduler sees it as a `Schedulable`.
 
-    `num_kv_tokens`: tokens for which it reserves keys and values. `awaited` is the background task that binds its ladder. `sequence` is
-    what is being generated: None until the request has been admitted and its ladder found bound, and after its end.
+    `num_kv_tokens`: tokens for which it reserves keys and values. `awaited` is the background task that binds its
+    ladder. `sequence` is what is being generated: None until the request has been admitted and its ladder found bound,
+    and after its end.
     """
 
     def __init__(
@@ -43,7 +44,8 @@ class EngineJob(GenerationHandle):
 
     @property
     def may_be_put_back(self) -> bool:
-        """Whether it may be put back into the queue. Not for ever, so that it ends; and states that were shown are not shown again."""
+        """Whether it may be put back into the queue.
+        Not for ever, so that it ends; and states that were shown are not shown again."""
         return self._num_put_back < MAX_PUT_BACK and self.on_states is None
 
     def count_put_back(self) -> None:

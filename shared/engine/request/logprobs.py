@@ -1,4 +1,5 @@
-"""Log-probabilities of chosen tokens. They are computed on the logits' device and read together with the step's other results."""
+"""Log-probabilities of chosen tokens. They are computed on the logits' device and read together with the step's other
+results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Of one token, under the full model without penalty or temperature. `alternatives`: (token id, value), largest value first."""
+    """Of one token, under the full model without penalty or temperature.
+    `alternatives`: (token id, value), largest value first."""
 
     value: float
     alternatives: tuple[tuple[int, float], ...]
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_alternatives: int) -> Tensor:
-    """logits [n, V] float32, tokens [n] int64 -> [n, 1 + 2 * num_alternatives] float64. `logprobs_from_row` reads a row.
+    """logits [n, V] float32, tokens [n] int64 -> [n, 1 + 2 * num_alternatives] float64.
+    `logprobs_from_row` reads a row.
 
     The row of a token that is NO_TOKEN says nothing.
     """

@@ -14,8 +14,8 @@ from shared.model.sampling import SamplingParams
 
 
 class RequestOptions(TypedDict, total=False):
-    """`policy`: by default "exact". `sampling`: by default greedy. `logprobs`: so many alternatives for each token. `resumed_ids` as in
-    `GenerationRequest`. The others are those of `StoppingParams`."""
+    """`policy`: by default "exact". `sampling`: by default greedy. `logprobs`: so many alternatives for each token.
+    `resumed_ids` as in `GenerationRequest`. The others are those of `StoppingParams`."""
 
     policy: DepthPolicy | str
     sampling: SamplingParams | None
@@ -35,7 +35,8 @@ _OTHER_NAMES = {"max_new_tokens": "max_tokens", "max_length": "max_tokens", "sto
 def request_of(
     loaded: LoadedModel, prompt: Prompt, options: Mapping[str, Any]
 ) -> GenerationRequest:
-    """The request for one prompt. Raises `InvalidInput` (reason UNKNOWN_OPTION, `metadata["option"]`; or another) and `PromptTooLong`."""
+    """The request for one prompt. Raises `InvalidInput` (reason UNKNOWN_OPTION, `metadata["option"]`; or another) and
+    `PromptTooLong`."""
     known = RequestOptions.__annotations__
     for name in options:
         if name not in known:

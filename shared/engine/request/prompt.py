@@ -8,7 +8,8 @@ from shared.errors import InvalidInput, PromptTooLong
 from shared.model.loaded import LoadedModel
 
 ROLES = ("system", "user", "assistant")
-# No known tokenizer encodes more characters in one token, so a longer text cannot fit and is refused without being tokenised.
+# No known tokenizer encodes more characters in one token, so a longer text cannot fit and is refused without being
+# tokenised.
 MAX_CHARACTERS_PER_TOKEN = 64
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -17,7 +18,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 def encode_prompt(loaded: LoadedModel, prompt: Prompt) -> tuple[int, ...]:
     """Plain text, token ids, or chat messages ({"role", "content"}) -> token ids.
 
-    Raises `InvalidInput` (also with the reasons EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, NO_TOKENIZER, NO_CHAT_TEMPLATE) and `PromptTooLong`.
+    Raises `InvalidInput` (also with the reasons EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, NO_TOKENIZER, NO_CHAT_TEMPLATE) and
+    `PromptTooLong`.
     """
     if not isinstance(prompt, str):
         prompt = _as_list(prompt)
@@ -110,6 +112,7 @@ def _check_characters(loaded: LoadedModel, num_characters: int) -> None:
 
 def _too_long(size: str, loaded: LoadedModel) -> PromptTooLong:
     return PromptTooLong(
-        f"the prompt has {size}; {loaded.model_id} holds {loaded.context_length} tokens, prompt and completion together",
+        f"the prompt has {size}; {loaded.model_id} holds {loaded.context_length} tokens, prompt and completion "
+        "together",
         metadata={"context_length": str(loaded.context_length)},
     )

@@ -19,7 +19,8 @@ DEFAULT_MAX_TOKENS = 256
 
 @dataclass(frozen=True)
 class StoppingParams:
-    """When a generation ends. `max_tokens` None: DEFAULT_MAX_TOKENS, or the room that the context leaves if that is less."""
+    """When a generation ends. `max_tokens` None: DEFAULT_MAX_TOKENS, or the room that the context leaves if that is
+    less."""
 
     max_tokens: int | None = None
     stop_strings: tuple[str, ...] = ()
@@ -52,16 +53,16 @@ class StoppingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One continuation to generate. `deadline_s` is in `time.monotonic()` seconds. `client`: who asks; a table that learns from answers
-    drafts for the same client only.
+    """One continuation to generate. `deadline_s` is in `time.monotonic()` seconds. `client`: who asks; a table that
+    learns from answers drafts for the same client only.
 
-    Statistics count it under `router_version` (0: no router). `risk_bound`: the share of prompts, in (0, 1), on which its router may
-    differ from the full model under policy relaxed; None: there is no bound. `risk_bound_tokens`: the bound holds for so many
-    tokens of the answer, up to its first end-of-sequence token; None: for all of them. `is_low_priority`: it starts only while no
-    other request waits.
+    Statistics count it under `router_version` (0: no router). `risk_bound`: the share of prompts, in (0, 1), on which
+    its router may differ from the full model under policy relaxed; None: there is no bound. `risk_bound_tokens`: the
+    bound holds for so many tokens of the answer, up to its first end-of-sequence token; None: for all of them.
+    `is_low_priority`: it starts only while no other request waits.
 
-    `resumed_ids`: tokens of the answer that the caller has already, from here or from another worker. They are read as the prompt is, and the
-    answer goes on after them as if it had never been interrupted.
+    `resumed_ids`: tokens of the answer that the caller has already, from here or from another worker. They are read as
+    the prompt is, and the answer goes on after them as if it had never been interrupted.
     """
 
     prompt_ids: tuple[int, ...]
@@ -122,7 +123,8 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """`exit_depth` is L and `rung` is "full" if the full model chose the token. `alternatives` are (token id, log-probability)."""
+    """`exit_depth` is L and `rung` is "full" if the full model chose the token.
+    `alternatives` are (token id, log-probability)."""
 
     token_id: int
     exit_depth: int
@@ -133,7 +135,8 @@ class GeneratedToken:
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """Final tokens and the text that they complete. `text` never splits a UTF-8 character and may lag behind `tokens`."""
+    """Final tokens and the text that they complete.
+    `text` never splits a UTF-8 character and may lag behind `tokens`."""
 
     text: str
     tokens: tuple[GeneratedToken, ...]
@@ -143,9 +146,9 @@ class TokenChunk:
 class DepthStatistics:
     """Counts of one request's decoding. The prompt's passes are not counted.
 
-    A layer execution is one call of one decoder layer with any number of tokens; `num_token_layers` is the sum of their tokens.
-    `exits` maps a rung's name to (depth, tokens). `num_relaxed`: accepted drafts where the full model chose another token, within the
-    margin of policy relaxed.
+    A layer execution is one call of one decoder layer with any number of tokens; `num_token_layers` is the sum of their
+    tokens. `exits` maps a rung's name to (depth, tokens). `num_relaxed`: accepted drafts where the full model chose
+    another token, within the margin of policy relaxed.
     """
 
     exits: dict[str, tuple[int, int]]
@@ -177,7 +180,8 @@ class DepthStatistics:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a generation. `text` was held back because it might have become a stop string. Times in seconds.
+    """The last event of a generation. `text` was held back because it might have become a stop string.
+    Times in seconds.
 
     `num_cached_tokens`: prompt tokens whose keys and values were copied from another request.
     """

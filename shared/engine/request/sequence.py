@@ -32,13 +32,15 @@ if TYPE_CHECKING:  # drafting knows sequences; a sequence only keeps its drafter
 class DecodingSequence:
     """Tokens, KV cache and counts of one request.
 
-    The tokens at positions [0, num_settled) have been through every layer; `settled_states` [K, D] are the states of the last of
-    them at the depths `kept_depths`, of which the last is L. Later tokens are final but pending: their keys and values in deeper
-    layers are not computed yet. `num_cached`: prompt tokens whose keys and values were copied from another sequence. `failure`: why
-    the request ends without an answer; a failed sequence takes part in no further step.
+    The tokens at positions [0, num_settled) have been through every layer; `settled_states` [K, D] are the states of
+    the last of them at the depths `kept_depths`, of which the last is L. Later tokens are final but pending: their keys
+    and values in deeper layers are not computed yet. `num_cached`: prompt tokens whose keys and values were copied from
+    another sequence. `failure`: why the request ends without an answer; a failed sequence takes part in no further
+    step.
 
-    `given_ids` of the request are read first, in pieces. `read_length`: the first tokens that count as read in one pass: the prompt, or more
-    if `generate` would have read the sequence again when it outgrew a regime (`shared.model.regimes`).
+    `given_ids` of the request are read first, in pieces. `read_length`: the first tokens that count as read in one
+    pass: the prompt, or more if `generate` would have read the sequence again when it outgrew a regime
+    (`shared.model.regimes`).
     """
 
     def __init__(
@@ -93,7 +95,8 @@ class DecodingSequence:
 
     @property
     def may_skip_drafting(self) -> bool:
-        """Whether the engine may choose not to draft for this request. The choice changes the speed only, never the output."""
+        """Whether the engine may choose not to draft for this request.
+        The choice changes the speed only, never the output."""
         policy = self.request.policy
         return self.ladder is not None and policy.name == "exact" and not policy.max_drafts
 
@@ -152,7 +155,8 @@ class DecodingSequence:
         return self.answer.end is not None
 
     def show_prompt(self, end: int) -> None:
-        """Tells the proposers the given tokens before position `end`: piece by piece, because a long prompt takes longer than a pass."""
+        """Tells the proposers the given tokens before position `end`: piece by piece, because a long prompt takes
+        longer than a pass."""
         for proposer in self.proposers:
             proposer.append(self.request.given_ids[self._num_shown : end])
         self._num_shown = max(self._num_shown, end)
@@ -163,7 +167,8 @@ class DecodingSequence:
         self.num_token_layers += num_token_layers
 
     def emit(self, tokens: list[GeneratedToken]) -> list[TokenChunk]:
-        """Makes tokens final, in order, up to the one that ends the request. Returns one chunk per token, with its text."""
+        """Makes tokens final, in order, up to the one that ends the request.
+        Returns one chunk per token, with its text."""
         chunks: list[TokenChunk] = []
         for token in tokens:
             if self.is_finished:

@@ -15,8 +15,8 @@ class Detokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        # Ids before `_read` have been returned as text. Decoding starts a little before, at `_start`, because some tokenizers
-        # place spaces by the preceding token.
+        # Ids before `_read` have been returned as text. Decoding starts a little before, at `_start`, because some
+        # tokenizers place spaces by the preceding token.
         self._start = 0
         self._read = 0
 

@@ -8,8 +8,8 @@ T = TypeVar("T")
 
 
 class Facts:
-    """`earlier`: what an earlier start has found out, as JSON gives it. What this one finds out is in `values`, too. `keep`
-    writes them for the next start. Thread-safe.
+    """`earlier`: what an earlier start has found out, as JSON gives it. What this one finds out is in `values`, too.
+    `keep` writes them for the next start. Thread-safe.
 
     Facts of another model, build or machine must never get here: see `remembered.key`.
     """
@@ -23,7 +23,8 @@ class Facts:
         self._lock = threading.Lock()
 
     def recall(self, name: str, find_out: Callable[[], T], *, again: bool = False) -> T:
-        """The fact `name`: that of an earlier start or call, or else what `find_out` returns, which JSON must be able to hold.
+        """The fact `name`: that of an earlier start or call, or else what `find_out` returns, which JSON must be able
+        to hold.
 
         `again`: what was found out in this process is found out again, because the model may have been changed.
         """

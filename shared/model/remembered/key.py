@@ -1,8 +1,8 @@
 """What proofs, measurements and packed matrices depend on: the model's content, this build, and this machine.
 
-A model is known by the digest of its files. To read them takes a second per gigabyte, so the digest is itself remembered, for files with the
-same place, inode, size and times and the same sampled bytes. The times of a file include that of the last change of its inode, which no
-program can set back.
+A model is known by the digest of its files. To read them takes a second per gigabyte, so the digest is itself
+remembered, for files with the same place, inode, size and times and the same sampled bytes. The times of a file include
+that of the last change of its inode, which no program can set back.
 """
 
 import hashlib

@@ -1,7 +1,8 @@
 """Matrices packed for the kernels, in memory while a model is loaded, and in a file that later starts map.
 
-A matrix is known by what it was made from: the file, the place in it, the rows, and what was done to them. The file has the matrices one
-after another, each at a multiple of ALIGNMENT bytes, and nothing else; their places and checksums are facts.
+A matrix is known by what it was made from: the file, the place in it, the rows, and what was done to them. The file has
+the matrices one after another, each at a multiple of ALIGNMENT bytes, and nothing else; their places and checksums are
+facts.
 """
 
 import mmap
@@ -28,11 +29,13 @@ Table = dict[str, list[Any]]
 
 
 class PackedMatrices:
-    """The packed matrices of one model by name: those that were made, and those that are `mapped` from an earlier start's file."""
+    """The packed matrices of one model by name: those that were made, and those that are `mapped` from an earlier
+    start's file."""
 
     def __init__(self, mapped: dict[str, Tensor] | None = None) -> None:
         self._known = dict(mapped or {})
-        # Matmuls are told to round their inputs in the header, once everything is compared. The file has the matrices before that.
+        # Matmuls are told to round their inputs in the header, once everything is compared.
+        # The file has the matrices before that.
         self._headers: dict[str, bytes] = {}
 
     def get(self, name: str, make: Callable[[], Tensor]) -> Tensor:
@@ -54,7 +57,8 @@ class PackedMatrices:
         return sum(self._known[name].nbytes for name in self._headers)
 
     def write(self, file: BinaryIO) -> Table:
-        """Appends all that were made, in the order of their names, so that workers that write at once write the same. Raises `OSError`."""
+        """Appends all that were made, in the order of their names, so that workers that write at once write the same.
+        Raises `OSError`."""
         table: Table = {}
         for name, header in sorted(self._headers.items()):
             file.write(bytes(-file.tell() % ALIGNMENT))
@@ -73,11 +77,11 @@ class PackedMatrices:
 
 
 class MappedFile:
-    """The matrices of a file, mapped. Writing to one changes this process' own copy of a page. Raises `OSError`, and `ValueError` if the
-    file does not have the size that its table says.
+    """The matrices of a file, mapped. Writing to one changes this process' own copy of a page. Raises `OSError`, and
+    `ValueError` if the file does not have the size that its table says.
 
-    The file must not be cut while it is mapped: whoever touches a page that is no longer there is ended by SIGBUS. The store replaces and
-    removes files; it never writes to one that has its name.
+    The file must not be cut while it is mapped: whoever touches a page that is no longer there is ended by SIGBUS. The
+    store replaces and removes files; it never writes to one that has its name.
     """
 
     def __init__(self, path: Path, table: Table) -> None:

@@ -1,11 +1,13 @@
 """The folder with what starts of a service remember: one folder per entry, named by its key.
 
-    KEY/facts.json      {"digest": .., "key": .., "facts": .., "packed": ..}: facts by name, and the table of the file below
+    KEY/facts.json      {"digest": .., "key": .., "facts": .., "packed": ..}: facts by name, and the table of the file
+                        below
     KEY/packed          matrices packed for the kernels
     contents/NAME.json  the digest of a model's files, by their places
 
-Files are written beside their places and renamed, so a reader sees a whole file or none, and several processes may write the same. `facts.json`
-is written last. A damaged entry is removed. If the folder cannot be read or written, a start works without it and says so once.
+Files are written beside their places and renamed, so a reader sees a whole file or none, and several processes may
+write the same. `facts.json` is written last. A damaged entry is removed. If the folder cannot be read or written, a
+start works without it and says so once.
 """
 
 import hashlib
@@ -76,8 +78,8 @@ class Entry:
             os.utime(self._folder / _FACTS)  # marks it as recently used
 
     def check(self) -> None:
-        """Waits until the mapped matrices are checked. If they are damaged, removes the entry and forgets it. To be called before one of
-        them is taken."""
+        """Waits until the mapped matrices are checked. If they are damaged, removes the entry and forgets it. To be
+        called before one of them is taken."""
         if self._checked is not None and not self._checked.result():
             self._discard(ValueError("packed is damaged"))
         self._checked = None
@@ -94,7 +96,8 @@ class Entry:
         self.matrices.forget()
 
     def keep_matrices(self) -> None:
-        """Writes the packed matrices, if this start has made them. To be called before they are dropped; `keep` makes them count."""
+        """Writes the packed matrices, if this start has made them.
+        To be called before they are dropped; `keep` makes them count."""
         is_new = self._mapped is None and 0 < self.matrices.num_bytes <= self._store.max_bytes
         if is_new and self._is_unchanged():
             self._store.attempt(self._write_matrices)
@@ -140,15 +143,16 @@ class Entry:
 
 
 class StartStore:
-    """The entries in `folder`, of at most `max_bytes` bytes together. The least recently used ones are removed first."""
+    """The entries in `folder`, of at most `max_bytes` bytes together.
+    The least recently used ones are removed first."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self.max_bytes = folder, max_bytes
         self._has_failed = False
 
     def entry(self, source: str | Path, options: Mapping[str, Any]) -> Entry | None:
-        """What is known of the model at `source`, loaded with `options`, by this build on this machine. None if its files cannot be read,
-        or are not in a folder."""
+        """What is known of the model at `source`, loaded with `options`, by this build on this machine. None if its
+        files cannot be read, or are not in a folder."""
         files = files_of(source)
         try:
             state = state_of(files)

@@ -1,14 +1,14 @@
 """Makes the modules of a Hugging Face causal LM of any family run neap's CPU kernels.
 
-*Verified substitution*: no module is replaced because of its name or its family. A candidate and its kernel run on the same random
-input, and the module is replaced only if the results agree to 1e-5. This is done once for all modules with the same `signature`, which
-differ in their weights only. The report names the modules that were not replaced. Decoder layers that consist of replaced modules then
-become one op each, if the op gives the same bits (`fused_layers`). At the end the logits of the whole model are compared with those
-before. Modules stay in the model; only their `forward` changes. What an earlier start has proven of the same model, build and machine is
-not proven again.
+*Verified substitution*: no module is replaced because of its name or its family. A candidate and its kernel run on the
+same random input, and the module is replaced only if the results agree to 1e-5. This is done once for all modules with
+the same `signature`, which differ in their weights only. The report names the modules that were not replaced. Decoder
+layers that consist of replaced modules then become one op each, if the op gives the same bits (`fused_layers`). At the
+end the logits of the whole model are compared with those before. Modules stay in the model; only their `forward`
+changes. What an earlier start has proven of the same model, build and machine is not proven again.
 
-Weights that are still in a file (`shared.model.weights`) are packed in their own number format. Those of modules without a kernel are
-read as float32.
+Weights that are still in a file (`shared.model.weights`) are packed in their own number format. Those of modules
+without a kernel are read as float32.
 """
 
 import inspect
@@ -38,7 +38,8 @@ from shared.model.substitution.row_invariant import watched
 from shared.model.weights.lazy import lazy
 from shared.model.weights.quantised import quantisation
 
-# Largest relative error of logits. It is larger than that of a module, because tens of layers amplify the errors of the modules.
+# Largest relative error of logits. It is larger than that of a module, because tens of layers amplify the errors of the
+# modules.
 MODEL_TOLERANCE = 1e-3
 
 _PROVEN = "substitution"  # the name of the fact
@@ -49,8 +50,8 @@ _UNDO = "_neap_undo"  # an attribute of the model, because a table of models wou
 class AccelerationReport:
     """What `accelerate` did. `left_alone` maps a module's name to the reason why it kept its own forward.
 
-    `formats`: the number of packed matrices by the format of their numbers. `widened` maps a parameter's name to the reason why it was
-    read as float32 although its file holds it in another format.
+    `formats`: the number of packed matrices by the format of their numbers. `widened` maps a parameter's name to the
+    reason why it was read as float32 although its file holds it in another format.
     """
 
     linears: int
@@ -79,14 +80,14 @@ def accelerate(
 ) -> AccelerationReport:
     """Makes a float32 model on a CPU run neap's kernels, in place. For inference only.
 
-    `kv_dtype`: the dtype of the caches over which the model will run. `compute_dtype`: float32, or the dtype that matmuls
-    round their inputs to once everything has been compared in float32: bfloat16 with weights kept in bfloat16, int8 with GGUF's blocks.
-    `facts`: what is known about this model; what is found out is added.
-    Weights that are packed are freed: a `LazyWeight` takes their place, which dequantises the packed matrix when an operation reads it.
+    `kv_dtype`: the dtype of the caches over which the model will run. `compute_dtype`: float32, or the dtype that
+    matmuls round their inputs to once everything has been compared in float32: bfloat16 with weights kept in bfloat16,
+    int8 with GGUF's blocks. `facts`: what is known about this model; what is found out is added. Weights that are
+    packed are freed: a `LazyWeight` takes their place, which dequantises the packed matrix when an operation reads it.
 
-    Raises `ValueError` if the model is in training mode, is not float32 on the CPU, or is accelerated already; `PreconditionFailed` if
-    the kernels are not built; and `UnsupportedModel` (reason ACCELERATION_MISMATCH), after undoing everything, if the logits of the whole
-    model have changed.
+    Raises `ValueError` if the model is in training mode, is not float32 on the CPU, or is accelerated already;
+    `PreconditionFailed` if the kernels are not built; and `UnsupportedModel` (reason ACCELERATION_MISMATCH), after
+    undoing everything, if the logits of the whole model have changed.
     """
     ops.load()
     if hasattr(model, _UNDO):
@@ -163,7 +164,8 @@ def _substitute_modules(run: Substitutions) -> None:
     for name, module in modules:
         if sum(type(child) is nn.Linear for child in module.children()) in (2, 3):
             run.attempt("gated_mlp", name, module, gated_mlp)
-            # Attention blocks have three linear layers, too. They need no note: their layers are tried one by one below.
+            # Attention blocks have three linear layers, too. They need no note: their layers are tried one by one
+            # below.
             run.left_alone.pop(name, None)
     for name, module in modules:
         if module in run.consumed:
@@ -183,8 +185,8 @@ def _substitute_modules(run: Substitutions) -> None:
 
 
 def _make_row_invariant(run: Substitutions) -> list[tuple[str, list[str]]]:
-    """Runs the modules that call torch's functions themselves so that rows do not matter. Returns their names, each with those of the
-    parameters that it multiplies by."""
+    """Runs the modules that call torch's functions themselves so that rows do not matter. Returns their names, each
+    with those of the parameters that it multiplies by."""
     names = {module: name for name, module in run.model.named_modules()}
     with watched(run.model) as callers:
         _logits_in_one_pass(run.model)
@@ -199,7 +201,8 @@ def _run_row_invariantly(run: Substitutions, callers: Iterable[tuple[str, list[s
 
 
 def _dequantise_the_rest(run: Substitutions) -> dict[str, str]:
-    """Reads weights that are still in a file as float32. Returns those whose own format is another one, and why they were dequantised."""
+    """Reads weights that are still in a file as float32.
+    Returns those whose own format is another one, and why they were dequantised."""
     dequantised: dict[str, str] = {}
     for name, module in run.model.named_modules():
         for key, parameter in list(module._parameters.items()):
@@ -279,7 +282,8 @@ def _random_ids(model: PreTrainedModel, *shape: int) -> Tensor:
 
 
 def _padded_inputs(model: PreTrainedModel, part: slice) -> dict[str, Tensor]:
-    """Part of random sequences [R, 7], the second one left-padded. If the model takes positions, there is one across each border."""
+    """Part of random sequences [R, 7], the second one left-padded.
+    If the model takes positions, there is one across each border."""
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     late = origins(model.config, context_limit(model.config), 7)[1:] if takes_positions else ()
     ids = _random_ids(model, 2 + len(late), 7)

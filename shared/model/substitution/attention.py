@@ -1,6 +1,7 @@
 """`contiguous_attention` as an attention implementation of Hugging Face transformers, under the name "neap".
 
-Works with every cache whose `update` returns [B, Hkv, S, D], the keys or values that the layer may see: preallocated or growing.
+Works with every cache whose `update` returns [B, Hkv, S, D], the keys or values that the layer may see: preallocated or
+growing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,10 +34,11 @@ def attention_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | RaggedMask | None:
-    """The mask of one pass: bool [B, 1, Q, S], or None if it is causal with the queries at the end. A `RaggedMask` for a ragged batch.
+    """The mask of one pass: bool [B, 1, Q, S], or None if it is causal with the queries at the end.
+    A `RaggedMask` for a ragged batch.
 
-    Transformers calls this once per pass and kind of layer. A window or chunk of `local_size` keys has no effect on fewer keys, so such a
-    mask counts as causal, too.
+    Transformers calls this once per pass and kind of layer. A window or chunk of `local_size` keys has no effect on
+    fewer keys, so such a mask counts as causal, too.
     """
     if isinstance(q_offset, RaggedOffset):
         return _ragged_mask(

@@ -1,8 +1,8 @@
 """Decoder layers compiled by torch.compile, each as one graph. The gates stay outside.
 
-All layers of a model run the same code over different weights. The caches of paged passes ignore the layer's number, so the compiled
-code does not depend on it, and one compilation per kind of layer and size of pass serves all layers. A model that uses the number in
-another way compiles once per layer.
+All layers of a model run the same code over different weights. The caches of paged passes ignore the layer's number, so
+the compiled code does not depend on it, and one compilation per kind of layer and size of pass serves all layers. A
+model that uses the number in another way compiles once per layer.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,8 @@ class LayerCompiler:
         self._by_class: dict[type, Callable[..., LayerOutput]] = {}
 
     def __call__(self, index: int, forward: Forward) -> Forward:
-        """The compiled forward of a layer. Raises `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) if the layer's forward was replaced."""
+        """The compiled forward of a layer. Raises `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) if the layer's
+        forward was replaced."""
         layer = getattr(forward, "__self__", None)
         if layer is None or getattr(forward, "__func__", None) is not type(layer).forward:
             raise UnsupportedModel(

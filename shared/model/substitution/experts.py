@@ -1,8 +1,8 @@
 """Experts that are stored as one parameter of several matrices, multiplied one by one from packed weights.
 
-A module that follows transformers' interface of experts takes tokens [T, D], the experts of each token [T, k] and their shares [T, k]. The
-replacement multiplies the tokens of each expert together and adds up each token's experts in the order of its choices, so its bits do not
-depend on the other tokens.
+A module that follows transformers' interface of experts takes tokens [T, D], the experts of each token [T, k] and their
+shares [T, k]. The replacement multiplies the tokens of each expert together and adds up each token's experts in the
+order of its choices, so its bits do not depend on the other tokens.
 """
 
 from dataclasses import dataclass

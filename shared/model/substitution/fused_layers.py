@@ -25,9 +25,11 @@ def substitute_layers(
 ) -> int:
     """Fuses all layers that can be fused, and returns their number. `run.left_alone` says why the others cannot.
 
-    `proven`: if it has "layers", what an earlier call for the same model has put there: the names of the layers that gave other bits.
+    `proven`: if it has "layers", what an earlier call for the same model has put there: the names of the layers that
+    gave other bits.
 
-    `ids` [1, >= 9] int64: random tokens. `kv_dtype`: that of caches, over which bits are compared. To be called last, when the layers' modules and attention have been replaced.
+    `ids` [1, >= 9] int64: random tokens. `kv_dtype`: that of caches, over which bits are compared.
+    To be called last, when the layers' modules and attention have been replaced.
     """
     config = run.model.config.get_text_config(decoder=True)
     try:
@@ -91,8 +93,8 @@ def _find_disagreeing(
     kv_dtype: torch.dtype,
     place: int,
 ) -> dict[nn.Module, str]:
-    """Runs the model at positions from `place` on and, beside each layer, its candidate over a second cache. Returns the layers whose
-    candidate differs, and how."""
+    """Runs the model at positions from `place` on and, beside each layer, its candidate over a second cache. Returns
+    the layers whose candidate differs, and how."""
     refuted: dict[nn.Module, str] = {}
     cache, twin = (ContiguousCache(sum(PASSES), kv_dtype) for _ in range(2))
     cache.origin = twin.origin = place

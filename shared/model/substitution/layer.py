@@ -1,7 +1,8 @@
 """Decoder layers of Hugging Face transformers as one op, found by recording which modules a layer runs.
 
-A layer is a candidate for `shared.ops.layer.decoder_layers`, over the same packed weights, if all its modules run kernels already
-(`linear`) and it calls them in the order of a pre-norm layer. The order alone does not decide: `fused_layers` compares the bits.
+A layer is a candidate for `shared.ops.layer.decoder_layers`, over the same packed weights, if all its modules run
+kernels already (`linear`) and it calls them in the order of a pre-norm layer. The order alone does not decide:
+`fused_layers` compares the bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,8 @@ from shared.ops.layer import LayerWeights, decoder_layers, stacked
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
-# Arguments that a layer may get. The fused layer reads the cache and the three after it; the others do not change the result.
+# Arguments that a layer may get. The fused layer reads the cache and the three after it; the others do not change the
+# result.
 _KNOWN = frozenset(
     [
         *CACHE_ARGUMENTS,
@@ -42,8 +44,8 @@ _KNOWN = frozenset(
 )
 
 
-# What a layer may do beside its modules, rotation and attention: move numbers, and add states. The fused layer would leave anything else
-# out, and a clamp or a scale may have no effect on the tokens with which the layers are compared.
+# What a layer may do beside its modules, rotation and attention: move numbers, and add states. The fused layer would
+# leave anything else out, and a clamp or a scale may have no effect on the tokens with which the layers are compared.
 _MOVES = frozenset(
     ("alias", "view", "_unsafe_view", "transpose", "slice", "split", "split_with_sizes", "expand")
 )
@@ -84,7 +86,8 @@ _Event = PackedLinear | RmsNorm | GatedMlp | Embedding | Experts | _Attention
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The weights of consecutive layers, their numbers, and the form of their keys and values [*, Hkv, *, Dh] for the cache."""
+    """The weights of consecutive layers, their numbers, and the form of their keys and values [*, Hkv, *, Dh] for the
+    cache."""
 
     weights: LayerWeights
     indices: tuple[int, ...]
@@ -198,7 +201,8 @@ def _named(events: Sequence[_Event]) -> str:
 
 
 class FusedLayer:
-    """A layer's `forward`: one op for passes over contiguous KV caches, and the layer's own forward for all others. The bits are the same."""
+    """A layer's `forward`: one op for passes over contiguous KV caches, and the layer's own forward for all others.
+    The bits are the same."""
 
     def __init__(self, layer: nn.Module, plan: LayerPlan) -> None:
         self.layer_idx = plan.indices[0]
@@ -234,8 +238,9 @@ def run_plan(
     kwargs: dict[str, Any],
     captured: dict[int, Tensor] | None = None,
 ) -> Tensor | None:
-    """The output [B, Q, D] of consecutive layers, of which the first is called with these arguments, and the others with the same but the
-    state. For a call that the op does not support, does nothing and returns None. `captured` as in `decoder_layers`."""
+    """The output [B, Q, D] of consecutive layers, of which the first is called with these arguments, and the others
+    with the same but the state. For a call that the op does not support, does nothing and returns None. `captured` as
+    in `decoder_layers`."""
     layers_kv = getattr(cache_among(kwargs), "layers_kv", None)
     angles = kwargs.get("position_embeddings")
     if layers_kv is None or len(args) > 1 or type(angles) is not tuple or len(angles) != 2:
@@ -258,8 +263,8 @@ def run_plan(
 class LayerStack:
     """The fused layers of a model, of which consecutive ones can run as one op.
 
-    `forwards`: of all layers. `kinds`: of each layer, what decides over its arguments beside the state; layers of different kinds are not
-    run together.
+    `forwards`: of all layers. `kinds`: of each layer, what decides over its arguments beside the state; layers of
+    different kinds are not run together.
     """
 
     def __init__(self, forwards: Sequence[Callable[..., Any]], kinds: Sequence[object]) -> None:
@@ -281,7 +286,8 @@ class LayerStack:
         return all(layer is not None for layer in self._layers)
 
     def end(self, first: int, last: int) -> int:
-        """The largest end <= `last` so that layers [first, end) can run as one op; first + 1 if the layer must run alone."""
+        """The largest end <= `last` so that layers [first, end) can run as one op; first + 1 if the layer must run
+        alone."""
         return min(self._ends[first], last)
 
     def run(
@@ -292,7 +298,8 @@ class LayerStack:
         kwargs: dict[str, Any],
         captured: dict[int, Tensor] | None = None,
     ) -> Tensor | None:
-        """Layers [first, end), as `end` has found them: see `run_plan`. None also if one of them must run its own forward."""
+        """Layers [first, end), as `end` has found them: see `run_plan`.
+        None also if one of them must run its own forward."""
         plans = [layer.plan for layer in self._layers[first:end] if layer is not None]
         able = [plan for plan in plans if plan is not None]
         if len(able) < end - first:
@@ -310,7 +317,8 @@ def _only_supported_arguments(kwargs: dict[str, Any]) -> bool:
 
 
 def _masks(mask: object, rows: int) -> Sequence[Tensor] | None:
-    """Per sequence a bool mask, or an empty tensor if it is causal. () if all are causal, None if the op does not support the mask."""
+    """Per sequence a bool mask, or an empty tensor if it is causal.
+    () if all are causal, None if the op does not support the mask."""
     if mask is None:
         return ()
     if isinstance(mask, RaggedMask):

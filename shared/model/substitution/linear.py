@@ -77,7 +77,8 @@ def pack_matrix(weight: Tensor, *, transposed: bool = False, rows: slice = ALL_R
 def linear(
     module: nn.Module, *, transposed: bool = False, form: object | None = None
 ) -> Substitute:
-    """A module that computes x @ weight.T + bias. `transposed`: whether the weight is stored as [K, N], as in GPT-2's Conv1D."""
+    """A module that computes x @ weight.T + bias. `transposed`: whether the weight is stored as [K, N], as in GPT-2's
+    Conv1D."""
     weight = pack_matrix(_packable(module), transposed=transposed)
     packed, out_features, bias = weight.packed, weight.rows, _bias(module)
 
@@ -107,7 +108,8 @@ def embedding(module: nn.Module, *, form: object | None = None) -> Substitute:
 
 
 def rms_norm(module: nn.Module, *, form: object | None = None) -> Substitute:
-    """A module that computes x / sqrt(mean(x^2) + eps) * (weight + offset), with offset 0 or 1. eps is one of the module's attributes.
+    """A module that computes x / sqrt(mean(x^2) + eps) * (weight + offset), with offset 0 or 1. eps is one of the
+    module's attributes.
 
     `form`: (eps, offset), if they are known.
     """
@@ -137,7 +139,8 @@ def _rms_norm(weight: Tensor, eps: float, offset: float) -> Substitute:
 
 @dataclass(frozen=True)
 class MlpForm:
-    """The numbers of gate, up and down among a module's linear layers; or of gate and up in one, and down. And the activation."""
+    """The numbers of gate, up and down among a module's linear layers; or of gate and up in one, and down.
+    And the activation."""
 
     order: tuple[int, ...]
     activation: str
@@ -195,7 +198,8 @@ def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
 
 
 def gated_mlp(module: nn.Module, *, form: object | None = None) -> Substitute:
-    """A module that computes down(activation(gate(x)) * up(x)). Gate and up may be two layers or one. `form`: a `MlpForm`, if it is known."""
+    """A module that computes down(activation(gate(x)) * up(x)). Gate and up may be two layers or one.
+    `form`: a `MlpForm`, if it is known."""
     linears = _linears(module)
     if len(linears) not in (2, 3) or list(module.parameters(recurse=False)):
         raise Unsuitable("does not have the layers of a gated MLP")

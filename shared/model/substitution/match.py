@@ -65,10 +65,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class Substitute:
-    """`forward` [..., K] -> [..., N] computes what the module computes, from packed matrices instead of the module's weights.
+    """`forward` [..., K] -> [..., N] computes what the module computes, from packed matrices instead of the module's
+    weights.
 
-    `form`: what was found out about the module. A module with the same `signature` computes the same function of its weights, so it
-    gets its substitute by this form, without a comparison.
+    `form`: what was found out about the module. A module with the same `signature` computes the same function of its
+    weights, so it gets its substitute by this form, without a comparison.
     """
 
     forward: Callable[..., Tensor]
@@ -83,9 +84,11 @@ class Substitute:
 
 
 def signature(module: nn.Module) -> Hashable:
-    """Equal for modules that compute the same function of their parameters: same classes, shapes, settings and small buffers.
+    """Equal for modules that compute the same function of their parameters: same classes, shapes, settings and small
+    buffers.
 
-    Settings are all attributes but the layer's number. Objects among them count as equal only if they are the same object.
+    Settings are all attributes but the layer's number.
+    Objects among them count as equal only if they are the same object.
     """
     settings = tuple(
         (name, _setting(value))
@@ -132,7 +135,8 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def agrees(actual: Forward, expected: Forward, *inputs: Tensor) -> bool:
-    """Whether both functions of rows agree within TOLERANCE on each input. Raises `Unsuitable` if `expected` fails or returns no tensor.
+    """Whether both functions of rows agree within TOLERANCE on each input.
+    Raises `Unsuitable` if `expected` fails or returns no tensor.
 
     The inputs go in together, because a weight that is still in its file is read and dequantised for each call.
     """

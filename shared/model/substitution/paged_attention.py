@@ -1,8 +1,8 @@
 """`paged_attention` as an attention implementation of Hugging Face transformers, under the name "neap_paged".
 
-For ragged batches over paged KV: tokens of any sequences in one row [1, T]. Transformers asks for a mask and passes it to the attention
-of each layer without looking inside. The mask here is a `PagedMask`: it says how far back a layer looks and where its keys and values
-are.
+For ragged batches over paged KV: tokens of any sequences in one row [1, T]. Transformers asks for a mask and passes it
+to the attention of each layer without looking inside. The mask here is a `PagedMask`: it says how far back a layer
+looks and where its keys and values are.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ NAME = "neap_paged"
 class PagedOffset(int):
     """The position of the first query as transformers sees it: 0. Each token has a position of its own.
 
-    With `checks`, the mask function verifies that the mask is causal or a sliding window. That reads tensors on the host, so it must
-    not happen while a pass is recorded.
+    With `checks`, the mask function verifies that the mask is causal or a sliding window. That reads tensors on the
+    host, so it must not happen while a pass is recorded.
     """
 
     checks: bool
@@ -38,10 +38,11 @@ class PagedOffset(int):
 
 @dataclass(eq=False)
 class LayerBlocks:
-    """One layer's part of a block pool, and the tokens of a pass: the tensors that `paged_attention` takes after q, k and v.
+    """One layer's part of a block pool, and the tokens of a pass: the tensors that `paged_attention` takes after q, k
+    and v.
 
-    keys [P, Hkv, G, D], values [P, Hkv, G, Dv], block_tables [R, M] int64, table_indices, positions, slot_mapping and branches [T] int64: see
-    `shared.ops.paged.paged_attention`.
+    keys [P, Hkv, G, D], values [P, Hkv, G, Dv], block_tables [R, M] int64, table_indices, positions, slot_mapping and
+    branches [T] int64: see `shared.ops.paged.paged_attention`.
     """
 
     keys: Tensor
@@ -93,7 +94,8 @@ def attention_mask(
 
 
 def _is_window(mask_function: Callable[..., Any], window: int) -> bool:
-    """Whether each query sees all positions up to its own, or the last `window` of them. Tests positions around every likely edge."""
+    """Whether each query sees all positions up to its own, or the last `window` of them.
+    Tests positions around every likely edge."""
     around = {0, 1, 2, 3, 7, 64, 4095, 4096, 8192, 65536}
     around |= {times * window + near for times in range(4) for near in (-2, -1, 0, 1, 2)}
     at = torch.tensor(sorted(position for position in around if position >= 0))
@@ -115,7 +117,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """query [1, Hq, T, D], key [1, Hkv, T, D], value [1, Hkv, T, Dv] of the pass' new tokens -> ([1, T, Hq, Dv], None).
 
-    Raises `NotImplementedError` for attention sinks, biases, dropout, requests for the weights, and passes that are not paged.
+    Raises `NotImplementedError` for attention sinks, biases, dropout, requests for the weights, and passes that are not
+    paged.
     """
     refuse_unsupported(NAME, dropout, kwargs)
     layer = attention_mask.layer if isinstance(attention_mask, PagedMask) else None
@@ -146,7 +149,8 @@ def _by_token(states: Tensor) -> Tensor:
 
 
 def register() -> None:
-    """Registers "neap_paged" with transformers. Changes no model by itself. Raises `PreconditionFailed` without the library."""
+    """Registers "neap_paged" with transformers. Changes no model by itself.
+    Raises `PreconditionFailed` without the library."""
     load()
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, attention_mask)

@@ -13,8 +13,8 @@ from torch import Tensor
 class Span:
     """`num_tokens` tokens of one sequence at positions from `base` on. `origin` as in `KVCache`.
 
-    They see what the cache keeps for the positions before `base`, and one another. Their slots are `slot_offset` behind those of their
-    positions: a branch is, because other tokens have the places.
+    They see what the cache keeps for the positions before `base`, and one another. Their slots are `slot_offset` behind
+    those of their positions: a branch is, because other tokens have the places.
     """
 
     base: int
@@ -33,7 +33,8 @@ class Span:
 
 
 class RaggedOffset(int):
-    """The position of the first query as transformers sees it: 0. It carries the spans of all sequences to the mask function."""
+    """The position of the first query as transformers sees it: 0.
+    It carries the spans of all sequences to the mask function."""
 
     spans: tuple[Span, ...]
 
@@ -52,7 +53,8 @@ class RaggedMask:
 
 @dataclass(frozen=True)
 class RaggedStates:
-    """Keys or values of a ragged batch: the new ones `fresh` [1, Hkv, T, Dh], and per span the tensor [1, Hkv, S, Dh] that they belong in."""
+    """Keys or values of a ragged batch: the new ones `fresh` [1, Hkv, T, Dh], and per span the tensor [1, Hkv, S, Dh]
+    that they belong in."""
 
     fresh: Tensor
     caches: tuple[Tensor, ...]

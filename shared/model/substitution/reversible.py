@@ -36,7 +36,8 @@ def form_of(known: Any) -> object:
 
 
 class Propose(Protocol):
-    """Returns the substitute of a module, or raises `Unsuitable`. `form`: that of a module with the same signature, if there was one."""
+    """Returns the substitute of a module, or raises `Unsuitable`.
+    `form`: that of a module with the same signature, if there was one."""
 
     def __call__(self, module: nn.Module, *, form: object | None = None) -> Substitute: ...
 
@@ -44,7 +45,8 @@ class Propose(Protocol):
 class Substitutions:
     """The state of one call of `accelerate`: counts of what it replaced, and the steps that undo it.
 
-    `proven`: the `findings` of an earlier call for the same model. `left_alone` maps a module's name to the reason why it kept its own forward. `consumed`: modules that need no replacement any more.
+    `proven`: the `findings` of an earlier call for the same model. `left_alone` maps a module's name to the reason why
+    it kept its own forward. `consumed`: modules that need no replacement any more.
     """
 
     def __init__(self, model: PreTrainedModel, proven: dict[str, Any] | None = None) -> None:
@@ -83,7 +85,8 @@ class Substitutions:
     def attempt(self, kind: str, name: str, module: nn.Module, propose: Propose) -> None:
         """Replaces the forward of `module` by what `propose` returns, or notes the reason why it raised `Unsuitable`.
 
-        Of modules with the same signature only the first one is compared with its substitute, and none that has been compared before.
+        Of modules with the same signature only the first one is compared with its substitute, and none that has been
+        compared before.
         """
         place = f"{kind} {name}"
         known, key = self._proven.get(place), None
@@ -114,7 +117,8 @@ class Substitutions:
             self._keep(source, parameter, stored)
 
     def _keep(self, source: nn.Module, parameter: str, stored: Stored) -> None:
-        """Notes what was packed, and frees the unpacked `parameter` of `source`. A `LazyWeight` takes its place in all modules that use it."""
+        """Notes what was packed, and frees the unpacked `parameter` of `source`.
+        A `LazyWeight` takes its place in all modules that use it."""
         if any(packed.data_ptr() not in self._packed for packed in stored.memory):
             self.formats[stored.format] = self.formats.get(stored.format, 0) + 1
             self._by_format.setdefault(stored.format, []).extend(stored.memory)

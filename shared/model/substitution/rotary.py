@@ -1,7 +1,8 @@
 """Replaces transformers' `apply_rotary_pos_emb`, a function of each modelling file, by the rotary kernel.
 
-The function is replaced in the file's module, so for every model of the family in this process. It is replaced only if the kernel gives
-the same bits. Calls that the kernel does not support go to the original. Users are counted; the last one puts the original back.
+The function is replaced in the file's module, so for every model of the family in this process. It is replaced only if
+the kernel gives the same bits. Calls that the kernel does not support go to the original. Users are counted; the last
+one puts the original back.
 """
 
 import sys
@@ -32,7 +33,8 @@ def has_rotary(file: str) -> bool:
 
 
 def acquire(file: str) -> None:
-    """Replaces the function in `file`, or counts one more user. Raises `Unsuitable` if the kernel does not give the same bits."""
+    """Replaces the function in `file`, or counts one more user.
+    Raises `Unsuitable` if the kernel does not give the same bits."""
     try:
         with _lock:
             if file not in _originals:

@@ -1,9 +1,10 @@
 """Makes torch's own functions inside modules give a token the same bits whatever else is in the pass.
 
-Torch computes the last numbers of a tensor, and of each thread's part of it, by other instructions than the rest. So silu, sigmoid, gelu
-and softplus round some numbers differently in a longer pass. Matmuls round differently for every number of rows. The modules that call
-these functions themselves, such as activations and the routers of experts, are found by watching one pass. Their forward then runs under
-`RowInvariant`, which evaluates the calls so that rows do not matter.
+Torch computes the last numbers of a tensor, and of each thread's part of it, by other instructions than the rest. So
+silu, sigmoid, gelu and softplus round some numbers differently in a longer pass. Matmuls round differently for every
+number of rows. The modules that call these functions themselves, such as activations and the routers of experts, are
+found by watching one pass. Their forward then runs under `RowInvariant`, which evaluates the calls so that rows do not
+matter.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

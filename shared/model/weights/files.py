@@ -53,16 +53,19 @@ class StableFile:
         return data
 
     def read_rows(self, offset: int, row_bytes: int, rows: Sequence[int]) -> Tensor:
-        """Rows `rows` of a matrix that begins at `offset`: uint8 [number of rows, row_bytes]. Raises `Corrupt` as `read` does."""
+        """Rows `rows` of a matrix that begins at `offset`: uint8 [number of rows, row_bytes].
+        Raises `Corrupt` as `read` does."""
         data = torch.empty(len(rows), row_bytes, dtype=torch.uint8)
         for index, row in enumerate(rows):
             data[index] = self.read(offset + row * row_bytes, row_bytes)
         return data
 
     def check_unchanged(self) -> None:
-        """Raises `Unavailable` (reason MODEL_FILE_CHANGED) if the file has been written to, replaced or removed since it was opened.
+        """Raises `Unavailable` (reason MODEL_FILE_CHANGED) if the file has been written to, replaced or removed since
+        it was opened.
 
-        This object still reads a file that was replaced. But the other files of the model may be those of the new version.
+        This object still reads a file that was replaced.
+        But the other files of the model may be those of the new version.
         """
         try:
             state = _state(self.path.stat())

@@ -1,9 +1,9 @@
 """Lets transformers build the model and the tokenizer of a .gguf file, with the matrices left in the file's own format.
 
-Transformers knows the families: how tensors are called, and how a family's *tensor processor* undoes what llama.cpp did to them, for
-example to the order of the rows of Llama's queries. In place of a matrix it gets two columns of counting numbers. If they come out with
-whole rows moved, or transposed, the same is done to the rows of blocks. A processor that does anything else gets the weights themselves,
-and the matrix is dequantised.
+Transformers knows the families: how tensors are called, and how a family's *tensor processor* undoes what llama.cpp did
+to them, for example to the order of the rows of Llama's queries. In place of a matrix it gets two columns of counting
+numbers. If they come out with whole rows moved, or transposed, the same is done to the rows of blocks. A processor that
+does anything else gets the weights themselves, and the matrix is dequantised.
 
 Transformers also reads a file's metadata, which includes the vocabulary, several times. Here it is read once.
 """
@@ -64,7 +64,8 @@ def gguf_replacements(checkpoint: CheckpointFiles) -> list[Replacement]:
 
 
 def _copied(value: Any) -> Any:
-    """Copies dicts and lists. What a vocabulary consists of, hundreds of thousands of texts and numbers, is not looked at one by one."""
+    """Copies dicts and lists. What a vocabulary consists of, hundreds of thousands of texts and numbers, is not looked
+    at one by one."""
     if isinstance(value, dict):
         return {key: _copied(own) for key, own in value.items()}
     if not isinstance(value, list):
@@ -163,7 +164,8 @@ class GgufModel:
             return _load_gguf_checkpoint(self._path, **options)
 
     def _numbers(self, name: str) -> np.ndarray:
-        """For a matrix that may stay in its format two columns of counting numbers, int64 [N, 2]; for others the weights, float32."""
+        """For a matrix that may stay in its format two columns of counting numbers, int64 [N, 2]; for others the
+        weights, float32."""
         entry = self._entries[name]
         if name in self._movable and name not in self._read_as_numbers:
             self._first_rows[name] = self._next_row
@@ -183,7 +185,8 @@ class GgufModel:
         return ((row, name) for name, row in self._first_rows.items())
 
     def _moved(self, entry: TensorEntry, numbers: Tensor) -> Stored | None:
-        """The parameter that a processor made of the matrix, of which `numbers` are left. None if it did more than move whole rows."""
+        """The parameter that a processor made of the matrix, of which `numbers` are left.
+        None if it did more than move whole rows."""
         count = entry.shape[0]
         transposed = numbers.shape == (2, count)
         rows = numbers.T if transposed else numbers
@@ -237,7 +240,8 @@ class _Reader:
 
 
 class _ReaderField:
-    """`data` are the places of the values in `parts`. A single value is taken out of its list, so an array is given as one."""
+    """`data` are the places of the values in `parts`.
+    A single value is taken out of its list, so an array is given as one."""
 
     def __init__(self, field: Field) -> None:
         is_array = len(field.values) > 1

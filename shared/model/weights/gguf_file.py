@@ -1,7 +1,7 @@
 """The metadata and the table of contents of a .gguf file, checked.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A file may claim anything, so every count and offset is compared
-with the size of the file before it is used.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A file may claim anything, so every count and
+offset is compared with the size of the file before it is used.
 """
 
 import math
@@ -39,7 +39,8 @@ _SCALARS = {
 
 @dataclass(frozen=True)
 class Field:
-    """One entry of the metadata. `values`: one value, or those of an array. `types`: its type, then that of an array's elements."""
+    """One entry of the metadata. `values`: one value, or those of an array.
+    `types`: its type, then that of an array's elements."""
 
     values: list[Any]
     types: list[GGUFValueType]
@@ -47,7 +48,8 @@ class Field:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: `num_bytes` bytes from `offset` on, counted from the start of the file. `shape` as in PyTorch: rows first."""
+    """One tensor: `num_bytes` bytes from `offset` on, counted from the start of the file.
+    `shape` as in PyTorch: rows first."""
 
     name: str
     kind: GGMLQuantizationType
@@ -71,7 +73,8 @@ class GgufContents:
 
 
 def read_contents(file: StableFile) -> GgufContents:
-    """Raises `Corrupt` if the file is cut or contradicts itself, and `UnsupportedModel` for another version or byte order."""
+    """Raises `Corrupt` if the file is cut or contradicts itself, and `UnsupportedModel` for another version or byte
+    order."""
     cursor = _Cursor(file)
     if cursor.take(4) != b"GGUF":
         raise corrupt(file.path, "it is not a GGUF file")
@@ -255,7 +258,8 @@ def _alignment(cursor: _Cursor, fields: dict[str, Field]) -> int:
 
 
 def _check_sizes(cursor: _Cursor, contents: GgufContents) -> None:
-    """Refuses metadata that promises a larger model than the tensors make. Transformers would allocate what it promises."""
+    """Refuses metadata that promises a larger model than the tensors make.
+    Transformers would allocate what it promises."""
     widest = max((max(tensor.shape, default=1) for tensor in contents.tensors), default=0)
     limits = dict.fromkeys(SIZES, widest) | {"block_count": len(contents.tensors)}
     for key, field in contents.fields.items():

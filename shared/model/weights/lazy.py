@@ -1,7 +1,8 @@
 """A parameter of a model that stands for a matrix in a file or packed for the kernels.
 
-To the model it is a float32 tensor on the CPU. An operation that needs its numbers dequantises the matrix for this operation alone, so the
-model's own code runs with one dequantised matrix at a time. A look-up of rows, as in an embedding, reads only these.
+To the model it is a float32 tensor on the CPU. An operation that needs its numbers dequantises the matrix for this
+operation alone, so the model's own code runs with one dequantised matrix at a time. A look-up of rows, as in an
+embedding, reads only these.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,7 +70,8 @@ class LazyWeight(Tensor):
 
 
 def _stacked(matrices: Sequence[Tensor], dim: int = 0) -> Stored | None:
-    """Matrices of one shape as one parameter of several, as transformers assembles experts. None if they are not that."""
+    """Matrices of one shape as one parameter of several, as transformers assembles experts.
+    None if they are not that."""
     parts = [matrix.stored for matrix in matrices if isinstance(matrix, LazyWeight)]
     alike = {(p.shape, p.format, p.transposed) for p in parts}
     if dim or len(parts) < len(matrices) or len(alike) > 1 or len(parts[0].shape) > 2:

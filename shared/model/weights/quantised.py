@@ -1,4 +1,5 @@
-"""Checkpoints whose weights other packages have quantised: bitsandbytes, torchao, AWQ, GPTQ, compressed-tensors and others.
+"""Checkpoints whose weights other packages have quantised: bitsandbytes, torchao, AWQ, GPTQ, compressed-tensors and
+others.
 
 Transformers loads them into modules of those packages, which keep their own forward.
 """
@@ -30,7 +31,8 @@ def quantisation(config: PreTrainedConfig) -> str | None:
 
 
 def quantised_digest(model: nn.Module, config: PreTrainedConfig) -> bytes:
-    """A digest of the method, its settings and all numbers of a quantised model, whatever tensors its modules keep them in.
+    """A digest of the method, its settings and all numbers of a quantised model, whatever tensors its modules keep them
+    in.
 
     Two quantisations of one model differ, and both differ from the model itself. Empty for other models.
     """
@@ -54,10 +56,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def dequantises(model: PreTrainedModel) -> bool:
-    """Whether a model that was loaded from a quantised checkpoint keeps its weights in more bytes than the checkpoint does.
+    """Whether a model that was loaded from a quantised checkpoint keeps its weights in more bytes than the checkpoint
+    does.
 
-    Transformers dequantises the weights of some methods, such as fp8, on devices that their modules do not run on. Some packages, such as
-    compressed-tensors, dequantise them when the model first runs; so this runs the model over one token, and raises what it raises.
+    Transformers dequantises the weights of some methods, such as fp8, on devices that their modules do not run on. Some
+    packages, such as compressed-tensors, dequantise them when the model first runs; so this runs the model over one
+    token, and raises what it raises.
     """
     before = _num_bytes(model)
     model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)

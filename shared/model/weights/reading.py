@@ -1,7 +1,8 @@
 """Lets transformers build a model whose matrices stay in their files until they are packed.
 
-Transformers decides which tensor of a checkpoint becomes which parameter. For this it gets `LazyWeight`s in place of matrices. Their
-numbers are read when they are packed, one matrix at a time, so that no second copy of the model is ever in memory.
+Transformers decides which tensor of a checkpoint becomes which parameter. For this it gets `LazyWeight`s in place of
+matrices. Their numbers are read when they are packed, one matrix at a time, so that no second copy of the model is ever
+in memory.
 """
 
 import threading
@@ -31,8 +32,8 @@ _lock = threading.RLock()
 class CheckpointFiles:
     """The files of one model. `dtype`: the one that matrices are rounded to; None: the checkpoint's own.
 
-    As a context manager it closes the files at the end. If one of them has changed, it raises `Unavailable` (reason MODEL_FILE_CHANGED),
-    also in place of an error that the changed file may have caused.
+    As a context manager it closes the files at the end. If one of them has changed, it raises `Unavailable` (reason
+    MODEL_FILE_CHANGED), also in place of an error that the changed file may have caused.
 
     `made` has the matrices that are packed already, and those that are packed from these files.
 
@@ -67,7 +68,8 @@ class CheckpointFiles:
 
 @contextmanager
 def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
-    """Within it, functions of transformers are replaced for the thread that entered; for other threads they stay what they were.
+    """Within it, functions of transformers are replaced for the thread that entered; for other threads they stay what
+    they were.
 
     One thread at a time can be inside; others wait.
     """
@@ -93,7 +95,8 @@ def _replaced_where(entered: threading.local, own: Any, replacement: Any) -> Cal
 
 
 def safetensors_replacements(checkpoint: CheckpointFiles, *, lazy: bool) -> list[Replacement]:
-    """Make transformers open .safetensors files with `SafetensorsReader`. `lazy`: whether matrices stay in their files."""
+    """Make transformers open .safetensors files with `SafetensorsReader`.
+    `lazy`: whether matrices stay in their files."""
 
     def open_file(path: str, *_: Any, **__: Any) -> "SafetensorsReader":
         return SafetensorsReader(checkpoint, path, lazy=lazy)
@@ -102,7 +105,8 @@ def safetensors_replacements(checkpoint: CheckpointFiles, *, lazy: bool) -> list
 
 
 class SafetensorsReader:
-    """What transformers uses of `safetensors.safe_open`, which maps the file and gives tensors that are parts of the mapping."""
+    """What transformers uses of `safetensors.safe_open`, which maps the file and gives tensors that are parts of the
+    mapping."""
 
     def __init__(self, checkpoint: CheckpointFiles, path: str, *, lazy: bool) -> None:
         self._checkpoint, self._lazy = checkpoint, lazy

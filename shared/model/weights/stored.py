@@ -81,7 +81,8 @@ class Stored(ABC):
 class Plain(Stored):
     """Numbers of one dtype in a file. `row_order` [N] int64: row i of the matrix is row `row_order[i]` of the file.
 
-    `wanted`: the dtype they are rounded to when they are read. None: their own. `made`: where packed matrices are kept while loading.
+    `wanted`: the dtype they are rounded to when they are read. None: their own.
+    `made`: where packed matrices are kept while loading.
     """
 
     def __init__(
@@ -223,7 +224,8 @@ class Joined(Stored):
 
 
 class Stacked(Stored):
-    """Matrices [N, K] of one shape and format, as one parameter [E, N, K] holds those of several experts; [E, K, N] if transposed."""
+    """Matrices [N, K] of one shape and format, as one parameter [E, N, K] holds those of several experts; [E, K, N] if
+    transposed."""
 
     def __init__(self, parts: Sequence[Stored]) -> None:
         self.parts = tuple(parts)
@@ -278,7 +280,8 @@ class Packed(Stored):
 
 
 def dequantise(data: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of a GGUF file, whatever its kind: its bytes `data` [*] uint8 -> float32 [*shape]. Raises `UnsupportedModel`."""
+    """A tensor of a GGUF file, whatever its kind: its bytes `data` [*] uint8 -> float32 [*shape].
+    Raises `UnsupportedModel`."""
     if kind in PLAIN_KINDS:
         return data.view(PLAIN_KINDS[kind]).float().view(shape)
     block, block_bytes = GGML_QUANT_SIZES[kind]

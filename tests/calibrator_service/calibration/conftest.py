@@ -10,8 +10,8 @@ from shared.model.loaded import LoadedModel, wrap_model
 WORDS = [f"w{i}" for i in range(24)]
 SPECIAL = ["<bos>", "<eos>", "<user>", "<bot>", "<unk>"]
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ '<user> ' if m['role'] == 'user' else '<bot> ' }}{{ m['content'] }} <eos> "
-    "{% endfor %}{% if add_generation_prompt %}<bot> {% endif %}"
+    "{{ bos_token }}{% for m in messages %}{{ '<user> ' if m['role'] == 'user' else '<bot> ' }}{{ m['content'] }} "
+    "<eos> {% endfor %}{% if add_generation_prompt %}<bot> {% endif %}"
 )
 
 

@@ -20,7 +20,8 @@ from shared.ladder.blob_names import STATISTICS_BLOB
 from shared.ladder.folder import read_ladder, read_router_folder
 from shared.model.loaded import LoadedModel
 
-# A multiple of the ten sequences of the pattern of splits, so that each line is in the same split whatever comes before it.
+# A multiple of the ten sequences of the pattern of splits, so that each line is in the same split whatever comes before
+# it.
 LINES = 20
 
 
@@ -42,7 +43,8 @@ def spec_of(path: Path) -> CalibrationSpec:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_pattern_of_splits() -> Iterator[None]:
-    """Texts that are learned one after the other are split as they are together: small texts have no pattern of their own here."""
+    """Texts that are learned one after the other are split as they are together: small texts have no pattern of their
+    own here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(splits, "NUM_EARLY", 0)
         yield

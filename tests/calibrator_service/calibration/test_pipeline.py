@@ -33,7 +33,8 @@ SPEC = CalibrationSpec(
 
 
 def assert_same_but_for_rounding(found: CalibrationResult, expected: CalibrationResult) -> None:
-    """States from the engine that wrote a text and from a pass over it differ in their last bits, and so do heads that learned from them."""
+    """States from the engine that wrote a text and from a pass over it differ in their last bits, and so do heads that
+    learned from them."""
     for name in ("tokens", "simulated", "successor_entries", "draft_vocabulary_coverage"):
         assert found.report[name] == expected.report[name], name
     ours, theirs = found.ladder, expected.ladder
@@ -68,8 +69,8 @@ def test_every_rung_learns(finished):
     result, _, _ = finished
     assert result.ladder.rung_names == ("suffix", "successor", "depth-0", "depth-2")
     rungs = result.report["rungs"]
-    # Two tokens of context decide nearly everything about counting: the table and an exit behind two layers of attention know
-    # them, where guessing the most frequent token would be right once in ten times.
+    # Two tokens of context decide nearly everything about counting: the table and an exit behind two layers of
+    # attention know them, where guessing the most frequent token would be right once in ten times.
     assert rungs["successor"]["agreement"] > 0.8
     assert rungs["depth-2"]["agreement"] > 0.7
     assert rungs["depth-0"]["agreement"] > 0.5

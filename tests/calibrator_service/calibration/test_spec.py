@@ -17,9 +17,9 @@ from shared.errors import Corrupt, InvalidInput
 
 # Written by version 0.1.0, but for the last: a store of version 1 has such texts.
 STORED = {
-    '{"cosine_threshold": 0.98, "draft_vocabulary_size": 0, "head_form": "gated", "label": "agreement", "max_tokens": 0, '
-    '"model_id": "tiny", "router_width": 128, "rung_depths": [1, 2], "seed": 0, '
-    '"source": {"kind": "SelfGenerated", "max_new_tokens": 5, "prompts": ["a", "b"]}, "time_budget_s": 1.5}': CalibrationSpec(
+    '{"cosine_threshold": 0.98, "draft_vocabulary_size": 0, "head_form": "gated", "label": "agreement", "max_tokens": '
+    '0, "model_id": "tiny", "router_width": 128, "rung_depths": [1, 2], "seed": 0, "source": {"kind": "SelfGenerated", '
+    '"max_new_tokens": 5, "prompts": ["a", "b"]}, "time_budget_s": 1.5}': CalibrationSpec(
         "tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, rung_depths=(1, 2)
     ),
     '{"cosine_threshold": 0.5, "draft_vocabulary_size": 7, "head_form": "affine", "label": "cosine", "max_tokens": 9, '
@@ -34,14 +34,15 @@ STORED = {
         router_width=8,
         seed=3,
     ),
-    '{"cosine_threshold": 0.98, "draft_vocabulary_size": 0, "head_form": "gated", "label": "agreement", "max_tokens": 0, '
-    '"model_id": "tiny", "router_width": 128, "rung_depths": [], "seed": 0, '
-    '"source": {"config": "c", "field": "text", "kind": "HubDataset", "name": "a/b", "split": "train"}, "time_budget_s": null}': CalibrationSpec(
+    '{"cosine_threshold": 0.98, "draft_vocabulary_size": 0, "head_form": "gated", "label": "agreement", "max_tokens": '
+    '0, "model_id": "tiny", "router_width": 128, "rung_depths": [], "seed": 0, "source": {"config": "c", "field": '
+    '"text", "kind": "HubDataset", "name": "a/b", "split": "train"}, "time_budget_s": null}': CalibrationSpec(
         "tiny", HubDataset("a/b", "c")
     ),
-    '{"cosine_threshold": 0.98, "draft_vocabulary_size": 0, "head_form": "gated", "label": "agreement", "learning_curve": true, '
-    '"max_tokens": 0, "model_id": "", "router_width": 128, "rung_depths": [], "seed": 0, '
-    '"source": {"kind": "SelfGenerated", "max_new_tokens": 0, "prompts": []}, "time_budget_s": null}': CalibrationSpec(),
+    '{"cosine_threshold": 0.98, "draft_vocabulary_size": 0, "head_form": "gated", "label": "agreement", '
+    '"learning_curve": true, "max_tokens": 0, "model_id": "", "router_width": 128, "rung_depths": [], "seed": 0, '
+    '"source": {"kind": "SelfGenerated", "max_new_tokens": 0, "prompts": []}, "time_budget_s": '
+    "null}": CalibrationSpec(),
 }
 
 

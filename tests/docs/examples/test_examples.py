@@ -1,5 +1,5 @@
-"""The examples in docs/examples, each against a real worker with a tiny model. tests/protos/test_distribution.py runs those in Python,
-too, in an environment that has the client alone.
+"""The examples in docs/examples, each against a real worker with a tiny model. tests/protos/test_distribution.py runs
+those in Python, too, in an environment that has the client alone.
 """
 
 import os
@@ -27,8 +27,8 @@ from tests.worker import build_model, build_tokenizer, serving
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "docs" / "examples"
-# Debian's packages golang-google-grpc-dev and golang-github-golang-protobuf-1-5-dev put the libraries of Go here. The tools are in
-# golang-go, protoc-gen-go-1-5 and protoc-gen-go-grpc.
+# Debian's packages golang-google-grpc-dev and golang-github-golang-protobuf-1-5-dev put the libraries of Go here. The
+# tools are in golang-go, protoc-gen-go-1-5 and protoc-gen-go-grpc.
 GO_LIBRARIES = Path("/usr/share/gocode")
 # Started, and the tokens of a call that is broken off.
 NUM_EVENTS = 8

@@ -101,8 +101,8 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
 class FakeCalibration(calibration_pb2_grpc.CalibrationServiceServicer):
     """Has one job, which runs through `states`. Records its spec and whether it was cancelled.
 
-    `on_create` and `on_watch` are called when such a call arrives, before it is answered. A watch waits before the last state until
-    `may_end` is set, or the job is cancelled, or the watch is.
+    `on_create` and `on_watch` are called when such a call arrives, before it is answered. A watch waits before the last
+    state until `may_end` is set, or the job is cancelled, or the watch is.
     """
 
     def __init__(self) -> None:
@@ -284,7 +284,8 @@ class Neap:
 
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal wide enough for any table. Where tests run side by side, COLUMNS was 80 when the console was made, which keeps it."""
+    """A terminal wide enough for any table. Where tests run side by side, COLUMNS was 80 when the console was made,
+    which keeps it."""
     monkeypatch.setattr(out, "width", 300)
 
 

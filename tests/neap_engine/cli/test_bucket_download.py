@@ -20,7 +20,8 @@ CONNECTION_BYTES = 150_000
 
 @dataclass
 class Bucket:
-    """Holds tiny/model.safetensors. `on_get(first byte)` returns how many bytes a connection brings before it ends; None: it stands still."""
+    """Holds tiny/model.safetensors. `on_get(first byte)` returns how many bytes a connection brings before it ends;
+    None: it stands still."""
 
     weights: bytes = WEIGHTS
     e_tag: str = "one"

@@ -277,7 +277,8 @@ def test_invalid_flags_are_refused(service, neap, flags, code):
         ),
         (
             {"depth-0.agreement": 0.5, "depth-0.positions": 6.0, "suffix.agreement": 0.2},
-            "agrees with the model on held-out positions: exit at depth 0 not known (only 6 positions), repeated text 20%",
+            "agrees with the model on held-out positions: exit at depth 0 not known (only 6 positions), repeated text "
+            "20%",
         ),
         ({}, ""),
     ],

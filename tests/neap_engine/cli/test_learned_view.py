@@ -41,8 +41,9 @@ def test_it_says_how_well_it_knows_which_guesses_are_right():
 
     joint = {"tables_unsure": figures(200), "agree": figures(199), "differ": {"positions": 0}}
     assert list(learned_lines({"calibration": {"joint": joint}})) == [
-        "Brier score of how sure it is of a guess, 0 is best (in brackets: of one proposer alone): where tables are unsure 0.123 (0.250), "
-        "where tables and exits agree not known (only 199 positions), where they differ not known (only 0 positions)"
+        "Brier score of how sure it is of a guess, 0 is best (in brackets: of one proposer alone): where tables are "
+        "unsure 0.123 (0.250), where tables and exits agree not known (only 199 positions), where they differ not "
+        "known (only 0 positions)"
     ]
 
 

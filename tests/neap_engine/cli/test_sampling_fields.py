@@ -1,4 +1,5 @@
-"""Every field of the proto Sampling can be asked for wherever a request is made, and arrives where tokens are chosen."""
+"""Every field of the proto Sampling can be asked for wherever a request is made, and arrives where tokens are
+chosen."""
 
 import json
 from dataclasses import fields

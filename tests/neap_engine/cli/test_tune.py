@@ -102,7 +102,10 @@ def test_the_registry_is_not_a_flag_of_the_process(neap, monkeypatch, results, t
 
 
 def test_an_error_of_the_process_is_the_commands(neap, monkeypatch, results):
-    script(monkeypatch, "print(json.dumps({'error': 'no such alias', 'reason': 'ALIAS_NOT_FOUND'})); sys.exit(1)")  # fmt: skip
+    script(
+        monkeypatch,
+        "print(json.dumps({'error': 'no such alias', 'reason': 'ALIAS_NOT_FOUND'})); sys.exit(1)",
+    )
     result = neap("tune", *ARGUMENTS, "--results", str(results))
     assert result.exit_code == 1
     assert "no such alias [ALIAS_NOT_FOUND]" in result.stderr

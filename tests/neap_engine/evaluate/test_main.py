@@ -1,4 +1,5 @@
-"""The measuring process of `neap evaluate`, with all its processes in the test's, on a tiny model and a registry in a folder."""
+"""The measuring process of `neap evaluate`, with all its processes in the test's, on a tiny model and a registry in a
+folder."""
 
 import json
 from collections.abc import Iterator

@@ -57,8 +57,16 @@ TEXT = {"model": "tiny", "prompt": "x"}
         ({"messages": [{"role": "user", "content": "x", "name": 1}]}, "UNSUPPORTED_FIELD", "messages[0].name"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "INVALID_INPUT", "messages[0].role"),
         ({"messages": [{"role": "user", "content": None}]}, "INVALID_INPUT", "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "INVALID_INPUT", "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]}, "UNKNOWN_FIELD", "messages[0].content[0].y"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "INVALID_INPUT",
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]},
+            "UNKNOWN_FIELD",
+            "messages[0].content[0].y",
+        ),
         ({"messages": []}, "INVALID_INPUT", "messages"),
         ({"messages": "x"}, "INVALID_INPUT", "messages"),
         ({"model": None}, "INVALID_INPUT", "model"),
@@ -178,7 +186,8 @@ def test_wrong_json_is_refused(gateway, body):
     ids=["messages", "empty messages", "parts", "prompts", "lists of ids", "stop strings"],
 )
 def test_a_million_mistakes_cost_no_more_than_one(is_chat, fields):
-    """By the memory that errors take; time would follow it. A gateway that checks such a body serves nobody else meanwhile."""
+    """By the memory that errors take; time would follow it.
+    A gateway that checks such a body serves nobody else meanwhile."""
     body = json.dumps({"model": "m", **fields}).encode()
     tracemalloc.start()
     try:
@@ -203,7 +212,8 @@ def test_a_body_that_is_too_large_is_refused_and_its_sender_sees_why(gateway, is
 
 
 def received(connection, expected):
-    """What has arrived once `expected` has, or once the other side has closed the connection: headers and body may come apart."""
+    """What has arrived once `expected` has, or once the other side has closed the connection: headers and body may come
+    apart."""
     answer = b""
     while expected not in answer and (piece := connection.recv(65_536)):
         answer += piece

@@ -85,7 +85,11 @@ def test_a_batch_is_padded_as_by_transformers(plain, model, several, eos):
 
 
 def test_a_batch_may_be_larger_than_the_engine_runs_at_once(plain, model, tokenizer):
-    call = dict(tokenizer(["hello there"[: 3 + n % 8] for n in range(40)], return_tensors="pt", padding=True))  # fmt: skip
+    call = dict(
+        tokenizer(
+            ["hello there"[: 3 + n % 8] for n in range(40)], return_tensors="pt", padding=True
+        )
+    )
     assert same_answers(plain, model, **call, max_new_tokens=4, do_sample=False)
 
 

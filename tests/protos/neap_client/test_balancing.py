@@ -1,4 +1,5 @@
-"""A client shares its calls among the addresses of a name, and learns of new ones. Real servers, each with an address of its own."""
+"""A client shares its calls among the addresses of a name, and learns of new ones.
+Real servers, each with an address of its own."""
 
 import asyncio
 import threading

@@ -1,4 +1,5 @@
-"""Watches of both clients: they outlive a restart of the service, and ask a service that is stopping no faster than any other."""
+"""Watches of both clients: they outlive a restart of the service, and ask a service that is stopping no faster than any
+other."""
 
 import threading
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ from shared.rpc.status import code_of, to_status, trailing_metadata
 
 
 class Watched(calibration_pb2_grpc.CalibrationServiceServicer):
-    """Each stream sends a state of RUNNING and then does what `endings` says next: raises an error, or ends if it is None.
+    """Each stream sends a state of RUNNING and then does what `endings` says next: raises an error, or ends if it is
+    None.
 
     `held`: after the caller has gone.
     """

@@ -1,4 +1,5 @@
-"""A request's tokens do not depend on the other sequences of its batches. Random arrivals, pauses, cancels and shared prefixes."""
+"""A request's tokens do not depend on the other sequences of its batches.
+Random arrivals, pauses, cancels and shared prefixes."""
 
 import random
 from collections.abc import Sequence

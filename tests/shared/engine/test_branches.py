@@ -1,4 +1,5 @@
-"""Branches: other drafts beside a trunk. Accepted ones give more tokens, and no answer changes. Over contiguous and over paged caches."""
+"""Branches: other drafts beside a trunk. Accepted ones give more tokens, and no answer changes.
+Over contiguous and over paged caches."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -97,8 +98,8 @@ def generate(
 
 
 def scripted(prompt: tuple[int, ...], answer: tuple[int, ...]) -> ScriptedLadder:
-    """The table is wrong at two places of four, and sure of it. At one of them the exit is right, and less sure. There the table is right
-    again behind the exit's draft."""
+    """The table is wrong at two places of four, and sure of it. At one of them the exit is right, and less sure. There
+    the table is right again behind the exit's draft."""
     text = [*prompt, *answer]
 
     def right(context: list[int]) -> int:
@@ -127,8 +128,8 @@ def test_an_accepted_branch_gives_more_tokens_and_changes_nothing(loaded, way, a
             assert own.logprob == pytest.approx(other.logprob, abs=1e-4)
             assert [token for token, _ in own.alternatives] == [t for t, _ in other.alternatives]
         rungs = [token.rung for token in exact.tokens]
-        # The exit's drafts are never the best ones, so these began branches. The table's draft follows, unless the cache has no room
-        # for it, and then the model's own choice.
+        # The exit's drafts are never the best ones, so these began branches. The table's draft follows, unless the
+        # cache has no room for it, and then the model's own choice.
         begun = [place for place, rung in enumerate(rungs) if rung == EXIT]
         assert len(begun) >= NUM_NEW // 8
         followers = [rungs[place + 1 : place + 3] for place in begun]

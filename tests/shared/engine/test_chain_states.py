@@ -1,4 +1,5 @@
-"""Whole chains begin with the state of the settled prefix alone: in company, sampled, after rollbacks and over copied prefixes."""
+"""Whole chains begin with the state of the settled prefix alone: in company, sampled, after rollbacks and over copied
+prefixes."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""Exits that continue chains on their own output: what they see while serving is what they are trained on, and no answer changes."""
+"""Exits that continue chains on their own output: what they see while serving is what they are trained on, and no
+answer changes."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -71,7 +72,8 @@ class Round:
 def decode(
     runner: Runner, ladder: Ladder, monkeypatch: pytest.MonkeyPatch, gains: _Gains | None = None
 ) -> tuple[list[int], list[Round]]:
-    """Decodes with tables that are right at five positions of six. Returns all tokens, and what was drafted in each round."""
+    """Decodes with tables that are right at five positions of six.
+    Returns all tokens, and what was drafted in each round."""
     gains = gains or _Gains()
     text = [*PROMPT, *plain_answer(runner)]
     rounds: list[Round] = []
@@ -140,7 +142,8 @@ def runner(request: pytest.FixtureRequest, accelerated: LoadedModel) -> Runner:
 
 
 def test_chains_while_serving_are_those_of_training(runner, monkeypatch, tmp_path):
-    """Also after rejections, and for tokens that the tables have drafted: outputs depend on the settled prefix and the chain alone."""
+    """Also after rejections, and for tokens that the tables have drafted: outputs depend on the settled prefix and the
+    chain alone."""
     ladder = random_ladder(runner.loaded, 1, DEPTHS)
     tokens, rounds = decode(runner, ladder, monkeypatch)
     trained = outputs_in_training(runner.loaded, ladder, tokens, tmp_path)
@@ -201,7 +204,8 @@ def test_an_exit_that_was_not_asked_catches_up(accelerated, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["contiguous", pytest.param("paged", marks=pytest.mark.full)])
 def test_exact_answers_are_those_of_full(kind, accelerated):
-    """In company, with shared prefixes, greedy and sampled. The exits' drafts are mostly wrong, so most chains are rolled back."""
+    """In company, with shared prefixes, greedy and sampled.
+    The exits' drafts are mostly wrong, so most chains are rolled back."""
     loaded = accelerated if kind == "contiguous" else load_family("llama")
     options = {} if kind == "contiguous" else {"runner_of": make_runner}
     ladder = random_ladder(loaded, 1, DEPTHS, agreement=0.9)

@@ -307,7 +307,8 @@ def test_invalid_requests_are_refused_before_they_are_queued(loaded):
     [{"prompt_ids": (1, 2.5)}, {"prompt_ids": ("a",)}, {"deadline_s": float("nan")}],
 )
 def test_what_would_harm_others_is_no_request(changes):
-    """A number that is no token would fail in a pass that others share; a deadline that compares with nothing would hide theirs."""
+    """A number that is no token would fail in a pass that others share; a deadline that compares with nothing would
+    hide theirs."""
     with pytest.raises(InvalidInput):
         request(**changes)
 

@@ -1,4 +1,5 @@
-"""A failure of one request's work ends that request alone, one of a shared pass ends those that shared it, and the engine goes on."""
+"""A failure of one request's work ends that request alone, one of a shared pass ends those that shared it, and the
+engine goes on."""
 
 import math
 import threading

@@ -99,7 +99,8 @@ def test_full_depth_is_hugging_faces_generate_and_exact_is_full_depth(family, ac
             assert exact.stats.num_verify_passes < full.stats.num_verify_passes
 
 
-# Prompts that end before, at and behind every border, each the beginning of the next, and an answer that crosses what its prompt does not.
+# Prompts that end before, at and behind every border, each the beginning of the next, and an answer that crosses what
+# its prompt does not.
 LENGTHS_AT_A_BORDER = (BORDER - 5, BORDER - 1, BORDER, BORDER + 1, 3 * BORDER)
 NUM_NEW_AT_A_BORDER = BORDER
 

@@ -1,4 +1,5 @@
-"""The engine with paged KV and recorded passes, as on a GPU: the same answers, and all blocks are returned in the end."""
+"""The engine with paged KV and recorded passes, as on a GPU: the same answers, and all blocks are returned in the
+end."""
 
 import gc
 import random

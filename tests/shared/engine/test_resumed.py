@@ -25,7 +25,8 @@ from tests.scripted_ladder import ScriptedLadder
 
 PROMPT = (5, 17, 3, 44, 8)
 NUM_NEW = 20
-# With them, positions change what is computed: windows, chunks, angles that depend on the length, and keys that are read again.
+# With them, positions change what is computed: windows, chunks, angles that depend on the length, and keys that are
+# read again.
 FAMILIES = ("llama", "mistral-sliding", "phi3-longrope", "llama-longrope", "ministral3", "mixtral")
 SAMPLINGS = {
     "greedy": SamplingParams(),

@@ -141,7 +141,8 @@ def test_the_loader_raises_nothing_but_its_own_errors(tmp_path):
 
 
 def _with_entry(blob: bytes, dtype: str, shape: list[int], num_bytes: int) -> bytes:
-    """The blob with "depth-0.head.gain" [16] replaced by `num_bytes` zeros whose header entry gives `dtype` and `shape`."""
+    """The blob with "depth-0.head.gain" [16] replaced by `num_bytes` zeros whose header entry gives `dtype` and
+    `shape`."""
     name = "depth-0.head.gain"
     others = save({key: value for key, value in load(blob).items() if key != name})
     (length,) = struct.unpack("<Q", others[:8])

@@ -1,4 +1,5 @@
-"""A ladder in use: which model it accepts, which draft it prefers, and that an exit computes what its modules compute."""
+"""A ladder in use: which model it accepts, which draft it prefers, and that an exit computes what its modules
+compute."""
 
 from dataclasses import replace
 

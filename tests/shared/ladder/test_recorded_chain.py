@@ -89,7 +89,8 @@ def check(
 
 @pytest.mark.parametrize("count", [1, 2, 5, MAX_CHAINS, MAX_CHAINS + 3])
 def test_each_chain_is_its_own(ladder, bound, runner, recorder, count):
-    """Chains that begin and chains that go on, fed one to three tokens, in any company; also after calls with other chains."""
+    """Chains that begin and chains that go on, fed one to three tokens, in any company; also after calls with other
+    chains."""
     num_recorded, generator = recorder.num_recorded, torch.Generator().manual_seed(count)
     begins, starts = [], []
     for number in range(count):

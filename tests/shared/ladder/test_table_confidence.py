@@ -21,8 +21,8 @@ from shared.ladder.table_confidence import (
 
 
 def fitted() -> tuple[TableConfidence, list[Evidence], list[bool]]:
-    """A confidence head fitted on made-up drafts. Longer matches are right more often. Higher counts are right less often, which the confidence head's
-    monotone form must not learn."""
+    """A confidence head fitted on made-up drafts. Longer matches are right more often. Higher counts are right less
+    often, which the confidence head's monotone form must not learn."""
     rng = random.Random(0)
     evidence, agreed = [], []
     for _ in range(6000):

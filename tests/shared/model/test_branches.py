@@ -1,4 +1,5 @@
-"""Branches of a pass, over contiguous and over paged caches: they have the states that they would have in the trunk's place."""
+"""Branches of a pass, over contiguous and over paged caches: they have the states that they would have in the trunk's
+place."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Models run alike whatever their forward calls the KV cache. So one installed version of transformers tests both names."""
+"""Models run alike whatever their forward calls the KV cache.
+So one installed version of transformers tests both names."""
 
 import inspect
 from typing import Any

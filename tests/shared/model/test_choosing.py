@@ -1,4 +1,5 @@
-"""The full model's choices follow the distribution, are the same for a row alone and in a batch, and do not wait for the device."""
+"""The full model's choices follow the distribution, are the same for a row alone and in a batch, and do not wait for
+the device."""
 
 import math
 from collections import Counter

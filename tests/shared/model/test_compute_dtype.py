@@ -31,7 +31,8 @@ def _states(loaded: LoadedModel, parts: list[int]) -> Tensor:
 
 @torch.no_grad()
 def _logits_with_rounded_inputs(loaded: LoadedModel) -> Tensor:
-    """What transformers' own modules compute with the weights of `loaded` if the inputs of their matmuls are rounded."""
+    """What transformers' own modules compute with the weights of `loaded` if the inputs of their matmuls are
+    rounded."""
     model = loaded.model
     for module in model.modules():
         if isinstance(module, nn.Linear | Conv1D):

@@ -1,4 +1,5 @@
-"""A paged pass does not wait for the device. Tested on the meta device, where tensors hold no numbers and reading one fails."""
+"""A paged pass does not wait for the device. Tested on the meta device, where tensors hold no numbers and reading one
+fails."""
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ def _shape(config):
     return LayerShape(num_heads, head_dim, head_dim, torch.bfloat16)
 
 
-# Transformers' own code for longrope compares the largest position of a pass on the host, so such passes are not recorded.
+# Transformers' own code for longrope compares the largest position of a pass on the host, so such passes are not
+# recorded.
 @pytest.mark.parametrize("family", [name for name in PAGED if not name.endswith("-longrope")])
 def test_no_pass_reads_a_number_or_moves_one(family):
     # The dtype of GPUs. In others, experts take another path.

@@ -14,7 +14,8 @@ from shared.model.numerics import Numerics, numerics_of
 from tests.families import FAMILIES, build_family
 
 PATHS = ("avx512", "avx2", "portable")
-# Adds its positions to the scores of attention in code of its own; and keeps torch's sums in its routers, which return several tensors.
+# Adds its positions to the scores of attention in code of its own; and keeps torch's sums in its routers, which return
+# several tensors.
 VARIANT = {"falcon-alibi": "AttentionInterface", "llama4": "stores several matrices"}
 
 

@@ -1,4 +1,5 @@
-"""Recorded passes over paged KV compute what the model itself computes, for every family, alone and in ragged batches."""
+"""Recorded passes over paged KV compute what the model itself computes, for every family, alone and in ragged
+batches."""
 
 from functools import partial
 
@@ -50,7 +51,8 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 
 
 def test_pieces_splits_and_rollback_give_the_models_own_logits(runner):
-    """A sequence longer than every window, in pieces of many sizes. Each piece is first run with wrong tokens and rolled back."""
+    """A sequence longer than every window, in pieces of many sizes.
+    Each piece is first run with wrong tokens and rolled back."""
     ids = random_ids(60)
     expected = own_logits(runner, ids)
     cache, depth = runner.new_cache(60), runner.num_layers

@@ -12,7 +12,8 @@ from shared.model.ragged import RaggedCache, RaggedSequence
 from shared.model.runner import Runner
 from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
 
-# Falcon does not use transformers' AttentionInterface. Llama 4 scales queries by the length of the cache, which a batch has not one of.
+# Falcon does not use transformers' AttentionInterface.
+# Llama 4 scales queries by the length of the cache, which a batch has not one of.
 ONE_BY_ONE = {"falcon", "falcon-alibi", "llama4"}
 SPLIT = 2
 

@@ -1,4 +1,5 @@
-"""The tests' recorder fails where a CUDA graph would be wrong, and waits for the device are found, even without the device."""
+"""The tests' recorder fails where a CUDA graph would be wrong, and waits for the device are found, even without the
+device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -96,7 +96,8 @@ def test_sampling_in_exact_keeps_the_full_models_distribution() -> None:
 
 
 def test_the_test_would_see_a_wrong_acceptance_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule that accepts every fairly probable draft, instead of accepting with its probability, must fail the test."""
+    """A rule that accepts every fairly probable draft, instead of accepting with its probability, must fail the
+    test."""
     right = host_draws.token_at
 
     def too_kind(uniform: float, scores: Any, sampling: SamplingParams) -> int:

@@ -1,4 +1,5 @@
-"""A model's name on the Hugging Face Hub: what is said when the hub does not give it, and that its cache serves instead."""
+"""A model's name on the Hugging Face Hub: what is said when the hub does not give it, and that its cache serves
+instead."""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""Calls of the kernels on the emulator and their expected results. Each check runs its calls in every order of warps."""
+"""Calls of the kernels on the emulator and their expected results.
+Each check runs its calls in every order of warps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +21,25 @@ def seeded() -> None:
 
 def check_draft_top(program: Path) -> None:
     seeded()
-    for tokens, columns, size, k, dtype in [(1, 12, 70, 2, torch.float16), (9, 8, 66, 3, torch.float32), (2, 5, 10, 8, torch.bfloat16)]:  # fmt: skip
-        x, rows = torch.randint(-2, 3, (tokens, columns)).float(), torch.randint(-2, 3, (size, columns)).to(dtype)  # fmt: skip
+    for tokens, columns, size, k, dtype in [
+        (1, 12, 70, 2, torch.float16),
+        (9, 8, 66, 3, torch.float32),
+        (2, 5, 10, 8, torch.bfloat16),
+    ]:
+        x, rows = (
+            torch.randint(-2, 3, (tokens, columns)).float(),
+            torch.randint(-2, 3, (size, columns)).to(dtype),
+        )
         bias = torch.randint(0, 2, (size,)).float()  # whole numbers: many ties
         expected, places, mass = reference.draft_top(x, rows, bias, k)
         blocks = (size + 63) // 64
         calls = []
         for seed in SEEDS:
-            scratch = (blank(blocks, tokens, k), blank(blocks, tokens, k, dtype=torch.int32), blank(blocks, tokens, 2))  # fmt: skip
+            scratch = (
+                blank(blocks, tokens, k),
+                blank(blocks, tokens, k, dtype=torch.int32),
+                blank(blocks, tokens, 2),
+            )
             answers = (blank(tokens, k), blank(tokens, k, dtype=torch.int64), blank(tokens))
             numbers = (tokens, CODES[dtype], size, columns, k)
             calls.append(Call("draft_top", numbers, (x, rows, bias, *scratch, *answers), seed))
@@ -56,9 +68,28 @@ def check_route(program: Path) -> None:
         tickets = torch.zeros((tokens + 7) // 8, dtype=torch.int32)
         calls = []
         for seed in SEEDS:
-            numbers = (tokens, CODES[x.dtype], columns, CODES[dtype], width, columns, k, 0.1, EPS, 0.01, 0.99)  # fmt: skip
+            numbers = (
+                tokens,
+                CODES[x.dtype],
+                columns,
+                CODES[dtype],
+                width,
+                columns,
+                k,
+                0.1,
+                EPS,
+                0.01,
+                0.99,
+            )
             partial = blank(tokens, (width + 3) // 4)
-            calls.append(Call("route", numbers, (x, *weights, top, log_mass, distance, partial, tickets.clone(), blank(tokens)), seed))  # fmt: skip
+            calls.append(
+                Call(
+                    "route",
+                    numbers,
+                    (x, *weights, top, log_mass, distance, partial, tickets.clone(), blank(tokens)),
+                    seed,
+                )
+            )
         run(program, calls)
         for call in calls:
             left, probability = call.buffers[-2:]

@@ -82,8 +82,17 @@ def compiled(
         assert source.count(bug.right) == 1, f"{bug.name}: not exactly one place in {bug.file}"
         path.write_text(source.replace(bug.right, bug.wrong))
     program = folder / harness
-    command = [find_compiler(), *FLAGS.split(), *flags.split(), *([f"-fsanitize={sanitizers}"] if sanitizers else []), f"-I{root / HARNESS}",
-               f"-I{root / 'csrc' / 'include'}", str(root / HARNESS / f"{harness}.cpp"), "-o", str(program)]  # fmt: skip
+    command = [
+        find_compiler(),
+        *FLAGS.split(),
+        *flags.split(),
+        *([f"-fsanitize={sanitizers}"] if sanitizers else []),
+        f"-I{root / HARNESS}",
+        f"-I{root / 'csrc' / 'include'}",
+        str(root / HARNESS / f"{harness}.cpp"),
+        "-o",
+        str(program),
+    ]
     subprocess.run(command, check=True)
     return program
 

@@ -58,11 +58,15 @@ def drawn_pass(
     num_branches: int = 0,
     **options: float,
 ) -> Pass:
-    """A pass. Per sequence: its number of new tokens, and of positions before them, and `num_branches` beside the new tokens, if there are
-    any: the first of one token, the next of two, and so on. `padding` tokens are added. Slots past the end hold NaN."""
+    """A pass. Per sequence: its number of new tokens, and of positions before them, and `num_branches` beside the new
+    tokens, if there are any: the first of one token, the next of two, and so on. `padding` tokens are added. Slots past
+    the end hold NaN."""
     (group, kv_heads), (width, value_width) = heads, widths
     in_branches = num_branches * (num_branches + 1) // 2
-    needed = [(count + length + in_branches + block_tokens - 1) // block_tokens for count, length in zip(counts, lengths, strict=True)]  # fmt: skip
+    needed = [
+        (count + length + in_branches + block_tokens - 1) // block_tokens
+        for count, length in zip(counts, lengths, strict=True)
+    ]
     num_blocks = sum(needed) + 2
     order = torch.randperm(num_blocks)
     block_tables = torch.full((len(counts), max(needed) + 1), -1)
@@ -92,7 +96,11 @@ def drawn_pass(
 
     def made(num_heads: int, size: int) -> Tensor:
         if transposed:  # [1, H, T, D], as transformers hands it
-            return torch.randn(1, num_heads, len(positions), size + 3).to(dtype)[0, :, :, :size].transpose(0, 1)  # fmt: skip
+            return (
+                torch.randn(1, num_heads, len(positions), size + 3)
+                .to(dtype)[0, :, :, :size]
+                .transpose(0, 1)
+            )
         return torch.randn(len(positions), num_heads, size).to(dtype)
 
     tokens = (made(group * kv_heads, width), made(kv_heads, width), made(kv_heads, value_width))

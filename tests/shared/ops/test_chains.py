@@ -1,4 +1,5 @@
-"""Whole chains of drafts in one call: against the reference, against themselves in parts and in other company, and the stop rule."""
+"""Whole chains of drafts in one call: against the reference, against themselves in parts and in other company, and the
+stop rule."""
 
 from dataclasses import replace
 
@@ -203,8 +204,8 @@ def test_the_same_bits_for_any_number_of_threads() -> None:
 
 @pytest.mark.timeout(120)
 def test_threads_agree_on_which_steps_only_feed() -> None:
-    """Each call has four steps that only feed, and one that drafts. A thread that takes one kind for the other waits for ever. There are
-    more threads than processors, so that some come late."""
+    """Each call has four steps that only feed, and one that drafts. A thread that takes one kind for the other waits
+    for ever. There are more threads than processors, so that some come late."""
     torch.manual_seed(0)
     torch.set_num_threads(5)
     weights = packed(plain_weights(256, 256, 256, 512, 150))

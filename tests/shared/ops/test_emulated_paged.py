@@ -1,4 +1,5 @@
-"""Paged attention on the emulator: the kernels against their reference in any order of warps, and planted bugs that must be caught."""
+"""Paged attention on the emulator: the kernels against their reference in any order of warps, and planted bugs that
+must be caught."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -77,11 +78,23 @@ def paged_call(made: Pass, shares: int, seed: int) -> Call:
     """The call of a pass. Its buffers are copies; the last one is the output."""
     tokens, heads, width = made.q.shape
     kv_heads, value_width = made.v.shape[1:]
-    sizes = (tokens, heads, kv_heads, width, value_width, len(made.keys), made.keys.shape[2], *made.block_tables.shape)  # fmt: skip
+    sizes = (
+        tokens,
+        heads,
+        kv_heads,
+        width,
+        value_width,
+        len(made.keys),
+        made.keys.shape[2],
+        *made.block_tables.shape,
+    )
     strides = [stride for t in (made.q, made.k, made.v) for stride in t.stride()[:2]]
     numbers = (CODES[made.q.dtype], *sizes, *strides, made.scaling, made.softcap, made.window, shares)  # fmt: skip
     # The whole memory of a view, with the elements that its strides skip.
-    inputs = [t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,)) for t in (made.q, made.k, made.v)]  # fmt: skip
+    inputs = [
+        t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,))
+        for t in (made.q, made.k, made.v)
+    ]
     others = (
         made.keys,
         made.values,
@@ -102,10 +115,12 @@ def check_paged(program: Path) -> None:
         ([1, 1], [5, 270]),
         ([2, 2], [270, 270]),
     )
-    cases = [  # sequences, padding, (group, kv heads), (width, value width), block size, dtype, transposed, options, shares to try
+    capped = {"window": 260, "softcap": 2.0}
+    # Sequences, padding, (group, kv heads), (width, value width), block size, dtype, transposed, options, shares.
+    cases = [
         (long, 1, (3, 2), (16, 24), 16, torch.float16, True, {"num_branches": 1}, (0, 1)),
         # In float32, because rounding to fewer bits would hide another order of sums.
-        (longer, 0, (2, 1), (5, 36), 7, torch.float32, False, {"num_branches": 2, "window": 260, "softcap": 2.0}, (2, 3, 1)),
+        (longer, 0, (2, 1), (5, 36), 7, torch.float32, False, {**capped, "num_branches": 2}, (2, 3, 1)),
         # A tile of 4 columns beside one of 32, in several pieces.
         (both, 0, (2, 1), (5, 36), 7, torch.float32, False, {}, (0, 2, 3)),
         (short, 0, (1, 1), (8, 132), 3, torch.float32, True, {}, (1,)),

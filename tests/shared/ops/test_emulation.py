@@ -1,4 +1,5 @@
-"""The kernel sources run on the host under AddressSanitizer and UBSan. Planted bugs show that errors would be caught."""
+"""The kernel sources run on the host under AddressSanitizer and UBSan.
+Planted bugs show that errors would be caught."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path

@@ -14,7 +14,8 @@ DRAWN = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
-# The sizes around which the kernels change their path: lanes of 4 to 16, groups of 4 rows and 2 tokens, blocks of 16 and 64 rows.
+# The sizes around which the kernels change their path: lanes of 4 to 16, groups of 4 rows and 2 tokens, blocks of 16
+# and 64 rows.
 TOKENS = st.integers(1, 5)
 WIDTHS = st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 100]))
 # The tolerance for sums of the same float32 products in another order.

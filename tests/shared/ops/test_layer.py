@@ -203,7 +203,8 @@ def test_a_stack_has_the_bits_of_its_layers_one_after_another(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_threads_that_are_late_change_nothing(count: int) -> None:
-    """There are more threads than processors, so that some come when others have done their part, or many steps later."""
+    """There are more threads than processors, so that some come when others have done their part, or many steps
+    later."""
     p = {
         **SMALL, "spans": [(20, count, False)], "width": 256, "kv_heads": 2, "group": 3, "head": 64,
         "value_head": 64, "rotated": 64, "intermediate": 512,
@@ -250,7 +251,8 @@ def test_a_token_has_the_same_bits_alone(isa: str, p: dict) -> None:
 def test_a_branch_has_the_bits_that_it_would_have_in_its_place(
     isa: str, p: dict, counts: list[int], depth: int
 ) -> None:
-    """Branches beside a trunk, from its `depth`-th token on, against a pass over the trunk's first tokens and the branch alone."""
+    """Branches beside a trunk, from its `depth`-th token on, against a pass over the trunk's first tokens and the
+    branch alone."""
     base = p["spans"][0][0]
     trunk = depth + 2
     total = trunk + sum(counts)

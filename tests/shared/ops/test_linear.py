@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from shared import ops
 from shared.ops import reference
 
-# The sizes around which the kernels change their path: tiles of 1 to 12 rows, panels of 16 columns, depth blocks of 256, row chunks of 96.
+# The sizes around which the kernels change their path: tiles of 1 to 12 rows, panels of 16 columns, depth blocks of
+# 256, row chunks of 96.
 ROWS = st.one_of(st.integers(1, 40), st.sampled_from([95, 96, 97, 193]))
 DEPTHS = st.one_of(st.integers(1, 70), st.sampled_from([255, 256, 257, 513]))
 WIDTHS = st.one_of(st.integers(1, 70), st.sampled_from([96, 192, 200]))

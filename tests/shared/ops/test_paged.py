@@ -43,8 +43,18 @@ def test_paged_attention_agrees_with_its_reference_and_ignores_its_neighbours(
 ) -> None:
     counts, lengths = zip(*shape, strict=True)
     made = drawn_pass(
-        list(counts), list(lengths), padding, heads, widths, block_tokens, dtype, transposed, num_branches, softcap=softcap, window=window
-    )  # fmt: skip
+        list(counts),
+        list(lengths),
+        padding,
+        heads,
+        widths,
+        block_tokens,
+        dtype,
+        transposed,
+        num_branches,
+        softcap=softcap,
+        window=window,
+    )
     own, other = made.copied(), made.copied()
     out = own.run()
     expected = reference.paged_attention(**vars(other))
@@ -134,7 +144,8 @@ def test_large_scores_do_not_overflow() -> None:
         ("table_indices", torch.zeros(1, dtype=torch.int64), "table_indices has shape"),
         ("table_indices", torch.tensor([0, 1]), "token 1 has table index 1, but there are 1 block tables"),
         ("positions", torch.tensor([3, 12]), "token 1 has position 12, but its block table has 3 blocks of 4 tokens"),
-        ("slot_mapping", torch.tensor([3, 12]), "token 1 is kept at position 12, but its block table has 3 blocks of 4 tokens"),
+        ("slot_mapping", torch.tensor([3, 12]), "token 1 is kept at position 12, but its block table has 3 blocks of 4 "
+        "tokens"),
         ("slot_mapping", torch.tensor([3, 3]), "token 1 is kept at position 3"),
         ("branches", torch.tensor([3, 5]), "token 1 has position 4, but its branch begins at 5"),
         ("branches", torch.tensor([3, -1]), "token 1 has position 4, but its branch begins at -1"),
@@ -170,8 +181,14 @@ def test_block_table_entries_before_the_window_are_not_read() -> None:
 
 def test_its_fake_works_for_gpus_where_there_is_none() -> None:
     with FakeTensorMode():
-        q, k = torch.empty(5, 6, 64, dtype=torch.float16, device="cuda"), torch.empty(5, 2, 64, device="cuda")  # fmt: skip
-        pool, places = torch.empty(9, 2, 16, 64, device="cuda"), torch.zeros(5, dtype=torch.int64, device="cuda")  # fmt: skip
+        q, k = (
+            torch.empty(5, 6, 64, dtype=torch.float16, device="cuda"),
+            torch.empty(5, 2, 64, device="cuda"),
+        )
+        pool, places = (
+            torch.empty(9, 2, 16, 64, device="cuda"),
+            torch.zeros(5, dtype=torch.int64, device="cuda"),
+        )
         block_tables = torch.zeros(3, 4, dtype=torch.int64, device="cuda")
         out = paged_attention(q, k, k, pool, pool.clone(), block_tables, *[places] * 4)
     assert (out.shape, out.dtype, out.device.type) == ((5, 6, 64), torch.float16, "cuda")

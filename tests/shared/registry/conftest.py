@@ -1,4 +1,5 @@
-"""Fixtures for the registries under test: in a folder, in a bucket of a real S3 server, and with an index in each available Redis."""
+"""Fixtures for the registries under test: in a folder, in a bucket of a real S3 server, and with an index in each
+available Redis."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

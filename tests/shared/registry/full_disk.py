@@ -1,7 +1,8 @@
-"""Publishes into a folder on a small file system that is filled to its last byte at each step: `full_disk.py FOLDER STEP..`.
+"""Publishes into a folder on a small file system that is filled to its last byte at each step:
+`full_disk.py FOLDER STEP..`.
 
-One JSON line per step: what the publication ended with, what can be read then, here and by another client, which parts are left, and
-what publishing the same again ended with once there was room.
+One JSON line per step: what the publication ended with, what can be read then, here and by another client, which parts
+are left, and what publishing the same again ended with once there was room.
 """
 
 import json

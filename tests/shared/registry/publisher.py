@@ -1,4 +1,5 @@
-"""Publishes in a separate process: `publisher.py ROOT_OR_URL REQUEST_ID COUNT [STEP]`. With STEP, it kills itself at that step.
+"""Publishes in a separate process: `publisher.py ROOT_OR_URL REQUEST_ID COUNT [STEP]`.
+With STEP, it kills itself at that step.
 
 Prints what it published, or class and reason of what it raised, as one JSON line per attempt.
 """

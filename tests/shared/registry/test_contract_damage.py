@@ -23,7 +23,8 @@ def publish(registry: Registry, number: int) -> PublishedVersion:
 def broken(
     open_again: Callable[[], Registry], harm: Callable[[str, str], None]
 ) -> Callable[[int, str], Registry]:
-    """A client of a registry with versions 1 to 3, of which one manifest is damaged. "stable" was moved from each version to the next."""
+    """A client of a registry with versions 1 to 3, of which one manifest is damaged.
+    "stable" was moved from each version to the next."""
     first = open_again()
     versions = [publish(first, number) for number in (1, 2, 3)]
 

@@ -235,7 +235,8 @@ def test_opening_fails_if_s3_does_not_run_or_credentials_are_missing(own_redis, 
 
 @pytest.mark.full
 def test_calls_end_within_their_timeout_if_s3_hangs(own_redis, own_s3, monkeypatch):
-    """Every call ends within the limits of shared.timeouts, which are short here. A call with a limit elsewhere would take longer."""
+    """Every call ends within the limits of shared.timeouts, which are short here.
+    A call with a limit elsewhere would take longer."""
     for name in ("RECORD", "CONTENT", "STALL", "SENDING_STALL", "RETRY"):
         monkeypatch.setattr(bucket_store, f"OBJECT_STORE_{name}_S", 1)
     url = shared_url(own_redis, own_s3)
@@ -265,8 +266,8 @@ def test_calls_end_within_their_timeout_if_s3_hangs(own_redis, own_s3, monkeypat
 def test_if_s3_is_lost_at_any_step_of_a_publication_a_retry_publishes_once(
     own_redis, s3, has_redis
 ):
-    """The proxy drops its connections and accepts no new ones. Readers see the whole publication or nothing of it. Repeating the request
-    succeeds."""
+    """The proxy drops its connections and accepts no new ones. Readers see the whole publication or nothing of it.
+    Repeating the request succeeds."""
     url = shared_url(own_redis, s3) if has_redis else bucket_url(s3)
     is_cut = threading.Event()
 

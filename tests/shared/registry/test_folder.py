@@ -41,7 +41,8 @@ def publish(registry: Registry, request_id: str = "one") -> int:
 
 
 class Disk:
-    """Notes what a disk would still have after a power cut: synced files, under the names that their folders had when synced."""
+    """Notes what a disk would still have after a power cut: synced files, under the names that their folders had when
+    synced."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._names: dict[Path, dict[str, int]] = {}
@@ -59,7 +60,8 @@ class Disk:
         monkeypatch.setattr(os, "fsync", note)
 
     def after_a_power_cut(self, root: Path, target: Path) -> Path:
-        """Copies what is left of the folder `root` to the folder `target`, which is beside the topmost folder that was made for it."""
+        """Copies what is left of the folder `root` to the folder `target`, which is beside the topmost folder that was
+        made for it."""
         while root.parent != target.parent:
             assert root.name in self._names.get(root.parent, {})
             root = root.parent
@@ -116,7 +118,8 @@ def test_an_alias_that_another_process_is_just_moving_survives_a_power_cut(tmp_p
 def test_what_rests_on_objects_of_a_process_that_stands_still_survives_a_power_cut(
     tmp_path, monkeypatch, step
 ):
-    """The first publisher has linked an object and not yet synced its folder. The second one finds the object and answers."""
+    """The first publisher has linked an object and not yet synced its folder.
+    The second one finds the object and answers."""
     disk = Disk(monkeypatch)
     root = tmp_path / "registry"
     second, answered = open_registry(str(root)), []
@@ -181,7 +184,8 @@ def test_publishing_to_a_full_file_system_fails_and_changes_nothing(tmp_path: Pa
 
 
 def test_after_a_disk_was_full_at_any_step_publishing_works_again(tmp_path: Path) -> None:
-    """The publication is absent, or complete if its record was linked before. The registry stays readable throughout."""
+    """The publication is absent, or complete if its record was linked before.
+    The registry stays readable throughout."""
     script = Path(__file__).with_name("full_disk.py")
     lines = run_on_small_disk(tmp_path, "4m", sys.executable, script, tmp_path, *STEPS).splitlines()
     seen = [json.loads(line) for line in lines]
@@ -197,7 +201,8 @@ def test_after_a_disk_was_full_at_any_step_publishing_works_again(tmp_path: Path
 
 
 def on_a_read_only_mount(folder: Path, then: str) -> str:
-    """Runs `then` on a registry with one version, mounted read-only, because root may write anywhere else. Returns its last line."""
+    """Runs `then` on a registry with one version, mounted read-only, because root may write anywhere else.
+    Returns its last line."""
     check = (
         "import sys;from shared.errors import NeapError\n"
         "from shared.registry.factory import open_registry\n"

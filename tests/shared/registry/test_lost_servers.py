@@ -1,6 +1,7 @@
 """Redis dies or hangs, or S3 hangs, at each step of a publication. (An S3 that dies: test_faults.py.)
 
-FAULT_BOUND_S: each wait of the registry, a second by default; 0: as in the product, where a hanging S3 costs a minute at some steps.
+FAULT_BOUND_S: each wait of the registry, a second by default; 0: as in the product, where a hanging S3 costs a minute
+at some steps.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""Folders of a neap whose order of events was that of SQLite, as such a neap wrote them (old_folder.json), open as they are."""
+"""Folders of a neap whose order of events was that of SQLite, as such a neap wrote them (old_folder.json), open as they
+are."""
 
 import json
 import shutil

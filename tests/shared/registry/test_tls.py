@@ -1,4 +1,5 @@
-"""Redis over TLS, with a user and a password. The test servers are built without TLS, so a proxy terminates TLS in front of them."""
+"""Redis over TLS, with a user and a password. The test servers are built without TLS, so a proxy terminates TLS in
+front of them."""
 
 import shutil
 import ssl

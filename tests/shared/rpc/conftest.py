@@ -77,7 +77,8 @@ def pass_time(state: SimpleNamespace, seconds: float) -> None:
 
 
 def begun_call(stub: Any, *, with_deadline: bool) -> Any:
-    """A Generate call that has had its first event. `with_deadline`: the deadline passes soon, later on a slow machine."""
+    """A Generate call that has had its first event.
+    `with_deadline`: the deadline passes soon, later on a slow machine."""
     for timeout_s in (0.2, 2.0, 20.0, 100.0) if with_deadline else (None,):
         call = stub.Generate(inference_pb2.GenerateRequest(), timeout=timeout_s)
         with suppress(grpc.RpcError):

@@ -137,7 +137,8 @@ async def test_an_expired_wait_is_not_ended_again():
 
 @pytest.mark.parametrize("num_responses", [1, 400], ids=["written", "being-written"])
 def test_a_client_that_does_not_read_does_not_hold_a_drain(scripted, num_responses):
-    """Messages wait in gRPC or in the handler, because the client's flow-control window is smaller than one response."""
+    """Messages wait in gRPC or in the handler, because the client's flow-control window is smaller than one
+    response."""
     written = threading.Event()
 
     async def generate(request, context):

@@ -122,7 +122,8 @@ def _listens(target):
 
 
 class PausedStream:
-    """A Generate handler that writes the events "0", "1", .., and pauses before the event `pause_at` until `go_on` is set.
+    """A Generate handler that writes the events "0", "1", .., and pauses before the event `pause_at` until `go_on` is
+    set.
 
     While `is_paused` is set, no write is in progress that a jump of the clock could make late.
     """

@@ -48,7 +48,8 @@ def greedy(loaded: LoadedModel, prompt: Sequence[int] = PROMPT) -> TokenSequence
 def scripted(
     monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, sequence: TokenSequence, script: Script
 ) -> Differing:
-    """The replay's result if the table drafts are those of `script`: (settled position, earlier drafts) -> (is right, probability)."""
+    """The replay's result if the table drafts are those of `script`: (settled position, earlier drafts) -> (is right,
+    probability)."""
 
     class Scripted:
         def __init__(self, _: Any, prompt: Sequence[int], *_others: Any) -> None:
@@ -111,7 +112,8 @@ def test_every_position_after_the_first_token_counts_and_no_other(monkeypatch, c
 
 
 def wrong_gaps(loaded: LoadedModel, sequence: TokenSequence) -> list[float]:
-    """By position, how far the model's own choice leads the wrong token of `scripted`, as a difference of log-probabilities."""
+    """By position, how far the model's own choice leads the wrong token of `scripted`, as a difference of
+    log-probabilities."""
     logits = loaded.model(torch.tensor([sequence.tokens])).logits[0].double().log_softmax(-1)
     gaps = [math.inf] * FIRST
     for position in range(FIRST, len(sequence.tokens)):

@@ -1,4 +1,5 @@
-"""Which exits a ladder loses: those that agree no more often than the commonest token, and those that cost more than they save."""
+"""Which exits a ladder loses: those that agree no more often than the commonest token, and those that cost more than
+they save."""
 
 import itertools
 from collections.abc import Callable

@@ -60,8 +60,14 @@ def test_a_collector_that_begins_again_counts_no_chunk_twice(counting, tmp_path)
     def collected(folder: Path, killed_after: int = len(rows), saved_after: int = 0) -> Sums:
         sums = Sums({0: layout}, torch.Tensor.float, torch.device("cpu"), folder / "sums")
         mine = Collector(
-            ContiguousRunner(counting), (0, 1, 2), folder, max_state_bytes=1 << 20, sums=sums, stored=("routers",), chunk_positions=30,
-        )  # fmt: skip
+            ContiguousRunner(counting),
+            (0, 1, 2),
+            folder,
+            max_state_bytes=1 << 20,
+            sums=sums,
+            stored=("routers",),
+            chunk_positions=30,
+        )
         for number, row in enumerate(rows[:killed_after], 1):
             mine.add("heads", TokenSequence(tuple(row), 4))
             if number == saved_after:

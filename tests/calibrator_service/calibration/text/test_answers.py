@@ -1,4 +1,5 @@
-"""Answers that were made before become sequences whose choices are the full model's own, and whole kinds can be held out."""
+"""Answers that were made before become sequences whose choices are the full model's own, and whole kinds can be held
+out."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""A calibration writes with a copy in bfloat16 only where that is faster, and never the text that a bound is certified on."""
+"""A calibration writes with a copy in bfloat16 only where that is faster, and never the text that a bound is certified
+on."""
 
 from contextlib import closing
 from dataclasses import replace

@@ -24,7 +24,8 @@ FROM_DEEP, FROM_ENTERING = (
 
 
 def planted(length: int, *, noise: float, seed: int) -> StateChunk:
-    """Deep states that follow from the ones before. The state at the middle depth has the same as the last one, less clearly."""
+    """Deep states that follow from the ones before.
+    The state at the middle depth has the same as the last one, less clearly."""
     generator = torch.Generator().manual_seed(seed)
 
     def random() -> Tensor:
@@ -58,7 +59,10 @@ def likeness(head: FusedHead, chunk: StateChunk) -> tuple[float, float]:
     """Mean cosine of the two steps' outputs with the deep states that they stand for."""
     first, further = outputs(head, chunk)
     goals = chunk.deep[1:-1], chunk.deep[2:]
-    found = [torch.cosine_similarity(o, g, -1).mean() for o, g in zip((first, further), goals, strict=True)]  # fmt: skip
+    found = [
+        torch.cosine_similarity(o, g, -1).mean()
+        for o, g in zip((first, further), goals, strict=True)
+    ]
     return float(found[0]), float(found[1])
 
 

@@ -114,7 +114,9 @@ def test_a_killed_training_continues_to_the_same_weights(counting, tmp_path, mon
     """With the optimiser's state, chunk by chunk."""
     monkeypatch.setattr("calibrator_service.calibration.training.checkpoint.SAVE_INTERVAL_S", 0.0)
     runner = ContiguousRunner(counting)
-    collector = Collector(runner, [0, *captured_depths(3)], tmp_path, max_state_bytes=1 << 20, chunk_positions=30)  # fmt: skip
+    collector = Collector(
+        runner, [0, *captured_depths(3)], tmp_path, max_state_bytes=1 << 20, chunk_positions=30
+    )
     for row in torch.randint(5, 29, (9, 20)).tolist():
         collector.add("heads", TokenSequence(tuple(row), 3))
     chunks = collector.chunks("heads")

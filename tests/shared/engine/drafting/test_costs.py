@@ -87,7 +87,8 @@ def test_exits_are_measured_after_a_context_that_has_been_read() -> None:
 def test_other_work_beside_a_measurement_does_not_change_what_it_finds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A worker measures once, at its start, and goes by it for as long as it lives. Here two repeats of three are slowed down."""
+    """A worker measures once, at its start, and goes by it for as long as it lives.
+    Here two repeats of three are slowed down."""
     now, counts = [0.0], {"passes": 0, "exits": 0}
     clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: 0.0)
     monkeypatch.setattr(costs, "time", clock)

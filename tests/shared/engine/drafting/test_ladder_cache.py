@@ -28,7 +28,8 @@ EXACT = DepthPolicy("exact")
 
 
 class MeasuredExits(FixedCosts):
-    """Exits are timed as they are while serving, in many slices. Counts the measurements; calls `on_slice` in each slice."""
+    """Exits are timed as they are while serving, in many slices.
+    Counts the measurements; calls `on_slice` in each slice."""
 
     def __init__(self, on_slice: Callable[[], object] = lambda: None) -> None:
         super().__init__()

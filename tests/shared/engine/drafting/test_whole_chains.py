@@ -1,5 +1,5 @@
-"""An exit whose chains are drafted in one call, by the native op or as recorded work: it drafts what it drafts step by step, and only
-what may pay."""
+"""An exit whose chains are drafted in one call, by the native op or as recorded work: it drafts what it drafts step by
+step, and only what may pay."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -9,7 +9,8 @@ from shared.engine.quality.disagreement import ALPHA, exceeds, log_evidence, low
 
 
 def first_alarm(rate: float, bound: float, num_checks: int, seed: int) -> int | None:
-    """The number of checks after which the bound is found exceeded, tested after each one that differs; None if it never is."""
+    """The number of checks after which the bound is found exceeded, tested after each one that differs; None if it
+    never is."""
     generator = random.Random(seed)
     differing = 0
     for checked in range(1, num_checks + 1):

@@ -123,7 +123,8 @@ def test_a_version_that_breaks_its_bound_is_suspended_and_stays_so(loaded, answe
 
 
 def check_one(engine: Engine, answer: list[int], on_pass: Callable[[int], object]) -> None:
-    """Has an answer checked. `on_pass` gets the number of tokens of each pass that follows the answer; a check's slice is one pass."""
+    """Has an answer checked. `on_pass` gets the number of tokens of each pass that follows the answer; a check's slice
+    is one pass."""
 
     def on_event(event: object) -> None:  # in the engine's thread, before the check begins
         if isinstance(event, Finished):

@@ -1,4 +1,5 @@
-"""What a start remembers: it gives the same bits, it is not believed if it is damaged or of something else, and it is never needed."""
+"""What a start remembers: it gives the same bits, it is not believed if it is damaged or of something else, and it is
+never needed."""
 
 import errno
 import json

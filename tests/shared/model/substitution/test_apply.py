@@ -146,7 +146,8 @@ def test_an_embedding_and_a_tied_head_share_one_packed_matrix() -> None:
 
 
 def test_a_layer_with_other_settings_is_compared_on_its_own() -> None:
-    """All layers have the same classes and shapes. One norm has another eps, one MLP another activation, one matrix its own forward."""
+    """All layers have the same classes and shapes.
+    One norm has another eps, one MLP another activation, one matrix its own forward."""
     model, ids = build_family("llama"), _ids(1, 6)
     first, second, third = model.model.layers[1:4]
     first.input_layernorm.variance_epsilon = 0.05
@@ -221,7 +222,8 @@ def test_the_rotary_function_comes_back_with_the_last_user():
 
 
 def test_a_model_may_be_dropped_while_another_is_accelerated(monkeypatch):
-    """The collector may run the finaliser of a dropped model inside the call that replaces the function of the next one."""
+    """The collector may run the finaliser of a dropped model inside the call that replaces the function of the next
+    one."""
     gc.collect()
     own = [module.apply_rotary_pos_emb for module in (modeling_llama, modeling_mistral)]
     check = rotary._check_same_bits

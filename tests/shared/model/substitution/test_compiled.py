@@ -24,8 +24,9 @@ class CountingBackend:
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
-    """Nothing is compiled yet, and no model waits for the garbage collector. An accelerated one puts transformers' rotary function back
-    when it is collected, which a compilation that has read the function would take for a change."""
+    """Nothing is compiled yet, and no model waits for the garbage collector. An accelerated one puts transformers'
+    rotary function back when it is collected, which a compilation that has read the function would take for a
+    change."""
     gc.collect()
     torch._dynamo.reset()
 
@@ -75,11 +76,13 @@ def test_a_layer_that_needs_its_number_is_compiled_for_it(monkeypatch: pytest.Mo
     backend = CountingBackend()
     runner = make_runner(loaded, recorder=NoRecorder(), transform=LayerCompiler(backend))
     assert runner.compiles
-    # A graph that all layers shared would be compiled once or twice. After some other tests each layer is compiled twice.
+    # A graph that all layers shared would be compiled once or twice.
+    # After some other tests each layer is compiled twice.
     assert backend.num_compiled >= runner.num_layers
 
 
 def test_layers_compiled_in_half_the_width_count_as_the_models_own() -> None:
-    """Compiled as a whole, a layer rounds to bfloat16 less often than its modules do. The check must accept that difference."""
+    """Compiled as a whole, a layer rounds to bfloat16 less often than its modules do.
+    The check must accept that difference."""
     loaded = load_family("llama", torch.bfloat16)
     assert make_runner(loaded, recorder=NoRecorder(), transform=LayerCompiler()).compiles

@@ -1,4 +1,5 @@
-"""Loading a .gguf file: the model is that of the file, matrices stay in their blocks, the file is parsed once, the log has its lines."""
+"""Loading a .gguf file: the model is that of the file, matrices stay in their blocks, the file is parsed once, the log
+has its lines."""
 
 from collections import Counter
 from pathlib import Path

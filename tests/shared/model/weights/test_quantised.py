@@ -1,4 +1,5 @@
-"""Checkpoints that transformers loads quantised: BitNet, whose modules are part of transformers, and fp8, which a CPU dequantises."""
+"""Checkpoints that transformers loads quantised: BitNet, whose modules are part of transformers, and fp8, which a CPU
+dequantises."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""Loading .safetensors files: matrices stay in the format of the checkpoint, no second copy is made, bad files are refused."""
+"""Loading .safetensors files: matrices stay in the format of the checkpoint, no second copy is made, bad files are
+refused."""
 
 import json
 import os
