@@ -1,6 +1,5 @@
 """Jobs and queues that fail, in a real service process with real job processes."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,6 @@ from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from tests.calibrator_service.conftest import Service, error_of
 from tests.waiting import wait_until
-
-StartService = Callable[..., Service]
 
 
 @pytest.mark.parametrize(

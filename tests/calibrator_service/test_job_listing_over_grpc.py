@@ -1,14 +1,10 @@
 """Lists of jobs, jobs that are not there, and records that cannot be read."""
 
-from collections.abc import Callable
-
 from neap_client import NeapClient
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from shared.errors import AlreadyExists, Corrupt, Exhausted, NotFound
-from tests.calibrator_service.conftest import Service, error_of, rewrite
-
-StartService = Callable[..., Service]
+from tests.calibrator_service.conftest import error_of, rewrite
 
 
 def test_listing_pages_and_filters(start_service):

@@ -1,6 +1,5 @@
 """Which requests for calibrations are refused, by a real service process."""
 
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -9,11 +8,8 @@ from neap_client.calibration.v1 import calibration_pb2 as pb
 from neap_client.status import from_rpc_error
 
 from shared.errors import InvalidInput, NotFound, PreconditionFailed
-from tests.calibrator_service.conftest import Service, error_of
+from tests.calibrator_service.conftest import error_of
 from tests.fuzzing import extremes
-
-StartService = Callable[..., Service]
-
 
 BAD_SPECS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown model": ({"model_id": "unknown"}, NotFound, "MODEL_NOT_FOUND"),

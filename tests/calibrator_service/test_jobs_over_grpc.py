@@ -1,7 +1,5 @@
 """Jobs of a real service process, from their creation to their end, with fake_recipes in place of the calibration."""
 
-from collections.abc import Callable
-
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
@@ -10,8 +8,6 @@ from neap_client.calibration.v1 import calibration_pb2 as pb
 from shared.errors import AlreadyExists
 from tests.calibrator_service.conftest import Service, error_of
 from tests.waiting import wait_until
-
-StartService = Callable[..., Service]
 
 
 def test_job_from_create_to_published(service):

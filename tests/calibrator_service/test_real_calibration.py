@@ -5,7 +5,6 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.full
 
-StartService = Callable[..., Service]
 JOB_TIMEOUT_S = 120
 PHASES = ("loading", "collecting", "training_heads", "evaluating", "publishing")
 # A job's first phases are short: these begin in its process' start, in imports, and in loading.
