@@ -88,15 +88,27 @@ class Publisher:
         """Raises what the job store raises."""
         try:
             self._settle(job)
-        except NeapError as error:
-            self._record(job, attempts, error)
-        except OSError as error:
-            place = "the calibration's folder"
-            self._record(job, attempts, storage_error(error, "its product", place=place))
+            return
+        except NeapError as known:
+            error = known
+        except OSError as unknown:
+            error = storage_error(unknown, "its product", place="the calibration's folder")
         except Exception:
             log.exception("cannot be published", calibration_id=job.calibration_id)
-            message = f"internal error; the service's log has it under {job.calibration_id}"
-            self._record(job, attempts, NeapError(message))
+            error = NeapError(
+                f"internal error; the service's log has it under {job.calibration_id}"
+            )
+        attempts.fail()
+        log.warning(
+            "not published yet",
+            calibration_id=job.calibration_id,
+            reason=error.reason,
+            num_failed=attempts.num_failed,
+            is_repeated=error.may_pass,
+        )
+        self._store.record_attempt(
+            job.calibration_id, error.reason, error.message, is_waiting=not error.may_pass
+        )
 
     def _settle(self, job: Job) -> None:
         """Ends the job, or returns because it was cancelled in this moment.
@@ -122,19 +134,6 @@ class Publisher:
         self._metrics.count_ended_job(after)
         shutil.rmtree(self._folder.work(job.calibration_id), ignore_errors=True)
         self._attempts.pop(job.calibration_id, None)
-
-    def _record(self, job: Job, attempts: _Attempts, error: NeapError) -> None:
-        attempts.fail()
-        log.warning(
-            "not published yet",
-            calibration_id=job.calibration_id,
-            reason=error.reason,
-            num_failed=attempts.num_failed,
-            is_repeated=error.may_pass,
-        )
-        self._store.record_attempt(
-            job.calibration_id, error.reason, error.message, is_waiting=not error.may_pass
-        )
 
 
 def publish(registry: str, job: Job, product: Product) -> PublishedVersion:
