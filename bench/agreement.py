@@ -15,8 +15,9 @@ import torch
 
 import neap_engine
 from bench.machine import described
-from bench.options import add_prompts, make_parser, parsed
+from bench.options import add_prompts, load, make_parser, parsed
 from bench.prompts import first_turns
+from bench.table import head, row
 from calibrator_service.calibration.plan import num_decoded_rows
 from calibrator_service.calibration.report.chain_agreement import chain_agreement
 from calibrator_service.calibration.report.held_out import table_figures
@@ -28,7 +29,6 @@ from calibrator_service.calibration.text.writer import Pace, WriteRequest, write
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from shared.ladder.ladder import Ladder
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 from shared.model.runner import captured_depths
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--router", type=Path, nargs="+", required=True)
     parser.add_argument("--max-tokens", type=int, default=64)
     options = parsed(parser)
-    loaded = load_model(options.model)
+    loaded = load(options)
     ladders = {str(path): neap_engine.read_router(path) for path in options.router}
     depths = {one.depth for ladder in ladders.values() for one in ladder.exits}
     with tempfile.TemporaryDirectory() as folder:
@@ -57,22 +57,20 @@ def print_table(
     sequences: list[LabelledSequence],
     chunks: StateChunks,
 ) -> None:
-    places = " | ".join(f"draft {place}" for place in PLACES)
-    print(f"\n| router | rung | positions | {places} | draft 1 beside the tables |")
-    print("|---" * (len(PLACES) + 4) + "|")
+    drafts = [f"draft {place}" for place in PLACES]
+    head("router", "rung", "positions", *drafts, "draft 1 beside the tables")
+    num_positions = sum(sequence.num_labelled for sequence in sequences)
     for name, ladder in ladders.items():
         for rung, figures in table_figures(ladder, sequences).items():
-            row = f"{figures['agreement']:.3f}" + " | " * len(PLACES)
-            print(f"| {name} | {rung} | {sum(s.num_labelled for s in sequences)} | {row} |")
+            row(name, rung, num_positions, f"{figures['agreement']:.3f}", *[""] * len(PLACES))
         if ladder.draft_vocabulary is None:
             continue
         vocabulary = DraftVocabulary.of(loaded, ladder.draft_vocabulary)
         with torch.inference_mode():
             found = chain_agreement(ladder, chunks, sequences, vocabulary)
+        keys = [f"agreement_{place}" for place in (*PLACES, "1_beside_tables")]
         for rung, own in found.items():
-            row = " | ".join(f"{own[f'agreement_{place}']:.3f}" for place in PLACES)
-            beside = own["agreement_1_beside_tables"]
-            print(f"| {name} | {rung} | {own['positions']} | {row} | {beside:.3f} |")
+            row(name, rung, own["positions"], *(f"{own[key]:.3f}" for key in keys))
 
 
 def _answers(loaded: LoadedModel, options: argparse.Namespace) -> list[TokenSequence]:

@@ -1,41 +1,36 @@
-"""Tokens per second with several requests at once: `exact`, our full depth, and Hugging Face's `generate` in padded batches.
+"""Tokens per second with several requests at once: `exact` and our full depth. Hugging Face's `generate`: `bench.peers`.
 
     python -m bench.batch --model DIR --router FOLDER [--device cuda] [--batch 1 2 4 8 16] [--per-task 3] [--rounds 3]
 
 A closed loop keeps B requests running (`--batch`). Both policies get the same prompts and take turns within a round. The time ends
-when the first request ends that no other can replace. Greedy, at most 64 new tokens; float32 on a CPU and the checkpoint's own dtype
-on a GPU; medians over rounds. There are two tables. Whole answers: each request prefills its prompt. Decoding: the keys and values of
-the prompts, except the last token's, are in the prefix cache.
+when the first request ends that no other can replace. Greedy, at most 64 new tokens; weights as they are stored; medians over rounds.
+There are two tables. Whole answers: each request prefills its prompt. Decoding: the keys and values of the prompts, except the last
+token's, are in the prefix cache.
 
 On a CPU, an answer that differs from the one at full depth and batch 1 ends the run. On a GPU, passes of more than 16 tokens run other
 kernels than smaller ones, so nearly equal logits may be ranked differently (docs/decisions/015); there, differing answers are counted.
 """
 
-import json
+import argparse
 import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import suppress
 from typing import Literal
 
-from bench.hugging_face import HF, hugging_face_batch
+from bench.answers import EngineAnswer, answer_all
 from bench.machine import described
-from bench.options import add_device, add_prompts, make_parser, parsed
+from bench.options import add_device, add_prompts, each_model, load, make_parser
 from bench.prompts import first_turns
+from bench.table import head, row
 from shared.engine.engine import MAX_RUNNING, Engine
-from shared.engine.request.request import GenerationRequest, StoppingParams, TokenChunk
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import load_model
 
 MAX_TOKENS = 64
-HF_BATCH = 8
-FULL: Literal["full"] = "full"
-EXACT: Literal["exact"] = "exact"
-PolicyName = Literal["full", "exact"]
 # Size of the prefix cache in bytes per table; None: the engine's default.
 TABLES = {"whole answers": 0, "decoding": None}
 Answers = list[tuple[int, ...]]
@@ -43,80 +38,36 @@ Answers = list[tuple[int, ...]]
 
 def closed_loop(
     engine: Engine,
-    policy: PolicyName,
+    policy: Literal["full", "exact"] | DepthPolicy,
     ladder: Ladder | None,
     prompts: Sequence[list[int]],
     batch: int,
+    max_tokens: int = MAX_TOKENS,
 ) -> tuple[float, Answers]:
     """(tokens per second while `batch` requests are running, answers).
 
     The time ends when the first request ends that no other can replace. Later tokens do not count.
     """
+    depth = policy if isinstance(policy, DepthPolicy) else DepthPolicy(policy)
     queue = deque(enumerate(prompts))
-    answers: dict[int, tuple[int, ...]] = {}
-    arrivals: list[tuple[float, int]] = []
+    answers: dict[int, EngineAnswer] = {}
     ran_out: list[float] = []
 
     def serve() -> None:
-        while True:
-            try:
-                number, prompt_ids = queue.popleft()
-            except IndexError:
-                ran_out.append(time.perf_counter())
-                return
-            request = GenerationRequest(
-                tuple(prompt_ids),
-                stopping=StoppingParams(max_tokens=MAX_TOKENS),
-                policy=DepthPolicy(policy),
-            )
-            tokens: list[int] = []
-            for event in engine.submit(request, ladder).events():
-                if isinstance(event, TokenChunk):
-                    tokens += [token.token_id for token in event.tokens]
-                    arrivals.append((time.perf_counter(), len(event.tokens)))
-            answers[number] = tuple(tokens)
+        with suppress(IndexError):
+            while True:
+                number, ids = queue.popleft()
+                (answers[number],) = answer_all(engine, [ids], depth, ladder, max_tokens=max_tokens)
+        ran_out.append(time.perf_counter())
 
     start = time.perf_counter()
     with ThreadPoolExecutor(batch) as pool:
         for served in [pool.submit(serve) for _ in range(batch)]:
             served.result()
     end = min(ran_out)
-    num_tokens = sum(count for moment, count in arrivals if moment <= end)
-    return num_tokens / (end - start), [answers[number] for number in range(len(prompts))]
-
-
-def main() -> None:
-    parser = make_parser(__doc__, router=True)
-    add_device(parser)
-    add_prompts(parser, 3)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
-    parser.add_argument("--no-hf", action="store_true")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parsed(parser)
-    loaded = load_model(options.model, device=options.device)
-    ladder = read_ladder(options.router)
-    prompts = first_turns(loaded, options.prompts, options.per_task)
-    tables: dict[str, dict[str, list[float]]] = {}
-    differing: dict[str, int] = {}
-    most = max(MAX_RUNNING, *options.batch)
-    for title in options.tables:
-        with Engine(loaded, prefix_cache_bytes=TABLES[title], max_running=most) as engine:
-            engine.warm_up()
-            tables[title], differing[title] = measure(
-                engine, ladder, prompts, options.batch, options.rounds
-            )
-    print(f"{described(options.device)}, {loaded.model.dtype}")
-    for title, speeds in tables.items():
-        print_table(title, speeds, differing[title], options.batch)
-    if not options.no_hf:
-        with hugging_face_batch(options.model, MAX_TOKENS, HF_BATCH, options.device) as run:
-            tables[HF] = {"": [run(prompts) for _ in range(options.rounds)]}
-        speed = statistics.median(tables[HF][""])
-        print(f"HF generate, whole answers in padded batches of {HF_BATCH}: {speed:.1f} tokens/s")
-    if options.json:
-        options.json.write_text(json.dumps(tables))
+    num_tokens = sum(at <= end for answer in answers.values() for at in answer.times_s)
+    said = [tuple(answers[number].token_ids) for number in range(len(prompts))]
+    return num_tokens / (end - start), said
 
 
 def measure(
@@ -132,24 +83,19 @@ def measure(
     """
     speeds: dict[str, list[float]] = defaultdict(list)
     num_differing = 0
-    _, expected = closed_loop(engine, FULL, None, prompts, 1)
-    closed_loop(engine, EXACT, ladder, prompts[:2], 2)
+    sides: dict[Literal["full", "exact"], Ladder | None] = {"full": None, "exact": ladder}
+    _, expected = closed_loop(engine, "full", None, prompts, 1)
+    closed_loop(engine, "exact", ladder, prompts[:2], 2)
     for number in range(rounds):
         for batch in batches:
-            sides: list[tuple[PolicyName, Ladder | None]] = [(FULL, None), (EXACT, ladder)]
-            for policy, part in sides[:: 1 if number % 2 else -1]:
-                speed, answers = closed_loop(engine, policy, part, prompts, batch)
+            for policy in list(sides)[:: 1 if number % 2 else -1]:
+                speed, answers = closed_loop(engine, policy, sides[policy], prompts, batch)
                 speeds[f"{policy} {batch}"].append(speed)
                 differing = sum(a != e for a, e in zip(answers, expected, strict=True))
                 num_differing += differing
+                print(f"round {number + 1}, {batch} at once: {policy} {speed:.1f} tokens/s, {differing} answers differ", flush=True)  # fmt: skip
                 if differing and engine.loaded.device.type == "cpu":
-                    raise SystemExit(
-                        f"answers under {policy} at batch {batch} differ from those at full depth and batch 1"
-                    )
-            latest = ", ".join(
-                f"{side} {speeds[f'{side} {batch}'][-1]:.1f}" for side in (FULL, EXACT)
-            )
-            print(f"round {number + 1}, {batch} at once: {latest} tokens/s", flush=True)
+                    raise SystemExit("answers differ from those at full depth and batch 1")
     return dict(speeds), num_differing
 
 
@@ -159,12 +105,35 @@ def print_table(
     median = {key: statistics.median(values) for key, values in speeds.items()}
     same = f"{num_differing} answers differ from" if num_differing else "every answer as under"
     print(f"\n{title}; {same} full depth alone")
-    print("| requests at once | full tokens/s | exact tokens/s | exact / full | full / full at 1 |")
-    print("|---|---|---|---|---|")
-    first = median[f"{FULL} {batches[0]}"]
+    head("requests at once", "full tokens/s", "exact tokens/s", "exact / full", "full / full at 1")
     for batch in batches:
-        full, exact = median[f"{FULL} {batch}"], median[f"{EXACT} {batch}"]
-        print(f"| {batch} | {full:.1f} | {exact:.1f} | {exact / full:.2f} | {full / first:.2f} |")
+        full, exact = median[f"full {batch}"], median[f"exact {batch}"]
+        ratios = exact / full, full / median[f"full {batches[0]}"]
+        row(batch, f"{full:.1f}", f"{exact:.1f}", *(f"{ratio:.2f}" for ratio in ratios))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints the tables of one model."""
+    loaded, ladder = load(options), read_ladder(options.router)
+    prompts = first_turns(loaded, options.prompts, options.per_task)
+    most = max(MAX_RUNNING, *options.batch)
+    for title in options.tables:
+        with Engine(loaded, prefix_cache_bytes=TABLES[title], max_running=most) as engine:
+            engine.warm_up()
+            found = measure(engine, ladder, prompts, options.batch, options.rounds)
+        print_table(title, *found, options.batch)
+    print(f"{described(options.device)}, {loaded.model.dtype}")
+
+
+def main() -> None:
+    parser = make_parser(__doc__, router=True, many=True)
+    add_device(parser)
+    add_prompts(parser, 3)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
+    for options in each_model(parser):
+        run(options)
 
 
 if __name__ == "__main__":

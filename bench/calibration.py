@@ -12,7 +12,6 @@ instead of Spec-Bench, and a router that goes on from the first --router with `-
 
 import argparse
 import json
-import math
 import statistics
 import tempfile
 from pathlib import Path
@@ -21,17 +20,15 @@ from typing import Any
 import neap_engine
 from bench.decode_figures import EXACT, FULL, MAX_LADDERS, measure, print_tables, summarise
 from bench.machine import described
-from bench.options import add_prompts, make_parser, parsed
-from bench.prompts import BenchPrompt, read_prompts
+from bench.options import add_dtypes, add_prompts, load, make_parser, parsed
+from bench.prompts import BenchPrompt, read_prompts, read_texts
 from calibrator_service.calibration.pipeline import CalibrationResult
 from neap_engine.evaluate.sides import neap
-from shared.configured_model import dtype_named
 from shared.engine.engine import Engine
 from shared.ladder.artefact import unpack_ladder
 from shared.ladder.folder import read_router_folder
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 
 # By name: a router, and the seconds that its calibration took.
@@ -41,7 +38,7 @@ Routers = dict[str, tuple[Ladder, float]]
 def main() -> None:
     parser = make_parser(__doc__)
     add_prompts(parser, per_task=4)
-    parser.add_argument("--dtype", help="format that weights are kept in; default: the file's")
+    add_dtypes(parser)
     parser.add_argument("--budgets", type=float, nargs="*", default=[150.0], help="seconds")
     parser.add_argument("--router", type=Path, nargs="*", default=[])
     parser.add_argument("--requests", type=Path)
@@ -52,7 +49,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write seconds and speed-ups here")
     parser.add_argument("--label", help="of the figures in --json; default: the model's id")
     options = parsed(parser)
-    loaded = load_model(options.model, dtype=dtype_named(options.dtype) if options.dtype else None)
+    loaded = load(options)
     routers: Routers = {path.name: read_router(path) for path in options.router}
     if options.requests is None:
         prompts = read_prompts(options.prompts, options.per_task)
@@ -102,7 +99,7 @@ def add_one_kind(
     loaded: LoadedModel, routers: Routers, options: argparse.Namespace
 ) -> list[BenchPrompt]:
     """Adds a router that has learned requests of the kind. Returns the held-out ones."""
-    texts = [json.loads(line)["prompt"] for line in options.requests.read_text().splitlines()]
+    texts = read_texts(options.requests, 0)
     source = neap_engine.SelfGenerated(prompts=tuple(texts[: options.learned]))
     spec = neap_engine.CalibrationSpec(source=source, time_budget_s=options.budgets[0])
     parent = neap_engine.read_parent(options.router[0]) if options.router else None
@@ -121,9 +118,7 @@ def compare(
         sides = {FULL: neap(engine, DepthPolicy(FULL), None, max_tokens)}
         for name, (ladder, _) in routers.items():
             sides[name] = neap(engine, DepthPolicy(EXACT), ladder, max_tokens)
-        for side in sides.values():  # warm-up: binds the ladder, touches memory pages
-            side(list(range(3, 40)))
-        results = measure(loaded, sides, prompts, math.inf)
+        results = measure(loaded, sides, prompts)
     print(described(loaded.device))
     tables = summarise(results)
     print_tables(tables)

@@ -7,13 +7,15 @@ Each cell has three times in ms: of the first draft, of each further draft of a 
 rung drafted. Memory is read before each call, as a verify pass does, so the first step finds no weights in the caches.
 """
 
-import argparse
 from functools import partial
 
 import torch
 
 from bench.floor import available
+from bench.machine import described
+from bench.options import make_parser, parsed
 from bench.stopwatch import ClockStopwatch
+from bench.table import head, row
 from shared import ops
 from shared.ladder.confidence_head import HIGHEST, LOWEST
 from shared.ladder.native_chain import packed_as
@@ -89,18 +91,15 @@ def cell(weights: ChainWeights, count: int, stopwatch: ClockStopwatch) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = make_parser(__doc__, model=False)
     parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--paths", nargs="+", default=["avx512", "avx2"])
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = parsed(parser)
     stopwatch = ClockStopwatch(options.rounds)
-    print(f"{torch.get_num_threads()} threads; this machine serves with {ops.cpu_isa()}")
-    print(f"| format | MB a draft | path | {' | '.join(map(str, options.sequences))} |")
-    print("|---" * (3 + len(options.sequences)) + "|")
+    print(f"{described('cpu')}; this machine serves with {ops.cpu_isa()}")
+    head("format", "MB a draft", "path", *options.sequences)
     paths = available(options.paths)
     with torch.inference_mode():
         for form in options.formats:
@@ -108,10 +107,7 @@ def main() -> None:
             for path in paths:
                 ops.set_cpu_isa(path)
                 cells = [cell(weights, count, stopwatch) for count in options.sequences]
-                print(
-                    f"| {form} | {num_bytes / 1e6:.1f} | {path} | {' | '.join(cells)} |", flush=True
-                )
-    ops.set_cpu_isa("auto")
+                row(form, f"{num_bytes / 1e6:.1f}", path, *cells)
 
 
 if __name__ == "__main__":

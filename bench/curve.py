@@ -5,20 +5,18 @@
 Each file is from `bench.calibration --json` and becomes one line.
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
+from bench.options import make_parser
 from neap_engine.cli.charts import write_panels
 
 TICKS = {150: "150 s", 300: "5 min", 900: "15 min", 3600: "1 h"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser(__doc__, model=False)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

@@ -14,26 +14,33 @@ The router serves all formats, although it was made for one: a format that chang
 import argparse
 import json
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bench.decode_figures import EXACT, FULL, MAX_LADDERS, measure, print_tables, summarise
-from bench.decode_formats import print_formats, sides_by_format, tables_by_format
-from bench.forms import add_formats, forms
-from bench.hugging_face import HF, hugging_face
+from bench.forms import Form, add_formats, forms
 from bench.machine import described
-from bench.options import add_device, add_prompts, make_parser, parsed
+from bench.options import (
+    add_device,
+    add_prompts,
+    each_model,
+    load,
+    make_parser,
+    silence_transformers,
+)
+from bench.peers.engines.neap import adopted
 from bench.prompts import PLAIN_TEXT_NOTE, read_prompts, takes_chat
-from neap_engine.evaluate.sides import Side, neap
+from neap_engine.evaluate.sides import Side, TimedAnswer, in_process, neap
+from neap_engine.evaluate.transformers_sides import GENERATE, transformers_sides
 from shared.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
-from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
 
@@ -55,76 +62,101 @@ def levers(ladder: Ladder, vocabulary_size: int) -> dict[str, Ladder]:
     return found
 
 
-@contextmanager
-def usual_sides(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[dict[str, Side]]:
+def usual_sides(
+    loaded: LoadedModel, options: argparse.Namespace, stack: ExitStack
+) -> dict[str, Side]:
     """Our full depth, Hugging Face, parts of the ladder, and exact, as the options name them."""
+    engine = stack.enter_context(Engine(loaded, prefix_cache_bytes=0, max_ladders=MAX_LADDERS))
+    engine.warm_up()
+    sides = {FULL: neap(engine, DepthPolicy(FULL), None, options.max_tokens)}
+    if not options.no_hf:
+        where = {"device": options.device}
+        answer = in_process(transformers_sides, options.model, where, options.max_tokens)
+        generate = stack.enter_context(answer)
+        sides[GENERATE] = lambda ids: generate((GENERATE, ids, []))
     ladder = read_ladder(options.router)
-    with ExitStack() as stack:
-        engine = stack.enter_context(Engine(loaded, prefix_cache_bytes=0, max_ladders=MAX_LADDERS))
-        engine.warm_up()
-        full, exact = DepthPolicy(FULL), DepthPolicy(EXACT)
-        sides: dict[str, Side] = {FULL: neap(engine, full, None, options.max_tokens)}
-        if not options.no_hf:
-            sides[HF] = stack.enter_context(
-                hugging_face(options.model, options.max_tokens, options.device)
-            )
-        if options.levers is not None:
-            for name, part in levers(ladder, loaded.vocabulary_size).items():
-                if name in options.levers or not options.levers:
-                    sides[name] = neap(engine, exact, part, options.max_tokens)
-        sides[EXACT] = neap(engine, exact, ladder, options.max_tokens)
-        for folder in options.beside:
-            sides[f"{EXACT}, {folder.name}"] = neap(
-                engine, exact, read_ladder(folder), options.max_tokens
-            )
-        yield sides
+    ladders = {}
+    if options.levers is not None:
+        ladders = levers(ladder, loaded.vocabulary_size)
+        ladders = {name: ladders[name] for name in options.levers or ladders}
+    ladders[EXACT] = ladder
+    ladders |= {f"{EXACT}, {folder.name}": read_ladder(folder) for folder in options.beside}
+    for name, part in ladders.items():
+        sides[name] = neap(engine, DepthPolicy(EXACT), part, options.max_tokens)
+    return sides
 
 
-def main() -> None:
-    parser = make_parser(__doc__, router=True)
-    add_device(parser)
-    add_formats(parser)
-    add_prompts(parser, 0)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument(
-        "--levers",
-        nargs="*",
-        help="also exact with these parts of the ladder alone; all parts if none is named",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=math.inf,
-        help="after this time no further prompt is started",
-    )
-    parser.add_argument(
-        "--beside", type=Path, nargs="*", default=[], help="folders of other routers"
-    )
-    parser.add_argument("--no-hf", action="store_true")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parsed(parser)
-    if options.formats and (options.device != "cpu" or options.levers is not None):
-        parser.error("--formats compares full and exact on a CPU, without --levers")
-    loaded = load_model(options.model, device=options.device)
+def answers_in(
+    form: Form, router: Path, max_tokens: int
+) -> Callable[[tuple[str, list[int]]], TimedAnswer]:
+    """Loads a form of the model. The function that is returned answers (FULL or EXACT, prompt)."""
+    silence_transformers()
+    loaded = form.load()
+    engine = Engine(loaded, prefix_cache_bytes=0)
+    engine.warm_up()
+    sides = {
+        FULL: neap(engine, DepthPolicy(FULL), None, max_tokens),
+        EXACT: neap(engine, DepthPolicy(EXACT), adopted(router, loaded), max_tokens),
+    }
+    return lambda task: sides[task[0]](task[1])
+
+
+def sides_by_format(options: argparse.Namespace, stack: ExitStack) -> dict[str, Side]:
+    """Full depth and exact in each form, as "FORMAT full" and "FORMAT exact"."""
+
+    def side(run: Callable[[Any], Any], policy: str) -> Side:
+        return lambda ids: run((policy, ids))
+
+    sides: dict[str, Side] = {}
+    for form in forms(options):
+        run = stack.enter_context(in_process(answers_in, form, options.router, options.max_tokens))
+        sides |= {f"{form.weights} {policy}": side(run, policy) for policy in (FULL, EXACT)}
+    return sides
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Prints the tables of one model, and returns them."""
+    loaded = load(options)
     prompts = read_prompts(options.prompts, options.per_task)
     if not takes_chat(loaded):
         print(PLAIN_TEXT_NOTE)
     with ExitStack() as stack:
         if options.formats:
-            chosen = forms(options)
-            sides = stack.enter_context(sides_by_format(chosen, options.router, options.max_tokens))
+            sides = sides_by_format(options, stack)
         else:
-            sides = stack.enter_context(usual_sides(loaded, options))
-        for side in sides.values():  # warm-up: binds the ladder, touches memory pages
-            side(list(range(3, 40)))
+            sides = usual_sides(loaded, options, stack)
         results = measure(loaded, sides, prompts, options.seconds)
-    print(f"{described(options.device)}, computes in {loaded.model.dtype}")
-    tables = tables_by_format(results, options.formats) if options.formats else summarise(results)
+    bases = {f"{name} {policy}": f"{name} {FULL}" for name in options.formats or () for policy in (FULL, EXACT)}  # fmt: skip
+    tables = summarise(results, bases)
     if not tables:
-        parser.exit(1, "nothing was measured\n")
-    (print_formats if options.formats else print_tables)(tables)
-    if options.json:
-        options.json.write_text(json.dumps(tables, indent=1))
+        raise SystemExit("nothing was measured")
+    print(f"{described(options.device)}, computes in {loaded.model.dtype}")
+    print_tables(tables)
+    return tables
+
+
+def main() -> None:
+    parser = make_parser(__doc__, router=True, many=True)
+    add_device(parser)
+    add_formats(parser)
+    add_prompts(parser, 0)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument(
+        "--levers", nargs="*", help="also exact with these parts of the ladder alone; all if none is named"
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="after these no prompt is started"
+    )
+    parser.add_argument("--beside", type=Path, nargs="*", default=[], help="other routers")
+    parser.add_argument("--no-hf", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    figures = {}
+    for options in each_model(parser):
+        if options.formats and (options.device != "cpu" or options.levers is not None):
+            parser.error("--formats compares full and exact on a CPU, without --levers")
+        figures[options.model] = run(options)
+        if options.json:
+            options.json.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ round, so that a busy machine slows all of them alike.
 """
 
 import gc
-import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,7 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 from bench.forms import Form, add_formats, forms
 from bench.machine import described
-from bench.options import make_parser, parsed
+from bench.options import each_model, make_parser
+from bench.stopwatch import medians_s
+from bench.table import head, row
 from shared import ops
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
@@ -52,12 +52,6 @@ def model_pass(runner: Runner, num_tokens: int, context: int) -> Callable[[], Te
     return lambda: runner.logits(runner.run(own, cache, first=0, last=depth, base=context))
 
 
-def timed_ms(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return (time.perf_counter() - start) * 1e3
-
-
 def available(paths: Sequence[str]) -> list[str]:
     """The paths that this machine has."""
     found = []
@@ -77,44 +71,44 @@ def measure(
     """(bytes of the matrices, median ms by path and number of tokens, and of the floor by (FLOOR, 0))."""
     loaded = form.load()
     num_bytes = weight_bytes(loaded)
-    block = torch.ones(num_bytes // 4)
     runner = ContiguousRunner(loaded)
+
+    def on(path: str, run: Callable[[], object]) -> Callable[[], object]:
+        def switched() -> None:
+            ops.set_cpu_isa(path)
+            run()
+
+        return switched
+
     passes = {count: model_pass(runner, count, context) for count in token_counts}
-    samples: dict[tuple[str, int], list[float]] = {(FLOOR, 0): []}
-    samples |= {(path, count): [] for path in paths for count in token_counts}
-    for index in range(rounds + 1):
-        for (path, count), own in samples.items():
-            ops.set_cpu_isa("auto" if path == FLOOR else path)
-            taken = timed_ms(block.sum if path == FLOOR else passes[count])
-            if index:  # the first round touches memory
-                own.append(taken)
+    runs: dict[tuple[str, int], Callable[[], object]]
+    runs = {(FLOOR, 0): torch.ones(num_bytes // 4).sum}
+    runs |= {(path, count): on(path, passes[count]) for path in paths for count in token_counts}
+    medians = medians_s(runs, rounds)
     ops.set_cpu_isa("auto")
-    return num_bytes, {key: statistics.median(values) for key, values in samples.items()}
+    return num_bytes, {key: 1e3 * seconds for key, seconds in medians.items()}
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, many=True)
     add_formats(parser)
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--context", type=int, default=200, help="tokens in the cache")
     parser.add_argument("--rounds", type=int, default=15)
-    options = parsed(parser)
-    paths, serving = available(options.paths), ops.cpu_isa()
-    print(f"{described('cpu')}; {serving} serves on this machine")
-    print(f"| format | MB | floor | path | {' | '.join(map(str, options.tokens))} |")
-    print("|---" * (4 + len(options.tokens)) + "|")
-    for form in forms(options):
-        num_bytes, medians = measure(form, paths, options.tokens, options.context, options.rounds)
-        gc.collect()  # models hold cycles, and the next form needs the memory
-        floor = medians[FLOOR, 0]
-        for path in paths:
-            cells = " | ".join(
-                f"{medians[path, count]:.1f} ({medians[path, count] / floor:.2f}x)"
-                for count in options.tokens
-            )
-            name = f"**{path}**" if path == serving else path
-            print(f"| {form.weights} | {num_bytes / 1e6:.0f} | {floor:.1f} | {name} | {cells} |")
+    for options in each_model(parser):
+        paths, serving = available(options.paths), ops.cpu_isa()
+        print(f"{described('cpu')}; {serving} serves on this machine")
+        head("format", "MB", "floor", "path", *options.tokens)
+        for form in forms(options):
+            num_bytes, ms = measure(form, paths, options.tokens, options.context, options.rounds)
+            gc.collect()  # models hold cycles, and the next form needs the memory
+            floor = ms[FLOOR, 0]
+            for path in paths:
+                own = [ms[path, count] for count in options.tokens]
+                cells = [f"{one:.1f} ({one / floor:.2f}x)" for one in own]
+                name = f"**{path}**" if path == serving else path
+                row(form.weights, f"{num_bytes / 1e6:.0f}", f"{floor:.1f}", name, *cells)
 
 
 if __name__ == "__main__":

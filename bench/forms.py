@@ -36,6 +36,10 @@ def add_formats(parser: argparse.ArgumentParser) -> None:
         help=f"formats of weights: {', '.join(FORMATS)}. Those of GGUF are made from a folder by llama.cpp, which is compiled once. "
         "Default: as the model is stored",
     )
+    add_cache(parser)
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", type=Path, default=platformdirs.user_cache_path("neap-bench"))
 
 

@@ -4,8 +4,8 @@ For measuring speed at sizes that are too large to train a ladder for. The model
 model of its shape, but the rate at which exits are right is set by construction. **It says nothing about how often real exits are
 right.**
 
-- The tokens in use form one cycle: the LM head's row of t's successor is t's embedding, so the model answers t with it. The cycle is
-  so long that the draft vocabulary holds the wanted share of it.
+- The tokens in use form one cycle: the LM head's row of t's successor is t's embedding, so the model answers t with it. The draft
+  vocabulary holds the wanted share of it.
 - Layers before the last exit have random weights. Their output projections are scaled down so that the embedding dominates the state.
   In deeper layers the output projections are 0: they are read and multiplied as usual but add nothing. So the state at the last exit
   is the final state, and exit and full model differ only where the next token is not in the draft vocabulary.

@@ -1,7 +1,6 @@
 """A one-line description of the machine, as bench/RESULTS.md has it beside every table."""
 
 import platform
-import shutil
 import subprocess
 from datetime import date
 
@@ -28,16 +27,12 @@ def described(device: str | torch.device) -> str:
 
 
 def _driver(uuid: str) -> str:
-    """The driver's version, the GPU's highest SM clock and its power limit, from nvidia-smi."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return "not known (no nvidia-smi)"
+    """The driver's version, the GPU's highest SM clock and its power limit."""
     # By UUID: nvidia-smi's indices differ from torch's if CUDA_VISIBLE_DEVICES hides devices.
-    device, fields = f"GPU-{uuid}", "driver_version,clocks.max.sm,power.limit"
-    answer = subprocess.run(
-        [tool, f"--id={device}", f"--query-gpu={fields}", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return answer.stdout.strip() if answer.returncode == 0 else "not known (nvidia-smi failed)"
+    fields = "driver_version,clocks.max.sm,power.limit"
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "not known"
+    return answer.stdout.strip()

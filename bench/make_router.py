@@ -12,64 +12,36 @@ are trained by gradients after they have been solved. A run that was killed cont
 
 import argparse
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench.machine import described
-from bench.options import add_device, make_parser, parsed
+from bench.options import add_device, add_dtypes, load, make_parser, parsed
 from calibrator_service.calibration.pipeline import calibrate
 from calibrator_service.calibration.plan import MAX_EPOCHS, resolve
-from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from neap_engine.cli.calibrate import read_prompts
 from neap_engine.cli.learned_view import print_learned
-from shared.configured_model import dtype_named
+from neap_engine.progress import ProgressLine
 from shared.ladder.folder import read_router_folder
-from shared.model.load import load_model
 
 PROGRAM = "bench.make_router"
 TREE = Path(__file__).parents[1]
 DEFAULT_HOURS = 8.0
 NICENESS = 10
-SHOW_INTERVAL_S = 10.0
 # The options that decide what the router is, besides --model; the others say where files lie and how the process runs.
 RECORDED = (
     "model_id", "device", "dtype", "compute_dtype", "hours", "tokens", "prompts", "max_new_tokens", "seed",
 )  # fmt: skip
 
 
-class Show:
-    """Prints progress at each new phase and every SHOW_INTERVAL_S seconds, with tokens per second while text is generated."""
-
-    def __init__(self) -> None:
-        self._phase, self._shown_s, self._written = "", 0.0, 0.0
-
-    def __call__(self, progress: Progress) -> None:
-        now = time.monotonic()
-        if progress.phase == self._phase and now - self._shown_s < SHOW_INTERVAL_S:
-            return
-        written = progress.figures.get("generated_tokens", 0.0)
-        rate = (written - self._written) / (now - self._shown_s)
-        speed = f", {rate:,.0f} tokens/s" if 0 < self._written < written else ""
-        print(f"{progress.phase} {progress.fraction:.0%}{speed}", flush=True)
-        self._phase, self._shown_s, self._written = progress.phase, now, written
-
-
 def parser() -> argparse.ArgumentParser:
     made = make_parser(__doc__)
     add_device(made)
     made.add_argument("--model-id", default="smollm2-135m-instruct")
-    made.add_argument(
-        "--dtype", choices=["float32", "float16", "bfloat16"],
-        help="of the model; default: float32 on a CPU, the checkpoint's own on a GPU",
-    )  # fmt: skip
-    made.add_argument(
-        "--compute-dtype", choices=["float32", "bfloat16", "int8"],
-        help="multiply in it on a CPU, as --compute-dtype of the services",
-    )  # fmt: skip
+    add_dtypes(made)
     made.add_argument(
         "--hours", type=float, help=f"default: {DEFAULT_HOURS:g}, or none with --tokens"
     )
@@ -121,18 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(parser(), arguments)
     os.nice(options.nice)
     print(described(options.device))
-    loaded = load_model(
-        options.model,
-        model_id=options.model_id,
-        dtype=dtype_named(options.dtype or "auto"),
-        compute_dtype=dtype_named(options.compute_dtype or "auto"),
-        device=options.device,
-    )
+    loaded = load(options, model_id=options.model_id)
     spec = spec_of(options)
     plan = resolve(spec, loaded)
     training = f"at most {MAX_EPOCHS} epochs of training" if plan.trains else "no training"
     print(f"{loaded.model.dtype}, {plan.rows} rows decoded together, {training}")
-    result = calibrate(loaded, spec, work_dir=options.work_dir, progress=Show())
+    result = calibrate(loaded, spec, work_dir=options.work_dir, progress=ProgressLine())
     replace(result, report={**result.report, "made_by": made_by(options)}).save(options.out)
     manifest, blobs = read_router_folder(options.out)
     print_learned(manifest)

@@ -18,19 +18,18 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from threading import Event
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
+from bench.answers import answer_all
 from bench.forms import add_formats, forms
 from bench.machine import described
-from bench.options import make_parser, parsed
+from bench.options import each_model, make_parser
+from bench.table import head, row
 from shared import ops
 from shared.engine import step as step_module
 from shared.engine.engine import Engine
-from shared.engine.request.handle import EngineEvent
-from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
 from shared.engine.verification import verify
@@ -69,15 +68,11 @@ class StepProfile:
             (GatedModel, "logits", self._timed("logits", GatedModel.logits)),
             (step_module, "verify", self._timed("verify", verify)),
         ]
-        before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-        for owner, name, function in replaced:
-            setattr(owner, name, function)
-        try:
+        with ExitStack() as stack:
+            stack.callback(profile_layers, False)
+            for place in replaced:
+                stack.enter_context(mock.patch.object(*place))
             yield
-        finally:
-            for owner, name, function in before:
-                setattr(owner, name, function)
-            profile_layers(False)
 
     def _timed(self, title: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -115,66 +110,54 @@ class StepProfile:
 
 def measure(loaded: LoadedModel, num_tokens: int, context: int, num_steps: int) -> list[Sample]:
     """The samples of `num_steps` steps of `num_tokens` tokens. Raises `UnsupportedModel` if the layers do not run as one op each."""
-    profile, ended = StepProfile(num_tokens), [Event() for _ in range(num_tokens)]
+    profile = StepProfile(num_tokens)
+    num_usual_tokens = loaded.vocabulary_size - FIRST_TOKEN
+    prompts = [
+        [FIRST_TOKEN + (number + at) % num_usual_tokens for at in range(context)]
+        for number in range(num_tokens)
+    ]
+    # Prompts are read one after another, so the first request generates while others are still in prefill.
+    max_tokens = num_steps + WARM_UP_STEPS + 2 + num_tokens * (1 + context // 32)
     with (
         profile.measuring(),
         Engine(loaded, prefix_cache_bytes=0, max_running=num_tokens) as engine,
     ):
         engine.warm_up()
-        num_usual_tokens = loaded.vocabulary_size - FIRST_TOKEN
-        # Prompts are read one after another, so the first request generates while others are still in prefill.
-        max_tokens = num_steps + WARM_UP_STEPS + 2 + num_tokens * (1 + context // 32)
-        for number, event in enumerate(ended):
-            engine.submit(
-                GenerationRequest(
-                    tuple(FIRST_TOKEN + (number + at) % num_usual_tokens for at in range(context)),
-                    stopping=StoppingParams(max_tokens=max_tokens, ignore_eos=True),
-                    policy=DepthPolicy("full"),
-                ),
-                on_event=partial(_set_at_end, event),
-            )
-        for event in ended:
-            event.wait()
+        answer_all(engine, prompts, DepthPolicy("full"), max_tokens=max_tokens, ignore_eos=True)
     samples = profile.samples[WARM_UP_STEPS : WARM_UP_STEPS + num_steps]
     if not samples or not any(sample["matrices"] for sample in samples):
         raise UnsupportedModel(f"the layers of {loaded.architecture} do not run as one op each")
     return samples
 
 
-def _set_at_end(ended: Event, event: EngineEvent) -> None:
-    if event is None:
-        ended.set()
-
-
-def row(samples: Sequence[Sample]) -> str:
-    """The cells of a table: the whole step, then each title's time and share."""
+def cells(samples: Sequence[Sample]) -> list[str]:
+    """Of a table: the whole step, then each title's time and share."""
     medians = {title: statistics.median(each[title] for each in samples) for title in TITLES}
     total = statistics.median(sum(each.values()) for each in samples)
-    cells = [f"{1e3 * total:.1f}"]
+    found = [f"{1e3 * total:.1f}"]
     for title, seconds in medians.items():
         share = seconds / total
         mark = " !" if title not in MATRICES and share > LARGEST_SHARE else ""
-        cells.append(f"{1e3 * seconds:.2f} ({share:.0%}){mark}")
-    return " | ".join(cells)
+        found.append(f"{1e3 * seconds:.2f} ({share:.0%}){mark}")
+    return found
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, many=True)
     add_formats(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--context", type=int, default=200, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=20)
-    options = parsed(parser)
-    print(f"{described('cpu')}, {ops.cpu_isa()}")
-    print(f"| format | tokens | step | {' | '.join(TITLES)} |")
-    print("|---" * (3 + len(TITLES)) + "|")
-    for form in forms(options):
-        loaded = form.load()
-        for count in options.tokens:
-            samples = measure(loaded, count, options.context, options.steps)
-            print(f"| {form.weights} | {count} | {row(samples)} |", flush=True)
-        del loaded
-        gc.collect()  # models hold cycles, and the next form needs the memory
+    for options in each_model(parser):
+        print(f"{described('cpu')}, {ops.cpu_isa()}")
+        head("format", "tokens", "step", *TITLES)
+        for form in forms(options):
+            loaded = form.load()
+            for count in options.tokens:
+                samples = measure(loaded, count, options.context, options.steps)
+                row(form.weights, count, *cells(samples))
+            del loaded
+            gc.collect()  # models hold cycles, and the next form needs the memory
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import TypeVar
 
 from shared.engine.request.prompt import encode_prompt
+from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
 
 DEFAULT_FILE = Path(__file__).parent / "data" / "spec_bench_dev.jsonl"
@@ -21,6 +23,9 @@ TASKS = {
 MULTI_TURN = "multi-turn"
 MAX_CHARACTERS = 600
 PLAIN_TEXT_NOTE = "the model has no chat template: prompts are sent as plain text"
+
+
+Prompt = TypeVar("Prompt")
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,15 @@ def read_prompts(path: Path = DEFAULT_FILE, per_task: int = 0) -> list[BenchProm
     chosen = [_spread(prompts, per_task) for prompts in by_task.values()]
     # Tasks alternate, so that a run that is cut short covers all of them.
     return [prompt for turn in zip_longest(*chosen) for prompt in turn if prompt is not None]
+
+
+def read_texts(path: Path, count: int) -> Sequence[str]:
+    """`count` prompts, evenly spaced over a file of JSON lines; the first turn of those with several. Raises `InvalidInput`."""
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]  # fmt: skip
+    texts = [str(record["turns"][0]) if "turns" in record else record.get("prompt", record.get("question")) for record in records]  # fmt: skip
+    if not texts or None in texts:
+        raise InvalidInput(f"{path} has no prompts, or a line without turns, prompt or question")
+    return _spread(texts, count)
 
 
 def encode_turns(loaded: LoadedModel, turns: Sequence[str]) -> list[int]:
@@ -76,7 +90,7 @@ def plain_text(turns: Sequence[str]) -> str:
     return "\n\n".join(turns)
 
 
-def _spread(prompts: Sequence[BenchPrompt], count: int) -> Sequence[BenchPrompt]:
+def _spread(prompts: Sequence[Prompt], count: int) -> Sequence[Prompt]:
     """`count` of the prompts, evenly spaced so that every category of a task occurs; all for 0."""
     if not count or count >= len(prompts):
         return prompts

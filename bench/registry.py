@@ -4,55 +4,51 @@ It publishes to that registry, under the model "bench". Prints medians in millis
 journal, as a process does that opens a registry without Redis.
 """
 
-import argparse
-import statistics
-import time
 import uuid
-from collections.abc import Callable
+from itertools import count
 
+from bench.options import make_parser, parsed
+from bench.stopwatch import medians_s, seconds_of
+from bench.table import head, row
+from bench.worker import MODEL_ID
 from shared.registry.factory import open_registry
 
-MODEL = "bench"
 BLOB_BYTES = 1 << 20
 
 
-def median_ms(call: Callable[[int], object], count: int) -> float:
-    """Median time of `count` calls, which get their number as argument."""
-    times_s = []
-    for number in range(count):
-        started_s = time.perf_counter()
-        call(number)
-        times_s.append(time.perf_counter() - started_s)
-    return statistics.median(times_s) * 1e3
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = make_parser(__doc__, model=False)
     parser.add_argument("--registry", required=True, metavar="URL")
     parser.add_argument("--records", type=int, default=1000, help="journal records to restore")
-    options = parser.parse_args()
+    options = parsed(parser)
     registry = open_registry(options.registry)
-    run = uuid.uuid4().hex
+    name, numbers = uuid.uuid4().hex, count()
 
-    def publish(number: int) -> object:
-        blob = f"{run}-{number}".encode().ljust(BLOB_BYTES)
-        return registry.publish(MODEL, {"n": number}, {"x": blob}, request_id=f"{run}-{number}")
+    def publish() -> object:
+        key = f"{name}-{next(numbers)}"
+        blobs = {"x": key.encode().ljust(BLOB_BYTES)}
+        return registry.publish(MODEL_ID, {"n": key}, blobs, request_id=key)
 
-    print(f"publish 1 MiB    {median_ms(publish, 20):8.1f} ms")
-    newest = registry.resolve(MODEL, "latest").version
-    print(f"resolve an alias {median_ms(lambda _: registry.resolve(MODEL, 'latest'), 500):8.2f} ms")
-    moves = median_ms(
-        lambda number: registry.set_alias(MODEL, "stable", newest - number % 2),
-        max(2, options.records - 20),
-    )
-    print(f"move an alias    {moves:8.1f} ms")
-    num_events = registry.last_event(MODEL)
-    started_s = time.perf_counter()
-    if options.registry.startswith("redis"):
-        registry.rebuild(MODEL)
-    else:
-        open_registry(options.registry).last_event(MODEL)
-    print(f"index of {num_events} events {time.perf_counter() - started_s:.2f} s")
+    def resolve() -> int:
+        return registry.resolve(MODEL_ID, "latest").version
+
+    def move() -> object:
+        return registry.set_alias(MODEL_ID, "stable", newest - next(numbers) % 2)
+
+    head("operation", "median ms")
+    row("publish 1 MiB", f"{1e3 * medians_s({0: publish}, 20, 0)[0]:.1f}")
+    newest = resolve()
+    row("resolve an alias", f"{1e3 * medians_s({0: resolve}, 500, 0)[0]:.2f}")
+    row("move an alias", f"{1e3 * medians_s({0: move}, max(2, options.records - 20), 0)[0]:.1f}")
+    num_events = registry.last_event(MODEL_ID)
+
+    def restore() -> None:
+        if options.registry.startswith("redis"):
+            registry.rebuild(MODEL_ID)
+        else:
+            open_registry(options.registry).last_event(MODEL_ID)
+
+    row(f"make an index of {num_events} events", f"{1e3 * seconds_of(restore):.0f}")
     registry.close()
 
 

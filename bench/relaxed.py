@@ -6,16 +6,16 @@ Prompts are Spec-Bench's first turns, and `--drawn` prompts drawn as the calibra
 requests at a time.
 """
 
+import argparse
 import json
 import tempfile
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-from bench.options import make_parser, parsed
+from bench.batch import closed_loop
+from bench.options import each_model, load, make_parser
 from bench.prompts import DEFAULT_FILE, first_turns
+from bench.table import head, row
 from calibrator_service.calibration.report.certificate import binomial_cdf
 from calibrator_service.calibration.text.engine_writer import EngineWriter
 from calibrator_service.calibration.text.risk_answers import Limits, RiskAnswerGenerator
@@ -25,7 +25,6 @@ from shared.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk
-from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
 
@@ -33,10 +32,8 @@ DRAWN_SEED = 1_000_003
 # Requests sent at once.
 AT_ONCE = 4
 
-Ids = tuple[int, ...]
 
-
-def drawn(loaded: LoadedModel, count: int, num_tokens: int) -> list[Ids]:
+def drawn(loaded: LoadedModel, count: int, num_tokens: int) -> list[list[int]]:
     """Prompts from the distribution that the bound is certified for. A calibration with another seed saw none of them, except by
     chance."""
     config = SelfGenerationConfig(seed=DRAWN_SEED, max_new_tokens=num_tokens)
@@ -44,70 +41,47 @@ def drawn(loaded: LoadedModel, count: int, num_tokens: int) -> list[Ids]:
     with tempfile.TemporaryDirectory() as folder, closing(writer):
         generator = RiskAnswerGenerator(loaded, config, Path(folder), lambda _: False)
         answers = generator.answers(Limits(count, 64, float("inf")), writer, Pace())
-    return [answer.prompt for answer in answers]
-
-
-def differing(
-    engine: Engine, prompts: Sequence[Ids], thresholds: Sequence[float], num_tokens: int
-) -> dict[float, int]:
-    """Number of prompts on which the answer under `relaxed` differs from the one under `full`, by threshold."""
-
-    def answers(policy: DepthPolicy) -> list[Ids]:
-        def answer(prompt: Ids) -> Ids:
-            return engine.generate(prompt, policy=policy, max_tokens=num_tokens).token_ids
-
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            return list(pool.map(answer, prompts))
-
-    full = answers(DepthPolicy("full"))
-    return {
-        threshold: sum(
-            said != expected
-            for said, expected in zip(
-                answers(DepthPolicy("relaxed", threshold=threshold)), full, strict=True
-            )
-        )
-        for threshold in thresholds
-    }
+    return [list(answer.prompt) for answer in answers]
 
 
 def main() -> None:
-    parser = make_parser(__doc__, router=True)
+    parser = make_parser(__doc__, router=True, many=True)
     parser.add_argument("--thresholds", type=float, nargs="*", help="default: the certified ones")
     parser.add_argument("--per-task", type=int, default=6, help="of Spec-Bench; 0: none")
     parser.add_argument("--drawn", type=int, default=0)
-    options = parsed(parser)
-    manifest = json.loads((options.router / "manifest.json").read_text())
-    risk = PublishedRisk.of(manifest)
+    for options in each_model(parser):
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Prints the table of one model."""
+    risk = PublishedRisk.of(json.loads((options.router / "manifest.json").read_text()))
     if risk is None:
-        parser.error("the router publishes no bound")
-    thresholds = options.thresholds or [bound.value for bound in risk.bounds]
+        raise SystemExit("the router publishes no bound")
     num_tokens = risk.num_tokens or 128
-    loaded = load_model(options.model)
-    sources: dict[str, list[Ids]] = {}
+    loaded, ladder = load(options), read_ladder(options.router)
+    sources: dict[str, list[list[int]]] = {}
     if options.per_task:
-        turns = first_turns(loaded, DEFAULT_FILE, options.per_task)
-        sources["Spec-Bench"] = [tuple(ids) for ids in turns]
+        sources["Spec-Bench"] = first_turns(loaded, DEFAULT_FILE, options.per_task)
     if options.drawn:
         sources["drawn"] = run_in_own_thread(drawn, loaded, options.drawn, num_tokens)
-    print(
-        "| prompts | threshold | certified: differs on at most | differs on | P[so many or more] |"
+    head(
+        "prompts", "threshold", "certified: differs on at most", "differs on", "P[so many or more]"
     )
-    print("|---|---|---|---|---|")
-    with Engine(loaded, read_ladder(options.router)) as engine:
+    with Engine(loaded) as engine:
         engine.warm_up()
         for name, prompts in sources.items():
-            start_s = time.perf_counter()
-            for threshold, count in differing(engine, prompts, thresholds, num_tokens).items():
+            _, full = closed_loop(engine, "full", None, prompts, AT_ONCE, num_tokens)
+            for threshold in options.thresholds or [bound.value for bound in risk.bounds]:
+                policy = DepthPolicy("relaxed", threshold=threshold)
+                _, said = closed_loop(engine, policy, ladder, prompts, AT_ONCE, num_tokens)
+                count = sum(one != other for one, other in zip(said, full, strict=True))
                 bound = risk.epsilon_at(threshold)
                 share, chance = "nothing certified", ""
                 if bound is not None:
                     share = f"{bound:.1%}"
                     chance = f"{1 - binomial_cdf(count - 1, len(prompts), bound):.3f}"
-                print(
-                    f"| {name} | {threshold:g} | {share} | {count} of {len(prompts)} | {chance} |"
-                )
-            print(f"\n{name}: {time.perf_counter() - start_s:.0f} s\n", flush=True)
+                row(name, f"{threshold:g}", share, f"{count} of {len(prompts)}", chance)
 
 
 if __name__ == "__main__":

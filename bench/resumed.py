@@ -8,6 +8,7 @@ the longest time between two tokens of answers that moved, and of the others; ho
 those of an uninterrupted run, which ends the program.
 """
 
+import argparse
 import signal
 import statistics
 import tempfile
@@ -23,12 +24,12 @@ from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.requests import generate_request
 
 from bench.machine import described
-from bench.options import add_prompts, make_parser, parsed
+from bench.options import add_prompts, each_model, make_parser
 from bench.prompts import read_prompts
-from bench.worker import MODEL_ID, publish_router, worker_process
+from bench.table import head, row
+from bench.worker import MODEL_ID, READY_S, publish_router, worker_process
 
 NUM_STREAMS = 4
-READY_S = 300.0
 FLAGS = ("--threads", "1", "--grace-s", "1", "--drain-timeout-s", "3600")
 
 
@@ -87,11 +88,17 @@ def interrupted(
 
 
 def main() -> None:
-    parser = make_parser(__doc__, router=True)
+    parser = make_parser(__doc__, router=True, many=True)
     add_prompts(parser, per_task=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=256)
-    options = parsed(parser)
+    for options in each_model(parser):
+        print(described("cpu"))
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Prints the table of one model."""
     prompts = read_prompts(options.prompts, options.per_task)[:NUM_STREAMS]
     requests = [
         generate_request(
@@ -104,18 +111,13 @@ def main() -> None:
         )
         for number, one in enumerate(prompts)
     ]
-    print(described("cpu"))
-    print(
-        "\n| the worker | answers that moved | their longest gap, ms | that of the others, ms | worker ended after, s |"
-    )
-    print("|---|---|---|---|---|")
+    head("the worker", "answers that moved", "their longest gap, ms", "that of the others, ms", "worker ended after, s")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         registry = Path(folder) / "registry"
         publish_router(options.router, registry)
         for name, how in (("is killed", signal.SIGKILL), ("is told to end", signal.SIGTERM)):
             rounds = [
-                interrupted(str(options.model), registry, requests, how)
-                for _ in range(options.rounds)
+                interrupted(options.model, registry, requests, how) for _ in range(options.rounds)
             ]
             moved = [gap for one in rounds for gap in one[0]]
             others = [gap for one in rounds for gap in one[1]]
@@ -124,7 +126,7 @@ def main() -> None:
             of_others = f"{statistics.median(others) * 1e3:.0f}" if others else "none"
             gaps = f"{statistics.median(moved) * 1e3:.0f} (at most {max(moved) * 1e3:.0f})"
             ended_s = statistics.median(one[2] for one in rounds)
-            print(f"| {name} | {len(moved)} | {gaps} | {of_others} | {ended_s:.1f} |", flush=True)
+            row(name, len(moved), gaps, of_others, f"{ended_s:.1f}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Times the ops of exits, choices and paged attention against PyTorch's equivalents and against the time that moving their bytes takes.
+"""Times ops against PyTorch's equivalents and against the time that moving their bytes takes.
 
-    python -m bench.roofline [--device cuda] [--tokens 1 2 4 8] [--threads 2] [--rounds 40] [--json FILE]
+    python -m bench.roofline [--device cuda] [--tokens 1 2 4 8] [--threads 2] [--rounds 40]
 
-SmolLM2's sizes (D 576, 4,587 draft tokens, V 49,152) and those of an 8B Llama (D 4096, 8,192, V 128,256).
+Exits, choices and paged attention; on a CPU also products and attention over a contiguous cache. SmolLM2's sizes (D 576, 4,587 draft tokens, V 49,152) and those of an 8B Llama (D 4096, 8,192, V 128,256).
 
 Microseconds with cold caches (`bench.stopwatch`). On a CPU: lower quartiles, because others may be using the machine; before every
 call 64 MB of other memory are read, as a verify pass would, so weights come from memory. On a GPU: medians of calls in a CUDA graph,
@@ -13,12 +13,11 @@ with the L2 cache swept before each. The contenders of a line take turns within 
 `PyTorch half`: the same with float16 weights.
 """
 
-import argparse
-import json
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +25,11 @@ from torch import Tensor
 
 from bench.gpu import copy_bytes_per_s
 from bench.machine import described
-from bench.plain_draws import PlainDraws
+from bench.options import add_device, make_parser, parsed
 from bench.stopwatch import Contenders, stopwatch
+from bench.table import head, row
 from shared import ops
-from shared.ladder.confidence_head import HIGHEST, LOWEST, ConfidenceHead
+from shared.ladder.confidence_head import HIGHEST, LOWEST, ConfidenceHead, scalar_features
 from shared.ladder.draws import confidence_weights
 from shared.ladder.head_rows import projection
 from shared.ops.choices import choose_greedy, choose_sampled
@@ -43,6 +43,12 @@ TOKENS = {"cpu": (1, 2, 4, 8), "cuda": (1, 8, 32, 64)}
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 HEADS = {576: (9, 3, 64), 4096: (32, 8, 128)}  # query heads, key heads, width of a head
 CONTEXT, BLOCK_TOKENS = 1024, 16
+HIDDEN = {576: 1536, 4096: 14336}  # width within an MLP
+
+
+COLUMNS = ("op", "D", "tokens", "MB", "MFLOP", "floor", "PyTorch", "half", "neap", "PyTorch / neap", "neap / floor", "also")  # fmt: skip
+# Contenders with columns of their own.
+NAMED = ("floor", "PyTorch", "PyTorch half", "neap")
 
 
 @dataclass(frozen=True)
@@ -56,65 +62,71 @@ class Line:
     gflop: float
     times_us: dict[str, float]
 
-    def printed(self) -> str:
-        figures = " ".join(
-            f"{name} {value:8.{self._decimals}f}" for name, value in self.times_us.items()
-        )
-        return (
-            f"{self.op:>15} D={self.width:<5} N={self.tokens:<3} {self.megabytes:8.2f} MB"
-            f" {self.gflop:7.4f} GFLOP  {figures}"
-        )
-
-    def row(self) -> str:
-        """A table row for bench/RESULTS.md. Its ratios: the best of PyTorch's times to ours, and ours to the floor."""
+    def cells(self) -> list[object]:
+        """Of a table in bench/RESULTS.md. Its ratios: the best of PyTorch's times to ours, and ours to the floor."""
         times = self.times_us
+        decimals = 1 if max(times.values()) < 100 else 0
+        us = {name: f"{value:.{decimals}f}" for name, value in times.items()}
         plain = min(times[name] for name in ("PyTorch", "PyTorch half") if name in times)
-        cells = [
-            self.op,
-            self.width,
-            self.tokens,
-            f"{self.megabytes:.2f}",
-            f"{1000 * self.gflop:.1f}",
-        ]
-        cells += [f"{times[name]:.{self._decimals}f}" for name in ("floor", "PyTorch")]
-        cells += [f"{times['PyTorch half']:.1f}" if "PyTorch half" in times else ""]
-        cells += [
-            f"{times['neap']:.{self._decimals}f}",
-            f"{plain / times['neap']:.1f}",
-            f"{times['neap'] / times['floor']:.1f}",
-        ]
-        return f"| {' | '.join(map(str, cells))} |"
-
-    @property
-    def _decimals(self) -> int:
-        return 1 if max(self.times_us.values()) < 100 else 0
+        sizes = [self.op, self.width, self.tokens, f"{self.megabytes:.2f}", f"{1000 * self.gflop:.1f}"]  # fmt: skip
+        ratios = [f"{plain / times['neap']:.1f}", f"{times['neap'] / times['floor']:.1f}"]
+        also = ", ".join(f"{name} {us[name]}" for name in us if name not in NAMED)
+        return [*sizes, *(us.get(name, "") for name in NAMED), *ratios, also]
 
 
 class Bench:
-    """Times contenders in turns, with cold caches. `tokens`: the numbers of tokens to time."""
+    """Times contenders in turns, with cold caches."""
 
-    def __init__(self, device: torch.device, rounds: int, tokens: Sequence[int]) -> None:
-        self.device, self.tokens = device, tuple(tokens)
+    def __init__(self, device: torch.device, rounds: int) -> None:
+        self.device = device
+        self.on_gpu = device.type == "cuda"
         self.dtype = DTYPE[device.type]
         self.lines: list[Line] = []
         self._stopwatch = stopwatch(device, rounds)
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
 
     def line(
         self, op: str, width: int, tokens: int, num_bytes: float, flop: float, runs: Contenders
     ) -> None:
         """Times `runs` and a floor of `num_bytes`, prints the line and adds it to `lines`."""
-        runs = {"floor": self._stopwatch.floor(num_bytes), **runs}
-        times = self._stopwatch.times_us(runs)
-        found = Line(op, width, tokens, num_bytes / 1e6, flop / 1e9, times)
-        self.lines.append(found)
-        print(found.printed(), flush=True)
+        times = self._stopwatch.times_us({"floor": self._stopwatch.floor(num_bytes), **runs})
+        self.lines.append(Line(op, width, tokens, num_bytes / 1e6, flop / 1e9, times))
+        row(*self.lines[-1].cells())
 
 
-def bench_draws(bench: Bench, width: int) -> None:
+@dataclass(frozen=True)
+class PlainDraws:
+    """Drafts of an exit in plain PyTorch, as the engine made them before it had kernels: its confidence head and draft vocabulary.
+
+    `project`: adapted states [N, D] -> draft logits [N, Vd]. `precision`: a context for every call.
+    """
+
+    confidence: ConfidenceHead
+    project: Callable[[Tensor], Tensor]
+    precision: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def halved(self, rows: Tensor) -> "PlainDraws":
+        """The same with float16 copies of the weights and of `rows` [Vd, D], and float16 products: PyTorch's best case on a GPU."""
+        small = rows.half()
+        return PlainDraws(
+            deepcopy(self.confidence).half(),
+            lambda states: F.linear(states.half(), small),
+            partial(torch.autocast, rows.device.type, torch.float16, cache_enabled=False),
+        )
+
+    def draft_top(self, adapted: Tensor) -> object:
+        """Draft vocabulary alone: adapted states [N, D] -> best tokens, two largest logits and log mass, as `draft_top` computes."""
+        with self.precision():
+            logits = self.project(adapted)
+            return logits.argmax(-1), torch.topk(logits, 2), logits.logsumexp(-1)
+
+    def route(self, adapted: Tensor, place: Tensor, logits: Tensor) -> Tensor:
+        """The confidence head alone -> probabilities [N]. `place` [N] int64 >= 1."""
+        with self.precision():
+            probability: Tensor = self.confidence(adapted, scalar_features(logits, place))
+            return probability
+
+
+def bench_draws(bench: Bench, width: int, tokens: int) -> None:
     """Times the draft vocabulary and the confidence head of an exit."""
     size, _ = SIZES[width]
     confidence = ConfidenceHead(width).requires_grad_(False)
@@ -123,115 +135,125 @@ def bench_draws(bench: Bench, width: int) -> None:
     if bench.on_gpu:
         ways["PyTorch half"] = ways["PyTorch"].halved(rows)
     small, weights = rows.half(), confidence_weights(confidence)
-    hidden_size = weights.hidden.numel()
-    for tokens in bench.tokens:
-        adapted = torch.randn(tokens, width)
-        place, tickets = torch.ones(tokens, dtype=torch.int64), new_tickets(tokens, bench.device)
-        top, _, log_mass = draft_top(adapted, small, None, 2)
-        others = (top, log_mass, place, LOWEST, HIGHEST, tickets)
-        each = bench.line
-        each("draft_top", width, tokens, 2 * small.numel(), 2 * small.numel() * tokens, {
-            **{name: partial(way.draft_top, adapted) for name, way in ways.items()},
-            "neap": partial(draft_top, adapted, small, None, 2),
-            "neap float32": partial(draft_top, adapted, rows, None, 2),
-        })  # fmt: skip
-        each("route", width, tokens, 2 * hidden_size, 2 * hidden_size * tokens, {
-            **{name: partial(way.route, adapted, place, top) for name, way in ways.items()},
-            "neap": partial(route, adapted, weights, *others),
-        })  # fmt: skip
+    adapted = torch.randn(tokens, width)
+    place, tickets = torch.ones(tokens, dtype=torch.int64), new_tickets(tokens, bench.device)
+    top, _, log_mass = draft_top(adapted, small, None, 2)
+    others = (top, log_mass, place, LOWEST, HIGHEST, tickets)
+    bench.line("draft_top", width, tokens, 2 * small.numel(), 2 * small.numel() * tokens, {
+        **{name: partial(way.draft_top, adapted) for name, way in ways.items()},
+        "neap": partial(draft_top, adapted, small, None, 2),
+        "neap float32": partial(draft_top, adapted, rows, None, 2),
+    })  # fmt: skip
+    num_hidden = weights.hidden.numel()
+    bench.line("route", width, tokens, 2 * num_hidden, 2 * num_hidden * tokens, {
+        **{name: partial(way.route, adapted, place, top) for name, way in ways.items()},
+        "neap": partial(route, adapted, weights, *others),
+    })  # fmt: skip
 
 
-def bench_choices(bench: Bench, width: int) -> None:
+def bench_choices(bench: Bench, width: int, tokens: int) -> None:
     """Times choosing tokens from logits over the model's vocabulary."""
-    vocabulary = SIZES[width][1]
-    for tokens in bench.tokens:
-        logits = torch.randn(tokens, vocabulary)
-        bench.line("choose_greedy", width, tokens, logits.numel() * 4, 0,
-                   {"PyTorch": partial(logits.argmax, -1), "neap": partial(choose_greedy, logits)})  # fmt: skip
-        if tokens == 1:
-            probabilities = logits.double().softmax(-1)
-            uniforms = torch.rand(tokens, dtype=torch.float64)
+    logits = torch.randn(tokens, SIZES[width][1])
+    bench.line("choose_greedy", width, tokens, logits.numel() * 4, 0,
+               {"PyTorch": partial(logits.argmax, -1), "neap": partial(choose_greedy, logits)})  # fmt: skip
+    if tokens > 1:
+        return
+    probabilities = logits.double().softmax(-1)
+    uniforms = torch.rand(tokens, dtype=torch.float64)
 
-            def drawn(target: Tensor = probabilities[0], uniform: float = 0.7) -> object:
-                total = target.cumsum(-1)
-                # On a GPU the total stays on the device: reading it would synchronise, which a capture forbids.
-                point = uniform * (total[-1] if bench.on_gpu else float(total[-1]))
-                return torch.searchsorted(total, point, right=True), torch.searchsorted(
-                    total, total[-1]
-                )
+    def drawn() -> object:
+        total = probabilities[0].cumsum(-1)
+        last = total[-1]
+        # On a GPU the total stays on the device: reading it would synchronise, which a capture forbids.
+        point = 0.7 * (last if bench.on_gpu else float(last))
+        return torch.searchsorted(total, point, right=True), torch.searchsorted(total, last)
 
-            bench.line("choose_sampled", width, 1, probabilities.numel() * 8, 0,
-                       {"PyTorch": drawn, "neap": partial(choose_sampled, probabilities, uniforms)})  # fmt: skip
+    bench.line("choose_sampled", width, 1, probabilities.numel() * 8, 0,
+               {"PyTorch": drawn, "neap": partial(choose_sampled, probabilities, uniforms)})  # fmt: skip
 
 
-def bench_paged(bench: Bench, width: int) -> None:
+def bench_paged(bench: Bench, width: int, tokens: int) -> None:
     """Times paged attention of one token of each of N sequences of CONTEXT positions, with blocks in random order in the pool."""
     heads, kv_heads, size = HEADS[width]
-    table_blocks = CONTEXT // BLOCK_TOKENS
-    for tokens in bench.tokens:
+    num_blocks = CONTEXT // BLOCK_TOKENS
 
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(shape).to(bench.dtype)
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape).to(bench.dtype)
 
-        q, (k, v) = drawn(tokens, heads, size), drawn(2, tokens, kv_heads, size).unbind()
-        keys, values = drawn(2, tokens * table_blocks, kv_heads, BLOCK_TOKENS, size).unbind()
-        block_tables = torch.randperm(tokens * table_blocks).view(tokens, table_blocks)
-        table_indices, positions = torch.arange(tokens), torch.full((tokens,), CONTEXT - 1)
-        places = (positions, positions, positions)
-        arguments = (q, k, v, keys, values, block_tables, table_indices, *places)
+    q, (k, v) = random(tokens, heads, size), random(2, tokens, kv_heads, size).unbind()
+    keys, values = random(2, tokens * num_blocks, kv_heads, BLOCK_TOKENS, size).unbind()
+    block_tables = torch.randperm(tokens * num_blocks).view(tokens, num_blocks)
+    table_indices, positions = torch.arange(tokens), torch.full((tokens,), CONTEXT - 1)
+    places = (positions, positions, positions)
 
-        def plain(
-            q: Tensor = q,
-            keys: Tensor = keys,
-            values: Tensor = values,
-            block_tables: Tensor = block_tables,
-        ) -> object:
-            k, v = (t[block_tables].transpose(1, 2).flatten(2, 3) for t in (keys, values))
-            return F.scaled_dot_product_attention(q.unsqueeze(2), k, v, enable_gqa=True)
+    def plain() -> object:
+        k, v = (t[block_tables].transpose(1, 2).flatten(2, 3) for t in (keys, values))
+        return F.scaled_dot_product_attention(q.unsqueeze(2), k, v, enable_gqa=True)
 
-        moved = 2 * tokens * CONTEXT * kv_heads * size * keys.element_size()
-        bench.line("paged_attention", width, tokens, moved, 4 * tokens * CONTEXT * heads * size,
-                   {"PyTorch": plain, "neap": partial(paged_attention, *arguments)})  # fmt: skip
+    own = partial(paged_attention, q, k, v, keys, values, block_tables, table_indices, *places)
+    moved = 2 * tokens * CONTEXT * kv_heads * size * keys.element_size()
+    bench.line("paged_attention", width, tokens, moved, 4 * tokens * CONTEXT * heads * size,
+               {"PyTorch": plain, "neap": own})  # fmt: skip
+
+
+def bench_linear(bench: Bench, width: int, tokens: int) -> None:
+    """Times a product with a float32 matrix of an MLP."""
+    weight, x = torch.randn(HIDDEN[width], width), torch.randn(1, tokens, width)
+    reordered = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    bench.line("linear", width, tokens, weight.nbytes, 2 * weight.numel() * tokens, {
+        "PyTorch": partial(F.linear, x, weight),
+        "neap": partial(ops.packed_linear, x, ops.pack_linear(weight), HIDDEN[width]),
+        "oneDNN": partial(torch.ops.mkldnn._linear_pointwise, x, reordered, None, "none", [], ""),
+    })  # fmt: skip
+
+
+def bench_attention(bench: Bench, width: int, tokens: int) -> None:
+    """Times attention of the last tokens of one sequence over its contiguous cache of CONTEXT positions."""
+    heads, kv_heads, size = HEADS[width]
+    q = torch.randn(1, tokens, heads, size).transpose(1, 2)
+    k, v = torch.randn(2, 1, kv_heads, CONTEXT, size).unbind()
+    mask = torch.ones(tokens, CONTEXT, dtype=torch.bool).tril(CONTEXT - tokens)
+    plain = partial(F.scaled_dot_product_attention, q, k, v, attn_mask=mask, enable_gqa=True)
+    bench.line("attention", width, tokens, 2 * k.nbytes, 4 * tokens * CONTEXT * heads * size,
+               {"PyTorch": plain, "neap": partial(ops.contiguous_attention, q, k, v, CONTEXT)})  # fmt: skip
+
+
+# On a GPU neap has no ops of its own for the last two.
+PARTS: tuple[Callable[[Bench, int, int], None], ...] = (
+    bench_draws,
+    bench_choices,
+    bench_paged,
+    bench_linear,
+    bench_attention,
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--device", choices=TOKENS, default="cpu")
+    parser = make_parser(__doc__, model=False)
+    add_device(parser)
     parser.add_argument("--tokens", type=int, nargs="+", help="1 2 4 8; 1 8 32 64 on a GPU")
     parser.add_argument("--widths", type=int, nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--json", type=Path, help="a file for the figures")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    on_gpu = arguments.device == "cuda"
-    if on_gpu and not torch.cuda.is_available():
-        parser.error("there is no CUDA device")
-    if not runs_on(arguments.device):
-        parser.error(f"neap's kernels are not built for {arguments.device}: make build-ops")
-    print(described(arguments.device))
-    if on_gpu:
-        speed = copy_bytes_per_s("cuda")
-        print(f"a copy within memory: {speed / 1e9:.0f} GB/s, read and written; us")
+    options = parsed(parser)
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    if not runs_on(device.type):
+        parser.error(f"neap's kernels are not built for {device}: make build-ops")
+    print(described(device))
+    parts = PARTS
+    if device.type == "cuda":
+        parts = PARTS[:3]
+        print(f"a copy within memory: {copy_bytes_per_s('cuda') / 1e9:.0f} GB/s, read and written")
         torch.set_default_device("cuda")
-    else:
-        print(f"{ops.cpu_isa()}, {arguments.threads} threads, us")
+    print(f"{ops.cpu_isa()}, {options.threads} threads; us")
+    bench = Bench(device, options.rounds)
+    head(*COLUMNS)
     with torch.inference_mode():
-        device = torch.device(arguments.device)
-        bench = Bench(device, arguments.rounds, arguments.tokens or TOKENS[device.type])
-        for width in arguments.widths:
-            bench_draws(bench, width)
-            bench_choices(bench, width)
-            bench_paged(bench, width)
-    print(
-        "\n| op | D | tokens | MB | MFLOP | floor | PyTorch | half | neap | PyTorch / neap | neap / floor |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    print("\n".join(line.row() for line in bench.lines))
-    if arguments.json:
-        arguments.json.write_text(json.dumps([vars(line) for line in bench.lines], indent=1))
+        for width in options.widths:
+            for part in parts:
+                for tokens in options.tokens or TOKENS[device.type]:
+                    part(bench, width, tokens)
 
 
 if __name__ == "__main__":

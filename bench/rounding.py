@@ -10,21 +10,21 @@ and of full depth. Costs are multiples of the pass over one token without roundi
 
 import gc
 import math
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from bench.batch import closed_loop
 from bench.machine import described
-from bench.options import add_prompts, make_parser, parsed
+from bench.options import add_dtypes, add_prompts, each_model, load, make_parser
 from bench.prompts import first_turns
+from bench.table import head, row
 from shared.configured_model import dtype_named
 from shared.engine.drafting.costs import measure_verify, measure_wide
 from shared.engine.engine import Engine
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 
 WINDOW = 512
@@ -69,51 +69,43 @@ def measured(
     verify = measure_verify(runner)
     seconds = dict(enumerate(verify, start=1)) | dict(measure_wide(runner, verify))
     choices, surprise = read(runner, windows)
-    with closing(Engine(loaded)) as engine:
-        answers = [
-            tuple(
-                token.token_id
-                for token in engine.generate(prompt, policy="full", max_tokens=new_tokens).tokens
-            )
-            for prompt in prompts
-        ]
+    with Engine(loaded) as engine:
+        _, answers = closed_loop(engine, "full", None, prompts, 1, new_tokens)
     return Side(choices, surprise, answers, seconds)
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--dtype", choices=["auto", "bfloat16"], default="auto")
-    parser.add_argument("--compute-dtype", choices=["int8", "bfloat16"], default="int8")
+    parser = make_parser(__doc__, many=True)
+    add_dtypes(parser)
+    parser.set_defaults(compute_dtype="int8")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=64)
     add_prompts(parser, 2)
-    options = parsed(parser)
-    print(described("cpu"))
-    sides: dict[str, Side] = {}
-    for name in ("float32", options.compute_dtype):
-        loaded = load_model(
-            options.model, dtype=dtype_named(options.dtype), compute_dtype=dtype_named(name)
-        )
-        windows = windows_of(loaded, options.text.read_text(encoding="utf-8"), options.windows)
-        prompts = first_turns(loaded, options.prompts, options.per_task)
-        sides[name] = measured(loaded, windows, prompts, options.new_tokens)
-        del loaded
-        gc.collect()
-    first = sides["float32"]
-    print(
-        f"| products in | perplexity | same choices | same answers | "
-        f"{' | '.join(f'{width} tokens' for width in WIDTHS)} |\n{'|---' * (4 + len(WIDTHS))}|"
-    )
-    for name, side in sides.items():
-        same = (side.choices == first.choices).double().mean().item()
-        answers = sum(one == other for one, other in zip(side.answers, first.answers, strict=True))
-        costs = [side.seconds[width] / first.seconds[1] for width in WIDTHS]
-        print(
-            f"| {name} | {math.exp(side.surprise):.3f} | {same:.3f} of {len(side.choices)} | {answers} of {len(side.answers)} | "
-            f"{' | '.join(f'{cost:.2f}' for cost in costs)} |"
-        )
-    print(f"a pass over one token without rounding: {1000 * first.seconds[1]:.1f} ms")
+    for options in each_model(parser):
+        print(described("cpu"))
+        sides: dict[str, Side] = {}
+        for name in ("float32", options.compute_dtype):
+            loaded = load(options, compute_dtype=dtype_named(name))
+            windows = windows_of(loaded, options.text.read_text(encoding="utf-8"), options.windows)
+            prompts = first_turns(loaded, options.prompts, options.per_task)
+            sides[name] = measured(loaded, windows, prompts, options.new_tokens)
+            del loaded
+            gc.collect()
+        widths = [f"{width} tokens" for width in WIDTHS]
+        head("products in", "perplexity", "same choices", "same answers", *widths)
+        first = sides["float32"]
+        for name, side in sides.items():
+            same = (side.choices == first.choices).double().mean().item()
+            answers = sum(a == b for a, b in zip(side.answers, first.answers, strict=True))
+            row(
+                name,
+                f"{math.exp(side.surprise):.3f}",
+                f"{same:.3f} of {len(side.choices)}",
+                f"{answers} of {len(side.answers)}",
+                *(f"{side.seconds[width] / first.seconds[1]:.2f}" for width in WIDTHS),
+            )
+        print(f"a pass over one token without rounding: {1000 * first.seconds[1]:.1f} ms")
 
 
 if __name__ == "__main__":

@@ -9,16 +9,16 @@ was resident (VmHWM), and what is resident when the worker is ready, of which an
 files. Linux only.
 """
 
-import argparse
 import os
 import tempfile
 import time
 from pathlib import Path
 
 from bench.machine import described
-from bench.worker import worker_process
+from bench.options import each_model, make_parser
+from bench.table import head, row
+from bench.worker import READY_S, worker_process
 
-READY_TIMEOUT_S = 600.0
 COLUMNS = ("start", "ready, s", "processor, s", "peak MB", "RSS MB", "anonymous")
 
 
@@ -35,32 +35,22 @@ def memory_mb(pid: int, name: str) -> int:
     return kib * 1024 // 1_000_000
 
 
-def start(model: str, folder: Path) -> list[str]:
-    """The cells of a row: those of COLUMNS but the first."""
-    began_s = time.monotonic()
-    with worker_process(model, folder / "registry", folder / "log") as worker:
-        worker.wait_serving(READY_TIMEOUT_S)
-        ready_s, pid = time.monotonic() - began_s, worker.pid
-        cells = [f"{ready_s:.1f}", f"{processor_seconds(pid):.1f}"]
-        cells += [str(memory_mb(pid, name)) for name in ("VmHWM", "VmRSS", "RssAnon")]
-    return cells
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--model", required=True, help="Hugging Face folder or .gguf file")
+    parser = make_parser(__doc__, many=True)
     parser.add_argument("--starts", type=int, default=4)
     parser.add_argument("--data-dir", type=Path, help="kept; without it, a temporary folder")
-    options = parser.parse_args()
-    print(described("cpu"))
-    print(f"| {' | '.join(COLUMNS)} |")
-    print("|---" * len(COLUMNS) + "|")
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.data_dir or Path(temporary)
-        for number in range(1, options.starts + 1):
-            print(f"| {number} | {' | '.join(start(options.model, folder))} |", flush=True)
+    for options in each_model(parser):
+        print(described("cpu"))
+        head(*COLUMNS)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = options.data_dir or Path(temporary)
+            for number in range(1, options.starts + 1):
+                began_s = time.monotonic()
+                with worker_process(options.model, folder / "registry", folder / "log") as worker:
+                    worker.wait_serving(READY_S)
+                    ready_s, pid = time.monotonic() - began_s, worker.pid
+                    sizes = [memory_mb(pid, name) for name in ("VmHWM", "VmRSS", "RssAnon")]
+                    row(number, f"{ready_s:.1f}", f"{processor_seconds(pid):.1f}", *sizes)
 
 
 if __name__ == "__main__":

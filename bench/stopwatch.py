@@ -1,15 +1,16 @@
-"""Times ops with cold caches, as in a verify pass: by the clock on a CPU, in CUDA graphs on a GPU.
+"""Times contenders, which take turns within each round, so that a busy machine slows all of them alike.
 
-Contenders take turns within each round, so that a busy machine slows all of them alike.
+Ops are timed with cold caches, as in a verify pass: by the clock on a CPU, in CUDA graphs on a GPU.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TypeVar
 
 import torch
 
+Name = TypeVar("Name")
 Contenders = Mapping[str, Callable[[], object]]
 # Size of the memory that is read before each call, to evict the op's data from the cache ("sweep").
 SWEPT_FLOATS = 16 << 20
@@ -17,18 +18,30 @@ SWEPT_FLOATS = 16 << 20
 CALLS_PER_GRAPH = 20
 
 
-class Stopwatch(Protocol):
-    def floor(self, num_bytes: float) -> Callable[[], object]:
-        """A contender that moves `num_bytes` bytes and does nothing else."""
-        ...
-
-    def times_us(self, runs: Contenders) -> dict[str, float]:
-        """Microseconds per call of each contender."""
-        ...
+def seconds_of(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
-def stopwatch(device: torch.device, rounds: int) -> Stopwatch:
-    return GraphStopwatch(rounds) if device.type == "cuda" else ClockStopwatch(rounds)
+def timed(
+    runs: Mapping[Name, Callable[[], object]],
+    rounds: int,
+    untimed: int = 1,
+    timer: Callable[[Callable[[], object]], float] = seconds_of,
+) -> dict[Name, list[float]]:
+    """What `timer` says of each contender in each round, but for the first `untimed` rounds, which touch memory."""
+    samples: dict[Name, list[float]] = {name: [] for name in runs}
+    for _ in range(untimed + rounds):
+        for name, run in runs.items():
+            samples[name].append(timer(run))
+    return {name: times[untimed:] for name, times in samples.items()}
+
+
+def medians_s(
+    runs: Mapping[Name, Callable[[], object]], rounds: int, untimed: int = 1
+) -> dict[Name, float]:
+    return {name: statistics.median(own) for name, own in timed(runs, rounds, untimed).items()}
 
 
 class ClockStopwatch:
@@ -43,19 +56,13 @@ class ClockStopwatch:
         return torch.ones(max(int(num_bytes) // 4, 1)).sum
 
     def times_us(self, runs: Contenders) -> dict[str, float]:
-        samples: dict[str, list[float]] = {name: [] for name in runs}
-        for index in range(self._rounds + 2):
-            for name, run in runs.items():
-                seconds = self._timed_s(run)
-                if index >= 2:
-                    samples[name].append(seconds * 1e6)
-        return {name: statistics.quantiles(values, n=4)[0] for name, values in samples.items()}
+        """Microseconds per call of each contender."""
+        samples = timed(runs, self._rounds, 2, self._timed_s)
+        return {name: statistics.quantiles(own, n=4)[0] * 1e6 for name, own in samples.items()}
 
     def _timed_s(self, run: Callable[[], object]) -> float:
         self._swept.sum()
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
+        return seconds_of(run)
 
 
 class GraphStopwatch:
@@ -73,42 +80,37 @@ class GraphStopwatch:
         self._sweep = self._swept_graph(lambda: None)
 
     def floor(self, num_bytes: float) -> Callable[[], object]:
-        """A copy that reads half as many bytes and writes the other half."""
+        """A copy that reads half of `num_bytes` bytes and writes the other half."""
         source = torch.ones(max(int(num_bytes) // 2, 1), dtype=torch.uint8, device="cuda")
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
 
     def times_us(self, runs: Contenders) -> dict[str, float]:
         graphs = {name: self._swept_graph(run) for name, run in runs.items()}
-        samples: dict[str, list[float]] = {name: [] for name in runs}
-        for index in range(self._rounds + 2):
-            for name, graph in graphs.items():
-                taken = elapsed_us(graph.replay) - elapsed_us(self._sweep.replay)
-                if index >= 2:
-                    samples[name].append(taken / CALLS_PER_GRAPH)
-        return {name: statistics.median(values) for name, values in samples.items()}
+        samples = timed(graphs, self._rounds, 2, self._call_us)
+        return {name: statistics.median(own) for name, own in samples.items()}
 
-    def _swept_graph(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    def _call_us(self, replay: Callable[[], object]) -> float:
+        return (elapsed_us(replay) - elapsed_us(self._sweep)) / CALLS_PER_GRAPH
+
+    def _swept_graph(self, run: Callable[[], object]) -> Callable[[], object]:
+        """The replay of a graph of CALLS_PER_GRAPH calls."""
+
         def swept() -> None:
             self._swept.sum()
             run()
 
-        return captured(swept, CALLS_PER_GRAPH)
-
-
-def captured(run: Callable[[], object], num_calls: int) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of `num_calls` calls of `run`."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):  # libraries create their plans and workspaces before the capture
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(num_calls):
-            run()
-    return graph
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # libraries create their plans and workspaces before the capture
+                swept()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(CALLS_PER_GRAPH):
+                swept()
+        return graph.replay
 
 
 def elapsed_us(run: Callable[[], object]) -> float:
@@ -121,7 +123,5 @@ def elapsed_us(run: Callable[[], object]) -> float:
     return float(begin.elapsed_time(end)) * 1000
 
 
-def median_call_us(run: Callable[[], object], num_calls: int) -> float:
-    """Microseconds per call if `run` makes `num_calls` calls: the median of several runs."""
-    taken = [elapsed_us(run) / num_calls for _ in range(12)]
-    return statistics.median(taken[2:])
+def stopwatch(device: torch.device, rounds: int) -> ClockStopwatch | GraphStopwatch:
+    return GraphStopwatch(rounds) if device.type == "cuda" else ClockStopwatch(rounds)

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -59,6 +59,19 @@ class Stream:
             self.deliveries[-1] = (at, count + num_tokens)
         else:
             self.deliveries.append((now, num_tokens))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` per cent of `values` do not exceed."""
+    ordered = sorted(values)
+    rank = -(-len(ordered) * percent // 100)
+    return ordered[max(int(rank), 1) - 1]
+
+
+def spread_ms(seconds: Sequence[float]) -> str:
+    """The median, the 99th percentile and the most."""
+    figures = (percentile(seconds, 50), percentile(seconds, 99), max(seconds))
+    return " / ".join(f"{1e3 * one:.0f}" for one in figures)
 
 
 class StreamClient:

@@ -21,12 +21,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from bench.load import chat, percentile, shuffled
+from bench.load import chat, shuffled
 from bench.machine import described
-from bench.options import add_prompts, make_parser, parsed
+from bench.options import add_prompts, each_model, make_parser
 from bench.prompts import short_texts
-from bench.streams import FINISHED, Stream, StreamClient
-from bench.worker import MODEL_ID, worker_process
+from bench.streams import FINISHED, Stream, StreamClient, percentile, spread_ms
+from bench.table import head, row
+from bench.worker import MODEL_ID, READY_S, worker_process
 from shared.ladder.folder import read_router_folder
 from shared.registry.factory import open_registry
 from shared.registry.registry import Registry
@@ -37,10 +38,10 @@ PHASES = ("rest", "moves", "publications")
 
 @dataclass
 class Phase:
-    """The times of one phase, in `time.perf_counter()` seconds. `windows`: (begin, end) per round. `swaps`: the alias's changes."""
+    """The times of one phase, in `time.perf_counter()` seconds. `windows`: (begin, end) per round. `swaps`: how often the alias changed."""
 
     windows: list[tuple[float, float]] = field(default_factory=list)
-    swaps: list[float] = field(default_factory=list)
+    swaps: int = 0
 
 
 async def run_phases(
@@ -52,8 +53,8 @@ async def run_phases(
         for name, phase in phases.items():
             begin_s = time.perf_counter()
             end_s = begin_s + options.seconds
-            while (now := time.perf_counter()) < end_s:
-                phase.swaps.append(now)
+            while time.perf_counter() < end_s:
+                phase.swaps += name != "rest"
                 await asyncio.to_thread(actions[name])
                 await asyncio.sleep(min(options.every, max(end_s - time.perf_counter(), 0)))
             phase.windows.append((begin_s, time.perf_counter()))
@@ -75,10 +76,9 @@ async def measure(
 
 
 def print_table(streams: list[Stream], phases: dict[str, Phase]) -> None:
-    print(
-        "| alias | swaps | versions | gaps | gap p50 / p99 / max, ms | first token p50 / p99, s |"
+    head(
+        "alias", "swaps", "versions", "gaps", "gap p50 / p99 / max, ms", "first token p50 / p99, s"
     )
-    print("|---|---|---|---|---|---|")
     for name, phase in phases.items():
         gaps = [gap for s in streams for window in phase.windows for gap in s.gaps_s(*window)]
         begun = [
@@ -87,12 +87,9 @@ def print_table(streams: list[Stream], phases: dict[str, Phase]) -> None:
             if stream.deliveries and any(a <= stream.arrival_s < b for a, b in phase.windows)
         ]
         firsts = [stream.first_token_s for stream in begun]
+        first = f"{percentile(firsts, 50):.2f} / {percentile(firsts, 99):.2f}"
         versions = len({stream.router_version for stream in begun})
-        swaps = len(phase.swaps) if name != "rest" else 0
-        print(
-            f"| {name} | {swaps} | {versions} | {len(gaps)} | {percentile(gaps, 50) * 1e3:.0f} / {percentile(gaps, 99) * 1e3:.0f} / "
-            f"{max(gaps) * 1e3:.0f} | {percentile(firsts, 50):.2f} / {percentile(firsts, 99):.2f} |"
-        )
+        row(name, phase.swaps, versions, len(gaps), spread_ms(gaps), first)
 
 
 def alias_actions(registry: Registry, folder: Path) -> dict[str, Callable[[], object]]:
@@ -116,28 +113,30 @@ def alias_actions(registry: Registry, folder: Path) -> dict[str, Callable[[], ob
     }
 
 
-def main() -> int:
-    parser = make_parser(__doc__, router=True)
+def main() -> None:
+    parser = make_parser(__doc__, router=True, many=True)
     add_prompts(parser, 0)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each phase of a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between swaps")
     parser.add_argument("--width", type=int, default=4, help="streams running at once")
-    options = parsed(parser)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "registry"
-        with closing(open_registry(str(path))) as registry:
-            actions = alias_actions(registry, options.router)
-            flags = ["--log-level", "warning", "--prefix-cache-mb", "0"]
-            with worker_process(options.model, path, Path(folder) / "log", flags) as worker:
-                streams, phases = asyncio.run(measure(worker.wait_serving(120.0), options, actions))
-    print(f"{described('cpu')}, client and worker on this machine, {options.width} streams")
-    print_table(streams, phases)
-    failed = Counter(stream.outcome for stream in streams if stream.outcome != FINISHED)
-    versions = len({stream.router_version for stream in streams})
-    print(f"{len(streams)} requests by {versions} versions; failed: {dict(failed) or 'none'}")
-    return 1 if failed else 0
+    for options in each_model(parser):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "registry"
+            with closing(open_registry(str(path))) as registry:
+                actions = alias_actions(registry, options.router)
+                flags = ["--log-level", "warning", "--prefix-cache-mb", "0"]
+                with worker_process(options.model, path, Path(folder) / "log", flags) as worker:
+                    target = worker.wait_serving(READY_S)
+                    streams, phases = asyncio.run(measure(target, options, actions))
+        print(f"{described('cpu')}, client and worker on this machine, {options.width} streams")
+        print_table(streams, phases)
+        failed = Counter(stream.outcome for stream in streams if stream.outcome != FINISHED)
+        versions = len({stream.router_version for stream in streams})
+        print(f"{len(streams)} requests by {versions} versions; failed: {dict(failed) or 'none'}")
+        if failed:
+            sys.exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,6 +1,8 @@
 """Worker processes for benchmarks over gRPC."""
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from neap_engine.cli.processes import ServiceProcess
@@ -8,15 +10,13 @@ from shared.ladder.folder import read_router_folder
 from shared.registry.factory import open_registry
 
 MODEL_ID = "bench"
+READY_S = 600.0
 
 
 def publish_router(folder: Path, registry: Path) -> None:
     """Publishes the ladder in `folder` to `registry`, as the newest version of MODEL_ID."""
-    opened = open_registry(str(registry))
-    try:
+    with closing(open_registry(str(registry))) as opened:
         opened.publish(MODEL_ID, *read_router_folder(folder), request_id="bench")
-    finally:
-        opened.close()
 
 
 def worker_process(
@@ -29,9 +29,12 @@ def worker_process(
     return ServiceProcess("worker", "inference_service", arguments, log_path)
 
 
-def resident_bytes(pid: int) -> int:
-    """Resident memory of a process in bytes. Linux only."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"/proc/{pid}/status has no VmRSS")
+@contextmanager
+def serving(model: str, router: Path | None, flags: Sequence[str] = ()) -> Iterator[str]:
+    """The address of a worker that is ready, with a registry that has the router."""
+    with tempfile.TemporaryDirectory() as folder:
+        registry = Path(folder) / "registry"
+        if router is not None:
+            publish_router(router, registry)
+        with worker_process(model, registry, Path(folder) / "log", flags) as worker:
+            yield worker.wait_serving(READY_S)

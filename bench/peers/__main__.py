@@ -22,26 +22,25 @@ A peer that cannot be set up or fails is left out, named below the table, and ma
 """
 
 import argparse
-import json
 import os
 import signal
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-import platformdirs
 from transformers import AutoTokenizer, GenerationConfig
 
+from bench.forms import add_cache
 from bench.machine import described
+from bench.options import make_parser, parsed
 from bench.peers.catalogue import FLOAT32, OURS, PEERS, REFERENCE, USUAL, Choice, parse_choices
 from bench.peers.engines.serving import EngineSettings
-from bench.peers.environment import OwnEnvironment
-from bench.peers.figures import table
+from bench.peers.figures import print_table
 from bench.peers.models import Models, environments, fetched_gguf
-from bench.peers.prompts import encode, read_texts
 from bench.peers.run import Planned, measure, start
 from bench.peers.worker import EngineFailed
+from bench.prompts import DEFAULT_FILE, read_texts
 from neap_engine.cli.demo_model import demo_model
 from shared.errors import InvalidInput, NeapError
 
@@ -53,11 +52,7 @@ def say(line: str) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(__doc__, model=False)
     parser.add_argument("--model", type=Path, help="Hugging Face folder; default: the demo's model")
     parser.add_argument("--gguf", type=Path, help="a .gguf file of the model, for the format gguf")
     parser.add_argument("--data-dir", type=Path, default=Path(".neap"), help="of the demo's model")
@@ -66,17 +61,16 @@ def parse() -> argparse.Namespace:
         "--peer", nargs="*", default=list(USUAL), help=f"NAME[:FORMAT,...]: {', '.join(PEERS)}"
     )
     parser.add_argument("--router", type=Path, default=ROUTER, help="packed ladder, for exact")
-    parser.add_argument("--prompts", type=Path, help="JSON lines; default: seed prompts")
+    parser.add_argument("--prompts", type=Path, default=DEFAULT_FILE, help="JSON lines")
     parser.add_argument("--num-prompts", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="requests at once")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--cache", type=Path, default=platformdirs.user_cache_path("neap-bench"))
+    add_cache(parser)
     parser.add_argument("--build-jobs", type=int, default=1, help="compilers at once")
     parser.add_argument("--set-up-only", action="store_true")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
+    options = parsed(parser)
     try:
         options.choices = chosen(options.ours, options.peer)
     except InvalidInput as error:
@@ -96,8 +90,10 @@ def chosen(ours: list[str], peers: list[str]) -> list[Choice]:
     return list(dict.fromkeys(found))
 
 
-def set_up(options: argparse.Namespace, failures: dict[str, str]) -> tuple[Path, list[Planned]]:
-    """(the model's folder, the workers that can be started). Those that cannot are added to `failures`."""
+def planned_workers(
+    options: argparse.Namespace, failures: dict[str, str]
+) -> tuple[list[list[int]], list[Planned]]:
+    """(token ids of each prompt, the workers that can be started). Those that cannot are added to `failures`."""
     cache: Path = options.cache.absolute()
     given = options.gguf and options.gguf.absolute()
     if options.model is None:
@@ -105,35 +101,43 @@ def set_up(options: argparse.Namespace, failures: dict[str, str]) -> tuple[Path,
         given = given or fetched_gguf(cache / "models", say)
     else:
         model = options.model.absolute()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    texts = read_texts(options.prompts, options.num_prompts)
+    prompts = [encode(tokenizer, text) for text in texts]
+    end = GenerationConfig.from_pretrained(model).eos_token_id
+    end_ids = [] if end is None else [end] if isinstance(end, int) else end
+    context_tokens = max(map(len, prompts)) + options.max_tokens
     found = environments(cache, options.build_jobs)
     models = Models(model, given, cache / "models", found, say)
     planned = []
     for choice in options.choices:
+        peer, environment = choice.peer, found.get(choice.name)
         try:
-            environment = found.get(choice.name) or OwnEnvironment()
-            environment.ensure(say)
-            source = models.source(choice)
+            if environment is not None:
+                environment.ensure(say)
+            source = str(models.source(choice))
             title = models.title(choice.weights)
         except NeapError as error:
-            failures[f"{choice.peer.title} {choice.weights}"] = error.message
+            failures[f"{peer.title} {choice.weights}"] = error.message
             say(f"left out: {error.message}")
             continue
         router = str(options.router.absolute()) if choice.name == OURS else ""
-        settings = EngineSettings(
-            str(source), choice.weights, options.threads, options.batch, 0, (), router
-        )
-        command = environment.command(choice.peer.module)
-        planned.append(Planned(choice.peer.title, title, choice.peer.modes, command, settings))
-    return model, planned
+        sizes = (options.threads, options.batch, context_tokens, tuple(end_ids))
+        settings = EngineSettings(source, choice.weights, *sizes, router)
+        command = [str(environment.python) if environment else sys.executable, "-m", peer.module]
+        planned.append(Planned(peer.title, title, peer.modes, command, settings))
+    return prompts, planned
 
 
-def prompts_of(options: argparse.Namespace, model: Path) -> tuple[list[list[int]], tuple[int, ...]]:
-    """(token ids of each prompt, the ids that end an answer)."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    end = GenerationConfig.from_pretrained(model).eos_token_id
-    end_ids = [] if end is None else [end] if isinstance(end, int) else end
-    texts = read_texts(options.prompts, options.num_prompts)
-    return [encode(tokenizer, text) for text in texts], tuple(end_ids)
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """As a chat of one message, or as plain text for a model without a template."""
+    if not tokenizer.chat_template:
+        return list(tokenizer(text)["input_ids"])
+    messages = [{"role": "user", "content": text}]
+    encoded = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True
+    )
+    return list(encoded["input_ids"])
 
 
 def main() -> None:
@@ -144,17 +148,8 @@ def main() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     failures: dict[str, str] = {}
-    model, planned = set_up(options, failures)
+    prompts, planned = planned_workers(options, failures)
     if not options.set_up_only:
-        prompts, end_ids = prompts_of(options, model)
-        context_tokens = max(map(len, prompts)) + options.max_tokens
-        planned = [
-            replace(
-                plan,
-                settings=replace(plan.settings, context_tokens=context_tokens, end_ids=end_ids),
-            )
-            for plan in planned
-        ]
         with ExitStack() as stack:
             started = start(stack, planned, options.cache.absolute() / "logs", failures, say)
             if not started or started[0].planned is not planned[0]:
@@ -165,9 +160,7 @@ def main() -> None:
             except EngineFailed as error:
                 sys.exit(f"no reference answers: {error.message}")
         say(f"\n{described('cpu')}; {len(prompts)} prompts, {options.rounds} rounds")
-        say("\n".join(table(rows, options.batch)))
-        if options.json:
-            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        print_table(rows, options.batch)
     for name, why in failures.items():
         say(f"{name} failed: {why}")
     sys.exit(bool(failures))

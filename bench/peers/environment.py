@@ -1,10 +1,8 @@
 """An environment per peer engine, under the cache folder. An interrupted set-up goes on where it stopped."""
 
 import os
-import shutil
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,58 +94,19 @@ class Environment:
         self.run([*self.command("pip"), "--no-input", *arguments], f"pip-{arguments[0]}")
 
     def _build(self) -> None:
-        """Builds `source` in a folder that stays, so that an interrupted build goes on."""
-        self.run(
-            [*self.command("pip"), "--no-input", "install", *self._requirements.build], "pip-build"
-        )
-        unpacked = self.folder / "source"
+        """Builds `source` for this machine, at the lowest priority: it may take an hour on a busy machine."""
+        self._pip("install", *self._requirements.build)
         # The tools of this environment, not those of the system, which may be too old.
         path = f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         tools = {"PATH": path, "CMAKE_BUILD_PARALLEL_LEVEL": str(self._build_jobs)}
-        if not _is_unpacked(unpacked, self._requirements.source):
-            for folder in (unpacked, self.folder / "build", self.folder / "sdist"):
-                shutil.rmtree(folder, ignore_errors=True)
-            archives = self.folder / "sdist"
-            fetch = ["download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
-            fetch += ["--dest", str(archives), self._requirements.source]
-            self.run([*self.command("pip"), "--no-input", *fetch], "pip-download", tools)
-            _unpack(archives, unpacked)
-        build = [*self.command("pip"), "--no-input", "install", "--verbose", "--no-build-isolation"]
-        build += [f"--config-settings=build-dir={self.folder / 'build'}", str(unpacked)]
         flags = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF", **tools}
-        # At the lowest priority: it may take an hour on a busy machine.
+        source = self._requirements.source
+        build = [*self.command("pip"), "--no-input", "install", "--verbose", "--no-build-isolation"]
+        build += ["--no-binary", source.partition("==")[0], source]
         self.run(["nice", "-n", "19", *build], "build", flags)
-
-
-class OwnEnvironment:
-    """The environment that this process runs in."""
-
-    def command(self, module: str) -> list[str]:
-        return [sys.executable, "-m", module]
-
-    def ensure(self, say: Callable[[str], None]) -> None:
-        """Nothing is missing."""
 
 
 def worker_environment() -> dict[str, str]:
     """Variables of every process that is started: neap's own modules can be imported, and no hub is asked."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "protos")])
     return {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
-
-
-def _is_unpacked(folder: Path, requirement: str) -> bool:
-    about = folder / "PKG-INFO"
-    version = requirement.partition("==")[2]
-    return about.is_file() and f"\nVersion: {version}\n" in about.read_text(encoding="utf-8")
-
-
-def _unpack(archives: Path, target: Path) -> None:
-    """Unpacks the only source archive in `archives`. `target` is there in full or not at all."""
-    (archive,) = archives.glob("*.tar.gz")
-    partial = target.with_name("partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    with tarfile.open(archive) as opened:
-        opened.extractall(partial, filter="data")
-    (top,) = partial.iterdir()
-    top.rename(target)
-    partial.rmdir()

@@ -1,10 +1,12 @@
 """From answers to figures, and from figures to the table."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.peers.engines.serving import Answer
+from bench.table import head
+from bench.table import row as print_row
 
 # Shorter answers are not timed.
 MIN_TOKENS = 8
@@ -13,14 +15,18 @@ Rounds = Sequence[Sequence[Sequence[Answer]]]
 
 
 @dataclass(frozen=True)
-class Figures:
+class Row:
     """What one contender did.
 
-    `one`: tokens per second of one request while decoding. `several`: of several requests at once, from the call to the last token of
-    all. `several_decoding`: the same while all of them are decoding. `same`, `compared`: answers that equal the reference, of how many.
-    `ready_s`, `resident_bytes`: of its worker, which two contenders may share. NaN: not measured.
+    `base`: the names of the rows of our full and exact that it is compared with, where they were measured. `one`: tokens per second of one
+    request while decoding. `several`: of several requests at once, from the call to the last token of all. `several_decoding`: the same
+    while all of them are decoding. `same`, `compared`: answers that equal the reference, of how many. `ready_s`, `resident_bytes`: of its
+    worker, which two contenders may share. NaN: not measured.
     """
 
+    engine: str
+    weights: str
+    base: tuple[str, ...]
     one: float
     several: float
     several_decoding: float
@@ -28,16 +34,6 @@ class Figures:
     compared: int
     ready_s: float
     resident_bytes: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """`base`: the names of the rows of our full and exact that it is compared with, where they were measured."""
-
-    engine: str
-    weights: str
-    figures: Figures
-    base: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -90,55 +86,26 @@ def num_same(
     )
 
 
-def figures(
-    single: Rounds,
-    several: Rounds,
-    reference: Sequence[Answer],
-    end_ids: Sequence[int],
-    ready_s: float,
-    resident_bytes: int,
-) -> Figures:
-    """Medians over rounds. Answers of all rounds are compared with `reference`, one answer per prompt."""
-    return Figures(
-        one=_median([decoding_rate(calls) for calls in single]),
-        several=_median([batch_rate(calls) for calls in several]),
-        several_decoding=_median([batch_decoding_rate(calls) for calls in several]),
-        same=sum(num_same(calls, reference, end_ids) for calls in single),
-        compared=sum(len(calls) for calls in single),
-        ready_s=ready_s,
-        resident_bytes=resident_bytes,
-    )
+def rates(single: Rounds, several: Rounds) -> tuple[float, float, float]:
+    """`one`, `several` and `several_decoding` of a row: medians over rounds."""
+    found = (map(decoding_rate, single), map(batch_rate, several), map(batch_decoding_rate, several))  # fmt: skip
+    one, whole, decoding = (statistics.median([*own] or [float("nan")]) for own in found)
+    return one, whole, decoding
 
 
-def table(rows: Sequence[Row], batch: int) -> list[str]:
-    """Lines of a Markdown table. Ratios above 1 say that ours is faster. "-" where ours was not measured with these weights."""
-    known: Mapping[str, Figures] = {row.name: row.figures for row in rows}
-    head = [
-        "engine",
-        "weights",
-        "one request, decoding",
-        f"{batch} at once",
-        f"{batch} at once, decoding",
-        "same tokens as HF float32",
-        "ready, s",
-        "RSS, GB",
-    ]
-    head += [f"{ours} / it, {what}" for what in ("one", str(batch)) for ours in ("full", "exact")]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+def print_table(rows: Sequence[Row], batch: int) -> None:
+    """Ratios above 1 say that ours is faster. "-" where ours was not measured with these weights."""
+    known = {row.name: row for row in rows}
+    ratios = [f"{ours} / it, {what}" for what in ("one", batch) for ours in ("full", "exact")]
+    head("engine", "weights", "one request, decoding", f"{batch} at once", f"{batch} at once, decoding", "same tokens as HF float32", "ready, s", "RSS, GB", *ratios)  # fmt: skip
     for row in rows:
-        mine = row.figures
-        cells = [row.engine, row.weights, *map(_number, (mine.one, mine.several))]
-        cells += [_number(mine.several_decoding), f"{mine.same} of {mine.compared}"]
-        cells += [_number(mine.ready_s), f"{mine.resident_bytes / 1e9:.2f}"]
+        rates_of_row = map(_number, (row.one, row.several, row.several_decoding))
+        cells = [row.engine, row.weights, *rates_of_row, f"{row.same} of {row.compared}"]
+        cells += [_number(row.ready_s), f"{row.resident_bytes / 1e9:.2f}"]
         ours = [known.get(name) for name in row.base]
-        cells += [_ratio(our.one, mine.one) if our else "-" for our in ours]
-        cells += [_ratio(our.several, mine.several) if our else "-" for our in ours]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values) if values else float("nan")
+        cells += [_ratio(our.one, row.one) if our else "-" for our in ours]
+        cells += [_ratio(our.several, row.several) if our else "-" for our in ours]
+        print_row(*cells)
 
 
 def _number(value: float) -> str:

@@ -64,7 +64,7 @@ class Models:
         def quantise(path: Path) -> None:
             environment = self._environments[LLAMA_CPP]
             environment.ensure(self._say)
-            command = environment.command("bench.peers.engines.llama_cpp_quantize")
+            command = environment.command(PEERS[LLAMA_CPP].module)
             command += [str(self._gguf(FLOAT32)), str(path), QUANTISED[weights]]
             environment.run(command, f"quantise-{weights}")
 

@@ -1,17 +1,16 @@
-"""Starts the workers and lets them take turns."""
+"""Starts the workers and lets them take turns, prompt by prompt, so that a busy machine slows all of them alike."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from bench.peers.catalogue import OURS, PEERS, ROUNDED
 from bench.peers.engines.serving import Answer, EngineSettings
 from bench.peers.environment import worker_environment
-from bench.peers.figures import Row, figures
-from bench.peers.prompts import groups
-from bench.peers.turns import take_turns
+from bench.peers.figures import Row, num_same, rates
 from bench.peers.worker import EngineFailed, Worker
 
 LOAD_TIMEOUT_S = 900.0
@@ -19,6 +18,8 @@ ANSWER_TIMEOUT_S = 900.0
 
 Prompts = Sequence[list[int]]
 Say = Callable[[str], None]
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def start(
         name = f"{plan.title} {plan.weights}"
         log_path = logs / f"{name.replace(' ', '-')}.log"
         worker = Worker(name, plan.command, worker_environment(), log_path)
-        stack.enter_context(worker)
+        stack.callback(worker.close)
         try:
             ready_s = worker.load(plan.settings, LOAD_TIMEOUT_S)
         except EngineFailed as error:
@@ -104,18 +105,62 @@ def measure(
     for name, (each, mode) in owners.items():
         if name in failures:
             continue
-        measured = figures(
-            rounds[0][name],
-            rounds[1][name],
-            reference,
-            each.planned.settings.end_ids,
-            each.ready_s,
-            each.worker.resident_bytes(),
+        own, end_ids = rounds[0][name], each.planned.settings.end_ids
+        rows.append(
+            Row(
+                f"{each.planned.title} {mode}".strip(),
+                each.planned.weights,
+                base_of(each.planned, [other.planned for other in started]),
+                *rates(own, rounds[1][name]),
+                sum(num_same(calls, reference, end_ids) for calls in own),
+                sum(len(calls) for calls in own),
+                each.ready_s,
+                each.worker.resident_bytes(),
+            )
         )
-        engine = f"{each.planned.title} {mode}".strip()
-        base = base_of(each.planned, [other.planned for other in started])
-        rows.append(Row(engine, each.planned.weights, measured, base))
     return rows
+
+
+def groups(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Groups of `size` prompts, by index, for requests that run at once: those with the longest answers, so that all run for long.
+
+    `lengths`: tokens of each prompt's reference answer. At least one group; a prompt repeats only if there are fewer than `size`.
+    """
+    longest = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    if len(longest) < size:
+        return [[longest[index % len(longest)] for index in range(size)]]
+    return [longest[first : first + size] for first in range(0, len(longest) // size * size, size)]
+
+
+def take_turns(
+    contenders: Mapping[str, Callable[[Task], Result]],
+    tasks: Sequence[Task],
+    num_rounds: int,
+    failures: dict[str, str],
+    show: Callable[[str], None] = lambda line: None,
+) -> dict[str, list[list[Result]]]:
+    """Results by contender, round and task.
+
+    Each contender does a task before any does the next. The order rotates by one with each task. A contender that raises `EngineFailed`
+    is left out from then on: its message is added to `failures`, its results are dropped. Contenders in `failures` are not asked.
+    """
+    results: dict[str, list[list[Result]]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for round_number in range(num_rounds):
+        for name in names:
+            results[name].append([])
+        for number, task in enumerate(tasks):
+            shift = (round_number + number) % max(len(names), 1)
+            for name in names[shift:] + names[:shift]:
+                if name in failures:
+                    continue
+                try:
+                    results[name][-1].append(contenders[name](task))
+                except EngineFailed as error:
+                    failures[name] = error.message
+                    show(f"{name} is left out: {error.message}")
+            show(f"round {round_number + 1}/{num_rounds}, {number + 1}/{len(tasks)}")
+    return {name: rounds for name, rounds in results.items() if name not in failures}
 
 
 def base_of(planned: Planned, all_planned: Iterable[Planned]) -> tuple[str, ...]:

@@ -9,11 +9,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import psutil
+
 from bench.peers.engines.serving import Answer, EngineSettings
-from shared.errors import NeapError, Unavailable
+from shared.errors import NeapError
 
 STOP_TIMEOUT_S = 20.0
 LOG_TAIL_LINES = 3
@@ -26,7 +27,7 @@ class EngineFailed(NeapError):
 
 
 class Worker:
-    """Starts `command` in a session of its own, with its stderr in `log_path`. A context manager: leaving it ends all its processes.
+    """Starts `command` in a session of its own, with its stderr in `log_path`. `close` ends all its processes.
 
     The process is stopped by SIGSTOP except during calls, so that threads that spin while idle do not disturb other engines.
     """
@@ -49,17 +50,6 @@ class Worker:
             )
         self._received = b""
 
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     @property
     def pid(self) -> int:
         """Of the process, and of its session and process group."""
@@ -81,8 +71,9 @@ class Worker:
         return [Answer(**answer) for answer in self._call(call, timeout_s)["answers"]]
 
     def resident_bytes(self) -> int:
-        """Resident memory of the worker and its child processes. Pages that they share count for each. Linux only."""
-        return sum(_resident_bytes(status) for status in _statuses(self.pid))
+        """Resident memory of the worker and its child processes. Pages that they share count for each."""
+        worker = psutil.Process(self.pid)
+        return sum(one.memory_info().rss for one in (worker, *worker.children(recursive=True)))
 
     def close(self) -> None:
         """Ends the worker: by closing its stdin, or by SIGKILL if it does not end. Idempotent."""
@@ -140,24 +131,3 @@ class Worker:
             os.killpg(self.pid, number)
         except ProcessLookupError:
             return
-
-
-def _statuses(session: int) -> list[str]:
-    """The text of /proc/PID/status of each process of a session."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            # The name of the program, in brackets, may hold spaces. The session is the fourth field after it.
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
-                found.append((folder / "status").read_text())
-        except OSError:  # the process has ended
-            continue
-    if not found:
-        raise Unavailable("the worker has ended, or /proc is not there")
-    return found
-
-
-def _resident_bytes(status: str) -> int:
-    lines = [line.split() for line in status.splitlines() if line.startswith("VmRSS:")]
-    return int(lines[0][1]) * 1024 if lines else 0

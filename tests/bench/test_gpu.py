@@ -1,26 +1,15 @@
-"""The part of the GPU benchmark that can run on a CPU: it calls the ops with valid arguments."""
-
-from collections.abc import Callable
+"""The benchmark of a GPU, on a CPU: its rows, and the rate of full depth alone, which it compares with the floor."""
 
 import pytest
-import torch
 
-from bench import gpu
+from bench.gpu import compare
+from bench.imposed import SHAPES, impose
 
 
-def test_the_router_is_timed_on_valid_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda run, **_: run)
-    monkeypatch.setattr(gpu, "ROUTER_WIDTH", 64)
-    results: list[object] = []
-
-    def timed(run: Callable[[], object]) -> float:
-        results.append(run())
-        return 1.0
-
-    found = gpu.router_us("cpu", {}, timed)
-    assert list(found) == list(gpu.ROUTER_TOKENS)
-    own, eager, compiled = results[-3:]
-    assert isinstance(own, torch.Tensor)
-    assert isinstance(eager, torch.Tensor)
-    torch.testing.assert_close(own, eager, atol=1e-3, rtol=1e-3)
-    assert torch.equal(eager, compiled)
+def test_a_row_for_each_number_of_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = compare(impose(SHAPES["tiny"], (2, 4), 0.8), [1, 2], 1)
+    assert set(rates) == {1, 2}
+    assert all(rate > 0 for rate in rates.values())
+    first, second = (line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines())
+    assert (first[:2], second[:2]) == (["2+4", "1"], ["2+4", "2"])
+    assert first[-1] == second[-1] == "yes"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.profile import MATRICES, TITLES, measure, row
+from bench.profile import MATRICES, TITLES, cells, measure
 from shared.errors import UnsupportedModel
 from shared.model.loaded import wrap_model
 from shared.ops.layer import profile_layers
@@ -17,15 +17,15 @@ def test_the_parts_of_a_step_make_up_the_whole() -> None:
         assert set(sample) == set(TITLES)
         assert all(seconds > 0 for seconds in sample.values())
     assert not any(profile_layers(False).values())  # nothing is measured any more
-    assert len(row(samples).split(" | ")) == 1 + len(TITLES)
+    assert len(cells(samples)) == 1 + len(TITLES)
 
 
 def test_what_takes_too_much_is_marked() -> None:
     sample = dict.fromkeys(TITLES, 0.05) | {"matrices": 0.3, "head": 0.25, "attention": 0.25}
-    cells = dict(zip(("step", *TITLES), row([sample]).split(" | "), strict=True))
-    assert cells["step"] == "1000.0"
-    assert cells["attention"] == "250.00 (25%) !"
-    assert not any(cells[title].endswith("!") for title in (*MATRICES, "norms", "Python"))
+    found = dict(zip(("step", *TITLES), cells([sample]), strict=True))
+    assert found["step"] == "1000.0"
+    assert found["attention"] == "250.00 (25%) !"
+    assert not any(found[title].endswith("!") for title in (*MATRICES, "norms", "Python"))
 
 
 def test_layers_by_modules_have_no_profile() -> None:

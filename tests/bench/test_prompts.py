@@ -3,12 +3,15 @@
 import asyncio
 import json
 
+import pytest
+
 from bench.decode_figures import EXACT, FULL, measure, summarise
 from bench.load import chat
-from bench.prompts import BenchPrompt, encode_turns, read_prompts
+from bench.prompts import BenchPrompt, encode_turns, read_prompts, read_texts
 from bench.streams import FINISHED, Stream, StreamClient
 from neap_engine.evaluate.sides import neap
 from shared.engine.engine import Engine
+from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import wrap_model
 from shared.registry.factory import open_registry
@@ -70,3 +73,14 @@ def test_line_separators_within_a_prompt_end_no_record(tmp_path):
     record = {"category": "qa", "turns": ["a\u2028b\x85c"]}
     path.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
     assert [prompt.turns for prompt in read_prompts(path)] == [("a\u2028b\x85c",)]
+
+
+def test_prompts_are_spread_over_the_file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    records = [{"turns": ["a", "b"]}, {"prompt": "c"}, {"question": "d"}, {"prompt": "e"}]
+    path.write_text("\n".join(map(json.dumps, records)) + "\n")
+    assert read_texts(path, 2) == ["a", "d"]
+    assert read_texts(path, 9) == ["a", "c", "d", "e"]
+    path.write_text('{"answer": 1}\n')
+    with pytest.raises(InvalidInput, match="without turns, prompt or question"):
+        read_texts(path, 1)

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.plain_draws import PlainDraws
-from bench.roofline import Bench, bench_choices, bench_draws, bench_paged
+from bench.roofline import COLUMNS, PARTS, Bench, PlainDraws
 from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.head_rows import projection
 from shared.ops.library import runs_on
@@ -15,10 +14,10 @@ from shared.ops.library import runs_on
 @pytest.fixture(scope="module")
 def bench() -> Bench:
     assert runs_on("cpu")
-    bench = Bench(torch.device("cpu"), rounds=2, tokens=(1,))
+    bench = Bench(torch.device("cpu"), rounds=2)
     with torch.inference_mode():
-        for part in (bench_draws, bench_choices, bench_paged):
-            part(bench, 576)
+        for part in PARTS:
+            part(bench, 576, 1)
     return bench
 
 
@@ -37,8 +36,12 @@ def test_a_row_names_its_cells_in_the_tables_order(bench: Bench) -> None:
     # Two rounds of so small an op are too noisy to be compared.
     line = replace(line, times_us={"floor": 4.0, "PyTorch": 30.0, "neap": 5.0})
     # 128 x 576 weights of two bytes each; two operations (a product and a sum) per weight.
-    cells = "| route | 576 | 1 | 0.15 | 0.1 | 4.0 | 30.0 |  | 5.0 | 6.0 | 1.2 |"
-    assert line.row() == cells
+    cells = dict(zip(COLUMNS, line.cells(), strict=True))
+    assert list(cells.values())[:5] == ["route", 576, 1, "0.15", "0.1"]
+    assert (cells["floor"], cells["PyTorch"], cells["half"]) == ("4.0", "30.0", "")
+    assert (cells["neap"], cells["PyTorch / neap"], cells["neap / floor"]) == ("5.0", "6.0", "1.2")
+    (product,) = [line for line in bench.lines if line.op == "linear"]
+    assert str(product.cells()[-1]).startswith("oneDNN ")
 
 
 def test_the_float16_contender_agrees_with_the_modules() -> None:

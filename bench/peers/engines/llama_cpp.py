@@ -1,6 +1,10 @@
-"""llama.cpp by its C API: greedy decoding of sequences that share each `llama_decode`."""
+"""llama.cpp by its C API: greedy decoding of sequences that share each `llama_decode`.
+
+With the arguments SOURCE TARGET TYPE, TYPE as in Q4_K_M, it quantises a .gguf file instead.
+"""
 
 import ctypes
+import sys
 
 import llama_cpp as api
 import numpy
@@ -84,5 +88,12 @@ class LlamaCpp:
         return int(numpy.ctypeslib.as_array(address, (self._vocabulary_size,)).argmax())
 
 
+def quantise(source: str, target: str, file_type: str) -> None:
+    params = api.llama_model_quantize_default_params()
+    params.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{file_type}")
+    if status := api.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params)):
+        raise SystemExit(f"llama_model_quantize returned {status}")
+
+
 if __name__ == "__main__":
-    serve(LlamaCpp)
+    quantise(*sys.argv[1:]) if sys.argv[1:] else serve(LlamaCpp)

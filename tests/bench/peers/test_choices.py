@@ -1,6 +1,5 @@
-"""Which workers run, which prompts they get, and environments that are not set up twice."""
+"""Which workers run, and environments that are not set up twice."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import pytest
 
 from bench.peers.catalogue import PEERS, Choice, parse_choices
 from bench.peers.environment import Environment, Requirements, SetUpFailed
-from bench.peers.prompts import groups, read_texts
 from shared.errors import InvalidInput
 
 
@@ -29,23 +27,6 @@ def test_what_a_peer_is_measured_with_is_pinned() -> None:
         needed = peer.requirements or Requirements()
         for requirement in (*needed.packages, *needed.build, *filter(None, [needed.source])):
             assert "==" in requirement
-
-
-def test_requests_at_once_have_the_longest_answers() -> None:
-    assert groups([5, 64, 64, 9, 64], 2) == [[1, 2], [4, 3]]
-    assert groups([5, 64], 3) == [[1, 0, 1]]
-
-
-def test_prompts_are_spread_over_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    records = [{"turns": ["a", "b"]}, {"prompt": "c"}, {"question": "d"}, {"prompt": "e"}]
-    path.write_text("\n".join(map(json.dumps, records)) + "\n")
-    assert read_texts(path, 2) == ["a", "d"]
-    assert read_texts(path, 9) == ["a", "c", "d", "e"]
-    assert read_texts(None, 3) == read_texts(None, 3)
-    path.write_text('{"answer": 1}\n')
-    with pytest.raises(InvalidInput, match="none of the fields"):
-        read_texts(path, 1)
 
 
 def test_an_environment_is_made_once(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def settings(weights: str = "float32") -> EngineSettings:
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Worker]:
     command = [sys.executable, "-c", ENGINE]
-    with Worker("counting", command, worker_environment(), tmp_path / "log") as started:
+    with closing(Worker("counting", command, worker_environment(), tmp_path / "log")) as started:
         yield started
 
 

@@ -1,10 +1,12 @@
-"""The table of formats: each format's exact beside its own full depth, and its full depth beside the first format's."""
+"""The tables of `bench.decode`: ratios, and each format's exact beside its own full depth."""
 
 from dataclasses import replace
 from pathlib import Path
 
-from bench.decode_figures import EXACT, FULL
-from bench.decode_formats import answers_in, print_formats, tables_by_format
+import pytest
+
+from bench.decode import answers_in
+from bench.decode_figures import EXACT, FULL, print_tables, summarise
 from bench.forms import Form
 from neap_engine.evaluate.sides import TimedAnswer
 from shared.ladder.artefact import pack_ladder
@@ -17,10 +19,12 @@ TOKENS = tuple(range(11))
 
 def _run(per_token_s: float, tokens: tuple[int, ...] = TOKENS) -> TimedAnswer:
     seconds = per_token_s * (len(tokens) - 1)
-    return TimedAnswer(tokens, seconds, seconds, verify_passes=5)
+    return TimedAnswer(tokens, seconds, seconds, 20, 6, 4, verify_passes=5)
 
 
-def test_a_line_per_format(capsys) -> None:
+def test_a_format_is_compared_with_itself_and_with_the_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     other = (*TOKENS[:-1], 99)
     results = {
         "QA": {
@@ -30,17 +34,26 @@ def test_a_line_per_format(capsys) -> None:
             "Q8_0 exact": [_run(0.016, other)],
         }
     }
-    print_formats(tables_by_format(results, ["float32", "Q8_0"]))
-    lines = capsys.readouterr().out.strip().splitlines()[2:]
-    assert lines == [
-        "| float32 | 25.0 | 50.0 | 2.00 | 1.00 | 2.00 | 1 of 1 | 1 of 1 |",
-        "| Q8_0 | 50.0 | 62.5 | 1.25 | 2.00 | 2.00 | 1 of 1 | 0 of 1 |",
+    bases = {side: f"{side.split()[0]} full" for side in results["QA"]}
+    print_tables(summarise(results, bases))
+    _, speeds, depths = capsys.readouterr().out.split("| side | ")
+    assert speeds.splitlines()[2:] == [
+        "| float32 full | 1.00 | **1.00** | 1.00 | 1.00 |",
+        "| float32 exact | 2.00 | **2.00** | 2.00 | 2.00 |",
+        "| Q8_0 full | 1.00 | **1.00** | 1.00 | 1.00 |",
+        "| Q8_0 exact | 1.25 | **1.25** | 1.25 | 1.25 |",
+        "",
+    ]
+    assert depths.splitlines()[0].endswith("| identical to full | identical to float32 full |")
+    assert depths.splitlines()[2::3] == [
+        "| float32 full | 25.0 | 2.0 | 2.00 | 4 / 6 | 1 of 1 | 1 of 1 |",
+        "| Q8_0 exact | 62.5 | 2.0 | 2.00 | 4 / 6 | 1 of 1 | 0 of 1 |",
     ]
 
 
 def test_short_answers_are_left_out() -> None:
     short = [_run(0.04, TOKENS[:3])]
-    assert tables_by_format({"QA": {"a full": short, "a exact": short}}, ["a"]) == {}
+    assert summarise({"QA": {FULL: short, EXACT: short}}) == {}
 
 
 def test_a_router_answers_in_a_format_that_it_was_not_made_for(tmp_path: Path) -> None:
