@@ -66,6 +66,8 @@ def test_cancelling_a_running_job(service, behaviour):
     request = pb.CancelCalibrationRequest(calibration_id=job.calibration_id)
     assert service.calibrations.CancelCalibration(request).calibration.state == pb.STATE_RUNNING
     assert service.end_of(job).state == pb.STATE_CANCELLED
+    log = service.folder / "calibrator" / "logs" / f"{job.calibration_id}.log"
+    assert ('"cancelled"' in log.read_text()) == (behaviour == "wait")
     again = service.calibrations.CancelCalibration(request).calibration
     assert again.state == pb.STATE_CANCELLED
     assert service.versions() == []
