@@ -3,10 +3,11 @@
     python -m bench.ablation --model DIR --router FOLDER [--dtype float32] [--batch 1 4 16] [--per-task 4] [--rounds 2]
         [--without "branches" "exits"]
 
-Closed loops keep B requests running (`bench.batch`), greedy, at most 64 new tokens, prompts from the prefix cache. All sides answer the same
-2 * B prompts in turn, in an order that rotates, then the next 2 * B. Each has a copy of the router and a record of its own of whether
-drafting pays, so each learns for itself; the first round is not timed. An answer that differs from the one at full depth ends the program.
-Printed: tokens per second as shares of those of `exact` with everything for the same prompts, medians over prompts and rounds.
+Closed loops keep B requests running (`bench.batch`), greedy, at most 64 new tokens, prompts from the prefix cache. All
+sides answer the same 2 * B prompts in turn, in an order that rotates, then the next 2 * B. Each has a copy of the
+router and a record of its own of whether drafting pays, so each learns for itself; the first round is not timed. An
+answer that differs from the one at full depth ends the program. Printed: tokens per second as shares of those of
+`exact` with everything for the same prompts, medians over prompts and rounds.
 """
 
 import dataclasses

@@ -1,9 +1,11 @@
-"""How often exits agree with the full model on text of kinds that no router has learned from: the model's answers to Spec-Bench.
+"""How often exits agree with the full model on text of kinds that no router has learned from: the model's answers to
+Spec-Bench.
 
     python -m bench.agreement --model FILE --router FOLDER .. [--per-task 20]
 
-The full model answers the first turns. At each token of the answers a router's exit begins a chain of drafts, and so do its tables. "beside
-the tables": where their draft is wrong or missing. A choice outside the draft vocabulary counts as missed.
+The full model answers the first turns. At each token of the answers a router's exit begins a chain of drafts, and so do
+its tables. "beside the tables": where their draft is wrong or missing. A choice outside the draft vocabulary counts as
+missed.
 """
 
 import argparse

@@ -1,14 +1,16 @@
-"""Tokens per second with several requests at once: `exact` and our full depth. Hugging Face's `generate`: `bench.peers`.
+"""Tokens per second with several requests at once: `exact` and our full depth.
+Hugging Face's `generate`: `bench.peers`.
 
     python -m bench.batch --model DIR --router FOLDER [--device cuda] [--batch 1 2 4 8 16] [--per-task 3] [--rounds 3]
 
-A closed loop keeps B requests running (`--batch`). Both policies get the same prompts and take turns within a round. The time ends
-when the first request ends that no other can replace. Greedy, at most 64 new tokens; weights as they are stored; medians over rounds.
-There are two tables. Whole answers: each request prefills its prompt. Decoding: the keys and values of the prompts, except the last
-token's, are in the prefix cache.
+A closed loop keeps B requests running (`--batch`). Both policies get the same prompts and take turns within a round.
+The time ends when the first request ends that no other can replace. Greedy, at most 64 new tokens; weights as they are
+stored; medians over rounds. There are two tables. Whole answers: each request prefills its prompt. Decoding: the keys
+and values of the prompts, except the last token's, are in the prefix cache.
 
-On a CPU, an answer that differs from the one at full depth and batch 1 ends the run. On a GPU, passes of more than 16 tokens run other
-kernels than smaller ones, so nearly equal logits may be ranked differently (docs/decisions/015); there, differing answers are counted.
+On a CPU, an answer that differs from the one at full depth and batch 1 ends the run. On a GPU, passes of more than 16
+tokens run other kernels than smaller ones, so nearly equal logits may be ranked differently (docs/decisions/015);
+there, differing answers are counted.
 """
 
 import argparse
@@ -77,7 +79,8 @@ def measure(
     batches: Sequence[int],
     rounds: int,
 ) -> tuple[dict[str, list[float]], int]:
-    """(tokens per second by policy and batch, one figure per round; number of answers that differ from full depth at batch 1).
+    """(tokens per second by policy and batch, one figure per round; number of answers that differ from full depth at
+    batch 1).
 
     Raises `SystemExit` if an answer differs on a CPU.
     """
@@ -93,7 +96,11 @@ def measure(
                 speeds[f"{policy} {batch}"].append(speed)
                 differing = sum(a != e for a, e in zip(answers, expected, strict=True))
                 num_differing += differing
-                print(f"round {number + 1}, {batch} at once: {policy} {speed:.1f} tokens/s, {differing} answers differ", flush=True)  # fmt: skip
+                print(
+                    f"round {number + 1}, {batch} at once: {policy} {speed:.1f} tokens/s, {differing} answers "
+                    "differ",
+                    flush=True,
+                )
                 if differing and engine.loaded.device.type == "cpu":
                     raise SystemExit("answers differ from those at full depth and batch 1")
     return dict(speeds), num_differing

@@ -1,6 +1,7 @@
 """What branches bring beside a trunk of drafts (docs/decisions/029): `exact` with them and without them.
 
-    python -m bench.branches --model DIR --router FOLDER [--dtype float32] [--device cuda] [--per-task 5] [--max-tokens 64]
+    python -m bench.branches --model DIR --router FOLDER [--dtype float32] [--device cuda] [--per-task 5] [--max-tokens
+    64]
 
 All sides answer every prompt in turn. Greedy, batch 1. The planner goes by measured costs.
 """

@@ -3,11 +3,12 @@
     python -m bench.calibration --model FILE [--dtype float32] [--budgets 150 900] [--router DIR ..] [--out DIR]
     python -m bench.calibration --model FILE --router DIR --requests FILE.jsonl [--learned 200]
 
-Each budget is a calibration of its own, as `neap calibrate --budget` runs it. Then each prompt is answered at full depth and with
-every router in turn, as `bench.decode` does, so that a busy machine slows all sides alike. `--router`: more routers, which take part
-as they are. `--requests`: prompts of one kind, a JSON object with "prompt" on each line. The last `--held-out` of them are measured
-instead of Spec-Bench, and a router that goes on from the first --router with `--learned` others takes part. `--out` keeps the routers.
-`--json FILE` keeps the figures under the name `--label`, for `bench.curve`, which draws them.
+Each budget is a calibration of its own, as `neap calibrate --budget` runs it. Then each prompt is answered at full
+depth and with every router in turn, as `bench.decode` does, so that a busy machine slows all sides alike. `--router`:
+more routers, which take part as they are. `--requests`: prompts of one kind, a JSON object with "prompt" on each line.
+The last `--held-out` of them are measured instead of Spec-Bench, and a router that goes on from the first --router with
+`--learned` others takes part. `--out` keeps the routers. `--json FILE` keeps the figures under the name `--label`, for
+`bench.curve`, which draws them.
 """
 
 import argparse
@@ -85,9 +86,9 @@ def calibrated(
     result: CalibrationResult = neap_engine.calibrate(loaded, spec, **options)  # type: ignore[arg-type]
     figures = result.report["rungs"].get("depth-0", {})
     print(
-        f"{name}: {result.report['seconds']['total']:.0f} s, {result.report['tokens']['total']:,} tokens learned from and measured on; the exit's "
-        f"first draft agrees on {figures.get('agreement_1', 0):.3f} of {figures.get('positions', 0)} held-out positions; left out: "
-        f"{result.report['left_out'] or 'nothing'}",
+        f"{name}: {result.report['seconds']['total']:.0f} s, {result.report['tokens']['total']:,} tokens learned from "
+        f"and measured on; the exit's first draft agrees on {figures.get('agreement_1', 0):.3f} of "
+        f"{figures.get('positions', 0)} held-out positions; left out: {result.report['left_out'] or 'nothing'}",
         flush=True,
     )
     if out is not None:

@@ -2,9 +2,10 @@
 
     python -m bench.chain [--formats F16 Q8_0 Q8_0/Q4_0 ..] [--sequences 1 4 8 16] [--paths avx512 avx2] [--rounds 5]
 
-Random weights in the shapes of SmolLM2-135M with 8,192 draft tokens. In a format such as Q8_0/Q4_0, the draft rows have the second one.
-Each cell has three times in ms: of the first draft, of each further draft of a chain, and of feeding the head a token that another
-rung drafted. Memory is read before each call, as a verify pass does, so the first step finds no weights in the caches.
+Random weights in the shapes of SmolLM2-135M with 8,192 draft tokens. In a format such as Q8_0/Q4_0, the draft rows have
+the second one. Each cell has three times in ms: of the first draft, of each further draft of a chain, and of feeding
+the head a token that another rung drafted. Memory is read before each call, as a verify pass does, so the first step
+finds no weights in the caches.
 """
 
 from functools import partial

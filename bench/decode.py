@@ -1,14 +1,16 @@
-"""Tokens per second while decoding: Hugging Face's `generate`, our full depth, and `exact` with all rungs or parts of the ladder.
+"""Tokens per second while decoding: Hugging Face's `generate`, our full depth, and `exact` with all rungs or parts of
+the ladder.
 
     python -m bench.decode --model DIR --router FOLDER [--device cuda] [--per-task 5] [--levers]
     python -m bench.decode --model DIR --router FOLDER --formats float32 bfloat16 Q8_0 [--per-task 5]
 
-All sides answer every prompt in turn, in an order that rotates. The decoding time runs from the first token to the last. Greedy,
-batch 1, at most 64 new tokens; weights as they are stored. `--levers`: also `exact` with each part alone. `--beside FOLDER ..`: also
-`exact` with other routers.
+All sides answer every prompt in turn, in an order that rotates. The decoding time runs from the first token to the
+last. Greedy, batch 1, at most 64 new tokens; weights as they are stored. `--levers`: also `exact` with each part alone.
+`--beside FOLDER ..`: also `exact` with other routers.
 
-`--formats`, on a CPU: full depth and `exact` with the weights in each format, each format in a process of its own, and all in one run.
-The router serves all formats, although it was made for one: a format that changes the model makes its drafts worse, not its answers.
+`--formats`, on a CPU: full depth and `exact` with the weights in each format, each format in a process of its own, and
+all in one run. The router serves all formats, although it was made for one: a format that changes the model makes its
+drafts worse, not its answers.
 """
 
 import argparse
@@ -126,7 +128,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         else:
             sides = usual_sides(loaded, options, stack)
         results = measure(loaded, sides, prompts, options.seconds)
-    bases = {f"{name} {policy}": f"{name} {FULL}" for name in options.formats or () for policy in (FULL, EXACT)}  # fmt: skip
+    bases = {
+        f"{name} {policy}": f"{name} {FULL}"
+        for name in options.formats or ()
+        for policy in (FULL, EXACT)
+    }
     tables = summarise(results, bases)
     if not tables:
         raise SystemExit("nothing was measured")

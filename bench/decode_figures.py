@@ -28,8 +28,8 @@ def measure(
     prompts: list[BenchPrompt],
     seconds: float = float("inf"),
 ) -> Results:
-    """One answer per side, prompt and turn, after an untimed one. The first side's answers make the conversations. After `seconds` no
-    further prompt is started."""
+    """One answer per side, prompt and turn, after an untimed one. The first side's answers make the conversations.
+    After `seconds` no further prompt is started."""
     for side in sides.values():  # binds the ladder, touches memory pages
         side(WARM_UP_PROMPT)
     end_s = time.monotonic() + seconds
@@ -56,11 +56,12 @@ def measure(
 
 
 def summarise(results: Results, bases: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    """Figures by task and side, over prompts that full depth answered with at least MIN_TOKENS tokens. Ratios are to our full depth, or
-    to what `bases` names for a side.
+    """Figures by task and side, over prompts that full depth answered with at least MIN_TOKENS tokens. Ratios are to
+    our full depth, or to what `bases` names for a side.
 
-    `speed_up`: ratio of the mean tokens per second over prompts, Spec-Bench's measure (2401.07851). `speed_up_median`: median over
-    prompts of the ratio of times per token. `speed_up_total`: ratio of the total times of whole answers, prefill included.
+    `speed_up`: ratio of the mean tokens per second over prompts, Spec-Bench's measure (2401.07851). `speed_up_median`:
+    median over prompts of the ratio of times per token. `speed_up_total`: ratio of the total times of whole answers,
+    prefill included.
     """
     tables: dict[str, Any] = {}
     for task, sides in results.items():

@@ -1,11 +1,13 @@
-"""Times passes of the whole model on each instruction set and in each format, and compares them with the time to read the weights once.
+"""Times passes of the whole model on each instruction set and in each format, and compares them with the time to read
+the weights once.
 
-    python -m bench.floor --model DIR [--formats float32 bfloat16 Q8_0 ..] [--paths avx512 avx2 portable] [--tokens 1 2 4 8 16]
+    python -m bench.floor --model DIR [--formats float32 bfloat16 Q8_0 ..] [--paths avx512 avx2 portable] [--tokens 1 2
+    4 8 16]
         [--context 200] [--rounds 15]
 
-Medians in ms, logits included. `floor`: all threads read as many bytes as the model's packed matrices have, from one block. In
-parentheses: the ratio to the floor. The path in bold is the one that serves on this machine. All contenders take turns within each
-round, so that a busy machine slows all of them alike.
+Medians in ms, logits included. `floor`: all threads read as many bytes as the model's packed matrices have, from one
+block. In parentheses: the ratio to the floor. The path in bold is the one that serves on this machine. All contenders
+take turns within each round, so that a busy machine slows all of them alike.
 """
 
 import gc

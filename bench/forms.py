@@ -1,4 +1,5 @@
-"""One model in the formats of weights that a benchmark compares: the dtypes of a folder, and .gguf files that are made from it."""
+"""One model in the formats of weights that a benchmark compares: the dtypes of a folder, and .gguf files that are made
+from it."""
 
 import argparse
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ def add_formats(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=FORMATS,
         metavar="FORMAT",
-        help=f"formats of weights: {', '.join(FORMATS)}. Those of GGUF are made from a folder by llama.cpp, which is compiled once. "
-        "Default: as the model is stored",
+        help=f"formats of weights: {', '.join(FORMATS)}. Those of GGUF are made from a folder by llama.cpp, which is "
+        "compiled once. Default: as the model is stored",
     )
     add_cache(parser)
 
@@ -44,7 +45,8 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
 
 
 def forms(options: argparse.Namespace) -> list[Form]:
-    """The forms that the options of `add_formats` and --model name. Raises `NotFound`, `UnsupportedModel` and `SetUpFailed`."""
+    """The forms that the options of `add_formats` and --model name.
+    Raises `NotFound`, `UnsupportedModel` and `SetUpFailed`."""
     if not options.formats:
         return [Form(AS_STORED, options.model)]
     cache = options.cache.absolute()

@@ -1,7 +1,8 @@
 """Cost of the HTTP gateway beside plain gRPC: `python -m bench.gateway --model DIR`.
 
-The same greedy request is streamed from one worker by gRPC and through the gateway, in turn, by one client. Printed are the ratios of
-each pair's time per token and time to first token, because the machine is shared: their median and quartiles.
+The same greedy request is streamed from one worker by gRPC and through the gateway, in turn, by one client. Printed are
+the ratios of each pair's time per token and time to first token, because the machine is shared: their median and
+quartiles.
 """
 
 import json

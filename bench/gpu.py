@@ -1,12 +1,14 @@
-"""Benchmarks on a GPU: full depth against the card's bandwidth, and `exact` against full depth. The ops alone: `bench.roofline`.
+"""Benchmarks on a GPU: full depth against the card's bandwidth, and `exact` against full depth.
+The ops alone: `bench.roofline`.
 
     python -m bench.gpu [--shape llama-3.1-8b] [--depth 2 4] [--batch 1 8 32] [--rounds 3] [--share 0.8]
 
-The model has the shape's sizes, random bfloat16 weights, and exits whose agreement is set by construction (`bench.imposed`). So the
-figures show the speed at a given acceptance rate, not the acceptance rate that a trained router reaches. Rates cover decoding alone:
-from the time when every request has its first token until the first request ends. Policies take turns within a round; reported are
-medians over rounds. `floor`: the time to read the weights of one pass, at the rate of a copy within the device's memory measured in
-the same run (a copied byte counts twice). `--device cpu --shape tiny` only checks that the program works.
+The model has the shape's sizes, random bfloat16 weights, and exits whose agreement is set by construction
+(`bench.imposed`). So the figures show the speed at a given acceptance rate, not the acceptance rate that a trained
+router reaches. Rates cover decoding alone: from the time when every request has its first token until the first request
+ends. Policies take turns within a round; reported are medians over rounds. `floor`: the time to read the weights of one
+pass, at the rate of a copy within the device's memory measured in the same run (a copied byte counts twice).
+`--device cpu --shape tiny` only checks that the program works.
 """
 
 import gc
@@ -54,7 +56,8 @@ def measured(answers: list[EngineAnswer]) -> tuple[float, float, list[list[int]]
 
 
 def compare(imposed: Imposed, batches: list[int], rounds: int) -> dict[int, float]:
-    """Prints a row for each number of requests at once, with exact and full in turns. Returns the rates of full depth."""
+    """Prints a row for each number of requests at once, with exact and full in turns.
+    Returns the rates of full depth."""
     rates: dict[int, float] = {}
     most = max(batches)
     depths = "+".join(str(layer_exit.depth) for layer_exit in imposed.ladder.exits)
@@ -97,8 +100,13 @@ def main() -> None:
     parser.set_defaults(device="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument(
-        "--depth", type=depths_of, nargs="+", default=[(2,), (4,)], metavar="D or D+D", help="of exits; each its own ladder"
-    )  # fmt: skip
+        "--depth",
+        type=depths_of,
+        nargs="+",
+        default=[(2,), (4,)],
+        metavar="D or D+D",
+        help="of exits; each its own ladder",
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--share", type=float, default=0.8, help="of tokens where exits are right")
     parser.add_argument("--rounds", type=int, default=3)
@@ -122,7 +130,10 @@ def main() -> None:
         free(device)
     if 1 in rates:
         floor_s = num_bytes / speed
-        print(f"\nfull depth alone: {num_bytes / 1e9:.2f} GB a pass, floor {floor_s * 1000:.2f} ms, {rates[1] * floor_s:.0%} of it reached")  # fmt: skip
+        print(
+            f"\nfull depth alone: {num_bytes / 1e9:.2f} GB a pass, floor {floor_s * 1000:.2f} ms, "
+            f"{rates[1] * floor_s:.0%} of it reached"
+        )
 
 
 if __name__ == "__main__":

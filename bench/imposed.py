@@ -1,18 +1,20 @@
 """Builds a model of any size whose exits agree with the full model at a chosen rate, and the ladder for it.
 
-For measuring speed at sizes that are too large to train a ladder for. The model reads and multiplies the same matrices as a trained
-model of its shape, but the rate at which exits are right is set by construction. **It says nothing about how often real exits are
-right.**
+For measuring speed at sizes that are too large to train a ladder for. The model reads and multiplies the same matrices
+as a trained model of its shape, but the rate at which exits are right is set by construction. **It says nothing about
+how often real exits are right.**
 
-- The tokens in use form one cycle: the LM head's row of t's successor is t's embedding, so the model answers t with it. The draft
-  vocabulary holds the wanted share of it.
-- Layers before the last exit have random weights. Their output projections are scaled down so that the embedding dominates the state.
-  In deeper layers the output projections are 0: they are read and multiplied as usual but add nothing. So the state at the last exit
-  is the final state, and exit and full model differ only where the next token is not in the draft vocabulary.
-- Each exit's head has the size of a trained one and returns the state that the newest token enters it with. The draft vocabulary is a random part of the
-  cycle, so a draft is right with probability `share`, independently at each token. The last exit's confidence head gives `share` for every
-  token. Confidence heads of earlier exits give `share` for about half of the tokens, selected by the sign of a random direction of the state,
-  and nearly 0 for the others, which go on to the next exit.
+- The tokens in use form one cycle: the LM head's row of t's successor is t's embedding, so the model answers t with it.
+  The draft vocabulary holds the wanted share of it.
+- Layers before the last exit have random weights. Their output projections are scaled down so that the embedding
+  dominates the state. In deeper layers the output projections are 0: they are read and multiplied as usual but add
+  nothing. So the state at the last exit is the final state, and exit and full model differ only where the next token is
+  not in the draft vocabulary.
+- Each exit's head has the size of a trained one and returns the state that the newest token enters it with. The draft
+  vocabulary is a random part of the cycle, so a draft is right with probability `share`, independently at each token.
+  The last exit's confidence head gives `share` for every token. Confidence heads of earlier exits give `share` for
+  about half of the tokens, selected by the sign of a random direction of the state, and nearly 0 for the others, which
+  go on to the next exit.
 """
 
 from collections.abc import Sequence
@@ -54,7 +56,8 @@ class Shape:
             vocab_size=self.vocabulary_size, hidden_size=self.hidden_size, intermediate_size=self.intermediate_size,
             num_hidden_layers=self.num_layers, num_attention_heads=self.num_heads,
             num_key_value_heads=self.num_key_heads, max_position_embeddings=self.context_length,
-            rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=False, eos_token_id=None, bos_token_id=None,
+            rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=False,
+            eos_token_id=None, bos_token_id=None,
         )  # fmt: skip
 
 
@@ -66,7 +69,8 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Imposed:
-    """A built model and its ladder. `cycle` [C] int64: the tokens in use; each is followed by the next, and the last by the first."""
+    """A built model and its ladder. `cycle` [C] int64: the tokens in use; each is followed by the next, and the last by
+    the first."""
 
     loaded: LoadedModel
     ladder: Ladder
@@ -151,8 +155,8 @@ def _exit(width: int, depth: int, share: float) -> LayerExit:
 def _be_sure_of_half(confidence: ConfidenceHead, share: float) -> None:
     """Makes the confidence head give `share` on one side of a random hyperplane of the states and UNSURE on the other.
 
-    The log-odds follow the step silu(z) - silu(z - 5), which is 0 for z far below 0 and 5 far above. z is the state's component along
-    the hyperplane's normal, times 200, so that the step is steep.
+    The log-odds follow the step silu(z) - silu(z - 5), which is 0 for z far below 0 and 5 far above. z is the state's
+    component along the hyperplane's normal, times 200, so that the step is steep.
     """
     low, high = (float(torch.logit(torch.tensor(p), eps=1e-3)) for p in (UNSURE, share))
     step = (high - low) / 5

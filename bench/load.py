@@ -1,11 +1,12 @@
-"""A worker process under load: time to first token and gaps between tokens, at shares of its capacity and during a long prefill.
+"""A worker process under load: time to first token and gaps between tokens, at shares of its capacity and during a long
+prefill.
 
     python -m bench.load --model DIR --router FOLDER [--seconds 45] [--loads 0.5 0.8 1.2] [--policies exact full]
 
-Capacity is measured first, in the same run: tokens per second with 16 requests always running, divided by the mean length of an
-answer. Then requests arrive at random times (Poisson) at shares of that rate, regardless of how many are running. Prompts are the
-first turns of Spec-Bench of at most 600 characters, in random order. Greedy, at most 32 new tokens, prefix cache off. Client and worker
-share the machine.
+Capacity is measured first, in the same run: tokens per second with 16 requests always running, divided by the mean
+length of an answer. Then requests arrive at random times (Poisson) at shares of that rate, regardless of how many are
+running. Prompts are the first turns of Spec-Bench of at most 600 characters, in random order. Greedy, at most 32 new
+tokens, prefix cache off. Client and worker share the machine.
 """
 
 import argparse
@@ -88,7 +89,8 @@ async def measure_load(
 async def measure_long_prefill(
     client: StreamClient, texts: Sequence[str], policy: Policy
 ) -> list[object]:
-    """Cells: gaps of NUM_RUNNING streams during the prefill of a long prompt, and the time of such a prefill on an idle worker."""
+    """Cells: gaps of NUM_RUNNING streams during the prefill of a long prompt, and the time of such a prefill on an idle
+    worker."""
     long_text = " ".join(list(texts) * (LONG_CHARACTERS // sum(map(len, texts)) + 1))
     alone = Stream(0.0)
     # Starts one character later than the prompt below, so that the two share no prefix.
@@ -133,12 +135,27 @@ async def measure(target: str, texts: Sequence[str], options: argparse.Namespace
         for policy in options.policies:
             await client.warm_up(chat(texts[0], policy, 4))
             capacities[policy] = await measure_capacity(client, texts, policy, options.seconds)
-        head("policy", "load", "requests", "first token p50 / p99, s", "gap p50 / p99 / max, ms", "tokens/s", "not served")  # fmt: skip
+        head(
+            "policy",
+            "load",
+            "requests",
+            "first token p50 / p99, s",
+            "gap p50 / p99 / max, ms",
+            "tokens/s",
+            "not served",
+        )
         for policy, capacity in capacities.items():
             for load in options.loads:
                 cells = await measure_load(client, texts, policy, load * capacity, options.seconds)
                 row(policy, f"{load:.0%}, {load * capacity:.2f}/s", *cells)
-        head("policy", f"gap of {NUM_RUNNING} streams before, ms", "gap p50 / p99 / max while a long prompt is read, ms", "its tokens", "read with nobody else, s", "read in company, s")  # fmt: skip
+        head(
+            "policy",
+            f"gap of {NUM_RUNNING} streams before, ms",
+            "gap p50 / p99 / max while a long prompt is read, ms",
+            "its tokens",
+            "read with nobody else, s",
+            "read in company, s",
+        )
         for policy in options.policies:
             row(policy, *await measure_long_prefill(client, texts, policy))
 
@@ -153,7 +170,10 @@ def main() -> None:
     parser.add_argument("--max-queue", type=int, default=16)
     for options in each_model(parser):
         texts = short_texts(options.prompts, options.per_task)
-        print(f"{described('cpu')}, client and worker on this machine, queue of {options.max_queue}, {len(texts)} prompts")  # fmt: skip
+        print(
+            f"{described('cpu')}, client and worker on this machine, queue of {options.max_queue}, {len(texts)} "
+            "prompts"
+        )
         # Prompts repeat, and each is to be prefilled every time.
         flags = ("--max-queue", str(options.max_queue), "--prefix-cache-mb", "0")
         with serving(options.model, options.router, flags) as target:

@@ -1,13 +1,15 @@
-"""Makes a router with this tree alone: the calibration writes the text, learns from it and measures. Made for bench/router.
+"""Makes a router with this tree alone: the calibration writes the text, learns from it and measures.
+Made for bench/router.
 
     python -m bench.make_router --model FILE --work-dir DIR --hours 1            as the shipped router was made
     python -m bench.make_router --model DIR --work-dir DIR --prompts FILE --tokens 3_000_000
     python -m bench.make_router --model DIR --work-dir DIR --device cuda --tokens 30_000_000 --out DIR
 
-The model answers the prompts of a file (as `neap calibrate --prompts` takes them), or, without one, prompts from templates and prompts
-that it writes itself. The same calibration as the service's runs, with `--hours` or `--tokens` as its limit: with an hour and more, exits
-are trained by gradients after they have been solved. A run that was killed continues if it is started again with the same options and
---work-dir. The process is niced. The manifest's "made_by" has the command, without paths.
+The model answers the prompts of a file (as `neap calibrate --prompts` takes them), or, without one, prompts from
+templates and prompts that it writes itself. The same calibration as the service's runs, with `--hours` or `--tokens` as
+its limit: with an hour and more, exits are trained by gradients after they have been solved. A run that was killed
+continues if it is started again with the same options and --work-dir. The process is niced. The manifest's "made_by"
+has the command, without paths.
 """
 
 import argparse
@@ -60,7 +62,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def spec_of(options: argparse.Namespace) -> CalibrationSpec:
-    """What the options ask the calibration for. Raises InvalidInput, and OSError for a file of prompts that cannot be read."""
+    """What the options ask the calibration for. Raises InvalidInput, and OSError for a file of prompts that cannot be
+    read."""
     prompts = tuple(read_prompts(options.prompts)) if options.prompts else ()
     hours = options.hours or (None if options.tokens else DEFAULT_HOURS)
     return CalibrationSpec(
@@ -73,7 +76,8 @@ def spec_of(options: argparse.Namespace) -> CalibrationSpec:
 
 
 def recorded_argv(options: argparse.Namespace) -> list[str]:
-    """The command line that makes the same router. The model is named by its id, a file of prompts by its place in the tree or its name."""
+    """The command line that makes the same router.
+    The model is named by its id, a file of prompts by its place in the tree or its name."""
     argv = ["--model", options.model_id]
     for name in RECORDED:
         value = getattr(options, name)

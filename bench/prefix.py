@@ -2,7 +2,8 @@
 
     python -m bench.prefix --model DIR [--shared 600] [--own 40] [--requests 6] [--rounds 3]
 
-Both sides get the same prompts, first one after the other and then all at once, and take turns. Full depth, one token each.
+Both sides get the same prompts, first one after the other and then all at once, and take turns.
+Full depth, one token each.
 """
 
 import random
@@ -23,7 +24,8 @@ Prompts = list[list[int]]
 
 
 def prompts(vocabulary_size: int, shared: int, own: int, count: int) -> Prompts:
-    """`count` prompts of random tokens (the time does not depend on them): `shared` common ones, then `own` different ones."""
+    """`count` prompts of random tokens (the time does not depend on them): `shared` common ones, then `own` different
+    ones."""
     draw = random.Random(0)
     stem, *tails = (
         [draw.randrange(100, vocabulary_size) for _ in range(length)]

@@ -1,17 +1,19 @@
 """Shows where the time of one decode step goes, on a CPU.
 
-    python -m bench.profile --model DIR [--formats float32 bfloat16 Q8_0 ..] [--tokens 1 4 8 16] [--context 200] [--steps 20]
+    python -m bench.profile --model DIR [--formats float32 bfloat16 Q8_0 ..] [--tokens 1 4 8 16] [--context 200]
+    [--steps 20]
 
-A step of N tokens is that of N requests by policy full, whose prompts have --context tokens: all go through one verify pass, and one token
-of each is chosen and delivered. Medians in ms over --steps steps, and their share of the whole step. What is not a matrix should take at
-most a fifth each; what takes more is marked with !.
+A step of N tokens is that of N requests by policy full, whose prompts have --context tokens: all go through one verify
+pass, and one token of each is chosen and delivered. Medians in ms over --steps steps, and their share of the whole
+step. What is not a matrix should take at most a fifth each; what takes more is marked with !.
 
-- matrices: the products in layers, with the activation between them. They read the weights, which are most of the step's bytes.
+- matrices: the products in layers, with the activation between them.
+  They read the weights, which are most of the step's bytes.
 - norms, attention: of all layers; norms also the final one. rotary: with head norms and writing keys and values.
 - head: the product with the LM head.
 - verify: choosing tokens from logits.
-- Python: everything else of the step, from one step's start to the next one's: embedding, masks and angles, calling layers, waking
-  threads, committing, decoding text, delivering events.
+- Python: everything else of the step, from one step's start to the next one's: embedding, masks and angles, calling
+  layers, waking threads, committing, decoding text, delivering events.
 """
 
 import gc
@@ -109,7 +111,8 @@ class StepProfile:
 
 
 def measure(loaded: LoadedModel, num_tokens: int, context: int, num_steps: int) -> list[Sample]:
-    """The samples of `num_steps` steps of `num_tokens` tokens. Raises `UnsupportedModel` if the layers do not run as one op each."""
+    """The samples of `num_steps` steps of `num_tokens` tokens.
+    Raises `UnsupportedModel` if the layers do not run as one op each."""
     profile = StepProfile(num_tokens)
     num_usual_tokens = loaded.vocabulary_size - FIRST_TOKEN
     prompts = [

@@ -51,16 +51,23 @@ def read_prompts(path: Path = DEFAULT_FILE, per_task: int = 0) -> list[BenchProm
 
 
 def read_texts(path: Path, count: int) -> Sequence[str]:
-    """`count` prompts, evenly spaced over a file of JSON lines; the first turn of those with several. Raises `InvalidInput`."""
+    """`count` prompts, evenly spaced over a file of JSON lines; the first turn of those with several.
+    Raises `InvalidInput`."""
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]  # fmt: skip
-    texts = [str(record["turns"][0]) if "turns" in record else record.get("prompt", record.get("question")) for record in records]  # fmt: skip
+    texts = [
+        str(record["turns"][0])
+        if "turns" in record
+        else record.get("prompt", record.get("question"))
+        for record in records
+    ]
     if not texts or None in texts:
         raise InvalidInput(f"{path} has no prompts, or a line without turns, prompt or question")
     return _spread(texts, count)
 
 
 def encode_turns(loaded: LoadedModel, turns: Sequence[str]) -> list[int]:
-    """Token ids of a conversation, the user's turn first and last: as a chat, or as plain text for a model without a template."""
+    """Token ids of a conversation, the user's turn first and last: as a chat, or as plain text for a model without a
+    template."""
     if not takes_chat(loaded):
         return list(encode_prompt(loaded, plain_text(turns)))
     roles = ("user", "assistant")

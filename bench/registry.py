@@ -1,7 +1,7 @@
 """Times the operations of a registry: `python -m bench.registry --registry URL [--records N]`.
 
-It publishes to that registry, under the model "bench". Prints medians in milliseconds, and the time to make the index anew from the
-journal, as a process does that opens a registry without Redis.
+It publishes to that registry, under the model "bench". Prints medians in milliseconds, and the time to make the index
+anew from the journal, as a process does that opens a registry without Redis.
 """
 
 import uuid

@@ -2,8 +2,8 @@
 
     python -m bench.relaxed --model DIR --router FOLDER [--thresholds 0.99 0.95] [--per-task 6] [--drawn 40]
 
-Prompts are Spec-Bench's first turns, and `--drawn` prompts drawn as the calibration draws its own, with another seed. Greedy, four
-requests at a time.
+Prompts are Spec-Bench's first turns, and `--drawn` prompts drawn as the calibration draws its own, with another seed.
+Greedy, four requests at a time.
 """
 
 import argparse
@@ -34,8 +34,8 @@ AT_ONCE = 4
 
 
 def drawn(loaded: LoadedModel, count: int, num_tokens: int) -> list[list[int]]:
-    """Prompts from the distribution that the bound is certified for. A calibration with another seed saw none of them, except by
-    chance."""
+    """Prompts from the distribution that the bound is certified for. A calibration with another seed saw none of them,
+    except by chance."""
     config = SelfGenerationConfig(seed=DRAWN_SEED, max_new_tokens=num_tokens)
     writer = EngineWriter(loaded, 64)
     with tempfile.TemporaryDirectory() as folder, closing(writer):

@@ -2,10 +2,11 @@
 
     python -m bench.resumed --model DIR --router FOLDER [--rounds 3] [--tokens 256]
 
-Two workers with one thread each serve the same model. Four answers to Spec-Bench prompts run, greedy and sampled, exact. When they have a
-third of their tokens, the worker of some of them is killed (SIGKILL), or told to end (SIGTERM, --grace-s 1, --drain-timeout-s 3600). Printed:
-the longest time between two tokens of answers that moved, and of the others; how long the worker took to end; and how many answers are not
-those of an uninterrupted run, which ends the program.
+Two workers with one thread each serve the same model. Four answers to Spec-Bench prompts run, greedy and sampled,
+exact. When they have a third of their tokens, the worker of some of them is killed (SIGKILL), or told to end (SIGTERM,
+--grace-s 1, --drain-timeout-s 3600). Printed: the longest time between two tokens of answers that moved, and of the
+others; how long the worker took to end; and how many answers are not those of an uninterrupted run, which ends the
+program.
 """
 
 import argparse
@@ -111,7 +112,13 @@ def measure(options: argparse.Namespace) -> None:
         )
         for number, one in enumerate(prompts)
     ]
-    head("the worker", "answers that moved", "their longest gap, ms", "that of the others, ms", "worker ended after, s")  # fmt: skip
+    head(
+        "the worker",
+        "answers that moved",
+        "their longest gap, ms",
+        "that of the others, ms",
+        "worker ended after, s",
+    )
     with tempfile.TemporaryDirectory() as folder:
         registry = Path(folder) / "registry"
         publish_router(options.router, registry)

@@ -2,15 +2,16 @@
 
     python -m bench.roofline [--device cuda] [--tokens 1 2 4 8] [--threads 2] [--rounds 40]
 
-Exits, choices and paged attention; on a CPU also products and attention over a contiguous cache. SmolLM2's sizes (D 576, 4,587 draft tokens, V 49,152) and those of an 8B Llama (D 4096, 8,192, V 128,256).
+Exits, choices and paged attention; on a CPU also products and attention over a contiguous cache.
+SmolLM2's sizes (D 576, 4,587 draft tokens, V 49,152) and those of an 8B Llama (D 4096, 8,192, V 128,256).
 
-Microseconds with cold caches (`bench.stopwatch`). On a CPU: lower quartiles, because others may be using the machine; before every
-call 64 MB of other memory are read, as a verify pass would, so weights come from memory. On a GPU: medians of calls in a CUDA graph,
-with the L2 cache swept before each. The contenders of a line take turns within each round.
+Microseconds with cold caches (`bench.stopwatch`). On a CPU: lower quartiles, because others may be using the machine;
+before every call 64 MB of other memory are read, as a verify pass would, so weights come from memory. On a GPU: medians
+of calls in a CUDA graph, with the L2 cache swept before each. The contenders of a line take turns within each round.
 
-`floor`: all threads read as many bytes as the op must read and write; on a GPU a copy moves them. `GFLOP`: two per product.
-`PyTorch`: the modules that the engine ran before it had kernels, eager; on a GPU without the launch overhead, as they are in a graph.
-`PyTorch half`: the same with float16 weights.
+`floor`: all threads read as many bytes as the op must read and write; on a GPU a copy moves them. `GFLOP`: two per
+product. `PyTorch`: the modules that the engine ran before it had kernels, eager; on a GPU without the launch overhead,
+as they are in a graph. `PyTorch half`: the same with float16 weights.
 """
 
 from collections.abc import Callable
@@ -46,14 +47,28 @@ CONTEXT, BLOCK_TOKENS = 1024, 16
 HIDDEN = {576: 1536, 4096: 14336}  # width within an MLP
 
 
-COLUMNS = ("op", "D", "tokens", "MB", "MFLOP", "floor", "PyTorch", "half", "neap", "PyTorch / neap", "neap / floor", "also")  # fmt: skip
+COLUMNS = (
+    "op",
+    "D",
+    "tokens",
+    "MB",
+    "MFLOP",
+    "floor",
+    "PyTorch",
+    "half",
+    "neap",
+    "PyTorch / neap",
+    "neap / floor",
+    "also",
+)
 # Contenders with columns of their own.
 NAMED = ("floor", "PyTorch", "PyTorch half", "neap")
 
 
 @dataclass(frozen=True)
 class Line:
-    """One op at one size. `megabytes`: read and written. `gflop`: floating-point operations. `times_us`: by contender."""
+    """One op at one size. `megabytes`: read and written. `gflop`: floating-point operations.
+    `times_us`: by contender."""
 
     op: str
     width: int
@@ -95,7 +110,8 @@ class Bench:
 
 @dataclass(frozen=True)
 class PlainDraws:
-    """Drafts of an exit in plain PyTorch, as the engine made them before it had kernels: its confidence head and draft vocabulary.
+    """Drafts of an exit in plain PyTorch, as the engine made them before it had kernels: its confidence head and draft
+    vocabulary.
 
     `project`: adapted states [N, D] -> draft logits [N, Vd]. `precision`: a context for every call.
     """
@@ -105,7 +121,8 @@ class PlainDraws:
     precision: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def halved(self, rows: Tensor) -> "PlainDraws":
-        """The same with float16 copies of the weights and of `rows` [Vd, D], and float16 products: PyTorch's best case on a GPU."""
+        """The same with float16 copies of the weights and of `rows` [Vd, D], and float16 products: PyTorch's best case
+        on a GPU."""
         small = rows.half()
         return PlainDraws(
             deepcopy(self.confidence).half(),
@@ -114,7 +131,8 @@ class PlainDraws:
         )
 
     def draft_top(self, adapted: Tensor) -> object:
-        """Draft vocabulary alone: adapted states [N, D] -> best tokens, two largest logits and log mass, as `draft_top` computes."""
+        """Draft vocabulary alone: adapted states [N, D] -> best tokens, two largest logits and log mass, as `draft_top`
+        computes."""
         with self.precision():
             logits = self.project(adapted)
             return logits.argmax(-1), torch.topk(logits, 2), logits.logsumexp(-1)
@@ -173,7 +191,8 @@ def bench_choices(bench: Bench, width: int, tokens: int) -> None:
 
 
 def bench_paged(bench: Bench, width: int, tokens: int) -> None:
-    """Times paged attention of one token of each of N sequences of CONTEXT positions, with blocks in random order in the pool."""
+    """Times paged attention of one token of each of N sequences of CONTEXT positions, with blocks in random order in
+    the pool."""
     heads, kv_heads, size = HEADS[width]
     num_blocks = CONTEXT // BLOCK_TOKENS
 

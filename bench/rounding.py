@@ -3,9 +3,10 @@
     python -m bench.rounding --model FILE.gguf --text FILE [--windows 16] [--per-task 2] [--new-tokens 64]
     python -m bench.rounding --model DIR --dtype bfloat16 --compute-dtype bfloat16 --text FILE
 
-Both sides have the same weights, and are loaded one after the other. Perplexity is that of the second half of windows of 512 tokens, spread
-evenly over the text. "same choices" is the share of these positions after which both sides rank the same token first. Answers are greedy
-and of full depth. Costs are multiples of the pass over one token without rounding.
+Both sides have the same weights, and are loaded one after the other. Perplexity is that of the second half of windows
+of 512 tokens, spread evenly over the text. "same choices" is the share of these positions after which both sides rank
+the same token first. Answers are greedy and of full depth. Costs are multiples of the pass over one token without
+rounding.
 """
 
 import gc
@@ -33,7 +34,8 @@ WIDTHS = (1, 2, 3, 5, 9, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Side:
-    """choices: [N], the token ranked first after each measured position; surprise: the mean over them, in nats; seconds: of a pass, by its tokens."""
+    """choices: [N], the token ranked first after each measured position; surprise: the mean over them, in nats;
+    seconds: of a pass, by its tokens."""
 
     choices: Tensor
     surprise: float

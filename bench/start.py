@@ -2,11 +2,11 @@
 
     python -m bench.start --model DIR [--starts 4] [--data-dir DIR]
 
-Starts `python -m inference_service` with an empty registry, several times one after another, and asks for its health. The first start finds
-nothing in the folder that starts remember things in; --data-dir keeps that folder. Seconds of a processor (user and system) are the
-worker's own, so other work on the machine changes them little; seconds by the clock are from the start of the process. Memory: the most that
-was resident (VmHWM), and what is resident when the worker is ready, of which anonymous memory is the worker's own, and the rest is of mapped
-files. Linux only.
+Starts `python -m inference_service` with an empty registry, several times one after another, and asks for its health.
+The first start finds nothing in the folder that starts remember things in; --data-dir keeps that folder. Seconds of a
+processor (user and system) are the worker's own, so other work on the machine changes them little; seconds by the clock
+are from the start of the process. Memory: the most that was resident (VmHWM), and what is resident when the worker is
+ready, of which anonymous memory is the worker's own, and the rest is of mapped files. Linux only.
 """
 
 import os

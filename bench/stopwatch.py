@@ -45,7 +45,8 @@ def medians_s(
 
 
 class ClockStopwatch:
-    """Reports lower quartiles, because others may be using the machine. Reads 64 MB of other memory before every call."""
+    """Reports lower quartiles, because others may be using the machine.
+    Reads 64 MB of other memory before every call."""
 
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
@@ -68,8 +69,8 @@ class ClockStopwatch:
 class GraphStopwatch:
     """Captures graphs in which every call follows a read of twice the L2 cache's size.
 
-    The time of a call is the graph's time minus that of a graph of the reads alone, divided by the calls; reported is the median. A
-    contender that synchronises with the device cannot be captured: torch's error is raised.
+    The time of a call is the graph's time minus that of a graph of the reads alone, divided by the calls; reported is
+    the median. A contender that synchronises with the device cannot be captured: torch's error is raised.
     """
 
     def __init__(self, rounds: int) -> None:

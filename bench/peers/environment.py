@@ -23,8 +23,8 @@ class SetUpFailed(NeapError):
 class Requirements:
     """What an environment holds, pinned.
 
-    `build`: packages that `source` needs to be built. `source`: a package that is built here from its source distribution, for this
-    machine's own instructions. `excluded`: packages that others pull in and that must go again.
+    `build`: packages that `source` needs to be built. `source`: a package that is built here from its source
+    distribution, for this machine's own instructions. `excluded`: packages that others pull in and that must go again.
     """
 
     packages: tuple[str, ...] = ()

@@ -18,10 +18,11 @@ Rounds = Sequence[Sequence[Sequence[Answer]]]
 class Row:
     """What one contender did.
 
-    `base`: the names of the rows of our full and exact that it is compared with, where they were measured. `one`: tokens per second of one
-    request while decoding. `several`: of several requests at once, from the call to the last token of all. `several_decoding`: the same
-    while all of them are decoding. `same`, `compared`: answers that equal the reference, of how many. `ready_s`, `resident_bytes`: of its
-    worker, which two contenders may share. NaN: not measured.
+    `base`: the names of the rows of our full and exact that it is compared with, where they were measured. `one`:
+    tokens per second of one request while decoding. `several`: of several requests at once, from the call to the last
+    token of all. `several_decoding`: the same while all of them are decoding. `same`, `compared`: answers that equal
+    the reference, of how many. `ready_s`, `resident_bytes`: of its worker, which two contenders may share. NaN: not
+    measured.
     """
 
     engine: str
@@ -41,7 +42,8 @@ class Row:
 
 
 def decoding_rate(calls: Sequence[Sequence[Answer]]) -> float:
-    """Tokens per second over all calls of one prompt each, from each first token to each last. NaN if no answer has MIN_TOKENS tokens."""
+    """Tokens per second over all calls of one prompt each, from each first token to each last.
+    NaN if no answer has MIN_TOKENS tokens."""
     answers = [answer for (answer,) in calls if len(answer.token_ids) >= MIN_TOKENS]
     seconds = sum(answer.times_s[-1] - answer.times_s[0] for answer in answers)
     # Tokens that came together with the first are not counted either: their time is not.
@@ -50,14 +52,16 @@ def decoding_rate(calls: Sequence[Sequence[Answer]]) -> float:
 
 
 def batch_rate(calls: Sequence[Sequence[Answer]]) -> float:
-    """Tokens per second over all calls of several prompts each, prompts included: from the call to the last token of all answers."""
+    """Tokens per second over all calls of several prompts each, prompts included: from the call to the last token of
+    all answers."""
     tokens = sum(len(answer.token_ids) for answers in calls for answer in answers)
     seconds = sum(max(at for answer in answers for at in answer.times_s) for answers in calls)
     return tokens / seconds if seconds else float("nan")
 
 
 def batch_decoding_rate(calls: Sequence[Sequence[Answer]]) -> float:
-    """Tokens per second while all requests of a call are decoding: from the latest first token to the earliest last token."""
+    """Tokens per second while all requests of a call are decoding: from the latest first token to the earliest last
+    token."""
     tokens, seconds = 0, 0.0
     for answers in calls:
         if not all(answer.times_s for answer in answers):
@@ -97,7 +101,17 @@ def print_table(rows: Sequence[Row], batch: int) -> None:
     """Ratios above 1 say that ours is faster. "-" where ours was not measured with these weights."""
     known = {row.name: row for row in rows}
     ratios = [f"{ours} / it, {what}" for what in ("one", batch) for ours in ("full", "exact")]
-    head("engine", "weights", "one request, decoding", f"{batch} at once", f"{batch} at once, decoding", "same tokens as HF float32", "ready, s", "RSS, GB", *ratios)  # fmt: skip
+    head(
+        "engine",
+        "weights",
+        "one request, decoding",
+        f"{batch} at once",
+        f"{batch} at once, decoding",
+        "same tokens as HF float32",
+        "ready, s",
+        "RSS, GB",
+        *ratios,
+    )
     for row in rows:
         rates_of_row = map(_number, (row.one, row.several, row.several_decoding))
         cells = [row.engine, row.weights, *rates_of_row, f"{row.same} of {row.compared}"]

@@ -1,7 +1,7 @@
 """Writes a Hugging Face folder of the llama architecture as a float32 .gguf file, which llama.cpp then quantises.
 
-The names of tensors and the order of the rows of queries and keys are those of llama.cpp's own conversion: it rotates neighbouring
-rows of a head together, Hugging Face the first half with the second.
+The names of tensors and the order of the rows of queries and keys are those of llama.cpp's own conversion: it rotates
+neighbouring rows of a head together, Hugging Face the first half with the second.
 """
 
 import json
@@ -17,7 +17,8 @@ from safetensors import safe_open
 from shared.errors import UnsupportedModel
 
 ARCHITECTURE = "llama"
-# Prompts come as token ids, so the rule that splits text before it is tokenised does not matter; llama.cpp wants the name of one.
+# Prompts come as token ids, so the rule that splits text before it is tokenised does not matter; llama.cpp wants the
+# name of one.
 PRE_TOKENIZER = "gpt-2"
 
 

@@ -19,8 +19,8 @@ OPENVINO_FORMATS = {FLOAT32: "fp32", "int8": "int8"}
 class Models:
     """Forms of the model in `folder`, a Hugging Face folder with float32 or 16-bit safetensors.
 
-    `given`: a .gguf file for the format GIVEN, or None. `cache`: where conversions are kept, by the digest of the weights.
-    `environments`: those of the peers that convert.
+    `given`: a .gguf file for the format GIVEN, or None. `cache`: where conversions are kept, by the digest of the
+    weights. `environments`: those of the peers that convert.
     """
 
     def __init__(

@@ -72,7 +72,8 @@ def measure(
     failures: dict[str, str],
     say: Say,
 ) -> list[Row]:
-    """Rows of the table. The first worker's answers in its first mode are the reference. Raises `EngineFailed` if it fails there.
+    """Rows of the table. The first worker's answers in its first mode are the reference.
+    Raises `EngineFailed` if it fails there.
 
     An untimed turn comes before each part, so that nothing is used for the first time while it is measured.
     """
@@ -122,9 +123,11 @@ def measure(
 
 
 def groups(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Groups of `size` prompts, by index, for requests that run at once: those with the longest answers, so that all run for long.
+    """Groups of `size` prompts, by index, for requests that run at once: those with the longest answers, so that all
+    run for long.
 
-    `lengths`: tokens of each prompt's reference answer. At least one group; a prompt repeats only if there are fewer than `size`.
+    `lengths`: tokens of each prompt's reference answer.
+    At least one group; a prompt repeats only if there are fewer than `size`.
     """
     longest = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     if len(longest) < size:
@@ -141,8 +144,9 @@ def take_turns(
 ) -> dict[str, list[list[Result]]]:
     """Results by contender, round and task.
 
-    Each contender does a task before any does the next. The order rotates by one with each task. A contender that raises `EngineFailed`
-    is left out from then on: its message is added to `failures`, its results are dropped. Contenders in `failures` are not asked.
+    Each contender does a task before any does the next. The order rotates by one with each task. A contender that
+    raises `EngineFailed` is left out from then on: its message is added to `failures`, its results are dropped.
+    Contenders in `failures` are not asked.
     """
     results: dict[str, list[list[Result]]] = {name: [] for name in contenders}
     names = list(contenders)

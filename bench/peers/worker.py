@@ -29,7 +29,8 @@ class EngineFailed(NeapError):
 class Worker:
     """Starts `command` in a session of its own, with its stderr in `log_path`. `close` ends all its processes.
 
-    The process is stopped by SIGSTOP except during calls, so that threads that spin while idle do not disturb other engines.
+    The process is stopped by SIGSTOP except during calls, so that threads that spin while idle do not disturb other
+    engines.
     """
 
     def __init__(
@@ -56,7 +57,8 @@ class Worker:
         return self._process.pid
 
     def load(self, settings: EngineSettings, timeout_s: float) -> float:
-        """Loads the model. Returns the seconds from the start of the process until the engine has answered its first short prompt.
+        """Loads the model. Returns the seconds from the start of the process until the engine has answered its first
+        short prompt.
 
         Raises `EngineFailed`.
         """

@@ -17,7 +17,8 @@ def test_the_shipped_router_names_a_command_that_the_tree_has():
 
 
 def check_record(calibration: dict[str, Any]) -> None:
-    """The recorded command line is one that the program takes, and asks for the calibration that the manifest describes."""
+    """The recorded command line is one that the program takes, and asks for the calibration that the manifest
+    describes."""
     assert calibration["made_by"]["program"] == make_router.PROGRAM
     argv = calibration["made_by"]["argv"]
     options = make_router.parser().parse_args([*argv, "--work-dir", "work"])

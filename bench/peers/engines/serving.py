@@ -1,13 +1,17 @@
-"""The engine's side of `bench.peers`: runs one engine in its own process, which reads calls from stdin and writes replies to stdout.
+"""The engine's side of `bench.peers`: runs one engine in its own process, which reads calls from stdin and writes
+replies to stdout.
 
 Calls and replies are JSON, one per line. The process ends when stdin is closed.
 
-    {"load": {fields of EngineSettings}}                                  -> {"stats": {"name": "value"}}
-    {"prompts": [[token ids]], "max_tokens": 64, "mode": ""}              -> {"answers": [{"token_ids": [...], "times_s": [...]}]}
-    any call that raises                                                  -> {"error": "its type and message"}
+    {"load": {fields of EngineSettings}}
+        -> {"stats": {"name": "value"}}
+    {"prompts": [[token ids]], "max_tokens": 64, "mode": ""}
+        -> {"answers": [{"token_ids": [...], "times_s": [...]}]}
+    any call that raises
+        -> {"error": "its type and message"}
 
-The modules of this package run in the engines' own environments, so they import the standard library and their engine only. neap's own
-worker and Hugging Face's run in neap's environment.
+The modules of this package run in the engines' own environments, so they import the standard library and their engine
+only. neap's own worker and Hugging Face's run in neap's environment.
 """
 
 import ctypes
@@ -26,8 +30,9 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """`weights`: the format of the weights in `source`, a file or folder. `max_running`: requests at once. `context_tokens`: the longest
-    prompt and its answer together. `end_ids`: token ids that end an answer. `router`: folder of a packed ladder, for neap alone."""
+    """`weights`: the format of the weights in `source`, a file or folder. `max_running`: requests at once.
+    `context_tokens`: the longest prompt and its answer together. `end_ids`: token ids that end an answer. `router`:
+    folder of a packed ladder, for neap alone."""
 
     source: str
     weights: str
@@ -40,8 +45,8 @@ class EngineSettings:
 
 @dataclass
 class Answer:
-    """The tokens of one request, the end-of-sequence token included if the engine returns it, and when each became known:
-    `time.perf_counter()` seconds within the engine's process, seconds since the call in its reply."""
+    """The tokens of one request, the end-of-sequence token included if the engine returns it, and when each became
+    known: `time.perf_counter()` seconds within the engine's process, seconds since the call in its reply."""
 
     token_ids: list[int]
     times_s: list[float]
@@ -53,7 +58,8 @@ class Answer:
 
 class PeerEngine(Protocol):
     def answer(self, prompts: list[list[int]], max_tokens: int, mode: str) -> list[Answer]:
-        """Answers all prompts at once, greedily, without reuse of earlier keys and values. Answers end at `end_ids` or `max_tokens`."""
+        """Answers all prompts at once, greedily, without reuse of earlier keys and values.
+        Answers end at `end_ids` or `max_tokens`."""
         ...
 
     def stats(self) -> dict[str, str]:
@@ -93,7 +99,8 @@ def _answers(engine: PeerEngine, call: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _reserve_stdout() -> TextIO:
-    """Returns the process's stdout for replies. Everything else that is printed, by native code too, goes to stderr, which is the log."""
+    """Returns the process's stdout for replies. Everything else that is printed, by native code too, goes to stderr,
+    which is the log."""
     own = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return own
