@@ -10,6 +10,7 @@ answer that differs from the one at full depth ends the program. Printed: tokens
 `exact` with everything for the same prompts, medians over prompts and rounds.
 """
 
+import argparse
 import dataclasses
 import statistics
 from collections import defaultdict
@@ -18,12 +19,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
-
 from bench.batch import closed_loop
 from bench.machine import described
-from bench.options import add_prompts, make_parser, parsed
+from bench.options import add_dtypes, add_prompts, each_model, load, make_parser
 from bench.prompts import first_turns
+from bench.table import head, row
 from shared.engine import step
 from shared.engine.drafting import builder, drafter
 from shared.engine.drafting.adaptive import AdaptiveDrafting
@@ -34,7 +34,6 @@ from shared.engine.engine import MAX_RUNNING, Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
 from shared.ladder.rungs import Draft
-from shared.model.load import load_model
 
 FULL, ALL, NONE = "full", "all", "none"
 
@@ -105,20 +104,20 @@ def turned(names: list[str], number: int) -> list[str]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, router=True)
+    parser = make_parser(__doc__, router=True, many=True)
     add_prompts(parser, 4)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: as stored")
+    add_dtypes(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument(
-        "--without",
-        nargs="+",
-        choices=[*WITHOUT, EXITS],
-        help="only these; default: each, and none",
-    )
-    options = parsed(parser)
-    dtype = getattr(torch, options.dtype) if options.dtype else None
-    loaded = load_model(options.model, dtype=dtype)
+    left_out = [*WITHOUT, EXITS]
+    parser.add_argument("--without", nargs="+", choices=left_out, help="default: each, and none")
+    for options in each_model(parser):
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Prints the table of one model."""
+    loaded = load(options)
     sides = sides_of(options.router)
     if options.without:
         left = [FULL, ALL, *(f"without {name}" for name in options.without)]
@@ -151,11 +150,9 @@ def main() -> None:
                             shares.setdefault((name, batch), []).append(rate / rates[ALL])
             print(f"round {number} of {options.rounds}", flush=True)
     print(described("cpu"), loaded.model.dtype, loaded.compute_dtype)
-    print("\n| side | " + " | ".join(f"batch {batch}" for batch in options.batch) + " |")
-    print("|---" * (len(options.batch) + 1) + "|")
+    head("side", *(f"batch {batch}" for batch in options.batch))
     for name in sides:
-        cells = [f"{statistics.median(shares[name, batch]):.3f}" for batch in options.batch]
-        print(f"| {name} | {' | '.join(cells)} |")
+        row(name, *(f"{statistics.median(shares[name, batch]):.3f}" for batch in options.batch))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,17 @@
-"""Tokens per second with several requests at once: `exact` and our full depth.
-Hugging Face's `generate`: `bench.peers`.
+"""Tokens per second with several requests at once: `exact` and our full depth. (Other engines: `bench.peers`.)
 
     python -m bench.batch --model DIR --router FOLDER [--device cuda] [--batch 1 2 4 8 16] [--per-task 3] [--rounds 3]
 
 A closed loop keeps B requests running (`--batch`). Both policies get the same prompts and take turns within a round.
-The time ends when the first request ends that no other can replace. Greedy, at most 64 new tokens; weights as they are
-stored; medians over rounds. There are two tables. Whole answers: each request prefills its prompt. Decoding: the keys
-and values of the prompts, except the last token's, are in the prefix cache.
+The time ends when the first request ends that no other can replace. Greedy, at most 64 new tokens; weights as they
+are stored; medians over rounds. The keys and values of the prompts, except the last token's, are in the prefix cache,
+so this is decoding alone.
 
 On a CPU, an answer that differs from the one at full depth and batch 1 ends the run. On a GPU, passes of more than 16
 tokens run other kernels than smaller ones, so nearly equal logits may be ranked differently (docs/decisions/015);
 there, differing answers are counted.
 """
 
-import argparse
 import statistics
 import time
 from collections import defaultdict, deque
@@ -33,8 +31,6 @@ from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
 
 MAX_TOKENS = 64
-# Size of the prefix cache in bytes per table; None: the engine's default.
-TABLES = {"whole answers": 0, "decoding": None}
 Answers = list[tuple[int, ...]]
 
 
@@ -97,8 +93,7 @@ def measure(
                 differing = sum(a != e for a, e in zip(answers, expected, strict=True))
                 num_differing += differing
                 print(
-                    f"round {number + 1}, {batch} at once: {policy} {speed:.1f} tokens/s, {differing} answers "
-                    "differ",
+                    f"round {number + 1}, {batch} at once: {policy} {speed:.1f} tokens/s",
                     flush=True,
                 )
                 if differing and engine.loaded.device.type == "cpu":
@@ -106,30 +101,15 @@ def measure(
     return dict(speeds), num_differing
 
 
-def print_table(
-    title: str, speeds: dict[str, list[float]], num_differing: int, batches: Sequence[int]
-) -> None:
+def print_table(speeds: dict[str, list[float]], num_differing: int, batches: Sequence[int]) -> None:
     median = {key: statistics.median(values) for key, values in speeds.items()}
     same = f"{num_differing} answers differ from" if num_differing else "every answer as under"
-    print(f"\n{title}; {same} full depth alone")
+    print(f"{same} full depth alone")
     head("requests at once", "full tokens/s", "exact tokens/s", "exact / full", "full / full at 1")
     for batch in batches:
         full, exact = median[f"full {batch}"], median[f"exact {batch}"]
         ratios = exact / full, full / median[f"full {batches[0]}"]
         row(batch, f"{full:.1f}", f"{exact:.1f}", *(f"{ratio:.2f}" for ratio in ratios))
-
-
-def run(options: argparse.Namespace) -> None:
-    """Prints the tables of one model."""
-    loaded, ladder = load(options), read_ladder(options.router)
-    prompts = first_turns(loaded, options.prompts, options.per_task)
-    most = max(MAX_RUNNING, *options.batch)
-    for title in options.tables:
-        with Engine(loaded, prefix_cache_bytes=TABLES[title], max_running=most) as engine:
-            engine.warm_up()
-            found = measure(engine, ladder, prompts, options.batch, options.rounds)
-        print_table(title, *found, options.batch)
-    print(f"{described(options.device)}, {loaded.model.dtype}")
 
 
 def main() -> None:
@@ -138,9 +118,14 @@ def main() -> None:
     add_prompts(parser, 3)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     for options in each_model(parser):
-        run(options)
+        loaded, ladder = load(options), read_ladder(options.router)
+        prompts = first_turns(loaded, options.prompts, options.per_task)
+        with Engine(loaded, max_running=max(MAX_RUNNING, *options.batch)) as engine:
+            engine.warm_up()
+            figures = measure(engine, ladder, prompts, options.batch, options.rounds)
+        print(f"{described(options.device)}, {loaded.model.dtype}")
+        print_table(*figures, options.batch)
 
 
 if __name__ == "__main__":

@@ -48,24 +48,15 @@ def random_weights(form: str) -> tuple[ChainWeights, int]:
         )
         for name, shape in SHAPES.items()
     }
+    zeros = torch.zeros(ROUTER)
     confidence = ConfidenceWeights(
-        hidden=torch.empty(0),
-        bias=torch.zeros(ROUTER),
-        output=torch.zeros(ROUTER),
-        features=torch.zeros(3, ROUTER),
-        skip=torch.zeros(3),
-        shift=3.0,
-        eps=1e-6,
-    )
+        hidden=torch.empty(0), bias=zeros, output=zeros, features=torch.zeros(3, ROUTER), skip=torch.zeros(3),
+        shift=3.0, eps=1e-6,
+    )  # fmt: skip
     weights = ChainWeights(
-        **packed,
-        embedding=torch.randn(VOCABULARY, WIDTH),
-        vocabulary=torch.arange(DRAFT_VOCABULARY),
-        norm=torch.ones(WIDTH),
-        gain=torch.ones(WIDTH),
-        bias=None,
-        confidence=confidence,
-    )
+        **packed, embedding=torch.randn(VOCABULARY, WIDTH), vocabulary=torch.arange(DRAFT_VOCABULARY),
+        norm=torch.ones(WIDTH), gain=torch.ones(WIDTH), bias=None, confidence=confidence,
+    )  # fmt: skip
     return weights, sum(matrix.numel() for name, matrix in packed.items() if name != "fuse")
 
 

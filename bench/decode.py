@@ -15,7 +15,6 @@ drafts worse, not its answers.
 
 import argparse
 import json
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -127,12 +126,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             sides = sides_by_format(options, stack)
         else:
             sides = usual_sides(loaded, options, stack)
-        results = measure(loaded, sides, prompts, options.seconds)
-    bases = {
-        f"{name} {policy}": f"{name} {FULL}"
-        for name in options.formats or ()
-        for policy in (FULL, EXACT)
-    }
+        results = measure(loaded, sides, prompts)
+    formats = options.formats or ()
+    bases = {f"{name} {policy}": f"{name} {FULL}" for name in formats for policy in (FULL, EXACT)}
     tables = summarise(results, bases)
     if not tables:
         raise SystemExit("nothing was measured")
@@ -150,9 +146,6 @@ def main() -> None:
     parser.add_argument(
         "--levers", nargs="*", help="also exact with these parts of the ladder alone; all if none is named"
     )  # fmt: skip
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="after these no prompt is started"
-    )
     parser.add_argument("--beside", type=Path, nargs="*", default=[], help="other routers")
     parser.add_argument("--no-hf", action="store_true")
     parser.add_argument("--json", type=Path, help="write the figures here")

@@ -1,7 +1,6 @@
 """What `bench.decode` measures: answers to all prompts by all sides in turn, and the figures of each side."""
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -22,23 +21,14 @@ WARM_UP_PROMPT = list(range(3, 40))
 Results = Mapping[str, Mapping[str, list[TimedAnswer]]]
 
 
-def measure(
-    loaded: LoadedModel,
-    sides: dict[str, Side],
-    prompts: list[BenchPrompt],
-    seconds: float = float("inf"),
-) -> Results:
-    """One answer per side, prompt and turn, after an untimed one. The first side's answers make the conversations.
-    After `seconds` no further prompt is started."""
+def measure(loaded: LoadedModel, sides: dict[str, Side], prompts: list[BenchPrompt]) -> Results:
+    """One answer per side, prompt and turn, after an untimed one. The first side's answers make the conversations."""
     for side in sides.values():  # binds the ladder, touches memory pages
         side(WARM_UP_PROMPT)
-    end_s = time.monotonic() + seconds
     results: dict[str, dict[str, list[TimedAnswer]]] = defaultdict(lambda: defaultdict(list))
     assert loaded.tokenizer is not None
     names = list(sides)
     for number, prompt in enumerate(prompts):
-        if time.monotonic() > end_s:
-            break
         turns: list[str] = []
         for turn in prompt.turns:
             turns.append(turn)
@@ -113,15 +103,9 @@ def print_tables(tables: dict[str, Any]) -> None:
             for key in ("speed_up", "speed_up_median", "speed_up_total")
         )
         row(name, *cells, f"**{mean:.2f}**", f"{median:.2f}", f"{total:.2f}")
-    head(
-        "side",
-        "tokens/s",
-        "layer executions per token",
-        "tokens per verify pass",
-        "accepted / drafted",
-        "identical to full",
-        *([] if names[0] == FULL else [f"identical to {names[0]}"]),
-    )
+    also = [] if names[0] == FULL else [f"identical to {names[0]}"]
+    head("side", "tokens/s", "layer executions per token", "tokens per verify pass", "accepted / drafted",
+         "identical to full", *also)  # fmt: skip
     for name in names:
         rows = [sides[name] for sides in tables.values()]
         mean = {key: statistics.mean(own[key] for own in rows) for key in rows[0]}
@@ -131,6 +115,6 @@ def print_tables(tables: dict[str, Any]) -> None:
         if mean["layers_per_token"]:
             depth = [f"{mean['layers_per_token']:.1f}", f"{mean['tokens_per_deep_pass']:.2f}"]
             depth.append(f"{total['accepted']} / {total['drafted']}")
-        kinds = ("identical",) if names[0] == FULL else ("identical", "as_first")
+        kinds = ("identical", "as_first") if also else ("identical",)
         same = [f"{total[kind]} of {total['prompts']}" for kind in kinds]
         row(name, f"{mean['tokens_per_s']:.1f}", *depth, *same)

@@ -1,5 +1,4 @@
-"""Benchmarks on a GPU: full depth against the card's bandwidth, and `exact` against full depth.
-The ops alone: `bench.roofline`.
+"""On a GPU: full depth against the card's bandwidth, and `exact` against full depth. (Ops alone: `bench.roofline`.)
 
     python -m bench.gpu [--shape llama-3.1-8b] [--depth 2 4] [--batch 1 8 32] [--rounds 3] [--share 0.8]
 
@@ -7,8 +6,8 @@ The model has the shape's sizes, random bfloat16 weights, and exits whose agreem
 (`bench.imposed`). So the figures show the speed at a given acceptance rate, not the acceptance rate that a trained
 router reaches. Rates cover decoding alone: from the time when every request has its first token until the first request
 ends. Policies take turns within a round; reported are medians over rounds. `floor`: the time to read the weights of one
-pass, at the rate of a copy within the device's memory measured in the same run (a copied byte counts twice).
-`--device cpu --shape tiny` only checks that the program works.
+pass, at the rate of a copy within the device's memory measured in the same run (a copied byte counts twice). `--device
+cpu --shape tiny` only checks that the program works.
 """
 
 import gc
@@ -56,8 +55,7 @@ def measured(answers: list[EngineAnswer]) -> tuple[float, float, list[list[int]]
 
 
 def compare(imposed: Imposed, batches: list[int], rounds: int) -> dict[int, float]:
-    """Prints a row for each number of requests at once, with exact and full in turns.
-    Returns the rates of full depth."""
+    """Prints a row for each number of requests at once, exact and full in turns. Returns the rates of full depth."""
     rates: dict[int, float] = {}
     most = max(batches)
     depths = "+".join(str(layer_exit.depth) for layer_exit in imposed.ladder.exits)
@@ -100,13 +98,9 @@ def main() -> None:
     parser.set_defaults(device="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument(
-        "--depth",
-        type=depths_of,
-        nargs="+",
-        default=[(2,), (4,)],
-        metavar="D or D+D",
+        "--depth", type=depths_of, nargs="+", default=[(2,), (4,)], metavar="D or D+D",
         help="of exits; each its own ladder",
-    )
+    )  # fmt: skip
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--share", type=float, default=0.8, help="of tokens where exits are right")
     parser.add_argument("--rounds", type=int, default=3)
@@ -119,9 +113,7 @@ def main() -> None:
     free(device)  # a later small tensor could take a piece of the large block and keep it
     print(f"{described(device)}; a copy within memory: {speed / 1e9:.0f} GB/s, read and written")
     print(f"{options.shape}, {dtype}, an exit that is right at {options.share:.0%} of tokens")
-    head(
-        "exits at", "requests", "full tokens/s", "exact", "exact / full", "tokens per pass", "same"
-    )
+    head("exits at", "requests", "full tokens/s", "exact", "exact / full", "tokens per pass", "same")  # fmt: skip
     for depths in options.depth:
         imposed = impose(SHAPES[options.shape], depths, options.share, device=device, dtype=dtype)
         num_bytes = weight_bytes(imposed.loaded)

@@ -57,8 +57,7 @@ class Shape:
             num_hidden_layers=self.num_layers, num_attention_heads=self.num_heads,
             num_key_value_heads=self.num_key_heads, max_position_embeddings=self.context_length,
             rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, tie_word_embeddings=False,
-            eos_token_id=None, bos_token_id=None,
-        )  # fmt: skip
+            eos_token_id=None, bos_token_id=None, )  # fmt: skip
 
 
 SHAPES = {

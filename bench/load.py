@@ -89,8 +89,7 @@ async def measure_load(
 async def measure_long_prefill(
     client: StreamClient, texts: Sequence[str], policy: Policy
 ) -> list[object]:
-    """Cells: gaps of NUM_RUNNING streams during the prefill of a long prompt, and the time of such a prefill on an idle
-    worker."""
+    """Cells: gaps of NUM_RUNNING streams while a long prompt is read, and how long an idle worker reads such a one."""
     long_text = " ".join(list(texts) * (LONG_CHARACTERS // sum(map(len, texts)) + 1))
     alone = Stream(0.0)
     # Starts one character later than the prompt below, so that the two share no prefix.
@@ -135,27 +134,15 @@ async def measure(target: str, texts: Sequence[str], options: argparse.Namespace
         for policy in options.policies:
             await client.warm_up(chat(texts[0], policy, 4))
             capacities[policy] = await measure_capacity(client, texts, policy, options.seconds)
-        head(
-            "policy",
-            "load",
-            "requests",
-            "first token p50 / p99, s",
-            "gap p50 / p99 / max, ms",
-            "tokens/s",
-            "not served",
-        )
+        head("policy", "load", "requests", "first token p50 / p99, s", "gap p50 / p99 / max, ms",
+             "tokens/s", "not served")  # fmt: skip
         for policy, capacity in capacities.items():
             for load in options.loads:
                 cells = await measure_load(client, texts, policy, load * capacity, options.seconds)
                 row(policy, f"{load:.0%}, {load * capacity:.2f}/s", *cells)
-        head(
-            "policy",
-            f"gap of {NUM_RUNNING} streams before, ms",
-            "gap p50 / p99 / max while a long prompt is read, ms",
-            "its tokens",
-            "read with nobody else, s",
-            "read in company, s",
-        )
+        head("policy", f"gap of {NUM_RUNNING} streams before, ms",
+             "gap p50 / p99 / max while a long prompt is read, ms",
+             "its tokens", "read with nobody else, s", "read in company, s")  # fmt: skip
         for policy in options.policies:
             row(policy, *await measure_long_prefill(client, texts, policy))
 
@@ -170,10 +157,7 @@ def main() -> None:
     parser.add_argument("--max-queue", type=int, default=16)
     for options in each_model(parser):
         texts = short_texts(options.prompts, options.per_task)
-        print(
-            f"{described('cpu')}, client and worker on this machine, queue of {options.max_queue}, {len(texts)} "
-            "prompts"
-        )
+        print(f"{described('cpu')}; a queue of {options.max_queue}, {len(texts)} prompts")
         # Prompts repeat, and each is to be prefilled every time.
         flags = ("--max-queue", str(options.max_queue), "--prefix-cache-mb", "0")
         with serving(options.model, options.router, flags) as target:

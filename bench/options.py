@@ -19,8 +19,10 @@ DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 def make_parser(
     doc: str | None, *, model: bool = True, router: bool = False, many: bool = False
 ) -> argparse.ArgumentParser:
-    """A parser with --model and, for `router`, --router, which take several values for `many`: see `each_model`. `doc`:
-    the program's docstring."""
+    """A parser with --model and, for `router`, --router, which take several values for `many`: see `each_model`.
+
+    `doc`: the program's docstring.
+    """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
@@ -54,8 +56,8 @@ def add_dtypes(parser: argparse.ArgumentParser) -> None:
 def parsed(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """The options of the command line, or of `arguments`. Ends the program if --device names a missing GPU.
-    Silences transformers."""
+    """The options of the command line, or of `arguments`. Ends the program if --device names a missing GPU. Silences
+    transformers."""
     options = parser.parse_args(arguments)
     if getattr(options, "device", "cpu") == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device")

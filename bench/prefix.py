@@ -2,8 +2,8 @@
 
     python -m bench.prefix --model DIR [--shared 600] [--own 40] [--requests 6] [--rounds 3]
 
-Both sides get the same prompts, first one after the other and then all at once, and take turns.
-Full depth, one token each.
+Both sides get the same prompts, first one after the other, then all at once, and take turns. Full depth, one token
+each.
 """
 
 import random

@@ -51,16 +51,13 @@ def read_prompts(path: Path = DEFAULT_FILE, per_task: int = 0) -> list[BenchProm
 
 
 def read_texts(path: Path, count: int) -> Sequence[str]:
-    """`count` prompts, evenly spaced over a file of JSON lines; the first turn of those with several.
-    Raises `InvalidInput`."""
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]  # fmt: skip
-    texts = [
-        str(record["turns"][0])
-        if "turns" in record
-        else record.get("prompt", record.get("question"))
-        for record in records
-    ]
-    if not texts or None in texts:
+    """`count` prompts, evenly spaced over a file of JSON lines; the first turn of several. Raises `InvalidInput`."""
+    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    texts = []
+    for record in map(json.loads, lines):
+        fields = [record[name] for name in ("prompt", "question") if name in record]
+        texts += record.get("turns", fields)[:1]
+    if not texts or len(texts) < len(lines):
         raise InvalidInput(f"{path} has no prompts, or a line without turns, prompt or question")
     return _spread(texts, count)
 

@@ -65,9 +65,7 @@ def measure(options: argparse.Namespace) -> None:
         sources["Spec-Bench"] = first_turns(loaded, DEFAULT_FILE, options.per_task)
     if options.drawn:
         sources["drawn"] = run_in_own_thread(drawn, loaded, options.drawn, num_tokens)
-    head(
-        "prompts", "threshold", "certified: differs on at most", "differs on", "P[so many or more]"
-    )
+    head("prompts", "threshold", "certified: differs on at most", "differs on", "P[so many or more]")  # fmt: skip
     with Engine(loaded) as engine:
         engine.warm_up()
         for name, prompts in sources.items():

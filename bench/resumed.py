@@ -13,8 +13,8 @@ import argparse
 import signal
 import statistics
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -34,22 +34,10 @@ NUM_STREAMS = 4
 FLAGS = ("--threads", "1", "--grace-s", "1", "--drain-timeout-s", "3600")
 
 
-class Reading(threading.Thread):
-    """Reads a stream to its end. `arrived_s`: when each chunk arrived."""
-
-    def __init__(self, stream: GenerationStream) -> None:
-        super().__init__()
-        self.stream = stream
-        self.arrived_s: list[float] = []
-        self.start()
-
-    def run(self) -> None:
-        for event in self.stream:
-            if event.HasField("chunk"):
-                self.arrived_s.append(time.perf_counter())
-
-    def longest_gap_s(self) -> float:
-        return max(b - a for a, b in pairwise(self.arrived_s))
+def longest_gap_s(stream: GenerationStream) -> float:
+    """Reads the stream to its end."""
+    arrived_s = [time.perf_counter() for event in stream if event.HasField("chunk")]
+    return max(b - a for a, b in pairwise(arrived_s))
 
 
 def num_running(target: str) -> int:
@@ -67,25 +55,22 @@ def interrupted(
         targets = [worker.wait_serving(READY_S) for worker in workers]
         client = stack.enter_context(NeapClient(f"ipv4:{','.join(targets)}", num_attempts=9))
         expected = [client.answer(request).token_ids for request in requests]
-        running = [Reading(client.generate(request)) for request in requests]
+        streams = [client.generate(request) for request in requests]
+        readers = stack.enter_context(ThreadPoolExecutor(len(streams)))
+        reading = [readers.submit(longest_gap_s, stream) for stream in streams]
         third = requests[0].stopping.max_tokens // 3
-        while min(len(one.stream.token_ids) for one in running) < third:
+        while min(len(stream.token_ids) for stream in streams) < third:
             time.sleep(0.005)
         busiest = workers[0] if num_running(targets[0]) >= num_running(targets[1]) else workers[1]
         begin_s = time.perf_counter()
         busiest.send_signal(how)
         busiest.wait_ended(READY_S)
         ended_s = time.perf_counter() - begin_s
-        for one in running:
-            one.join()
-        if [one.stream.answer().token_ids for one in running] != expected:
+        longest = [one.result() for one in reading]
+        gaps = [(bool(stream.resumptions), gap) for stream, gap in zip(streams, longest, strict=True)]  # fmt: skip
+        if [stream.answer().token_ids for stream in streams] != expected:
             raise SystemExit("an answer is not that of an uninterrupted run")
-        moved = [one.longest_gap_s() for one in running if one.stream.resumptions]
-        return (
-            moved,
-            [one.longest_gap_s() for one in running if not one.stream.resumptions],
-            ended_s,
-        )
+    return [gap for moved, gap in gaps if moved], [gap for moved, gap in gaps if not moved], ended_s
 
 
 def main() -> None:
@@ -112,13 +97,8 @@ def measure(options: argparse.Namespace) -> None:
         )
         for number, one in enumerate(prompts)
     ]
-    head(
-        "the worker",
-        "answers that moved",
-        "their longest gap, ms",
-        "that of the others, ms",
-        "worker ended after, s",
-    )
+    head("the worker", "answers that moved", "their longest gap, ms", "that of the others, ms",
+         "worker ended after, s")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         registry = Path(folder) / "registry"
         publish_router(options.router, registry)

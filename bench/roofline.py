@@ -2,8 +2,8 @@
 
     python -m bench.roofline [--device cuda] [--tokens 1 2 4 8] [--threads 2] [--rounds 40]
 
-Exits, choices and paged attention; on a CPU also products and attention over a contiguous cache.
-SmolLM2's sizes (D 576, 4,587 draft tokens, V 49,152) and those of an 8B Llama (D 4096, 8,192, V 128,256).
+Exits, choices and paged attention; on a CPU also products and attention over a contiguous cache. SmolLM2's sizes (D
+576, 4,587 draft tokens, V 49,152) and those of an 8B Llama (D 4096, 8,192, V 128,256).
 
 Microseconds with cold caches (`bench.stopwatch`). On a CPU: lower quartiles, because others may be using the machine;
 before every call 64 MB of other memory are read, as a verify pass would, so weights come from memory. On a GPU: medians
@@ -47,28 +47,16 @@ CONTEXT, BLOCK_TOKENS = 1024, 16
 HIDDEN = {576: 1536, 4096: 14336}  # width within an MLP
 
 
-COLUMNS = (
-    "op",
-    "D",
-    "tokens",
-    "MB",
-    "MFLOP",
-    "floor",
-    "PyTorch",
-    "half",
-    "neap",
-    "PyTorch / neap",
-    "neap / floor",
-    "also",
-)
+COLUMNS = ("op", "D", "tokens", "MB", "MFLOP", "floor", "PyTorch", "half", "neap", "PyTorch / neap", "neap / floor",
+           "also")  # fmt: skip
 # Contenders with columns of their own.
 NAMED = ("floor", "PyTorch", "PyTorch half", "neap")
 
 
 @dataclass(frozen=True)
 class Line:
-    """One op at one size. `megabytes`: read and written. `gflop`: floating-point operations.
-    `times_us`: by contender."""
+    """One op at one size. `megabytes`: read and written. `gflop`: floating-point operations. `times_us`: by
+    contender."""
 
     op: str
     width: int
@@ -110,8 +98,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class PlainDraws:
-    """Drafts of an exit in plain PyTorch, as the engine made them before it had kernels: its confidence head and draft
-    vocabulary.
+    """Drafts of an exit in plain PyTorch, as the engine made them before it had kernels.
 
     `project`: adapted states [N, D] -> draft logits [N, Vd]. `precision`: a context for every call.
     """
@@ -121,8 +108,8 @@ class PlainDraws:
     precision: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def halved(self, rows: Tensor) -> "PlainDraws":
-        """The same with float16 copies of the weights and of `rows` [Vd, D], and float16 products: PyTorch's best case
-        on a GPU."""
+        """With float16 copies of the weights and of `rows` [Vd, D], and float16 products: PyTorch's best case on a
+        GPU."""
         small = rows.half()
         return PlainDraws(
             deepcopy(self.confidence).half(),
@@ -131,8 +118,7 @@ class PlainDraws:
         )
 
     def draft_top(self, adapted: Tensor) -> object:
-        """Draft vocabulary alone: adapted states [N, D] -> best tokens, two largest logits and log mass, as `draft_top`
-        computes."""
+        """Adapted states [N, D] -> best tokens, two largest logits and log mass, as `draft_top` computes them."""
         with self.precision():
             logits = self.project(adapted)
             return logits.argmax(-1), torch.topk(logits, 2), logits.logsumexp(-1)

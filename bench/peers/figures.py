@@ -42,8 +42,8 @@ class Row:
 
 
 def decoding_rate(calls: Sequence[Sequence[Answer]]) -> float:
-    """Tokens per second over all calls of one prompt each, from each first token to each last.
-    NaN if no answer has MIN_TOKENS tokens."""
+    """Tokens per second over all calls of one prompt each, from each first token to each last. NaN if no answer has
+    MIN_TOKENS tokens."""
     answers = [answer for (answer,) in calls if len(answer.token_ids) >= MIN_TOKENS]
     seconds = sum(answer.times_s[-1] - answer.times_s[0] for answer in answers)
     # Tokens that came together with the first are not counted either: their time is not.
@@ -101,17 +101,8 @@ def print_table(rows: Sequence[Row], batch: int) -> None:
     """Ratios above 1 say that ours is faster. "-" where ours was not measured with these weights."""
     known = {row.name: row for row in rows}
     ratios = [f"{ours} / it, {what}" for what in ("one", batch) for ours in ("full", "exact")]
-    head(
-        "engine",
-        "weights",
-        "one request, decoding",
-        f"{batch} at once",
-        f"{batch} at once, decoding",
-        "same tokens as HF float32",
-        "ready, s",
-        "RSS, GB",
-        *ratios,
-    )
+    head("engine", "weights", "one request, decoding", f"{batch} at once", f"{batch} at once, decoding",
+         "same tokens as HF float32", "ready, s", "RSS, GB", *ratios)  # fmt: skip
     for row in rows:
         rates_of_row = map(_number, (row.one, row.several, row.several_decoding))
         cells = [row.engine, row.weights, *rates_of_row, f"{row.same} of {row.compared}"]

@@ -33,16 +33,9 @@ class Planned:
     settings: EngineSettings
 
 
-@dataclass(frozen=True)
-class Started:
-    planned: Planned
-    worker: Worker
-    ready_s: float
-
-
 def start(
     stack: ExitStack, planned: Iterable[Planned], logs: Path, failures: dict[str, str], say: Say
-) -> list[Started]:
+) -> list[tuple[Planned, Worker]]:
     """Starts and loads the workers one after the other; `stack` ends them. Those that fail are added to `failures`."""
     logs.mkdir(parents=True, exist_ok=True)
     found = []
@@ -52,19 +45,19 @@ def start(
         worker = Worker(name, plan.command, worker_environment(), log_path)
         stack.callback(worker.close)
         try:
-            ready_s = worker.load(plan.settings, LOAD_TIMEOUT_S)
+            worker.load(plan.settings, LOAD_TIMEOUT_S)
         except EngineFailed as error:
             worker.close()
             failures[name] = error.message
             say(f"left out: {error.message}")
             continue
-        say(f"{name}: ready in {ready_s:.1f} s, {worker.stats}")
-        found.append(Started(plan, worker, ready_s))
+        say(f"{name}: ready in {worker.ready_s:.1f} s")
+        found.append((plan, worker))
     return found
 
 
 def measure(
-    started: Sequence[Started],
+    started: Sequence[tuple[Planned, Worker]],
     prompts: Prompts,
     max_tokens: int,
     batch: int,
@@ -72,22 +65,22 @@ def measure(
     failures: dict[str, str],
     say: Say,
 ) -> list[Row]:
-    """Rows of the table. The first worker's answers in its first mode are the reference.
-    Raises `EngineFailed` if it fails there.
+    """Rows of the table. The first worker's answers in its first mode are the reference. Raises `EngineFailed` if it
+    fails there.
 
     An untimed turn comes before each part, so that nothing is used for the first time while it is measured.
     """
-    owners: dict[str, tuple[Started, str]] = {
-        f"{each.planned.title} {mode}".strip() + f" {each.planned.weights}": (each, mode)
-        for each in started
-        for mode in each.planned.modes
+    owners = {
+        f"{plan.title} {mode}".strip() + f" {plan.weights}": (plan, worker, mode)
+        for plan, worker in started
+        for mode in plan.modes
     }
 
     def ask(worker: Worker, mode: str, task: Prompts) -> list[Answer]:
         return worker.answer(task, max_tokens, mode, ANSWER_TIMEOUT_S)
 
     contenders: dict[str, Callable[[Prompts], list[Answer]]] = {
-        name: partial(ask, each.worker, mode) for name, (each, mode) in owners.items()
+        name: partial(ask, worker, mode) for name, (_, worker, mode) in owners.items()
     }
     say("reference answers")
     first = next(iter(contenders.values()))
@@ -103,31 +96,30 @@ def measure(
         take_turns(contenders, tasks[:1], 1, failures)
         rounds.append(take_turns(contenders, tasks, num_rounds, failures, say))
     rows = []
-    for name, (each, mode) in owners.items():
+    for name, (plan, worker, mode) in owners.items():
         if name in failures:
             continue
-        own, end_ids = rounds[0][name], each.planned.settings.end_ids
+        own, end_ids = rounds[0][name], plan.settings.end_ids
         rows.append(
             Row(
-                f"{each.planned.title} {mode}".strip(),
-                each.planned.weights,
-                base_of(each.planned, [other.planned for other in started]),
+                f"{plan.title} {mode}".strip(),
+                plan.weights,
+                base_of(plan, [other for other, _ in started]),
                 *rates(own, rounds[1][name]),
                 sum(num_same(calls, reference, end_ids) for calls in own),
                 sum(len(calls) for calls in own),
-                each.ready_s,
-                each.worker.resident_bytes(),
+                worker.ready_s,
+                worker.resident_bytes(),
             )
         )
     return rows
 
 
 def groups(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Groups of `size` prompts, by index, for requests that run at once: those with the longest answers, so that all
-    run for long.
+    """Groups of `size` prompts, by index, for requests that run at once: the longest answers together, so that all
+    run long.
 
-    `lengths`: tokens of each prompt's reference answer.
-    At least one group; a prompt repeats only if there are fewer than `size`.
+    `lengths`: tokens of each prompt's reference answer. A prompt repeats only if there are fewer than `size`.
     """
     longest = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     if len(longest) < size:
@@ -146,7 +138,6 @@ def take_turns(
 
     Each contender does a task before any does the next. The order rotates by one with each task. A contender that
     raises `EngineFailed` is left out from then on: its message is added to `failures`, its results are dropped.
-    Contenders in `failures` are not asked.
     """
     results: dict[str, list[list[Result]]] = {name: [] for name in contenders}
     names = list(contenders)

@@ -38,7 +38,7 @@ class Worker:
     ) -> None:
         self.name = name
         self.log_path = log_path
-        self.stats: dict[str, str] = {}
+        self.ready_s = 0.0
         self._started_s = time.monotonic()
         with log_path.open("w") as log:
             self._process = subprocess.Popen(
@@ -56,14 +56,11 @@ class Worker:
         """Of the process, and of its session and process group."""
         return self._process.pid
 
-    def load(self, settings: EngineSettings, timeout_s: float) -> float:
-        """Loads the model. Returns the seconds from the start of the process until the engine has answered its first
-        short prompt.
-
-        Raises `EngineFailed`.
-        """
-        self.stats = self._call({"load": asdict(settings)}, timeout_s)["stats"]
-        return time.monotonic() - self._started_s
+    def load(self, settings: EngineSettings, timeout_s: float) -> None:
+        """Loads the model. `ready_s`: the seconds from the start of the process until the engine has answered its first
+        short prompt. Raises `EngineFailed`."""
+        self._call({"load": asdict(settings)}, timeout_s)
+        self.ready_s = time.monotonic() - self._started_s
 
     def answer(
         self, prompts: Sequence[list[int]], max_tokens: int, mode: str, timeout_s: float

@@ -43,7 +43,7 @@ def test_decode_measures_a_base_model():
             FULL: neap(engine, DepthPolicy("full"), None, 4),
             EXACT: neap(engine, DepthPolicy("exact"), build_ladder(loaded), 4),
         }
-        results = measure(loaded, sides, prompts, 60.0)
+        results = measure(loaded, sides, prompts)
     full, exact = results["QA"][FULL], results["QA"][EXACT]
     assert len(full) == 2
     assert [run.token_ids for run in full] == [run.token_ids for run in exact]

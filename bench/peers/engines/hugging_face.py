@@ -40,9 +40,6 @@ class HuggingFace:
         ).eval()
         self.answer([[1] * 8], 2, "")
 
-    def stats(self) -> dict[str, str]:
-        return {"version": f"transformers {transformers.__version__}, torch {torch.__version__}"}
-
     def answer(self, prompts: list[list[int]], max_tokens: int, mode: str) -> list[Answer]:
         width = max(map(len, prompts))
         answers = [Answer([], []) for _ in prompts]

@@ -42,12 +42,6 @@ class LlamaCpp:
         self._batch = api.llama_batch_init(self._batch_tokens, 0, 1)
         self.answer([[1] * 8], 2, "")
 
-    def stats(self) -> dict[str, str]:
-        return {
-            "version": api.__version__,
-            "system": api.llama_print_system_info().decode().strip(),
-        }
-
     def answer(self, prompts: list[list[int]], max_tokens: int, mode: str) -> list[Answer]:
         api.llama_memory_clear(api.llama_get_memory(self._context), True)
         answers = [Answer([], []) for _ in prompts]

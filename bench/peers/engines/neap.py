@@ -8,7 +8,6 @@ import torch
 from bench.answers import answer_all
 from bench.peers.catalogue import ROUNDED
 from bench.peers.engines.serving import Answer, EngineSettings, serve
-from shared import ops
 from shared.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder, ModelIdentity
@@ -41,9 +40,6 @@ class Neap:
         self._ladder = adopted(Path(settings.router), loaded) if settings.router else None
         for mode in ("full", EXACT):
             self.answer([[1] * 8], 2, mode)
-
-    def stats(self) -> dict[str, str]:
-        return {"torch": torch.__version__, "instruction set": ops.cpu_isa()}
 
     def answer(self, prompts: list[list[int]], max_tokens: int, mode: str) -> list[Answer]:
         is_exact = mode == EXACT

@@ -20,14 +20,10 @@ class OpenVino:
         if settings.weights == "float32":
             # By default keys and values are kept in 8 bits.
             properties["KV_CACHE_PRECISION"] = "f32"
-        self._properties = properties
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(
             settings.source, scheduler, "CPU", properties
         )
         self.answer([[1] * 8], 2, "")
-
-    def stats(self) -> dict[str, str]:
-        return {"version": openvino_genai.__version__, "properties": str(self._properties)}
 
     def answer(self, prompts: list[list[int]], max_tokens: int, mode: str) -> list[Answer]:
         config = openvino_genai.GenerationConfig()

@@ -3,12 +3,9 @@ replies to stdout.
 
 Calls and replies are JSON, one per line. The process ends when stdin is closed.
 
-    {"load": {fields of EngineSettings}}
-        -> {"stats": {"name": "value"}}
-    {"prompts": [[token ids]], "max_tokens": 64, "mode": ""}
-        -> {"answers": [{"token_ids": [...], "times_s": [...]}]}
-    any call that raises
-        -> {"error": "its type and message"}
+    {"load": {fields of EngineSettings}}                                  -> {}
+    {"prompts": [[token ids]], "max_tokens": 64, "mode": ""} -> {"answers": [{"token_ids": [...], "times_s": [...]}]}
+    any call that raises                                                  -> {"error": "its type and message"}
 
 The modules of this package run in the engines' own environments, so they import the standard library and their engine
 only. neap's own worker and Hugging Face's run in neap's environment.
@@ -58,12 +55,8 @@ class Answer:
 
 class PeerEngine(Protocol):
     def answer(self, prompts: list[list[int]], max_tokens: int, mode: str) -> list[Answer]:
-        """Answers all prompts at once, greedily, without reuse of earlier keys and values.
-        Answers end at `end_ids` or `max_tokens`."""
-        ...
-
-    def stats(self) -> dict[str, str]:
-        """What should be known about the engine as it runs: version, instruction sets, precision."""
+        """Answers all prompts at once, greedily, without reuse of earlier keys and values. Answers end at `end_ids` or
+        `max_tokens`."""
         ...
 
 
@@ -77,7 +70,7 @@ def serve(load: Callable[[EngineSettings], PeerEngine]) -> None:
             call = json.loads(line)
             if "load" in call:
                 engine = load(EngineSettings(**call["load"]))
-                reply: dict[str, Any] = {"stats": engine.stats()}
+                reply: dict[str, Any] = {}
             elif engine is None:
                 raise RuntimeError("no engine is loaded")
             else:

@@ -7,7 +7,6 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 # Bytes for keys and values, in GiB.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-import vllm
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -28,9 +27,6 @@ class Vllm:
         )
         self._num_requests = 0
         self.answer([[1] * 8], 2, "")
-
-    def stats(self) -> dict[str, str]:
-        return {"version": vllm.__version__}
 
     def answer(self, prompts: list[list[int]], max_tokens: int, mode: str) -> list[Answer]:
         params = SamplingParams(
