@@ -23,9 +23,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.full]
 NUM_STREAMS = 1000
 NUM_PROMPTS = 40
 MAX_TOKENS = 8
-# Some reorder: those that share the worker's steps, and those whose prompts are tokenised side by side.
-# Starving is hundreds.
-MAX_OVERTAKEN = 128
+# Some reorder: those that share the worker's steps, and those that gRPC holds waiting (up to 135 were seen on a busy
+# machine). A worker that takes the last first, or any at random, lets somebody be overtaken by nearly all.
+MAX_OVERTAKEN = NUM_STREAMS // 3
 MAX_GROWTH_BYTES = 12 << 20
 
 
