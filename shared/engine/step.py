@@ -28,6 +28,7 @@ from shared.engine.statistics import EngineStatistics
 from shared.engine.verification import Verdict, verify
 from shared.ladder.learned_ngrams import LearnedNgrams
 from shared.model.cache import KVCache
+from shared.model.inference import inference
 from shared.model.runner import Runner
 
 logger = logging.getLogger(__name__)
@@ -129,6 +130,7 @@ class Decoder:
         self.runner.reserve(cache)
         return cache
 
+    @inference
     def step(
         self, sequences: Sequence[DecodingSequence], costs: PassCosts
     ) -> list[list[TokenChunk]]:
@@ -304,13 +306,14 @@ class Decoder:
         """Takes all tokens through all layers. Returns the logits [N, V] that the parts need, part after part; None if
         none does."""
         states = settle(parts, self.runner)
-        own: Sequence[Tensor] = states.split_with_sizes([len(part.tokens) for part in parts])
-        wanted = [
-            rows[len(rows) - part.num_logits :]
-            for part, rows in zip(parts, own, strict=True)
-            if part.num_logits
-        ]
-        return self.runner.logits(torch.cat(wanted)) if wanted else None
+        num_logits = sum(part.num_logits for part in parts)
+        if num_logits < len(states):
+            ends = [part.offset + len(part.tokens) for part in parts]
+            wanted = [
+                states[end - part.num_logits : end] for part, end in zip(parts, ends, strict=True)
+            ]
+            states = torch.cat(wanted)
+        return self.runner.logits(states) if num_logits else None
 
     def _verify(
         self, logits: Tensor | None, parts: Sequence[Speculation]
@@ -366,11 +369,15 @@ class Decoder:
             self._record_drafts(part, verdict)
         through = part.through(None if part.is_prefill else verdict)
         sequence.num_settled = part.base + len(through)
-        kept = [part.kept[depth] for depth in sequence.kept_depths]
-        sequence.settled_states = torch.stack([states[through[-1]] for states in kept])
+        last = [part.state(depth, through[-1]) for depth in sequence.kept_depths]
+        sequence.settled_states = torch.stack(last)
         if sequence.on_states is not None:
-            shown = [torch.stack([states[i] for i in through]) for states in kept]
-            sequence.on_states(part.base, torch.stack(shown, 1))
+            shown = [
+                torch.stack([part.state(depth, i) for i in through])
+                for depth in sequence.kept_depths
+            ]
+            with torch.inference_mode(False):  # they may be trained on
+                sequence.on_states(part.base, torch.stack(shown, 1).clone())
         if verdict is None:
             return
         tokens = self._tokens(part, verdict)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from shared.errors import RouterMismatch
@@ -17,6 +16,7 @@ from shared.ladder.recorded_chain import RecordedChain
 from shared.ladder.rungs import SUCCESSOR, SUFFIX, Proposer
 from shared.ladder.table_confidence import TableConfidence
 from shared.ladder.table_proposer import TableProposer
+from shared.model.inference import inference
 from shared.model.loaded import LoadedModel
 from shared.model.runner import Runner, captured_depths
 from shared.ops.chains import ChainStart
@@ -134,7 +134,7 @@ class BoundLadder:
         """The proposers of a new sequence."""
         return (TableProposer(self.ladder, (), learned),)
 
-    @torch.inference_mode()
+    @inference
     def propose(self, index: int, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
         """The drafts of `exits[index]`, of all chains in one call. See `ExitProposer.propose`.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from shared.errors import RETRY_AFTER_S, Exhausted, InvalidInput
+from shared.model.inference import inference
 from shared.ops.layer import LayerKV, TensorTable
 
 # Keys and values, each as one table per row of a cache.
@@ -190,7 +191,7 @@ class ContiguousCache(LengthlessCache, KVCache):
                 store[layer] = store[layer][rows]
         self._tables.clear()
 
-    @torch.inference_mode()
+    @inference
     def copy(self, other: KVCache, start: int, end: int) -> None:
         source = as_contiguous(other)
         assert 0 <= start <= end <= min(self.capacity, source.capacity)
@@ -199,7 +200,7 @@ class ContiguousCache(LengthlessCache, KVCache):
             keys[:, :, start:end] = theirs[:, :, start:end]
             values[:, :, start:end] = source._values[layer_idx][:, :, start:end]
 
-    @torch.inference_mode()
+    @inference
     def move(self, start: int, end: int, to: int) -> None:
         """Moves the keys and values of places [start, end) in all layers to those from `to` < `start` on."""
         for tensor in (*self._keys.values(), *self._values.values()):

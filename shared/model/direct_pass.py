@@ -25,6 +25,7 @@ from shared.model.gates import Gates
 from shared.model.loaded import LoadedModel
 from shared.model.ragged import RaggedCache
 from shared.model.substitution.attention import observed_masks
+from shared.model.substitution.hooks import Hooks
 from shared.model.substitution.match import Unsuitable
 from shared.model.substitution.ragged import Span
 
@@ -69,9 +70,9 @@ class AngleTable:
 
     def of(self, spans: Sequence[Span]) -> Angles:
         """The angles [1, T, R] of the positions of all spans, one span after another."""
+        if len(spans) == 1:
+            return self._of_span(spans[0])
         parts = [self._of_span(span) for span in spans]
-        if len(parts) == 1:
-            return parts[0]
         return torch.cat([cos for cos, _ in parts], 1), torch.cat([sin for _, sin in parts], 1)
 
     def _of_span(self, span: Span) -> Angles:
@@ -118,7 +119,7 @@ class DirectPass:
         inside = set(loaded.parts.layers.modules())
         around = [module for module in loaded.model.base_model.modules() if module not in inside]
         # The hooks of what a direct pass does not call. If there are any, it is not used.
-        self._hooks = [m._forward_hooks for m in around] + [m._forward_pre_hooks for m in around]
+        self._hooks = Hooks(around)
 
     def run(
         self,
@@ -135,9 +136,10 @@ class DirectPass:
 
         Keys and values may have been written in that case. The other pass writes them again.
         """
-        if any(self._hooks) or max(s.end for s in spans) > self.causal_until:
+        if self._hooks.are_any() or max(s.end for s in spans) > self.causal_until:
             return None
-        state = self._embedding(token_ids) if hidden is None else hidden
+        # Without the module's call around it, whose hooks have just been looked at.
+        state = self._embedding.forward(token_ids) if hidden is None else hidden
         return self._gates.run_stacked(
             first,
             last,

@@ -11,6 +11,7 @@ from shared.model.borders import origins
 from shared.model.cache import ContiguousCache, KVCache, as_contiguous
 from shared.model.direct_pass import DirectPass
 from shared.model.gates import Gates, LayerCounters
+from shared.model.inference import inference
 from shared.model.loaded import LoadedModel
 from shared.model.ragged import RaggedSequence
 from shared.model.regimes import Regimes, find_regimes, whole_or_each
@@ -57,7 +58,7 @@ class GatedModel:
         """A contiguous cache that holds keys and values in the dtype of the loaded model."""
         return ContiguousCache(capacity, self.loaded.kv_dtype)
 
-    @torch.inference_mode()
+    @inference
     def run(
         self,
         token_ids: Tensor,
@@ -108,7 +109,7 @@ class GatedModel:
             captured.update(dict.fromkeys(wanted, torch.empty(0)))
         return captured
 
-    @torch.inference_mode()
+    @inference
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:
         """As `Runner.embed`, for B rows: token_ids [B, Q] -> [B, Q, D]."""
         if self.embedding_is_direct:
@@ -118,13 +119,13 @@ class GatedModel:
         cache.begin(base, token_ids.shape[1])
         return self.gates.run(0, 0, None, input_ids=token_ids, cache=cache, use_cache=True)
 
-    @torch.inference_mode()
+    @inference
     def normed(self, state: Tensor) -> Tensor:
         """The final norm of states [..., D]. A model without a final norm returns the states themselves."""
         norm = self.loaded.parts.final_norm
         return state if norm is None else norm(state)
 
-    @torch.inference_mode()
+    @inference
     def logits(self, state: Tensor) -> Tensor:
         """See `Runner.logits`."""
         if self.head_is_direct:
@@ -133,7 +134,7 @@ class GatedModel:
         flat = state.reshape(1, -1, state.shape[-1])
         return self._own_head(flat).reshape(*state.shape[:-1], -1)
 
-    @torch.inference_mode()
+    @inference
     def capture(
         self, token_ids: Tensor, depths: Sequence[int], *, attention_mask: Tensor | None = None
     ) -> dict[int, Tensor]:
@@ -147,7 +148,7 @@ class GatedModel:
         tokens = torch.ones(state.shape[:2], dtype=torch.long, device=state.device)
         return self.gates.head(state, input_ids=tokens, use_cache=False).float()
 
-    @torch.inference_mode()
+    @inference
     def _check_direct_head(self) -> bool:
         """Whether final norm + head is all that the model does after its layers: no scaling, capping or projection."""
         generator = torch.Generator().manual_seed(0)
@@ -163,7 +164,7 @@ class GatedModel:
             (direct - own).abs().max() <= HEAD_TOLERANCE * scale
         )
 
-    @torch.inference_mode()
+    @inference
     def _check_direct_embedding(self) -> bool:
         """Whether layer 0 receives the rows of the embedding: the model adds no positions, norm, scale or
         projection."""
@@ -176,7 +177,7 @@ class GatedModel:
                 return False
         return True
 
-    @torch.inference_mode()
+    @inference
     def _check_direct_pass(self) -> tuple[DirectPass | None, str]:
         """A direct pass that gives the bits of the model's own forward, across every border. Or why there is none."""
         if not self.embedding_is_direct:

@@ -9,7 +9,9 @@ Fused layers that the model calls with the same arguments run as one op, at the 
 the others return the hidden state unchanged.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import structlog
@@ -19,6 +21,7 @@ from transformers import Cache, PreTrainedModel
 
 from shared.errors import UnsupportedModel
 from shared.model.cache_argument import CACHE_ARGUMENTS, with_cache
+from shared.model.substitution.hooks import Hooks
 from shared.model.substitution.layer import LayerStack
 
 LayerOutput = Tensor | tuple[Any, ...]
@@ -43,22 +46,34 @@ class LayerCounters:
     """The layers that ran: `per_layer[i]` calls of layer i, and `token_layers`, the tokens summed over all calls."""
 
     def __init__(self, num_layers: int) -> None:
-        self.per_layer = [0] * num_layers
+        self._num_layers = num_layers
+        # (first, last) -> passes. Few passes differ in these, and a step has no time to count layers.
+        self._passes: Counter[tuple[int, int]] = Counter()
         self.token_layers = 0
 
     @property
+    def per_layer(self) -> list[int]:
+        passes = self._passes.items()
+        return [
+            sum(count for (first, last), count in passes if first <= layer < last)
+            for layer in range(self._num_layers)
+        ]
+
+    @property
     def layer_executions(self) -> int:
-        return sum(self.per_layer)
+        return sum(count * (last - first) for (first, last), count in self._passes.items())
 
     def reset(self) -> None:
-        self.per_layer = [0] * len(self.per_layer)
+        self._passes.clear()
         self.token_layers = 0
 
     def add(self, first: int, last: int, num_tokens: int) -> None:
         """Counts a pass of `num_tokens` tokens through layers [first, last)."""
-        for index in range(first, last):
-            self.per_layer[index] += 1
+        self._passes[first, last] += 1
         self.token_layers += num_tokens * (last - first)
+
+    def copy(self) -> "LayerCounters":
+        return deepcopy(self)
 
 
 class Gates:
@@ -84,7 +99,7 @@ class Gates:
         self._stacked_with: list[tuple[str, object]] = []
         # Whether layers may run as one op: not if somebody calls the model directly, who could not repeat the pass.
         self._may_stack = False
-        self._hooks = [hooks for x in layers for hooks in (x._forward_hooks, x._forward_pre_hooks)]
+        self._hooks = Hooks(layers)
         for index, layer in enumerate(layers):
             layer.forward = self._gated(index)
         self._learn_output_form()
@@ -142,7 +157,7 @@ class Gates:
 
     def _output_of(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerOutput:
         """The output of layer `index`, or of the last of the layers that run as one op with it."""
-        may_stack = self._may_stack and self._running is self.forwards and not any(self._hooks)
+        may_stack = self._may_stack and self._running is self.forwards and not self._hooks.are_any()
         if self._stack is not None and may_stack:
             stops = [depth for depth in self._captured or () if index < depth < self._last]
             end = self._stack.end(index, min([*stops, self._last]))
@@ -158,15 +173,14 @@ class Gates:
         if cache is not None:
             inputs |= with_cache(model, cache)
         opened = self._first, self._last, self._entering
-        counters = self.counters
-        counted = list(counters.per_layer), counters.token_layers
+        counted = self.counters.copy()
         self._may_stack = True
         try:
             model(**inputs)
         except _CalledDifferently as different:
             log.info("layers run one by one: their arguments differ", layer=different.index)
             self._stack = None
-            counters.per_layer, counters.token_layers = counted
+            self.counters = counted
             self._open(*opened)
             # Keys and values that the op has written are written again.
             model(**inputs)
@@ -239,7 +253,7 @@ class Gates:
         `shared`: what the model would pass to each of the layers beside the state.
         Layers before such a layer may have run.
         """
-        if self._stack is None or any(self._hooks):
+        if self._stack is None or self._hooks.are_any():
             return None
         num_tokens = state.shape[0] * state.shape[1]
         wanted = [depth for depth in captured or () if first <= depth < last]

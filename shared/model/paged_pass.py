@@ -151,8 +151,7 @@ class PagedForward:
         Returns their state at depth `last` [T, D]. `captured` as in `Gates.run`, with B = 1. With `checks`, masks are
         verified: see `PagedOffset`. Leaves the counters unchanged.
         """
-        counters = self._gates.counters
-        counted = list(counters.per_layer), counters.token_layers
+        counted = self._gates.counters.copy()
         self._tokens = tokens
         try:
             with (
@@ -173,7 +172,7 @@ class PagedForward:
             return state[0]
         finally:
             self._tokens = None
-            counters.per_layer, counters.token_layers = counted
+            self._gates.counters = counted
 
     def _with_blocks(self, index: int, forward: Forward) -> Forward:
         keys, values = self._pool.keys[index], self._pool.values[index]

@@ -18,6 +18,7 @@ from shared.model.cut_check import check_cuts
 from shared.model.gated_model import GatedModel
 from shared.model.gates import LayerCounters
 from shared.model.host_syncs import host_syncs
+from shared.model.inference import inference
 from shared.model.loaded import LoadedModel
 from shared.model.paged_check import CHECK_TOKENS, StateCheck
 from shared.model.paged_kv import (
@@ -159,7 +160,7 @@ class PagedRunner:
             self._recorded_layers(0, 0, BUCKETS[0])
             yield
 
-    @torch.inference_mode()
+    @inference
     def run(
         self,
         token_ids: Tensor,
@@ -178,7 +179,7 @@ class PagedRunner:
             token_ids, [sequence], first=first, last=last, hidden=hidden, captured=captured
         )
 
-    @torch.inference_mode()
+    @inference
     def run_ragged(
         self,
         token_ids: Tensor,
@@ -218,21 +219,21 @@ class PagedRunner:
             ]
         )
 
-    @torch.inference_mode()
+    @inference
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:
         if self._model.embedding_is_direct:
             return self._model.embed(token_ids.to(self.loaded.device), base)
         places = TokenPlaces.without_layers(range(base, base + token_ids.shape[1]))
         return self._run_in_buckets(token_ids[0], [], places, 0, 0, None)[None]
 
-    @torch.inference_mode()
+    @inference
     def embed_tokens(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         if self._model.embedding_is_direct:
             return self.embed(self.ids(tokens))[0]
         places = TokenPlaces.without_layers(positions)
         return self._run_in_buckets(torch.tensor(tokens), [], places, 0, 0, None)
 
-    @torch.inference_mode()
+    @inference
     def logits(self, state: Tensor) -> Tensor:
         flat = state.reshape(-1, state.shape[-1])
         pieces = []
@@ -293,7 +294,7 @@ class PagedRunner:
             found = self._layer_passes[first, last, bucket] = self._recorder.record(work)
         return found
 
-    @torch.inference_mode()
+    @inference
     def _run_layers(self, first: int, last: int, bucket: int) -> None:
         entering = self._entering[:bucket] if first else None
         captured = self._model.to_capture(first, last, {})
@@ -318,7 +319,7 @@ class PagedRunner:
             found = self._head_passes[bucket] = self._recorder.record(work)
         return found
 
-    @torch.inference_mode()
+    @inference
     def _run_head(self, bucket: int) -> None:
         self._logits[:bucket].copy_(self._model.logits(self._to_head[:bucket]))
 
@@ -368,7 +369,7 @@ class PagedRunner:
             shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype))
         return shapes
 
-    @torch.inference_mode()
+    @inference
     def _make_buffers(self) -> None:
         """Allocates the tensors that recorded passes read and write."""
         device, dtype = self.loaded.device, self.loaded.model.dtype

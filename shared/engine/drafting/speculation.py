@@ -25,9 +25,10 @@ class Speculation:
     The drafts are a trunk, `drafts`, and `branches` beside it, which are chosen from `possible` branches when drafting
     has ended. The first `num_final` drafts are final already (policy relaxed). `said`: what all proposers said of the
     trunk's places. `tokens`: the final token, the trunk, then the branches. The i-th of them has been through
-    `reached[i]` layers; `states[i]` [D] is its state there, None at depth 0. `kept[depth]` are the states [D] of the
-    first tokens at a depth that they have reached, for the depths that are its keys. The counts are of the layers that
-    ran for these tokens. `read_length` as in `RaggedSequence`.
+    `reached[i]` layers before the verify pass; `states[i]` [D] is its state there, None at depth 0. `kept[depth]` are
+    the states [D] of the first tokens at a depth that they have reached, for the depths that are its keys. `passed`:
+    the states [1, T, D] of the verify pass by depth, of which those of the tokens begin at `offset`. The counts are of
+    the layers that ran for these tokens. `read_length` as in `RaggedSequence`.
 
     `num_logits`: how many of the states, from the last, need logits; 0 for a piece of a prompt that is not the last
     piece. `chunks`: the tokens that became final in this step.
@@ -48,6 +49,8 @@ class Speculation:
     reached: list[int] = field(default_factory=list)
     states: list[Tensor | None] = field(default_factory=list)
     kept: dict[int, list[Tensor]] = field(default_factory=dict)
+    passed: CapturedStates = field(default_factory=dict)
+    offset: int = 0
     num_layer_executions: int = 0
     num_token_layers: int = 0
     read_length: int | None = None
@@ -109,6 +112,11 @@ class Speculation:
         firsts = set(self.reached[start:end])
         assert len(firsts) <= 1
         return slice(start, end), firsts.pop() if firsts else depth
+
+    def state(self, depth: int, index: int) -> Tensor:
+        """The state [D] of a token at one of the depths in `kept`, once it has been through the verify pass."""
+        passed = self.passed.get(depth)
+        return self.kept[depth][index] if passed is None else passed[0, self.offset + index]
 
     # Verification.
 
@@ -173,14 +181,13 @@ class Speculation:
 _Part = tuple[Speculation, slice]
 
 
-def advance_to(depth: int, speculations: Sequence[Speculation], runner: Runner) -> Tensor | None:
+def advance_to(depth: int, speculations: Sequence[Speculation], runner: Runner) -> None:
     """Takes all tokens that have not reached `depth` there.
     There may be several sequences only if the runner supports ragged batches.
 
     Tokens at different depths are first brought to the deepest of these depths, so that each layer runs once for all of
-    them. Returns the states [T, D] of the last pass, token after token; None if nothing had to run.
+    them.
     """
-    states = None
     depths = {d for speculation in speculations for d in speculation.reached if 0 < d < depth}
     for last in (*sorted(depths), depth):
         by_first: dict[int, list[_Part]] = {}
@@ -189,32 +196,46 @@ def advance_to(depth: int, speculations: Sequence[Speculation], runner: Runner) 
             if first < last:
                 by_first.setdefault(first, []).append((speculation, part))
         for first, parts in by_first.items():
-            states = _run(parts, first, last, runner)
-    return states
+            passed = _run(parts, first, last, runner)
+            start = 0
+            for speculation, part in parts:
+                end = start + part.stop - part.start
+                speculation.reached[part] = [last] * (end - start)
+                speculation.states[part] = passed[last][0, start:end].unbind(0)
+                for found in passed.keys() & speculation.kept.keys():
+                    speculation.kept[found] += passed[found][0, start:end].unbind(0)
+                start = end
 
 
 def settle(speculations: Sequence[Speculation], runner: Runner) -> Tensor:
     """Takes all tokens through the remaining layers. Returns their states at depth L [T, D], sequence after sequence.
 
-    No token may have reached depth L before. `advance_to` first brings all to the depth of the deepest, so the last
-    pass has all of them.
+    No token may have reached depth L before. All are first brought to the depth of the deepest, so the last pass has
+    all of them.
     """
-    states = advance_to(runner.num_layers, speculations, runner)
-    assert states is not None
-    assert len(states) == sum(len(speculation.tokens) for speculation in speculations)
-    return states
+    deepest = max(max(speculation.reached) for speculation in speculations)
+    if deepest:
+        advance_to(deepest, speculations, runner)
+    parts = [(speculation, slice(0, len(speculation.tokens))) for speculation in speculations]
+    passed = _run(parts, deepest, runner.num_layers, runner)
+    start = 0
+    for speculation in speculations:
+        speculation.passed, speculation.offset = passed, start
+        start += len(speculation.tokens)
+    return passed[runner.num_layers][0]
 
 
-def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> Tensor:
-    ids = runner.ids([token for speculation, part in parts for token in speculation.tokens[part]])
-    hidden = None
+def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> CapturedStates:
+    """One pass. Returns the states [1, T, D] of all parts at `last` and at the captured depths before it."""
+    tokens = [token for speculation, part in parts for token in speculation.tokens[part]]
+    ids, hidden = runner.ids(tokens), None
     if first:
         entering = [
             s for speculation, part in parts for s in speculation.states[part] if s is not None
         ]
         hidden = torch.stack(entering)[None]
-    kept = {depth for speculation, _ in parts for depth in speculation.kept}
-    captured: CapturedStates | None = {} if any(first < depth < last for depth in kept) else None
+    wants = any(first < depth < last for speculation, _ in parts for depth in speculation.kept)
+    captured: CapturedStates = {}
     if len(parts) == 1 and not parts[0][0].branches:
         [(speculation, part)] = parts
         states = runner.run(
@@ -224,31 +245,21 @@ def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> Tenso
             last=last,
             base=speculation.base + part.start,
             hidden=hidden,
-            captured=captured,
+            captured=captured if wants else None,
             read_length=speculation.read_length,
-        )[0]
+        )
     else:
         sequences = [speculation.part_of_pass(part) for speculation, part in parts]
         states = runner.run_ragged(
-            ids, sequences, first=first, last=last, hidden=hidden, captured=captured
-        )[0]
-    counts = [part.stop - part.start for _, part in parts]
-    _keep(parts, counts, {**(captured or {}), last: states[None]})
-    for (speculation, part), count, its_states in zip(
-        parts, counts, states.split_with_sizes(counts), strict=True
-    ):
-        speculation.reached[part] = [last] * count
-        speculation.states[part] = its_states.unbind(0)
+            ids,
+            sequences,
+            first=first,
+            last=last,
+            hidden=hidden,
+            captured=captured if wants else None,
+        )
+    for speculation, part in parts:
         speculation.num_layer_executions += last - first
-        speculation.num_token_layers += count * (last - first)
-    return states
-
-
-def _keep(parts: Sequence[_Part], counts: Sequence[int], passed: CapturedStates) -> None:
-    """Adds what a pass has shown to what is kept. `passed`: depth -> states [1, T, D] of all parts."""
-    for depth, states in passed.items():
-        for (speculation, _), its_states in zip(
-            parts, states[0].split_with_sizes(list(counts)), strict=True
-        ):
-            if depth in speculation.kept:
-                speculation.kept[depth] += its_states.unbind(0)
+        speculation.num_token_layers += (part.stop - part.start) * (last - first)
+    captured[last] = states
+    return captured

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.model.cache_argument import CACHE_ARGUMENTS, cache_among
 from shared.model.substitution.attention import observed
+from shared.model.substitution.hooks import Hooks
 from shared.model.substitution.match import (
     Embedding,
     Experts,
@@ -207,14 +208,14 @@ class FusedLayer:
     def __init__(self, layer: nn.Module, plan: LayerPlan) -> None:
         self.layer_idx = plan.indices[0]
         self._own = layer.forward
-        self._plan: LayerPlan | None = plan
-        inside = [module for module in layer.modules() if module is not layer]
-        # The modules' hooks. If there are any, the op is not used, because it would not call them.
-        self._hooks = [m._forward_hooks for m in inside] + [m._forward_pre_hooks for m in inside]
+        self.plan: LayerPlan | None = plan
+        self.modules = [module for module in layer.modules() if module is not layer]
+        # If there are any, the op is not used, because it would not call them.
+        self._hooks = Hooks(self.modules)
 
     def disable(self) -> None:
         """Makes all later calls run the layer's own forward, and releases the weights."""
-        self._plan = None
+        self.plan = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Takes and returns the same as the layer's own forward."""
@@ -223,13 +224,9 @@ class FusedLayer:
 
     def fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """The layer's output [B, Q, D]. For a call that the op does not support, does nothing and returns None."""
-        plan = self.plan
-        return None if plan is None else run_plan(plan, args, kwargs)
-
-    @property
-    def plan(self) -> LayerPlan | None:
-        """None if the layer must run its own forward: it is disabled, or its modules have hooks."""
-        return None if any(self._hooks) else self._plan
+        if self.plan is None or self._hooks.are_any():
+            return None
+        return run_plan(self.plan, args, kwargs)
 
 
 def run_plan(
@@ -274,7 +271,8 @@ class LayerStack:
             (kind, layer.plan.form) if layer is not None and layer.plan is not None else None
             for layer, kind in zip(self._layers, kinds, strict=True)
         ]
-        self._stacked: dict[tuple[int, int], LayerPlan] = {}
+        # (first, end) -> the layers, their hooks, and their plan as one.
+        self._stacked: dict[tuple[int, int], tuple[list[FusedLayer], Hooks, LayerPlan]] = {}
         # For each layer, the end of the longest run of layers of its form that begins with it.
         self._ends = list(range(1, len(forms) + 1))
         for index in reversed(range(len(forms) - 1)):
@@ -300,15 +298,19 @@ class LayerStack:
     ) -> Tensor | None:
         """Layers [first, end), as `end` has found them: see `run_plan`.
         None also if one of them must run its own forward."""
-        plans = [layer.plan for layer in self._layers[first:end] if layer is not None]
-        able = [plan for plan in plans if plan is not None]
-        if len(able) < end - first:
+        known = self._stacked.get((first, end))
+        if known is None:
+            layers = [layer for layer in self._layers[first:end] if layer is not None]
+            plans = [layer.plan for layer in layers if layer.plan is not None]
+            if len(plans) < end - first:
+                return None
+            hooks = Hooks(module for layer in layers for module in layer.modules)
+            known = self._stacked[first, end] = layers, hooks, stacked_plan(plans)
+        layers, hooks, plan = known
+        if any(layer.plan is None for layer in layers):
             self._stacked.clear()  # it would keep the weights of a layer that has been disabled
             return None
-        plan = self._stacked.get((first, end))
-        if plan is None:
-            plan = self._stacked[first, end] = stacked_plan(able)
-        return run_plan(plan, args, kwargs, captured)
+        return None if hooks.are_any() else run_plan(plan, args, kwargs, captured)
 
 
 def _only_supported_arguments(kwargs: dict[str, Any]) -> bool:
