@@ -4,7 +4,7 @@ The method is known as prompt lookup (LLMA, 2304.04487).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 DEFAULT_MAX_MATCH = 8
 # Occurrences remembered per context. Older ones predict little, and a sequence that loops would grow the list without
@@ -12,8 +12,7 @@ DEFAULT_MAX_MATCH = 8
 MAX_OCCURRENCES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class LookupMatch:
+class LookupMatch(NamedTuple):
     """The token that most often followed the longest context that occurred before.
 
     `match_length`: tokens of that context, at most the index's `max_match`. `count`: how many of the remembered

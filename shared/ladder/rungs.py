@@ -1,8 +1,7 @@
 """Names of rungs, the draft that a rung returns, and what makes drafts for a sequence."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 SUFFIX = "suffix"
 SUCCESSOR = "successor"
@@ -25,8 +24,7 @@ def is_exit(rung: str) -> bool:
     return rung.startswith(_EXIT)
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """A token that a rung proposes before the full model has run for it.
 
     `probability`: calibrated probability that the full model's greedy choice is `token`, given that the drafts before

@@ -8,9 +8,11 @@ differs most where it is wrong.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 
 from shared.ladder.joint_weights import (
     AGREE,
+    CASES,
     DEFAULT_WEIGHTS,
     EXIT_ALONE,
     EXIT_DIFFERS,
@@ -44,12 +46,18 @@ def cases(
     tables: dict[int, tuple[float, Draft]] = {}
     exits: dict[int, tuple[float, Draft]] = {}
     for draft in drafts:
-        is_table = not is_exit(draft.rung)
-        own, rated = tables if is_table else exits, rating(draft) if is_table else draft.probability
-        if draft.token not in own or rated > own[draft.token][0]:
+        if is_exit(draft.rung):
+            own, rated = exits, draft.probability
+        else:
+            own, rated = tables, rating(draft)
+        held = own.get(draft.token)
+        if held is None or rated > held[0]:
             own[draft.token] = rated, draft
+    if len(tables) == 1 and not exits:
+        yield from ((draft, TABLE_ALONE, None) for _, draft in tables.values())
+        return
     best_table, best_exit = (
-        max(own.values(), key=lambda one: one[0], default=(0.0, None))[1] for own in (tables, exits)
+        max(own.values(), key=itemgetter(0), default=(0.0, None))[1] for own in (tables, exits)
     )
     for token, (_, draft) in (exits | tables).items():
         if token in tables and token in exits:
@@ -76,10 +84,10 @@ class Confidence:
     def __init__(
         self, agreements: Sequence[float] = (), weights: JointWeights = DEFAULT_WEIGHTS
     ) -> None:
-        self._weights = weights
-        self._sums: dict[
-            tuple[str, str], tuple[float, float]
-        ] = {}  # (case, rung) -> expected, right
+        self._weights = {case: weights.of(case) for case in CASES}
+        # (case, rung) -> expected, right; and by what probabilities have to be scaled, 1 if not there.
+        self._sums: dict[tuple[str, str], tuple[float, float]] = {}
+        self._ratios: dict[tuple[str, str], float] = {}
         middles = [(number + 0.5) / self.NUM_BINS for number in range(self.NUM_BINS)]
         self._gains = [
             [self.GAIN_WEIGHT * max(agreement - middle, 0.0) for middle in middles]
@@ -93,7 +101,9 @@ class Confidence:
             (draft, min(probability * self._ratio(case, draft.rung), MOST))
             for draft, case, probability in self._combined(drafts)
         ]
-        return sorted(rated, key=lambda one: -one[1])
+        if len(rated) > 1:
+            rated.sort(key=itemgetter(1), reverse=True)
+        return rated
 
     def factor(self, rung: str) -> float:
         """By what the probabilities of an exit's confidence head have to be scaled, whatever the tables say."""
@@ -119,14 +129,15 @@ class Confidence:
         self._counts[index][found] += 1.0
 
     def _ratio(self, case: str, rung: str) -> float:
-        expected, right = self._sums.get((case, rung), (0.0, 0.0))
-        return (PRIOR_WEIGHT + right) / (PRIOR_WEIGHT + expected)
+        return self._ratios.get((case, rung), 1.0)
 
     def _add(self, case: str, rung: str, probability: float, is_right: bool) -> None:
         expected, right = self._sums.get((case, rung), (0.0, 0.0))
         expected, right = expected + probability, right + is_right
         scale = 0.5 if expected > WINDOW else 1.0
-        self._sums[case, rung] = scale * expected, scale * right
+        expected, right = scale * expected, scale * right
+        self._sums[case, rung] = expected, right
+        self._ratios[case, rung] = (PRIOR_WEIGHT + right) / (PRIOR_WEIGHT + expected)
 
     def _bin(self, probability: float) -> int:
         return min(int(probability * self.NUM_BINS), self.NUM_BINS - 1)
@@ -137,7 +148,7 @@ class Confidence:
             if case == TABLE_ALONE:
                 yield draft, case, draft.probability
                 continue
-            constant, own_weight, other_weight = self._weights.of(case)
+            constant, own_weight, other_weight = self._weights[case]
             odds = constant + own_weight * log_odds(draft.probability)
             if other is not None:
                 odds += other_weight * log_odds(other.probability)

@@ -3,7 +3,7 @@ answer changes."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -91,7 +91,7 @@ def decode(
             place = start.place + len(start.tokens)
             rounds[-1].outputs.setdefault(index, []).append((place, first.output))
         # The tables draft: they know what is right, and the exit's own drafts would end every chain.
-        return [[first._replace(draft=replace(first.draft, probability=0.001))]]
+        return [[first._replace(draft=first.draft._replace(probability=0.001))]]
 
     # Fewer bits would change the outputs by more than the tolerance.
     monkeypatch.setattr(native_chain, "FORMAT", "F32")
