@@ -8,8 +8,8 @@ Contexts are stored as 32-bit hashes, so a table of n entries takes an unseen co
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,9 @@ MASK = (1 << 64) - 1
 Array = npt.NDArray[np.int64]
 
 
-class NgramMatch(NamedTuple):
+# Not frozen: many are made a step, and to freeze one takes longer than all else.
+@dataclass(slots=True)
+class NgramMatch:
     """`token` followed this context of `order` tokens `count` times (capped at 255), a `share` of the context's
     occurrences."""
 

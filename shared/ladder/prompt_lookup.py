@@ -4,7 +4,7 @@ The method is known as prompt lookup (LLMA, 2304.04487).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 DEFAULT_MAX_MATCH = 8
 # Occurrences remembered per context. Older ones predict little, and a sequence that loops would grow the list without
@@ -12,7 +12,9 @@ DEFAULT_MAX_MATCH = 8
 MAX_OCCURRENCES = 16
 
 
-class LookupMatch(NamedTuple):
+# Not frozen: many are made a step, and to freeze one takes longer than all else.
+@dataclass(slots=True)
+class LookupMatch:
     """The token that most often followed the longest context that occurred before.
 
     `match_length`: tokens of that context, at most the index's `max_match`. `count`: how many of the remembered

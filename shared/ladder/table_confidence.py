@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,9 @@ FIT_STEPS = 60
 Bins = tuple[int, int, int, int, int]
 
 
-class Evidence(NamedTuple):
+# Not frozen: many are made a step, and to freeze one takes longer than all else.
+@dataclass(slots=True)
+class Evidence:
     """The features of one draft of prompt look-up or of the n-gram table.
 
     `length`: tokens matched (look-up), or the context's order (n-grams). `count` and `share`: as in the match.
@@ -65,13 +68,12 @@ class TableConfidence:
 
     def bins(self, evidence: Evidence) -> Bins:
         """The bin of each feature: length, count, share, chained, other."""
-        length, count, share, chained, other = evidence
         return (
-            min(max(length, 1), NUM_LENGTHS) - 1,
-            self._count_bins[min(count, COUNT_EDGES[-1])],
-            self._share_bins[round(share * 255)],
-            min(chained, NUM_CHAINED - 1),
-            other,
+            min(max(evidence.length, 1), NUM_LENGTHS) - 1,
+            self._count_bins[min(evidence.count, COUNT_EDGES[-1])],
+            self._share_bins[round(evidence.share * 255)],
+            min(evidence.chained, NUM_CHAINED - 1),
+            evidence.other,
         )
 
     def probability(self, evidence: Evidence) -> float:
