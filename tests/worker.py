@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +30,11 @@ EOS = 256
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
-def build_tokenizer() -> hf.PreTrainedTokenizerFast:
-    """Byte-level BPE: 256 bytes, an end-of-sequence token, a few merges."""
+def build_tokenizer(more_merges: Sequence[tuple[str, str]] = ()) -> hf.PreTrainedTokenizerFast:
+    """Byte-level BPE: 256 bytes, an end-of-sequence token, a few merges, and more."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("t", "h"), ("i", "n")]
+    merges += more_merges
     vocabulary = {letter: index for index, letter in enumerate(letters)}
     vocabulary["<eos>"] = EOS
     for left, right in merges:
@@ -46,10 +47,10 @@ def build_tokenizer() -> hf.PreTrainedTokenizerFast:
     return fast
 
 
-def build_model(seed: int = 0) -> hf.PreTrainedModel:
+def build_model(seed: int = 0, vocabulary_size: int = 263) -> hf.PreTrainedModel:
     torch.manual_seed(seed)
     config = hf.LlamaConfig(
-        vocab_size=263,
+        vocab_size=vocabulary_size,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=4,

@@ -8,6 +8,7 @@ from typing import Unpack
 
 import structlog
 
+from shared.constraints.compiler import ConstraintCompiler
 from shared.engine.drafting.costs import CostMeter
 from shared.engine.drafting.ladder_cache import MAX_BOUND_LADDERS, LadderCache
 from shared.engine.failure import failure_of
@@ -109,6 +110,7 @@ class Engine:
             ladder.check_model(loaded)
         self.loaded = loaded
         self._ladder = ladder
+        self._constraints = ConstraintCompiler(loaded)
         cost_meter = cost_meter or CostMeter()
         claim = ModelClaim(loaded.model)
         with ExitStack() as failing:
@@ -263,9 +265,9 @@ class Engine:
         has itself.
 
         `on_event` receives its events on the engine's thread; without it they come through the handle. `on_states`
-        receives the states of its tokens there. Raises `InvalidInput`, `PromptTooLong`, `PreconditionFailed` (reason
-        ROUTER_REQUIRED), `RouterMismatch`, `DeadlineExceeded`, `Exhausted` (reasons QUEUE_FULL and KV_BUDGET) and
-        `Unavailable` once closed.
+        receives the states of its tokens there. Blocks while a new constraint is compiled. Raises `InvalidInput`,
+        `PromptTooLong`, `PreconditionFailed` (reason ROUTER_REQUIRED), `RouterMismatch`, `DeadlineExceeded`,
+        `Exhausted` (reasons QUEUE_FULL and KV_BUDGET) and `Unavailable` once closed.
         """
         if not isinstance(prompt, GenerationRequest):
             request = request_of(self.loaded, prompt, options)
@@ -275,12 +277,15 @@ class Engine:
             request = prompt
         ladder = ladder or self._ladder
         self._admission.check(request, ladder, lambda: self._num_cached(request.given_key))
+        constraint = None
+        if request.constraint is not None:
+            constraint = self._constraints.start(request.constraint)
         _ = request.given_key  # this and the answer are made here, not on the engine's thread
         job = EngineJob(
             request,
             None if request.policy.name == "full" else ladder,
             self._admission.num_kv_tokens(request),
-            Answer(request, self.loaded),
+            Answer(request, self.loaded, constraint),
             self._wake,
             on_event,
             on_states,
@@ -296,8 +301,9 @@ class Engine:
         """Generates in one call. `prompt` is text, token ids or chat messages.
 
         Options: `policy` ("exact", "full" or a `DepthPolicy`), `sampling` (`SamplingParams`; without it, answers are
-        greedy), `logprobs` (alternatives for each token), and those of `StoppingParams`: `max_tokens`, `stop_strings`,
-        `stop_token_ids`, `ignore_eos`. Raises as `submit`, and the error that ends the request.
+        greedy), `logprobs` (alternatives for each token), `constraint` (a `Constraint`), and those of `StoppingParams`:
+        `max_tokens`, `stop_strings`, `stop_token_ids`, `ignore_eos`. Raises as `submit`, and the error that ends the
+        request.
         """
         text = ""
         tokens: list[GeneratedToken] = []

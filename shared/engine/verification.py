@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shared.engine.request.logprobs import Logprobs, logprobs, logprobs_from_row
 from shared.model.choosing import choose, num_accepted, within_margins
-from shared.model.distribution import reads_without_sync
+from shared.model.distribution import constrained, reads_without_sync
 from shared.model.sampling import Trial
 from shared.ops.choices import NO_TOKEN
 
@@ -83,8 +83,9 @@ def compute_choices(
     The tensors are on the logits' device. `verify` reads them; this function does not wait for the device, except on
     devices that are read without a synchronisation.
     """
-    own_choices = choose(logits, trials)
-    choices = within_margins(logits, trials, own_choices)
+    allowed = constrained(logits, trials)
+    own_choices = choose(allowed, trials)
+    choices = within_margins(allowed, trials, own_choices)
     if reads_without_sync(logits.device):  # so nothing is computed of rows that do not count
         choices = [
             tokens[: 1 + num_accepted(tokens.tolist(), trial.drafts)]

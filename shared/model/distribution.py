@@ -38,6 +38,22 @@ def unit_mass(vocabulary_size: int) -> float:
     return 2.0 ** (_MANTISSA_BITS - (vocabulary_size - 1).bit_length())
 
 
+def constrained(logits: Tensor, trials: Sequence[Trial]) -> Tensor:
+    """Logits [T, V] of the trials' rows, -inf for tokens that a constraint does not allow. The same tensor if no trial
+    has one."""
+    if all(trial.allowed is None for trial in trials):
+        return logits
+    rows = logits.split([trial.num_rows for trial in trials])
+    return torch.cat(
+        [
+            own
+            if trial.allowed is None
+            else own.where(trial.allowed.to(own.device, non_blocking=True), -math.inf)
+            for own, trial in zip(rows, trials, strict=True)
+        ]
+    )
+
+
 def penalised(logits: Tensor, trials: Sequence[Trial]) -> Tensor:
     """Logits [T, V] of the trials' rows after the repetition penalty (Keskar et al., 1909.05858).
     The same tensor if no trial has one."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from shared.errors import InvalidInput
 
@@ -75,12 +76,15 @@ class Trial:
 
     `margin`: a draft is accepted, too, if the log-probability of the choice exceeds its own by at most this. None: it
     is not. Only greedy trials without a repetition penalty have one.
+
+    `allowed` [n + 1, V] bool, on the host: the tokens that a constraint allows at each row. None: all.
     """
 
     sampling: SamplingParams
     context: Sequence[int]
     drafts: Sequence[int] = ()
     margin: float | None = None
+    allowed: Tensor | None = None
 
     @property
     def num_rows(self) -> int:

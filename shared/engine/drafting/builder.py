@@ -72,10 +72,14 @@ class DraftBuilder:
             self._room = min(self._room, CERTIFIED_DRAFTS)
         if policy.max_drafts:
             self._room = min(self._room, policy.max_drafts)
+        # What a constraint forces pays even where drafting does not.
+        self._only_forced = not drafts and sequence.may_skip_drafting
+        # Whether proposers have a say in the next position: not where a constraint leaves no choice.
+        self.is_open = not self._only_forced
         if (
             policy.name == "full"
             or sequence.ladder is None
-            or (not drafts and sequence.may_skip_drafting)
+            or (self._only_forced and sequence.grammar is None)
         ):
             self._room = 0
         # If the caller asked for a fixed number of drafts, they are made whether they pay or not.
@@ -120,7 +124,13 @@ class DraftBuilder:
     def look_up(self) -> None:
         """Begins the next position with the drafts of the tables. Runs no layer."""
         self._said.clear()
-        drafts = self._proposed([draft.token for draft in self.chain.drafts])
+        path = [draft.token for draft in self.chain.drafts]
+        forced = self._forced(path)
+        self.is_open = forced is None and not self._only_forced
+        if not self.is_open:
+            self._rated, self.best, self.best_probability = [], forced, 1.0
+            return
+        drafts = self._proposed(path)
         if self.sequence.request.policy.name != "exact":
             # Bounds are certified for the draft of which its confidence head is surest.
             drafts = sorted(drafts, key=lambda draft: -draft.probability)[:1]
@@ -134,8 +144,7 @@ class DraftBuilder:
         would fail for all sequences that share it.
         """
         before = self.best
-        for draft in drafts:
-            _check_token(draft, self.sequence.vocabulary_size)
+        for draft in self._allowed([draft.token for draft in self.chain.drafts], drafts):
             # An exit's numbers may overflow. That costs this draft, and must not spread to what is learnt of the exit.
             if draft.probability > 0.0:
                 self._said.append(draft)
@@ -196,6 +205,20 @@ class DraftBuilder:
                 path.append(found.token)
             self.chain.possible.append(branch)
 
+    def _forced(self, path: list[int]) -> Draft | None:
+        """The draft of a token without alternative after `path`. None, if the request wants layers to run for it."""
+        grammar = self.sequence.grammar
+        if grammar is None or self.min_layers > 0:
+            return None
+        return next(iter(grammar.propose(path)), None)
+
+    def _allowed(self, path: list[int], drafts: Sequence[Draft]) -> Sequence[Draft]:
+        """Those of `drafts` after `path` that the request's constraint allows. Raises as `consider` does."""
+        for draft in drafts:
+            _check_token(draft, self.sequence.vocabulary_size)
+        grammar = self.sequence.grammar
+        return drafts if grammar is None else grammar.cut(path, drafts)
+
     def _proposed(self, path: list[int]) -> list[Draft]:
         """What the sequence's proposers say after `path`.
         Nothing, if the request wants layers to run for each draft."""
@@ -205,9 +228,9 @@ class DraftBuilder:
 
     def _best_of_tables(self, path: list[int]) -> tuple[Draft | None, float]:
         """The tables' most probable draft after `path`, and its probability."""
-        drafts = self._proposed(path)
-        for draft in drafts:
-            _check_token(draft, self.sequence.vocabulary_size)
+        if forced := self._forced(path):
+            return forced, 1.0
+        drafts = self._allowed(path, self._proposed(path))
         return next(iter(self.sequence.confidence.rate(drafts)), (None, 0.0))
 
 

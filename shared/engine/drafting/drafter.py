@@ -53,13 +53,17 @@ class Drafter:
         tokens share a pass."""
         assert self.ladder is not None
         for index, depth in enumerate(self.ladder.depths):
-            without = [builder for builder in builders if not builder.ahead[index].has_drafts]
+            without = [
+                builder
+                for builder in builders
+                if builder.is_open and not builder.ahead[index].has_drafts
+            ]
             asked = self._worth_asking(index, depth, without, num_sequences)
             if asked:
                 self._propose(self.ladder, index, asked)
             for builder in builders:
                 head_draft = builder.ahead[index].take(len(builder.chain.tokens))
-                if head_draft is not None:
+                if head_draft is not None and builder.is_open:
                     self._consider(index, builder, head_draft)
 
     def _consider(self, index: int, builder: DraftBuilder, head_draft: HeadDraft) -> None:

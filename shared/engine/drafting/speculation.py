@@ -125,11 +125,19 @@ class Speculation:
         final already have been committed."""
         sequence, request = self.sequence, self.sequence.request
         drafts = [draft.token for draft in self.drafts[self.num_final :]]
-        trials = [Trial(request.sampling, sequence.tokens, drafts, request.policy.margin)]
+
+        def allowed(path: Sequence[int], others: Sequence[int]) -> Tensor | None:
+            constraint = sequence.answer.constraint
+            return constraint.rows(path, others) if constraint else None
+
+        margin = request.policy.margin
+        trials = [Trial(request.sampling, sequence.tokens, drafts, margin, allowed((), drafts))]
         for branch in self.branches:
             first, *others = [draft.token for draft in branch.drafts]
-            context = [*sequence.tokens, *drafts[: branch.place], first]
-            trials.append(Trial(request.sampling, context, others))
+            path = [*drafts[: branch.place], first]
+            context = [*sequence.tokens, *path]
+            rows = allowed(path, others)
+            trials.append(Trial(request.sampling, context, others, allowed=rows))
         return trials
 
     def verdict(self, verdicts: Sequence[Verdict]) -> Verdict:

@@ -1,5 +1,6 @@
 """The text of an answer, and where it ends."""
 
+from shared.constraints.state import ConstraintState
 from shared.engine.request.admission import max_answer_tokens
 from shared.engine.request.request import FinishReason, GenerationRequest
 from shared.engine.request.text import Detokenizer, StopStrings
@@ -11,14 +12,23 @@ class Answer:
     """Takes the answer's tokens one by one. `end` is why it has ended, and the stop string or token id that ended it;
     None before.
 
+    `constraint`: the state of the request's constraint, before the first token.
+
     It begins with the request's `resumed_ids`. Decoding many of them takes as long as several steps, so make it in the
-    caller's thread. Raises `InvalidInput` (reason RESUMED_BEYOND_END) if the answer ended before the last of them.
+    caller's thread. Raises `InvalidInput` if the answer ended before the last of them (reason RESUMED_BEYOND_END) or
+    the constraint does not allow them (CONSTRAINT_BROKEN).
     """
 
-    def __init__(self, request: GenerationRequest, loaded: LoadedModel) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        loaded: LoadedModel,
+        constraint: ConstraintState | None = None,
+    ) -> None:
         self.max_tokens = max_answer_tokens(request, loaded.context_length)
         self.num_tokens = 0
         self.end: tuple[FinishReason, str] | None = None
+        self.constraint = constraint
         self._stopping = request.stopping
         self._eos_token_ids = loaded.eos_token_ids
         self._detokenizer = Detokenizer(loaded.tokenizer)
@@ -40,6 +50,8 @@ class Answer:
         """Adds a token. Returns the text that it completes; None for a stop token, which is not returned to the
         caller."""
         self.num_tokens += 1
+        if self.constraint is not None:
+            self.constraint.push(token_id)
         if token_id in self._stopping.stop_token_ids:
             self.end = FinishReason.STOP_TOKEN, str(token_id)
             return None

@@ -5,6 +5,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, TypedDict
 
+from shared.constraints.constraint import Constraint
 from shared.engine.request.prompt import Prompt, encode_prompt
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.errors import InvalidInput
@@ -15,19 +16,20 @@ from shared.model.sampling import SamplingParams
 
 class RequestOptions(TypedDict, total=False):
     """`policy`: by default "exact". `sampling`: by default greedy. `logprobs`: so many alternatives for each token.
-    `resumed_ids` as in `GenerationRequest`. The others are those of `StoppingParams`."""
+    `resumed_ids` and `constraint` as in `GenerationRequest`. The others are those of `StoppingParams`."""
 
     policy: DepthPolicy | str
     sampling: SamplingParams | None
     logprobs: int | None
     resumed_ids: Sequence[int]
+    constraint: Constraint | None
     max_tokens: int | None
     stop_strings: Sequence[str]
     stop_token_ids: Collection[int]
     ignore_eos: bool
 
 
-_GROUPS = {"sampling": SamplingParams, "policy": DepthPolicy}
+_GROUPS = {"sampling": SamplingParams, "policy": DepthPolicy, "constraint": Constraint}
 # Names of other libraries.
 _OTHER_NAMES = {"max_new_tokens": "max_tokens", "max_length": "max_tokens", "stop": "stop_strings"}
 
@@ -43,6 +45,9 @@ def request_of(
             raise _unknown(name)
     stopping = {f.name: options[f.name] for f in fields(StoppingParams) if f.name in options}
     sampling, policy = options.get("sampling"), options.get("policy", "exact")
+    constraint = options.get("constraint")
+    if constraint is not None:
+        _check_type("constraint", constraint, Constraint)
     if isinstance(policy, str):
         policy = DepthPolicy(policy)  # type: ignore[arg-type]
     _check_type("policy", policy, DepthPolicy)
@@ -55,6 +60,7 @@ def request_of(
         policy=policy,
         logprobs=options.get("logprobs"),
         resumed_ids=tuple(options.get("resumed_ids", ())),
+        constraint=constraint,
     )
 
 

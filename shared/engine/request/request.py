@@ -6,6 +6,7 @@ from enum import Enum
 from functools import cached_property
 from operator import index
 
+from shared.constraints.constraint import Constraint
 from shared.engine.memory.prefixes import key_of
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
@@ -62,7 +63,8 @@ class GenerationRequest:
     `is_low_priority`: it starts only while no other request waits.
 
     `resumed_ids`: tokens of the answer that the caller has already, from here or from another worker. They are read as
-    the prompt is, and the answer goes on after them as if it had never been interrupted.
+    the prompt is, and the answer goes on after them as if it had never been interrupted. `constraint`: what the answer
+    must be.
     """
 
     prompt_ids: tuple[int, ...]
@@ -78,6 +80,7 @@ class GenerationRequest:
     risk_bound_tokens: int | None = None
     is_low_priority: bool = False
     resumed_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -97,6 +100,10 @@ class GenerationRequest:
                 )
             if self.policy.name == "relaxed" and self.policy.margin is None:
                 raise InvalidInput("logprobs need policy full or exact, or relaxed with a margin")
+        if self.constraint is not None and self.stopping.ignore_eos:
+            raise InvalidInput(
+                "a constraint and ignore_eos exclude each other: an end-of-sequence token ends the text"
+            )
         if self.policy.margin is not None and not self.sampling.is_plain_greedy:
             raise InvalidInput(
                 "a margin needs greedy decoding without a repetition penalty",

@@ -18,6 +18,7 @@ from shared.engine.request.request import (
 )
 from shared.engine.statistics import CountedProgress
 from shared.errors import NeapError
+from shared.ladder.grammar_proposer import GrammarProposer
 from shared.ladder.learned_ngrams import ClientNgrams
 from shared.ladder.rungs import Proposer
 from shared.model.cache import KVCache
@@ -76,6 +77,7 @@ class DecodingSequence:
         self.kept_depths = (*kept_depths, loaded.num_layers)
         self.settled_states: Tensor | None = None
         self.proposers: tuple[Proposer, ...] = ladder.proposers(learned) if ladder else ()
+        self.grammar = GrammarProposer(answer.constraint) if answer.constraint else None
         self._num_shown = 0
         self._learned = learned
         self.submitted_s = time.monotonic() if submitted_s is None else submitted_s

@@ -1,0 +1,116 @@
+"""Compiles constraints for one model."""
+
+import json
+from functools import lru_cache
+from threading import Lock
+
+import structlog
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance.hf import from_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from shared.constraints.constraint import Constraint, invalid
+from shared.constraints.state import DEAD_END, ConstraintState
+from shared.errors import InvalidInput
+from shared.model.loaded import LoadedModel
+
+log = structlog.get_logger("neap.constraints")
+
+# Compiled constraints that are kept.
+MAX_KEPT = 32
+# A state of the lexer takes one or two kilobytes. The other limits are the library's, which bound compilation to a
+# second and a step to milliseconds.
+MAX_LEXER_STATES = 50_000
+MAX_REASON_CHARACTERS = 400
+
+
+class ConstraintCompiler:
+    """Thread-safe. Compilation takes milliseconds to a second, so it is not for the engine's thread. The last
+    `MAX_KEPT` compiled constraints are kept, by their content."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._lock = Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled = lru_cache(MAX_KEPT)(self._compile)
+
+    def start(self, constraint: Constraint) -> ConstraintState:
+        """The state of an answer without tokens.
+
+        Raises `InvalidInput` (reasons CONSTRAINT_INVALID with its place, NO_TOKENIZER, CONSTRAINTS_NOT_SUPPORTED).
+        """
+        loaded = self._loaded
+        matcher = self._compiled(constraint).deep_copy()
+        return ConstraintState(matcher, loaded.vocabulary_size, loaded.eos_token_ids)
+
+    def _compile(self, constraint: Constraint) -> LLMatcher:
+        tokenizer = self._tokenizer_of_model()
+        try:
+            grammar = _grammar(constraint)
+        except ValueError as error:
+            raise invalid(_shortened(str(error)), constraint.field) from error
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        # What the first tokens may be can take longer than the rest, and fail. Copies know it.
+        if not matcher.is_error():
+            matcher.compute_logit_bias()
+        if matcher.is_error():
+            is_empty = matcher.get_error().startswith(DEAD_END)
+            why = "no text fulfils it" if is_empty else _shortened(matcher.get_error())
+            raise invalid(why, constraint.field)
+        return matcher
+
+    def _tokenizer_of_model(self) -> LLTokenizer:
+        """Made at the first use, which takes about a second."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = _tokenizer(self._loaded)
+            return self._tokenizer
+
+
+def _tokenizer(loaded: LoadedModel) -> LLTokenizer:
+    if loaded.tokenizer is None:
+        raise InvalidInput(
+            "this model has no tokenizer, so its answers cannot be constrained",
+            reason="NO_TOKENIZER",
+        )
+    if not isinstance(loaded.tokenizer, PreTrainedTokenizerFast):
+        raise _not_supported(f"its tokenizer is a {type(loaded.tokenizer).__name__}")
+    if not loaded.eos_token_ids:
+        raise _not_supported("it has no end-of-sequence token")
+    try:
+        return from_tokenizer(
+            loaded.tokenizer,
+            n_vocab=loaded.vocabulary_size,
+            eos_token=sorted(loaded.eos_token_ids),
+        )
+    except Exception as error:  # the library's own, of any kind
+        log.warning("a tokenizer cannot be used", model_id=loaded.model_id, why=str(error))
+        raise _not_supported("llguidance does not know its tokenizer") from error
+
+
+def _not_supported(why: str) -> InvalidInput:
+    return InvalidInput(
+        f"answers of this model cannot be constrained: {why}", reason="CONSTRAINTS_NOT_SUPPORTED"
+    )
+
+
+def _grammar(constraint: Constraint) -> str:
+    """The constraint in the library's own format. Raises ValueError for a schema that is no JSON."""
+    if constraint.choice is not None:
+        return grammar_from("choice", json.dumps(constraint.choice, ensure_ascii=False))
+    if constraint.regex is not None:
+        return LLMatcher.grammar_from_regex(constraint.regex)
+    if constraint.lark is not None:
+        return LLMatcher.grammar_from_lark(constraint.lark)
+    schema = constraint.json_schema or '{"type": "object"}'
+    # JSON in one line, as most models write it. If they could choose between kinds of white space, hardly any token
+    # would be forced, and some models would go on with white space for ever.
+    return LLMatcher.grammar_from_json_schema(
+        schema, {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    )
+
+
+def _shortened(why: str) -> str:
+    why = why.removesuffix("<non-verbose/>").rstrip()
+    return why if len(why) <= MAX_REASON_CHARACTERS else f"{why[:MAX_REASON_CHARACTERS]}…"

@@ -1,0 +1,32 @@
+"""The proposer that drafts what a constraint forces."""
+
+from collections.abc import Sequence
+
+from shared.constraints.state import ConstraintState
+from shared.ladder.rungs import GRAMMAR, Draft
+
+
+class GrammarProposer:
+    """Drafts the token that a constraint forces, with probability 1. It has nothing to say where there is a choice. A
+    `Proposer` that also cuts what others propose.
+
+    `state`: of the answer, which gets the final tokens before this proposer does.
+    """
+
+    def __init__(self, state: ConstraintState) -> None:
+        self.state = state
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Nothing to do: the state knows them."""
+
+    def propose(self, drafted: Sequence[int] = ()) -> list[Draft]:
+        """As `Proposer.propose`."""
+        token = self.state.forced(drafted)
+        return [] if token is None else [Draft(token, 1.0, GRAMMAR, 0)]
+
+    def cut(self, drafted: Sequence[int], drafts: Sequence[Draft]) -> list[Draft]:
+        """Those of `drafts` after `drafted` that the constraint allows. None after the end."""
+        if self.state.has_ended(drafted):
+            return []
+        allowed = self.state.allowed(drafted)
+        return [draft for draft in drafts if allowed[draft.token]]

@@ -1,0 +1,112 @@
+"""A state says of every path what a matcher says that has consumed it and nothing else."""
+
+import random
+
+import numpy as np
+import pytest
+
+from shared.constraints.compiler import ConstraintCompiler
+from shared.constraints.constraint import Constraint
+from shared.constraints.state import ConstraintState
+from shared.errors import InvalidInput
+from tests.constrained import CONSTRAINTS, VOCABULARY_SIZE, build_loaded
+from tests.worker import EOS
+
+NUM_WALKS = 30
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return ConstraintCompiler(build_loaded())
+
+
+def after(compiler: ConstraintCompiler, constraint: Constraint, tokens: list[int]) -> np.ndarray:
+    """What a new state allows after these final tokens."""
+    state = compiler.start(constraint)
+    for token in tokens:
+        state.push(token)
+    return state.allowed()
+
+
+def walk(state: ConstraintState, rng: random.Random, num_tokens: int) -> list[int]:
+    path: list[int] = []
+    while len(path) < num_tokens and path[-1:] != [EOS]:
+        path.append(rng.choice(np.flatnonzero(state.allowed(path)).tolist()))
+    return path
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_what_it_allows_depends_on_the_tokens_alone(compiler, name):
+    """After drafts of all kinds, right ones and wrong ones, of trunks and branches."""
+    rng, constraint = random.Random(name), CONSTRAINTS[name]
+    state, final = compiler.start(constraint), []
+    for _ in range(NUM_WALKS):
+        paths = [walk(state, rng, rng.randint(0, 6)) for _ in range(3)]
+        rng.shuffle(paths)
+        for path in [p[: rng.randint(0, len(p))] for p in paths] + paths:
+            expected = after(compiler, constraint, [*final, *path])
+            np.testing.assert_array_equal(state.allowed(path), expected)
+            [only, *others] = np.flatnonzero(expected).tolist()
+            assert state.forced(path) == (only if not others else None)
+        # Some of a path becomes final, and then another token.
+        kept = rng.choice(paths)[: rng.randint(0, 3)]
+        for token in kept:
+            state.push(token)
+        other = walk(state, rng, 1)
+        state.push(*other)
+        final += [*kept, *other]
+        if EOS in final:
+            state, final = compiler.start(constraint), []
+
+
+def test_a_row_belongs_to_the_drafts_before_it(compiler):
+    state = compiler.start(CONSTRAINTS["pairs"])
+    path = walk(state, random.Random(1), 2)
+    drafts = walk(state, random.Random(2), 7)[len(path) :]
+    rows = state.rows([], drafts)
+    assert rows.shape == (len(drafts) + 1, VOCABULARY_SIZE)
+    for number, row in enumerate(rows.numpy()):
+        np.testing.assert_array_equal(row, state.allowed(drafts[:number]))
+    assert len({row.tobytes() for row in rows.numpy()}) > 1
+    np.testing.assert_array_equal(state.rows(drafts[:2], drafts[2:]), rows[2:])
+
+
+def test_tokens_without_text_are_never_allowed(compiler):
+    for constraint in CONSTRAINTS.values():
+        assert not compiler.start(constraint).allowed()[263 + 14 :].any()
+
+
+def test_the_end_is_allowed_where_the_text_is_complete_and_nothing_counts_after_it(compiler):
+    state = compiler.start(Constraint(choice=("ab", "abab")))
+    ab = int(np.flatnonzero(state.allowed())[-1])
+    assert not state.allowed()[EOS]
+    assert np.flatnonzero(state.allowed([ab])).tolist().count(EOS) == 1
+    assert state.forced([ab, ab]) == EOS
+    assert state.allowed([ab, EOS]).all()
+    assert state.forced([ab, ab]) == EOS, "the end is no part of the matcher's path"
+    for token in (ab, EOS):
+        state.push(token)
+    assert state.allowed().all()
+
+
+def test_a_token_that_is_not_allowed_is_refused(compiler):
+    state = compiler.start(CONSTRAINTS["object"])
+    for token in (EOS, 1, VOCABULARY_SIZE - 1):
+        with pytest.raises(InvalidInput) as caught:
+            state.push(token)
+        assert caught.value.reason == "CONSTRAINT_BROKEN"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "reason"),
+    [
+        (Constraint(lark='start: "b" more\nmore: more'), "CONSTRAINT_INVALID"),
+        (Constraint(regex="((a{100}){100}){100}"), "CONSTRAINT_TOO_COMPLEX"),
+    ],
+)
+def test_a_place_that_leads_nowhere_and_one_that_takes_too_much_work_are_errors(
+    compiler, constraint, reason
+):
+    with pytest.raises(InvalidInput) as caught:
+        walk(compiler.start(constraint), random.Random(0), 3)
+    assert caught.value.reason == reason
