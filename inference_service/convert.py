@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2
 from neap_client.inference.v1 import inference_pb2
 
 from inference_service.routers import RouterChoice
+from shared.constraints.constraint import Constraint
 from shared.engine.memory.prefixes import key_of
 from shared.engine.request.prompt import ROLES, Prompt, encode_prompt
 from shared.engine.request.request import (
@@ -50,6 +51,7 @@ def to_generation_request(
     sampling = to_sampling(request.sampling)
     stopping = to_stopping(request.stopping, loaded.vocabulary_size)
     policy = to_policy(request.depth)
+    constraint = to_constraint(request.constraint) if request.HasField("constraint") else None
     prompt_ids = encode_prompt(loaded, _prompt(request, loaded.context_length))
     expected = request.resume.prompt_digest
     if expected and expected != prompt_digest(prompt_ids):
@@ -70,6 +72,7 @@ def to_generation_request(
         is_low_priority=request.low_priority,
         # The engine refuses so many, and millions of ids need not become Python integers before.
         resumed_ids=tuple(request.resume.token_ids[: loaded.context_length]),
+        constraint=constraint,
     )
 
 
@@ -142,6 +145,16 @@ def to_policy(depth: inference_pb2.DepthPolicy) -> DepthPolicy:
             raise InvalidInput("relaxed has a threshold or a margin, not both")
         return DepthPolicy("relaxed", min_layers=depth.min_layers, **given)
     return DepthPolicy("exact", min_layers=depth.min_layers, max_drafts=depth.exact.max_drafts)
+
+
+def to_constraint(constraint: inference_pb2.Constraint) -> Constraint:
+    """Raises InvalidInput (reason CONSTRAINT_INVALID) if it has no form, is too large or has an empty choice."""
+    form = constraint.WhichOneof("form")
+    if form == "choice":
+        return Constraint(choice=tuple(constraint.choice.texts))
+    if form == "json_object":
+        return Constraint(json_object=True)
+    return Constraint(**({form: getattr(constraint, form)} if form else {}))
 
 
 def to_router_choice(selector: inference_pb2.RouterSelector) -> RouterChoice:

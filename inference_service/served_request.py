@@ -48,12 +48,13 @@ def published_bound(
     request: GenerationRequest, router: LoadedRouter
 ) -> tuple[float | None, int | None]:
     """(published bound for this request, number of tokens for which it holds). The bound is None if the request is not
-    relaxed, its threshold or margin is bolder than all published ones, it samples, or it has a repetition penalty."""
+    relaxed, its threshold or margin is bolder than all published ones, it samples, or it has a repetition penalty or a
+    constraint."""
     policy = request.policy
     risk = router.risks.get(policy.setting)
     if risk is None or policy.name != "relaxed":
         return None, None
-    if not request.sampling.is_plain_greedy:
+    if not request.sampling.is_plain_greedy or request.constraint is not None:
         return None, risk.num_tokens
     value = policy.threshold if policy.margin is None else policy.margin
     return risk.epsilon_at(value), risk.num_tokens

@@ -103,7 +103,7 @@ def _grammar(constraint: Constraint) -> str:
         return LLMatcher.grammar_from_regex(constraint.regex)
     if constraint.lark is not None:
         return LLMatcher.grammar_from_lark(constraint.lark)
-    schema = constraint.json_schema or '{"type": "object"}'
+    schema = '{"type": "object"}' if constraint.json_schema is None else constraint.json_schema
     # JSON in one line, as most models write it. If they could choose between kinds of white space, hardly any token
     # would be forced, and some models would go on with white space for ever.
     return LLMatcher.grammar_from_json_schema(
