@@ -2,9 +2,11 @@
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.requests import Policy
 
 from neap_engine.cli.flags import with_flags
@@ -125,8 +127,20 @@ def request_options(
         bool,
         typer.Option("--ignore-eos", help="Do not end at the model's end-of-sequence tokens."),
     ] = False,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(
+            "--json-schema",
+            exists=True,
+            dir_okay=False,
+            help="File with a JSON Schema: the answer is JSON that fulfils it. Default: none.",
+        ),
+    ] = None,
 ) -> dict[str, Any]:
     """Return the flags as arguments of `generate_request`."""
+    constraint = None
+    if json_schema is not None:
+        constraint = pb.Constraint(json_schema=json_schema.read_text(encoding="utf-8"))
     return {
         "policy": policy,
         "threshold": threshold,
@@ -143,6 +157,7 @@ def request_options(
         "seed": seed,
         "stop": stop or (),
         "ignore_eos": ignore_eos,
+        "constraint": constraint,
     }
 
 

@@ -1,5 +1,6 @@
 """Turns the bodies of the API into calls of `Generate`, one for each choice."""
 
+import json
 from dataclasses import dataclass
 
 from neap_client.inference.v1 import inference_pb2 as pb
@@ -11,6 +12,7 @@ from neap_engine.gateway.schema import (
     CompletionRequest,
     DepthOptions,
     GenerationFields,
+    ResponseFormat,
 )
 
 # OpenAI's default for completions. Chats without a limit get the worker's default.
@@ -133,6 +135,7 @@ def _common(request: ChatRequest | CompletionRequest) -> pb.GenerateRequest:
         stopping=_stopping(request),
         depth=_depth(request.neap or DepthOptions()),
         logprobs=_logprobs(request),
+        constraint=_constraint(request.response_format),
     )
     options = request.neap or DepthOptions()
     if options.router_version is not None and options.router_alias is not None:
@@ -185,6 +188,20 @@ def _depth(options: DepthOptions) -> pb.DepthPolicy:
         depth.exact.max_drafts = options.max_drafts or 0
         depth.exact.SetInParent()
     return depth
+
+
+def _constraint(wanted: ResponseFormat | None) -> pb.Constraint | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return pb.Constraint(json_object=pb.JsonObject())
+    if wanted.json_schema is None:
+        field = "response_format.json_schema"
+        raise refused(f"the type json_schema needs {field}", field)
+    schema = wanted.json_schema.schema_
+    if schema is None:
+        return pb.Constraint(json_object=pb.JsonObject())
+    return pb.Constraint(json_schema=json.dumps(schema, ensure_ascii=False))
 
 
 def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:

@@ -39,7 +39,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "prompt_cache_options": (dict,),
     "prompt_cache_retention": (str,),
     "reasoning_effort": (str,),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default", "flex"),
     "skip_special_tokens": (True,),
     "store": (bool,),
@@ -123,6 +122,20 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
+class NamedSchema(Strict):
+    """`strict` false is honoured as true: an answer always fulfils the schema."""
+
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
 class TextPart(Strict):
     type: Literal["text"]
     text: str
@@ -153,6 +166,7 @@ class GenerationFields(Strict):
     user: str | None = Field(default=None, max_length=512)
     safety_identifier: str | None = Field(default=None, max_length=512)
     neap: DepthOptions | None = None
+    response_format: ResponseFormat | None = None
     top_k: TopK = None
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
@@ -181,6 +195,8 @@ _NESTED: Mapping[str, type[Strict]] = {
     "neap": DepthOptions,
     "stream_options": StreamOptions,
     "messages": Message,
+    "response_format": ResponseFormat,
+    "json_schema": NamedSchema,
     "content": TextPart,
 }
 

@@ -33,6 +33,7 @@ def generate_request(
     seed: int | None = None,
     logprobs: int | None = None,
     low_priority: bool = False,
+    constraint: pb.Constraint | None = None,
 ) -> pb.GenerateRequest:
     """Return a request. The protos describe the arguments; None leaves a field absent.
 
@@ -65,6 +66,7 @@ def generate_request(
         ),
         logprobs=logprobs,
         low_priority=low_priority,
+        constraint=constraint,
     )
     if isinstance(prompt, str):
         set_prompt(request, prompt, raw=raw, system=system)

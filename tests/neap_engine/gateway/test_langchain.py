@@ -1,8 +1,17 @@
 """The gateway in front of a real worker, as LangChain's client of OpenAI's API sees it."""
 
+from typing import Literal
+
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+
+class Thing(BaseModel):
+    kind: Literal["thin", "thing"]
+    is_small: bool
+
 
 MESSAGES = [SystemMessage("in"), HumanMessage("hello")]
 
@@ -51,6 +60,12 @@ def test_stop_strings_and_logprobs_can_be_bound(model):
     assert stopped.content == text[: text.index(text[2:4])]
     measured = model.bind(logprobs=True, top_logprobs=2).invoke(MESSAGES)
     assert len(measured.response_metadata["logprobs"]["content"]) == 8
+
+
+def test_an_answer_has_the_structure_that_was_asked_for(gateway):
+    model = ChatOpenAI(model="tiny", base_url=f"{gateway.url}/v1", api_key="unused", seed=3)
+    answer = model.with_structured_output(Thing, method="json_schema").invoke(MESSAGES)
+    assert isinstance(answer, Thing)
 
 
 def test_tools_are_refused_by_name(model):

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+from typing import Annotated, Literal
 
 import openai
 import pytest
 from neap_client import NeapClient
 from neap_client.inference.v1 import inference_pb2 as pb
+from pydantic import BaseModel, Field
 
 from shared.rpc.pages import DEFAULT_PAGE_SIZE
 from tests.gateways import chat_body
@@ -258,3 +260,41 @@ def test_an_async_client_can_stream_many_answers(gateway):
             return await asyncio.gather(*(one() for _ in range(8)))
 
     assert len(set(asyncio.run(main()))) == 1
+
+
+class Thing(BaseModel):
+    kind: Literal["thin", "é😀"]
+    sizes: Annotated[list[Literal[1, 12]], Field(max_length=2)]
+    other: bool | None
+
+
+def test_an_answer_is_parsed_as_what_was_asked_for(client):
+    asked = {"model": "tiny", "messages": MESSAGES, "response_format": Thing, "max_tokens": 100}
+    for seed in range(4):
+        answer = client.chat.completions.parse(**asked, temperature=1.5, seed=seed)
+        assert answer.choices[0].finish_reason == "stop"
+        assert isinstance(answer.choices[0].message.parsed, Thing)
+    greedy = client.chat.completions.parse(**asked, temperature=0)
+    with client.chat.completions.stream(**asked, temperature=0) as stream:
+        streamed = stream.get_final_completion()
+    assert streamed.choices[0].message.parsed == greedy.choices[0].message.parsed
+    assert greedy.usage.model_extra["neap"]["exits"]["grammar"] > 5
+
+
+def test_a_completion_is_a_json_object(client):
+    for kind in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "any"}}):
+        answer = client.completions.create(
+            model="tiny", prompt="hello", max_tokens=6, extra_body={"response_format": kind}
+        )
+        assert answer.choices[0].text.startswith("{")
+
+
+def test_a_schema_that_nobody_can_satisfy_is_refused_by_name(client):
+    schema = {"name": "none", "schema": {"type": "integer", "minimum": 2, "maximum": 1}}
+    with pytest.raises(openai.BadRequestError, match="minimum") as caught:
+        client.chat.completions.create(
+            model="tiny",
+            messages=MESSAGES,
+            response_format={"type": "json_schema", "json_schema": schema},
+        )
+    assert caught.value.code == "constraint_invalid"
