@@ -25,6 +25,7 @@ Names:
     Engine              generates: `generate` for one answer, `submit` for streams and for many requests at once
     attach              lets an engine decode for `model.generate(...)` and `pipeline(...)` of transformers
     DepthPolicy         whether early tokens are drafts (`exact`), final (`relaxed`), or not wanted (`full`)
+    Constraint          what an answer must be: JSON of a schema, a regular expression, a grammar, a choice
     SamplingParams      temperature, top-k, top-p, min-p, repetition penalty, seed
     NeapError           base of all errors that neap raises; `shared.errors` has the tree
 

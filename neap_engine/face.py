@@ -16,6 +16,7 @@ from neap_engine.hugging_face.attach import attach
 from neap_engine.logs import log_to_logging
 from neap_engine.parents import read_parent
 from neap_engine.progress import ProgressLine
+from shared.constraints.constraint import Constraint
 from shared.engine.engine import Engine
 from shared.engine.request.request import Generation
 from shared.errors import NeapError
@@ -31,6 +32,7 @@ __all__ = [
     "AnswerFile",
     "CalibrationResult",
     "CalibrationSpec",
+    "Constraint",
     "DepthPolicy",
     "Engine",
     "Generation",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from neap_client.generation import Answer as Answer
     from neap_client.generation import GenerationStream as GenerationStream
     from neap_client.inference.v1.inference_pb2 import ChatMessage as ChatMessage
+    from neap_client.inference.v1.inference_pb2 import Constraint as Constraint
     from neap_client.inference.v1.inference_pb2 import TokenIds as TokenIds
     from neap_client.requests import generate_request as generate_request
 
@@ -36,6 +37,7 @@ _HOMES = {
     "AsyncNeapClient": "aio",
     "ChatMessage": "inference.v1.inference_pb2",
     "ClientSecurity": "channel",
+    "Constraint": "inference.v1.inference_pb2",
     "GenerationStream": "generation",
     "NeapClient": "client",
     "NeapError": "errors",

@@ -34,10 +34,13 @@ def test_a_margin_is_carried(service, neap):
     assert (relaxed.margin, relaxed.HasField("threshold")) == (0.2, False)
 
 
-def test_the_request_carries_every_flag(service, neap):
+def test_the_request_carries_every_flag(service, neap, tmp_path):
     flags = ["--model", "tiny", "--policy", "relaxed", "--threshold", "0.9", "--min-layers", "4"]
     flags += ["--temperature", "0", "--top-k", "5", "--seed", "0", "--stop", "a", "--stop", "b"]
     flags += ["--max-tokens", "9", "--router", "3", "--system", "be brief", "--ignore-eos"]
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"title": "é"}', encoding="utf-8")
+    flags += ["--json-schema", str(schema)]
     result = neap("generate", "hi", "--worker", service.address, *flags)
     assert result.exit_code == 0, result.output
     request = service.inference.requests[0]
@@ -49,6 +52,7 @@ def test_the_request_carries_every_flag(service, neap):
     assert list(request.stopping.stop_strings) == ["a", "b"]
     assert request.stopping.max_tokens == 9
     assert request.stopping.ignore_eos
+    assert request.constraint == pb.Constraint(json_schema='{"title": "é"}')
     assert request.router.version == 3
     roles = [(message.role, message.content) for message in request.chat.messages]
     assert roles == [("system", "be brief"), ("user", "hi")]
