@@ -91,6 +91,13 @@ def test_the_bound_of_the_requests_threshold(client, threshold: float, bound: fl
     assert (said.policy, said.risk_bound, said.risk_bound_tokens) == ("relaxed", bound, 128)
 
 
+def test_no_bound_for_a_constrained_answer(client) -> None:
+    constraint = pb.Constraint(regex="[0-9]+")
+    said, *_ = client.generate(request_of(depth=relaxed(0.99), constraint=constraint))
+    assert said.started.policy == "relaxed"
+    assert not said.started.HasField("risk_bound")
+
+
 @pytest.mark.parametrize(
     ("depth", "version", "sampling"),
     [
@@ -105,13 +112,6 @@ def test_the_bound_of_the_requests_threshold(client, threshold: float, bound: fl
         (pb.DepthPolicy(full=pb.Full()), 1, {}),
     ],
 )
-def test_no_bound_for_a_constrained_answer(client) -> None:
-    constraint = pb.Constraint(regex="[0-9]+")
-    said, *_ = client.generate(request_of(depth=relaxed(0.99), constraint=constraint))
-    assert said.started.policy == "relaxed"
-    assert not said.started.HasField("risk_bound")
-
-
 def test_no_bound_where_none_is_certified(client, depth, version, sampling) -> None:
     said = started(client, depth, version, **sampling)
     assert said.policy == depth.WhichOneof("policy")
