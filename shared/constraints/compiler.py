@@ -10,6 +10,7 @@ from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from shared.constraints.constraint import Constraint, invalid
+from shared.constraints.schema_place import place_of_error
 from shared.constraints.state import DEAD_END, ConstraintState
 from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
@@ -55,10 +56,21 @@ class ConstraintCompiler:
         if not matcher.is_error():
             matcher.compute_logit_bias()
         if matcher.is_error():
-            is_empty = matcher.get_error().startswith(DEAD_END)
-            why = "no text fulfils it" if is_empty else _shortened(matcher.get_error())
-            raise invalid(why, constraint.field)
+            why = matcher.get_error()
+            if why.startswith(DEAD_END):
+                raise invalid("no text fulfils it", constraint.field)
+            if constraint.json_schema is not None:
+                place = place_of_error(constraint.json_schema, why, self._error_of_schema)
+                why = f"{place}: {why}"
+            raise invalid(_shortened(why), constraint.field)
         return matcher
+
+    def _error_of_schema(self, schema: str) -> str:
+        grammar = _grammar(Constraint(json_schema=schema))
+        limits = LLParserLimits(verbose_errors=False)
+        return LLMatcher(
+            self._tokenizer_of_model(), grammar, log_level=0, limits=limits
+        ).get_error()
 
     def _tokenizer_of_model(self) -> LLTokenizer:
         """Made at the first use, which takes about a second."""

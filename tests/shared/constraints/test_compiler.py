@@ -54,9 +54,19 @@ def test_every_form_allows_its_texts_and_no_others(compiler, loaded, constraint,
 @pytest.mark.parametrize(
     ("constraint", "place"),
     [
-        (Constraint(json_schema='{"type": "objekt"}'), "objekt"),
+        (Constraint(json_schema='{"type": "objekt"}'), "schema: #: Invalid type: objekt"),
+        (
+            Constraint(
+                json_schema='{"$defs": {"one": {"type": "string"}}, "properties": {"a": {"$ref": "#/$defs/one"}, '
+                '"b": {"items": {"anyOf": [{"type": "null"}, {"pattern": "(", "type": "string"}]}}}}'
+            ),
+            "schema: #/properties/b/items/anyOf/1: regex",
+        ),
         (Constraint(json_schema='{"type": "string",\n "min'), "line 2"),
-        (Constraint(json_schema='{"properties": {"a": {"not": {}}}}'), '"not"'),
+        (
+            Constraint(json_schema='{"properties": {"a": {"not": {}}}}'),
+            '#/properties/a: Unimplemented keys: ["not"]',
+        ),
         (Constraint(json_schema='{"$ref": "https://example.com/schema"}'), "https://example.com"),
         (Constraint(json_schema='{"items": ' * 3000 + "{}" + "}" * 3000), "recursion"),
         (Constraint(regex="a(b"), "unclosed group"),

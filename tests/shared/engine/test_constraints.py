@@ -135,13 +135,16 @@ def test_a_forced_token_takes_no_pass_of_its_own_even_where_drafting_does_not_pa
     with fixed_cost_engine(loaded, ladder) as engine:
         full = answer_of(engine, "hello", constraint=JSON, policy="full")
         monkeypatch.setattr(AdaptiveDrafting, "choose", lambda self, shape: False)
-        exact = answer_of(engine, "hello", constraint=JSON)
+        exact = answer_of(engine, "hello", constraint=JSON, logprobs=1)
     assert exact.token_ids == full.token_ids
     assert full.finished.reason is FinishReason.EOS
     # All drafts are forced, and all but those beyond the room of a pass are drafted.
     assert exact.stats.num_accepted == exact.stats.num_drafted == accepted_of(exact, "grammar")
     assert exact.stats.num_verify_passes < full.stats.num_verify_passes / 2
     assert exact.tokens[-1].rung == "grammar", "the end is forced, too"
+    forced = [token for token in exact.tokens if token.rung == "grammar"]
+    assert any(token.logprob < -1.0 for token in forced), "the model's own, before the constraint"
+    assert any(token.alternatives[0][0] != token.token_id for token in forced)
 
 
 def test_forbidden_drafts_are_cut_before_they_cost_anything(loaded):
@@ -314,6 +317,15 @@ def test_a_bad_constraint_is_refused_before_anything_is_queued(loaded, ladder):
             with pytest.raises(InvalidInput):
                 engine.submit("hello", **options)
         assert engine.statistics.num_requests == 0
+
+
+def test_constrained_answers_of_relaxed_are_not_checked_in_idle_time(loaded, ladder):
+    """A router's bound is certified for answers without a constraint."""
+    relaxed = DepthPolicy("relaxed", threshold=0.5)
+    with fixed_cost_engine(loaded, ladder, shadow_share=1.0) as engine:
+        answer_of(engine, "hello", constraint=JSON, policy=relaxed)
+        assert engine.shadow.is_idle
+        assert not engine.shadow.counts
 
 
 def checked_answers(loaded: Any, ladder: Any, num_schemas: int, per_schema: int) -> tuple[int, int]:
