@@ -11,7 +11,7 @@ from neap_client.inference.v1 import inference_pb2
 from inference_service.routers import RouterChoice
 from shared.constraints.constraint import Constraint
 from shared.engine.memory.prefixes import key_of
-from shared.engine.request.prompt import ROLES, Prompt, encode_prompt
+from shared.engine.request.prompt import ROLES, Prompt, encode_bad_word, encode_prompt
 from shared.engine.request.request import (
     DepthStatistics,
     Finished,
@@ -25,6 +25,10 @@ from shared.errors import InvalidInput, PreconditionFailed, PromptTooLong
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import LoadedModel
 from shared.model.sampling import SamplingParams
+
+# Each text is tokenised in two ways, and the engine takes twice as many sequences of tokens.
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 256
 
 _REASONS = {
     FinishReason.EOS: inference_pb2.FINISH_REASON_EOS,
@@ -48,7 +52,7 @@ def to_generation_request(
     PROMPT_DIFFERS) if it resumes an answer to other tokens.
     """
     # The cheap checks come before the prompt is tokenised.
-    sampling = to_sampling(request.sampling)
+    sampling = to_sampling(request.sampling, loaded)
     stopping = to_stopping(request.stopping, loaded.vocabulary_size)
     policy = to_policy(request.depth)
     constraint = to_constraint(request.constraint) if request.HasField("constraint") else None
@@ -106,12 +110,32 @@ def _prompt(request: inference_pb2.GenerateRequest, context_length: int) -> Prom
     return [{"role": message.role, "content": message.content} for message in request.chat.messages]
 
 
-def to_sampling(sampling: inference_pb2.Sampling) -> SamplingParams:
-    """An absent field switches its filter off. Raises InvalidInput."""
+def to_sampling(sampling: inference_pb2.Sampling, loaded: LoadedModel) -> SamplingParams:
+    """An absent field switches its rule off. Raises InvalidInput."""
     if sampling.HasField("top_k") and sampling.top_k == 0:
         raise InvalidInput("top_k is 0; it must be at least 1, or absent")
     given = {field.name: value for field, value in sampling.ListFields()}
+    if sampling.bad_words:
+        given["bad_words"] = _bad_words(sampling.bad_words, loaded)
     return SamplingParams(**{"seed": secrets.randbits(64), **given})
+
+
+def _bad_words(
+    words: Sequence[inference_pb2.BadWord], loaded: LoadedModel
+) -> list[Sequence[int]]:
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidInput(f"{len(words)} bad_words; at most {MAX_BAD_WORDS} are allowed")
+    found: list[Sequence[int]] = []
+    for word in words:
+        if word.WhichOneof("word") == "token_ids":
+            found.append(word.token_ids.ids)
+        elif len(word.text) > MAX_BAD_WORD_CHARACTERS:
+            raise InvalidInput(
+                f"one of bad_words has {len(word.text)} characters; at most {MAX_BAD_WORD_CHARACTERS} are allowed"
+            )
+        else:
+            found += encode_bad_word(loaded, word.text)
+    return found
 
 
 def to_stopping(stopping: inference_pb2.Stopping, vocabulary_size: int) -> StoppingParams:

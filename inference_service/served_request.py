@@ -48,7 +48,7 @@ def published_bound(
     request: GenerationRequest, router: LoadedRouter
 ) -> tuple[float | None, int | None]:
     """(published bound for this request, number of tokens for which it holds). The bound is None if the request is not
-    relaxed, its threshold or margin is bolder than all published ones, it samples, or it has a repetition penalty or a
+    relaxed, its threshold or margin is bolder than all published ones, it samples, it changes scores, or it has a
     constraint."""
     policy = request.policy
     risk = router.risks.get(policy.setting)

@@ -116,6 +116,41 @@ def request_options(
             "--seed", min=0, help="Random seed for sampling. Default: the worker chooses one."
         ),
     ] = None,
+    presence_penalty: Annotated[
+        float | None,
+        typer.Option(
+            "--presence-penalty",
+            help="Penalty, in [-2, 2], on tokens that the answer has already. Default: 0, off.",
+        ),
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None,
+        typer.Option(
+            "--frequency-penalty",
+            help="Penalty, in [-2, 2], on tokens for each time that the answer has them already. Default: 0, off.",
+        ),
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--logit-bias",
+            metavar="TOKEN=BIAS",
+            help="Add a number in [-100, 100] to the logit of a token id. May be given up to 1,024 times.",
+        ),
+    ] = None,
+    min_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--min-tokens", min=0, help="Do not end before so many new tokens. Default: 0."
+        ),
+    ] = None,
+    bad_words: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--bad-words",
+            help="A word that the answer must not contain, as the tokenizer spells it. May be given up to 256 times.",
+        ),
+    ] = None,
     stop: Annotated[
         list[str] | None,
         typer.Option(
@@ -155,10 +190,23 @@ def request_options(
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
         "seed": seed,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": dict(map(_bias, logit_bias or ())),
+        "min_tokens": min_tokens,
+        "bad_words": bad_words or (),
         "stop": stop or (),
         "ignore_eos": ignore_eos,
         "constraint": constraint,
     }
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError as error:
+        raise typer.BadParameter(f"--logit-bias is {text!r}; it must be TOKEN=BIAS") from error
 
 
 def takes_request_flags(command: Callable[..., T]) -> Callable[..., T]:

@@ -150,6 +150,8 @@ def _common(request: ChatRequest | CompletionRequest) -> pb.GenerateRequest:
 def _sampling(request: GenerationFields) -> pb.Sampling:
     """Return all fields but the seed, which each choice has for itself. They have the same names in a body."""
     given = request.model_dump(include=SAMPLING, exclude_none=True)
+    if "bad_words" in given:
+        given["bad_words"] = [pb.BadWord(text=word) for word in given["bad_words"]]
     return pb.Sampling(**{"temperature": TEMPERATURE, **given})
 
 

@@ -13,7 +13,7 @@ UINT32 = 2**32 - 1
 # Above what the settings allow.
 MAX_CHOICES = 128
 # Above what workers allow.
-MAX_STOPS = 1024
+MAX_STOPS = MAX_BIASES = MAX_BAD_WORDS = 1024
 # Values that ask for nothing of the engine, of fields of OpenAI's API, and of vLLM's, that it does not have: a value,
 # or a type if all its values do. None is always such a value.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -22,19 +22,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "continue_final_message": (False,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "metadata": (dict,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (bool,),
     "prediction": (dict,),
-    "presence_penalty": (0,),
     "prompt_cache_key": (str,),
     "prompt_cache_options": (dict,),
     "prompt_cache_retention": (str,),
@@ -80,7 +76,21 @@ def _unless_off(value: Any) -> Any:
     return None if type(value) is int and value in (-1, 0) else value
 
 
+def _small(biases: Any) -> Any:
+    """Check the size first: the errors of a million items would take gigabytes."""
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+        raise PydanticCustomError(
+            "too_long", "at most {most} tokens are allowed", {"most": MAX_BIASES}
+        )
+    return biases
+
+
 Seed = Annotated[int, BeforeValidator(_number), Field(ge=-(2**63), le=2**64 - 1)]
+# In JSON all keys are texts.
+BiasedToken = Annotated[int, BeforeValidator(_number), Field(ge=0, le=UINT32)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[dict[BiasedToken, Bias] | None, BeforeValidator(_small)]
+CountPenalty = Annotated[float, Field(ge=-2, le=2)]
 TopK = Annotated[Annotated[int, Field(ge=1, le=UINT32)] | None, BeforeValidator(_unless_off)]
 
 
@@ -170,6 +180,11 @@ class GenerationFields(Strict):
     top_k: TopK = None
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    presence_penalty: CountPenalty | None = None
+    frequency_penalty: CountPenalty | None = None
+    logit_bias: Biases = None
+    min_tokens: int | None = Field(default=None, ge=0, le=UINT32)
+    bad_words: Annotated[Items[Stop], Field(max_length=MAX_BAD_WORDS)] | None = None
     stop_token_ids: Items[TokenId] | None = None
     ignore_eos: bool | None = None
 

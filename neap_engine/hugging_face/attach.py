@@ -119,15 +119,17 @@ class Attached:
         prompts = prompts_of(
             input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         )
-        fields = sampling_of(
-            logits_processor,
-            do_sample=bool(generation_config.do_sample),
-            num_padding=[num_given - len(prompt) for prompt in prompts],
-        )
         stopping = StoppingParams(
             max_tokens=generation_config.max_length - num_given,
             # The stopping criteria end an answer at other tokens than the model's own.
             ignore_eos=not self._engine.loaded.eos_token_ids <= set(eos),
+        )
+        fields = sampling_of(
+            logits_processor,
+            do_sample=bool(generation_config.do_sample),
+            num_given=num_given,
+            num_padding=[num_given - len(prompt) for prompt in prompts],
+            end_token_ids=stopping.end_token_ids(self._engine.loaded.eos_token_ids),
         )
         requests = [
             GenerationRequest(prompt, sampling, stopping, policy)

@@ -1,6 +1,6 @@
 """Reads the options of a `generate` call of transformers. An option that an engine cannot honour is an error."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,12 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import (
     LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -28,12 +32,17 @@ from shared.model.sampling import SamplingParams
 
 # In transformers' own order, which is the engine's: (class, its attribute, field of SamplingParams).
 FILTERS = (
+    (SequenceBiasLogitsProcessor, "sequence_bias", "logit_bias"),
     (RepetitionPenaltyLogitsProcessor, "penalty", "repetition_penalty"),
+    (NoBadWordsLogitsProcessor, "sequence_bias", "bad_words"),
+    (MinLengthLogitsProcessor, "min_length", "min_tokens"),
+    (MinNewTokensLengthLogitsProcessor, "min_new_tokens", "min_tokens"),
     (TemperatureLogitsWarper, "temperature", "temperature"),
     (TopKLogitsWarper, "top_k", "top_k"),
     (TopPLogitsWarper, "top_p", "top_p"),
     (MinPLogitsWarper, "min_p", "min_p"),
 )
+WARPERS = {"temperature", "top_k", "top_p", "min_p"}
 # They decide for each sequence on its own, so that they may be asked about one sequence at a time.
 CRITERIA_OF_ONE_SEQUENCE = (
     EosTokenCriteria,
@@ -99,23 +108,30 @@ def prompts_of(
 
 
 def sampling_of(
-    processors: Iterable[Any], *, do_sample: bool, num_padding: Sequence[int]
-) -> dict[str, float]:
+    processors: Iterable[Any],
+    *,
+    do_sample: bool,
+    num_given: int,
+    num_padding: Sequence[int],
+    end_token_ids: Collection[int],
+) -> dict[str, Any]:
     """The fields of `SamplingParams` that a list of logits processors stands for.
 
-    `num_padding`: padding tokens of each row. Raises `InvalidInput` (UNSUPPORTED_OPTION) for other processors, and
+    `num_given`: tokens of each row, of which `num_padding` are padding. `end_token_ids`: the tokens that end an answer
+    of the engine. Raises `InvalidInput` (UNSUPPORTED_OPTION) for other processors, and
     other orders.
     """
     classes = [kind for kind, _, _ in FILTERS]
-    fields: dict[str, float] = {"temperature": 1.0 if do_sample else 0.0}
+    fields: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
     last = -1
     for processor in processors:
         kind = type(processor)
         if kind is LogitNormalization:  # changes no order and no probability
             continue
-        if kind not in classes or (not do_sample and classes.index(kind) > 0):
+        place = classes.index(kind) if kind in classes else -1
+        _, attribute, field = FILTERS[place]
+        if place < 0 or (field in WARPERS and not do_sample):
             raise unsupported(kind.__name__)
-        place = classes.index(kind)
         if place <= last:
             raise unsupported(kind.__name__, "it comes twice, or before one that it must follow")
         if getattr(processor, "min_tokens_to_keep", 1) != 1:
@@ -123,9 +139,18 @@ def sampling_of(
         ignored = getattr(processor, "prompt_ignore_length", None)
         if ignored is not None and torch.as_tensor(ignored).tolist() != list(num_padding):
             raise unsupported("prompt_ignore_length", "the penalty counts the whole prompt")
-        last = place
-        _, attribute, field = FILTERS[place]
-        fields[field] = getattr(processor, attribute)
+        last, value = place, getattr(processor, attribute)
+        if field == "logit_bias":
+            if any(len(sequence) > 1 for sequence in value):
+                raise unsupported("sequence_bias", "only single tokens can have a bias")
+            value = {token: bias for (token,), bias in value.items()}
+        elif field == "bad_words":
+            value = tuple(value)
+        elif field == "min_tokens":
+            if set(processor.eos_token_id.tolist()) != set(end_token_ids):
+                raise unsupported(kind.__name__, "it must be of the model's end-of-sequence tokens")
+            value = max(value - (num_given if attribute == "min_length" else 0), 0)
+        fields[field] = value
     return fields
 
 

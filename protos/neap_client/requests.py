@@ -1,6 +1,6 @@
 """Builds requests for generations."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from neap_client.errors import InvalidInput
@@ -31,6 +31,11 @@ def generate_request(
     min_p: float | None = None,
     repetition_penalty: float | None = None,
     seed: int | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    min_tokens: int | None = None,
+    bad_words: Sequence[str | Sequence[int]] = (),
     logprobs: int | None = None,
     low_priority: bool = False,
     constraint: pb.Constraint | None = None,
@@ -38,7 +43,7 @@ def generate_request(
     """Return a request. The protos describe the arguments; None leaves a field absent.
 
     A `prompt` of text is the user's message of a chat, after a `system` message if there is one. With `raw` it is
-    continued as it is, without the chat template. `router` is a version or an alias. Raises InvalidInput for arguments
+    continued as it is, without the chat template. Each of `bad_words` is a text or token ids. `router` is a version or an alias. Raises InvalidInput for arguments
     that exclude each other.
     """
     request = pb.GenerateRequest(
@@ -50,6 +55,11 @@ def generate_request(
             min_p=min_p,
             repetition_penalty=repetition_penalty,
             seed=seed,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            min_tokens=min_tokens,
+            bad_words=map(_bad_word, bad_words),
         ),
         stopping=pb.Stopping(
             max_tokens=max_tokens,
@@ -78,6 +88,12 @@ def generate_request(
         request.chat.messages.extend(prompt)
     set_router(request, router)
     return request
+
+
+def _bad_word(word: str | Sequence[int]) -> pb.BadWord:
+    if isinstance(word, str):
+        return pb.BadWord(text=word)
+    return pb.BadWord(token_ids=pb.TokenIds(ids=word))
 
 
 def depth_policy(

@@ -73,7 +73,7 @@ def num_accepted(chosen: Sequence[int], drafts: Sequence[int]) -> int:
 
 
 def _largest(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
-    """The first of the largest scores of each row, after the repetition penalty."""
+    """The first of the largest scores of each row, after what changes scores."""
     scores = penalised(logits, trials)
     if library.runs_on(logits.device.type):
         tokens = choose_greedy(scores)

@@ -11,6 +11,7 @@ alone.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -63,9 +64,9 @@ def constrained(logits: Tensor, trials: Sequence[Trial]) -> Tensor:
 
 
 def penalised(logits: Tensor, trials: Sequence[Trial]) -> Tensor:
-    """Logits [T, V] of the trials' rows after the repetition penalty (Keskar et al., 1909.05858).
-    The same tensor if no trial has one."""
-    if all(trial.sampling.repetition_penalty == 1.0 for trial in trials):
+    """Logits [T, V] of the trials' rows after all that changes scores: biases, penalties and forbidden tokens. The
+    same tensor if no trial has any."""
+    if not any(trial.sampling.changes_scores for trial in trials):
         return logits
     rows = logits.split([trial.num_rows for trial in trials])
     return torch.cat([_penalised(own, trial) for own, trial in zip(rows, trials, strict=True)])
@@ -118,19 +119,45 @@ def drawn(masses: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _penalised(logits: Tensor, trial: Trial) -> Tensor:
-    """Logits [n, V] of one trial."""
-    penalty = trial.sampling.repetition_penalty
-    if penalty == 1.0:
-        return logits
-    # The first row whose context has the token. A draft belongs to the context from the next row on.
-    since = dict.fromkeys(trial.context, 0)
-    for row, draft in enumerate(trial.drafts, 1):
-        since.setdefault(draft, row)
-    seen, first = _on_device([[*since], [*since.values()]], logits.device, torch.int64)
-    scores = logits.index_select(1, seen)
-    lowered = torch.where(scores > 0, scores / penalty, scores * penalty)
-    rows = torch.arange(len(logits), device=logits.device)[:, None]
-    return logits.index_copy(1, seen, torch.where(first <= rows, lowered, scores))
+    """Logits [n, V] of one trial, in the order of transformers and vLLM: biases, penalties, forbidden tokens.
+
+    The repetition penalty (Keskar et al., 1909.05858) is of prompt and answer. Those that OpenAI's API has are of the
+    answer alone.
+    """
+    sampling, device = trial.sampling, logits.device
+    if sampling.logit_bias:
+        tokens = _on_device([*sampling.logit_bias], device, torch.int64)
+        biases = _on_device([*sampling.logit_bias.values()], device, torch.float32)
+        logits = logits.index_copy(1, tokens, logits.index_select(1, tokens) + biases)
+    if sampling.repetition_penalty != 1.0:
+        seen, counts = _counts(trial.context, trial.drafts, device)
+        scores, penalty = logits.index_select(1, seen), sampling.repetition_penalty
+        lowered = torch.where(scores > 0, scores / penalty, scores * penalty)
+        logits = logits.index_copy(1, seen, torch.where(counts > 0, lowered, scores))
+    answer = trial.context[trial.num_prompt_tokens :]
+    if (sampling.presence_penalty or sampling.frequency_penalty) and (answer or trial.drafts):
+        seen, counts = _counts(answer, trial.drafts, device)
+        lowered = logits.index_select(1, seen) - counts * sampling.frequency_penalty
+        lowered -= (counts > 0) * sampling.presence_penalty
+        logits = logits.index_copy(1, seen, lowered)
+    if forbidden := trial.forbidden():
+        rows, tokens = _on_device(forbidden, device, torch.int64).T
+        logits = logits.index_put((rows, tokens), logits.new_tensor(-math.inf))
+    return logits
+
+
+def _counts(
+    context: Sequence[int], drafts: Sequence[int], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The tokens [m] int64 of context and drafts, and how often each stands before each row [n, m] float32.
+    A draft stands before the rows after its own."""
+    before = Counter(context)
+    before.update(dict.fromkeys(drafts, 0))
+    tokens = [*before]
+    drafted = torch.zeros(len(tokens), len(drafts) + 1)
+    drafted[[tokens.index(draft) for draft in drafts], range(1, len(drafts) + 1)] = 1.0
+    counts = torch.tensor([*before.values()]) + drafted.cumsum(-1).T
+    return _on_device(tokens, device, torch.int64), counts.to(device, non_blocking=True)
 
 
 def _kth_largest(scores: Tensor, counts: Sequence[int]) -> Tensor:

@@ -8,8 +8,10 @@ rejection sampling (Leviathan et al., 2211.17192) coupled to the plain sampler.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import index
 
 import numpy as np
 from torch import Tensor
@@ -19,12 +21,25 @@ from shared.errors import InvalidInput
 # Beyond these limits logits overflow: several would be infinite, and no token would be the most probable one.
 MIN_TEMPERATURE = 1e-6
 MAX_PENALTY = 100.0
+# OpenAI's limits.
+MAX_COUNT_PENALTY = 2.0
+MAX_BIAS = 100.0
+MAX_BIASED_TOKENS = 1024
+# Each step looks at all of them.
+MAX_BAD_WORDS = 512
+MAX_BAD_WORD_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """`temperature` 0 is greedy decoding. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 switch the
-    respective filter off."""
+    """`temperature` 0 is greedy decoding. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the defaults of
+    the fields after the seed switch the respective rule off.
+
+    `presence_penalty` is subtracted from the logits of all tokens that the answer has already, `frequency_penalty` as
+    many times as it has them. `logit_bias` maps token ids to what is added to their logits. The first `min_tokens`
+    tokens of the answer are none that end it. `bad_words` are token sequences that the answer does not complete, even
+    if the prompt begins one.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -32,6 +47,11 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.temperature != 0.0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
@@ -50,6 +70,36 @@ class SamplingParams:
             )
         if not 0 <= self.seed < 2**64:
             raise InvalidInput(f"seed is {self.seed}; it must be in [0, 2^64)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -MAX_COUNT_PENALTY <= getattr(self, name) <= MAX_COUNT_PENALTY:
+                raise InvalidInput(
+                    f"{name} is {getattr(self, name)}; it must be in [{-MAX_COUNT_PENALTY:g}, {MAX_COUNT_PENALTY:g}]"
+                )
+        if self.min_tokens < 0:
+            raise InvalidInput(f"min_tokens is {self.min_tokens}; it must not be negative")
+        try:
+            biases = {index(token): float(bias) for token, bias in self.logit_bias.items()}
+            words = tuple(tuple(map(index, word)) for word in self.bad_words)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise InvalidInput(
+                "logit_bias must map token ids to numbers, and bad_words must be sequences of token ids"
+            ) from error
+        # Frozen from here on; this is still construction.
+        object.__setattr__(self, "logit_bias", biases)
+        object.__setattr__(self, "bad_words", words)
+        if len(biases) > MAX_BIASED_TOKENS:
+            raise InvalidInput(
+                f"logit_bias has {len(biases)} tokens; at most {MAX_BIASED_TOKENS} are allowed"
+            )
+        for token, bias in biases.items():
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise InvalidInput(
+                    f"logit_bias of token {token} is {bias}; it must be in [{-MAX_BIAS:g}, {MAX_BIAS:g}]"
+                )
+        if len(words) > MAX_BAD_WORDS:
+            raise InvalidInput(f"{len(words)} bad_words; at most {MAX_BAD_WORDS} are allowed")
+        if not all(0 < len(word) <= MAX_BAD_WORD_TOKENS for word in words):
+            raise InvalidInput(f"each of bad_words must have 1 to {MAX_BAD_WORD_TOKENS} tokens")
 
     @property
     def is_greedy(self) -> bool:
@@ -58,7 +108,27 @@ class SamplingParams:
     @property
     def is_plain_greedy(self) -> bool:
         """Greedy, and the choice is the most probable token of the model itself."""
-        return self.is_greedy and self.repetition_penalty == 1.0
+        return self.is_greedy and not self.changes_scores
+
+    @cached_property
+    def changes_scores(self) -> bool:
+        """Whether other tokens may become the most probable ones."""
+        return self.repetition_penalty != 1.0 or bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.min_tokens
+            or self.bad_words
+        )
+
+    @cached_property
+    def bad_endings(self) -> Mapping[int | None, Sequence[tuple[list[int], int]]]:
+        """Of each bad word what stands before its last token, and that token, by the token before it. None: there is
+        none."""
+        endings: dict[int | None, list[tuple[list[int], int]]] = {}
+        for *before, last in self.bad_words:
+            endings.setdefault(before[-1] if before else None, []).append((before, last))
+        return endings
 
 
 def uniform_at(seed: int, position: int) -> float:
@@ -75,15 +145,18 @@ class Trial:
     In that case it is the row that plain decoding would compute.
 
     `margin`: a draft is accepted, too, if the log-probability of the choice exceeds its own by at most this. None: it
-    is not. Only greedy trials without a repetition penalty have one.
+    is not. Only plain greedy trials have one.
 
-    `allowed` [n + 1, V] bool, on the host: the tokens that a constraint allows at each row. None: all.
+    The answer begins after `num_prompt_tokens` of the context. `end_token_ids` end it. `allowed` [n + 1, V] bool, on the
+    host: the tokens that a constraint allows at each row. None: all.
     """
 
     sampling: SamplingParams
     context: Sequence[int]
     drafts: Sequence[int] = ()
     margin: float | None = None
+    num_prompt_tokens: int = 0
+    end_token_ids: frozenset[int] = frozenset()
     allowed: Tensor | None = None
 
     @property
@@ -93,3 +166,18 @@ class Trial:
     def uniform(self, row: int) -> float:
         """The uniform number of the position that row `row` predicts."""
         return uniform_at(self.sampling.seed, len(self.context) + row)
+
+    def forbidden(self) -> list[tuple[int, int]]:
+        """(row, token) of all tokens that `min_tokens` and `bad_words` forbid."""
+        found: list[tuple[int, int]] = []
+        first = len(self.context) - self.num_prompt_tokens  # the place in the answer that row 0 predicts
+        num_short = min(self.sampling.min_tokens - first, self.num_rows)
+        found += [(row, token) for row in range(num_short) for token in self.end_token_ids]
+        endings = self.sampling.bad_endings
+        if endings:
+            before = [*self.context[-MAX_BAD_WORD_TOKENS:], *self.drafts]
+            for row in range(self.num_rows):
+                known = before[: len(before) - len(self.drafts) + row]
+                for words in (endings.get(None, ()), endings.get(known[-1], ()) if known else ()):
+                    found += [(row, last) for word, last in words if known[len(known) - len(word) :] == word]
+        return found

@@ -12,6 +12,7 @@ from shared.model.choosing import num_accepted
 from shared.model.distribution import candidates, nucleus
 from shared.model.sampling import SamplingParams, Trial
 from shared.ops import library
+from tests.drawn_trials import row_alone
 
 KINDS = [
     SamplingParams(),
@@ -19,6 +20,8 @@ KINDS = [
     SamplingParams(temperature=0.8, seed=3),
     SamplingParams(temperature=1.1, top_p=0.9, seed=4),
     SamplingParams(temperature=0.7, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=0.8),
+    SamplingParams(presence_penalty=0.6, frequency_penalty=0.3, logit_bias={3: 20.0, 9: -3.0}),
+    SamplingParams(temperature=1.1, seed=6, min_tokens=3, bad_words=((700, 0), (5,)), frequency_penalty=1.0),
 ]
 gpu = [
     pytest.mark.gpu,
@@ -31,7 +34,11 @@ every_size = pytest.mark.parametrize("size", [49152, 50257])
 
 def case(size: int, device: str) -> tuple[Tensor, list[Trial]]:
     """Logits [T, V], every third row with ties as from a head in half precision, and trials of one to four rows."""
-    trials = [Trial(kind, [5, 9, 5, 700], list(range(count))) for kind in KINDS for count in (0, 3)]
+    trials = [
+        Trial(kind, [5, 9, 5, 700], list(range(count)), None, 2, frozenset({1}))
+        for kind in KINDS
+        for count in (0, 3)
+    ]
     logits = 3 * torch.randn(sum(trial.num_rows for trial in trials), size)
     logits[::3] = logits[::3].bfloat16().float()
     return logits.to(device), trials
@@ -50,7 +57,7 @@ def test_rows_have_the_same_bits_alone_and_in_company(device: str, size: int) ->
     members = [index for index, trial in enumerate(trials) if not trial.sampling.is_greedy]
     together = masses(torch.cat([rows[i] for i in members]), [trials[i] for i in members])
     alone = [
-        masses(rows[i][row : row + 1], [Trial(own.sampling, [*own.context, *own.drafts[:row]])])
+        masses(rows[i][row : row + 1], [row_alone(own, row)])
         for i in members
         for own in [trials[i]]
         for row in range(own.num_rows)

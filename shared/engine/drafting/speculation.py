@@ -125,19 +125,20 @@ class Speculation:
         final already have been committed."""
         sequence, request = self.sequence, self.sequence.request
         drafts = [draft.token for draft in self.drafts[self.num_final :]]
+        start, ends = sequence.num_prompt_tokens, sequence.answer.end_token_ids
+        constraint = sequence.answer.constraint
 
-        def allowed(path: Sequence[int], others: Sequence[int]) -> Tensor | None:
-            constraint = sequence.answer.constraint
-            return constraint.rows(path, others) if constraint else None
+        def trial(
+            path: Sequence[int], others: Sequence[int], margin: float | None = None
+        ) -> Trial:
+            allowed = constraint.rows(path, others) if constraint else None
+            context = [*sequence.tokens, *path] if path else sequence.tokens
+            return Trial(request.sampling, context, others, margin, start, ends, allowed)
 
-        margin = request.policy.margin
-        trials = [Trial(request.sampling, sequence.tokens, drafts, margin, allowed((), drafts))]
+        trials = [trial((), drafts, request.policy.margin)]
         for branch in self.branches:
             first, *others = [draft.token for draft in branch.drafts]
-            path = [*drafts[: branch.place], first]
-            context = [*sequence.tokens, *path]
-            rows = allowed(path, others)
-            trials.append(Trial(request.sampling, context, others, allowed=rows))
+            trials.append(trial([*drafts[: branch.place], first], others))
         return trials
 
     def verdict(self, verdicts: Sequence[Verdict]) -> Verdict:

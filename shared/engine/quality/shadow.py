@@ -62,6 +62,7 @@ class _Check:
     tokens: Sequence[int]
     num_prompt_tokens: int
     sampling: SamplingParams
+    ends: frozenset[int]
     stratum: Stratum
     cache: KVCache
     num_settled: int = 0
@@ -185,6 +186,7 @@ class Shadow:
             tokens,
             len(request.prompt_ids),
             request.sampling,
+            request.stopping.end_token_ids(self._runner.loaded.eos_token_ids),
             (request.router_version, request.risk_bound),
             self._runner.new_cache(len(tokens)),
         )
@@ -222,7 +224,9 @@ class Shadow:
         first = start + skipped + 1
         answered = list(check.tokens[first : start + len(piece) + 1])
         # All but the last are verified as drafts; the last is compared with the token that is chosen after them.
-        [verdict] = verify(logits, [Trial(check.sampling, check.tokens[:first], answered[:-1])])
+        context, start = check.tokens[:first], check.num_prompt_tokens
+        trial = Trial(check.sampling, context, answered[:-1], None, start, check.ends)
+        [verdict] = verify(logits, [trial])
         if not verdict.is_sound:
             raise non_finite_logits()
         return verdict.tokens != answered

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from itertools import chain
 
 from shared.engine.memory.budget import round_up_to_blocks
 from shared.engine.request.prefill_rate import PrefillRate
@@ -96,9 +97,31 @@ class Admission:
             )
         check_token_ids(self._loaded, request.resumed_ids)
 
+    def _check_sampling(self, request: GenerationRequest) -> None:
+        sampling, size = request.sampling, self._loaded.vocabulary_size
+        for name in ("logit_bias", "bad_words"):
+            tokens = chain(*sampling.bad_words) if name == "bad_words" else sampling.logit_bias
+            for token in tokens:
+                if not 0 <= token < size:
+                    raise InvalidInput(
+                        f"{name} has token id {token}, which is outside the vocabulary of {size}",
+                        reason="TOKEN_OUT_OF_RANGE",
+                    )
+        most = max_answer_tokens(request, self._loaded.context_length)
+        if sampling.min_tokens > most:
+            raise InvalidInput(
+                f"min_tokens is {sampling.min_tokens}; the answer may have {most} tokens"
+            )
+        ends = request.stopping.end_token_ids(self._loaded.eos_token_ids)
+        num_ends = len(ends) if sampling.min_tokens else 0
+        # Where nothing is allowed, the model could choose no token.
+        if sampling.changes_scores and len(set(sampling.bad_words)) + num_ends >= size:
+            raise InvalidInput(f"bad_words may forbid all {size} tokens of the vocabulary")
+
     def _check_against_model(self, request: GenerationRequest, ladder: Ladder | None) -> None:
         check_prompt_ids(self._loaded, request.prompt_ids)
         self._check_resumed(request)
+        self._check_sampling(request)
         max_tokens = request.stopping.max_tokens
         room = self._loaded.context_length - len(request.prompt_ids)
         if max_tokens is not None and max_tokens > room:

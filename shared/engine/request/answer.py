@@ -29,8 +29,9 @@ class Answer:
         self.num_tokens = 0
         self.end: tuple[FinishReason, str] | None = None
         self.constraint = constraint
-        self._stopping = request.stopping
-        self._eos_token_ids = loaded.eos_token_ids
+        self.end_token_ids = request.stopping.end_token_ids(loaded.eos_token_ids)
+        self._stop_token_ids = request.stopping.stop_token_ids
+        self._min_tokens = request.sampling.min_tokens
         self._detokenizer = Detokenizer(loaded.tokenizer)
         self._stops = StopStrings(request.stopping.stop_strings)
         for place, token in enumerate(request.resumed_ids):
@@ -52,13 +53,13 @@ class Answer:
         self.num_tokens += 1
         if self.constraint is not None:
             self.constraint.push(token_id)
-        if token_id in self._stopping.stop_token_ids:
+        if token_id in self._stop_token_ids:
             self.end = FinishReason.STOP_TOKEN, str(token_id)
             return None
-        if token_id in self._eos_token_ids and not self._stopping.ignore_eos:
+        if token_id in self.end_token_ids:
             self.end = FinishReason.EOS, ""
             return ""
-        text, stop = self._stops.push(self._detokenizer.push(token_id))
+        text, stop = self._checked(self._detokenizer.push(token_id))
         if stop is not None:
             self.end = FinishReason.STOP_STRING, stop
         elif self.num_left == 0:
@@ -71,8 +72,12 @@ class Answer:
         assert self.end is not None
         if self.end[0] is FinishReason.STOP_STRING:
             return ""
-        text, stop = self._stops.push(self._detokenizer.flush())
+        text, stop = self._checked(self._detokenizer.flush())
         if stop is None:
             return text + self._stops.flush()
         self.end = FinishReason.STOP_STRING, stop
         return text
+
+    def _checked(self, text: str) -> tuple[str, str | None]:
+        """As `StopStrings.push`. The text of the first `min_tokens` tokens is no part of a stop string."""
+        return (text, None) if self.num_tokens <= self._min_tokens else self._stops.push(text)

@@ -68,11 +68,31 @@ def check_token_ids(loaded: LoadedModel, ids: Sequence[int]) -> None:
         )
 
 
-def _encode_text(loaded: LoadedModel, text: str) -> list[int]:
+def _encode_text(loaded: LoadedModel, text: str, *, add_special_tokens: bool = True) -> list[int]:
     if loaded.tokenizer is None:
         raise InvalidInput("this model has no tokenizer; send token ids", reason="NO_TOKENIZER")
     _check_characters(loaded, len(text))
-    return list(loaded.tokenizer(text)["input_ids"])
+    encoded = loaded.tokenizer(text, add_special_tokens=add_special_tokens)
+    return list(encoded["input_ids"])
+
+
+def encode_bad_word(loaded: LoadedModel, text: str) -> list[tuple[int, ...]]:
+    """The token ids of a text within an answer, at the beginning of a word and inside it.
+
+    Raises `InvalidInput` (also with reason NO_TOKENIZER).
+    """
+    if not text.strip():
+        raise InvalidInput(f"one of bad_words is {text!r}; it must be a word")
+    word = text.lstrip()
+    return [tuple(encode_answer(loaded, spelling)) for spelling in (word, f" {word}")]
+
+
+def encode_answer(loaded: LoadedModel, text: str) -> list[int]:
+    """The token ids of a text as a part of an answer: without the special tokens that begin a prompt.
+
+    Raises `InvalidInput` (reason NO_TOKENIZER) and `PromptTooLong`.
+    """
+    return _encode_text(loaded, text, add_special_tokens=False)
 
 
 def _encode_chat(loaded: LoadedModel, messages: Sequence[Mapping[str, str]]) -> list[int]:

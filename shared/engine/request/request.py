@@ -1,6 +1,7 @@
 """The engine's requests and results. Independent of gRPC."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -50,6 +51,10 @@ class StoppingParams:
                 raise InvalidInput(
                     f"a stop string must have 1 to {MAX_STOP_STRING_BYTES} bytes of UTF-8"
                 )
+
+    def end_token_ids(self, eos_token_ids: Collection[int]) -> frozenset[int]:
+        """The tokens that end an answer of a model with these end-of-sequence tokens."""
+        return self.stop_token_ids.union(() if self.ignore_eos else eos_token_ids)
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ class GenerationRequest:
             )
         if self.policy.margin is not None and not self.sampling.is_plain_greedy:
             raise InvalidInput(
-                "a margin needs greedy decoding without a repetition penalty",
+                "a margin needs greedy decoding without penalties, logit_bias, min_tokens and bad_words",
                 reason="MARGIN_NEEDS_GREEDY",
             )
 

@@ -16,7 +16,7 @@ from shared.model.sampling import MAX_PENALTY, MIN_TEMPERATURE, SamplingParams, 
 from shared.ops import library
 from shared.ops.choices import NO_TOKEN
 from tests.device_waits import Crossings, Reads
-from tests.drawn_trials import SAMPLED, cases
+from tests.drawn_trials import SAMPLED, cases, row_alone
 
 DRAWN = settings(max_examples=60, deadline=None)
 NUM_SEEDS = 1200
@@ -86,11 +86,8 @@ def test_what_is_chosen_together_is_chosen_row_by_row_and_alone(has_kernels, cas
         rows = iter(logits)
         for trial, tokens, some in zip(trials, together, lazily, strict=True):
             own = [next(rows) for _ in range(trial.num_rows)]
-            contexts = [[*trial.context, *trial.drafts[:row]] for row in range(trial.num_rows)]
-            assert tokens == [
-                choose_one(row, trial.sampling, context)
-                for row, context in zip(own, contexts, strict=True)
-            ]
+            alone = [choose(row[None], [row_alone(trial, n)]) for n, row in enumerate(own)]
+            assert tokens == [int(token) for [token] in alone]
             assert some == tokens[: len(some)]
             assert len(some) > choosing.num_accepted(tokens, trial.drafts)
 

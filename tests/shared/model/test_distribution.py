@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -18,7 +21,7 @@ from transformers import (
 
 from shared.model.distribution import candidates, drawn, nucleus, penalised, unit_mass
 from shared.model.sampling import SamplingParams, Trial
-from tests.drawn_trials import cases
+from tests.drawn_trials import cases, row_alone
 from tests.orders_of_sums import OrdersOfSums
 
 DRAWN = settings(max_examples=60, deadline=None)
@@ -39,13 +42,23 @@ def masses(logits: Tensor, trials: list[Trial]) -> Tensor:
         SamplingParams(temperature=1.0, min_p=0.2),
         SamplingParams(temperature=0.9, repetition_penalty=1.4),
         SamplingParams(temperature=0.8, top_k=12, top_p=0.8, min_p=0.05, repetition_penalty=0.7),
+        SamplingParams(temperature=0.8, logit_bias={3: 5.0, 9: -4.0, 12: 1.5}, repetition_penalty=1.3),
+        SamplingParams(temperature=0.8, min_tokens=4),
+        SamplingParams(temperature=0.8, bad_words=((8,), (40, 2), (9, 40, 7, 5), (3, 9, 9, 40, 6), (4, 2))),
     ],
 )
 def test_the_distribution_is_hugging_faces(params):
-    context, drafts = [3, 9, 9, 40], [7, 3, 11]
+    context, drafts, ends = [3, 9, 9, 40], [7, 3, 11], frozenset({1, 49})
     processors = LogitsProcessorList()
+    if params.logit_bias:
+        biases = {(token,): bias for token, bias in params.logit_bias.items()}
+        processors.append(SequenceBiasLogitsProcessor(biases))
     if params.repetition_penalty != 1.0:
         processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.bad_words:
+        processors.append(NoBadWordsLogitsProcessor([*map(list, params.bad_words)]))
+    if params.min_tokens:
+        processors.append(MinNewTokensLengthLogitsProcessor(2, params.min_tokens, [*ends]))
     processors.append(TemperatureLogitsWarper(params.temperature))
     if params.top_k:
         processors.append(TopKLogitsWarper(params.top_k))
@@ -55,7 +68,7 @@ def test_the_distribution_is_hugging_faces(params):
         processors.append(MinPLogitsWarper(params.min_p))
     for _ in range(20):
         logits = 3 * torch.randn(4, 50)
-        found = masses(logits, [Trial(params, context, drafts)])
+        found = masses(logits, [Trial(params, context, drafts, None, 2, ends)])
         for row in range(4):
             seen = torch.tensor([context + drafts[:row]])
             expected = processors(seen, logits[row : row + 1].clone())[0].softmax(-1)
@@ -68,7 +81,7 @@ def alone(logits: Tensor, trials: list[Trial]) -> list[Tensor]:
     """The masses [1, V] of each row, computed for that row alone."""
     rows = iter(logits.split(1))
     return [
-        masses(next(rows), [Trial(trial.sampling, [*trial.context, *trial.drafts[:row]])])
+        masses(next(rows), [row_alone(trial, row)])
         for trial in trials
         for row in range(trial.num_rows)
     ]
@@ -165,3 +178,42 @@ def test_the_penalty_counts_a_draft_from_the_row_after_it():
     both = torch.cat([logits, logits[:2]])
     assert penalised(both, trials).tolist() == expected
     assert penalised(both[3:4], trials[1:2]).tolist() == expected[3:4]
+
+
+@DRAWN
+@given(case=cases())
+def test_scores_are_changed_as_openai_and_vllm_say(case):
+    """Written once more, token by token."""
+    logits, trials = case
+    rows = iter(penalised(logits, trials))
+    given = iter(logits)
+    for trial in trials:
+        for row in range(trial.num_rows):
+            expected = changed(next(given), row_alone(trial, row))
+            torch.testing.assert_close(next(rows), expected, atol=1e-5, rtol=1e-5)
+
+
+def changed(logits: Tensor, trial: Trial) -> Tensor:
+    """The scores [V] of a trial without drafts."""
+    sampling, context = trial.sampling, [*trial.context]
+    answer, scores = context[trial.num_prompt_tokens :], logits.tolist()
+    for token, bias in sampling.logit_bias.items():
+        scores[token] += bias
+    for token in set(context):
+        penalty = sampling.repetition_penalty
+        scores[token] *= penalty if scores[token] <= 0 else 1 / penalty
+    for token in set(answer):
+        scores[token] -= sampling.presence_penalty
+        scores[token] -= sampling.frequency_penalty * answer.count(token)
+    for token in trial.end_token_ids if len(answer) < sampling.min_tokens else ():
+        scores[token] = -torch.inf
+    for *before, last in sampling.bad_words:
+        if context[len(context) - len(before) :] == before:
+            scores[last] = -torch.inf
+    return torch.tensor(scores)
+
+
+def test_requests_that_change_no_score_cost_nothing():
+    logits = torch.randn(3, 9)
+    plain = [Trial(SamplingParams(temperature=0.5 * n), [1], num_prompt_tokens=1) for n in range(3)]
+    assert penalised(logits, plain) is logits

@@ -45,10 +45,24 @@ def test_positions_and_seeds_have_numbers_of_their_own() -> None:
         {"repetition_penalty": 1e-300},
         {"repetition_penalty": 101.0},
         {"seed": -1},
+        {"presence_penalty": 2.1},
+        {"presence_penalty": math.nan},
+        {"frequency_penalty": -2.1},
+        {"logit_bias": {3: 100.1}},
+        {"logit_bias": {3: math.nan}},
+        {"logit_bias": {"x": 1.0}},
+        {"logit_bias": [3]},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+        {"min_tokens": -1},
+        {"bad_words": ((),)},
+        {"bad_words": ((1,) * 65,)},
+        {"bad_words": ("word",)},
+        {"bad_words": 3},
+        {"bad_words": ((1,),) * 513},
     ],
 )
-def test_senseless_parameters_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(InvalidInput):
+def test_senseless_parameters_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match=next(iter(bad))):
         SamplingParams(**bad)
 
 
