@@ -120,9 +120,7 @@ def to_sampling(sampling: inference_pb2.Sampling, loaded: LoadedModel) -> Sampli
     return SamplingParams(**{"seed": secrets.randbits(64), **given})
 
 
-def _bad_words(
-    words: Sequence[inference_pb2.BadWord], loaded: LoadedModel
-) -> list[Sequence[int]]:
+def _bad_words(words: Sequence[inference_pb2.BadWord], loaded: LoadedModel) -> list[Sequence[int]]:
     if len(words) > MAX_BAD_WORDS:
         raise InvalidInput(f"{len(words)} bad_words; at most {MAX_BAD_WORDS} are allowed")
     found: list[Sequence[int]] = []

@@ -26,7 +26,7 @@ Names:
     attach              lets an engine decode for `model.generate(...)` and `pipeline(...)` of transformers
     DepthPolicy         whether early tokens are drafts (`exact`), final (`relaxed`), or not wanted (`full`)
     Constraint          what an answer must be: JSON of a schema, a regular expression, a grammar, a choice
-    SamplingParams      temperature, top-k, top-p, min-p, repetition penalty, seed
+    SamplingParams      temperature, top-k, top-p, min-p, penalties, biases, forbidden tokens, seed
     NeapError           base of all errors that neap raises; `shared.errors` has the tree
 
 The names of `__all__` are stable: a later version that changes one announces it in CHANGELOG.md. docs/library.md has

@@ -13,7 +13,7 @@ UINT32 = 2**32 - 1
 # Above what the settings allow.
 MAX_CHOICES = 128
 # Above what workers allow.
-MAX_STOPS = MAX_BIASES = MAX_BAD_WORDS = 1024
+MAX_STOPS = MAX_BAD_WORDS = 1024
 # Values that ask for nothing of the engine, of fields of OpenAI's API, and of vLLM's, that it does not have: a value,
 # or a type if all its values do. None is always such a value.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -76,20 +76,10 @@ def _unless_off(value: Any) -> Any:
     return None if type(value) is int and value in (-1, 0) else value
 
 
-def _small(biases: Any) -> Any:
-    """Check the size first: the errors of a million items would take gigabytes."""
-    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
-        raise PydanticCustomError(
-            "too_long", "at most {most} tokens are allowed", {"most": MAX_BIASES}
-        )
-    return biases
-
-
 Seed = Annotated[int, BeforeValidator(_number), Field(ge=-(2**63), le=2**64 - 1)]
 # In JSON all keys are texts.
 BiasedToken = Annotated[int, BeforeValidator(_number), Field(ge=0, le=UINT32)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Biases = Annotated[dict[BiasedToken, Bias] | None, BeforeValidator(_small)]
 CountPenalty = Annotated[float, Field(ge=-2, le=2)]
 TopK = Annotated[Annotated[int, Field(ge=1, le=UINT32)] | None, BeforeValidator(_unless_off)]
 
@@ -159,8 +149,8 @@ class Message(Strict):
 
 
 class GenerationFields(Strict):
-    """The fields that both endpoints have. The last five are not OpenAI's; vLLM has the same ones under the same
-    names."""
+    """The fields that both endpoints have. Those from `top_k` on are not OpenAI's; vLLM has the same ones under the
+    same names."""
 
     unsupported = NEUTRAL
 
@@ -175,14 +165,14 @@ class GenerationFields(Strict):
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, max_length=512)
     safety_identifier: str | None = Field(default=None, max_length=512)
+    presence_penalty: CountPenalty | None = None
+    frequency_penalty: CountPenalty | None = None
+    logit_bias: dict[BiasedToken, Bias] | None = None
     neap: DepthOptions | None = None
     response_format: ResponseFormat | None = None
     top_k: TopK = None
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    presence_penalty: CountPenalty | None = None
-    frequency_penalty: CountPenalty | None = None
-    logit_bias: Biases = None
     min_tokens: int | None = Field(default=None, ge=0, le=UINT32)
     bad_words: Annotated[Items[Stop], Field(max_length=MAX_BAD_WORDS)] | None = None
     stop_token_ids: Items[TokenId] | None = None

@@ -43,8 +43,8 @@ def generate_request(
     """Return a request. The protos describe the arguments; None leaves a field absent.
 
     A `prompt` of text is the user's message of a chat, after a `system` message if there is one. With `raw` it is
-    continued as it is, without the chat template. Each of `bad_words` is a text or token ids. `router` is a version or an alias. Raises InvalidInput for arguments
-    that exclude each other.
+    continued as it is, without the chat template. Each of `bad_words` is a text or token ids. `router` is a version or
+    an alias. Raises InvalidInput for arguments that exclude each other.
     """
     request = pb.GenerateRequest(
         model_id=model_id,

@@ -170,7 +170,9 @@ class Trial:
     def forbidden(self) -> list[tuple[int, int]]:
         """(row, token) of all tokens that `min_tokens` and `bad_words` forbid."""
         found: list[tuple[int, int]] = []
-        first = len(self.context) - self.num_prompt_tokens  # the place in the answer that row 0 predicts
+        first = (
+            len(self.context) - self.num_prompt_tokens
+        )  # the place in the answer that row 0 predicts
         num_short = min(self.sampling.min_tokens - first, self.num_rows)
         found += [(row, token) for row in range(num_short) for token in self.end_token_ids]
         endings = self.sampling.bad_endings
@@ -179,5 +181,9 @@ class Trial:
             for row in range(self.num_rows):
                 known = before[: len(before) - len(self.drafts) + row]
                 for words in (endings.get(None, ()), endings.get(known[-1], ()) if known else ()):
-                    found += [(row, last) for word, last in words if known[len(known) - len(word) :] == word]
+                    found += [
+                        (row, last)
+                        for word, last in words
+                        if known[len(known) - len(word) :] == word
+                    ]
         return found

@@ -21,7 +21,9 @@ KINDS = [
     SamplingParams(temperature=1.1, top_p=0.9, seed=4),
     SamplingParams(temperature=0.7, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=0.8),
     SamplingParams(presence_penalty=0.6, frequency_penalty=0.3, logit_bias={3: 20.0, 9: -3.0}),
-    SamplingParams(temperature=1.1, seed=6, min_tokens=3, bad_words=((700, 0), (5,)), frequency_penalty=1.0),
+    SamplingParams(
+        temperature=1.1, seed=6, min_tokens=3, bad_words=((700, 0), (5,)), frequency_penalty=1.0
+    ),
 ]
 gpu = [
     pytest.mark.gpu,

@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 from neap_client.inference.v1 import inference_pb2 as pb
@@ -23,9 +24,12 @@ from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.model.sampling import SamplingParams
 
+# A model without a tokenizer.
+BARE = SimpleNamespace(tokenizer=None, context_length=100)
+
 
 def test_absent_sampling_fields_switch_their_filter_off():
-    assert to_sampling(pb.Sampling(seed=5)) == SamplingParams(
+    assert to_sampling(pb.Sampling(seed=5), BARE) == SamplingParams(
         temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=5
     )
 
@@ -34,12 +38,12 @@ def test_sampling_fields_arrive():
     message = pb.Sampling(
         temperature=0.7, top_k=4, top_p=0.9, min_p=0.1, repetition_penalty=1.2, seed=2**64 - 1
     )
-    assert to_sampling(message) == SamplingParams(0.7, 4, 0.9, 0.1, 1.2, 2**64 - 1)
+    assert to_sampling(message, BARE) == SamplingParams(0.7, 4, 0.9, 0.1, 1.2, 2**64 - 1)
 
 
 def test_an_absent_seed_is_chosen_and_zero_is_a_seed():
-    assert to_sampling(pb.Sampling(seed=0)).seed == 0
-    assert len({to_sampling(pb.Sampling()).seed for _ in range(4)}) == 4
+    assert to_sampling(pb.Sampling(seed=0), BARE).seed == 0
+    assert len({to_sampling(pb.Sampling(), BARE).seed for _ in range(4)}) == 4
 
 
 @pytest.mark.parametrize(
@@ -50,12 +54,28 @@ def test_an_absent_seed_is_chosen_and_zero_is_a_seed():
         {"top_p": 0.0},
         {"min_p": -0.5},
         {"repetition_penalty": 0.0},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": math.nan},
+        {"logit_bias": {3: -101.0}},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+        {"bad_words": [pb.BadWord()]},
+        {"bad_words": [pb.BadWord(text=" ")]},
+        {"bad_words": [pb.BadWord(text="x" * 257)]},
+        {"bad_words": [pb.BadWord(token_ids=pb.TokenIds())]},
+        {"bad_words": [pb.BadWord(token_ids=pb.TokenIds(ids=[3] * 65))]},
+        {"bad_words": [pb.BadWord(token_ids=pb.TokenIds(ids=[3]))] * 257},
     ],
-    ids=str,
+    ids=lambda field: str(field)[:40],
 )
 def test_bad_sampling_is_refused_by_name(field):
     with pytest.raises(InvalidInput, match=next(iter(field))):
-        to_sampling(pb.Sampling(**field))
+        to_sampling(pb.Sampling(**field), BARE)
+
+
+def test_a_bad_word_of_text_needs_a_tokenizer():
+    with pytest.raises(InvalidInput) as caught:
+        to_sampling(pb.Sampling(bad_words=[pb.BadWord(text="word")]), BARE)
+    assert caught.value.reason == "NO_TOKENIZER"
 
 
 def test_stopping_fields_arrive():

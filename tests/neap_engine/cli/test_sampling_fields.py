@@ -4,6 +4,7 @@ chosen."""
 import json
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from neap_client.inference.v1 import inference_pb2 as pb
@@ -18,60 +19,75 @@ from shared.model.sampling import SamplingParams
 DOCS = Path(__file__).parents[3] / "docs"
 FIELDS = pb.Sampling.DESCRIPTOR.fields
 # Calls of transformers take seeds from torch's generator.
-NOT_OF_TRANSFORMERS = {"seed"}
+NOT_OF_TRANSFORMERS = {"seed", "presence_penalty", "frequency_penalty"}
+
+
+# What a call, a flag, a body, the message and the engine have, where these differ.
+OTHERS = {
+    "logit_bias": ({3: 0.5}, "3=0.5", {"3": 0.5}, {3: 0.5}, {3: 0.5}),
+    "bad_words": (["x"], "x", ["x"], [pb.BadWord(text="x")], ((120,), (32, 120))),
+}
 
 
 @pytest.fixture(params=FIELDS, ids=lambda field: field.name)
 def given(request):
-    """(name, a value that is allowed and not the default)."""
+    """(name, a value that is allowed and not the default: in each of the forms of `OTHERS`)."""
     field = request.param
-    return field.name, 0.5 if field.cpp_type == field.CPPTYPE_DOUBLE else 3
+    value = 0.5 if field.cpp_type == field.CPPTYPE_DOUBLE else 3
+    return field.name, *OTHERS.get(field.name, (value,) * 5)
+
+
+@pytest.fixture
+def loaded():
+    """Its tokens are the numbers of the characters."""
+    tokenizer = lambda text, **_: {"input_ids": [*map(ord, text)]}  # noqa: E731
+    return SimpleNamespace(tokenizer=tokenizer, context_length=100)
 
 
 def test_the_engine_has_the_fields_of_the_proto():
     assert [field.name for field in FIELDS] == [field.name for field in fields(SamplingParams)]
 
 
-def test_the_worker_reads_it(given):
-    name, value = given
-    assert getattr(to_sampling(pb.Sampling(**{name: value})), name) == value
+def test_the_worker_reads_it(given, loaded):
+    name, *_, sent, read = given
+    assert getattr(to_sampling(pb.Sampling(**{name: sent}), loaded), name) == read
 
 
-def test_its_absence_is_the_engines_default():
-    assert to_sampling(pb.Sampling(seed=0)) == SamplingParams()
+def test_its_absence_is_the_engines_default(loaded):
+    assert to_sampling(pb.Sampling(seed=0), loaded) == SamplingParams()
 
 
 def test_the_client_sends_it(given):
-    name, value = given
+    name, value, *_, sent, _ = given
     request = generate_request("tiny", "hi", **{name: value})
-    assert request.sampling == pb.Sampling(**{name: value})
+    assert request.sampling == pb.Sampling(**{name: sent})
 
 
 def test_the_command_line_sends_it(given, service, neap):
-    name, value = given
+    name, _, value, *_, sent, _ = given
     flag = f"--{name.replace('_', '-')}"
     result = neap("generate", "hi", "--worker", service.address, flag, str(value))
     assert result.exit_code == 0, result.output
-    assert service.inference.requests[0].sampling == pb.Sampling(**{name: value})
+    assert service.inference.requests[0].sampling == pb.Sampling(**{name: sent})
 
 
 def test_the_gateway_sends_it(given):
-    name, value = given
+    name, _, _, value, sent, _ = given
     body = {"model": "tiny", "prompt": "hi", "temperature": 0, name: value}
     generation = parse_generation(json.dumps(body).encode(), is_chat=False, max_choices=1)
-    sent = pb.GenerateRequest.FromString(generation.calls()[0]).sampling
-    assert sent == pb.Sampling(**{"temperature": 0, name: value})
+    found = pb.GenerateRequest.FromString(generation.calls()[0]).sampling
+    assert found == pb.Sampling(**{"temperature": 0, name: sent})
     # A field that is honoured is not one that a body may have as long as it asks for nothing.
     assert name not in NEUTRAL
 
 
 def test_a_processor_of_transformers_stands_for_it(given):
-    name, _ = given
+    name, *_ = given
     assert (name in {field for _, _, field in FILTERS}) != (name in NOT_OF_TRANSFORMERS)
 
 
 def test_the_documents_name_it(given):
-    name, _ = given
+    name, *_ = given
     pages = ["clients.md", "openai.md"]
     if name not in NOT_OF_TRANSFORMERS:
         pages.append("library.md")

@@ -139,7 +139,15 @@ def test_the_seed_of_an_answer_can_be_sent_again(client):
         {"logprobs": False, "top_logprobs": 0, "n": 1, "stop": [], "seed": None},
         {"response_format": {"type": "text"}, "prediction": {"type": "content", "content": "x"}},
         {"stream_options": {"include_usage": True}, "store": False, "metadata": {}},
-        {"extra_body": {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "min_tokens": 0}},
+        {
+            "extra_body": {
+                "top_k": -1,
+                "min_p": 0,
+                "repetition_penalty": 1,
+                "min_tokens": 0,
+                "bad_words": [],
+            }
+        },
         {"extra_body": {"skip_special_tokens": True, "use_beam_search": False}},
     ],
     ids=lambda fields: next(iter(fields)),

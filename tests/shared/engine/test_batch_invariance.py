@@ -3,6 +3,7 @@ Random arrivals, pauses, cancels and shared prefixes."""
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,9 +98,12 @@ def draw_request(draw: random.Random) -> GenerationRequest:
     if draw.random() < 0.6:  # some of these are nothing but the stem
         prompt = (*STEM[: draw.choice([17, 30, 40])], *prompt[1:])
     hot = SamplingParams(temperature=1.3, seed=draw.randrange(100), repetition_penalty=1.1)
+    counted = replace(
+        hot, temperature=draw.choice([0.0, 1.3]), presence_penalty=0.1, frequency_penalty=0.4
+    )
     return GenerationRequest(
         prompt,
-        sampling=draw.choice([SamplingParams(), SamplingParams(), hot]),
+        sampling=draw.choice([SamplingParams(), SamplingParams(), hot, counted]),
         stopping=StoppingParams(max_tokens=draw.choice([1, 4, 13])),
         policy=DepthPolicy(
             draw.choice(["exact", "exact", "full"]), max_drafts=draw.choice([0, 0, 3])

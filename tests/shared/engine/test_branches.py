@@ -36,6 +36,9 @@ WAYS = {
     "greedy": SamplingParams(),
     "sampled": SamplingParams(temperature=1.1, top_k=40, top_p=0.95, seed=7),
     "penalised": SamplingParams(repetition_penalty=1.3),
+    "counted": SamplingParams(
+        presence_penalty=0.02, frequency_penalty=0.05, bad_words=((3, 44), (9, 9))
+    ),
 }
 
 

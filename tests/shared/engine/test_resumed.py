@@ -31,6 +31,12 @@ FAMILIES = ("llama", "mistral-sliding", "phi3-longrope", "llama-longrope", "mini
 SAMPLINGS = {
     "greedy": SamplingParams(),
     "penalised": SamplingParams(repetition_penalty=1.3),
+    "counted": SamplingParams(
+        presence_penalty=0.02, frequency_penalty=0.05, min_tokens=NUM_NEW, bad_words=((8, 3),)
+    ),
+    "counted and sampled": SamplingParams(
+        temperature=1.1, seed=4, frequency_penalty=1.0, logit_bias={3: 2.0}
+    ),
     "sampled": SamplingParams(temperature=0.9, top_p=0.9, seed=11),
     "both": SamplingParams(temperature=1.1, top_k=20, seed=3, repetition_penalty=1.2),
 }

@@ -21,6 +21,7 @@ from transformers import (
 
 from shared.model.distribution import candidates, drawn, nucleus, penalised, unit_mass
 from shared.model.sampling import SamplingParams, Trial
+from tests.changed_scores import changed
 from tests.drawn_trials import cases, row_alone
 from tests.orders_of_sums import OrdersOfSums
 
@@ -42,9 +43,13 @@ def masses(logits: Tensor, trials: list[Trial]) -> Tensor:
         SamplingParams(temperature=1.0, min_p=0.2),
         SamplingParams(temperature=0.9, repetition_penalty=1.4),
         SamplingParams(temperature=0.8, top_k=12, top_p=0.8, min_p=0.05, repetition_penalty=0.7),
-        SamplingParams(temperature=0.8, logit_bias={3: 5.0, 9: -4.0, 12: 1.5}, repetition_penalty=1.3),
+        SamplingParams(
+            temperature=0.8, logit_bias={3: 5.0, 9: -4.0, 12: 1.5}, repetition_penalty=1.3
+        ),
         SamplingParams(temperature=0.8, min_tokens=4),
-        SamplingParams(temperature=0.8, bad_words=((8,), (40, 2), (9, 40, 7, 5), (3, 9, 9, 40, 6), (4, 2))),
+        SamplingParams(
+            temperature=0.8, bad_words=((8,), (40, 2), (9, 40, 7, 5), (3, 9, 9, 40, 6), (4, 2))
+        ),
     ],
 )
 def test_the_distribution_is_hugging_faces(params):
@@ -183,7 +188,6 @@ def test_the_penalty_counts_a_draft_from_the_row_after_it():
 @DRAWN
 @given(case=cases())
 def test_scores_are_changed_as_openai_and_vllm_say(case):
-    """Written once more, token by token."""
     logits, trials = case
     rows = iter(penalised(logits, trials))
     given = iter(logits)
@@ -191,26 +195,6 @@ def test_scores_are_changed_as_openai_and_vllm_say(case):
         for row in range(trial.num_rows):
             expected = changed(next(given), row_alone(trial, row))
             torch.testing.assert_close(next(rows), expected, atol=1e-5, rtol=1e-5)
-
-
-def changed(logits: Tensor, trial: Trial) -> Tensor:
-    """The scores [V] of a trial without drafts."""
-    sampling, context = trial.sampling, [*trial.context]
-    answer, scores = context[trial.num_prompt_tokens :], logits.tolist()
-    for token, bias in sampling.logit_bias.items():
-        scores[token] += bias
-    for token in set(context):
-        penalty = sampling.repetition_penalty
-        scores[token] *= penalty if scores[token] <= 0 else 1 / penalty
-    for token in set(answer):
-        scores[token] -= sampling.presence_penalty
-        scores[token] -= sampling.frequency_penalty * answer.count(token)
-    for token in trial.end_token_ids if len(answer) < sampling.min_tokens else ():
-        scores[token] = -torch.inf
-    for *before, last in sampling.bad_words:
-        if context[len(context) - len(before) :] == before:
-            scores[last] = -torch.inf
-    return torch.tensor(scores)
 
 
 def test_requests_that_change_no_score_cost_nothing():

@@ -8,6 +8,7 @@ import pytest
 
 from shared.engine.request.answer import Answer
 from shared.engine.request.request import FinishReason, GenerationRequest, StoppingParams
+from shared.model.sampling import SamplingParams
 from tests.shared.engine.request.test_text import bytes_tokenizer
 
 __all__ = ["bytes_tokenizer"]
@@ -15,11 +16,18 @@ __all__ = ["bytes_tokenizer"]
 EOS = 0
 
 
-def answer(tokenizer: Any, tokens: tuple[int, ...] = (), **stopping: Any) -> Answer:
+def answer(
+    tokenizer: Any, tokens: tuple[int, ...] = (), min_tokens: int = 0, **stopping: Any
+) -> Answer:
     loaded: Any = SimpleNamespace(
         context_length=200, tokenizer=tokenizer, eos_token_ids=frozenset({EOS})
     )
-    request = GenerationRequest((1, 2), resumed_ids=tokens, stopping=StoppingParams(**stopping))
+    request = GenerationRequest(
+        (1, 2),
+        resumed_ids=tokens,
+        stopping=StoppingParams(**stopping),
+        sampling=SamplingParams(min_tokens=min_tokens),
+    )
     return Answer(request, loaded)
 
 
@@ -61,3 +69,12 @@ def test_a_stop_token_has_no_text(bytes_tokenizer):
     assert one.push(9) is not None
     assert one.push(7) is None
     assert one.end == (FinishReason.STOP_TOKEN, "7")
+
+
+def test_a_stop_string_has_no_text_of_the_first_min_tokens(bytes_tokenizer):
+    tokens = bytes_tokenizer("abababab")["input_ids"]
+    for least, expected in ((0, "a"), (1, "a"), (2, "aba"), (3, "aba"), (7, "abababa")):
+        for cut in range(least + 1):  # the caller may have some of them
+            one = answer(bytes_tokenizer, tuple(tokens[:cut]), least, stop_strings=("ba",))
+            pieces, _, _ = through(one, tokens[cut:])
+            assert "abababab"[:cut] + "".join(map(str, pieces)) == expected
