@@ -30,16 +30,17 @@ class Drafter:
         self._runner = runner
         agreements = ladder.agreements if ladder else ()
         weights = ladder.joint_weights if ladder else DEFAULT_WEIGHTS
-        # Sampled tokens agree with drafts less often than greedy ones, and a margin accepts more drafts: each kind has
-        # its own record.
+        # Sampled tokens agree with drafts less often than greedy ones, changed scores less often than the model's own,
+        # and a margin accepts more drafts: each kind has its own record.
         self._confidence = {
-            kind: Confidence(agreements, weights) for kind in product((True, False), repeat=2)
+            kind: Confidence(agreements, weights) for kind in product((True, False), repeat=3)
         }
 
     def confidence(self, request: GenerationRequest) -> Confidence:
-        """What earlier requests of this kind (greedy or sampled, with a margin or without) have shown of the ladder's
-        drafts."""
-        return self._confidence[request.sampling.is_greedy, request.policy.margin is not None]
+        """What earlier requests of this kind (greedy or sampled, with changed scores, with a margin or without) have
+        shown of the ladder's drafts."""
+        sampling, margin = request.sampling, request.policy.margin is not None
+        return self._confidence[sampling.is_greedy, sampling.changes_scores, margin]
 
     def builder(
         self, sequence: DecodingSequence, num_sequences: int, *, drafts: bool

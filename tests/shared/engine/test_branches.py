@@ -37,7 +37,7 @@ WAYS = {
     "sampled": SamplingParams(temperature=1.1, top_k=40, top_p=0.95, seed=7),
     "penalised": SamplingParams(repetition_penalty=1.3),
     "counted": SamplingParams(
-        presence_penalty=0.02, frequency_penalty=0.05, bad_words=((3, 44), (9, 9))
+        presence_penalty=1.0, frequency_penalty=0.5, bad_words=((3, 44), (9, 9))
     ),
 }
 
@@ -102,7 +102,7 @@ def generate(
 
 def scripted(prompt: tuple[int, ...], answer: tuple[int, ...]) -> ScriptedLadder:
     """The table is wrong at two places of four, and sure of it. At one of them the exit is right, and less sure. There
-    the table is right again behind the exit's draft."""
+    the table is right again behind the exit's draft. Elsewhere the exit says too early what comes two tokens later."""
     text = [*prompt, *answer]
 
     def right(context: list[int]) -> int:
@@ -116,7 +116,13 @@ def scripted(prompt: tuple[int, ...], answer: tuple[int, ...]) -> ScriptedLadder
         return (right(context), 0.9) if is_right else (wrong(context, 1), 0.6)
 
     def exits(context: list[int]) -> tuple[int, float]:
-        return (right(context) if len(context) % 4 == 1 else wrong(context, 2)), 0.3
+        ahead = len(context) + 2
+        early = (
+            text[ahead]
+            if ahead < len(text) and text[ahead] != right(context)
+            else wrong(context, 2)
+        )
+        return (right(context) if len(context) % 4 == 1 else early), 0.3
 
     return ScriptedLadder(table, exits, depths=(0,))
 

@@ -62,8 +62,9 @@ def test_an_answer_within_a_margin_is_judged_without_it(loaded, answer):
         assert checked(engine, 2).num_differing == 1
 
 
-def test_a_penalised_answer_is_checked_with_its_penalty(loaded, answer):
-    sampling = SamplingParams(repetition_penalty=1.5)
+@pytest.mark.parametrize("penalty", [{"repetition_penalty": 1.5}, {"presence_penalty": 2.0}])
+def test_a_penalised_answer_is_checked_with_its_penalty(loaded, answer, penalty):
+    sampling = SamplingParams(**penalty)
     with fixed_cost_engine(loaded, shadow_share=1.0) as engine:
         run(engine, ScriptedLadder(lambda context: None), sampling=sampling)
         assert checked(engine, 1).num_differing == 0
