@@ -11,7 +11,13 @@ from neap_client.inference.v1 import inference_pb2
 from inference_service.routers import RouterChoice
 from shared.constraints.constraint import Constraint
 from shared.engine.memory.prefixes import key_of
-from shared.engine.request.prompt import ROLES, Prompt, encode_bad_word, encode_prompt
+from shared.engine.request.prompt import (
+    ROLES,
+    Prompt,
+    encode_bad_word,
+    encode_prediction,
+    encode_prompt,
+)
 from shared.engine.request.request import (
     DepthStatistics,
     Finished,
@@ -57,7 +63,7 @@ def to_generation_request(
     policy = to_policy(request.depth)
     constraint = to_constraint(request.constraint) if request.HasField("constraint") else None
     prompt_ids = encode_prompt(loaded, _prompt(request, loaded.context_length))
-    expected = request.resume.prompt_digest
+    prediction, expected = request.prediction, request.resume.prompt_digest
     if expected and expected != prompt_digest(prompt_ids):
         raise PreconditionFailed(
             "the answer to resume was begun after other tokens: the worker that began it has another tokenizer or chat "
@@ -77,6 +83,7 @@ def to_generation_request(
         # The engine refuses so many, and millions of ids need not become Python integers before.
         resumed_ids=tuple(request.resume.token_ids[: loaded.context_length]),
         constraint=constraint,
+        prediction_ids=encode_prediction(loaded, prediction.text or prediction.token_ids.ids),
     )
 
 
@@ -224,6 +231,8 @@ def _finished(event: Finished) -> inference_pb2.Finished:
             num_prompt_tokens=event.num_prompt_tokens,
             num_cached_tokens=event.num_cached_tokens,
             num_completion_tokens=event.num_completion_tokens,
+            num_accepted_prediction_tokens=event.num_accepted_prediction_tokens,
+            num_rejected_prediction_tokens=event.num_rejected_prediction_tokens,
         ),
         timing=inference_pb2.Timing(
             queue=_duration(event.queue_s),

@@ -178,6 +178,12 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            f"{kind}_prediction_tokens": sum(
+                getattr(one.usage, f"num_{kind}_prediction_tokens") for one in finished
+            )
+            for kind in ("accepted", "rejected")
+        },
         "neap": depth_figures(finished),
     }
 

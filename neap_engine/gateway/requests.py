@@ -13,6 +13,7 @@ from neap_engine.gateway.schema import (
     DepthOptions,
     GenerationFields,
     ResponseFormat,
+    TextPart,
 )
 
 # OpenAI's default for completions. Chats without a limit get the worker's default.
@@ -99,12 +100,15 @@ def _seeded(seed: int) -> bytes:
 def _chat(request: ChatRequest) -> pb.Chat:
     chat = pb.Chat()
     for message in request.messages:
-        content = message.content
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        text = _text(message.content, "\n")
         # OpenAI's newer models call the role "system" "developer".
         role = "system" if message.role == "developer" else message.role
         chat.messages.append(pb.ChatMessage(role=role, content=text))
     return chat
+
+
+def _text(content: str | list[TextPart], between: str) -> str:
+    return content if isinstance(content, str) else between.join(part.text for part in content)
 
 
 def _prompts(request: CompletionRequest, max_choices: int) -> list[pb.GenerateRequest]:
@@ -137,6 +141,9 @@ def _common(request: ChatRequest | CompletionRequest) -> pb.GenerateRequest:
         logprobs=_logprobs(request),
         constraint=_constraint(request.response_format),
     )
+    if request.prediction is not None:
+        # Parts of a message are lines; those of a prediction are one text.
+        call.prediction.text = _text(request.prediction.content, "")
     options = request.neap or DepthOptions()
     if options.router_version is not None and options.router_alias is not None:
         raise refused("router_version and router_alias exclude each other", "neap.router_alias")

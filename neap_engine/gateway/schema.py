@@ -30,7 +30,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (bool,),
-    "prediction": (dict,),
     "prompt_cache_key": (str,),
     "prompt_cache_options": (dict,),
     "prompt_cache_retention": (str,),
@@ -141,6 +140,11 @@ class TextPart(Strict):
     text: str
 
 
+class Prediction(Strict):
+    type: Literal["content"]
+    content: str | Items[TextPart]
+
+
 class Message(Strict):
     unsupported = NEUTRAL_IN_MESSAGE
 
@@ -168,6 +172,7 @@ class GenerationFields(Strict):
     presence_penalty: CountPenalty | None = None
     frequency_penalty: CountPenalty | None = None
     logit_bias: dict[BiasedToken, Bias] | None = None
+    prediction: Prediction | None = None
     neap: DepthOptions | None = None
     response_format: ResponseFormat | None = None
     top_k: TopK = None
@@ -202,6 +207,7 @@ _NESTED: Mapping[str, type[Strict]] = {
     "messages": Message,
     "response_format": ResponseFormat,
     "json_schema": NamedSchema,
+    "prediction": Prediction,
     "content": TextPart,
 }
 

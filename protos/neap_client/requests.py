@@ -39,12 +39,13 @@ def generate_request(
     logprobs: int | None = None,
     low_priority: bool = False,
     constraint: pb.Constraint | None = None,
+    prediction: str | Sequence[int] = "",
 ) -> pb.GenerateRequest:
     """Return a request. The protos describe the arguments; None leaves a field absent.
 
     A `prompt` of text is the user's message of a chat, after a `system` message if there is one. With `raw` it is
-    continued as it is, without the chat template. Each of `bad_words` is a text or token ids. `router` is a version or
-    an alias. Raises InvalidInput for arguments that exclude each other.
+    continued as it is, without the chat template. Each of `bad_words` is a text or token ids, and so is
+    `prediction`. `router` is a version or an alias. Raises InvalidInput for arguments that exclude each other.
     """
     request = pb.GenerateRequest(
         model_id=model_id,
@@ -77,6 +78,7 @@ def generate_request(
         logprobs=logprobs,
         low_priority=low_priority,
         constraint=constraint,
+        prediction=_prediction(prediction),
     )
     if isinstance(prompt, str):
         set_prompt(request, prompt, raw=raw, system=system)
@@ -94,6 +96,12 @@ def _bad_word(word: str | Sequence[int]) -> pb.BadWord:
     if isinstance(word, str):
         return pb.BadWord(text=word)
     return pb.BadWord(token_ids=pb.TokenIds(ids=word))
+
+
+def _prediction(prediction: str | Sequence[int]) -> pb.Prediction | None:
+    if isinstance(prediction, str):
+        return pb.Prediction(text=prediction) if prediction else None
+    return pb.Prediction(token_ids=pb.TokenIds(ids=prediction))
 
 
 def depth_policy(

@@ -7,8 +7,9 @@ SUFFIX = "suffix"
 SUCCESSOR = "successor"
 # Not part of a router: the worker's own table, which learns from answers.
 LEARNED = "learned"
-# Nor this: what the constraint of a request forces.
+# Nor are these: what the constraint of a request forces, and the text that a request expects.
 GRAMMAR = "grammar"
+PREDICTION = "prediction"
 # Width of a confidence head's hidden layer. Here, because services check specs without torch.
 DEFAULT_ROUTER_WIDTH = 128
 

@@ -6,7 +6,11 @@ from itertools import chain
 
 from shared.engine.memory.budget import round_up_to_blocks
 from shared.engine.request.prefill_rate import PrefillRate
-from shared.engine.request.prompt import check_prompt_ids, check_token_ids
+from shared.engine.request.prompt import (
+    check_prediction,
+    check_prompt_ids,
+    check_token_ids,
+)
 from shared.engine.request.request import DEFAULT_MAX_TOKENS, GenerationRequest
 from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, PreconditionFailed
 from shared.ladder.ladder import Ladder
@@ -122,6 +126,7 @@ class Admission:
         check_prompt_ids(self._loaded, request.prompt_ids)
         self._check_resumed(request)
         self._check_sampling(request)
+        check_prediction(self._loaded, request.prediction_ids)
         max_tokens = request.stopping.max_tokens
         room = self._loaded.context_length - len(request.prompt_ids)
         if max_tokens is not None and max_tokens > room:

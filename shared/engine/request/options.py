@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import Any, TypedDict
 
 from shared.constraints.constraint import Constraint
-from shared.engine.request.prompt import Prompt, encode_prompt
+from shared.engine.request.prompt import Prompt, encode_prediction, encode_prompt
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
@@ -16,13 +16,15 @@ from shared.model.sampling import SamplingParams
 
 class RequestOptions(TypedDict, total=False):
     """`policy`: by default "exact". `sampling`: by default greedy. `logprobs`: so many alternatives for each token.
-    `resumed_ids` and `constraint` as in `GenerationRequest`. The others are those of `StoppingParams`."""
+    `resumed_ids` and `constraint` as in `GenerationRequest`. `prediction`: a text, or token ids, that the answer is
+    expected to be like. The others are those of `StoppingParams`."""
 
     policy: DepthPolicy | str
     sampling: SamplingParams | None
     logprobs: int | None
     resumed_ids: Sequence[int]
     constraint: Constraint | None
+    prediction: str | Sequence[int]
     max_tokens: int | None
     stop_strings: Sequence[str]
     stop_token_ids: Collection[int]
@@ -61,6 +63,7 @@ def request_of(
         logprobs=options.get("logprobs"),
         resumed_ids=tuple(options.get("resumed_ids", ())),
         constraint=constraint,
+        prediction_ids=encode_prediction(loaded, options.get("prediction", ())),
     )
 
 

@@ -95,6 +95,32 @@ def encode_answer(loaded: LoadedModel, text: str) -> list[int]:
     return _encode_text(loaded, text, add_special_tokens=False)
 
 
+def encode_prediction(loaded: LoadedModel, prediction: str | Sequence[int]) -> tuple[int, ...]:
+    """The token ids of what an answer is expected to be like. Raises as `check_prediction`, and `InvalidInput` (reason
+    NO_TOKENIZER)."""
+    most = loaded.context_length * (MAX_CHARACTERS_PER_TOKEN if isinstance(prediction, str) else 1)
+    if len(prediction) > most:  # before it is tokenised
+        raise _prediction_too_long(loaded)
+    ids = encode_answer(loaded, prediction) if isinstance(prediction, str) else prediction
+    check_prediction(loaded, ids)
+    return tuple(ids)
+
+
+def check_prediction(loaded: LoadedModel, ids: Sequence[int]) -> None:
+    """Raises `InvalidInput` (reasons PREDICTION_TOO_LONG, TOKEN_OUT_OF_RANGE)."""
+    if len(ids) > loaded.context_length:
+        raise _prediction_too_long(loaded)
+    check_token_ids(loaded, ids)
+
+
+def _prediction_too_long(loaded: LoadedModel) -> InvalidInput:
+    return InvalidInput(
+        f"the prediction has more tokens than {loaded.model_id} holds: {loaded.context_length}",
+        reason="PREDICTION_TOO_LONG",
+        metadata={"context_length": str(loaded.context_length)},
+    )
+
+
 def _encode_chat(loaded: LoadedModel, messages: Sequence[Mapping[str, str]]) -> list[int]:
     tokenizer = loaded.tokenizer
     if tokenizer is None or not tokenizer.chat_template:

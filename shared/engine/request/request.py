@@ -70,6 +70,8 @@ class GenerationRequest:
     `resumed_ids`: tokens of the answer that the caller has already, from here or from another worker. They are read as
     the prompt is, and the answer goes on after them as if it had never been interrupted. `constraint`: what the answer
     must be.
+
+    `prediction_ids`: what the answer is expected to be like. It is drafted from, and is no part of the context.
     """
 
     prompt_ids: tuple[int, ...]
@@ -86,11 +88,12 @@ class GenerationRequest:
     is_low_priority: bool = False
     resumed_ids: tuple[int, ...] = ()
     constraint: Constraint | None = None
+    prediction_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT")
-        for name in ("prompt_ids", "resumed_ids"):
+        for name in ("prompt_ids", "resumed_ids", "prediction_ids"):
             try:
                 ids = tuple(map(index, getattr(self, name)))
             except TypeError as error:
@@ -108,6 +111,11 @@ class GenerationRequest:
         if self.constraint is not None and self.stopping.ignore_eos:
             raise InvalidInput(
                 "a constraint and ignore_eos exclude each other: an end-of-sequence token ends the text"
+            )
+        if self.prediction_ids and self.policy.name == "relaxed":
+            raise InvalidInput(
+                "a prediction needs policy full or exact: the bounds of relaxed are certified without it",
+                reason="PREDICTION_NEEDS_EXACT",
             )
         if self.policy.margin is not None and not self.sampling.is_plain_greedy:
             raise InvalidInput(
@@ -196,6 +204,8 @@ class Finished:
     Times in seconds.
 
     `num_cached_tokens`: prompt tokens whose keys and values were copied from another request.
+    `num_accepted_prediction_tokens`: tokens of the prediction that the answer has where it was expected to;
+    `num_rejected_prediction_tokens`: all others of the prediction.
     """
 
     reason: FinishReason
@@ -208,6 +218,8 @@ class Finished:
     prefill_s: float
     decode_s: float
     depth: DepthStatistics
+    num_accepted_prediction_tokens: int = 0
+    num_rejected_prediction_tokens: int = 0
 
 
 @dataclass(frozen=True)

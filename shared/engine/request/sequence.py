@@ -20,6 +20,7 @@ from shared.engine.statistics import CountedProgress
 from shared.errors import NeapError
 from shared.ladder.grammar_proposer import GrammarProposer
 from shared.ladder.learned_ngrams import ClientNgrams
+from shared.ladder.prediction import PredictionProposer
 from shared.ladder.rungs import Proposer
 from shared.model.cache import KVCache
 from shared.model.loaded import LoadedModel
@@ -78,6 +79,10 @@ class DecodingSequence:
         self.settled_states: Tensor | None = None
         self.proposers: tuple[Proposer, ...] = ladder.proposers(learned) if ladder else ()
         self.grammar = GrammarProposer(answer.constraint) if answer.constraint else None
+        self._prediction: PredictionProposer | None = None
+        if request.prediction_ids:
+            self._prediction = PredictionProposer(request.prediction_ids, len(request.prompt_ids))
+            self.proposers += (self._prediction,)
         self._num_shown = 0
         self._learned = learned
         self.submitted_s = time.monotonic() if submitted_s is None else submitted_s
@@ -192,6 +197,7 @@ class DecodingSequence:
         text = self.answer.rest()
         assert self.answer.end is not None
         reason, match = self.answer.end
+        predicted = self._prediction
         if self._learned is not None:  # only now: within an answer, prompt look-up knows the same
             self._learned.learn(self.tokens, self.num_prompt_tokens)
         now = time.monotonic()
@@ -208,6 +214,8 @@ class DecodingSequence:
             prefill_s=first - started,
             decode_s=now - first,
             depth=self.statistics(),
+            num_accepted_prediction_tokens=predicted.num_right if predicted else 0,
+            num_rejected_prediction_tokens=predicted.num_wrong if predicted else 0,
         )
 
     def statistics(self) -> DepthStatistics:

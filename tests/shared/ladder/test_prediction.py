@@ -1,0 +1,106 @@
+"""Where a prediction goes on after an edit, and how far it is believed."""
+
+import random
+
+import pytest
+
+from shared.ladder.prediction import ALIGNMENTS, PredictionProposer
+from shared.ladder.rungs import PREDICTION
+
+PROMPT = (3, 4, 5)
+TEXT = tuple(range(100, 160))
+
+
+def followed(prediction: tuple[int, ...], answer: tuple[int, ...]) -> list[bool]:
+    """Of each token of the answer, whether it was proposed."""
+    one = PredictionProposer(prediction, len(PROMPT))
+    one.append(PROMPT[:2])
+    one.append(PROMPT[2:])
+    found = []
+    for token in answer:
+        drafts = one.propose()
+        assert all((draft.rung, draft.depth) == (PREDICTION, 0) for draft in drafts)
+        assert all(0.0 < draft.probability < 1.0 for draft in drafts)
+        found.append([draft.token for draft in drafts] == [token])
+        one.append([token])
+    assert one.num_right == sum(found)
+    assert one.num_wrong == max(len(prediction) - sum(found), 0)
+    return found
+
+
+def test_the_answer_begins_as_the_prediction_does():
+    assert all(followed(TEXT, TEXT))
+    assert followed(TEXT[:5], TEXT[:9]) == [True] * 5 + [False] * 4, (
+        "behind its end there is nothing"
+    )
+
+
+# What the answer has in place of TEXT[20:20 + size], and how many tokens are lost.
+EDITS = {
+    "one for one": (1, (7,), 1),
+    "two for one": (1, (7, 8), 3),
+    "one for two": (2, (7,), 2),
+    "five for five": (5, (7, 8, 9, 10, 11), 6),
+    "an insertion": (0, (7,), 2),
+    "a long insertion": (0, tuple(range(400, 430)), 31),
+    "a deletion": (1, (), 1),
+    "a deletion of many": (12, (), 1),
+    "a deletion of most": (35, (), 4),
+    "many for few": (3, tuple(range(400, 450)), 51),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_it_goes_on_behind_an_edit(edit):
+    size, tokens, most_lost = EDITS[edit]
+    answer = TEXT[:20] + tokens + TEXT[20 + size :]
+    found = followed(TEXT, answer)
+    assert all(found[:20])
+    assert found.count(False) <= most_lost
+    assert all(found[20 + most_lost :])
+
+
+def test_a_part_that_was_moved_is_found():
+    parts = [tuple(range(start, start + 100)) for start in (1000, 2000, 3000)]
+    answer = parts[2] + parts[0] + parts[1]
+    found = followed(sum(parts, ()), answer)
+    (proved, _), *_ = ALIGNMENTS
+    assert found.count(False) <= 3 * proved
+
+
+def test_what_is_drafted_does_not_move_it():
+    one = PredictionProposer(TEXT, 0)
+    one.append(TEXT[:10])
+    for drafted in ((TEXT[10],), (7,), (TEXT[30], TEXT[31]), TEXT[10:20]):
+        one.propose(drafted)
+    [draft] = one.propose()
+    assert draft.token == TEXT[10]
+    assert [d.token for d in one.propose(TEXT[10:14])] == [TEXT[14]]
+    assert [d.token for d in one.propose((7, *TEXT[11:13]))] == [TEXT[13]], (
+        "along a draft of another's"
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drafting_along_tokens_is_appending_them(seed):
+    draw = random.Random(seed)
+    prediction = tuple(draw.randrange(9) for _ in range(60))
+    answer = tuple(t if draw.random() < 0.7 else draw.randrange(9) for t in prediction)
+    ahead, behind = PredictionProposer(prediction, 0), PredictionProposer(prediction, 0)
+    for place in range(0, 60, 6):
+        behind.append(answer[max(place - 6, 0) : place])
+        for number in range(6):
+            tokens = [draft.token for draft in behind.propose(answer[place : place + number])]
+            assert tokens == [draft.token for draft in ahead.propose()]
+            ahead.append(answer[place + number : place + number + 1])
+
+
+def test_it_is_believed_as_far_as_it_was_right():
+    good, bad = PredictionProposer(TEXT, 0), PredictionProposer(TEXT, 0)
+    good.append(TEXT[:30])
+    bad.append([400 + number for number in range(30)])
+    [sure], [unsure] = good.propose(), bad.propose()
+    assert sure.probability > 0.95
+    assert unsure.probability < 0.1
+    bad.append([TEXT[20], TEXT[21]])
+    assert bad.propose()[0].probability > unsure.probability
