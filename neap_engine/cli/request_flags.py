@@ -206,7 +206,7 @@ def request_options(
         "min_tokens": min_tokens,
         "bad_words": bad_words or (),
         "stop": stop or (),
-        "prediction": prediction.read_text() if prediction else "",
+        "prediction": prediction.read_text(encoding="utf-8") if prediction else "",
         "ignore_eos": ignore_eos,
         "constraint": constraint,
     }

@@ -171,6 +171,20 @@ def test_the_three_forms_of_a_prompt(loaded):
     assert chat.request_id == "r"
 
 
+def predicted(**content):
+    return {"text": "x", "prediction": pb.Prediction(**content)}
+
+
+def test_predictions_are_tokenised_without_special_tokens(loaded):
+    ids = loaded.tokenizer("hello there", add_special_tokens=False)["input_ids"]
+    of_text = _request(loaded, **predicted(text="hello there"))
+    of_ids = _request(loaded, **predicted(token_ids=pb.TokenIds(ids=ids)))
+    assert of_text.prediction_ids == of_ids.prediction_ids == tuple(ids)
+    assert of_text.prompt_ids == _request(loaded, text="x").prompt_ids
+    assert _request(loaded, text="x").prediction_ids == ()
+    assert _request(loaded, **predicted()).prediction_ids == ()
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -185,6 +199,13 @@ def test_the_three_forms_of_a_prompt(loaded):
         ({"token_ids": pb.TokenIds(ids=[263])}, "TOKEN_OUT_OF_RANGE"),
         ({"token_ids": pb.TokenIds(ids=[0] * 2048)}, "PROMPT_TOO_LONG"),
         ({"text": "x", "logprobs": 21}, "INVALID_INPUT"),
+        (predicted(token_ids=pb.TokenIds(ids=[263])), "TOKEN_OUT_OF_RANGE"),
+        (predicted(token_ids=pb.TokenIds(ids=[0] * 2049)), "PREDICTION_TOO_LONG"),
+        (predicted(text="x" * (64 * 2048 + 1)), "PREDICTION_TOO_LONG"),
+        (
+            {**predicted(text="x"), "depth": pb.DepthPolicy(relaxed=pb.Relaxed())},
+            "PREDICTION_NEEDS_EXACT",
+        ),
     ],
 )
 def test_bad_prompts_are_refused(loaded, fields, reason):
@@ -214,12 +235,16 @@ def test_chunks_become_messages():
 @pytest.mark.parametrize("reason", list(FinishReason))
 def test_finished_becomes_a_message(reason):
     depth = DepthStatistics({"full": (4, 6), "suffix": (0, 2)}, 5, 2, 24, 40, 6, 8, 1)
-    event = Finished(reason, "stop", "tail", 11, 7, 8, 0.25, 1.5, 2.000000001, depth)
+    event = Finished(reason, "stop", "tail", 11, 7, 8, 0.25, 1.5, 2.000000001, depth, 3, 4)
     finished = from_event(event, str).finished
     assert pb.FinishReason.Name(finished.reason) == f"FINISH_REASON_{reason.name}"
     assert (finished.stop_match, finished.text) == ("stop", "tail")
     assert finished.usage == pb.Usage(
-        num_prompt_tokens=11, num_cached_tokens=7, num_completion_tokens=8
+        num_prompt_tokens=11,
+        num_cached_tokens=7,
+        num_completion_tokens=8,
+        num_accepted_prediction_tokens=3,
+        num_rejected_prediction_tokens=4,
     )
     assert finished.timing.queue.ToNanoseconds() == 250_000_000
     assert finished.timing.prefill.ToNanoseconds() == 1_500_000_000

@@ -58,6 +58,17 @@ def test_the_request_carries_every_flag(service, neap, tmp_path):
     assert roles == [("system", "be brief"), ("user", "hi")]
 
 
+def test_a_prediction_comes_from_a_file(service, neap, tmp_path):
+    file = tmp_path / "draft.txt"
+    file.write_text("Was ich erwarte: ü\n", encoding="utf-8")
+    result = neap("generate", "hi", "--worker", service.address, "--prediction", str(file))
+    assert result.exit_code == 0, result.output
+    expected = pb.Prediction(text="Was ich erwarte: ü\n")
+    assert service.inference.requests[0].prediction == expected
+    result = neap("generate", "hi", "--worker", service.address, "--prediction", "nowhere.txt")
+    assert result.exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [

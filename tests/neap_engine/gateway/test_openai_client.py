@@ -137,7 +137,7 @@ def test_the_seed_of_an_answer_can_be_sent_again(client):
         {"tool_choice": "auto", "parallel_tool_calls": False, "functions": []},
         {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}},
         {"logprobs": False, "top_logprobs": 0, "n": 1, "stop": [], "seed": None},
-        {"response_format": {"type": "text"}, "prediction": {"type": "content", "content": "x"}},
+        {"response_format": {"type": "text"}, "prediction": None},
         {"stream_options": {"include_usage": True}, "store": False, "metadata": {}},
         {
             "extra_body": {
@@ -159,6 +159,58 @@ def test_fields_that_ask_for_nothing_change_nothing(client, fields):
     answer = client.chat.completions.create(**request, messages=named, **fields)
     assert answer.choices[0].message.content == plain.choices[0].message.content
     assert answer.usage.prompt_tokens == plain.usage.prompt_tokens
+
+
+PREDICTIONS = {
+    "text": str,
+    "parts": lambda text: [{"type": "text", "text": t} for t in (text[:3], text[3:])],
+}
+
+
+@pytest.mark.parametrize("form", PREDICTIONS)
+def test_a_prediction_changes_nothing_but_the_usage(client, form):
+    plain = client.chat.completions.create(**CHAT, max_tokens=24)
+    text = plain.choices[0].message.content
+    whole, half = (
+        client.chat.completions.create(
+            **CHAT, max_tokens=24, prediction={"type": "content", "content": PREDICTIONS[form](own)}
+        )
+        for own in (text, text[: len(text) // 2] + "~")
+    )
+    counts = []
+    for answer in (plain, half, whole):
+        assert answer.choices[0].message.content == text
+        assert answer.usage.prompt_tokens == plain.usage.prompt_tokens
+        details = answer.usage.completion_tokens_details
+        counts.append((details.accepted_prediction_tokens, details.rejected_prediction_tokens))
+    assert counts[0] == (0, 0)
+    assert 0 < counts[1][0] < counts[2][0]
+    assert counts[1][1] >= 1
+    *_, last = client.chat.completions.create(
+        **CHAT,
+        max_tokens=24,
+        prediction={"type": "content", "content": text},
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    assert last.usage.completion_tokens_details.accepted_prediction_tokens == counts[2][0]
+
+
+def test_penalties_and_biases_have_their_effect(client):
+    def answer(**fields):
+        extra = {**GREEDY["extra_body"], **fields.pop("extra_body", {})}
+        found = client.completions.create(
+            **{**GREEDY, "extra_body": extra}, prompt="hello", max_tokens=24, logprobs=0, **fields
+        )
+        return found.choices[0].logprobs.tokens, found.choices[0].text
+
+    tokens, text = answer()
+    assert len(set(answer(presence_penalty=2.0, frequency_penalty=2.0)[0])) > len(set(tokens))
+    first = build_tokenizer()(tokens[0], add_special_tokens=False)["input_ids"][-1]
+    assert answer(logit_bias={str(first): -100})[0][0] != tokens[0]
+    assert set(answer(logit_bias={str(first): 100})[0]) == {tokens[0]}
+    word = text[4:6]
+    assert word not in answer(extra_body={"bad_words": [word]})[1]
 
 
 def test_several_streamed_choices_are_told_apart_by_index(client):

@@ -33,6 +33,7 @@ def test_options_go_where_they_belong(loaded):
             "stop_strings": ["x"],
             "stop_token_ids": [3],
             "ignore_eos": True,
+            "prediction": "hel",
         },
     )
     assert request == GenerationRequest(
@@ -41,6 +42,7 @@ def test_options_go_where_they_belong(loaded):
         StoppingParams(7, ("x",), frozenset({3}), True),
         DepthPolicy("full"),
         logprobs=2,
+        prediction_ids=tuple(loaded.tokenizer("hel", add_special_tokens=False)["input_ids"]),
     )
 
 
