@@ -2,14 +2,14 @@
 
 An edit is a prompt, the full model's own answer to it, and a prediction: that answer with a share of its words replaced
 by other words of it, left out, or doubled (a third each), tokenised anew. So the model makes the expected text again,
-with edits, as an editor of a document does; how faithfully a model copies is not measured. Prompts whose answers are
-shorter than two thirds of --max-tokens are left out. The wrong prediction is that of the edit before.
+with edits; how faithfully a model copies is not measured. Prompts whose answers are shorter than two thirds of
+--max-tokens are left out. The wrong prediction has the words of the right one in another order.
 """
 
 import argparse
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import islice
 
 from bench.machine import described
 from bench.options import add_dtypes, add_prompts, each_model, load, make_parser
@@ -20,13 +20,7 @@ from shared.engine.request.request import Generation
 from shared.ladder.folder import read_ladder
 
 FULL, ALONE, PREDICTED, WRONG = "full", "exact", "exact, predicted", "exact, wrong prediction"
-
-
-@dataclass(frozen=True)
-class Edit:
-    prompt: tuple[int, ...]
-    answer: Generation
-    prediction: str
+WAYS = (FULL, ALONE, PREDICTED, WRONG)
 
 
 def main() -> None:
@@ -36,69 +30,60 @@ def main() -> None:
     parser.add_argument("--edits", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=300)
     parser.add_argument("--changed", type=float, default=0.05, help="share of the words")
-    parser.add_argument("--rounds", type=int, default=2, help="of which the faster one counts")
+    parser.add_argument("--rounds", type=int, default=1, help="of which the fastest one counts")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     for options in each_model(parser):
-        measure(options)
-
-
-def measure(options: argparse.Namespace) -> None:
-    loaded = load(options)
-    with Engine(loaded, read_ladder(options.router)) as engine:
-        edits = []
-        for edit in _edits(engine, options):
-            edits.append(edit)
-            if len(edits) == options.edits:
-                break
-        seconds = dict.fromkeys((FULL, ALONE, PREDICTED, WRONG), 0.0)
-        passes, accepted, size = dict.fromkeys(seconds, 0), dict.fromkeys(seconds, 0), 0
-        for number, edit in enumerate(edits):
-            size += len(edit.answer.token_ids) - 1
-            given = {PREDICTED: edit.prediction, WRONG: edits[number - 1].prediction}
-            runs: dict[str, list[Generation]] = {way: [] for way in seconds}
-            for _ in range(options.rounds):
-                for way, own in runs.items():
-                    policy, prediction = "full" if way == FULL else "exact", given.get(way, "")
-                    own.append(
-                        engine.generate(
-                            edit.prompt,
-                            policy=policy,
-                            prediction=prediction,
-                            max_tokens=options.max_tokens,
-                        )
-                    )
-                    assert own[-1].token_ids == edit.answer.token_ids, (
-                        "exact gives the tokens of full"
-                    )
-            for way, own in runs.items():
-                seconds[way] += min(one.finished.decode_s for one in own)
-                passes[way] += own[-1].stats.num_verify_passes
-                accepted[way] += own[-1].finished.num_accepted_prediction_tokens
-    print(described("cpu"))
-    print(
-        f"{len(edits)} edits, {size / len(edits):.0f} tokens, {options.changed:.0%} of the words changed"
-    )
-    head("", "tok/s", "of full", "tokens per verify pass", "of the answer in the prediction")
-    for way, own in seconds.items():
-        share = f"{accepted[way] / size:.0%}" if way in (PREDICTED, WRONG) else ""
-        row(
-            way,
-            f"{size / own:.1f}",
-            f"{seconds[FULL] / own:.2f}x",
-            f"{size / passes[way]:.2f}",
-            share,
+        loaded = load(options)
+        with Engine(loaded, read_ladder(options.router)) as engine:
+            measured = list(islice(_measured(engine, options), options.edits))
+        print(described("cpu"))
+        size = sum(len(edit[FULL].token_ids) - 1 for edit in measured)
+        print(
+            f"{len(measured)} edits of {size / len(measured):.0f} tokens, {options.changed:.0%} of words changed"
         )
+        head("", "tok/s", "of full", "tokens per verify pass", "of the answer in the prediction")
+        of_full = sum(edit[FULL].finished.decode_s for edit in measured)
+        for way in measured[0]:
+            seconds = sum(edit[way].finished.decode_s for edit in measured)
+            passes = sum(edit[way].stats.num_verify_passes for edit in measured)
+            right = sum(edit[way].finished.num_accepted_prediction_tokens for edit in measured)
+            row(
+                way,
+                f"{size / seconds:.1f}",
+                f"{of_full / seconds:.2f}x",
+                f"{size / passes:.2f}",
+                f"{right / size:.0%}" if right else "",
+            )
 
 
-def _edits(engine: Engine, options: argparse.Namespace) -> Iterator[Edit]:
+def _measured(engine: Engine, options: argparse.Namespace) -> Iterator[dict[str, Generation]]:
+    """Of each edit its fastest answer by way."""
     for number, ids in enumerate(first_turns(engine.loaded, options.prompts, options.per_task)):
-        answer = engine.generate(ids, policy="full", max_tokens=options.max_tokens)
-        if 3 * len(answer.token_ids) >= 2 * options.max_tokens:
-            yield Edit(tuple(ids), answer, edited(answer.text, options.changed, number))
+
+        def answer(way: str, prediction: str = "", ids: list[int] = ids) -> Generation:
+            policy = "full" if way == FULL else "exact"
+            return engine.generate(
+                ids, policy=policy, prediction=prediction, max_tokens=options.max_tokens
+            )
+
+        first = answer(FULL)
+        if 3 * len(first.token_ids) < 2 * options.max_tokens:
+            continue
+        draw = random.Random(number)
+        prediction = edited(first.text, options.changed, draw)
+        words = prediction.split(" ")
+        given = {PREDICTED: prediction, WRONG: " ".join(draw.sample(words, len(words)))}
+        runs = {way: [first] if way == FULL else [] for way in WAYS if way in (FULL, *options.ways)}
+        for place in range(options.rounds):
+            for way, own in runs.items():
+                if len(own) <= place:
+                    own.append(answer(way, given.get(way, "")))
+                assert own[-1].token_ids == first.token_ids, "exact gives the tokens of full"
+        yield {way: min(own, key=lambda one: one.finished.decode_s) for way, own in runs.items()}
 
 
-def edited(text: str, share: float, seed: int) -> str:
+def edited(text: str, share: float, draw: random.Random) -> str:
     """The text with this share of its words replaced, left out or doubled."""
-    draw = random.Random(seed)
     words = text.split(" ")
     kinds = (lambda _: [draw.choice(words)], lambda _: [], lambda word: [word, word])
     kept = [draw.choice(kinds)(word) if draw.random() < share else [word] for word in words]

@@ -32,7 +32,9 @@ STOPPED_S = 40.0
 READY_S = 120.0
 FLAGS = ("--grace-s", "0.5", "--drain-timeout-s", "3600")
 SAMPLED = pb.Sampling(temperature=1.1, top_p=0.95, seed=5)
-PENALISED = pb.Sampling(temperature=0.8, top_k=50, min_p=0.01, repetition_penalty=1.2, seed=9)
+PENALISED = pb.Sampling(
+    temperature=0.8, top_k=50, min_p=0.01, repetition_penalty=1.2, seed=9, frequency_penalty=0.3
+)
 
 
 def requests():

@@ -68,6 +68,15 @@ def test_a_part_that_was_moved_is_found():
     assert found.count(False) <= 3 * proved
 
 
+@pytest.mark.parametrize(("lost_at", "found_at"), [(13, 10), (20, 24)])
+def test_of_two_places_the_nearer_one_is_taken(lost_at, found_at):
+    prediction = [7 if place in (10, 24) else token for place, token in enumerate(TEXT)]
+    one = PredictionProposer(prediction, 0)
+    one.append([*prediction[:lost_at], 7])
+    [draft] = one.propose()
+    assert draft.token == prediction[found_at + 1]
+
+
 def test_what_is_drafted_does_not_move_it():
     one = PredictionProposer(TEXT, 0)
     one.append(TEXT[:10])
