@@ -85,9 +85,11 @@ def _measured(engine: Engine, options: argparse.Namespace) -> Iterator[dict[str,
 def edited(text: str, share: float, draw: random.Random) -> str:
     """The text with this share of its words replaced, left out or doubled."""
     words = text.split(" ")
-    kinds = (lambda _: [draw.choice(words)], lambda _: [], lambda word: [word, word])
-    kept = [draw.choice(kinds)(word) if draw.random() < share else [word] for word in words]
-    return " ".join(word for own in kept for word in own)
+    kept: list[str] = []
+    for word in words:
+        is_changed = draw.random() < share
+        kept += draw.choice(([draw.choice(words)], [], [word, word])) if is_changed else [word]
+    return " ".join(kept)
 
 
 if __name__ == "__main__":

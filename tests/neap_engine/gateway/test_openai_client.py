@@ -213,6 +213,27 @@ def test_penalties_and_biases_have_their_effect(client):
     assert word not in answer(extra_body={"bad_words": [word]})[1]
 
 
+def test_choices_share_the_keys_and_values_of_their_prompt(client):
+    prompt = "the seven sleepers of the long prompt " * 12
+    answer = client.completions.create(
+        model="tiny", prompt=prompt, n=4, seed=5, max_tokens=8, temperature=2.0
+    )
+    assert len({choice.text for choice in answer.choices}) == 4
+    of_one = answer.usage.prompt_tokens // 4
+    assert of_one > 100
+    # All but the last token, which each reads for its own first token.
+    assert answer.usage.prompt_tokens_details.cached_tokens >= 3 * (of_one - 16)
+    texts = [
+        client.completions.create(
+            model="tiny", prompt=prompt, seed=5 + index, max_tokens=8, temperature=2.0
+        )
+        .choices[0]
+        .text
+        for index in range(4)
+    ]
+    assert [choice.text for choice in answer.choices] == texts, "each is the answer to its own seed"
+
+
 def test_several_streamed_choices_are_told_apart_by_index(client):
     whole = client.completions.create(**GREEDY, prompt=["hello", "th"], max_tokens=6)
     texts = ["", ""]
