@@ -83,25 +83,39 @@ void read_super(Format format, const uint8_t* p, Block* block) {
     }
 }
 
-// Writes the quants of a group for output `lane`. `quants` is the group's first byte in the panel, 0 before.
+// Every second of 8 bytes, from the first on.
+uint32_t even_bytes(uint64_t bytes) {
+  bytes &= 0x00ff00ff00ff00ff;
+  bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
+  return (uint32_t)(bytes | bytes >> 16);
+}
+
+// The lowest 4 bits of 8 bytes.
+uint32_t low_halves(uint64_t bytes) {
+  bytes &= 0x0f0f0f0f0f0f0f0f;
+  return even_bytes(bytes | bytes >> 4);
+}
+
+// Writes the quants of a group for output `lane`. `quants` is the group's first byte in the panel.
 void place_quants(const Layout& layout, const uint8_t* from, int lane, uint8_t* quants) {
-  const auto add_bits = [&](int64_t line, int64_t shift, uint32_t bits) {
-    uint8_t* at = quants + line * kPanel * 4 + lane * 4;
-    uint32_t word;
-    std::memcpy(&word, at, 4);
-    word |= bits << shift;
-    std::memcpy(at, &word, 4);
+  const auto put = [&](int64_t line, uint32_t word) {
+    std::memcpy(quants + line * kPanel * 4 + lane * 4, &word, sizeof(word));
   };
   const int high_bits = layout.bits - 4;
-  for (int64_t k = 0; k < layout.group; ++k) {
-    const int64_t line = k / 8, byte = k % 8 / 2, odd = k % 2;
+  uint32_t above = 0;
+  for (int64_t line = 0; line < layout.group / 8; ++line) {
+    uint64_t eight;
+    std::memcpy(&eight, from + 8 * line, sizeof(eight));
     if (layout.bits == 8) {
-      add_bits(2 * line + odd, 8 * byte, from[k]);
+      put(2 * line, even_bytes(eight));
+      put(2 * line + 1, even_bytes(eight >> 8));
       continue;
     }
-    if (high_bits) add_bits(0, 8 * byte + high_bits * (2 * line + odd), from[k] >> 4);
-    add_bits(line + (high_bits ? 1 : 0), k % 8 * 4, from[k] & 15);
+    put(line + (high_bits ? 1 : 0), low_halves(eight));
+    const uint64_t high = eight >> 4 & 0x0101010101010101 * ((1u << high_bits) - 1);
+    above |= even_bytes(high | high >> (8 - high_bits)) << (2 * high_bits * line);
   }
+  if (high_bits && layout.bits < 8) put(0, above);
 }
 
 }  // namespace

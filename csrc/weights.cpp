@@ -50,14 +50,17 @@ void widen_block(const PackedView& view, int64_t panel, int64_t k, int64_t depth
                   block);
 }
 
-// Widens panel number `panel` to rows [16, in_features].
-void widen_panel(const PackedView& view, int64_t panel, float* rows) {
+// Widens the first `count` rows of panel number `panel` to rows [count, in_features].
+void widen_panel(const PackedView& view, int64_t panel, int64_t count, float* rows) {
   float block[kDepthBlock * kPanel];
   for (int64_t k = 0; k < view.in_features; k += kDepthBlock) {
     const int64_t depth = std::min(kDepthBlock, view.in_features - k);
     widen_block(view, panel, k, depth, block);
-    for (int64_t lane = 0; lane < kPanel; ++lane)
-      for (int64_t i = 0; i < depth; ++i) rows[lane * view.in_features + k + i] = block[i * kPanel + lane];
+    // By squares, which stay in the nearest cache.
+    for (int64_t from = 0; from < depth; from += kPanel)
+      for (int64_t lane = 0; lane < count; ++lane)
+        for (int64_t i = from; i < std::min(from + kPanel, depth); ++i)
+          rows[lane * view.in_features + k + i] = block[i * kPanel + lane];
   }
 }
 
@@ -117,14 +120,10 @@ void round_inputs_(Tensor packed) {
 Tensor unpack_linear(Tensor packed) {
   const PackedView view = packed_view("unpack_linear", "packed", packed);
   Tensor out = empty({view.out_features, view.in_features});
-  const int64_t panel_floats = kPanel * view.in_features;
   parallel(num_panels(view.out_features), (double)out.numel(), [&](int64_t begin, int64_t end) {
-    std::vector<float> rows(panel_floats);
-    for (int64_t panel = begin; panel < end; ++panel) {
-      widen_panel(view, panel, rows.data());
-      const int64_t count = std::min(kPanel, view.out_features - panel * kPanel) * view.in_features;
-      std::copy(rows.begin(), rows.begin() + count, mutable_floats(out) + panel * panel_floats);
-    }
+    for (int64_t panel = begin; panel < end; ++panel)
+      widen_panel(view, panel, std::min(kPanel, view.out_features - panel * kPanel),
+                  mutable_floats(out) + panel * kPanel * view.in_features);
   });
   return out;
 }
@@ -143,8 +142,18 @@ Tensor packed_rows(Tensor packed, Tensor indices) {
   shape.push_back(width);
   Tensor out = empty(shape);
   float* to = mutable_floats(out);
+  // Rows of a whole panel are widened together.
+  const auto is_panel = [&](int64_t i) {
+    for (int64_t lane = 0; lane < kPanel; ++lane)
+      if (wanted[i + lane] != wanted[i] + lane) return false;
+    return wanted[i] % kPanel == 0;
+  };
   parallel(indices.numel(), (double)indices.numel() * (double)(kPanel * width), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) widen_row(view, wanted[i], to + i * width);
+    for (int64_t i = begin, count; i < end; i += count) {
+      count = i + kPanel <= end && is_panel(i) ? kPanel : 1;
+      if (count == kPanel) widen_panel(view, wanted[i] / kPanel, kPanel, to + i * width);
+      else widen_row(view, wanted[i], to + i * width);
+    }
   });
   return out;
 }

@@ -37,6 +37,7 @@ from shared.configured_model import load_configured
 from shared.engine.drafting.costs import RememberingMeter
 from shared.engine.engine import Engine
 from shared.errors import InvalidInput, NeapError, PreconditionFailed
+from shared.memory import release_free_memory
 from shared.metrics_server import serve_metrics
 from shared.model.loaded import LoadedModel
 from shared.model.runners import make_runner
@@ -213,9 +214,11 @@ def _load_engine(
             reason="EXACT_NOT_PROMISED",
             metadata={"model_id": source.model_id},
         )
+    release_free_memory()  # of the checks
     say("warming up")
     engine.warm_up()
     loaded.facts.keep()
+    release_free_memory()
     log.info("model warm", model_id=source.model_id)
     return engine
 

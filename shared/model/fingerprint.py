@@ -9,12 +9,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shared.cpus import usable_cpus
+from shared.memory import trim_heap
 from shared.model.layer_configs import setting_of
 from shared.model.weights.lazy import lazy
 from shared.model.weights.quantised import is_plain, quantised_digest
 
 # Matrices that are hashed at once. Each takes a few times its bytes, because it is read and rounded.
 MAX_AT_ONCE = 4
+# Matrices are packed meanwhile, and what was read lies free between them. It is given back after so many numbers.
+TRIM_NUMBERS = 1 << 24
 
 # The settings that change what a set of weights computes. Not the whole config, because its defaults differ between
 # versions of transformers, and the fingerprint must not depend on the version that loaded the model.
@@ -48,11 +51,16 @@ def fingerprint(model: PreTrainedModel) -> str:
         ((n, p) for n, p in model.named_parameters() if p.is_floating_point() and is_plain(p)),
         key=lambda item: item[0],
     )
+    untrimmed = 0
     with ThreadPoolExecutor(min(usable_cpus(), MAX_AT_ONCE)) as pool:
         for (name, parameter), part in zip(
             parameters, pool.map(_tensor_digest, (tensor for _, tensor in parameters)), strict=True
         ):
             digest.update(f"{name} {list(parameter.shape)} ".encode() + part)
+            untrimmed += parameter.numel()
+            if untrimmed >= TRIM_NUMBERS:
+                trim_heap()
+                untrimmed = 0
     digest.update(quantised_digest(model, model.config))
     return f"sha256:{digest.hexdigest()}"
 

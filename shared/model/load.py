@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from shared.errors import Exhausted, NeapError, UnsupportedModel
-from shared.memory import release_free_memory
+from shared.memory import release_free_memory, trim_heap
 from shared.model.cache import is_out_of_memory
 from shared.model.device import check_device
 from shared.model.fingerprint import fingerprint
@@ -124,17 +124,20 @@ def _load_model(
         in_float32 = on_cpu and method is None
         if "gguf_file" not in where:
             readers = safetensors_replacements(checkpoint, lazy=in_float32)
-        with replaced(readers):
-            with _load_errors(source, theirs):
-                model = _build(where, torch.float32 if in_float32 else dtype or "auto")
-            if entry is not None:
-                entry.check()
-            # Hashing does not hold the interpreter lock, so it runs while the tokenizer is built.
-            with ThreadPoolExecutor(1) as pool:
-                hashing = pool.submit(facts.recall, "fingerprint", partial(fingerprint, model))
-                with _load_errors(source, theirs):
-                    tokenizer = AutoTokenizer.from_pretrained(**where)
-            identity = hashing.result()
+        with replaced(readers), _load_errors(source, theirs):
+            model = _build(where, torch.float32 if in_float32 else dtype or "auto")
+        if entry is not None:
+            entry.check()
+        release_free_memory()
+        # Hashing does not hold the interpreter lock, so it runs while the tokenizer is built.
+        with ThreadPoolExecutor(1) as pool:
+            hashing = pool.submit(facts.recall, "fingerprint", partial(fingerprint, model))
+            with replaced(readers), _load_errors(source, theirs):
+                tokenizer = AutoTokenizer.from_pretrained(**where)
+            readers = []  # they have the file's metadata
+            release_free_memory()
+        identity = hashing.result()
+        trim_heap()
         if not accelerate or not on_cpu:
             realise(model)
         if in_float32 and (dtype or config.dtype) not in (None, torch.float32):

@@ -10,6 +10,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Any
 
 import structlog
 import torch
@@ -81,7 +82,7 @@ def _try(runner: Runner) -> Numerics:
     bits, agree = _probe(runner)
     runner.counters.reset()
     why_not = _why_not(loaded, agree)
-    facts = _facts(runner) | {"bits": _digest(bits), "torch functions": _digest(_torch_functions())}
+    facts = _facts(runner) | {"bits": bits, "torch functions": _digest(_torch_functions())}
     if why_not:
         facts["threads"] = torch.get_num_threads()
     text = json.dumps(facts, sort_keys=True, default=str)
@@ -102,27 +103,28 @@ def _why_not(loaded: LoadedModel, agree: bool) -> str:
     return "a token's bits depend on what else is in a pass" + (own and f": {own}")
 
 
-def _probe(runner: Runner) -> tuple[Tensor, bool]:
-    """The logits [T, V] of sequences across every border, each in one pass, and whether they are the same in several
-    passes."""
+def _probe(runner: Runner) -> tuple[str, bool]:
+    """The digest of the logits of sequences across every border, each in one pass, and whether they are the same in
+    several passes."""
     loaded = runner.loaded
     length = min(_PROMPT + 1 + _FEW, loaded.context_length)
-    logits, agree = [], True
+    digest, agree = hashlib.sha256(), True
     for place in origins(loaded.model.config, loaded.context_length, length):
         try:
-            whole, parts = _logits_from(runner, place, length)
+            own, is_same = _tried_at(runner, place, length)
         except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError):
             if not place:
                 raise
             continue  # the model makes something as long as the text, and cannot begin late
-        logits.append(whole)
-        agree = agree and torch.equal(whole, parts)
-    return torch.cat(logits), agree
+        digest.update(_bytes(own))
+        agree = agree and is_same
+        del own  # before the next ones are made: the logits of a large vocabulary take megabytes
+    return digest.hexdigest(), agree
 
 
-def _logits_from(runner: Runner, place: int, length: int) -> tuple[Tensor, Tensor]:
-    """The logits [T, V] of a sequence whose positions begin at `place`: in one pass, and in several, the last of them
-    in company."""
+def _tried_at(runner: Runner, place: int, length: int) -> tuple[Tensor, bool]:
+    """The logits [T, V] in one pass of a sequence whose positions begin at `place`, and whether they are the same in
+    several passes, the last of them in company."""
     loaded, depth = runner.loaded, runner.num_layers
     prompt = max(1, length - 1 - _FEW)
     ids = torch.randint(
@@ -151,7 +153,10 @@ def _logits_from(runner: Runner, place: int, length: int) -> tuple[Tensor, Tenso
         parts.append(together[:, len(others) :])
     elif last:
         parts.append(run(last, prompt + 1, cache))
-    return expected, torch.cat([runner.logits(part)[0] for part in parts])
+    rows = expected.split([part.shape[1] for part in parts])
+    return expected, all(
+        torch.equal(own, runner.logits(part)[0]) for own, part in zip(rows, parts, strict=True)
+    )
 
 
 def _facts(runner: Runner) -> dict[str, object]:
@@ -190,5 +195,9 @@ def _torch_functions() -> Tensor:
 
 
 def _digest(numbers: Tensor) -> str:
-    data = numbers.detach().float().cpu().contiguous().view(torch.uint8)
-    return hashlib.sha256(data.numpy().data).hexdigest()
+    return hashlib.sha256(_bytes(numbers)).hexdigest()
+
+
+def _bytes(numbers: Tensor) -> Any:
+    """The numbers as float32, in memory that hashes can read."""
+    return numbers.detach().float().cpu().contiguous().view(torch.uint8).numpy().data

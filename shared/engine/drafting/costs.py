@@ -209,9 +209,8 @@ def exit_timings(
 
 
 def _repeated(measure: Callable[[], T], least: int, most: int) -> list[T]:
-    """The results of `measure`, called `least` to `most` times: no more once MEASURE_S have passed.
-    A first call warms up."""
-    measure()
+    """The results of `measure`, called `least` to `most` times: no more once MEASURE_S have passed. The first ones may
+    be slow, because their memory is new: the least is taken of all."""
     end = time.monotonic() + MEASURE_S
     results: list[T] = []
     while len(results) < least or (len(results) < most and time.monotonic() < end):

@@ -93,14 +93,15 @@ class MappedFile:
             mapped = mmap.mmap(
                 file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
             )
-        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._mapped, self._bytes = mapped, torch.frombuffer(mapped, dtype=torch.uint8)
         self._table = table
         self.matrices = {
             name: self._bytes[place : place + count] for name, (place, count, _) in table.items()
         }
 
     def checked(self) -> "Future[bool]":
-        """Begins to compare all checksums. Whether they agree. It reads the whole file, and brings it into memory."""
+        """Begins to compare all checksums. Whether they agree. It reads the whole file, and brings it into the system's
+        memory, but not into that of this process: the tokenizer that is built next takes its own for a while."""
         pool = ThreadPoolExecutor(1, "neap-checksums")
         try:
             return pool.submit(self._agrees)
@@ -109,7 +110,9 @@ class MappedFile:
 
     def _agrees(self) -> bool:
         with ThreadPoolExecutor(usable_cpus()) as pool:
-            return all(pool.map(self._piece_agrees, self._pieces()))
+            agree = all(pool.map(self._piece_agrees, self._pieces()))
+        self._mapped.madvise(mmap.MADV_DONTNEED)
+        return agree
 
     def _pieces(self) -> Iterable[tuple[int, int, int]]:
         for place, count, sums in self._table.values():

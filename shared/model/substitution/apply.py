@@ -34,7 +34,7 @@ from shared.model.substitution.fused_layers import substitute_layers
 from shared.model.substitution.linear import embedding, gated_mlp, linear, rms_norm
 from shared.model.substitution.match import Unsuitable, relative_error
 from shared.model.substitution.reversible import Substitutions
-from shared.model.substitution.row_invariant import watched
+from shared.model.substitution.row_invariant import Callers, watched
 from shared.model.weights.lazy import lazy
 from shared.model.weights.quantised import quantisation
 
@@ -112,8 +112,10 @@ def accelerate(
                 attends = _attend_as_proven(run, proven["attention"])
                 _run_row_invariantly(run, proven["row invariant"])
             else:
-                attends, error = _substitute_attention(run, expected)
-                if callers := _make_row_invariant(run):
+                with watched(model) as calls:
+                    attends, error = _substitute_attention(run, expected, calls)
+                if callers := _named(run, calls):
+                    _run_row_invariantly(run, callers)
                     error = relative_error(_padded_logits(model), expected)
                 if error > MODEL_TOLERANCE:
                     raise UnsupportedModel(
@@ -126,9 +128,9 @@ def accelerate(
                     "row invariant": callers,
                 }
             dequantised = _dequantise_the_rest(run)
+            run.round_inputs(compute_dtype)
             ids = _random_ids(model, 1, 9)
             layers = substitute_layers(run, ids, kv_dtype, proven) if attends else 0
-            run.round_inputs(compute_dtype)
         except BaseException:
             run.undo_all()
             raise
@@ -184,15 +186,11 @@ def _substitute_modules(run: Substitutions) -> None:
             run.attempt("embedding", name, module, embedding)
 
 
-def _make_row_invariant(run: Substitutions) -> list[tuple[str, list[str]]]:
-    """Runs the modules that call torch's functions themselves so that rows do not matter. Returns their names, each
-    with those of the parameters that it multiplies by."""
+def _named(run: Substitutions, callers: Callers) -> list[tuple[str, list[str]]]:
+    """The names of modules that call torch's functions themselves, each with those of the parameters that it
+    multiplies by. They are to run so that rows do not matter."""
     names = {module: name for name, module in run.model.named_modules()}
-    with watched(run.model) as callers:
-        _logits_in_one_pass(run.model)
-    found = [(names[module], sorted(multiplied_by)) for module, multiplied_by in callers.items()]
-    _run_row_invariantly(run, found)
-    return found
+    return [(names[module], sorted(multiplied_by)) for module, multiplied_by in callers.items()]
 
 
 def _run_row_invariantly(run: Substitutions, callers: Iterable[tuple[str, list[str]]]) -> None:
@@ -242,8 +240,11 @@ def _substitute_rotary(run: Substitutions) -> Iterator[str]:
         yield file
 
 
-def _substitute_attention(run: Substitutions, expected: Tensor) -> tuple[bool, float]:
-    """Whether the model runs neap's attention, and the error of its logits with the attention that it runs."""
+def _substitute_attention(
+    run: Substitutions, expected: Tensor, calls: Callers
+) -> tuple[bool, float]:
+    """Whether the model runs neap's attention, and the error of its logits with the attention that it runs.
+    `calls`: what has been watched, which is to be that of this attention alone."""
     model, before = run.model, run.model.config._attn_implementation
     if not model._can_set_attn_implementation():
         run.left_alone["attention"] = "the family does not use transformers' AttentionInterface"
@@ -260,6 +261,7 @@ def _substitute_attention(run: Substitutions, expected: Tensor) -> tuple[bool, f
         return True, error
     model.set_attn_implementation(before)
     run.left_alone["attention"] = reason
+    calls.clear()
     return False, relative_error(_padded_logits(model), expected)
 
 

@@ -29,7 +29,8 @@ def substitute_layers(
     gave other bits.
 
     `ids` [1, >= 9] int64: random tokens. `kv_dtype`: that of caches, over which bits are compared.
-    To be called last, when the layers' modules and attention have been replaced.
+    To be called last, when the layers' modules and attention have been replaced and matmuls round as they will when
+    the model serves: the bits that are compared are those that it will give.
     """
     config = run.model.config.get_text_config(decoder=True)
     try:

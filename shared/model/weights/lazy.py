@@ -2,7 +2,7 @@
 
 To the model it is a float32 tensor on the CPU. An operation that needs its numbers dequantises the matrix for this
 operation alone, so the model's own code runs with one dequantised matrix at a time. A look-up of rows, as in an
-embedding, reads only these.
+embedding, reads only these. A product as in a linear layer dequantises some rows at a time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,10 +50,14 @@ class LazyWeight(Tensor):
         if isinstance(first, LazyWeight):
             if func in _ALIASES or (func is torch.ops.aten._to_copy.default and _is_noop(kwargs)):
                 return LazyWeight(first.stored)
+            if func is torch.ops.aten.t.default:
+                return LazyWeight(first.stored.turned())
             if func is torch.ops.aten.embedding.default and not first.stored.transposed:
                 return first.stored.look_up(args[1])
         if func in _ASSEMBLIES and (assembled := _ASSEMBLIES[func](*args, **kwargs)) is not None:
             return LazyWeight(assembled)
+        if func in _PRODUCTS and not kwargs and (out := _PRODUCTS[func](*args)) is not None:
+            return out
         if func._schema.is_mutable and any(_changes(func, args, kwargs)):
             raise RuntimeError(f"{func} would change weights that are read-only")
         return func(*tree_map(_dequantised, args), **tree_map(_dequantised, kwargs))
@@ -91,6 +95,23 @@ def _side_by_side(stacks: Sequence[Tensor], dim: int = 0) -> Stored | None:
 _ASSEMBLIES: dict[Any, Any] = {
     torch.ops.aten.stack.default: _stacked,
     torch.ops.aten.cat.default: _side_by_side,
+}
+
+
+def _by_parts(x: Tensor, turned: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """x [M, K] @ the transpose [K, N] of a lazy matrix + bias [N] -> [M, N]. None if the operands are others."""
+    stored = lazy(turned)
+    if stored is None or not stored.transposed or isinstance(x, LazyWeight) or turned.dim() != 2:
+        return None
+    out = torch.cat([x @ part.T for part in stored.row_parts()], -1)
+    return out if bias is None else out + bias
+
+
+_PRODUCTS: dict[Any, Any] = {
+    torch.ops.aten.mm.default: _by_parts,
+    torch.ops.aten.addmm.default: lambda bias, x, turned: _by_parts(x, turned, bias),
+    # Under inference mode this one is not taken apart.
+    torch.ops.aten.linear.default: lambda x, weight, bias=None: _by_parts(x, weight.t(), bias),
 }
 
 

@@ -1,5 +1,6 @@
 """Matrices of a model that are still in a checkpoint's file, or packed for the kernels."""
 
+import copy
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -26,8 +27,11 @@ PLAIN_KINDS = {
 # The dtypes of the kernels' matrices.
 LAZY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL_ROWS = slice(None)
-# A matrix is dequantised in parts of so many numbers where it need not be whole: an embedding takes a gigabyte.
-PART_NUMBERS = 1 << 22
+# A matrix is dequantised in parts of so many numbers where it need not be whole: an embedding takes a gigabyte, and a
+# part stays in the processor's caches.
+PART_NUMBERS = 1 << 19
+# Rows that are packed together, and widened together if they are asked for together.
+_PANEL = 16
 
 
 class Stored(ABC):
@@ -64,6 +68,16 @@ class Stored(ABC):
     def pack_transpose(self, rows: slice = ALL_ROWS) -> tuple[Tensor, str]:
         """Rows of the transpose [K, N], packed, and the format of their numbers."""
         return ops.pack_linear(self.dequantised_rows().T[rows]), "float32"
+
+    def row_parts(self) -> Iterator[Tensor]:
+        """The rows of `dequantised_rows` in their order, in parts [*, K]."""
+        yield self.dequantised_rows()
+
+    def turned(self) -> "Stored":
+        """The same matrix, held by a model as the transpose of what this one holds."""
+        other = copy.copy(self)
+        other.transposed = not self.transposed
+        return other
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Rows `ids` [*] int64 as float32 [*, K]."""
@@ -108,12 +122,28 @@ class Plain(Stored):
 
     def _read(self) -> Tensor:
         """[N, K] of the file's dtype."""
-        file, offset, shape, dtype = self._place
-        numbers = file.read(offset, shape[0] * shape[1] * dtype.itemsize).view(dtype).view(shape)
+        numbers = self._read_rows(0, self.rows)
         return numbers if self._row_order is None else numbers[self._row_order]
+
+    def _read_rows(self, first: int, count: int) -> Tensor:
+        """`count` rows of the file from row `first` on: [count, K] of its dtype."""
+        file, offset, (_, columns), dtype = self._place
+        row_bytes = columns * dtype.itemsize
+        return file.read(offset + first * row_bytes, count * row_bytes).view(dtype).view(count, -1)
+
+    def _read_parts(self) -> Iterator[Tensor]:
+        """The rows of `_read` in their order, in parts."""
+        if self._row_order is not None:
+            yield self._read()
+            return
+        for rows in _row_parts(self):
+            yield self._read_rows(int(rows[0]), len(rows))
 
     def dequantised_rows(self) -> Tensor:
         return self.read().float()
+
+    def row_parts(self) -> Iterator[Tensor]:
+        return (rounded_to(part, self._wanted).float() for part in self._read_parts())
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
         name = _name(self._place[0], self._place[1], self.format, rows, self._row_order)
@@ -131,6 +161,12 @@ class Plain(Stored):
     def rounded(self) -> Tensor:
         numbers = self._read().to(torch.bfloat16)
         return numbers.T.contiguous() if self.transposed else numbers
+
+    def rounded_parts(self) -> Iterator[Tensor]:
+        if self.transposed:
+            yield self.rounded()
+        else:
+            yield from (part.to(torch.bfloat16) for part in self._read_parts())
 
 
 class Blocks(Stored):
@@ -165,6 +201,10 @@ class Blocks(Stored):
     def dequantised_rows(self) -> Tensor:
         return ops.unpack_linear(self.pack())
 
+    def row_parts(self) -> Iterator[Tensor]:
+        packed = self.pack()
+        return (ops.packed_rows(packed, rows) for rows in _row_parts(self))
+
     def look_up(self, ids: Tensor) -> Tensor:
         file, offset, (_, columns), kind = self._place
         block, block_bytes = GGML_QUANT_SIZES[kind]
@@ -181,10 +221,8 @@ class Blocks(Stored):
     def rounded_parts(self) -> Iterator[Tensor]:
         if self.transposed or self._wanted is not None:
             yield self.rounded()
-            return
-        packed = self.pack()
-        for rows in torch.arange(self.rows).split(max(1, PART_NUMBERS // self.columns)):
-            yield ops.packed_rows(packed, rows).to(torch.bfloat16)
+        else:
+            yield from (part.to(torch.bfloat16) for part in self.row_parts())
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
         name = _name(self._place[0], self._place[1], self.format, rows, self._row_order)
@@ -270,6 +308,9 @@ class Packed(Stored):
     def dequantised_rows(self) -> Tensor:
         return ops.unpack_linear(self.packed)
 
+    def row_parts(self) -> Iterator[Tensor]:
+        return (self.look_up(rows) for rows in _row_parts(self))
+
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
         if rows == ALL_ROWS:
             return self.packed
@@ -304,6 +345,12 @@ def rounded_to(numbers: Tensor, dtype: torch.dtype) -> Tensor:
             reason="WEIGHTS_OVERFLOW",
         )
     return rounded
+
+
+def _row_parts(matrix: Stored) -> tuple[Tensor, ...]:
+    """The numbers of the matrix' rows, int64, in parts of about PART_NUMBERS numbers and of whole panels."""
+    panels = max(1, PART_NUMBERS // _PANEL // max(matrix.columns, 1))
+    return torch.arange(matrix.rows).split(_PANEL * panels)
 
 
 def _name(file: StableFile, offset: int, form: str, rows: slice, row_order: Tensor | None) -> str:

@@ -56,8 +56,10 @@ def test_blocks_unpack_to_the_numbers_of_the_reference(isa: str, kind: str) -> N
     packed = ops.pack_blocks(torch.from_numpy(blocks), kind, inputs)
     expected = dequantised_blocks(kind, blocks)
     assert torch.equal(ops.unpack_linear(packed), expected)
-    indices = torch.tensor([[0, 36], [17, 5]])
-    assert torch.equal(ops.packed_rows(packed, indices), expected[indices])
+    # Rows 16 to 31 are a panel: once as a whole, once all but its first, once in another order.
+    for rows in ([0, 36, 17, 5], [*range(14, 37), 5], [*range(17, 37)], [*range(31, 15, -1)]):
+        assert torch.equal(ops.packed_rows(packed, torch.tensor(rows)), expected[rows])
+    assert torch.equal(ops.packed_rows(packed, torch.tensor([[3], [36]])), expected[[[3], [36]]])
 
 
 @DRAWN

@@ -1,6 +1,7 @@
 import gc
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from transformers.models.mistral import modeling_mistral
 from shared.errors import UnsupportedModel
 from shared.model.cache import ContiguousCache
 from shared.model.cache_argument import with_cache
-from shared.model.substitution import rotary
+from shared.model.substitution import linear as linear_module
+from shared.model.substitution import reversible, rotary
 from shared.model.substitution.apply import accelerate, restore
 from shared.model.substitution.match import agrees
 from shared.model.weights.lazy import lazy
+from shared.model.weights.stored import Packed
 from shared.ops.build import build
 from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
 
@@ -205,6 +208,26 @@ def test_a_model_that_comes_out_different_is_left_as_it_was(monkeypatch):
         accelerate(model)
     assert torch.equal(model(input_ids=ids).logits, before)
     assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("from_last", [2, 3])  # the last one is the head
+def test_the_packed_weight_of_a_neighbouring_layer_is_refused(monkeypatch, from_last):
+    """Modules that are alike are compared once, so the whole model has to show whose weights the others have packed."""
+    packed, matrices, num_matrices = linear_module.pack_matrix, [], [0]
+
+    def mistaken(weight: Tensor, **options: Any) -> Packed:
+        matrices.append(packed(weight, **options))
+        alike = [own for own in matrices if own.shape == matrices[-1].shape]
+        is_wrong = len(matrices) == num_matrices[0] + 1 - from_last
+        return alike[-2] if is_wrong else matrices[-1]
+
+    for module in (linear_module, reversible):
+        monkeypatch.setattr(module, "pack_matrix", mistaken)
+    accelerate(build_family("llama"))
+    num_matrices[0] = len(matrices)
+    matrices.clear()
+    with pytest.raises(UnsupportedModel, match="accelerated logits differ by"):
+        accelerate(build_family("llama"))
 
 
 def test_the_rotary_function_comes_back_with_the_last_user():

@@ -1,5 +1,7 @@
 """Which layers become one op, when the op runs, and that its results are those of the modules."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,12 @@ from shared.model.cache_argument import with_cache
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
 from shared.model.ragged import RaggedCache, RaggedSequence
-from shared.model.substitution import attention
+from shared.model.substitution import attention, fused_layers
 from shared.model.substitution import layer as layer_module
-from shared.model.substitution.apply import accelerate, restore
+from shared.model.substitution.apply import AccelerationReport, accelerate, restore
 from shared.model.substitution.layer import FusedLayer
-from shared.ops.layer import LayerKV, decoder_layers
-from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
+from shared.ops.layer import LayerKV, LayerWeights, decoder_layers
+from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family, load_family
 
 FUSED = ["llama", "qwen2.5", "qwen3", "mistral-sliding", "phi3-sliding"]
 LEFT_ALONE = {
@@ -119,6 +121,36 @@ def test_bits_are_compared_over_caches_of_the_dtype_that_will_be_used(monkeypatc
     monkeypatch.setattr(layer_module, "decoder_layers", wrong_in_16_bits)
     assert accelerate(build_family("llama"), torch.float32).layers == NUM_LAYERS
     assert accelerate(build_family("llama"), torch.bfloat16).layers == 0
+
+
+def test_bits_are_compared_with_the_rounding_that_will_be_used(monkeypatch, tmp_path: Path):
+    def load(**options: Any) -> AccelerationReport:
+        report = load_family(tmp_path, "llama", torch.bfloat16, **options).acceleration
+        assert report is not None
+        return report
+
+    def wrong_if_rounded(*args: Any, weights: LayerWeights, **kwargs: Any) -> Tensor:
+        rounds_inputs = weights.packed[0][12]  # see PackedHeader
+        return decoder_layers(*args, weights=weights, **kwargs) + rounds_inputs
+
+    monkeypatch.setattr(layer_module, "decoder_layers", wrong_if_rounded)
+    assert load().layers == NUM_LAYERS
+    assert load(compute_dtype=torch.bfloat16).layers == 0
+
+
+def test_a_layer_with_the_weights_of_its_neighbour_keeps_its_modules(monkeypatch):
+    planned = []
+
+    def mistaken(*args: Any) -> layer_module.LayerPlan:
+        planned.append(layer_module.plan(*args))
+        return replace(planned[-1], weights=planned[max(len(planned) - 2, 0)].weights)
+
+    monkeypatch.setattr(fused_layers, "plan", mistaken)
+    report = accelerate(build_family("llama"))
+    assert report.layers == 1
+    assert len([why for why in report.left_alone.values() if "something else" in why]) == (
+        NUM_LAYERS - 1
+    )
 
 
 def test_a_ragged_batch_runs_as_one_op_with_the_bits_of_each_sequence_alone(fused_calls):

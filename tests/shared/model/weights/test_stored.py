@@ -2,11 +2,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import quantize
 
 from shared import ops
+from shared.model.fingerprint import _tensor_digest
+from shared.model.weights import stored as module
 from shared.model.weights.files import StableFile
+from shared.model.weights.lazy import LazyWeight
 from shared.model.weights.stored import Blocks, Plain, Stored
 
 ROWS, COLUMNS, OFFSET = 40, 64, 7
@@ -20,6 +24,23 @@ def form(request: pytest.FixtureRequest) -> torch.dtype | Kind:
     return form
 
 
+def _stored(
+    path: Path, form: torch.dtype | Kind, *, wanted: torch.dtype | None = None, ordered: bool
+) -> tuple[Stored, StableFile]:
+    """A matrix [ROWS, COLUMNS] in the file `path`, which is opened."""
+    ops.load()
+    numbers = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
+    order = torch.arange(ROWS).flip(0) if ordered else None
+    shape = (ROWS, COLUMNS)
+    if isinstance(form, Kind):
+        path.write_bytes(bytes(OFFSET) + quantize(numbers.numpy(), form).tobytes())
+        file = StableFile(path)
+        return Blocks(file, OFFSET, shape, form, wanted=wanted, row_order=order), file
+    path.write_bytes(bytes(OFFSET) + numbers.to(form).view(torch.uint8).numpy().tobytes())
+    file = StableFile(path)
+    return Plain(file, OFFSET, shape, form, wanted=wanted, row_order=order), file
+
+
 @pytest.mark.parametrize("wanted", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_look_up_reads_its_rows_alone(
@@ -29,21 +50,7 @@ def test_a_look_up_reads_its_rows_alone(
     wanted: torch.dtype | None,
     ordered: bool,
 ) -> None:
-    ops.load()
-    numbers = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
-    order = torch.arange(ROWS).flip(0) if ordered else None
-    path = tmp_path / "weights"
-    stored: Stored
-    if isinstance(form, Kind):
-        data = quantize(numbers.numpy(), form).tobytes()
-        path.write_bytes(bytes(OFFSET) + data)
-        file = StableFile(path)
-        stored = Blocks(file, OFFSET, (ROWS, COLUMNS), form, wanted=wanted, row_order=order)
-    else:
-        data = bytes(numbers.to(form).view(torch.uint8).numpy().tobytes())
-        path.write_bytes(bytes(OFFSET) + data)
-        file = StableFile(path)
-        stored = Plain(file, OFFSET, (ROWS, COLUMNS), form, wanted=wanted, row_order=order)
+    stored, file = _stored(tmp_path / "weights", form, wanted=wanted, ordered=ordered)
     whole = stored.dequantised_rows()
     read: list[int] = []
     original = StableFile.read
@@ -55,6 +62,27 @@ def test_a_look_up_reads_its_rows_alone(
     monkeypatch.setattr(StableFile, "read", count)
     ids = torch.tensor([[3, 0], [39, 3]])
     assert torch.equal(stored.look_up(ids), whole[ids])
-    assert sum(read) == 4 * len(data) // ROWS
+    assert sum(read) == 4 * (file.size - OFFSET) // ROWS
     assert stored.look_up(ids[:0]).shape == (0, 2, COLUMNS)
+    file.close()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_product_and_a_digest_do_without_the_whole_matrix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: torch.dtype | Kind, ordered: bool
+) -> None:
+    stored, file = _stored(tmp_path / "weights", form, ordered=ordered)
+    weight, held = stored.dequantised(), LazyWeight(stored)
+    monkeypatch.setattr(module, "PART_NUMBERS", 16 * COLUMNS)
+    for name in ("dequantised", "dequantised_rows"):
+        monkeypatch.setattr(type(stored), name, None)
+    x = torch.randn(2, 3, COLUMNS)
+    for bias in (None, torch.randn(ROWS)):
+        for inference in (False, True):  # which takes a product apart in another way
+            with torch.inference_mode(inference):
+                out = F.linear(x, held, bias)
+            torch.testing.assert_close(out, F.linear(x, weight, bias))
+    assert _tensor_digest(held) == _tensor_digest(weight)
+    if isinstance(stored, Blocks) or not ordered:
+        assert [len(part) for part in stored.row_parts()] == [16, 16, 8]
     file.close()
