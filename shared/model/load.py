@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -126,17 +125,12 @@ def _load_model(
             readers = safetensors_replacements(checkpoint, lazy=in_float32)
         with replaced(readers), _load_errors(source, theirs):
             model = _build(where, torch.float32 if in_float32 else dtype or "auto")
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+        readers = []  # they have the file's metadata
+        release_free_memory()
         if entry is not None:
             entry.check()
-        release_free_memory()
-        # Hashing does not hold the interpreter lock, so it runs while the tokenizer is built.
-        with ThreadPoolExecutor(1) as pool:
-            hashing = pool.submit(facts.recall, "fingerprint", partial(fingerprint, model))
-            with replaced(readers), _load_errors(source, theirs):
-                tokenizer = AutoTokenizer.from_pretrained(**where)
-            readers = []  # they have the file's metadata
-            release_free_memory()
-        identity = hashing.result()
+        identity = facts.recall("fingerprint", partial(fingerprint, model))
         trim_heap()
         if not accelerate or not on_cpu:
             realise(model)
