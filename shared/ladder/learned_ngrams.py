@@ -3,12 +3,11 @@
 The shipped `NgramTable` knows the texts of the calibration. This one knows what the same client was answered before.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from secrets import token_bytes
-from struct import calcsize
 
 from shared.ladder.ngram_table import MAX_COUNT, MAX_ORDER, NgramMatch, context_states
 
@@ -18,7 +17,7 @@ ENTRY_BYTES = 15
 
 
 class LearnedNgrams:
-    """At most `max_bytes` of entries. A page of them takes memory once one is written to.
+    """At most `max_bytes` of entries, all of them allocated at once.
     Used by the engine's thread only; any thread may read `num_entries`.
 
     An entry holds a context's hash, the tokens that followed it most often and last beside that one, and how often. The
@@ -32,11 +31,9 @@ class LearnedNgrams:
             raise ValueError(f"a learned table needs {SET_ENTRIES * ENTRY_BYTES} bytes")
         size = self._num_sets * SET_ENTRIES
         self._secret = token_bytes(16)
-        self._keys, self._firsts, self._seconds = (_zeros(size, "I") for _ in range(3))
+        self._keys, self._firsts, self._seconds = (array("I", bytes(4 * size)) for _ in range(3))
         # How often the context occurred; 0: an empty entry. Counts are halved before they exceed MAX_COUNT.
-        self._totals, self._first_counts, self._second_counts = (
-            _zeros(size, "B") for _ in range(3)
-        )
+        self._totals, self._first_counts, self._second_counts = (bytearray(size) for _ in range(3))
         self.num_entries = 0
 
     def of(self, client: str) -> "ClientNgrams":
@@ -117,8 +114,3 @@ class ClientNgrams:
         for place in range(first, len(tokens)):
             context_tail = tokens[max(place - MAX_ORDER, 0) : place]
             self.table.record(self.salt, context_tail, tokens[place])
-
-
-def _zeros(count: int, form: str) -> "memoryview[int]":
-    """`count` numbers of a struct format."""
-    return memoryview(mmap(-1, count * calcsize(form), MAP_PRIVATE | MAP_ANONYMOUS)).cast(form)

@@ -101,7 +101,7 @@ class MappedFile:
 
     def checked(self) -> "Future[bool]":
         """Begins to compare all checksums. Whether they agree. It reads the whole file, and brings it into the system's
-        memory, but not into that of this process: the tokenizer that is built next takes its own for a while."""
+        memory. In this process' own, pages come back when they are used: what is built until then takes much, too."""
         pool = ThreadPoolExecutor(1, "neap-checksums")
         try:
             return pool.submit(self._agrees)

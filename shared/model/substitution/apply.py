@@ -81,9 +81,10 @@ def accelerate(
     """Makes a float32 model on a CPU run neap's kernels, in place. For inference only.
 
     `kv_dtype`: the dtype of the caches over which the model will run. `compute_dtype`: float32, or the dtype that
-    matmuls round their inputs to once everything has been compared in float32: bfloat16 with weights kept in bfloat16,
-    int8 with GGUF's blocks. `facts`: what is known about this model; what is found out is added. Weights that are
-    packed are freed: a `LazyWeight` takes their place, which dequantises the packed matrix when an operation reads it.
+    matmuls round their inputs to once modules and logits have been compared in float32: bfloat16 with weights kept in
+    bfloat16, int8 with GGUF's blocks. Whole layers are compared with this rounding. `facts`: what is known about this
+    model; what is found out is added. Weights that are packed are freed: a `LazyWeight` takes their place, which
+    dequantises the packed matrix when an operation reads it.
 
     Raises `ValueError` if the model is in training mode, is not float32 on the CPU, or is accelerated already;
     `PreconditionFailed` if the kernels are not built; and `UnsupportedModel` (reason ACCELERATION_MISMATCH), after
