@@ -147,8 +147,8 @@ class Trial:
     `margin`: a draft is accepted, too, if the log-probability of the choice exceeds its own by at most this. None: it
     is not. Only plain greedy trials have one.
 
-    The answer begins after `num_prompt_tokens` of the context. `end_token_ids` end it. `allowed` [n + 1, V] bool, on the
-    host: the tokens that a constraint allows at each row. None: all.
+    The answer begins after `num_prompt_tokens` of the context. `end_token_ids` end it. `allowed` [n + 1, V] bool, on
+    the host: the tokens that a constraint allows at each row. None: all.
     """
 
     sampling: SamplingParams

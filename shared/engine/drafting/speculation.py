@@ -128,9 +128,7 @@ class Speculation:
         start, ends = sequence.num_prompt_tokens, sequence.answer.end_token_ids
         constraint = sequence.answer.constraint
 
-        def trial(
-            path: Sequence[int], others: Sequence[int], margin: float | None = None
-        ) -> Trial:
+        def trial(path: Sequence[int], others: Sequence[int], margin: float | None = None) -> Trial:
             allowed = constraint.rows(path, others) if constraint else None
             context = [*sequence.tokens, *path] if path else sequence.tokens
             return Trial(request.sampling, context, others, margin, start, ends, allowed)

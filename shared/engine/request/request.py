@@ -112,6 +112,10 @@ class GenerationRequest:
             raise InvalidInput(
                 "a constraint and ignore_eos exclude each other: an end-of-sequence token ends the text"
             )
+        if self.constraint is not None and (self.sampling.min_tokens or self.sampling.bad_words):
+            raise InvalidInput(
+                "a constraint excludes min_tokens and bad_words: it may leave only tokens that they forbid"
+            )
         if self.prediction_ids and self.policy.name == "relaxed":
             raise InvalidInput(
                 "a prediction needs policy full or exact: the bounds of relaxed are certified without it",

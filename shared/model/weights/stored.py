@@ -350,7 +350,8 @@ def rounded_to(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 def _row_parts(matrix: Stored) -> tuple[Tensor, ...]:
     """The numbers of the matrix' rows, int64, in parts of about PART_NUMBERS numbers and of whole panels."""
     panels = max(1, PART_NUMBERS // _PANEL // max(matrix.columns, 1))
-    return torch.arange(matrix.rows).split(_PANEL * panels)
+    parts: tuple[Tensor, ...] = torch.arange(matrix.rows).split(_PANEL * panels)
+    return parts
 
 
 def _name(file: StableFile, offset: int, form: str, rows: slice, row_order: Tensor | None) -> str:

@@ -312,6 +312,8 @@ def test_a_bad_constraint_is_refused_before_anything_is_queued(loaded, ladder):
         for options in (
             {"constraint": Constraint(regex="(")},
             {"constraint": JSON, "ignore_eos": True},
+            {"constraint": JSON, "sampling": SamplingParams(min_tokens=3)},
+            {"constraint": JSON, "sampling": SamplingParams(bad_words=((7,),))},
             {"constraint": "json"},
         ):
             with pytest.raises(InvalidInput):
