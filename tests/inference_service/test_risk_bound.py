@@ -93,7 +93,9 @@ def test_the_bound_of_the_requests_threshold(client, threshold: float, bound: fl
 
 def test_no_bound_for_a_constrained_answer(client) -> None:
     constraint = pb.Constraint(regex="[0-9]+")
-    said, *_ = client.generate(request_of(depth=relaxed(0.99), constraint=constraint))
+    router = pb.RouterSelector(version=1)
+    asked = request_of(depth=relaxed(0.99), constraint=constraint, router=router)
+    said, *_ = client.generate(asked)
     assert said.started.policy == "relaxed"
     assert not said.started.HasField("risk_bound")
 

@@ -144,7 +144,11 @@ class DraftBuilder:
         would fail for all sequences that share it.
         """
         before = self.best
-        for draft in self._allowed([draft.token for draft in self.chain.drafts], drafts):
+        for draft in drafts:
+            _check_token(draft, self.sequence.vocabulary_size)
+        if grammar := self.sequence.grammar:
+            drafts = grammar.cut([draft.token for draft in self.chain.drafts], drafts)
+        for draft in drafts:
             # An exit's numbers may overflow. That costs this draft, and must not spread to what is learnt of the exit.
             if draft.probability > 0.0:
                 self._said.append(draft)
@@ -212,13 +216,6 @@ class DraftBuilder:
             return None
         return next(iter(grammar.propose(path)), None)
 
-    def _allowed(self, path: list[int], drafts: Sequence[Draft]) -> Sequence[Draft]:
-        """Those of `drafts` after `path` that the request's constraint allows. Raises as `consider` does."""
-        for draft in drafts:
-            _check_token(draft, self.sequence.vocabulary_size)
-        grammar = self.sequence.grammar
-        return drafts if grammar is None else grammar.cut(path, drafts)
-
     def _proposed(self, path: list[int]) -> list[Draft]:
         """What the sequence's proposers say after `path`.
         Nothing, if the request wants layers to run for each draft."""
@@ -230,7 +227,11 @@ class DraftBuilder:
         """The tables' most probable draft after `path`, and its probability."""
         if forced := self._forced(path):
             return forced, 1.0
-        drafts = self._allowed(path, self._proposed(path))
+        drafts = self._proposed(path)
+        for draft in drafts:
+            _check_token(draft, self.sequence.vocabulary_size)
+        if grammar := self.sequence.grammar:
+            drafts = grammar.cut(path, drafts)
         return next(iter(self.sequence.confidence.rate(drafts)), (None, 0.0))
 
 
