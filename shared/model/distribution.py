@@ -154,9 +154,9 @@ def _counts(
     before = Counter(context)
     before.update(dict.fromkeys(drafts, 0))
     tokens = [*before]
-    drafted = torch.zeros(len(tokens), len(drafts) + 1)
-    drafted[[tokens.index(draft) for draft in drafts], range(1, len(drafts) + 1)] = 1.0
-    counts = torch.tensor([*before.values()]) + drafted.cumsum(-1).T
+    counts = torch.tensor([*before.values()], dtype=torch.float32).repeat(len(drafts) + 1, 1)
+    for row, draft in enumerate(drafts, 1):
+        counts[row:, tokens.index(draft)] += 1.0
     return _on_device(tokens, device, torch.int64), counts.to(device, non_blocking=True)
 
 
