@@ -57,9 +57,9 @@ def test_blocks_unpack_to_the_numbers_of_the_reference(isa: str, kind: str) -> N
     expected = dequantised_blocks(kind, blocks)
     assert torch.equal(ops.unpack_linear(packed), expected)
     # Rows 16 to 31 are a panel: once as a whole, once all but its first, once in another order.
-    for rows in ([0, 36, 17, 5], [*range(14, 37), 5], [*range(17, 37)], [*range(31, 15, -1)]):
-        assert torch.equal(ops.packed_rows(packed, torch.tensor(rows)), expected[rows])
-    assert torch.equal(ops.packed_rows(packed, torch.tensor([[3], [36]])), expected[[[3], [36]]])
+    for rows in ([[0, 36], [17, 5]], [*range(14, 37), 5], [*range(17, 37)], [*range(31, 15, -1)]):
+        indices = torch.tensor(rows)
+        assert torch.equal(ops.packed_rows(packed, indices), expected[indices])
 
 
 @DRAWN
