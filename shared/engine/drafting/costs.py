@@ -17,6 +17,7 @@ from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.ladder.fused_head import NUM_STATES
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.rungs import Draft
+from shared.memory import trim_heap
 from shared.model.cache import KVCache
 from shared.model.runner import Runner
 from shared.ops.chains import ChainStart
@@ -49,6 +50,7 @@ class CostMeter:
         """The costs of passes, without those of exits. Calls `between` before each pass; an exception that it raises
         ends the measurement."""
         verify = measure_verify(runner, between=between)
+        trim_heap()  # wide passes take the most memory of a start
         return PassCosts(verify, wide=measure_wide(runner, verify, between=between))
 
     def measure_exits(

@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shared import ops
 from shared.errors import UnsupportedModel
+from shared.memory import trim_heap
 from shared.model.borders import context_limit, origins
 from shared.model.cache_argument import cache_argument, with_cache
 from shared.model.remembered.facts import Facts
@@ -113,6 +114,7 @@ def accelerate(
                 attends = _attend_as_proven(run, proven["attention"])
                 _run_row_invariantly(run, proven["row invariant"])
             else:
+                trim_heap()  # the model's own pass has dequantised all weights, part by part
                 with watched(model) as calls:
                     attends, error = _substitute_attention(run, expected, calls)
                 if callers := _named(run, calls):
