@@ -78,6 +78,7 @@ class DecodingSequence:
         self.kept_depths = (*kept_depths, loaded.num_layers)
         self.settled_states: Tensor | None = None
         self.proposers: tuple[Proposer, ...] = ladder.proposers(learned) if ladder else ()
+        assert (request.constraint is None) == (answer.constraint is None)
         self.grammar = GrammarProposer(answer.constraint) if answer.constraint else None
         self._prediction: PredictionProposer | None = None
         if request.prediction_ids:
