@@ -369,15 +369,16 @@ class Decoder:
             self._record_drafts(part, verdict)
         through = part.through(None if part.is_prefill else verdict)
         sequence.num_settled = part.base + len(through)
-        last = [part.state(depth, through[-1]) for depth in sequence.kept_depths]
-        sequence.settled_states = torch.stack(last)
+        if sequence.keeps_states:
+            last = [part.state(depth, through[-1]) for depth in sequence.kept_depths]
+            sequence.settled_states = torch.stack(last)
         if sequence.on_states is not None:
             shown = [
                 torch.stack([part.state(depth, i) for i in through])
                 for depth in sequence.kept_depths
             ]
             with torch.inference_mode(False):  # they may be trained on
-                sequence.on_states(part.base, torch.stack(shown, 1).clone())
+                sequence.on_states(part.base, torch.stack(shown, 1))
         if verdict is None:
             return
         tokens = self._tokens(part, verdict)

@@ -59,7 +59,7 @@ def verify(
     """
     wanted = num_alternatives or [None] * len(trials)
     choices, scores, relaxed = compute_choices(logits, trials, wanted)
-    parts = [part.flatten() for part in (*choices, *relaxed, *scores)]
+    parts = [*choices, *relaxed, *(rows.flatten() for rows in scores)]
     numbers = iter((parts[0] if len(parts) == 1 else torch.cat(parts)).tolist())
     chosen = [[int(number) for number in islice(numbers, len(own))] for own in choices]
     replaced = [list(islice(numbers, len(own))) for own in relaxed] or [[]] * len(trials)
@@ -86,17 +86,17 @@ def compute_choices(
     allowed = constrained(logits, trials)
     own_choices = choose(allowed, trials)
     choices = within_margins(allowed, trials, own_choices)
-    if reads_without_sync(logits.device):  # so nothing is computed of rows that do not count
-        choices = [
-            tokens[: 1 + num_accepted(tokens.tolist(), trial.drafts)]
-            for tokens, trial in zip(choices, trials, strict=True)
-        ]
     relaxed = []
     if any(trial.margin is not None for trial in trials):
         pairs = zip(choices, own_choices, strict=True)
         relaxed = [taken != own[: len(taken)] for taken, own in pairs]
     if all(count is None for count in num_alternatives):
         return choices, [], relaxed
+    if reads_without_sync(logits.device):  # so nothing is computed of rows that do not count
+        choices = [
+            tokens[: 1 + num_accepted(tokens.tolist(), trial.drafts)]
+            for tokens, trial in zip(choices, trials, strict=True)
+        ]
     rows = logits.split_with_sizes([trial.num_rows for trial in trials])
     scores = [
         tokens.new_empty(0, 1) if count is None else logprobs(own[: len(tokens)], tokens, count)

@@ -81,6 +81,8 @@ def _largest(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
         tokens = scores.argmax(-1)  # of a NaN, if there is one
         top = scores.gather(1, tokens[:, None])[:, 0]
         tokens = torch.where(top.isfinite(), tokens, NO_TOKEN)
+    if len(trials) == 1:
+        return [tokens]
     rows: Sequence[Tensor] = tokens.split_with_sizes([trial.num_rows for trial in trials])
     return rows
 

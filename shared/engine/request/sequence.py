@@ -34,11 +34,11 @@ if TYPE_CHECKING:  # drafting knows sequences; a sequence only keeps its drafter
 class DecodingSequence:
     """Tokens, KV cache and counts of one request.
 
-    The tokens at positions [0, num_settled) have been through every layer; `settled_states` [K, D] are the states of
-    the last of them at the depths `kept_depths`, of which the last is L. Later tokens are final but pending: their keys
-    and values in deeper layers are not computed yet. `num_cached`: prompt tokens whose keys and values were copied from
-    another sequence. `failure`: why the request ends without an answer; a failed sequence takes part in no further
-    step.
+    The tokens at positions [0, num_settled) have been through every layer; `settled_states` [K, D], for a ladder with
+    exits, are the states of the last of them at the depths `kept_depths`, of which the last is L. Later tokens are
+    final but pending: their keys and values in deeper layers are not computed yet. `num_cached`: prompt tokens whose
+    keys and values were copied from another sequence. `failure`: why the request ends without an answer; a failed
+    sequence takes part in no further step.
 
     `given_ids` of the request are read first, in pieces. `read_length`: the first tokens that count as read in one
     pass: the prompt, or more if `generate` would have read the sequence again when it outgrew a regime
@@ -77,6 +77,8 @@ class DecodingSequence:
         kept_depths = ladder.kept_depths if ladder and ladder.kept_depths else shown_depths
         self.kept_depths = (*kept_depths, loaded.num_layers)
         self.settled_states: Tensor | None = None
+        # Whether anybody reads them.
+        self.keeps_states = bool(ladder and ladder.kept_depths)
         self.proposers: tuple[Proposer, ...] = ladder.proposers(learned) if ladder else ()
         assert (request.constraint is None) == (answer.constraint is None)
         self.grammar = GrammarProposer(answer.constraint) if answer.constraint else None
