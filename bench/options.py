@@ -68,7 +68,7 @@ def parsed(
 def each_model(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
     """The options of the command line for each --model, with its --router."""
     options = parsed(parser)
-    routers = getattr(options, "router", [None] * len(options.model))
+    routers = getattr(options, "router", None) or [None] * len(options.model)
     if len(routers) != len(options.model):
         parser.error("there must be one --router for each --model")
     for model, router in zip(options.model, routers, strict=True):

@@ -1,19 +1,20 @@
 """Shows where the time of one decode step goes, on a CPU.
 
-    python -m bench.profile --model DIR [--formats float32 bfloat16 Q8_0 ..] [--tokens 1 4 8 16] [--context 200]
-    [--steps 20]
+    python -m bench.profile --model DIR [--router FOLDER] [--formats float32 bfloat16 Q8_0 ..] [--tokens 1 4 8 16]
+    [--context 200] [--steps 20]
 
 A step of N tokens is that of N requests by policy full, whose prompts have --context tokens: all go through one verify
-pass, and one token of each is chosen and delivered. Medians in ms over --steps steps, and their share of the whole
-step. What is not a matrix should take at most a fifth each; what takes more is marked with !.
+pass, and one token of each is chosen and delivered. With --router, it is that of N requests by exact, the first turns
+of Spec-Bench. Medians in ms over --steps steps, and their share of the whole step. What is not a matrix should take at
+most a fifth each; what takes more is marked with !.
 
 - matrices: the products in layers, with the activation between them.
   They read the weights, which are most of the step's bytes.
 - norms, attention: of all layers; norms also the final one. rotary: with head norms and writing keys and values.
 - head: the product with the LM head.
-- verify: choosing tokens from logits.
-- Python: everything else of the step, from one step's start to the next one's: embedding, masks and angles, calling
-  layers, waking threads, committing, decoding text, delivering events.
+- verify: choosing tokens from logits. exits: the kernel that drafts with an exit's head.
+- Python: everything else of the step, from one step's start to the next one's: drafting and planning, embedding, masks
+  and angles, calling layers, waking threads, committing, decoding text, delivering events.
 """
 
 import gc
@@ -21,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,6 +30,7 @@ from bench.answers import answer_all
 from bench.forms import add_formats, forms
 from bench.machine import described
 from bench.options import each_model, make_parser
+from bench.prompts import DEFAULT_FILE, first_turns
 from bench.table import head, row
 from shared import ops
 from shared.engine import step as step_module
@@ -36,18 +39,24 @@ from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
 from shared.engine.verification import verify
 from shared.errors import UnsupportedModel
+from shared.ladder import native_chain
+from shared.ladder.folder import read_ladder
+from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.model.gated_model import GatedModel
 from shared.model.loaded import LoadedModel
+from shared.ops.chains import draft_chains
 from shared.ops.layer import profile_layers
 
-TITLES = ("matrices", "head", "norms", "rotary", "attention", "verify", "Python")
+TITLES = ("matrices", "head", "norms", "rotary", "attention", "verify", "exits", "Python")
 MATRICES = TITLES[:2]
 LARGEST_SHARE = 0.2
 # Lower token ids are often special.
 FIRST_TOKEN = 16
 # The first steps touch memory.
 WARM_UP_STEPS = 3
+# Of exact, so that no request ends before the steps that are wanted.
+MOST_TOKENS_PER_STEP = 4
 
 Sample = dict[str, float]
 
@@ -69,6 +78,7 @@ class StepProfile:
             (GatedModel, "normed", self._timed("final norm", GatedModel.normed)),
             (GatedModel, "logits", self._timed("logits", GatedModel.logits)),
             (step_module, "verify", self._timed("verify", verify)),
+            (native_chain, "draft_chains", self._timed("exits", draft_chains)),
         ]
         with ExitStack() as stack:
             stack.callback(profile_layers, False)
@@ -106,27 +116,41 @@ class StepProfile:
             "rotary": layers["place"],
             "attention": layers["attention"],
             "verify": spent["verify"],
+            "exits": spent.get("exits", 0.0),
         }
         self.samples.append(sample | {"Python": total_s - sum(sample.values())})
 
 
-def measure(loaded: LoadedModel, num_tokens: int, context: int, num_steps: int) -> list[Sample]:
-    """The samples of `num_steps` steps of `num_tokens` tokens.
-    Raises `UnsupportedModel` if the layers do not run as one op each."""
-    profile = StepProfile(num_tokens)
+def prompts_of(loaded: LoadedModel, num_requests: int, context: int) -> list[list[int]]:
+    """Prompts of `context` tokens each."""
     num_usual_tokens = loaded.vocabulary_size - FIRST_TOKEN
-    prompts = [
+    return [
         [FIRST_TOKEN + (number + at) % num_usual_tokens for at in range(context)]
-        for number in range(num_tokens)
+        for number in range(num_requests)
     ]
+
+
+def measure(
+    loaded: LoadedModel,
+    prompts: Sequence[list[int]],
+    num_steps: int,
+    ladder: Ladder | None = None,
+) -> list[Sample]:
+    """The samples of `num_steps` steps of a request for each prompt: by full, or by exact with a ladder.
+    Raises `UnsupportedModel` if the layers do not run as one op each."""
+    num_requests, context = len(prompts), max(map(len, prompts))
+    profile = StepProfile(num_requests)
     # Prompts are read one after another, so the first request generates while others are still in prefill.
-    max_tokens = num_steps + WARM_UP_STEPS + 2 + num_tokens * (1 + context // 32)
+    max_tokens = num_steps + WARM_UP_STEPS + 2 + num_requests * (1 + context // 32)
+    if ladder is not None:
+        max_tokens *= MOST_TOKENS_PER_STEP
     with (
         profile.measuring(),
-        Engine(loaded, prefix_cache_bytes=0, max_running=num_tokens) as engine,
+        Engine(loaded, ladder, prefix_cache_bytes=0, max_running=num_requests) as engine,
     ):
         engine.warm_up()
-        answer_all(engine, prompts, DepthPolicy("full"), max_tokens=max_tokens, ignore_eos=True)
+        policy = DepthPolicy("exact" if ladder else "full")
+        answer_all(engine, prompts, policy, max_tokens=max_tokens, ignore_eos=True)
     samples = profile.samples[WARM_UP_STEPS : WARM_UP_STEPS + num_steps]
     if not samples or not any(sample["matrices"] for sample in samples):
         raise UnsupportedModel(f"the layers of {loaded.architecture} do not run as one op each")
@@ -148,6 +172,7 @@ def cells(samples: Sequence[Sample]) -> list[str]:
 def main() -> None:
     parser = make_parser(__doc__, many=True)
     add_formats(parser)
+    parser.add_argument("--router", type=Path, nargs="+", help="one for each model: profiles exact")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--context", type=int, default=200, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=20)
@@ -156,8 +181,12 @@ def main() -> None:
         head("format", "tokens", "step", *TITLES)
         for form in forms(options):
             loaded = form.load()
+            ladder = read_ladder(options.router) if options.router else None
             for count in options.tokens:
-                samples = measure(loaded, count, options.context, options.steps)
+                prompts = prompts_of(loaded, count, options.context)
+                if ladder is not None:
+                    prompts = first_turns(loaded, DEFAULT_FILE, 0)[:count]
+                samples = measure(loaded, prompts, options.steps, ladder)
                 row(form.weights, count, *cells(samples))
             del loaded
             gc.collect()  # models hold cycles, and the next form needs the memory
