@@ -78,7 +78,7 @@ class DecodingSequence:
         self.kept_depths = (*kept_depths, loaded.num_layers)
         self.settled_states: Tensor | None = None
         # Whether anybody reads them.
-        self.keeps_states = bool(ladder and ladder.kept_depths)
+        self.keeps_states = bool(ladder and ladder.depths)
         self.proposers: tuple[Proposer, ...] = ladder.proposers(learned) if ladder else ()
         assert (request.constraint is None) == (answer.constraint is None)
         self.grammar = GrammarProposer(answer.constraint) if answer.constraint else None
