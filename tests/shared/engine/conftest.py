@@ -1,7 +1,10 @@
-"""A tiny Llama without a tokenizer, and the answer of its full depth to a prompt."""
+"""A tiny Llama without a tokenizer, the answer of its full depth to a prompt, and what tests of drafting watch."""
 
 import pytest
 
+from shared.engine.drafting.adaptive import AdaptiveDrafting
+from shared.engine.drafting.planner import BranchDrafts, Tree
+from shared.engine.drafting.speculation import Speculation
 from shared.model.loaded import LoadedModel, wrap_model
 from tests.families import build_family
 from tests.fixed_costs import fixed_cost_engine
@@ -20,3 +23,23 @@ def loaded() -> LoadedModel:
 def answer(loaded: LoadedModel) -> list[int]:
     with fixed_cost_engine(loaded) as engine:
         return list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
+
+
+@pytest.fixture
+def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the time of steps on this machine says."""
+    monkeypatch.setattr(AdaptiveDrafting, "choose", lambda self, shape: True)
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> list[BranchDrafts]:
+    """All branches that go through a pass."""
+    found: list[BranchDrafts] = []
+    prune = Speculation.prune
+
+    def noted(self: Speculation, tree: Tree) -> None:
+        prune(self, tree)
+        found.extend(self.branches)
+
+    monkeypatch.setattr(Speculation, "prune", noted)
+    return found

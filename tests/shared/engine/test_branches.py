@@ -7,10 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared.engine.drafting.adaptive import AdaptiveDrafting
 from shared.engine.drafting.confidence import Confidence
-from shared.engine.drafting.planner import BranchDrafts, Tree
-from shared.engine.drafting.speculation import Speculation
 from shared.engine.engine import Engine
 from shared.engine.request.request import Generation
 from shared.errors import NeapError
@@ -26,6 +23,8 @@ from tests.fixed_costs import fixed_cost_engine
 from tests.paged import load_family, make_runner
 from tests.random_ladder import random_ladder
 from tests.scripted_ladder import ScriptedLadder
+
+pytestmark = pytest.mark.usefixtures("always_drafts")
 
 PROMPTS = [(5, 17, 3, 44, 8), tuple(range(2, 34)), (9, 9)]
 NUM_NEW = 24
@@ -54,26 +53,6 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
         PAGED.add(id(found))
         return found
     return wrap_model(build_family(family), accelerate=True)
-
-
-@pytest.fixture(autouse=True)
-def _always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the time of steps on this machine says."""
-    monkeypatch.setattr(AdaptiveDrafting, "choose", lambda self, shape: True)
-
-
-@pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> list[BranchDrafts]:
-    """All branches that go through a pass."""
-    found: list[BranchDrafts] = []
-    prune = Speculation.prune
-
-    def noted(self: Speculation, tree: Tree) -> None:
-        prune(self, tree)
-        found.extend(self.branches)
-
-    monkeypatch.setattr(Speculation, "prune", noted)
-    return found
 
 
 def engine_of(loaded: LoadedModel, ladder: object = None) -> Engine:

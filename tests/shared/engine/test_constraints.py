@@ -11,8 +11,6 @@ import pytest
 from shared.constraints import compiler
 from shared.constraints.constraint import Constraint
 from shared.engine.drafting.adaptive import AdaptiveDrafting
-from shared.engine.drafting.planner import BranchDrafts, Tree
-from shared.engine.drafting.speculation import Speculation
 from shared.engine.memory.budget import kv_token_bytes
 from shared.engine.request.request import (
     Finished,
@@ -38,6 +36,8 @@ from tests.fixed_costs import fixed_cost_engine
 from tests.scripted_ladder import ScriptedLadder
 from tests.worker import EOS
 
+pytestmark = pytest.mark.usefixtures("always_drafts")
+
 PROMPTS = ("hello", "a b a b a b", '{"hello": "')
 WAYS = {
     "greedy": SamplingParams(),
@@ -58,26 +58,6 @@ def loaded():
 @pytest.fixture(scope="module")
 def ladder(loaded):
     return build_random_ladder(loaded)
-
-
-@pytest.fixture(autouse=True)
-def _always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the time of steps on this machine says."""
-    monkeypatch.setattr(AdaptiveDrafting, "choose", lambda self, shape: True)
-
-
-@pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> list[BranchDrafts]:
-    """All branches that go through a pass."""
-    found: list[BranchDrafts] = []
-    prune = Speculation.prune
-
-    def noted(self: Speculation, tree: Tree) -> None:
-        prune(self, tree)
-        found.extend(self.branches)
-
-    monkeypatch.setattr(Speculation, "prune", noted)
-    return found
 
 
 def accepted_of(answer: Generation, rung: str) -> int:

@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 
-from shared.engine.drafting.adaptive import AdaptiveDrafting
 from shared.engine.engine import Engine
 from shared.engine.request.request import Finished, TokenChunk
 from shared.errors import InvalidInput
@@ -16,6 +15,8 @@ from shared.model.sampling import SamplingParams
 from tests.families import VOCABULARY_SIZE, build_family
 from tests.fixed_costs import fixed_cost_engine
 from tests.scripted_ladder import ScriptedLadder
+
+pytestmark = pytest.mark.usefixtures("always_drafts")
 
 PROMPT = (5, 17, 3, 44, 8)
 NUM_NEW = 48
@@ -30,12 +31,6 @@ SAMPLINGS = {
 def loaded() -> LoadedModel:
     torch.manual_seed(0)
     return wrap_model(build_family("llama"), accelerate=True)
-
-
-@pytest.fixture(autouse=True)
-def _always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the time of steps on this machine says."""
-    monkeypatch.setattr(AdaptiveDrafting, "choose", lambda self, shape: True)
 
 
 def silent() -> ScriptedLadder:
