@@ -183,8 +183,9 @@ def main() -> None:
             loaded = form.load()
             ladder = read_ladder(options.router) if options.router else None
             for count in options.tokens:
-                prompts = prompts_of(loaded, count, options.context)
-                if ladder is not None:
+                if ladder is None:
+                    prompts = prompts_of(loaded, count, options.context)
+                else:
                     prompts = first_turns(loaded, DEFAULT_FILE, 0)[:count]
                 samples = measure(loaded, prompts, options.steps, ladder)
                 row(form.weights, count, *cells(samples))

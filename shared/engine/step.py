@@ -307,13 +307,15 @@ class Decoder:
         none does."""
         states = settle(parts, self.runner)
         num_logits = sum(part.num_logits for part in parts)
+        if not num_logits:
+            return None
         if num_logits < len(states):
             ends = [part.offset + len(part.tokens) for part in parts]
             wanted = [
                 states[end - part.num_logits : end] for part, end in zip(parts, ends, strict=True)
             ]
             states = torch.cat(wanted)
-        return self.runner.logits(states) if num_logits else None
+        return self.runner.logits(states)
 
     def _verify(
         self, logits: Tensor | None, parts: Sequence[Speculation]

@@ -7,17 +7,14 @@ from shared.ladder.rungs import GRAMMAR, Draft
 
 
 class GrammarProposer:
-    """Drafts the token that a constraint forces, with probability 1. It has nothing to say where there is a choice. A
-    `Proposer` that also cuts what others propose.
+    """Drafts the token that a constraint forces, with probability 1, and cuts what others propose. It has nothing to
+    say where there is a choice.
 
-    `state`: of the answer, which gets the final tokens before this proposer does.
+    `state`: of the answer, which gets the final tokens. So this one, unlike a `Proposer`, has none to append.
     """
 
     def __init__(self, state: ConstraintState) -> None:
         self.state = state
-
-    def append(self, tokens: Sequence[int]) -> None:
-        """Nothing to do: the state knows them."""
 
     def propose(self, drafted: Sequence[int] = ()) -> list[Draft]:
         """As `Proposer.propose`."""

@@ -16,6 +16,7 @@ from shared.ladder.confidence_head import HIGHEST
 from shared.ladder.fused_head import NUM_SLOTS, chained
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.rungs import Draft, exit_name
+from shared.model.inference import inference
 from shared.model.recorder import Work
 from shared.model.runner import Runner
 from shared.ops.chains import ChainStart, chain_length
@@ -104,14 +105,14 @@ class RecordedChain:
             self._recorded[size] = self._runner.record(feed), self._runner.record(step)
         return self._recorded[size]
 
-    @torch.inference_mode()
+    @inference
     def _feed(self, size: int) -> None:
         """The head sees the newest tokens of the chains that are fed; the states of the others stay."""
         states, is_fed = self._states[:size], self._is_fed[:size, None, None]
         output = self._steps.output(states, self._entering(self._newest[:size]))
         states.copy_(torch.where(is_fed, chained(output), states))
 
-    @torch.inference_mode()
+    @inference
     def _step(self, size: int) -> None:
         """NUM_DRAFTS drafts after the newest tokens."""
         states, newest = self._states[:size], self._newest[:size]

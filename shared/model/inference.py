@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 def inference(function: Callable[P, T]) -> Callable[P, T]:
-    """`function` in inference mode. As `torch.inference_mode()`, but a call within the mode does not enter it again,
-    which would take longer than some passes' Python."""
+    """`function` in inference mode. As `torch.inference_mode()`, but a call within the mode does not enter it again:
+    a step calls several such functions, and entering it takes 20 us."""
 
     @functools.wraps(function)
     def within(*args: P.args, **kwargs: P.kwargs) -> T:

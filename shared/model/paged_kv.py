@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shared.errors import Exhausted, InvalidInput
 from shared.model.cache import KVCache
+from shared.model.inference import inference
 
 BLOCK_TOKENS = 16
 # At least the largest number of sequences in one pass.
@@ -52,7 +53,7 @@ class BlockPool:
     asks for block tables; any thread may close or drop a cache.
     """
 
-    @torch.inference_mode()
+    @inference
     def __init__(
         self,
         shapes: Sequence[LayerShape],
@@ -111,7 +112,7 @@ class BlockPool:
         blocks = tuple(self._free.popleft() for _ in range(needed))
         return PagedCache(self, blocks, next(self._numbers))
 
-    @torch.inference_mode()
+    @inference
     def table_index(self, cache: "PagedCache") -> int:
         """The index in `block_tables` of the cache's block table, which is filled if the cache has none yet.
 
@@ -136,7 +137,7 @@ class BlockPool:
         self.block_tables[table, : len(cache.blocks)].copy_(listed, non_blocking=True)
         return table
 
-    @torch.inference_mode()
+    @inference
     def move(self, moves: Sequence[tuple["PagedCache", int, int]]) -> None:
         """Moves keys and values: each (cache, from this position, to that). One copy to the device, and a few launches
         per kind of layer, because each layer alone would take longer to launch than to copy."""
@@ -178,7 +179,7 @@ class PagedCache(KVCache):
     def kv_bytes(self) -> int:
         return len(self.blocks) * self._pool.block_bytes
 
-    @torch.inference_mode()
+    @inference
     def copy(self, other: KVCache, start: int, end: int) -> None:
         source = as_paged(other)
         assert source._pool is self._pool

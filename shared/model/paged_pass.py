@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shared.model.cache import LengthlessCache
 from shared.model.gates import Forward, Gates, LayerOutput
+from shared.model.inference import inference
 from shared.model.loaded import LoadedModel
 from shared.model.paged_kv import BlockPool
 from shared.model.regimes import Regimes
@@ -60,7 +61,7 @@ class TokenBuffer:
     padding): each [T] int64, views of `stacked` [7, T].
     """
 
-    @torch.inference_mode()
+    @inference
     def __init__(self, num_tokens: int, device: torch.device) -> None:
         self.num_tokens = num_tokens
         self.stacked = torch.zeros(7, num_tokens, dtype=torch.int64, device=device)
@@ -68,12 +69,12 @@ class TokenBuffer:
         self.positions, self.slot_mapping, self.branches, self.seen_at, self.regimes = places
         self.clear()
 
-    @torch.inference_mode()
+    @inference
     def clear(self) -> None:
         """Makes all tokens padding."""
         self.positions.fill_(-1)
 
-    @torch.inference_mode()
+    @inference
     def fill(self, ids: Tensor, table_indices: list[int], places: TokenPlaces) -> None:
         """Sets N <= T tokens: `ids` [N], the indices of their block tables, and their places. The rest is padding. One
         copy if `ids` are on the host."""
@@ -133,7 +134,7 @@ class PagedForward:
         )
         self._tokens: TokenBuffer | None = None
 
-    @torch.inference_mode()
+    @inference
     def run(
         self,
         tokens: TokenBuffer,

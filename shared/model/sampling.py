@@ -170,9 +170,8 @@ class Trial:
     def forbidden(self) -> list[tuple[int, int]]:
         """(row, token) of all tokens that `min_tokens` and `bad_words` forbid."""
         found: list[tuple[int, int]] = []
-        first = (
-            len(self.context) - self.num_prompt_tokens
-        )  # the place in the answer that row 0 predicts
+        # The place in the answer that row 0 predicts.
+        first = len(self.context) - self.num_prompt_tokens
         num_short = min(self.sampling.min_tokens - first, self.num_rows)
         found += [(row, token) for row in range(num_short) for token in self.end_token_ids]
         endings = self.sampling.bad_endings

@@ -144,11 +144,7 @@ class DraftBuilder:
         would fail for all sequences that share it.
         """
         before = self.best
-        for draft in drafts:
-            _check_token(draft, self.sequence.vocabulary_size)
-        if grammar := self.sequence.grammar:
-            drafts = grammar.cut([draft.token for draft in self.chain.drafts], drafts)
-        for draft in drafts:
+        for draft in self._usable([draft.token for draft in self.chain.drafts], drafts):
             # An exit's numbers may overflow. That costs this draft, and must not spread to what is learnt of the exit.
             if draft.probability > 0.0:
                 self._said.append(draft)
@@ -227,18 +223,17 @@ class DraftBuilder:
         """The tables' most probable draft after `path`, and its probability."""
         if forced := self._forced(path):
             return forced, 1.0
-        drafts = self._proposed(path)
-        for draft in drafts:
-            _check_token(draft, self.sequence.vocabulary_size)
-        if grammar := self.sequence.grammar:
-            drafts = grammar.cut(path, drafts)
+        drafts = self._usable(path, self._proposed(path))
         return next(iter(self.sequence.confidence.rate(drafts)), (None, 0.0))
 
-
-def _check_token(draft: Draft, vocabulary_size: int) -> None:
-    """Raises `Corrupt` (reason DRAFT_OUT_OF_RANGE) unless it is a token of the model."""
-    if not 0 <= draft.token < vocabulary_size:
-        raise Corrupt(
-            f"rung {draft.rung} of the router drafted token {draft.token}; the model has {vocabulary_size}",
-            reason="DRAFT_OUT_OF_RANGE",
-        )
+    def _usable(self, path: list[int], drafts: Sequence[Draft]) -> Sequence[Draft]:
+        """Those of `drafts` after `path` that the request's constraint allows. Raises as `consider` does."""
+        size = self.sequence.vocabulary_size
+        for draft in drafts:
+            if not 0 <= draft.token < size:
+                raise Corrupt(
+                    f"rung {draft.rung} of the router drafted token {draft.token}; the model has {size}",
+                    reason="DRAFT_OUT_OF_RANGE",
+                )
+        grammar = self.sequence.grammar
+        return drafts if grammar is None else grammar.cut(path, drafts)

@@ -12,7 +12,6 @@ from operator import itemgetter
 
 from shared.ladder.joint_weights import (
     AGREE,
-    CASES,
     DEFAULT_WEIGHTS,
     EXIT_ALONE,
     EXIT_DIFFERS,
@@ -53,9 +52,6 @@ def cases(
         held = own.get(draft.token)
         if held is None or rated > held[0]:
             own[draft.token] = rated, draft
-    if len(tables) == 1 and not exits:
-        yield from ((draft, TABLE_ALONE, None) for _, draft in tables.values())
-        return
     best_table, best_exit = (
         max(own.values(), key=itemgetter(0), default=(0.0, None))[1] for own in (tables, exits)
     )
@@ -84,10 +80,9 @@ class Confidence:
     def __init__(
         self, agreements: Sequence[float] = (), weights: JointWeights = DEFAULT_WEIGHTS
     ) -> None:
-        self._weights = {case: weights.of(case) for case in CASES}
-        # (case, rung) -> expected, right; and by what probabilities have to be scaled, 1 if not there.
+        self._weights = weights
+        # (case, rung) -> expected, right.
         self._sums: dict[tuple[str, str], tuple[float, float]] = {}
-        self._ratios: dict[tuple[str, str], float] = {}
         middles = [(number + 0.5) / self.NUM_BINS for number in range(self.NUM_BINS)]
         self._gains = [
             [self.GAIN_WEIGHT * max(agreement - middle, 0.0) for middle in middles]
@@ -101,9 +96,7 @@ class Confidence:
             (draft, min(probability * self._ratio(case, draft.rung), MOST))
             for draft, case, probability in self._combined(drafts)
         ]
-        if len(rated) > 1:
-            rated.sort(key=itemgetter(1), reverse=True)
-        return rated
+        return sorted(rated, key=itemgetter(1), reverse=True)
 
     def factor(self, rung: str) -> float:
         """By what the probabilities of an exit's confidence head have to be scaled, whatever the tables say."""
@@ -129,15 +122,14 @@ class Confidence:
         self._counts[index][found] += 1.0
 
     def _ratio(self, case: str, rung: str) -> float:
-        return self._ratios.get((case, rung), 1.0)
+        expected, right = self._sums.get((case, rung), (0.0, 0.0))
+        return (PRIOR_WEIGHT + right) / (PRIOR_WEIGHT + expected)
 
     def _add(self, case: str, rung: str, probability: float, is_right: bool) -> None:
         expected, right = self._sums.get((case, rung), (0.0, 0.0))
         expected, right = expected + probability, right + is_right
         scale = 0.5 if expected > WINDOW else 1.0
-        expected, right = scale * expected, scale * right
-        self._sums[case, rung] = expected, right
-        self._ratios[case, rung] = (PRIOR_WEIGHT + right) / (PRIOR_WEIGHT + expected)
+        self._sums[case, rung] = scale * expected, scale * right
 
     def _bin(self, probability: float) -> int:
         return min(int(probability * self.NUM_BINS), self.NUM_BINS - 1)
@@ -148,7 +140,7 @@ class Confidence:
             if case == TABLE_ALONE:
                 yield draft, case, draft.probability
                 continue
-            constant, own_weight, other_weight = self._weights[case]
+            constant, own_weight, other_weight = self._weights.of(case)
             odds = constant + own_weight * log_odds(draft.probability)
             if other is not None:
                 odds += other_weight * log_odds(other.probability)

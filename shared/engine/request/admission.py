@@ -103,8 +103,8 @@ class Admission:
 
     def _check_sampling(self, request: GenerationRequest) -> None:
         sampling, size = request.sampling, self._loaded.vocabulary_size
-        for name in ("logit_bias", "bad_words"):
-            tokens = chain(*sampling.bad_words) if name == "bad_words" else sampling.logit_bias
+        given = {"logit_bias": sampling.logit_bias, "bad_words": chain(*sampling.bad_words)}
+        for name, tokens in given.items():
             for token in tokens:
                 if not 0 <= token < size:
                     raise InvalidInput(
