@@ -3,11 +3,12 @@ Each on free ports, each ended by its test."""
 
 import itertools
 import json
-import os
+import random
 import signal
 import socket
 import subprocess
 import sysconfig
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,8 +37,10 @@ _READER = {
     "credentials": [{"accessKey": "reader", "secretKey": "reader-secret"}],
     "actions": ["Read", "List"],
 }
-# Processes begin at different places, as tests of several may run at once.
-_candidates = itertools.count(20_000 + os.getpid() * 37 % 20_000)
+# Below what systems give to connections of their own (Linux from 32,768 on), so that no connection takes a port
+# between its choice and its server's start. A process claims whole blocks, as tests of several run at once.
+_BLOCK = 100
+_FIRST_PORTS = range(10_000, 20_000, _BLOCK)
 
 
 def package_file(package: str, pattern: str) -> Path | None:
@@ -63,20 +66,41 @@ def free_ports(count: int) -> list[int]:
 
     None is given out twice by a process, because its first taker may not have bound it yet.
     """
-    found: list[int] = []
-    while len(found) < count:
-        port = next(_candidates)
-        if all(_is_free(number) for number in (port, port + 10_000)):
-            found.append(port)
-    return found
+    return list(itertools.islice(_free_ports, count))
+
+
+def _generate_free_ports() -> Iterator[int]:
+    # The first port of a block stays bound while the process lives: that is the claim which others see.
+    claims = []
+    for first in random.sample(_FIRST_PORTS, len(_FIRST_PORTS)):
+        if (claim := _bound(first)) is not None:
+            claims.append(claim)
+            yield from (
+                port
+                for port in range(first + 1, first + _BLOCK)
+                if _is_free(port) and _is_free(port + 10_000)
+            )
+    raise RuntimeError(f"all ports from {_FIRST_PORTS[0]} to {_FIRST_PORTS.stop} are taken")
+
+
+_free_ports = _generate_free_ports()
+
+
+def _bound(port: int) -> socket.socket | None:
+    """A socket on the port, or None if another has it."""
+    held = socket.socket()
+    try:
+        held.bind(("127.0.0.1", port))
+    except OSError:
+        held.close()
+        return None
+    return held
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
+    if (probe := _bound(port)) is None:
+        return False
+    probe.close()
     return True
 
 
