@@ -4,15 +4,17 @@ import hashlib
 import math
 import secrets
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from google.protobuf import duration_pb2
 from neap_client.inference.v1 import inference_pb2
 
+from inference_service.chat import ChatRequest
 from inference_service.routers import RouterChoice
-from shared.constraints.constraint import Constraint
+from shared.chat.parser import MessageParser, MessagePart
+from shared.constraints.constraint import Constraint, MessageConstraint
 from shared.engine.memory.prefixes import key_of
 from shared.engine.request.prompt import (
-    ROLES,
     Prompt,
     encode_bad_word,
     encode_prediction,
@@ -61,8 +63,15 @@ def to_generation_request(
     sampling = to_sampling(request.sampling, loaded)
     stopping = to_stopping(request.stopping, loaded.vocabulary_size)
     policy = to_policy(request.depth)
-    constraint = to_constraint(request.constraint) if request.HasField("constraint") else None
-    prompt_ids = encode_prompt(loaded, _prompt(request, loaded.context_length))
+    answer = to_constraint(request.constraint) if request.HasField("constraint") else None
+    constraint: Constraint | MessageConstraint | None = answer
+    is_chat = request.WhichOneof("prompt") == "chat"
+    chat = ChatRequest(request.chat, loaded) if is_chat else None
+    prompt_ids = encode_prompt(
+        loaded, chat.prompt if chat else _prompt(request, loaded.context_length)
+    )
+    if chat is not None:
+        constraint = chat.constraint(answer, prompt_ids)
     prediction, expected = request.prediction, request.resume.prompt_digest
     if expected and expected != prompt_digest(prompt_ids):
         raise PreconditionFailed(
@@ -83,6 +92,7 @@ def to_generation_request(
         # The engine refuses so many, and millions of ids need not become Python integers before.
         resumed_ids=tuple(request.resume.token_ids[: loaded.context_length]),
         constraint=constraint,
+        shown_special_ids=chat.shown_special_ids if chat else frozenset(),
         prediction_ids=encode_prediction(loaded, prediction.text or prediction.token_ids.ids),
     )
 
@@ -106,15 +116,7 @@ def _prompt(request: inference_pb2.GenerateRequest, context_length: int) -> Prom
                 metadata={"context_length": str(context_length)},
             )
         return list(request.token_ids.ids)
-    if kind is None or not request.chat.messages:
-        raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT")
-    for message in request.chat.messages:
-        if message.role not in ROLES:
-            raise InvalidInput(
-                f"role is {message.role[:64]!r}; it must be one of {', '.join(ROLES)}",
-                reason="UNKNOWN_ROLE",
-            )
-    return [{"role": message.role, "content": message.content} for message in request.chat.messages]
+    raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT")
 
 
 def to_sampling(sampling: inference_pb2.Sampling, loaded: LoadedModel) -> SamplingParams:
@@ -197,15 +199,22 @@ def to_router_choice(selector: inference_pb2.RouterSelector) -> RouterChoice:
 
 
 def from_event(
-    event: GenerationEvent, text_of: Callable[[int], str]
+    event: GenerationEvent, text_of: Callable[[int], str], message: MessageParser | None = None
 ) -> inference_pb2.GenerateResponse:
     """Converts an event to the response that carries it.
-    `text_of` gives the text of a token that has a log-probability."""
+    `text_of` gives the text of a token that has a log-probability. `message` reads the answer to a chat."""
+    part = MessagePart(event.text)
+    if message is not None:
+        part = (message.finish if isinstance(event, Finished) else message.push)(event.text)
+    said: dict[str, Any] = {
+        "text": part.text,
+        "reasoning": part.reasoning,
+        "tool_calls": [inference_pb2.ToolCallChunk(**vars(call)) for call in part.calls],
+    }
     if isinstance(event, Finished):
-        return inference_pb2.GenerateResponse(finished=_finished(event))
+        return inference_pb2.GenerateResponse(finished=_finished(event, said))
     tokens = [_token(token, text_of) for token in event.tokens]
-    chunk = inference_pb2.TokenChunk(text=event.text, tokens=tokens)
-    return inference_pb2.GenerateResponse(chunk=chunk)
+    return inference_pb2.GenerateResponse(chunk=inference_pb2.TokenChunk(tokens=tokens, **said))
 
 
 def _token(token: GeneratedToken, text_of: Callable[[int], str]) -> inference_pb2.Token:
@@ -222,11 +231,11 @@ def _token(token: GeneratedToken, text_of: Callable[[int], str]) -> inference_pb
     )
 
 
-def _finished(event: Finished) -> inference_pb2.Finished:
+def _finished(event: Finished, said: dict[str, Any]) -> inference_pb2.Finished:
     return inference_pb2.Finished(
+        **said,
         reason=_REASONS[event.reason],
         stop_match=event.stop_match,
-        text=event.text,
         usage=inference_pb2.Usage(
             num_prompt_tokens=event.num_prompt_tokens,
             num_cached_tokens=event.num_cached_tokens,

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import structlog
 from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 
+from inference_service.chat import ChatRequest
 from inference_service.convert import (
     from_event,
     prompt_digest,
@@ -24,6 +25,7 @@ from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
 from inference_service.served_request import published_bound, with_router
 from inference_service.stream import EventStream
 from inference_service.token_texts import TokenTexts
+from shared.chat.parser import MessageParser
 from shared.engine.engine import Engine
 from shared.engine.request.handle import GenerationHandle
 from shared.engine.request.request import GenerationRequest
@@ -188,11 +190,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             handle = await self._pools.requests.call(_submit, engine, generation, router, stream)
             call.set_handle(handle)
+            message = await self._pools.requests.call(_message_parser, request, engine, handle)
             started = _started(generation, engine, router, continued_inexactly=bool(inexact))
             await write_response(context, started, self._stall_timeout_s)
             while (event := await stream.next()) is not None:
                 call.record_event(event)
-                response = from_event(event, served.text_of)
+                response = from_event(event, served.text_of, message)
                 await write_response(context, response, self._stall_timeout_s)
         finally:
             # Cancellation and deadline both raise CancelledError in any of the awaits above.
@@ -265,6 +268,17 @@ def _submit(
     handle = engine.submit(request, ladder, on_event=stream.push)
     stream.attach(handle)
     return handle
+
+
+def _message_parser(
+    request: inference_pb2.GenerateRequest, engine: Engine, handle: GenerationHandle
+) -> MessageParser | None:
+    """It has read what the client has of the answer; None if that is no answer to a chat."""
+    if request.WhichOneof("prompt") != "chat":
+        return None
+    parser = ChatRequest(request.chat, engine.loaded).parser(handle.request.prompt_ids)
+    parser.push(handle.resumed_text)
+    return parser
 
 
 def _promise(engine: Engine) -> inference_pb2.ExactPromise:

@@ -8,6 +8,7 @@ import typer
 from neap_client import NeapClient, generate_request
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.requests import set_prompt
+from rich.text import Text
 
 from neap_engine.cli.connection import calls_service, connect
 from neap_engine.cli.console import DEFAULT_WORKER, ServedModel, Worker, err, out
@@ -95,11 +96,13 @@ def print_text(
     coloured: bool,
     with_statistics: bool = True,
 ) -> None:
-    """Stream the text to standard output. The legend and the statistics go to standard error."""
+    """Stream the text to standard output. Reasoning, the legend and the statistics go to standard error."""
     view = DepthView(out, num_layers, coloured)
     finished: pb.Finished | None = None
     started: pb.Started | None = None
     for event in events:
+        if reasoning := event.chunk.reasoning + event.finished.reasoning:
+            err.print(Text(reasoning, style="dim"), end="")
         if event.HasField("chunk"):
             view.chunk(event.chunk)
         elif event.HasField("started"):

@@ -9,6 +9,7 @@ from neap_client.inference.v1 import inference_pb2 as pb
 
 REPLACEMENT = "\ufffd"
 FINISH_REASONS = {pb.FINISH_REASON_LENGTH: "length"}
+Piece = pb.TokenChunk | pb.Finished
 
 
 class Choice:
@@ -18,11 +19,14 @@ class Choice:
         self.index = index
         self.finished: pb.Finished | None = None
         self.num_tokens = 0
+        self._has_called = False
         self._started = pb.Started()
         self._is_chat = is_chat
         self._keeps = keeps
         self._num_characters = 0
         self._texts: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[dict[str, Any]] = []
         self._logprobs: list[dict[str, Any]] = []
 
     def receive(self, event: pb.GenerateResponse) -> list[dict[str, Any]]:
@@ -35,33 +39,65 @@ class Choice:
             return [self._part(first, neap=self._facts())]
         if kind == "finished":
             self.finished = event.finished
-            parts = [self._text_part(event.finished.text)] if event.finished.text else []
+            parts = [self._piece(event.finished)] if _says_something(event.finished) else []
             last: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
             return [*parts, self._part(last, self._finish_reason(), neap=self._figures())]
         self.num_tokens += len(event.chunk.tokens)
         logprobs = self._logprobs_of(event.chunk)
-        if not event.chunk.text and logprobs is None:
+        if logprobs is None and not _says_something(event.chunk):
             return []
-        return [self._text_part(event.chunk.text, logprobs)]
+        return [self._piece(event.chunk, logprobs)]
 
     def whole(self) -> dict[str, Any]:
         """Return the choice of a response that is not a stream. Needs `keeps`, and Finished."""
         text = "".join(self._texts)
-        message = {"role": "assistant", "content": text, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if self._calls and not text else text,
+            "refusal": None,
+        }
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
+        if self._calls:
+            message["tool_calls"] = self._calls
         whole: dict[str, Any] = {"message": message} if self._is_chat else {"text": text}
         whole = self._part(whole, self._finish_reason(), neap=self._facts() | self._figures())
         if self._logprobs:
             whole["logprobs"] = _joined(self._logprobs)
         return whole
 
-    def _text_part(self, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
-        self._num_characters += len(text)
+    def _piece(self, piece: Piece, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        self._num_characters += len(piece.text)
         if self._keeps:
-            self._texts.append(text)
+            self._texts.append(piece.text)
             if logprobs is not None:
                 self._logprobs.append(logprobs)
-        part: dict[str, Any] = {"delta": {"content": text}} if self._is_chat else {"text": text}
-        return self._part(part, logprobs=logprobs)
+        if not self._is_chat:
+            return self._part({"text": piece.text}, logprobs=logprobs)
+        delta: dict[str, Any] = {}
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
+            if self._keeps:
+                self._reasoning.append(piece.reasoning)
+        if piece.tool_calls:
+            delta["tool_calls"] = [self._call(call) for call in piece.tool_calls]
+        if piece.text or not delta:
+            delta["content"] = piece.text
+        return self._part({"delta": delta}, logprobs=logprobs)
+
+    def _call(self, piece: pb.ToolCallChunk) -> dict[str, Any]:
+        """What a piece of a call is in a stream."""
+        self._has_called = True
+        function = {"arguments": piece.arguments}
+        if piece.id:
+            function = {"name": piece.name, **function}
+            call = {"id": piece.id, "type": "function", "function": function}
+            if self._keeps:
+                self._calls.append(call)
+            return {"index": piece.index, **call}
+        if self._keeps:
+            self._calls[-1]["function"]["arguments"] += piece.arguments
+        return {"index": piece.index, "function": function}
 
     def _part(
         self,
@@ -81,6 +117,8 @@ class Choice:
 
     def _finish_reason(self) -> str:
         assert self.finished is not None
+        if self._has_called and self.finished.reason == pb.FINISH_REASON_EOS:
+            return "tool_calls"
         return FINISH_REASONS.get(self.finished.reason, "stop")
 
     def _facts(self) -> dict[str, Any]:
@@ -254,6 +292,10 @@ def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for name, value in part.items():
             joined[name] = joined.get(name, []) + value if isinstance(value, list) else value
     return joined
+
+
+def _says_something(piece: Piece) -> bool:
+    return bool(piece.text or piece.reasoning or piece.tool_calls)
 
 
 def _json(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from neap_client.inference.v1 import inference_pb2 as pb
 
@@ -11,7 +12,9 @@ from neap_engine.gateway.schema import (
     ChatRequest,
     CompletionRequest,
     DepthOptions,
+    Function,
     GenerationFields,
+    NamedTool,
     ResponseFormat,
     TextPart,
 )
@@ -98,13 +101,57 @@ def _seeded(seed: int) -> bytes:
 
 
 def _chat(request: ChatRequest) -> pb.Chat:
-    chat = pb.Chat()
-    for message in request.messages:
-        text = _text(message.content, "\n")
-        # OpenAI's newer models call the role "system" "developer".
-        role = "system" if message.role == "developer" else message.role
-        chat.messages.append(pb.ChatMessage(role=role, content=text))
+    chat = pb.Chat(
+        tools=[_tool(tool.function) for tool in request.tools or []],
+        tool_choice=_tool_choice(request.tool_choice),
+        single_tool_call=request.parallel_tool_calls is False,
+        template_arguments=_json(request.chat_template_kwargs),
+    )
+    for i, message in enumerate(request.messages):
+        is_assistant = message.role == "assistant"
+        for name, is_misplaced in (
+            ("content", message.content is None and not (is_assistant and message.tool_calls)),
+            ("tool_calls", message.tool_calls and not is_assistant),
+            ("tool_call_id", (message.tool_call_id is None) == (message.role == "tool")),
+        ):
+            if is_misplaced:
+                field = f"messages[{i}].{name}"
+                verb = "may not have" if getattr(message, name) else "must have"
+                raise refused(f"{field}: a message of this kind {verb} {name}", field)
+        calls = [
+            pb.ToolCall(id=call.id, **call.function.model_dump())
+            for call in message.tool_calls or []
+        ]
+        chat.messages.add(
+            # OpenAI's newer models call the role "system" "developer".
+            role="system" if message.role == "developer" else message.role,
+            content=_text(message.content or "", "\n"),
+            reasoning=message.reasoning_content or "",
+            tool_calls=calls,
+            tool_call_id=message.tool_call_id or "",
+        )
     return chat
+
+
+def _tool(function: Function) -> pb.Tool:
+    return pb.Tool(
+        name=function.name,
+        description=function.description or "",
+        parameters=_json(function.parameters),
+    )
+
+
+def _tool_choice(choice: str | NamedTool | None) -> pb.ToolChoice | None:
+    if isinstance(choice, NamedTool):
+        return pb.ToolChoice(name=choice.function.name)
+    if choice == "none":
+        return pb.ToolChoice(none=pb.NoTool())
+    return pb.ToolChoice(required=pb.AnyTool()) if choice == "required" else None
+
+
+def _json(value: Any) -> str:
+    """Empty for nothing, which the worker understands."""
+    return "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _text(content: str | list[TextPart], between: str) -> str:
@@ -210,7 +257,7 @@ def _constraint(wanted: ResponseFormat | None) -> pb.Constraint | None:
     schema = wanted.json_schema.schema_
     if schema is None:
         return pb.Constraint(json_object=pb.JsonObject())
-    return pb.Constraint(json_schema=json.dumps(schema, ensure_ascii=False))
+    return pb.Constraint(json_schema=_json(schema))
 
 
 def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:

@@ -29,7 +29,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "metadata": (dict,),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (bool,),
     "prompt_cache_key": (str,),
     "prompt_cache_options": (dict,),
     "prompt_cache_retention": (str,),
@@ -38,8 +37,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "store": (bool,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "use_beam_search": (False,),
     "verbosity": (str,),
     "web_search_options": (),
@@ -50,10 +47,7 @@ NEUTRAL_IN_MESSAGE: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": (),
     "name": (str,),
-    "reasoning_content": (),
     "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 
 _DIGITS = re.compile(r"-?[0-9]{1,20}")
@@ -145,11 +139,51 @@ class Prediction(Strict):
     content: str | Items[TextPart]
 
 
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
 class Message(Strict):
+    """Only messages of assistants that call tools may have no content."""
+
     unsupported = NEUTRAL_IN_MESSAGE
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Items[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Items[TextPart] | None = None
+    reasoning_content: str | None = None
+    tool_calls: Items[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Strict):
+    """`strict` false is honoured as true, as in `NamedSchema`."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
 
 
 class GenerationFields(Strict):
@@ -191,6 +225,10 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=UINT32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    tools: Items[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(GenerationFields):
@@ -205,10 +243,14 @@ _NESTED: Mapping[str, type[Strict]] = {
     "neap": DepthOptions,
     "stream_options": StreamOptions,
     "messages": Message,
+    "tools": Tool,
+    "tool_choice": NamedTool,
+    "tool_calls": ToolCall,
     "response_format": ResponseFormat,
     "json_schema": NamedSchema,
     "prediction": Prediction,
     "content": TextPart,
+    "function": Function,
 }
 
 

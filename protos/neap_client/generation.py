@@ -37,6 +37,8 @@ class Answer:
     started: pb.Started
     finished: pb.Finished
     resumptions: tuple[pb.Started, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[pb.ToolCall, ...] = ()
 
     @property
     def finish_reason(self) -> str:
@@ -75,6 +77,8 @@ class GenerationCalls:
         The constructor starts the first call."""
         self.token_ids: list[int] = []
         self.text = ""
+        self.reasoning = ""
+        self.tool_calls: list[pb.ToolCall] = []
         self.started: pb.Started | None = None
         self.finished: pb.Finished | None = None
         self.num_attempts = 0
@@ -109,6 +113,8 @@ class GenerationCalls:
             self.started,
             self.finished,
             tuple(self.resumptions),
+            self.reasoning,
+            tuple(self.tool_calls),
         )
 
     def _new_attempts(self) -> Attempts:
@@ -167,7 +173,13 @@ class GenerationCalls:
 
     def _record(self, event: GenerateResponse) -> GenerateResponse:
         self.token_ids += [token.id for token in event.chunk.tokens]
-        self.text += event.chunk.text + event.finished.text
+        for part in (event.chunk, event.finished):
+            self.text += part.text
+            self.reasoning += part.reasoning
+            for piece in part.tool_calls:
+                if piece.id:
+                    self.tool_calls.append(pb.ToolCall(id=piece.id, name=piece.name))
+                self.tool_calls[-1].arguments += piece.arguments
         if event.HasField("started"):
             self.started = event.started
         elif event.HasField("finished"):

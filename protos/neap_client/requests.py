@@ -11,7 +11,7 @@ Policy = Literal["full", "exact", "relaxed"]
 
 def generate_request(
     model_id: str,
-    prompt: str | Sequence[pb.ChatMessage] | pb.TokenIds,
+    prompt: str | Sequence[pb.ChatMessage] | pb.Chat | pb.TokenIds,
     *,
     system: str = "",
     raw: bool = False,
@@ -43,9 +43,10 @@ def generate_request(
 ) -> pb.GenerateRequest:
     """Return a request. The protos describe the arguments; None leaves a field absent.
 
-    A `prompt` of text is the user's message of a chat, after a `system` message if there is one. With `raw` it is
-    continued as it is, without the chat template. Each of `bad_words` is a text or token ids, and so is
-    `prediction`. `router` is a version or an alias. Raises InvalidInput for arguments that exclude each other.
+    A `prompt` of text is the user's message of a chat, after a `system` message if there is one. A Chat may have tools.
+    With `raw` the text is continued as it is, without the chat template. Each of `bad_words` is a text or token ids,
+    and so is `prediction`. `router` is a version or an alias. Raises InvalidInput for arguments that exclude each
+    other.
     """
     request = pb.GenerateRequest(
         model_id=model_id,
@@ -86,6 +87,8 @@ def generate_request(
         raise InvalidInput("raw and system need a prompt of text")
     elif isinstance(prompt, pb.TokenIds):
         request.token_ids.CopyFrom(prompt)
+    elif isinstance(prompt, pb.Chat):
+        request.chat.CopyFrom(prompt)
     else:
         request.chat.messages.extend(prompt)
     set_router(request, router)

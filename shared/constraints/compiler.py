@@ -9,7 +9,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from shared.constraints.constraint import Constraint, invalid
+from shared.constraints.constraint import Constraint, MessageConstraint, invalid
+from shared.constraints.message import message_grammar
 from shared.constraints.schema_place import place_of_error
 from shared.constraints.state import DEAD_END, ConstraintState
 from shared.errors import InvalidInput
@@ -35,7 +36,7 @@ class ConstraintCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._compiled = lru_cache(MAX_KEPT)(self._compile)
 
-    def start(self, constraint: Constraint) -> ConstraintState:
+    def start(self, constraint: Constraint | MessageConstraint) -> ConstraintState:
         """The state of an answer without tokens.
 
         Raises `InvalidInput` (reasons CONSTRAINT_INVALID with its place, NO_TOKENIZER, CONSTRAINTS_NOT_SUPPORTED).
@@ -44,10 +45,13 @@ class ConstraintCompiler:
         matcher = self._compiled(constraint).deep_copy()
         return ConstraintState(matcher, loaded.vocabulary_size, loaded.eos_token_ids)
 
-    def _compile(self, constraint: Constraint) -> LLMatcher:
+    def _compile(self, constraint: Constraint | MessageConstraint) -> LLMatcher:
         tokenizer = self._tokenizer_of_model()
         try:
-            grammar = _grammar(constraint)
+            if isinstance(constraint, MessageConstraint):
+                grammar = message_grammar(constraint, grammar_of, self._special_tokens(tokenizer))
+            else:
+                grammar = grammar_of(constraint)
         except ValueError as error:
             raise invalid(_shortened(str(error)), constraint.field) from error
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
@@ -59,18 +63,25 @@ class ConstraintCompiler:
             why = matcher.get_error()
             if why.startswith(DEAD_END):
                 raise invalid("no text fulfils it", constraint.field)
-            if constraint.json_schema is not None:
-                place = place_of_error(constraint.json_schema, why, self._error_of_schema)
-                why = f"{place}: {why}"
+            for where, schema in constraint.schemas:
+                if own := self._error_of_schema(schema):
+                    place = place_of_error(schema, own, self._error_of_schema)
+                    raise invalid(_shortened(f"{place}: {own}"), where)
             raise invalid(_shortened(why), constraint.field)
         return matcher
 
     def _error_of_schema(self, schema: str) -> str:
-        grammar = _grammar(Constraint(json_schema=schema))
+        grammar = grammar_of(Constraint(json_schema=schema))
         limits = LLParserLimits(verbose_errors=False)
         return LLMatcher(
             self._tokenizer_of_model(), grammar, log_level=0, limits=limits
         ).get_error()
+
+    def _special_tokens(self, tokenizer: LLTokenizer) -> dict[str, int]:
+        """Those that the library tells apart from the text that they stand for."""
+        assert self._loaded.tokenizer is not None
+        added = self._loaded.tokenizer.get_added_vocab()
+        return {text: own for text, own in added.items() if tokenizer.is_special_token(own)}
 
     def _tokenizer_of_model(self) -> LLTokenizer:
         """Made at the first use, which takes about a second."""
@@ -107,7 +118,7 @@ def _not_supported(why: str) -> InvalidInput:
     )
 
 
-def _grammar(constraint: Constraint) -> str:
+def grammar_of(constraint: Constraint) -> str:
     """The constraint in the library's own format. Raises ValueError for a schema that is no JSON."""
     if constraint.choice is not None:
         return grammar_from("choice", json.dumps(constraint.choice, ensure_ascii=False))

@@ -4,31 +4,33 @@ from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any
 
+from shared.chat.template import Chat, has_template, render
 from shared.errors import InvalidInput, PromptTooLong
 from shared.model.loaded import LoadedModel
 
-ROLES = ("system", "user", "assistant")
 # No known tokenizer encodes more characters in one token, so a longer text cannot fit and is refused without being
 # tokenised.
 MAX_CHARACTERS_PER_TOKEN = 64
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Chat
 
 
 def encode_prompt(loaded: LoadedModel, prompt: Prompt) -> tuple[int, ...]:
-    """Plain text, token ids, or chat messages ({"role", "content"}) -> token ids.
+    """Plain text, token ids, chat messages ({"role", "content"}), or a `Chat` -> token ids.
 
-    Raises `InvalidInput` (also with the reasons EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, NO_TOKENIZER, NO_CHAT_TEMPLATE) and
-    `PromptTooLong`.
+    Raises `InvalidInput` (also with the reasons EMPTY_PROMPT, TOKEN_OUT_OF_RANGE, NO_TOKENIZER, NO_CHAT_TEMPLATE,
+    CHAT_TEMPLATE_REFUSED, UNKNOWN_ROLE) and `PromptTooLong`.
     """
-    if not isinstance(prompt, str):
+    if not isinstance(prompt, str | Chat):
         prompt = _as_list(prompt)
-    if not prompt:
+    if not (prompt.messages if isinstance(prompt, Chat) else prompt):
         raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT")
     if isinstance(prompt, str):
         ids = _encode_text(loaded, prompt)
-    elif isinstance(prompt[0], Mapping):
+    elif isinstance(prompt, Chat):
         ids = _encode_chat(loaded, prompt)
+    elif isinstance(prompt[0], Mapping):
+        ids = _encode_chat(loaded, Chat(prompt))
     else:
         try:
             ids = [index(token) for token in prompt]
@@ -121,34 +123,13 @@ def _prediction_too_long(loaded: LoadedModel) -> InvalidInput:
     )
 
 
-def _encode_chat(loaded: LoadedModel, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    tokenizer = loaded.tokenizer
-    if tokenizer is None or not tokenizer.chat_template:
+def _encode_chat(loaded: LoadedModel, chat: Chat) -> list[int]:
+    if loaded.tokenizer is None or not has_template(loaded.tokenizer):
         raise InvalidInput(
             "this model has no chat template; send text or token ids", reason="NO_CHAT_TEMPLATE"
         )
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-            raise InvalidInput(
-                'a message must be {"role": .., "content": ..}, with a text as its content'
-            )
-        if message.get("role") not in ROLES:
-            raise InvalidInput(
-                f"a message's role is {message.get('role')!r}; it must be one of {', '.join(ROLES)}"
-            )
-    _check_characters(loaded, sum(len(message["content"]) for message in messages))
-    try:
-        encoded: Any = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-        )
-    except Exception as error:  # a template is a program of its own and may raise anything
-        raise InvalidInput(
-            "the model's chat template refuses these messages", reason="CHAT_TEMPLATE_REFUSED"
-        ) from error
-    return list(encoded["input_ids"])
+    _check_characters(loaded, chat.num_characters)
+    return render(loaded.tokenizer, chat)
 
 
 def _check_characters(loaded: LoadedModel, num_characters: int) -> None:

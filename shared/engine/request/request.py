@@ -7,7 +7,7 @@ from enum import Enum
 from functools import cached_property
 from operator import index
 
-from shared.constraints.constraint import Constraint
+from shared.constraints.constraint import Constraint, MessageConstraint
 from shared.engine.memory.prefixes import key_of
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
@@ -69,7 +69,7 @@ class GenerationRequest:
 
     `resumed_ids`: tokens of the answer that the caller has already, from here or from another worker. They are read as
     the prompt is, and the answer goes on after them as if it had never been interrupted. `constraint`: what the answer
-    must be.
+    must be. `shown_special_ids`: special tokens that the answer's text shows.
 
     `prediction_ids`: what the answer is expected to be like. It is drafted from, and is no part of the context.
     """
@@ -87,7 +87,8 @@ class GenerationRequest:
     risk_bound_tokens: int | None = None
     is_low_priority: bool = False
     resumed_ids: tuple[int, ...] = ()
-    constraint: Constraint | None = None
+    constraint: Constraint | MessageConstraint | None = None
+    shown_special_ids: frozenset[int] = frozenset()
     prediction_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

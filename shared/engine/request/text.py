@@ -1,6 +1,6 @@
 """Converts token ids to text incrementally. Returns whole characters only, and no part of a stop string."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,10 +10,23 @@ MAX_INCOMPLETE_TOKENS = 8
 
 
 class Detokenizer:
-    """Decodes one sequence incrementally. Without a tokenizer every text is empty."""
+    """Decodes one sequence incrementally. Without a tokenizer every text is empty.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    Special tokens have no text, apart from `shown_special_ids`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        shown_special_ids: Collection[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
+        self._skips_special = not shown_special_ids
+        self._hidden_ids: set[int] = set()
+        if tokenizer is not None and shown_special_ids:
+            added = tokenizer.added_tokens_decoder.items()
+            special = {token_id for token_id, token in added if token.special}
+            self._hidden_ids = special.difference(shown_special_ids)
         self._ids: list[int] = []
         # Ids before `_read` have been returned as text. Decoding starts a little before, at `_start`, because some
         # tokenizers place spaces by the preceding token.
@@ -56,7 +69,9 @@ class Detokenizer:
         if self._tokenizer is None or not ids:
             return ""
         text = self._tokenizer.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            [token_id for token_id in ids if token_id not in self._hidden_ids],
+            skip_special_tokens=self._skips_special,
+            clean_up_tokenization_spaces=False,
         )
         assert isinstance(text, str)
         return text

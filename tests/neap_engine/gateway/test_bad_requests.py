@@ -52,7 +52,7 @@ TEXT = {"model": "tiny", "prompt": "x"}
         ({"logit_bias": [5]}, "INVALID_INPUT", "logit_bias"),
         ({"bad_words": "x"}, "INVALID_INPUT", "bad_words"),
         ({"bad_words": ["x", ""]}, "INVALID_INPUT", "bad_words[1]"),
-        ({"tools": [{"type": "function"}]}, "UNSUPPORTED_FIELD", "tools"),
+        ({"tools": [{"type": "function"}]}, "INVALID_INPUT", "tools[0].function"),
         ({"response_format": {"type": "xml"}}, "INVALID_INPUT", "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "INVALID_INPUT", "response_format.json_schema"),
         (
@@ -65,7 +65,7 @@ TEXT = {"model": "tiny", "prompt": "x"}
             "UNKNOWN_FIELD",
             "response_format.json_schema.shema",
         ),
-        ({"tool_choice": "required"}, "UNSUPPORTED_FIELD", "tool_choice"),
+        ({"functions": [{}]}, "UNSUPPORTED_FIELD", "functions"),
         ({"service_tier": "priority"}, "UNSUPPORTED_FIELD", "service_tier"),
         ({"metadata": "x"}, "UNSUPPORTED_FIELD", "metadata"),
         ({"store": 1}, "UNSUPPORTED_FIELD", "store"),
@@ -75,7 +75,7 @@ TEXT = {"model": "tiny", "prompt": "x"}
         ({"prediction": {"type": "content", "content": 3}}, "INVALID_INPUT", "prediction.content"),
         ({"prediction": {"type": "content", "content": "x", "y": 1}}, "UNKNOWN_FIELD", "prediction.y"),
         ({"messages": [{"role": "user", "content": "x", "name": 1}]}, "UNSUPPORTED_FIELD", "messages[0].name"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "INVALID_INPUT", "messages[0].role"),
+        ({"messages": [{"role": "poet", "content": "x"}]}, "INVALID_INPUT", "messages[0].role"),
         ({"messages": [{"role": "user", "content": None}]}, "INVALID_INPUT", "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},

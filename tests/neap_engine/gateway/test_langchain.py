@@ -68,9 +68,9 @@ def test_an_answer_has_the_structure_that_was_asked_for(gateway):
     assert isinstance(answer, Thing)
 
 
-def test_tools_are_refused_by_name(model):
+def test_a_model_without_tools_says_so(model):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    with pytest.raises(Exception, match="tools is not supported here"):
+    with pytest.raises(Exception, match="chat template does not show them"):
         model.bind_tools([tool]).invoke(MESSAGES)
 
 

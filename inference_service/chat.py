@@ -1,0 +1,168 @@
+"""What a chat of neap.inference.v1 asks of a model: a prompt, and what its answer must be and is read as."""
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from neap_client.inference.v1 import inference_pb2 as pb
+
+from shared.chat.formats import (
+    NAME_CHARACTERS,
+    CallFormat,
+    begins_in_thought,
+    call_format,
+    shown_special_ids,
+    thinking_tags,
+)
+from shared.chat.parser import MessageParser
+from shared.chat.template import Chat
+from shared.constraints.constraint import Constraint, MessageConstraint
+from shared.errors import InvalidInput
+from shared.model.loaded import LoadedModel
+
+MAX_TOOLS = 128
+MAX_TEMPLATE_BYTES = 16 * 1024
+
+
+class ChatRequest:
+    """Raises `InvalidInput` (also with the reasons TOOLS_NOT_SUPPORTED, NO_CHAT_TEMPLATE)."""
+
+    def __init__(self, chat: pb.Chat, loaded: LoadedModel) -> None:
+        self._chat, self._loaded = chat, loaded
+        self._thinking = thinking_tags(loaded)
+        self._choice = chat.tool_choice.WhichOneof("choice") or "auto"
+        shows_tools = bool(chat.tools) and self._choice != "none"
+        # How calls are written, in the prompt or in the answer.
+        self._format: CallFormat | None = None
+        if shows_tools or any(m.role == "tool" or m.tool_calls for m in chat.messages):
+            self._format = call_format(loaded)
+        self._tools = _tools(chat.tools) if shows_tools else {}
+        if self._choice == "name" and chat.tool_choice.name not in self._tools:
+            raise InvalidInput(
+                "the tool that is to be called is not one of the tools",
+                metadata={"field": "tool_choice"},
+            )
+        if self._choice == "required" and not self._tools:
+            raise InvalidInput(
+                "there are no tools that could be called", metadata={"field": "tool_choice"}
+            )
+
+    @cached_property
+    def prompt(self) -> Chat:
+        return Chat(
+            [self._message(message, i) for i, message in enumerate(self._chat.messages)],
+            list(self._tools.values()),
+            _object(self._chat.template_arguments, "template_arguments", MAX_TEMPLATE_BYTES)
+            if self._chat.template_arguments
+            else {},
+        )
+
+    @property
+    def shown_special_ids(self) -> frozenset[int]:
+        texts = list(self._thinking or ())
+        if self._tools and self._format:
+            texts += [self._format.begin, self._format.middle, self._format.between or ""]
+        return shown_special_ids(self._loaded, texts)
+
+    def constraint(
+        self, answer: Constraint | None, prompt_ids: Sequence[int]
+    ) -> Constraint | MessageConstraint | None:
+        """What the answer must be, if its text must be `answer`."""
+        if not self._tools and (answer is None or self._thinking is None):
+            return answer
+        if self._tools and answer and self._format and not self._format.tag:
+            raise InvalidInput(
+                "this model has no tag for calls, so its answers can have either tools or a constraint",
+                metadata={"field": "constraint"},
+            )
+        named = self._chat.tool_choice.name
+        return MessageConstraint(
+            thinking=self._thinking,
+            in_thought=begins_in_thought(self._loaded, prompt_ids),
+            answer=None if self._choice in ("required", "name") else answer,
+            calls=self._format if self._tools else None,
+            tools=tuple(
+                (name, json.dumps(tool["function"]["parameters"], ensure_ascii=False))
+                for name, tool in self._tools.items()
+                if name == named or self._choice != "name"
+            ),
+            must_call=self._choice in ("required", "name"),
+            may_repeat=not self._chat.single_tool_call and self._choice != "name",
+        )
+
+    def parser(self, prompt_ids: Sequence[int]) -> MessageParser:
+        return MessageParser(
+            self._thinking,
+            in_thought=begins_in_thought(self._loaded, prompt_ids),
+            calls=self._format if self._tools else None,
+        )
+
+    def _message(self, message: pb.ChatMessage, place: int) -> dict[str, Any]:
+        said: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.reasoning:
+            said["reasoning_content"] = message.reasoning
+        if message.tool_call_id:
+            said["tool_call_id"] = message.tool_call_id
+            for other in self._chat.messages[:place]:
+                for call in other.tool_calls:
+                    if call.id == message.tool_call_id:  # some templates name the tool of a result
+                        said["name"] = call.name
+        if message.tool_calls:
+            assert self._format is not None
+            where = f"messages[{place}].tool_calls"
+            said["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": call.arguments
+                        if self._format.takes_text
+                        else _object(call.arguments, f"{where}.arguments"),
+                    },
+                }
+                for call in message.tool_calls
+            ]
+        return said
+
+
+def _tools(tools: Sequence[pb.Tool]) -> dict[str, Any]:
+    """By name, as templates take them."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidInput(f"{len(tools)} tools; at most {MAX_TOOLS} are allowed")
+    found: dict[str, Any] = {}
+    for i, tool in enumerate(tools):
+        if not re.fullmatch(f"{NAME_CHARACTERS}{{1,64}}", tool.name) or tool.name in found:
+            raise InvalidInput(
+                f"a tool's name is {tool.name[:64]!r}; it must have 1 to 64 of a-z, A-Z, 0-9, _ and -, and be its own",
+                metadata={"field": f"tools[{i}].name"},
+            )
+        parameters: dict[str, Any] = {
+            "type": "object",
+            "properties": {},
+            "additionalProperties": False,
+        }
+        if tool.parameters:
+            parameters = _object(tool.parameters, f"tools[{i}].parameters")
+            if parameters.setdefault("type", "object") != "object":
+                raise InvalidInput(
+                    "the parameters of a tool must be those of an object",
+                    metadata={"field": f"tools[{i}].parameters"},
+                )
+        told = {"name": tool.name, "description": tool.description, "parameters": parameters}
+        found[tool.name] = {"type": "function", "function": told}
+    return found
+
+
+def _object(text: str, field: str, max_bytes: int | None = None) -> dict[str, Any]:
+    if max_bytes is not None and len(text.encode()) > max_bytes:
+        raise InvalidInput(f"{field} has more than {max_bytes} bytes", metadata={"field": field})
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{field} is no JSON", metadata={"field": field}) from error
+    if not isinstance(value, dict):
+        raise InvalidInput(f"{field} must be a JSON object", metadata={"field": field})
+    return value

@@ -1,0 +1,200 @@
+"""Takes an answer apart as it is written: reasoning, text, and calls of tools."""
+
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shared.chat.formats import ID, NAME_CHARACTERS, NUM_ID_CHARACTERS, CallFormat
+
+
+@dataclass(frozen=True)
+class CallPart:
+    """A piece of a call. The first has its `id` and `name`."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass
+class MessagePart:
+    """What a piece of an answer brings."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[CallPart] = field(default_factory=list)
+
+
+class MessageParser:
+    """`thinking`: the tags of reasoning, which has begun if `in_thought`. `calls`: how calls are written, if there may
+    be any; the answer follows a grammar then (`shared.constraints.message`).
+
+    White space around reasoning, and between text and a call, is dropped. What may yet become a part of a tag is held
+    back, so `finish` returns the rest.
+    """
+
+    def __init__(
+        self,
+        thinking: tuple[str, str] | None = None,
+        *,
+        in_thought: bool = False,
+        calls: CallFormat | None = None,
+    ) -> None:
+        self._thinking = thinking or ("", "")
+        self._calls = calls
+        self._state: Callable[[MessagePart], bool] = self._opening
+        if in_thought:
+            self._state = self._reasoning
+        elif thinking is None:
+            self._state = self._text_begins
+        self._buffer = ""
+        self._is_at_end = False
+        # Whether white space is dropped until there is something else.
+        self._skips_space = in_thought
+        # Characters that come next, white space apart.
+        self._expected: list[str] = []
+        self._next: Callable[[MessagePart], bool] = self._rest
+        self._num_calls = 0
+        # Of the arguments: open brackets, whether in a string, and after a backslash there.
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+
+    def push(self, text: str) -> MessagePart:
+        self._buffer += text
+        part = MessagePart()
+        while self._state(part):
+            pass
+        return part
+
+    def finish(self, text: str) -> MessagePart:
+        """Of an answer that ends with `text`."""
+        self._is_at_end = True
+        return self.push(text)
+
+    # States. Each takes what it can from the buffer, and returns whether another one goes on with the rest.
+
+    def _opening(self, part: MessagePart) -> bool:
+        """Where reasoning may begin."""
+        rest, tag = self._buffer.lstrip(), self._thinking[0]
+        if rest.startswith(tag):
+            self._buffer, self._skips_space = rest[len(tag) :], True
+            self._state = self._reasoning
+            return True
+        if tag.startswith(rest) and not self._is_at_end:
+            return False
+        self._state = self._text_begins
+        return True
+
+    def _reasoning(self, part: MessagePart) -> bool:
+        shown, has_ended = self._before(self._thinking[1])
+        part.reasoning += shown
+        if has_ended:
+            self._buffer = self._buffer[len(self._thinking[1]) :]
+            self._skips_space = True
+            self._state = self._text_begins
+        return has_ended
+
+    def _text_begins(self, part: MessagePart) -> bool:
+        """Where calls without a tag may begin."""
+        if self._calls and not self._calls.tag:
+            rest, begin = self._buffer.lstrip(), self._calls.begin
+            if rest.startswith(begin):
+                return self._calls_begin()
+            if begin.startswith(rest) and not self._is_at_end:
+                return False
+        self._state = self._text
+        return True
+
+    def _text(self, part: MessagePart) -> bool:
+        shown, calls = self._before(self._calls.tag if self._calls else "")
+        part.text += shown
+        return self._calls_begin() if calls else False
+
+    def _calls_begin(self) -> bool:
+        assert self._calls is not None
+        return self._expect(self._calls.begin, self._name)
+
+    def _literal(self, part: MessagePart) -> bool:
+        """The characters that are expected. If there are others, the calls have ended."""
+        while self._expected:
+            self._buffer = self._buffer.lstrip()
+            if not self._buffer:
+                return False
+            char, wanted = self._buffer[0], self._expected.pop(0)
+            if not (char.isalnum() if wanted == ID else char == wanted):
+                self._next = self._rest
+                break
+            self._buffer = self._buffer[1:]
+        self._state = self._next
+        return True
+
+    def _name(self, part: MessagePart) -> bool:
+        assert self._calls is not None
+        found = re.match(rf"\s*({NAME_CHARACTERS}*)", self._buffer)
+        assert found is not None
+        if found.end() == len(self._buffer):  # it may go on
+            return False
+        self._buffer = self._buffer[found.end() :]
+        call_id = secrets.token_hex(NUM_ID_CHARACTERS)[:NUM_ID_CHARACTERS]
+        part.calls.append(CallPart(self._num_calls, call_id, found[1]))
+        return self._expect(self._calls.middle, self._arguments)
+
+    def _arguments(self, part: MessagePart) -> bool:
+        assert self._calls is not None
+        if not self._depth:
+            self._buffer = self._buffer.lstrip()
+        if not self._buffer:
+            return False
+        end = self._end_of_object()
+        part.calls.append(CallPart(self._num_calls, arguments=self._buffer[:end]))
+        self._buffer = self._buffer[end:]
+        if self._depth:
+            return False
+        self._num_calls += 1
+        return self._expect(
+            self._calls.between or "", self._name if self._calls.between else self._rest
+        )
+
+    def _rest(self, part: MessagePart) -> bool:
+        """After the last call."""
+        self._buffer = ""
+        return False
+
+    def _expect(self, text: str, then: Callable[[MessagePart], bool]) -> bool:
+        self._expected = list("".join(text.split()).replace(ID, ID * NUM_ID_CHARACTERS))
+        self._next, self._state = then, self._literal
+        return True
+
+    def _before(self, tag: str) -> tuple[str, bool]:
+        """Takes what is before `tag`, or cannot be a part of it. Also returns whether the tag is next."""
+        end = self._buffer.find(tag) if tag else -1
+        has_tag = end >= 0
+        if has_tag:
+            shown = self._buffer[:end].rstrip()
+        else:
+            end = len(self._buffer)
+            if tag and not self._is_at_end:
+                end = next(i for i in range(end + 1) if tag.startswith(self._buffer[i:].lstrip()))
+            shown = self._buffer[:end]
+        self._buffer = self._buffer[end:]
+        if self._skips_space:
+            shown = shown.lstrip()
+            self._skips_space = not shown
+        return shown, has_tag
+
+    def _end_of_object(self) -> int:
+        """Where the JSON object that the buffer goes on with ends; the buffer's length if it does not."""
+        for place, char in enumerate(self._buffer):
+            if self._in_string:
+                self._in_string = self._is_escaped or char != '"'
+                self._is_escaped = char == "\\" and not self._is_escaped
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    return place + 1
+        return len(self._buffer)

@@ -1,0 +1,231 @@
+"""Chats with tools and reasoning over real gRPC: every way of writing calls, every policy, resumed, and refused."""
+
+import json
+from contextlib import contextmanager
+
+import grpc
+import jsonschema
+import pytest
+from neap_client import NeapClient, generate_request
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.inference.v1 import inference_pb2_grpc
+
+from shared.chat.formats import call_format
+from shared.engine.engine import Engine
+from shared.registry.factory import open_registry
+from tests.chats import MARKUP, TEMPLATES, build_chat_model
+from tests.generation import EXACT, FULL, publish, refused, request_of
+from tests.worker import CHAT_TEMPLATE, EOS, serving
+
+SCHEMAS = {
+    "add": {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 12]}, "text": {"type": "string", "maxLength": 3}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+    "go": {
+        "type": "object",
+        "properties": {"to": {"enum": ["é😀", "hello"]}},
+        "required": ["to"],
+        "additionalProperties": False,
+    },
+}  # fmt: skip
+TOOLS = [
+    pb.Tool(name=name, description="d", parameters=json.dumps(own)) for name, own in SCHEMAS.items()
+]
+REQUIRED = pb.ToolChoice(required=pb.AnyTool())
+USER = [pb.ChatMessage(role="user", content="hello")]
+SAMPLED = pb.Sampling(temperature=1.0, seed=5)
+STOPPING = pb.Stopping(max_tokens=200)
+
+
+@contextmanager
+def served(registry, template, **options):
+    loaded = build_chat_model(template, **options)
+    with Engine(loaded) as engine:
+        publish(registry, engine)
+        with serving(engine, registry) as worker:
+            worker.loaded = loaded
+            yield worker
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def worker(request, tmp_path_factory):
+    registry = open_registry(str(tmp_path_factory.mktemp("registry")))
+    with served(registry, TEMPLATES[request.param], own_tokens=True) as worker:
+        worker.template = request.param
+        yield worker
+    registry.close()
+
+
+@pytest.fixture(scope="module")
+def stub(worker):
+    with grpc.insecure_channel(worker.target) as channel:
+        yield inference_pb2_grpc.InferenceServiceStub(channel)
+
+
+def message(events):
+    """(token ids, reasoning, text, [(name, arguments)], Finished) of a call's events."""
+    tokens, reasoning, text, calls = [], "", "", []
+    for event in events:
+        tokens += [token.id for token in event.chunk.tokens]
+        for part in (event.chunk, event.finished):
+            reasoning, text = reasoning + part.reasoning, text + part.text
+            for piece in part.tool_calls:
+                if piece.id:
+                    calls.append([piece.name, ""])
+                calls[piece.index][1] += piece.arguments
+    return tokens, reasoning, text, calls, event.finished
+
+
+def chat(**fields):
+    return pb.Chat(**{"messages": USER, "tools": TOOLS, "tool_choice": REQUIRED, **fields})
+
+
+def biased(worker, **fields):
+    """Begins calls, and ends reasoning, as soon as it may."""
+    vocabulary = worker.loaded.tokenizer.get_added_vocab()
+    tags = vocabulary.keys() & {"<tool_call>", "[TOOL_CALLS]", "</think>"}
+    return pb.Sampling(logit_bias={vocabulary[tag]: 100 for tag in tags}, **fields)
+
+
+@pytest.mark.parametrize("seed", [None, 5, 6], ids=["greedy", "sampled", "other"])
+def test_a_call_that_is_required_is_there_and_exact_gives_the_tokens_of_full(stub, worker, seed):
+    sampling = biased(worker, temperature=seed and 1.0, seed=seed)
+    asked = chat(single_tool_call=True)
+    full, exact = (
+        message(
+            stub.Generate(request_of(chat=asked, depth=depth, sampling=sampling, stopping=STOPPING))
+        )
+        for depth in (FULL, EXACT)
+    )
+    assert full[:4] == exact[:4]
+    tokens, _, text, calls, _ = full
+    assert (tokens[-1], text) == (EOS, "")
+    [[name, arguments]] = calls
+    jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+    exits = {own.rung: own.num_tokens for own in exact[4].depth.exits}
+    assert exits["grammar"] > 10
+
+
+def test_a_call_goes_on_where_another_worker_ended(stub, worker):
+    """Reasoning, text and calls are pieced together at any seam, inside tags and characters."""
+    request = request_of(chat=chat(), depth=EXACT, sampling=biased(worker), stopping=STOPPING)
+    started, *events = stub.Generate(request, timeout=60)
+    tokens, *said, finished = message(events)
+    assert len(events) > 20
+    request.sampling.seed = started.started.seed
+    for cut in range(1, min(len(events), 60)):
+        first = events[:cut]
+        request.resume.CopyFrom(pb.Resume(token_ids=message(first)[0]))
+        _, *rest = stub.Generate(request, timeout=60)
+        if cut == len(events) - 1:
+            assert not message(rest)[0]
+        again_tokens, *again, end = message([*first, *rest])
+        assert (again_tokens, again, end.reason) == (tokens, said, finished.reason)
+
+
+def test_a_named_tool_is_called(stub, worker):
+    asked = chat(tool_choice=pb.ToolChoice(name="go"))
+    request = request_of(chat=asked, sampling=biased(worker), stopping=STOPPING)
+    _, _, _, calls, _ = message(stub.Generate(request, timeout=60))
+    assert [name for name, _ in calls] == ["go"]
+
+
+def test_free_text_is_free_and_calls_in_it_are_held_to_the_schema(stub, worker):
+    asked = pb.Chat(messages=USER, tools=TOOLS)
+    plain = request_of(chat=asked, sampling=SAMPLED, stopping=STOPPING)
+    _, reasoning, text, _, _ = message(stub.Generate(plain, timeout=60))
+    assert reasoning or text
+    full, exact = (
+        message(
+            stub.Generate(
+                request_of(chat=asked, depth=depth, sampling=biased(worker), stopping=STOPPING)
+            )
+        )
+        for depth in (FULL, EXACT)
+    )
+    assert full[:4] == exact[:4]
+    *_, calls, finished = full
+    if call_format(worker.loaded).tag in worker.loaded.tokenizer.get_added_vocab():
+        assert calls
+        for name, arguments in calls[: None if finished.reason == pb.FINISH_REASON_EOS else -1]:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+
+def test_tools_that_may_not_be_called_are_not_shown(stub, worker):
+    def num_prompt_tokens(**fields):
+        request = request_of(1, chat=pb.Chat(messages=USER, **fields))
+        request.stopping.ignore_eos = False
+        return next(stub.Generate(request, timeout=60)).started.num_prompt_tokens
+
+    none = pb.ToolChoice(none=pb.NoTool())
+    assert num_prompt_tokens(tools=TOOLS, tool_choice=none) == num_prompt_tokens()
+    assert num_prompt_tokens(tools=TOOLS) > num_prompt_tokens()
+
+
+def test_calls_and_their_results_are_a_prompt(stub, worker):
+    call = pb.ToolCall(id="abcdefgh1", name="add", arguments='{"a": 1}')
+    called = pb.ChatMessage(role="assistant", tool_calls=[call])
+    result = pb.ChatMessage(role="tool", content="12", tool_call_id="abcdefgh1")
+    asked = pb.Chat(messages=[*USER, called, result], tools=TOOLS)
+    with NeapClient(worker.target) as client:
+        answer = client.answer(
+            generate_request("tiny", asked, policy="full", seed=1, temperature=1.0, max_tokens=40)
+        )
+    assert answer.started.num_prompt_tokens > 80
+    assert answer.text or answer.reasoning or answer.tool_calls
+    if not call_format(worker.loaded).takes_text:
+        asked.messages[1].tool_calls[0].arguments = "{"
+        _, info, text = refused(stub, request_of(chat=asked))
+        assert (info.reason, "messages[1].tool_calls" in text) == ("INVALID_INPUT", True)
+
+
+def test_a_client_has_the_whole_message(stub, worker):
+    with NeapClient(worker.target) as client:
+        request = request_of(chat=chat(), sampling=biased(worker), stopping=STOPPING)
+        answer = client.answer(request)
+    _, reasoning, text, calls, _ = message(stub.Generate(request, timeout=60))
+    assert (answer.reasoning, answer.text) == (reasoning, text)
+    assert [[call.name, call.arguments] for call in answer.tool_calls] == calls
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "place"),
+    [
+        ({"tools": [pb.Tool(name="a b")]}, "INVALID_INPUT", "tools[0].name"),
+        ({"tools": [TOOLS[0]] * 2}, "INVALID_INPUT", "tools[1].name"),
+        ({"tools": [pb.Tool(name="a", parameters="{")]}, "INVALID_INPUT", "tools[0].parameters"),
+        ({"tools": [pb.Tool(name="a", parameters='{"type": "string"}')]}, "INVALID_INPUT", "tools[0].parameters"),
+        (
+            {"tools": [TOOLS[0], pb.Tool(name="a", parameters='{"properties": {"b": {"type": "objekt"}}}')]},
+            "CONSTRAINT_INVALID",
+            "tools[1].parameters",
+        ),
+        ({"tools": [pb.Tool(name="a", parameters=json.dumps({"description": "x" * 70_000}))]}, "PROMPT_TOO_LONG", ""),
+        ({"tool_choice": pb.ToolChoice(name="other")}, "INVALID_INPUT", "tool_choice"),
+        ({"tools": [], "tool_choice": REQUIRED}, "INVALID_INPUT", "tool_choice"),
+        ({"template_arguments": "[]"}, "INVALID_INPUT", "template_arguments"),
+        ({"template_arguments": '{"tools": 1}'}, "INVALID_INPUT", ""),
+        ({"template_arguments": json.dumps({"x": "x" * 16384})}, "INVALID_INPUT", "template_arguments"),
+        ({"messages": [pb.ChatMessage(role="poet")]}, "UNKNOWN_ROLE", ""),
+        ({"messages": []}, "EMPTY_PROMPT", ""),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_asked_is_refused_with_its_place(stub, fields, reason, place):
+    code, info, message = refused(stub, request_of(chat=chat(**fields)))
+    assert (code, info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason), message
+    assert info.metadata.get("field", "") == place
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, MARKUP])
+def test_a_model_whose_template_has_no_tools_refuses_them(tmp_path, template):
+    registry = open_registry(str(tmp_path))
+    with served(registry, template) as worker, grpc.insecure_channel(worker.target) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        code, info, text = refused(stub, request_of(chat=chat()))
+        assert (code, info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "TOOLS_NOT_SUPPORTED")
+        assert "chat template" in text
+        next(stub.Generate(request_of(2, chat=pb.Chat(messages=USER))))
+    registry.close()

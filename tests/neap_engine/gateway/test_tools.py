@@ -1,0 +1,174 @@
+"""Tools and reasoning through the gateway, as the `openai` package and LangChain see them."""
+
+import json
+
+import jsonschema
+import openai
+import pytest
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+from shared.engine.engine import Engine
+from shared.registry.factory import open_registry
+from tests.chats import HERMES, IN_THOUGHT, build_chat_model
+from tests.gateways import chat_body, gateway_to
+from tests.generation import publish
+from tests.worker import serving
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["thin", "é😀"]},
+        "sizes": {"type": "array", "items": {"enum": [1, 12]}, "maxItems": 2},
+    },
+    "required": ["kind", "sizes"],
+    "additionalProperties": False,
+}  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "make", "description": "d", "parameters": SCHEMA}}
+OTHER = {"type": "function", "function": {"name": "stop", "strict": True}}
+CHAT = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hello"}],
+    "tools": [TOOL, OTHER],
+    "temperature": 0,
+    "max_tokens": 300,
+}
+NAMED = {"type": "function", "function": {"name": "make"}}
+
+
+@pytest.fixture(scope="module", params=[HERMES, IN_THOUGHT], ids=["plain", "thinking"])
+def state(request, tmp_path_factory):
+    """A gateway to a worker whose model is biased to call at once, and to end its reasoning."""
+    registry = open_registry(str(tmp_path_factory.mktemp("registry")))
+    loaded = build_chat_model(request.param, own_tokens=True)
+    with Engine(loaded) as engine:
+        publish(registry, engine)
+        with serving(engine, registry) as worker, gateway_to(worker.target) as gateway:
+            gateway.thinks = request.param is IN_THOUGHT
+            vocabulary = loaded.tokenizer.get_added_vocab()
+            tags = vocabulary.keys() & {"<tool_call>", "</think>"}
+            gateway.bias = {str(vocabulary[tag]): 100 for tag in tags}
+            yield gateway
+    registry.close()
+
+
+@pytest.fixture(scope="module")
+def client(state):
+    with openai.OpenAI(base_url=f"{state.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.parametrize("choice", ["required", "auto", NAMED], ids=["required", "auto", "named"])
+def test_calls_are_whole_in_an_answer_and_in_pieces_in_a_stream(state, client, choice):
+    asked = {**CHAT, "tool_choice": choice, "logit_bias": state.bias, "parallel_tool_calls": False}
+    answer = client.chat.completions.create(**asked).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.content is None
+    [call] = answer.message.tool_calls
+    assert (call.type, call.function.name in ("make", "stop")) == ("function", True)
+    assert call.function.name == "make" or choice != NAMED
+    arguments = json.loads(call.function.arguments)
+    jsonschema.validate(arguments, SCHEMA if call.function.name == "make" else {"maxProperties": 0})
+
+    pieces, reasons = [], []
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        assert not chunk.choices[0].delta.content
+        reasons.append(chunk.choices[0].finish_reason)
+        pieces += chunk.choices[0].delta.tool_calls or []
+    assert reasons[-1] == "tool_calls"
+    first, *rest = pieces
+    assert (first.function.name, first.type) == (call.function.name, "function")
+    assert first.id
+    assert {(piece.index, piece.id, piece.function.name) for piece in rest} <= {(0, None, None)}
+    assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
+    with client.chat.completions.stream(
+        **asked
+    ) as stream:  # the package's own way to put them together
+        final = stream.get_final_completion().choices[0]
+    assert final.message.tool_calls[0].function.arguments == call.function.arguments
+
+
+def test_reasoning_is_apart_from_the_text(state, client):
+    asked = {**CHAT, "tools": [], "max_tokens": 20, "seed": 4, "temperature": 1.0}
+    asked["logit_bias"] = state.bias
+    message = client.chat.completions.create(**asked).choices[0].message
+    assert "reasoning_content" not in message.model_extra
+    del asked["logit_bias"]
+    message = client.chat.completions.create(**asked).choices[0].message
+    reasoning = message.model_extra.get("reasoning_content", "")
+    assert bool(reasoning) == state.thinks
+    assert bool(message.content) != state.thinks, "a random model does not end its thoughts"
+    deltas = [c.choices[0].delta for c in client.chat.completions.create(**asked, stream=True)]
+    assert "".join(delta.model_extra.get("reasoning_content", "") for delta in deltas) == reasoning
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+
+
+def test_a_conversation_goes_on_with_a_calls_result(state, client):
+    asked = {
+        **CHAT,
+        "tool_choice": "required",
+        "logit_bias": state.bias,
+        "parallel_tool_calls": False,
+    }
+    message = client.chat.completions.create(**asked).choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "12"}
+    messages = [*CHAT["messages"], message.model_dump(), result]
+    again = client.chat.completions.create(**{**CHAT, "messages": messages, "max_tokens": 4})
+    first = client.chat.completions.create(**{**CHAT, "max_tokens": 4})
+    assert again.usage.prompt_tokens > first.usage.prompt_tokens + 40
+
+
+class Thing(BaseModel):
+    kind: str
+    sizes: list[int]
+
+
+def test_langchain_binds_tools_and_gets_structured_output_by_them(state):
+    model = ChatOpenAI(
+        model="tiny", base_url=f"{state.url}/v1", api_key="unused", temperature=0, max_tokens=300
+    ).bind(logit_bias=state.bias, parallel_tool_calls=False)
+    bound = model.bound.bind_tools([TOOL], tool_choice="make").bind(**model.kwargs)
+    answer = bound.invoke([HumanMessage("hello")])
+    [call] = answer.tool_calls
+    jsonschema.validate(call["args"], SCHEMA)
+    result = ToolMessage("12", tool_call_id=call["id"])
+    assert bound.invoke([HumanMessage("hello"), answer, result]).tool_calls
+    streamed = None
+    for chunk in bound.stream([HumanMessage("hello")]):
+        streamed = chunk if streamed is None else streamed + chunk
+    assert streamed.tool_calls[0]["args"] == call["args"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "INVALID_INPUT", "tools[0].function"),
+        ({"tools": [{"type": "web_search"}]}, "INVALID_INPUT", "tools[0].type"),
+        ({"tools": [TOOL, TOOL]}, "INVALID_INPUT", "tools[1].name"),
+        ({"tool_choice": "any"}, "INVALID_INPUT", "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "INVALID_INPUT", "tool_choice"),
+        ({"tools": [{**TOOL, "function": {"name": "a", "x": {}}}]}, "UNKNOWN_FIELD", "tools[0].function.x"),
+        ({"chat_template_kwargs": {"messages": []}}, "INVALID_INPUT", None),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "INVALID_INPUT", "messages[0].tool_call_id"),
+        ({"messages": [{"role": "assistant"}]}, "INVALID_INPUT", "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]},
+            "INVALID_INPUT",
+            "messages[0].tool_call_id",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_asked_is_refused_by_name(state, fields, reason, param):
+    reply = state.http.post("/v1/chat/completions", json=chat_body(**{"tools": [TOOL], **fields}))
+    error = reply.json()["error"]
+    assert (reply.status_code, error["neap"]["reason"], error["param"]) == (400, reason, param), (
+        error
+    )
+
+
+def test_a_model_without_tools_says_so(gateway):
+    reply = gateway.http.post("/v1/chat/completions", json=chat_body(tools=[TOOL]))
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"]) == (400, "tools_not_supported")
+    assert "chat template" in error["message"]

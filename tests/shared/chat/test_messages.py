@@ -1,0 +1,180 @@
+"""What a template writes of a message is what the format says, what the parser reads, and what the grammar allows."""
+
+import json
+
+import pytest
+
+from shared.chat import formats
+from shared.chat.parser import MessageParser
+from shared.chat.template import Chat, render
+from shared.constraints.compiler import ConstraintCompiler
+from shared.constraints.constraint import Constraint, MessageConstraint
+from shared.errors import InvalidInput
+from tests.chats import MARKUP, TEMPLATES, build_chat_model
+from tests.worker import CHAT_TEMPLATE
+
+CALLS = [
+    ("weather", {"city": 'Z"ü}{rich\\', "days": [1, {"a": "]"}]}),
+    ("stop_it", {}),
+    ("weather", {"city": "", "days": []}),
+]
+SCHEMAS = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {
+                "type": "array",
+                "items": {"anyOf": [{"type": "integer"}, {"type": "object"}]},
+            },
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+    "stop_it": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["text", "tokens"])
+def models(request):
+    return {
+        name: build_chat_model(template, own_tokens=request.param)
+        for name, template in TEMPLATES.items()
+    }
+
+
+def written(loaded, text, calls):
+    """The assistant's turn, as the template has it in a conversation that goes on."""
+    tokenizer, known = loaded.tokenizer, formats.call_format(loaded)
+    said = [
+        {
+            "id": f"abcdefgh{i}",
+            "function": {
+                "name": name,
+                "arguments": json.dumps(own, ensure_ascii=False) if known.takes_text else own,
+            },
+        }
+        for i, (name, own) in enumerate(calls)
+    ]
+    question = [{"role": "user", "content": "Q"}]
+    answer = {"role": "assistant", "content": text, "tool_calls": said}
+    later = [{"role": "tool", "content": "r"}, {"role": "assistant", "content": "x"}, *question]
+    whole = tokenizer.apply_chat_template([*question, answer, *later], tools=[{}], tokenize=False)
+    _, _, rest = whole.partition(known.begin)
+    return text + known.begin + rest.partition("<eos>")[0]
+
+
+def read(parser, pieces):
+    parts = [parser.push(piece) for piece in pieces[:-1]] + [parser.finish(pieces[-1])]
+    calls = {}
+    for call in (call for part in parts for call in part.calls):
+        if call.id:
+            assert len(call.id) == formats.NUM_ID_CHARACTERS
+            assert call.id.isalnum()
+            assert call.index == len(calls)
+            calls[call.index] = [call.name, ""]
+        calls[call.index][1] += call.arguments
+    found = [(name, json.loads(own)) for name, own in calls.values()]
+    return "".join(p.reasoning for p in parts), "".join(p.text for p in parts), found
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_calls_are_read_as_the_template_writes_them_however_they_are_cut(models, name):
+    loaded = models[name]
+    known = formats.call_format(loaded)
+    tags = ("<think>", "</think>")
+    for text in ["", "Let me <see> [\n"][: 1 + bool(known.tag and name != "mistral")]:
+        for calls in (CALLS[:1], CALLS):
+            if known.between is None and len(calls) > 1:
+                continue
+            said = written(loaded, text, calls)
+            for thought in ("", " <tool_call> \n[TOOL_CALLS] [ Hm. "):
+                whole = f"\n<think>{thought}</think>\n\n{said}" if thought else said
+                cuts = [[whole], list(whole), ["", whole]]
+                cuts += [[whole[:i], whole[i:]] for i in range(len(whole))]
+                for pieces in cuts:
+                    found = read(MessageParser(tags, calls=known), pieces)
+                    assert found == (thought.strip(), text.rstrip(), calls)
+
+
+def test_text_without_calls_is_left_as_it_is():
+    known = formats.call_format(build_chat_model(TEMPLATES["hermes"]))
+    for text in ("", " a <tool_cal ", "\n\n", "<tool>\n <thin", "a <think>b</think>"):
+        for calls in (None, known):
+            for thinking in (None, ("<think>", "</think>")):
+                found = read(MessageParser(thinking, calls=calls), [*text, ""])
+                assert found == ("", text, [])
+    cut = MessageParser(("<think>", "</think>"), in_thought=True)
+    assert read(cut, list(" some <th")) == ("some <th", "", [])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_grammar_allows_what_the_template_writes_and_holds_arguments(models, name):
+    loaded = models[name]
+    known, tags = formats.call_format(loaded), formats.thinking_tags(loaded)
+    tools = tuple((own, json.dumps(schema)) for own, schema in SCHEMAS.items())
+    compiler = ConstraintCompiler(loaded)
+
+    def accepts(text, **fields):
+        """Whether the grammar allows the text and its end."""
+        state = compiler.start(MessageConstraint(thinking=tags, calls=known, tools=tools, **fields))
+        ids = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+        try:
+            for token in ids:
+                state.push(token)
+        except InvalidInput:
+            return False
+        return all(state.allowed()[token] for token in loaded.eos_token_ids)
+
+    one, two = written(loaded, "", CALLS[1:2]), known.between and written(loaded, "", CALLS)
+    bad = one.replace("{}", '{"x": 1}')
+    assert one != bad
+    answer = Constraint(choice=("yes", "no"))
+    for must_call in (False, True):
+        assert accepts(one, must_call=must_call)
+        assert not accepts(one[:-1], must_call=must_call)
+        assert not accepts(bad, must_call=must_call)
+        assert not accepts(one.replace("stop_it", "stop_all"), must_call=must_call)
+        assert accepts("Some <text> {", must_call=must_call) != must_call
+        if two:
+            assert accepts(two, must_call=must_call)
+            assert not accepts(two, must_call=must_call, may_repeat=False)
+        if tags:
+            thought = (
+                f"<think>\nhm {known.begin}\n</think>\n\n" if known.tag else "<think>hm</think>"
+            )
+            thought = thought.replace(known.tag, "") if known.tag else thought
+            assert accepts(thought + one, must_call=must_call)
+            assert accepts(
+                thought.removeprefix("<think>") + one, must_call=must_call, in_thought=True
+            )
+            assert not accepts(one, must_call=must_call, in_thought=True)
+    if known.tag:
+        assert accepts("Some\ntext. " + one)
+        assert not accepts("Some\ntext. " + bad)
+        assert accepts("yes", answer=answer)
+        assert accepts(one, answer=answer)
+        assert not accepts("maybe", answer=answer)
+
+
+@pytest.mark.parametrize("template", [MARKUP, CHAT_TEMPLATE, ""])
+def test_a_template_without_readable_tools_is_no_format(template):
+    with pytest.raises(InvalidInput) as caught:
+        formats.call_format(build_chat_model(template))
+    reason = "TOOLS_NOT_SUPPORTED" if template else "NO_CHAT_TEMPLATE"
+    assert caught.value.reason == reason
+
+
+def test_arguments_of_the_template_reach_it_and_its_own_are_kept_from_clients():
+    loaded = build_chat_model(TEMPLATES["thinking"])
+    messages = [{"role": "user", "content": "x"}]
+
+    def prompt(**arguments):
+        return loaded.tokenizer.decode(
+            render(loaded.tokenizer, Chat(messages, arguments=arguments))
+        )
+
+    assert prompt(enable_thinking=False) == prompt() + "<think>\n\n</think>\n\n"
+    for name in ("tools", "messages", "add_generation_prompt", "chat_template", "eos_token"):
+        with pytest.raises(InvalidInput, match=name):
+            prompt(**{name: "x"})
