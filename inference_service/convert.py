@@ -14,6 +14,7 @@ from inference_service.routers import RouterChoice
 from shared.chat.parser import MessageParser, MessagePart
 from shared.constraints.constraint import Constraint, MessageConstraint
 from shared.engine.memory.prefixes import key_of
+from shared.engine.prompt_scores import PROMPT
 from shared.engine.request.prompt import (
     Prompt,
     encode_bad_word,
@@ -85,6 +86,8 @@ def to_generation_request(
         stopping=stopping,
         policy=policy,
         logprobs=request.logprobs if request.HasField("logprobs") else None,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
+        num_scored=request.resume.num_prompt_tokens,
         request_id=request_id,
         client=client,
         deadline_s=deadline_s,
@@ -213,13 +216,16 @@ def from_event(
     }
     if isinstance(event, Finished):
         return inference_pb2.GenerateResponse(finished=_finished(event, said))
-    tokens = [_token(token, text_of) for token in event.tokens]
-    return inference_pb2.GenerateResponse(chunk=inference_pb2.TokenChunk(tokens=tokens, **said))
+    tokens, prompt = (
+        [_token(token, text_of) for token in own] for own in (event.tokens, event.prompt)
+    )
+    chunk = inference_pb2.TokenChunk(tokens=tokens, prompt_tokens=prompt, **said)
+    return inference_pb2.GenerateResponse(chunk=chunk)
 
 
 def _token(token: GeneratedToken, text_of: Callable[[int], str]) -> inference_pb2.Token:
     return inference_pb2.Token(
-        text=None if token.logprob is None else text_of(token.token_id),
+        text=None if token.logprob is None and token.rung != PROMPT else text_of(token.token_id),
         id=token.token_id,
         exit_depth=token.exit_depth,
         rung=token.rung,

@@ -28,6 +28,7 @@ from inference_service.token_texts import TokenTexts
 from shared.chat.parser import MessageParser
 from shared.engine.engine import Engine
 from shared.engine.request.handle import GenerationHandle
+from shared.engine.request.prompt import decode_prompt
 from shared.engine.request.request import GenerationRequest
 from shared.errors import DeadlineExceeded, Exhausted, NotFound, PreconditionFailed, Unavailable
 from shared.rpc.callers import client_key
@@ -192,6 +193,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             call.set_handle(handle)
             message = await self._pools.requests.call(_message_parser, request, engine, handle)
             started = _started(generation, engine, router, continued_inexactly=bool(inexact))
+            if request.echo:
+                started.started.prompt_text = request.text or await self._pools.requests.call(
+                    decode_prompt, engine.loaded, generation.prompt_ids
+                )
             await write_response(context, started, self._stall_timeout_s)
             while (event := await stream.next()) is not None:
                 call.record_event(event)

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from neap_client.inference.v1 import inference_pb2 as pb
@@ -24,6 +25,8 @@ class Choice:
         self._is_chat = is_chat
         self._keeps = keeps
         self._num_characters = 0
+        # Characters of the prompt's tokens that have come.
+        self._num_scored = 0
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
@@ -35,7 +38,11 @@ class Choice:
         if kind == "started":
             self._started = event.started
             role = {"role": "assistant", "content": ""}
-            first: dict[str, Any] = {"delta": role} if self._is_chat else {"text": ""}
+            text = event.started.prompt_text
+            self._num_characters += len(text)
+            if self._keeps:
+                self._texts.append(text)
+            first: dict[str, Any] = {"delta": role} if self._is_chat else {"text": text}
             return [self._part(first, neap=self._facts())]
         if kind == "finished":
             self.finished = event.finished
@@ -151,24 +158,14 @@ class Choice:
         }
 
     def _logprobs_of(self, chunk: pb.TokenChunk) -> dict[str, Any] | None:
+        if chunk.prompt_tokens:
+            logprobs, self._num_scored = _text_logprobs(chunk.prompt_tokens, self._num_scored)
+            return logprobs
         if not any(token.HasField("logprob") for token in chunk.tokens):
             return None
         if self._is_chat:
             return {"content": [_chat_logprob(token) for token in chunk.tokens], "refusal": None}
-        offset = self._num_characters
-        offsets = []
-        for token in chunk.tokens:
-            offsets.append(offset)
-            offset += len(token.text)
-        return {
-            "tokens": [token.text for token in chunk.tokens],
-            "token_logprobs": [token.logprob for token in chunk.tokens],
-            "top_logprobs": [
-                {other.text: other.logprob for other in token.alternatives}
-                for token in chunk.tokens
-            ],
-            "text_offset": offsets,
-        }
+        return _text_logprobs(chunk.tokens, self._num_characters)[0]
 
 
 class Response:
@@ -270,6 +267,26 @@ def model_object(model: pb.Model) -> dict[str, Any]:
             ],
         },
     }
+
+
+def _text_logprobs(tokens: Sequence[pb.Token], offset: int) -> tuple[dict[str, Any], int]:
+    """The log-probabilities of tokens of a text from `offset` on, and where it goes on. The first token of a prompt has
+    none."""
+    ends = list(accumulate((len(token.text) for token in tokens), initial=offset))
+    logprobs = {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [
+            token.logprob if token.HasField("logprob") else None for token in tokens
+        ],
+        "top_logprobs": [
+            {other.text: other.logprob for other in token.alternatives}
+            if token.HasField("logprob")
+            else None
+            for token in tokens
+        ],
+        "text_offset": ends[:-1],
+    }
+    return logprobs, ends[-1]
 
 
 def _chat_logprob(token: pb.Token) -> dict[str, Any]:

@@ -216,7 +216,7 @@ class Gateway:
         try:
             async with aclosing(events):
                 async for index, event in events:
-                    if "ttft_s" not in exchange.log_fields and event.HasField("chunk"):
+                    if "ttft_s" not in exchange.log_fields and event.chunk.tokens:
                         ttft_s = time.monotonic() - started_s
                         exchange.log_fields["ttft_s"] = round(ttft_s, 6)
                         self._metrics.first_token.labels(exchange.scope["path"]).observe(ttft_s)

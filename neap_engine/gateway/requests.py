@@ -188,6 +188,10 @@ def _common(request: ChatRequest | CompletionRequest) -> pb.GenerateRequest:
         logprobs=_logprobs(request),
         constraint=_constraint(request.response_format),
     )
+    if isinstance(request, CompletionRequest) and request.echo:
+        call.echo = True
+        if request.logprobs is not None:
+            call.prompt_logprobs = request.logprobs
     if request.prediction is not None:
         # Parts of a message are lines; those of a prediction are one text.
         call.prediction.text = _text(request.prediction.content, "")

@@ -21,7 +21,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "continue_final_message": (False,),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_stop_str_in_output": (False,),
@@ -236,6 +235,7 @@ class CompletionRequest(GenerationFields):
 
     prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]] = Field(min_length=1)
     logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool | None = None
 
 
 # The models of nested objects, by the parts of pydantic's locations that name them.

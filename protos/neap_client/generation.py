@@ -39,6 +39,7 @@ class Answer:
     resumptions: tuple[pb.Started, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[pb.ToolCall, ...] = ()
+    prompt_tokens: tuple[pb.Token, ...] = ()
 
     @property
     def finish_reason(self) -> str:
@@ -76,6 +77,7 @@ class GenerationCalls:
         """`open_call` starts a call with a serialized request and a deadline in seconds.
         The constructor starts the first call."""
         self.token_ids: list[int] = []
+        self.prompt_tokens: list[pb.Token] = []
         self.text = ""
         self.reasoning = ""
         self.tool_calls: list[pb.ToolCall] = []
@@ -115,6 +117,7 @@ class GenerationCalls:
             tuple(self.resumptions),
             self.reasoning,
             tuple(self.tool_calls),
+            tuple(self.prompt_tokens),
         )
 
     def _new_attempts(self) -> Attempts:
@@ -173,6 +176,7 @@ class GenerationCalls:
 
     def _record(self, event: GenerateResponse) -> GenerateResponse:
         self.token_ids += [token.id for token in event.chunk.tokens]
+        self.prompt_tokens += event.chunk.prompt_tokens
         for part in (event.chunk, event.finished):
             self.text += part.text
             self.reasoning += part.reasoning
@@ -209,6 +213,7 @@ class GenerationCalls:
                 prompt_digest=self.started.prompt_digest,
                 numerics_id=latest.numerics_id,
                 only_exactly=self._resumes == "exactly",
+                num_prompt_tokens=len(self.prompt_tokens),
             )
         )
         return added

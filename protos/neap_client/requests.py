@@ -40,6 +40,7 @@ def generate_request(
     low_priority: bool = False,
     constraint: pb.Constraint | None = None,
     prediction: str | Sequence[int] = "",
+    prompt_logprobs: int | None = None,
 ) -> pb.GenerateRequest:
     """Return a request. The protos describe the arguments; None leaves a field absent.
 
@@ -80,6 +81,7 @@ def generate_request(
         low_priority=low_priority,
         constraint=constraint,
         prediction=_prediction(prediction),
+        prompt_logprobs=prompt_logprobs,
     )
     if isinstance(prompt, str):
         set_prompt(request, prompt, raw=raw, system=system)

@@ -276,7 +276,10 @@ class Engine:
         else:
             request = prompt
         ladder = ladder or self._ladder
-        self._admission.check(request, ladder, lambda: self._num_cached(request.given_key))
+        scores = request.prompt_logprobs is not None  # which takes passes of its own
+        self._admission.check(
+            request, ladder, lambda: 0 if scores else self._num_cached(request.given_key)
+        )
         constraint = None
         if request.constraint is not None:
             constraint = self._constraints.start(request.constraint)
@@ -301,17 +304,19 @@ class Engine:
         """Generates in one call. `prompt` is text, token ids or chat messages.
 
         Options: `policy` ("exact", "full" or a `DepthPolicy`), `sampling` (`SamplingParams`; without it, answers are
-        greedy), `logprobs` (alternatives for each token), `constraint` (a `Constraint`), and those of `StoppingParams`:
-        `max_tokens`, `stop_strings`, `stop_token_ids`, `ignore_eos`. Raises as `submit`, and the error that ends the
-        request.
+        greedy), `logprobs` (alternatives for each token), `prompt_logprobs` (the same for the prompt), `constraint` (a
+        `Constraint`), and those of `StoppingParams`: `max_tokens`, `stop_strings`, `stop_token_ids`, `ignore_eos`.
+        Raises as `submit`, and the error that ends the request.
         """
         text = ""
         tokens: list[GeneratedToken] = []
+        scored: list[GeneratedToken] = []
         for event in self.submit(prompt, **options).events():
             text += event.text
             if isinstance(event, Finished):
-                return Generation(text, tuple(tokens), event)
+                return Generation(text, tuple(tokens), event, tuple(scored))
             tokens += event.tokens
+            scored += event.prompt
         raise Unavailable("the generation ended without a result")
 
     def close(self) -> None:

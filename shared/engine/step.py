@@ -18,6 +18,7 @@ from shared.engine.drafting.planner import (
 from shared.engine.drafting.speculation import Speculation, settle
 from shared.engine.failure import attempt, fail_all, non_finite_logits
 from shared.engine.memory.prefixes import Prefixes
+from shared.engine.prompt_scores import score_prompt
 from shared.engine.request.admission import max_num_tokens
 from shared.engine.request.answer import Answer
 from shared.engine.request.handle import OnStates
@@ -221,7 +222,8 @@ class Decoder:
     ) -> Speculation | None:
         """The next piece of a prompt. None if more of it is copied in the next step, which includes what one of
         `others` computes in this step."""
-        if not sequence.has_begun:  # what is read again is no prompt that others have
+        # What is read again is no prompt that others have, and scores are not kept.
+        if not sequence.has_begun and not sequence.scores_prompt:
             left_to_copy = self.prefixes.match(sequence, running, copies)
             sequence.show_prompt(sequence.num_settled)
             if left_to_copy:
@@ -371,6 +373,8 @@ class Decoder:
             self._record_drafts(part, verdict)
         through = part.through(None if part.is_prefill else verdict)
         sequence.num_settled = part.base + len(through)
+        if part.is_prefill:
+            part.chunks += score_prompt(part, self.runner)
         if sequence.keeps_states:
             last = [part.state(depth, through[-1]) for depth in sequence.kept_depths]
             sequence.settled_states = torch.stack(last)

@@ -82,6 +82,34 @@ def test_the_rest_of_an_answer_is_that_of_an_uninterrupted_run(stubs, depths, sa
         assert later.prompt_digest == started.prompt_digest
 
 
+def test_scores_of_a_prompt_go_on_where_they_ended(stubs):
+    one, other = stubs
+    request = request_of(
+        4, token_ids=pb.TokenIds(ids=[own % 250 for own in range(600)]), prompt_logprobs=1
+    )
+    started, *events = one.Generate(request, timeout=60)
+    pieces = [event.chunk.prompt_tokens for event in events if event.chunk.prompt_tokens]
+    whole = [token for piece in pieces for token in piece]
+    assert len(pieces) > 1
+    assert [token.id for token in whole] == request.token_ids.ids
+    assert [token.HasField("logprob") for token in whole] == [False] + [True] * 599
+    for cut in (1, len(pieces[0]), 600):
+        again = resumed(request, started.started, [], num_prompt_tokens=cut)
+        rest = [
+            token
+            for event in other.Generate(again, timeout=60)
+            for token in event.chunk.prompt_tokens
+        ]
+        assert rest == whole[cut:]
+    _, tokens, _, _ = answer(one, request)
+    later = [
+        event.chunk
+        for event in other.Generate(resumed(request, started.started, tokens[:1]), timeout=60)
+    ]
+    assert not any(chunk.prompt_tokens for chunk in later)
+    assert [token.id for chunk in later for token in chunk.tokens] == [t.id for t in tokens[1:]]
+
+
 def test_a_stop_string_is_found_across_the_seam(stubs):
     one, other = stubs
     request = request_of(NUM_NEW, sampling=SAMPLED)

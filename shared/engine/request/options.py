@@ -15,13 +15,14 @@ from shared.model.sampling import SamplingParams
 
 
 class RequestOptions(TypedDict, total=False):
-    """`policy`: by default "exact". `sampling`: by default greedy. `logprobs`: so many alternatives for each token.
-    `resumed_ids` and `constraint` as in `GenerationRequest`. `prediction`: a text, or token ids, that the answer is
-    expected to be like. The others are those of `StoppingParams`."""
+    """`policy`: by default "exact". `sampling`: by default greedy. `logprobs`: so many alternatives for each token,
+    `prompt_logprobs`: for each of the prompt. `resumed_ids` and `constraint` as in `GenerationRequest`. `prediction`: a
+    text, or token ids, that the answer is expected to be like. The others are those of `StoppingParams`."""
 
     policy: DepthPolicy | str
     sampling: SamplingParams | None
     logprobs: int | None
+    prompt_logprobs: int | None
     resumed_ids: Sequence[int]
     constraint: Constraint | None
     prediction: str | Sequence[int]
@@ -61,6 +62,7 @@ def request_of(
         stopping=StoppingParams(**stopping),
         policy=policy,
         logprobs=options.get("logprobs"),
+        prompt_logprobs=options.get("prompt_logprobs"),
         resumed_ids=tuple(options.get("resumed_ids", ())),
         constraint=constraint,
         prediction_ids=encode_prediction(loaded, options.get("prediction", ())),

@@ -40,6 +40,17 @@ def encode_prompt(loaded: LoadedModel, prompt: Prompt) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def decode_prompt(loaded: LoadedModel, ids: Sequence[int]) -> str:
+    """Its text without special tokens. Raises `InvalidInput` (reason NO_TOKENIZER)."""
+    if loaded.tokenizer is None:
+        raise InvalidInput("this model has no tokenizer, so no text", reason="NO_TOKENIZER")
+    return str(
+        loaded.tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+    )
+
+
 def _as_list(prompt: Any) -> list[Any]:
     """The token ids or messages of a prompt that is no text. An array of ids [S] counts as a list."""
     if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__iter__"):

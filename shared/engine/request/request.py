@@ -71,6 +71,10 @@ class GenerationRequest:
     the prompt is, and the answer goes on after them as if it had never been interrupted. `constraint`: what the answer
     must be. `shown_special_ids`: special tokens that the answer's text shows.
 
+    `logprobs`, `prompt_logprobs`: so many alternatives for each token of the answer, of the prompt; None: no
+    log-probabilities. `num_scored`: how many tokens of the prompt the caller has them of already; all if it resumes an
+    answer.
+
     `prediction_ids`: what the answer is expected to be like. It is drafted from, and is no part of the context.
     """
 
@@ -79,6 +83,8 @@ class GenerationRequest:
     stopping: StoppingParams = field(default_factory=StoppingParams)
     policy: DepthPolicy = field(default_factory=DepthPolicy)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    num_scored: int = 0
     request_id: str = ""
     client: str = ""
     deadline_s: float = math.inf
@@ -102,13 +108,15 @@ class GenerationRequest:
             object.__setattr__(self, name, ids)  # frozen from here on; this is still construction
         if math.isnan(self.deadline_s):
             raise InvalidInput("deadline_s is NaN; it must be a time, or infinite for none")
-        if self.logprobs is not None:
-            if not 0 <= self.logprobs <= MAX_LOGPROBS:
-                raise InvalidInput(
-                    f"logprobs is {self.logprobs}; it must be in [0, {MAX_LOGPROBS}]"
-                )
-            if self.policy.name == "relaxed" and self.policy.margin is None:
-                raise InvalidInput("logprobs need policy full or exact, or relaxed with a margin")
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(self, name)
+            if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
+                raise InvalidInput(f"{name} is {wanted}; it must be in [0, {MAX_LOGPROBS}]")
+        if self.resumed_ids:
+            object.__setattr__(self, "num_scored", len(self.prompt_ids))
+        is_unverified = self.policy.name == "relaxed" and self.policy.margin is None
+        if self.logprobs is not None and is_unverified:
+            raise InvalidInput("logprobs need policy full or exact, or relaxed with a margin")
         if self.constraint is not None and self.stopping.ignore_eos:
             raise InvalidInput(
                 "a constraint and ignore_eos exclude each other: an end-of-sequence token ends the text"
@@ -160,11 +168,12 @@ class GeneratedToken:
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """Final tokens and the text that they complete.
-    `text` never splits a UTF-8 character and may lag behind `tokens`."""
+    """Final tokens and the text that they complete. `text` never splits a UTF-8 character and may lag behind `tokens`.
+    `prompt`: the next tokens of the prompt, if their log-probabilities are wanted; the first has none."""
 
     text: str
     tokens: tuple[GeneratedToken, ...]
+    prompt: tuple[GeneratedToken, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -229,11 +238,13 @@ class Finished:
 
 @dataclass(frozen=True)
 class Generation:
-    """A whole answer. `stats.summary()` describes its depth execution."""
+    """A whole answer. `stats.summary()` describes its depth execution. `prompt`: the prompt's tokens, if their
+    log-probabilities were asked for."""
 
     text: str
     tokens: tuple[GeneratedToken, ...]
     finished: Finished
+    prompt: tuple[GeneratedToken, ...] = ()
 
     @property
     def stats(self) -> DepthStatistics:

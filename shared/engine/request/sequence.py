@@ -66,6 +66,8 @@ class DecodingSequence:
         self.tokens = list(request.given_ids)
         self.num_settled = 0
         self.num_cached = 0
+        # Tokens of the prompt whose log-probabilities the caller has, if it wants them.
+        self.num_scored = request.num_scored
         self._regimes = regimes or Regimes()
         self.read_length = len(request.prompt_ids)
         while (again := self._regimes.next_reread(self.read_length)) and again <= len(self.tokens):
@@ -145,6 +147,11 @@ class DecodingSequence:
         length = len(self.tokens)
         if self._regimes.next_reread(length - 1) == length and not self.is_finished:
             self.num_settled, self.read_length, self.read_until = 0, length, length
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of some of the prompt's tokens are still wanted."""
+        return self.request.prompt_logprobs is not None and self.num_scored < self.num_prompt_tokens
 
     @property
     def has_cache(self) -> bool:

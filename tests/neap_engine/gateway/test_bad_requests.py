@@ -129,7 +129,7 @@ def test_wrong_fields_are_named(gateway, worker, fields, reason, param):
 @pytest.mark.parametrize(
     ("fields", "reason", "param"),
     [
-        ({"echo": True}, "UNSUPPORTED_FIELD", "echo"),
+        ({"echo": 1}, "INVALID_INPUT", "echo"),
         ({"suffix": "x"}, "UNSUPPORTED_FIELD", "suffix"),
         ({"best_of": 3}, "UNSUPPORTED_FIELD", "best_of"),
         ({"messages": []}, "UNKNOWN_FIELD", "messages"),

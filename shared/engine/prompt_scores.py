@@ -1,0 +1,45 @@
+"""Log-probabilities of a prompt's tokens, from the passes that read it."""
+
+import torch
+
+from shared.engine.drafting.speculation import Speculation
+from shared.engine.failure import non_finite_logits
+from shared.engine.request.logprobs import logprobs, logprobs_from_row
+from shared.engine.request.request import GeneratedToken, TokenChunk
+from shared.model.runner import Runner
+
+# Logits that are in memory at once: 16 MiB.
+MAX_LOGITS = 2**22
+PROMPT = "prompt"
+
+
+def score_prompt(part: Speculation, runner: Runner) -> list[TokenChunk]:
+    """What a piece of a prompt that has been through every layer says of the prompt's tokens, up to the one after it.
+
+    The first token has no log-probability. Raises `NeapError` where logits are not finite.
+    """
+    sequence, request = part.sequence, part.sequence.request
+    if request.prompt_logprobs is None:
+        return []
+    start, end = sequence.num_scored, part.base + len(part.tokens) + 1
+    tokens = request.prompt_ids[start:end]
+    if not tokens:
+        return []
+    found = [] if start else [GeneratedToken(tokens[0], 0, PROMPT)]
+    scored = tokens[len(found) :]
+    first = part.offset + start + len(found) - 1 - part.base
+    states = part.passed[runner.num_layers][0, first : first + len(scored)]
+    num_rows = max(1, MAX_LOGITS // sequence.vocabulary_size)
+    for rows, ids in zip(
+        states.split(num_rows), runner.ids(list(scored)).view(-1).split(num_rows), strict=True
+    ):
+        logits = runner.logits(rows)
+        if not torch.isfinite(logits).all():
+            raise non_finite_logits()
+        numbers = map(logprobs_from_row, logprobs(logits, ids, request.prompt_logprobs).tolist())
+        found += [
+            GeneratedToken(token, runner.num_layers, PROMPT, own.value, own.alternatives)
+            for token, own in zip(ids.tolist(), numbers, strict=True)
+        ]
+    sequence.num_scored += len(found)
+    return [TokenChunk("", (), tuple(found))]
