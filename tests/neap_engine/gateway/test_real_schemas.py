@@ -1,5 +1,4 @@
-"""Tools as APIs have them, called and answered in their form: what is finished fulfils the schema, and `exact` is `full`.
-"""
+"""Tools as APIs have them, called and answered in their form: what ends fulfils the schema, and `exact` is `full`."""
 
 import json
 from pathlib import Path
