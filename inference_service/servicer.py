@@ -47,6 +47,11 @@ class _Served:
     text_of: TokenTexts
     active: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether one more call would wait for others."""
+        return self.engine.num_waiting > 0 or self.active.total() >= self.engine.max_running
+
     @contextmanager
     def admitted(self, client: str) -> Iterator[None]:
         """Counts a call as active. Raises Exhausted if there are too many. Only on the event loop's thread."""
@@ -142,6 +147,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             deadline_s = _deadline_s(context)
             served = self._find(request.model_id)
             call.set_model(request.model_id, deadline_s)
+            if request.can_go_elsewhere and served.is_busy:
+                raise Unavailable("the request would have to wait here", reason="BUSY")
             with served.admitted(client_key(context)):
                 await self._generate(request, served, deadline_s, context, call)
 

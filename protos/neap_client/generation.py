@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,8 @@ from neap_client.status import from_rpc_error
 Resumes = Literal["always", "exactly", "never"]
 # A worker that ends every answer must not be asked for ever.
 MAX_RESUMPTIONS = 16
+# So many workers may refuse a call because it would wait there. The next one lets it wait.
+MAX_REFUSALS = 2
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,18 @@ class GenerationCalls:
 
     def __init__(
         self,
-        open_call: Callable[[bytes, float | None], Any],
+        open_call: Callable[[bytes, float | None, str], Any],
         request: bytes,
         *,
+        addresses: Sequence[str] = (),
         num_attempts: int = 1,
         timeout_s: float | None = None,
         waits_when_full: bool = True,
         resumes: Resumes = "always",
     ) -> None:
-        """`open_call` starts a call with a serialized request and a deadline in seconds.
-        The constructor starts the first call."""
+        """`open_call` starts a call with a serialized request, a deadline in seconds, and the address of its worker,
+        empty for any. `addresses`: workers that are to be asked first, in this order. The constructor starts the first
+        call."""
         self.token_ids: list[int] = []
         self.text = ""
         self.started: pb.Started | None = None
@@ -83,6 +87,9 @@ class GenerationCalls:
         self._resumed: pb.Started | None = None
         self._open_call = open_call
         self._request = request
+        self._addresses = addresses
+        # Calls since the answer began, or was interrupted.
+        self._num_opened = 0
         self._resumes = resumes if num_attempts > 1 else "never"
         self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._is_closed = False
@@ -131,7 +138,18 @@ class GenerationCalls:
         if not may_resume:
             raise error
         attempts = self._new_attempts()
-        return attempts, attempts.wait_s(error)
+        wait_s = attempts.wait_s(error)
+        # The worker that was lost comes last.
+        self._addresses = (
+            *self._addresses[self._num_opened :],
+            *self._addresses[: self._num_opened],
+        )
+        self._num_opened = 0
+        return attempts, wait_s
+
+    def _was_refused(self, error: NeapError) -> bool:
+        """Whether the worker would let the call wait, and another one is to be asked at once."""
+        return error.reason == "BUSY" and self._num_opened <= MAX_REFUSALS
 
     def _begin_attempt(self) -> None:
         """Start a call, except for the first attempt, which the constructor has started."""
@@ -179,8 +197,12 @@ class GenerationCalls:
             raise Cancelled("the stream was closed")
         left_s = self._deadline_s - time.monotonic()
         # Serialized messages that follow one another are merged.
-        request = self._request + self._how_it_goes_on().SerializeToString()
-        return self._open_call(request, None if math.isinf(left_s) else max(0.0, left_s))
+        added = self._how_it_goes_on()
+        address = next(iter(self._addresses[self._num_opened : MAX_REFUSALS]), "")
+        added.can_go_elsewhere = bool(address)
+        self._num_opened += 1
+        request = self._request + added.SerializeToString()
+        return self._open_call(request, None if math.isinf(left_s) else max(0.0, left_s), address)
 
     def _how_it_goes_on(self) -> pb.GenerateRequest:
         """What the next call has beside the request."""
@@ -242,6 +264,10 @@ class GenerationStream(GenerationCalls, Iterator[GenerateResponse]):
                 self._hold(self._receive())
         except StopIteration:  # the stream ended after Started; the caller sees that
             return
+        except Unavailable as error:
+            if not self._was_refused(error):
+                raise
+            self._attempt()
 
     def _go_on(self) -> GenerateResponse:
         """Receive the next event, from another call if this one is interrupted."""

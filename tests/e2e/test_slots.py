@@ -16,7 +16,7 @@ from shared.engine.engine import Engine
 from shared.errors import DeadlineExceeded, Exhausted
 from shared.model.cache import ContiguousCache
 from shared.model.load import load_model
-from tests.generation import answer, explained, request_of
+from tests.generation import answer, explained, refused, request_of
 from tests.hooked_runner import HookedRunner
 from tests.waiting import wait_until
 from tests.worker import serving
@@ -205,3 +205,21 @@ def test_beyond_the_queue_is_refused_with_a_time_to_retry(engine, registry, hand
         answer(stub, request_of(stopping=pb.Stopping(max_tokens=1)))
         calls[1].cancel()
         wait_until(lambda: engine.num_running == 0)
+
+
+def test_a_call_that_would_wait_is_refused_where_its_client_asks_another_worker(registry, folder):
+    with (
+        Engine(load_model(folder, model_id="tiny"), max_running=1) as engine,
+        serving(engine, registry) as worker,
+        grpc.insecure_channel(worker.target) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        one = pb.Stopping(max_tokens=1)
+        answer(stub, request_of(stopping=one, can_go_elsewhere=True))
+        call = stub.Generate(request_of(2000))
+        next(call)
+        code, info, _ = refused(stub, request_of(can_go_elsewhere=True))
+        assert (code, info.reason) == (Code.UNAVAILABLE, "BUSY")
+        waiting = stub.Generate(request_of(stopping=one))
+        call.cancel()
+        assert [event.WhichOneof("event") for event in waiting][-1] == "finished"

@@ -75,7 +75,7 @@ def test_the_gateway_sends_it(given):
     name, _, _, value, sent, _ = given
     body = {"model": "tiny", "prompt": "hi", "temperature": 0, name: value}
     generation = parse_generation(json.dumps(body).encode(), is_chat=False, max_choices=1)
-    found = pb.GenerateRequest.FromString(generation.calls()[0]).sampling
+    found = pb.GenerateRequest.FromString(generation.calls()[0][0]).sampling
     assert found == pb.Sampling(**{"temperature": 0, name: sent})
     # A field that is honoured is not one that a body may have as long as it asks for nothing.
     assert name not in NEUTRAL
