@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -28,7 +28,7 @@ from shared.engine.engine import Engine
 from shared.engine.request.handle import GenerationHandle
 from shared.engine.request.request import GenerationRequest
 from shared.errors import DeadlineExceeded, Exhausted, NotFound, PreconditionFailed, Unavailable
-from shared.rpc.callers import client_key
+from shared.rpc.callers import Role, client_key, least_priority
 from shared.rpc.interceptors import annotate_call, current_request_id, write_response
 from shared.rpc.pages import named_page
 
@@ -83,6 +83,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     `stall_timeout_s`: a client that reads nothing for so long has its call ended with RESOURCE_EXHAUSTED (SLOW_READER).
     `pools`: the same as those of `routers`, so that a process has each pool once. `relaxed_bound`: bound for shadow
     checks of routers that publish none for policy relaxed. None: these are only counted.
+    `priority_of_roles`: 0 for roles that are absent.
     """
 
     def __init__(
@@ -93,7 +94,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         metrics: WorkerMetrics | None = None,
         relaxed_bound: float | None = None,
         pools: Pools | None = None,
+        priority_of_roles: Mapping[Role, int] | None = None,
     ) -> None:
+        self._priority_of_roles = priority_of_roles or {}
         self._pools = pools or Pools()
         self._routers = routers
         self._metrics = metrics or WorkerMetrics()
@@ -168,6 +171,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             request_id=current_request_id(),
             client=client_key(context),
             deadline_s=deadline_s,
+            least_priority=least_priority(self._priority_of_roles),
         )
         router: LoadedRouter | None = None
         if generation.policy.name != "full":

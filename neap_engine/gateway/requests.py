@@ -149,6 +149,8 @@ def _common(request: ChatRequest | CompletionRequest) -> pb.GenerateRequest:
         # Parts of a message are lines; those of a prediction are one text.
         call.prediction.text = _text(request.prediction.content, "")
     options = request.neap or DepthOptions()
+    if options.priority is not None:
+        call.priority = options.priority
     if options.router_version is not None and options.router_alias is not None:
         raise refused("router_version and router_alias exclude each other", "neap.router_alias")
     if options.router_version is not None:

@@ -38,6 +38,7 @@ def generate_request(
     bad_words: Sequence[str | Sequence[int]] = (),
     logprobs: int | None = None,
     low_priority: bool = False,
+    priority: int | None = None,
     constraint: pb.Constraint | None = None,
     prediction: str | Sequence[int] = "",
 ) -> pb.GenerateRequest:
@@ -77,6 +78,7 @@ def generate_request(
         ),
         logprobs=logprobs,
         low_priority=low_priority,
+        priority=priority,
         constraint=constraint,
         prediction=_prediction(prediction),
     )

@@ -16,6 +16,7 @@ from shared.engine.engine import Engine
 from shared.errors import DeadlineExceeded, Exhausted
 from shared.model.cache import ContiguousCache
 from shared.model.load import load_model
+from shared.rpc.callers import Role
 from tests.generation import answer, explained, refused, request_of
 from tests.hooked_runner import HookedRunner
 from tests.waiting import wait_until
@@ -223,3 +224,20 @@ def test_a_call_that_would_wait_is_refused_where_its_client_asks_another_worker(
         waiting = stub.Generate(request_of(stopping=one))
         call.cancel()
         assert [event.WhichOneof("event") for event in waiting][-1] == "finished"
+
+
+def test_a_request_of_a_lower_number_runs_first_and_the_other_goes_on(registry, folder):
+    with (
+        Engine(load_model(folder, model_id="tiny"), max_running=1) as engine,
+        serving(engine, registry, priority_of_roles={Role.GENERATE: -5}) as worker,
+        grpc.insecure_channel(worker.target) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        assert refused(stub, request_of(priority=-6))[1].reason == "PRIORITY_NOT_ALLOWED"
+        alone = answer(stub, request_of(300))[1]
+        later = stub.Generate(request_of(300, priority=-4))
+        tokens = [*next(later).chunk.tokens, *next(later).chunk.tokens]
+        answer(stub, request_of(3))
+        assert engine.statistics.num_put_back == 1
+        tokens += [token for event in later for token in event.chunk.tokens]
+        assert [token.id for token in tokens] == [token.id for token in alone]
