@@ -109,6 +109,13 @@ class GatewaySettings(ProcessSettings, TlsSettings):
         description="Seconds for which a client may stop reading. Its connection is then closed and its calls are "
         "cancelled (SLOW_READER).",
     )
+    worker_stall_timeout_s: float = Field(
+        default=20.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds for which a worker may bring nothing of an answer that has begun. The answer is then "
+        "resumed at another worker.",
+    )
     num_attempts: int = Field(
         default=3,
         ge=1,

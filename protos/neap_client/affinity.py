@@ -87,5 +87,5 @@ class KnownWorkers:
         for host, port in self._hosts:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
             for family, *_, place in found:
-                is_v6 = family == socket.AF_INET6
-                yield f"[{place[0]}]:{place[1]}" if is_v6 else f"{place[0]}:{place[1]}"
+                address = f"[{place[0]!s}]" if family == socket.AF_INET6 else str(place[0])
+                yield f"{address}:{place[1]}"

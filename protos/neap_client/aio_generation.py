@@ -1,6 +1,7 @@
 """The stream of one generation for asyncio."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -76,8 +77,12 @@ class AsyncGenerationStream(GenerationCalls, AsyncIterator[GenerateResponse]):
 
     async def _receive(self) -> GenerateResponse | None:
         """Return the next event, or None at the end of the stream."""
+        timeout_s = self._event_timeout_s
         try:
-            event = await self._call.read()
+            async with asyncio.timeout(None if timeout_s == math.inf else timeout_s):
+                event = await self._call.read()
+        except TimeoutError as error:
+            raise self._stalled() from error
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.CancelledError:

@@ -48,7 +48,8 @@ class ClientBase:
     address while it has room, because it has read the beginning before. `timeout_s` is the deadline of every unary
     call. `num_attempts` includes the first attempt. Unless `waits_when_full`, a generation that a full service refuses
     is not repeated after the service's retry delay. `resumes`: whether an answer that its worker interrupts is resumed
-    by another one: "always", "exactly" (only if it goes on with the same numerics), or "never". Without `security` the
+    by another one: "always", "exactly" (only if it goes on with the same numerics), or "never". So is one whose worker
+    brings nothing for `stall_timeout_s`, once the answer has begun. Without `security` the
     connection is plain text and has no token. Raises InvalidInput as `open_channel` does.
 
     Every method raises NeapError as the service raised it (`neap_client.status.from_rpc_error`). On UNAVAILABLE the
@@ -68,6 +69,7 @@ class ClientBase:
         health_service: str | None = None,
         resumes: Resumes = "always",
         has_affinity: bool = True,
+        stall_timeout_s: float = 20.0,
     ) -> None:
         self.target = target
         self._security = security or ClientSecurity()
@@ -75,6 +77,7 @@ class ClientBase:
         self._num_attempts = num_attempts
         self._waits_when_full = waits_when_full
         self._resumes = resumes
+        self._stall_timeout_s = stall_timeout_s
         self._health_service = health_service
         self._is_closed = False
         self._channel: RenewedChannel[Any] = RenewedChannel(self._security, self._open_channel)
@@ -156,6 +159,7 @@ class ClientBase:
             "request": request if isinstance(request, bytes) else request.SerializeToString(),
             "addresses": self._known.ranked(prefix or "") if self._known else [],
             "resumes": self._resumes,
+            "stall_timeout_s": self._stall_timeout_s,
             "num_attempts": self._num_attempts,
             "timeout_s": timeout_s,
             "waits_when_full": self._waits_when_full,

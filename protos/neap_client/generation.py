@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import grpc
 
+from neap_client import stalls
 from neap_client.errors import Cancelled, NeapError, Unavailable
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1.inference_pb2 import GenerateResponse
@@ -73,6 +74,7 @@ class GenerationCalls:
         timeout_s: float | None = None,
         waits_when_full: bool = True,
         resumes: Resumes = "always",
+        stall_timeout_s: float = math.inf,
     ) -> None:
         """`open_call` starts a call with a serialized request, a deadline in seconds, and the address of its worker,
         empty for any. `addresses`: workers that are to be asked first, in this order. The constructor starts the first
@@ -91,6 +93,7 @@ class GenerationCalls:
         # Calls since the answer began, or was interrupted.
         self._num_opened = 0
         self._resumes = resumes if num_attempts > 1 else "never"
+        self._stall_timeout_s = stall_timeout_s if self._resumes != "never" else math.inf
         self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._is_closed = False
         self._helps = was_not_started if waits_when_full else is_unavailable
@@ -179,6 +182,19 @@ class GenerationCalls:
         self._resumed = event.started
 
     @property
+    def _event_timeout_s(self) -> float:
+        """Seconds that the next event may take. After its Started a call may wait in a queue; a worker that brings
+        nothing later hangs."""
+        has_begun = self.started is not None and self._resumed is None
+        return self._stall_timeout_s if has_begun else math.inf
+
+    def _stalled(self) -> Unavailable:
+        self._call.cancel()
+        return Unavailable(
+            f"the worker has brought nothing for {self._stall_timeout_s:g} s", reason="STALLED"
+        )
+
+    @property
     def _lacks_chunk(self) -> bool:
         """Whether nothing but Started has arrived."""
         return not self._held or self._held[-1].HasField("started")
@@ -236,7 +252,16 @@ class GenerationStream(GenerationCalls, Iterator[GenerateResponse]):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._closing = threading.Event()
+        # When the event that is awaited is overdue, by `time.monotonic`.
+        self._due_s = math.inf
+        self._is_stalled = self._is_watched = False
         super().__init__(*args, **options)
+
+    def cancel_if_stalled(self, now_s: float) -> None:
+        """See `neap_client.stalls`."""
+        if now_s > self._due_s:
+            self._is_stalled = True
+            self._call.cancel()
 
     def __next__(self) -> GenerateResponse:
         if not self._has_begun:
@@ -249,6 +274,7 @@ class GenerationStream(GenerationCalls, Iterator[GenerateResponse]):
     def close(self) -> None:
         super().close()
         self._closing.set()
+        stalls.forget(self)
 
     def __enter__(self) -> "GenerationStream":
         return self
@@ -280,8 +306,21 @@ class GenerationStream(GenerationCalls, Iterator[GenerateResponse]):
         return self._held.popleft() if self._held else self._receive()
 
     def _receive(self) -> GenerateResponse:
+        timeout_s = self._event_timeout_s
+        if timeout_s < math.inf:
+            self._due_s = time.monotonic() + timeout_s
+            if not self._is_watched:
+                self._is_watched = True
+                stalls.watch(self)
         try:
             event: GenerateResponse = next(self._call)
         except grpc.RpcError as error:
+            if self._is_stalled:
+                self._is_stalled = False
+                raise self._stalled() from error
             raise from_rpc_error(error) from error
+        finally:
+            self._due_s = math.inf
+        if event.HasField("finished"):
+            stalls.forget(self)
         return event
