@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2b
+from typing import Any
 
 from neap_client.addresses import hosts_of
 from neap_client.inference.v1 import inference_pb2 as pb
@@ -85,7 +86,7 @@ class KnownWorkers:
     def _resolved(self, flags: int = 0) -> Iterator[str]:
         """Raises OSError for what is not resolved."""
         for host, port in self._hosts:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+            found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
             for family, *_, place in found:
-                address = f"[{place[0]!s}]" if family == socket.AF_INET6 else str(place[0])
+                address = f"[{place[0]}]" if family == socket.AF_INET6 else place[0]
                 yield f"{address}:{place[1]}"

@@ -96,9 +96,8 @@ class GenerationCalls:
         self._stall_timeout_s = stall_timeout_s if self._resumes != "never" else math.inf
         self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._is_closed = False
-        self._helps = was_not_started if waits_when_full else is_unavailable
         self._num_attempts = num_attempts
-        self._attempts = self._new_attempts()
+        self._attempts = self._new_attempts(was_not_started if waits_when_full else is_unavailable)
         self._held: deque[GenerateResponse] = deque()
         self._has_begun = False
         self._call: Any = self._open()
@@ -121,9 +120,9 @@ class GenerationCalls:
             tuple(self.resumptions),
         )
 
-    def _new_attempts(self) -> Attempts:
+    def _new_attempts(self, helps: Callable[[BaseException], bool]) -> Attempts:
         return Attempts(
-            lambda error: self._helps(error) and not self._is_closed,
+            lambda error: helps(error) and not self._is_closed,
             num_attempts=self._num_attempts,
             deadline_s=self._deadline_s,
         )
@@ -140,7 +139,8 @@ class GenerationCalls:
         )
         if not may_resume:
             raise error
-        attempts = self._new_attempts()
+        # An answer that has begun waits for room.
+        attempts = self._new_attempts(was_not_started)
         wait_s = attempts.wait_s(error)
         # The worker that was lost comes last.
         self._addresses = (

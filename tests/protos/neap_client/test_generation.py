@@ -365,3 +365,12 @@ def test_what_is_not_resumed_may_take_its_time(scripted, server, make_client, op
     scripted.on_generate = generate
     with make_client(server.target, stall_timeout_s=0.1, **options) as client:
         assert [event.chunk.text for event in client.generate(REQUEST)] == ["", "a", ""]
+
+
+def test_an_answer_that_has_begun_waits_for_room(scripted, server, make_client):
+    full = errors.Exhausted("full", reason="QUEUE_FULL", retry_after_s=0.01)
+    again = pb.GenerateResponse(started=pb.Started(num_resumed_tokens=1))
+    calls = [[_started(1), _chunk(97), errors.Unavailable("gone")], [full], [again, FINISHED]]
+    _script(scripted, *calls)
+    with make_client(server.target, num_attempts=3, waits_when_full=False) as client:
+        assert [event.chunk.text for event in client.generate(REQUEST)] == ["", "a", ""]
