@@ -105,7 +105,8 @@ def interrupted(
         seen.ended.append(time.perf_counter() - begin_s)
         for stream, one in zip(streams, reading, strict=True):
             gaps = [b - max(a, begin_s) for a, b in pairwise(one.result()) if b > begin_s]
-            (seen.moved if stream.resumptions else seen.others).append(max(gaps))
+            if gaps:  # else it was read before
+                (seen.moved if stream.resumptions else seen.others).append(max(gaps))
         lengths = [
             stream.started.num_prompt_tokens + stream.resumptions[0].num_resumed_tokens
             for stream in streams

@@ -245,9 +245,9 @@ class GenerationStream(GenerationCalls, Iterator[GenerateResponse]):
 
     A call that fails with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a retry delay, is repeated as long as no chunk
     has arrived. Started is held back until the first chunk, so it belongs to the call that delivers the tokens. An
-    answer that UNAVAILABLE interrupts later is resumed by another call, at most MAX_RESUMPTIONS times: the caller sees
-    one stream. Other failures are raised unchanged, and `token_ids` and `text` hold what arrived before; `started` and
-    `finished` are None until they arrive. Only one thread may iterate; any thread may `close`.
+    answer that UNAVAILABLE interrupts later, or whose worker hangs, is resumed by another call, at most MAX_RESUMPTIONS
+    times: the caller sees one stream. Other failures are raised unchanged, and `token_ids` and `text` hold what arrived
+    before; `started` and `finished` are None until they arrive. Only one thread may iterate; any thread may `close`.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
