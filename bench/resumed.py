@@ -27,7 +27,7 @@ from itertools import cycle, islice, pairwise
 from pathlib import Path
 
 from neap_client import NeapClient
-from neap_client.generation import GenerationStream
+from neap_client.generation import GenerationStream, Resumes
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.requests import generate_request
 
@@ -37,6 +37,7 @@ from bench.prompts import read_prompts
 from bench.table import head, row
 from bench.worker import MODEL_ID, READY_S, publish_router, worker_process
 
+SIDES: dict[str, Resumes] = {"can be resumed": "always", "cannot": "never"}
 FAULTS = {"killed": signal.SIGKILL, "drained": signal.SIGTERM}
 FLAGS = ("--threads", "1", "--grace-s", "1", "--drain-timeout-s", "3600")
 
@@ -122,12 +123,12 @@ def interrupted(
 def steady_us(model: str, registry: Path, request: pb.GenerateRequest, rounds: int) -> None:
     """Prints microseconds of the client's processor, and milliseconds by the clock, for each token."""
     head("the answer", "client, us of a processor per token", "ms per token")
-    took: dict[str, list[tuple[float, float]]] = {"can be resumed": [], "cannot": []}
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in SIDES}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         worker = stack.enter_context(worker_process(model, registry, Path(folder) / "log", FLAGS))
         target = worker.wait_serving(READY_S)
         for _ in range(4 * rounds):
-            for name, resumes in (("can be resumed", "always"), ("cannot", "never")):
+            for name, resumes in SIDES.items():
                 with NeapClient(target, resumes=resumes) as client:
                     client.get_model(MODEL_ID)  # it is connected
                     begin = time.process_time(), time.perf_counter()
