@@ -1,24 +1,40 @@
 """Time to first token of prompts with a common prefix, with and without the prefix cache.
 
-    python -m bench.prefix --model DIR [--shared 600] [--own 40] [--requests 6] [--rounds 3]
+    python -m bench.prefix --model DIR [--shared 600] [--own 40] [--requests 6] [--rounds 3] [--workers 3]
 
 Both sides get the same prompts, first one after the other, then all at once, and take turns. Full depth, one token
 each.
+
+With `--workers`, instead: chats with so many workers of one thread each, whose client sends a chat to the worker that
+has read it (affinity), or to the workers in turn. `--requests` chats of `--rounds` turns, each of a message of about
+`--own` tokens and an answer of ANSWER_TOKENS, after a system message of about `--shared` tokens; two chats at once.
 """
 
+import argparse
 import random
 import statistics
+import tempfile
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+from neap_client import NeapClient
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.requests import generate_request
 
 from bench.answers import answer_all
 from bench.machine import described
 from bench.options import each_model, load, make_parser
 from bench.table import head, row
+from bench.worker import MODEL_ID, READY_S, worker_process
 from shared.engine.engine import Engine
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import LoadedModel
 
+ANSWER_TOKENS = 32
+WORDS = ("time", "year", "people", "way", "day", "man", "thing", "world", "state", "student")
 COLUMNS = ("the first", "each later one", "the last of all at once")
 Prompts = list[list[int]]
 
@@ -52,13 +68,71 @@ def measured(loaded: LoadedModel, texts: Prompts, cache_bytes: int | None) -> li
     return [alone[0], statistics.median(alone[1:]), max(together)]
 
 
+def chat(client: NeapClient, number: int, options: argparse.Namespace) -> list[tuple[float, float]]:
+    """The seconds to the first token and the share of cached prompt tokens, for each turn of a chat."""
+    draw, messages, turns = random.Random(number), [], []
+
+    def words(count: int) -> str:
+        return " ".join(draw.choice(WORDS) for _ in range(count))
+
+    messages.append(
+        pb.ChatMessage(role="system", content=f"Chat {number}: {words(options.shared)}")
+    )
+    for _ in range(options.rounds):
+        messages.append(pb.ChatMessage(role="user", content=words(options.own)))
+        request = generate_request(
+            MODEL_ID, messages, policy="full", max_tokens=ANSWER_TOKENS, ignore_eos=True
+        )
+        start = time.perf_counter()
+        stream = client.generate(request)
+        arrived = [time.perf_counter() for event in stream if event.HasField("chunk")]
+        usage = stream.answer().usage
+        turns.append((arrived[0] - start, usage.num_cached_tokens / usage.num_prompt_tokens))
+        messages.append(pb.ChatMessage(role="assistant", content=stream.text))
+    return turns
+
+
+def chats(options: argparse.Namespace) -> None:
+    """Prints the table with and without affinity. New workers for each, so that nothing is cached."""
+    print(described("cpu"))
+    head(
+        "chats go",
+        "cached prompt tokens after the first turn",
+        "seconds to the first token of later turns",
+        "p99",
+    )
+    for name, has_affinity in (("in turn", False), ("where they were read", True)):
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            flags = ("--threads", "1")
+            logs = [Path(folder) / f"{number}.log" for number in range(options.workers)]
+            workers = [
+                stack.enter_context(worker_process(options.model, Path(folder), log, flags))
+                for log in logs
+            ]
+            target = f"ipv4:{','.join([worker.wait_serving(READY_S) for worker in workers])}"
+            client = stack.enter_context(NeapClient(target, has_affinity=has_affinity))
+            pool = stack.enter_context(ThreadPoolExecutor(2))
+            done = [
+                pool.submit(chat, client, number, options) for number in range(options.requests)
+            ]
+            later = [turn for one in done for turn in one.result()[1:]]
+        waits = sorted(wait for wait, _ in later)
+        cached = statistics.mean(share for _, share in later)
+        p99 = waits[min(len(waits) - 1, int(0.99 * len(waits)))]
+        row(name, f"{cached:.0%}", f"{statistics.median(waits):.2f}", f"{p99:.2f}")
+
+
 def main() -> None:
     parser = make_parser(__doc__, many=True)
     parser.add_argument("--shared", type=int, default=600, help="tokens that all prompts have")
     parser.add_argument("--own", type=int, default=40, help="tokens of each prompt's own")
     parser.add_argument("--requests", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=0)
     for options in each_model(parser):
+        if options.workers:
+            chats(options)
+            continue
         loaded = load(options)
         texts = prompts(loaded.vocabulary_size, options.shared, options.own, options.requests)
         figures = defaultdict(list)

@@ -1,26 +1,33 @@
 """What a client waits when the worker of its answers dies or is told to end, and another one goes on.
 
-    python -m bench.resumed --model DIR --router FOLDER [--rounds 3] [--tokens 256]
+    python -m bench.resumed --model DIR --router FOLDER [--rounds 3] [--tokens 256] [--streams 4] [--left 170]
+        [--read 256] [--faults killed drained]
 
-Two workers with one thread each serve the same model. Four answers to Spec-Bench prompts run, greedy and sampled,
-exact. When they have a third of their tokens, the worker of some of them is killed (SIGKILL), or told to end (SIGTERM,
---grace-s 1, --drain-timeout-s 3600). Printed: the longest time between two tokens of answers that moved, and of the
-others; how long the worker took to end; and how many answers are not those of an uninterrupted run, which ends the
-program.
+Two workers with one thread each serve the same model. `--streams` answers to Spec-Bench prompts run, greedy and
+sampled, exact. When each has at most `--left` tokens before it, the worker of most of them is killed (SIGKILL), or told
+to end (SIGTERM, --grace-s 1, --drain-timeout-s 3600). Printed: the time from then to the next token of answers that
+moved; to the first token of as many fresh requests of the same length, sent at once to the other worker afterwards; the
+longest time between two tokens of the other answers; and how long the worker took to end. An answer that is not that of
+an uninterrupted run ends the program. Of each answer only the first `--read` tokens are read.
+
+Then, without any fault, what the client's processor does for each token of an answer that can be resumed and of one
+that cannot, in turn.
 """
 
 import argparse
+import random
 import signal
 import statistics
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 
 from neap_client import NeapClient
-from neap_client.generation import GenerationStream
+from neap_client.generation import GenerationStream, Resumes
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.requests import generate_request
 
@@ -30,14 +37,39 @@ from bench.prompts import read_prompts
 from bench.table import head, row
 from bench.worker import MODEL_ID, READY_S, publish_router, worker_process
 
-NUM_STREAMS = 4
+SIDES: dict[str, Resumes] = {"can be resumed": "always", "cannot": "never"}
+FAULTS = {"killed": signal.SIGKILL, "drained": signal.SIGTERM}
 FLAGS = ("--threads", "1", "--grace-s", "1", "--drain-timeout-s", "3600")
 
 
-def longest_gap_s(stream: GenerationStream) -> float:
-    """Reads the stream to its end."""
-    arrived_s = [time.perf_counter() for event in stream if event.HasField("chunk")]
-    return max(b - a for a, b in pairwise(arrived_s))
+@dataclass
+class Seen:
+    """Seconds, of all rounds. `fresh`: to the first token."""
+
+    moved: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+    fresh: list[float] = field(default_factory=list)
+    ended: list[float] = field(default_factory=list)
+
+
+def arrivals_s(stream: GenerationStream, num_tokens: int = 1) -> list[float]:
+    """Reads `num_tokens` and ends the stream."""
+    seconds = []
+    with stream:
+        while len(stream.token_ids) < num_tokens:
+            if next(stream).HasField("chunk"):
+                seconds.append(time.perf_counter())
+    return seconds
+
+
+def first_token_s(target: str, num_tokens: int) -> float:
+    """Of a prompt of random tokens, which no prefix cache has."""
+    ids = pb.TokenIds(ids=[random.randrange(100, 30_000) for _ in range(num_tokens)])
+    with NeapClient(target) as client:
+        begin_s = time.perf_counter()
+        return (
+            arrivals_s(client.generate(generate_request(MODEL_ID, ids, max_tokens=1)))[0] - begin_s
+        )
 
 
 def num_running(target: str) -> int:
@@ -46,31 +78,66 @@ def num_running(target: str) -> int:
 
 
 def interrupted(
-    model: str, registry: Path, requests: list[pb.GenerateRequest], how: int
-) -> tuple[list[float], list[float], float]:
-    """Longest gaps of the answers that moved and of the others, and the seconds that the worker took to end."""
+    options: argparse.Namespace,
+    registry: Path,
+    requests: list[pb.GenerateRequest],
+    how: int,
+    seen: Seen,
+) -> None:
+    model, read = options.model, options.read or options.tokens
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         logs = [Path(folder) / f"{number}.log" for number in range(2)]
         workers = [stack.enter_context(worker_process(model, registry, log, FLAGS)) for log in logs]
         targets = [worker.wait_serving(READY_S) for worker in workers]
-        client = stack.enter_context(NeapClient(f"ipv4:{','.join(targets)}", num_attempts=9))
-        expected = [client.answer(request).token_ids for request in requests]
+        target = f"ipv4:{','.join(targets)}"
+        client = stack.enter_context(NeapClient(target, num_attempts=9, has_affinity=False))
+        readers = stack.enter_context(ThreadPoolExecutor(len(requests)))
+        whole = [client.generate(request) for request in requests]
+        list(readers.map(arrivals_s, whole, [read] * len(whole)))
         streams = [client.generate(request) for request in requests]
-        readers = stack.enter_context(ThreadPoolExecutor(len(streams)))
-        reading = [readers.submit(longest_gap_s, stream) for stream in streams]
-        third = requests[0].stopping.max_tokens // 3
-        while min(len(stream.token_ids) for stream in streams) < third:
+        reading = [readers.submit(arrivals_s, stream, read) for stream in streams]
+        begun = options.tokens - options.left
+        while min(len(stream.token_ids) for stream in streams) < begun:
             time.sleep(0.005)
-        busiest = workers[0] if num_running(targets[0]) >= num_running(targets[1]) else workers[1]
+        place = 0 if num_running(targets[0]) >= num_running(targets[1]) else 1
         begin_s = time.perf_counter()
-        busiest.send_signal(how)
-        busiest.wait_ended(READY_S)
-        ended_s = time.perf_counter() - begin_s
-        longest = [one.result() for one in reading]
-        gaps = [(bool(stream.resumptions), gap) for stream, gap in zip(streams, longest, strict=True)]  # fmt: skip
-        if [stream.answer().token_ids for stream in streams] != expected:
+        workers[place].send_signal(how)
+        workers[place].wait_ended(READY_S)
+        seen.ended.append(time.perf_counter() - begin_s)
+        for stream, one in zip(streams, reading, strict=True):
+            gaps = [b - max(a, begin_s) for a, b in pairwise(one.result()) if b > begin_s]
+            if gaps:  # else it was read before
+                (seen.moved if stream.resumptions else seen.others).append(max(gaps))
+        lengths = [
+            stream.started.num_prompt_tokens + stream.resumptions[0].num_resumed_tokens
+            for stream in streams
+            if stream.resumptions and stream.started
+        ]
+        seen.fresh += readers.map(first_token_s, [targets[1 - place]] * len(lengths), lengths)
+        if [stream.token_ids[:read] for stream in streams] != [
+            one.token_ids[:read] for one in whole
+        ]:
             raise SystemExit("an answer is not that of an uninterrupted run")
-    return [gap for moved, gap in gaps if moved], [gap for moved, gap in gaps if not moved], ended_s
+
+
+def steady_us(model: str, registry: Path, request: pb.GenerateRequest, rounds: int) -> None:
+    """Prints microseconds of the client's processor, and milliseconds by the clock, for each token."""
+    head("the answer", "client, us of a processor per token", "ms per token")
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in SIDES}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        worker = stack.enter_context(worker_process(model, registry, Path(folder) / "log", FLAGS))
+        target = worker.wait_serving(READY_S)
+        for _ in range(4 * rounds):
+            for name, resumes in SIDES.items():
+                with NeapClient(target, resumes=resumes) as client:
+                    client.get_model(MODEL_ID)  # it is connected
+                    begin = time.process_time(), time.perf_counter()
+                    num_tokens = len(client.answer(request).token_ids)
+                    spent = time.process_time() - begin[0], time.perf_counter() - begin[1]
+                took[name].append((spent[0] / num_tokens, spent[1] / num_tokens))
+    for name, figures in took.items():
+        processor, clock = (statistics.median(column) for column in zip(*figures, strict=True))
+        row(name, f"{processor * 1e6:.0f}", f"{clock * 1e3:.2f}")
 
 
 def main() -> None:
@@ -78,42 +145,51 @@ def main() -> None:
     add_prompts(parser, per_task=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--read", type=int, default=None)
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--left", type=int, default=170)
+    parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS))
     for options in each_model(parser):
         print(described("cpu"))
         measure(options)
 
 
+def spread(seconds: list[float]) -> str:
+    """p50 and p99 in milliseconds."""
+    if not seconds:
+        return "none"
+    last = sorted(seconds)[min(len(seconds) - 1, int(0.99 * len(seconds)))]
+    return f"{statistics.median(seconds) * 1e3:.0f}, {last * 1e3:.0f}"
+
+
 def measure(options: argparse.Namespace) -> None:
-    """Prints the table of one model."""
-    prompts = read_prompts(options.prompts, options.per_task)[:NUM_STREAMS]
+    """Prints the tables of one model."""
+    prompts = islice(cycle(read_prompts(options.prompts, options.per_task)), options.streams)
     requests = [
         generate_request(
             MODEL_ID,
             one.turns[0],
             max_tokens=options.tokens,
             ignore_eos=True,
-            seed=7,
+            seed=number,
             temperature=0.8 if number % 2 else None,
         )
         for number, one in enumerate(prompts)
     ]
-    head("the worker", "answers that moved", "their longest gap, ms", "that of the others, ms",
-         "worker ended after, s")  # fmt: skip
+    head("the worker", "answers that moved", "ms to their next token, p50 and p99", "fresh requests",
+         "longest gap of the others", "worker ended after, s")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         registry = Path(folder) / "registry"
         publish_router(options.router, registry)
-        for name, how in (("is killed", signal.SIGKILL), ("is told to end", signal.SIGTERM)):
-            rounds = [
-                interrupted(options.model, registry, requests, how) for _ in range(options.rounds)
-            ]
-            moved = [gap for one in rounds for gap in one[0]]
-            others = [gap for one in rounds for gap in one[1]]
-            if not moved:
+        for name in options.faults:
+            seen, how = Seen(), FAULTS[name]
+            for _ in range(options.rounds):
+                interrupted(options, registry, requests, how, seen)
+            if not seen.moved:
                 raise SystemExit("no answer moved: ask for more --tokens")
-            of_others = f"{statistics.median(others) * 1e3:.0f}" if others else "none"
-            gaps = f"{statistics.median(moved) * 1e3:.0f} (at most {max(moved) * 1e3:.0f})"
-            ended_s = statistics.median(one[2] for one in rounds)
-            row(name, len(moved), gaps, of_others, f"{ended_s:.1f}")
+            times = map(spread, (seen.moved, seen.fresh, seen.others))
+            row(f"is {name}", len(seen.moved), *times, f"{statistics.median(seen.ended):.1f}")
+        steady_us(options.model, registry, requests[0], options.rounds)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ from shared.model.loaded import LoadedModel
 from shared.model.runners import make_runner
 from shared.registry.blob_cache import BlobCache
 from shared.registry.factory import folder_of, open_registry
+from shared.rpc.callers import Role
 from shared.rpc.logs import configure_logging
 from shared.rpc.security import open_security
 from shared.rpc.security_metrics import SecurityCollector
@@ -106,6 +107,10 @@ async def serve(settings: WorkerSettings) -> int:
         metrics=metrics,
         relaxed_bound=settings.relaxed_bound,
         pools=pools,
+        priority_of_roles={
+            Role(role): int(number)
+            for role, _, number in (entry.partition("=") for entry in settings.priority_of_roles)
+        },
     )
     server = RpcServer(
         settings.listen,

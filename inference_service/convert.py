@@ -22,6 +22,7 @@ from shared.engine.request.prompt import (
     encode_prompt,
 )
 from shared.engine.request.request import (
+    MAX_PRIORITY,
     DepthStatistics,
     Finished,
     FinishReason,
@@ -30,7 +31,7 @@ from shared.engine.request.request import (
     GenerationRequest,
     StoppingParams,
 )
-from shared.errors import InvalidInput, PreconditionFailed, PromptTooLong
+from shared.errors import InvalidInput, PermissionDenied, PreconditionFailed, PromptTooLong
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import LoadedModel
 from shared.model.sampling import SamplingParams
@@ -54,13 +55,22 @@ def to_generation_request(
     request_id: str,
     client: str = "",
     deadline_s: float = math.inf,
+    least_priority: int = 0,
 ) -> GenerationRequest:
     """Validates and tokenises a request. Blocks while it tokenises. If the seed is absent, a random one is chosen.
 
-    `deadline_s` in `time.monotonic()` seconds. Raises InvalidInput, PromptTooLong, and PreconditionFailed (reason
-    PROMPT_DIFFERS) if it resumes an answer to other tokens.
+    `deadline_s` in `time.monotonic()` seconds. `least_priority`: the lowest number that the caller may ask for, and
+    what it gets unless it asks for one. Raises InvalidInput, PromptTooLong, PermissionDenied (reason
+    PRIORITY_NOT_ALLOWED), and PreconditionFailed (reason PROMPT_DIFFERS) if it resumes an answer to other tokens.
     """
     # The cheap checks come before the prompt is tokenised.
+    priority = request.priority if request.HasField("priority") else least_priority
+    if priority < least_priority:
+        raise PermissionDenied(
+            f"the priority is {priority}; this caller's requests have at least {least_priority}",
+            reason="PRIORITY_NOT_ALLOWED",
+            metadata={"least_priority": str(least_priority)},
+        )
     sampling = to_sampling(request.sampling, loaded)
     stopping = to_stopping(request.stopping, loaded.vocabulary_size)
     policy = to_policy(request.depth)
@@ -91,7 +101,7 @@ def to_generation_request(
         request_id=request_id,
         client=client,
         deadline_s=deadline_s,
-        is_low_priority=request.low_priority,
+        priority=max(priority, MAX_PRIORITY) if request.low_priority else priority,
         # The engine refuses so many, and millions of ids need not become Python integers before.
         resumed_ids=tuple(request.resume.token_ids[: loaded.context_length]),
         constraint=constraint,

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -31,7 +31,7 @@ from shared.engine.request.handle import GenerationHandle
 from shared.engine.request.prompt import decode_prompt
 from shared.engine.request.request import GenerationRequest
 from shared.errors import DeadlineExceeded, Exhausted, NotFound, PreconditionFailed, Unavailable
-from shared.rpc.callers import client_key
+from shared.rpc.callers import Role, client_key, least_priority
 from shared.rpc.interceptors import annotate_call, current_request_id, write_response
 from shared.rpc.pages import named_page
 
@@ -49,6 +49,11 @@ class _Served:
     max_active_per_client: int | None
     text_of: TokenTexts
     active: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether one more call would wait for others."""
+        return self.engine.num_waiting > 0 or self.active.total() >= self.engine.max_running
 
     @contextmanager
     def admitted(self, client: str) -> Iterator[None]:
@@ -81,6 +86,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     `stall_timeout_s`: a client that reads nothing for so long has its call ended with RESOURCE_EXHAUSTED (SLOW_READER).
     `pools`: the same as those of `routers`, so that a process has each pool once. `relaxed_bound`: bound for shadow
     checks of routers that publish none for policy relaxed. None: these are only counted.
+    `priority_of_roles`: 0 for roles that are absent.
     """
 
     def __init__(
@@ -91,7 +97,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         metrics: WorkerMetrics | None = None,
         relaxed_bound: float | None = None,
         pools: Pools | None = None,
+        priority_of_roles: Mapping[Role, int] | None = None,
     ) -> None:
+        self._priority_of_roles = priority_of_roles or {}
         self._pools = pools or Pools()
         self._routers = routers
         self._metrics = metrics or WorkerMetrics()
@@ -145,6 +153,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             deadline_s = _deadline_s(context)
             served = self._find(request.model_id)
             call.set_model(request.model_id, deadline_s)
+            if request.can_go_elsewhere and served.is_busy:
+                raise Unavailable("the request would have to wait here", reason="BUSY")
             with served.admitted(client_key(context)):
                 await self._generate(request, served, deadline_s, context, call)
 
@@ -164,6 +174,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             request_id=current_request_id(),
             client=client_key(context),
             deadline_s=deadline_s,
+            least_priority=least_priority(self._priority_of_roles),
         )
         router: LoadedRouter | None = None
         if generation.policy.name != "full":

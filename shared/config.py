@@ -48,6 +48,9 @@ S = TypeVar("S", bound=ProcessSettings)
 
 
 Alias = Annotated[str, StringConstraints(pattern=r"^[a-z0-9._-]{1,64}$")]
+RolePriority = Annotated[
+    str, StringConstraints(pattern=r"^(generate|calibrate|admin)=(0|-?[1-9][0-9]?|-?100)$")
+]
 
 
 @dataclass(frozen=True)
@@ -258,6 +261,13 @@ class WorkerSettings(ServiceSettings):
         description="Seconds for which a client may stop reading its stream. The call then ends with "
         "RESOURCE_EXHAUSTED (SLOW_READER).",
     )
+    priority_of_roles: Annotated[tuple[RolePriority, ...], NoDecode] = Field(
+        default=(),
+        description="Priority, in [-100, 100], of the requests of callers with a role; lower numbers come first. A "
+        "caller with several roles has the lowest of theirs, and may ask for higher numbers. Other roles have 0. May "
+        "be repeated; the variable takes a comma-separated list.",
+        json_schema_extra={"metavar": "ROLE=NUMBER"},
+    )
     hang_timeout_s: float = Field(
         default=300.0,
         gt=0,
@@ -321,9 +331,9 @@ class WorkerSettings(ServiceSettings):
         json_schema_extra={"metavar": "SHARE"},
     )
 
-    @field_validator("preload_aliases", mode="before")
+    @field_validator("preload_aliases", "priority_of_roles", mode="before")
     @classmethod
-    def _aliases_from_text(cls, value: Any) -> Any:
+    def _lists_from_text(cls, value: Any) -> Any:
         return _listed(value)
 
 

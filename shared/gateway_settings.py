@@ -27,9 +27,14 @@ class GatewaySettings(ProcessSettings, TlsSettings):
         default="127.0.0.1:7071",
         min_length=1,
         description="gRPC target of the workers: HOST:PORT, dns:///HOST:PORT for a name with several addresses, or "
-        "ipv4:ADDRESS:PORT,ADDRESS:PORT. Requests go in turn to the addresses that serve. All workers must serve the "
-        "same models.",
+        "ipv4:ADDRESS:PORT,ADDRESS:PORT. Requests go to the addresses that serve. All workers must serve the same "
+        "models.",
         json_schema_extra={"metavar": "TARGET"},
+    )
+    prefix_affinity: bool = Field(
+        default=True,
+        description="Send requests whose prompts begin alike to the same worker while it has room, because it has read "
+        "the beginning before. Otherwise requests go to the workers in turn.",
     )
     worker_tls: bool = Field(
         default=False,
@@ -103,6 +108,13 @@ class GatewaySettings(ProcessSettings, TlsSettings):
         allow_inf_nan=False,
         description="Seconds for which a client may stop reading. Its connection is then closed and its calls are "
         "cancelled (SLOW_READER).",
+    )
+    worker_stall_timeout_s: float = Field(
+        default=20.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds for which a worker may bring nothing of an answer that has begun. The answer is then "
+        "resumed at another worker.",
     )
     num_attempts: int = Field(
         default=3,

@@ -22,6 +22,7 @@ from shared.engine.engine import Engine
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.table_confidence import SIZES, TableConfidence
 from shared.model.loaded import LoadedModel
+from shared.rpc.callers import Role
 from shared.rpc.security import ServerSecurity
 from shared.rpc.serving import RpcServer
 
@@ -89,6 +90,7 @@ def serving(
     stall_timeout_s: float = 30.0,
     metrics: WorkerMetrics | None = None,
     security: ServerSecurity | None = None,
+    priority_of_roles: dict[Role, int] | None = None,
     **store_options: Any,
 ) -> Iterator[SimpleNamespace]:
     """Yields target, servicer, store and loop of a worker that is ready."""
@@ -100,7 +102,11 @@ def serving(
         pools = Pools()
         state.store = RouterStore(registry, pools=pools, **store_options)
         state.servicer = InferenceServicer(
-            state.store, stall_timeout_s=stall_timeout_s, metrics=metrics, pools=pools
+            state.store,
+            stall_timeout_s=stall_timeout_s,
+            metrics=metrics,
+            pools=pools,
+            priority_of_roles=priority_of_roles,
         )
         state.servicer.add_model(
             engine, max_active=max_active, max_active_per_client=max_active_per_client

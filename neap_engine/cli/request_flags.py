@@ -172,6 +172,15 @@ def request_options(
         bool,
         typer.Option("--ignore-eos", help="Do not end at the model's end-of-sequence tokens."),
     ] = False,
+    priority: Annotated[
+        int | None,
+        typer.Option(
+            "--priority",
+            min=-100,
+            max=100,
+            help="Requests with lower numbers come first. Default: the priority of your role, 0 unless set.",
+        ),
+    ] = None,
     json_schema: Annotated[
         Path | None,
         typer.Option(
@@ -208,6 +217,7 @@ def request_options(
         "stop": stop or (),
         "prediction": prediction.read_text(encoding="utf-8") if prediction else "",
         "ignore_eos": ignore_eos,
+        "priority": priority,
         "constraint": constraint,
     }
 

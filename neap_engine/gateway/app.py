@@ -208,9 +208,13 @@ class Gateway:
         left_s = max(0.0, started_s + self._settings.generation_timeout_s - time.monotonic())
         streams = [
             self._workers.generate(
-                call, timeout_s=left_s, request_id=exchange.request_id + suffix, metadata=token
+                call,
+                timeout_s=left_s,
+                request_id=exchange.request_id + suffix,
+                metadata=token,
+                prefix=prefix,
             )
-            for call, suffix in zip(calls, suffixes, strict=True)
+            for (call, prefix), suffix in zip(calls, suffixes, strict=True)
         ]
         events = merged(streams)
         try:

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from neap_client.affinity import prefix_key
 from neap_client.inference.v1 import inference_pb2 as pb
 
 from neap_engine.gateway.body import parse_object, validated
@@ -30,13 +31,14 @@ SAMPLING = {field.name for field in pb.Sampling.DESCRIPTOR.fields} - {"seed"}
 @dataclass(frozen=True)
 class RequestedGeneration:
     """What a request asks for. `prompts` are serialized messages GenerateRequest, each of which is called `num_choices`
-    times."""
+    times, and `prefixes` their prefix keys."""
 
     model: str
     is_chat: bool
     is_stream: bool
     includes_usage: bool
     prompts: tuple[bytes, ...]
+    prefixes: tuple[str, ...]
     num_choices: int
     seed: int | None
     log_fields: dict[str, str]
@@ -46,13 +48,14 @@ class RequestedGeneration:
         """What the calls take on their way to the workers, all together."""
         return self.num_choices * sum(map(len, self.prompts))
 
-    def calls(self) -> list[bytes]:
-        """Return a call for each choice of the response, in the order of their indices."""
+    def calls(self) -> list[tuple[bytes, str]]:
+        """Return a call and its prefix key for each choice of the response, in the order of their indices."""
         seeds = [b""] * self.num_choices
         if self.seed is not None:
             # Choices with the same seed would be the same.
             seeds = [_seeded(self.seed + index) for index in range(self.num_choices)]
-        return [prompt + seed for prompt in self.prompts for seed in seeds]
+        prompts = zip(self.prompts, self.prefixes, strict=True)
+        return [(prompt + seed, prefix) for prompt, prefix in prompts for seed in seeds]
 
 
 def parse_generation(body: bytes, *, is_chat: bool, max_choices: int) -> RequestedGeneration:
@@ -89,6 +92,7 @@ def parse_generation(body: bytes, *, is_chat: bool, max_choices: int) -> Request
         is_stream=bool(request.stream),
         includes_usage=bool(options and options.include_usage),
         prompts=tuple(prompt.SerializeToString() for prompt in prompts),
+        prefixes=tuple(map(prefix_key, prompts)),
         num_choices=num_choices,
         seed=request.seed,
         log_fields={"user": user[:64]} if user else {},
@@ -196,6 +200,8 @@ def _common(request: ChatRequest | CompletionRequest) -> pb.GenerateRequest:
         # Parts of a message are lines; those of a prediction are one text.
         call.prediction.text = _text(request.prediction.content, "")
     options = request.neap or DepthOptions()
+    if options.priority is not None:
+        call.priority = options.priority
     if options.router_version is not None and options.router_alias is not None:
         raise refused("router_version and router_alias exclude each other", "neap.router_alias")
     if options.router_version is not None:

@@ -98,7 +98,7 @@ class Strict(BaseModel):
 
 
 class DepthOptions(Strict):
-    """The `neap` object of a request: depth policy and router."""
+    """The `neap` object of a request: depth policy, router and priority."""
 
     policy: Literal["full", "exact", "relaxed"] | None = None
     threshold: float | None = Field(default=None, gt=0, le=1)
@@ -107,6 +107,7 @@ class DepthOptions(Strict):
     min_layers: int | None = Field(default=None, ge=0, le=UINT32)
     router_version: int | None = Field(default=None, ge=1, le=2**63 - 1)
     router_alias: str | None = Field(default=None, min_length=1, max_length=64)
+    priority: int | None = Field(default=None, ge=-100, le=100)
 
 
 class StreamOptions(Strict):

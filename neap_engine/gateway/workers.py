@@ -12,7 +12,7 @@ UNARY_TIMEOUT_S = 10.0
 
 
 def open_client(settings: GatewaySettings) -> AsyncNeapClient:
-    """Return a client whose calls go in turn to the workers that serve. Belongs to the running event loop.
+    """Return a client of the workers that serve. Belongs to the running event loop.
 
     Raises InvalidInput: TOKENS_OVER_PLAIN_TEXT if clients' tokens would be sent to another machine in plain text, and
     what `neap_client.channel.open_channel` raises for files that cannot be used.
@@ -40,4 +40,6 @@ def open_client(settings: GatewaySettings) -> AsyncNeapClient:
         # A client of the gateway is told to wait, and decides itself.
         waits_when_full=False,
         health_service=SERVICE_NAME,
+        has_affinity=settings.prefix_affinity,
+        stall_timeout_s=settings.worker_stall_timeout_s,
     )

@@ -39,6 +39,15 @@ def with_scheme(target: str) -> str:
     return target if has_scheme else f"dns:///{target}"
 
 
+def hosts_of(target: str) -> list[tuple[str, int]]:
+    """Return hosts and ports of a target that this machine's resolver can resolve. Empty for gRPC's other forms."""
+    if re.match(r"dns://[^/]|(unix|unix-abstract|vsock|xds|google-c2p):", target):
+        return []
+    rest = re.sub(r"^(dns:(///)?|ipv4:|ipv6:)", "", target)
+    split = [address.rpartition(":") for address in rest.split(",")]
+    return [(host.strip("[]"), int(port)) for host, _, port in split]
+
+
 def is_loopback_target(target: str) -> bool:
     """Return whether all addresses of `target` are on this machine. False if an address cannot be interpreted.
 

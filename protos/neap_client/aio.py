@@ -30,12 +30,15 @@ class AsyncNeapClient(ClientBase):
     """The client for asyncio; see ClientBase for its arguments and for what is repeated.
     Belongs to the running event loop."""
 
-    def _open_channel(self) -> grpc.aio.Channel:
-        return open_async_channel(self.target, self._security, self._health_service)
+    def _open_channel(self, by_address: bool = False) -> grpc.aio.Channel:
+        return open_async_channel(
+            self.target, self._security, self._health_service, by_address=by_address
+        )
 
     async def close(self) -> None:
         self._is_closed = True
-        await self._channel.latest.close()
+        for channel in self._channels:
+            await channel.latest.close()
 
     async def __aenter__(self) -> "AsyncNeapClient":
         return self
@@ -72,15 +75,18 @@ class AsyncNeapClient(ClientBase):
         timeout_s: float | None = None,
         request_id: str | None = None,
         metadata: Metadata = (),
+        prefix: str | None = None,
     ) -> AsyncGenerationStream:
         """Stream Started, token chunks and Finished. `timeout_s` is the deadline of the whole stream.
 
         The call is repeated before the first token, and resumed after it: see AsyncGenerationStream. All calls have the
         same `request_id`, so they get the same version from an alias with a canary. None makes a new id. `metadata` is
         sent beside the client's own. `request` may be serialized already, which spares calls with the same large prompt
-        the work.
+        the work; `prefix` is then its `neap_client.affinity.prefix_key`, without which it goes to the workers in turn.
         """
-        return AsyncGenerationStream(**self._generation(request, timeout_s, request_id, metadata))
+        return AsyncGenerationStream(
+            **self._generation(request, timeout_s, request_id, metadata, prefix)
+        )
 
     async def answer(
         self,

@@ -1,13 +1,14 @@
 """The stream of one generation for asyncio."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from neap_client.errors import NeapError
+from neap_client.errors import NeapError, Unavailable
 from neap_client.generation import GenerationCalls
 from neap_client.inference.v1.inference_pb2 import GenerateResponse
 from neap_client.retry import repeat_async
@@ -53,11 +54,16 @@ class AsyncGenerationStream(GenerationCalls, AsyncIterator[GenerateResponse]):
     async def _attempt(self) -> None:
         """Receive events up to the first one that is not Started, or up to the end of the stream."""
         self._begin_attempt()
-        while self._lacks_chunk:
-            event = await self._receive()
-            if event is None:
-                return
-            self._hold(event)
+        try:
+            while self._lacks_chunk:
+                event = await self._receive()
+                if event is None:
+                    return
+                self._hold(event)
+        except Unavailable as error:
+            if not self._was_refused(error):
+                raise
+            await self._attempt()
 
     async def _go_on(self) -> GenerateResponse | None:
         """Receive the next event, from another call if this one is interrupted. None at the end of the stream."""
@@ -71,8 +77,12 @@ class AsyncGenerationStream(GenerationCalls, AsyncIterator[GenerateResponse]):
 
     async def _receive(self) -> GenerateResponse | None:
         """Return the next event, or None at the end of the stream."""
+        timeout_s = self._event_timeout_s
         try:
-            event = await self._call.read()
+            async with asyncio.timeout(None if timeout_s == math.inf else timeout_s):
+                event = await self._call.read()
+        except TimeoutError as error:
+            raise self._stalled() from error
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.CancelledError:

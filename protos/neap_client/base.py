@@ -2,9 +2,11 @@
 
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
 from neap_client import methods
+from neap_client.affinity import WORKER_KEY, KnownWorkers, prefix_key
 from neap_client.channel import ClientSecurity, RenewedChannel
 from neap_client.errors import NeapError, Unavailable
 from neap_client.generation import Resumes
@@ -42,11 +44,13 @@ class ClientBase:
     `target` is HOST:PORT or any other form that gRPC accepts; a port is needed. Calls are shared in turn among all
     addresses of a name, or of a list such as "ipv4:10.0.0.7:7071,10.0.0.8:7071"; addresses that do not answer are left
     out. With `health_service`, so are those whose health check of this service ("" for the whole server) does not say
-    SERVING, because they load or drain. `timeout_s` is the deadline of every unary call. `num_attempts` includes the
-    first attempt. Unless `waits_when_full`, a generation that a full service refuses is not repeated after the
-    service's retry delay. `resumes`: whether an answer that its worker interrupts is resumed by another one: "always",
-    "exactly" (only if it goes on with the same numerics), or "never". Without `security` the connection is plain text
-    and has no token. Raises InvalidInput as `open_channel` does.
+    SERVING, because they load or drain. With `has_affinity`, generations whose prompts begin alike go to the same
+    address while it has room, because it has read the beginning before. `timeout_s` is the deadline of every unary
+    call. `num_attempts` includes the first attempt. Unless `waits_when_full`, a generation that a full service refuses
+    is not repeated after the service's retry delay. `resumes`: whether an answer that its worker interrupts is resumed
+    by another one: "always", "exactly" (only if it goes on with the same numerics), or "never". So is one whose worker
+    brings nothing for `stall_timeout_s`, once the answer has begun. Without `security` the
+    connection is plain text and has no token. Raises InvalidInput as `open_channel` does.
 
     Every method raises NeapError as the service raised it (`neap_client.status.from_rpc_error`). On UNAVAILABLE the
     client repeats only calls that are safe to repeat: unary calls that change nothing or are idempotent by id, and
@@ -64,6 +68,8 @@ class ClientBase:
         waits_when_full: bool = True,
         health_service: str | None = None,
         resumes: Resumes = "always",
+        has_affinity: bool = True,
+        stall_timeout_s: float = 20.0,
     ) -> None:
         self.target = target
         self._security = security or ClientSecurity()
@@ -71,11 +77,18 @@ class ClientBase:
         self._num_attempts = num_attempts
         self._waits_when_full = waits_when_full
         self._resumes = resumes
+        self._stall_timeout_s = stall_timeout_s
         self._health_service = health_service
         self._is_closed = False
         self._channel: RenewedChannel[Any] = RenewedChannel(self._security, self._open_channel)
+        self._channels = [self._channel]
+        self._known: KnownWorkers | None = None
+        if has_affinity:
+            self._known = KnownWorkers(target)
+            by_address = partial(self._open_channel, True)
+            self._channels.append(RenewedChannel(self._security, by_address))
 
-    def _open_channel(self) -> Any:
+    def _open_channel(self, by_address: bool = False) -> Any:
         raise NotImplementedError
 
     def _start(
@@ -98,8 +111,10 @@ class ClientBase:
         given: Metadata = (),
         timeout_s: float | None = None,
     ) -> Any:
-        """Call a method with a stream of responses. `timeout_s`: None means no deadline."""
-        call = method.stream(self._channel.current())
+        """Call a method with a stream of responses. `timeout_s`: None means no deadline. With WORKER_KEY in `given`,
+        its value is the address."""
+        is_addressed = any(key == WORKER_KEY for key, _ in given)
+        call = method.stream(self._channels[is_addressed].current())
         return call(request, timeout=timeout_s, metadata=self._metadata(given))
 
     def _metadata(self, given: Metadata) -> Metadata:
@@ -127,16 +142,24 @@ class ClientBase:
         timeout_s: float | None,
         request_id: str | None,
         metadata: Metadata,
+        prefix: str | None,
     ) -> dict[str, Any]:
         """Return the arguments of a generation's stream.
         All attempts have the same request id; None makes a new one."""
         own = ((REQUEST_ID_KEY, request_id or secrets.token_hex(8)), *metadata)
+        if prefix is None and not isinstance(request, bytes):
+            prefix = prefix_key(request)
+
+        def open_call(asked: bytes, left_s: float | None, address: str) -> Any:
+            given = ((WORKER_KEY, f"{address}_0"), *own) if address else own
+            return self._start_stream(methods.GENERATE, asked, given, left_s)
+
         return {
-            "open_call": lambda asked, left_s: self._start_stream(
-                methods.GENERATE, asked, own, left_s
-            ),
+            "open_call": open_call,
             "request": request if isinstance(request, bytes) else request.SerializeToString(),
+            "addresses": self._known.ranked(prefix or "") if self._known else [],
             "resumes": self._resumes,
+            "stall_timeout_s": self._stall_timeout_s,
             "num_attempts": self._num_attempts,
             "timeout_s": timeout_s,
             "waits_when_full": self._waits_when_full,

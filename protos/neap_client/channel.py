@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import ssl
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import grpc
 import grpc.aio
 
 from neap_client.addresses import is_loopback_target, with_scheme
+from neap_client.affinity import WORKER_KEY
 from neap_client.errors import InvalidInput
 from neap_client.files import read_capped
 
@@ -39,6 +41,14 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
+
+# gRPC's way to say where a call goes: an address stands at the hashes of ADDRESS_0, ADDRESS_1 .. on a ring, as in
+# Envoy, and a call with ADDRESS_0 in its metadata goes there, or to the next one on the ring if there is no connection.
+# gRPC reads the metadata only with the variable (its proposal A76).
+_BY_ADDRESS = {"ring_hash_experimental": {"requestHashHeader": WORKER_KEY}}
+_BY_ADDRESS_VARIABLE = "GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY"
+# Such a call waits for a connection to its worker. After this time it goes to the next worker on the ring.
+_CONNECT_MS = 1_000
 
 C = TypeVar("C")
 log = logging.getLogger("neap_client")
@@ -130,41 +140,55 @@ class RenewedChannel(Generic[C]):
 
 
 def open_channel(
-    target: str, security: ClientSecurity, health_service: str | None = None
+    target: str,
+    security: ClientSecurity,
+    health_service: str | None = None,
+    *,
+    by_address: bool = False,
 ) -> grpc.Channel:
     """Open a channel to `target`: HOST:PORT or any other form that gRPC accepts.
     The caller adds the token to each call.
 
-    With `health_service`, calls go only to addresses whose health check of this service says SERVING. Raises
+    With `health_service`, calls go only to addresses whose health check of this service says SERVING. They go to these
+    in turn, or, `by_address`, to the one that their WORKER_KEY names. Raises
     InvalidInput: TOKEN_OVER_PLAIN_TEXT for a token that would leave this machine unencrypted, BAD_TOKEN,
     BAD_CERTIFICATE for certificates that cannot be used, and BAD_CONFIGURATION for files that cannot be read.
     """
-    address, credentials, options = _parameters(target, security, health_service)
+    address, credentials, options = _parameters(target, security, health_service, by_address)
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, credentials, options=options)
 
 
 def open_async_channel(
-    target: str, security: ClientSecurity, health_service: str | None = None
+    target: str,
+    security: ClientSecurity,
+    health_service: str | None = None,
+    *,
+    by_address: bool = False,
 ) -> grpc.aio.Channel:
     """Open a channel of the running event loop, as `open_channel` does."""
-    address, credentials, options = _parameters(target, security, health_service)
+    address, credentials, options = _parameters(target, security, health_service, by_address)
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 def _parameters(
-    target: str, security: ClientSecurity, health_service: str | None
+    target: str, security: ClientSecurity, health_service: str | None, by_address: bool
 ) -> tuple[str, grpc.ChannelCredentials | None, list[tuple[str, Any]]]:
     """Return address, credentials (None for plain text) and options of a channel."""
     has_token = bool(security.read_token())
-    # Calls are shared among all addresses of a name in turn.
-    service_config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
+    balancing: dict[str, Any] = {"round_robin": {}}
+    if by_address:
+        os.environ.setdefault(_BY_ADDRESS_VARIABLE, "true")
+        balancing = _BY_ADDRESS
+    service_config: dict[str, Any] = {"loadBalancingConfig": [balancing]}
     if health_service is not None:
         service_config["healthCheckConfig"] = {"serviceName": health_service}
     options = [*CHANNEL_OPTIONS, ("grpc.service_config", json.dumps(service_config))]
+    if by_address:
+        options.append(("grpc.min_reconnect_backoff_ms", _CONNECT_MS))
     if security.is_encrypted:
         if security.server_name:
             options.append(("grpc.ssl_target_name_override", security.server_name))

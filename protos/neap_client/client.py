@@ -27,12 +27,15 @@ T = TypeVar("T")
 class NeapClient(ClientBase):
     """The synchronous client; see ClientBase for its arguments and for what is repeated. Thread-safe."""
 
-    def _open_channel(self) -> grpc.Channel:
-        return open_channel(self.target, self._security, self._health_service)
+    def _open_channel(self, by_address: bool = False) -> grpc.Channel:
+        return open_channel(
+            self.target, self._security, self._health_service, by_address=by_address
+        )
 
     def close(self) -> None:
         self._is_closed = True
-        self._channel.latest.close()
+        for channel in self._channels:
+            channel.latest.close()
 
     def __enter__(self) -> "NeapClient":
         return self
@@ -69,15 +72,18 @@ class NeapClient(ClientBase):
         timeout_s: float | None = None,
         request_id: str | None = None,
         metadata: Metadata = (),
+        prefix: str | None = None,
     ) -> GenerationStream:
         """Stream Started, token chunks and Finished. `timeout_s` is the deadline of the whole stream.
 
         The call is repeated before the first token, and resumed after it: see GenerationStream. All calls have the same
         `request_id`, so they get the same version from an alias with a canary. None makes a new id. `metadata` is sent
         beside the client's own. `request` may be serialized already, which spares calls with the same large prompt the
-        work.
+        work; `prefix` is then its `neap_client.affinity.prefix_key`, without which it goes to the workers in turn.
         """
-        return GenerationStream(**self._generation(request, timeout_s, request_id, metadata))
+        return GenerationStream(
+            **self._generation(request, timeout_s, request_id, metadata, prefix)
+        )
 
     def answer(
         self,

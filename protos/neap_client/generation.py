@@ -5,12 +5,13 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import grpc
 
+from neap_client import stalls
 from neap_client.errors import Cancelled, NeapError, Unavailable
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1.inference_pb2 import GenerateResponse
@@ -22,6 +23,8 @@ from neap_client.status import from_rpc_error
 Resumes = Literal["always", "exactly", "never"]
 # A worker that ends every answer must not be asked for ever.
 MAX_RESUMPTIONS = 16
+# So many workers may refuse a call because it would wait there. The next one lets it wait.
+MAX_REFUSALS = 2
 
 
 @dataclass(frozen=True)
@@ -66,16 +69,19 @@ class GenerationCalls:
 
     def __init__(
         self,
-        open_call: Callable[[bytes, float | None], Any],
+        open_call: Callable[[bytes, float | None, str], Any],
         request: bytes,
         *,
+        addresses: Sequence[str] = (),
         num_attempts: int = 1,
         timeout_s: float | None = None,
         waits_when_full: bool = True,
         resumes: Resumes = "always",
+        stall_timeout_s: float = math.inf,
     ) -> None:
-        """`open_call` starts a call with a serialized request and a deadline in seconds.
-        The constructor starts the first call."""
+        """`open_call` starts a call with a serialized request, a deadline in seconds, and the address of its worker,
+        empty for any. `addresses`: workers that are to be asked first, in this order. The constructor starts the first
+        call."""
         self.token_ids: list[int] = []
         self.prompt_tokens: list[pb.Token] = []
         self.text = ""
@@ -89,12 +95,15 @@ class GenerationCalls:
         self._resumed: pb.Started | None = None
         self._open_call = open_call
         self._request = request
+        self._addresses = addresses
+        # Calls since the answer began, or was interrupted.
+        self._num_opened = 0
         self._resumes = resumes if num_attempts > 1 else "never"
+        self._stall_timeout_s = stall_timeout_s if self._resumes != "never" else math.inf
         self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._is_closed = False
-        self._helps = was_not_started if waits_when_full else is_unavailable
         self._num_attempts = num_attempts
-        self._attempts = self._new_attempts()
+        self._attempts = self._new_attempts(was_not_started if waits_when_full else is_unavailable)
         self._held: deque[GenerateResponse] = deque()
         self._has_begun = False
         self._call: Any = self._open()
@@ -120,9 +129,9 @@ class GenerationCalls:
             tuple(self.prompt_tokens),
         )
 
-    def _new_attempts(self) -> Attempts:
+    def _new_attempts(self, helps: Callable[[BaseException], bool]) -> Attempts:
         return Attempts(
-            lambda error: self._helps(error) and not self._is_closed,
+            lambda error: helps(error) and not self._is_closed,
             num_attempts=self._num_attempts,
             deadline_s=self._deadline_s,
         )
@@ -139,8 +148,20 @@ class GenerationCalls:
         )
         if not may_resume:
             raise error
-        attempts = self._new_attempts()
-        return attempts, attempts.wait_s(error)
+        # An answer that has begun waits for room.
+        attempts = self._new_attempts(was_not_started)
+        wait_s = attempts.wait_s(error)
+        # The worker that was lost comes last.
+        self._addresses = (
+            *self._addresses[self._num_opened :],
+            *self._addresses[: self._num_opened],
+        )
+        self._num_opened = 0
+        return attempts, wait_s
+
+    def _was_refused(self, error: NeapError) -> bool:
+        """Whether the worker would let the call wait, and another one is to be asked at once."""
+        return error.reason == "BUSY" and self._num_opened <= MAX_REFUSALS
 
     def _begin_attempt(self) -> None:
         """Start a call, except for the first attempt, which the constructor has started."""
@@ -170,6 +191,19 @@ class GenerationCalls:
         self._resumed = event.started
 
     @property
+    def _event_timeout_s(self) -> float:
+        """Seconds that the next event may take. After its Started a call may wait in a queue; a worker that brings
+        nothing later hangs."""
+        has_begun = self.started is not None and self._resumed is None
+        return self._stall_timeout_s if has_begun else math.inf
+
+    def _stalled(self) -> Unavailable:
+        self._call.cancel()
+        return Unavailable(
+            f"the worker has brought nothing for {self._stall_timeout_s:g} s", reason="STALLED"
+        )
+
+    @property
     def _lacks_chunk(self) -> bool:
         """Whether nothing but Started has arrived."""
         return not self._held or self._held[-1].HasField("started")
@@ -195,8 +229,12 @@ class GenerationCalls:
             raise Cancelled("the stream was closed")
         left_s = self._deadline_s - time.monotonic()
         # Serialized messages that follow one another are merged.
-        request = self._request + self._how_it_goes_on().SerializeToString()
-        return self._open_call(request, None if math.isinf(left_s) else max(0.0, left_s))
+        added = self._how_it_goes_on()
+        address = next(iter(self._addresses[self._num_opened : MAX_REFUSALS]), "")
+        added.can_go_elsewhere = bool(address)
+        self._num_opened += 1
+        request = self._request + added.SerializeToString()
+        return self._open_call(request, None if math.isinf(left_s) else max(0.0, left_s), address)
 
     def _how_it_goes_on(self) -> pb.GenerateRequest:
         """What the next call has beside the request."""
@@ -224,14 +262,23 @@ class GenerationStream(GenerationCalls, Iterator[GenerateResponse]):
 
     A call that fails with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a retry delay, is repeated as long as no chunk
     has arrived. Started is held back until the first chunk, so it belongs to the call that delivers the tokens. An
-    answer that UNAVAILABLE interrupts later is resumed by another call, at most MAX_RESUMPTIONS times: the caller sees
-    one stream. Other failures are raised unchanged, and `token_ids` and `text` hold what arrived before; `started` and
-    `finished` are None until they arrive. Only one thread may iterate; any thread may `close`.
+    answer that UNAVAILABLE interrupts later, or whose worker hangs, is resumed by another call, at most MAX_RESUMPTIONS
+    times: the caller sees one stream. Other failures are raised unchanged, and `token_ids` and `text` hold what arrived
+    before; `started` and `finished` are None until they arrive. Only one thread may iterate; any thread may `close`.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._closing = threading.Event()
+        # When the event that is awaited is overdue, by `time.monotonic`.
+        self._due_s = math.inf
+        self._is_stalled = self._is_watched = False
         super().__init__(*args, **options)
+
+    def cancel_if_stalled(self, now_s: float) -> None:
+        """See `neap_client.stalls`."""
+        if now_s > self._due_s:
+            self._is_stalled = True
+            self._call.cancel()
 
     def __next__(self) -> GenerateResponse:
         if not self._has_begun:
@@ -244,6 +291,7 @@ class GenerationStream(GenerationCalls, Iterator[GenerateResponse]):
     def close(self) -> None:
         super().close()
         self._closing.set()
+        stalls.forget(self)
 
     def __enter__(self) -> "GenerationStream":
         return self
@@ -259,6 +307,10 @@ class GenerationStream(GenerationCalls, Iterator[GenerateResponse]):
                 self._hold(self._receive())
         except StopIteration:  # the stream ended after Started; the caller sees that
             return
+        except Unavailable as error:
+            if not self._was_refused(error):
+                raise
+            self._attempt()
 
     def _go_on(self) -> GenerateResponse:
         """Receive the next event, from another call if this one is interrupted."""
@@ -271,8 +323,21 @@ class GenerationStream(GenerationCalls, Iterator[GenerateResponse]):
         return self._held.popleft() if self._held else self._receive()
 
     def _receive(self) -> GenerateResponse:
+        timeout_s = self._event_timeout_s
+        if timeout_s < math.inf:
+            self._due_s = time.monotonic() + timeout_s
+            if not self._is_watched:
+                self._is_watched = True
+                stalls.watch(self)
         try:
             event: GenerateResponse = next(self._call)
         except grpc.RpcError as error:
+            if self._is_stalled:
+                self._is_stalled = False
+                raise self._stalled() from error
             raise from_rpc_error(error) from error
+        finally:
+            self._due_s = math.inf
+        if event.HasField("finished"):
+            stalls.forget(self)
         return event

@@ -196,6 +196,11 @@ class Engine:
         return len(self._ladders)
 
     @property
+    def max_running(self) -> int:
+        """Requests that share a step."""
+        return self._loop.scheduler.limits.max_running
+
+    @property
     def num_waiting(self) -> int:
         return self._loop.scheduler.num_waiting
 

@@ -26,7 +26,7 @@ class Schedulable(Protocol):
     @property
     def is_paused(self) -> bool: ...
     @property
-    def is_low_priority(self) -> bool: ...
+    def priority(self) -> int: ...
     @property
     def may_be_put_back(self) -> bool: ...
 
@@ -50,10 +50,10 @@ R = TypeVar("R", bound=Schedulable)
 
 
 class Scheduler(Generic[R]):
-    """First come, first served. A request that does not fit yet holds back those behind it, so that no large request
-    starves. Requests of low priority stand behind all others, and those do not count them when they look for room in
-    the queue. Running ones are put back into the queue, before others of low priority, if that lets another request
-    run.
+    """The lowest priority first, and of equal ones first come, first served. A request that does not fit yet holds back
+    those behind it, so that no large request starves. Requests do not count those behind them when they look for room
+    in the queue. Running ones are put back into the queue, before others of their priority, if that lets one with a
+    lower number run.
 
     A paused request (its client has stopped reading) keeps its keys and values, but it does not count against
     `max_running`: clients that stop reading must not stop the others. If more go on than may share a step, they take
@@ -107,11 +107,7 @@ class Scheduler(Generic[R]):
 
     def add(self, request: R) -> None:
         """Appends a request to the queue. Raises `Exhausted` (reason QUEUE_FULL)."""
-        ahead = [
-            waiting
-            for waiting in self._waiting
-            if request.is_low_priority or not waiting.is_low_priority
-        ]
+        ahead = [waiting for waiting in self._waiting if waiting.priority <= request.priority]
         num_tokens = sum(waiting.num_prompt_tokens for waiting in ahead)
         is_too_long = num_tokens + request.num_prompt_tokens > self.limits.max_queue_tokens
         if len(ahead) >= self.limits.max_queue or (ahead and is_too_long):
@@ -138,15 +134,18 @@ class Scheduler(Generic[R]):
         return admitted
 
     def put_back(self) -> list[R]:
-        """Moves running requests of low priority back into the queue, as few as are needed to let the first waiting one
-        of the others run, those that started last. Returns them; none if that would not help."""
-        if not self._waiting or self._waiting[0].is_low_priority or self.can_admit:
+        """Moves running requests back into the queue, as few as are needed to let the first waiting one run, if it has
+        a lower number: those with the highest first, and of these those that started last. Returns them; none if that
+        would not help."""
+        if not self._waiting or self.can_admit:
             return []
-        num_missing_tokens = self._waiting[0].num_kv_tokens - self.num_free_kv_tokens
+        first = self._waiting[0]
+        num_missing_tokens = first.num_kv_tokens - self.num_free_kv_tokens
         num_missing_places = len(self.runnable) + 1 - self.limits.max_running
         chosen: list[R] = []
-        for request in reversed(self._running):
-            if not (request.is_low_priority and request.may_be_put_back):
+        by_number = sorted(self._running, key=lambda running: running.priority)
+        for request in reversed(by_number):
+            if request.priority <= first.priority or not request.may_be_put_back:
                 continue
             if num_missing_tokens > 0 or (num_missing_places > 0 and not request.is_paused):
                 chosen.append(request)
@@ -154,9 +153,9 @@ class Scheduler(Generic[R]):
                 num_missing_places -= not request.is_paused
         if num_missing_tokens > 0 or num_missing_places > 0:
             return []
-        place = sum(not waiting.is_low_priority for waiting in self._waiting)
         for request in chosen:
             self._running.remove(request)
+            place = sum(waiting.priority < request.priority for waiting in self._waiting)
             self._waiting.insert(place, request)
         return chosen
 

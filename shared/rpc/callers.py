@@ -1,6 +1,6 @@
 """The authenticated caller of a call and the caller's roles."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
@@ -77,6 +77,13 @@ def recorded_actor(claimed: str) -> str:
     if caller is None:
         return claimed
     return f"{caller.name} ({claimed})" if claimed not in ("", caller.name) else caller.name
+
+
+def least_priority(priority_of_roles: Mapping[Role, int]) -> int:
+    """Return the lowest number among the caller's roles, those without one counting as 0. Callers that are not
+    authenticated have every role."""
+    caller = current_caller()
+    return min(priority_of_roles.get(role, 0) for role in (caller.roles if caller else Role))
 
 
 def require_role(role: Role, action: str) -> None:

@@ -86,7 +86,7 @@ def test_workers_write_what_the_model_would(loaded, local, expected, tmp_path, m
     assert sum(counted) == sum(map(len, expected))
     assert not any(answer.is_choice for answer in found)
     assert len(asked) == len(REQUESTS)
-    assert all(request.is_low_priority for request in asked)
+    assert all(request.priority == 100 for request in asked)
 
 
 def test_a_worker_that_dies_costs_its_unanswered_prompts_only(loaded, local, expected, tmp_path):

@@ -16,7 +16,8 @@ from shared.engine.engine import Engine
 from shared.errors import DeadlineExceeded, Exhausted
 from shared.model.cache import ContiguousCache
 from shared.model.load import load_model
-from tests.generation import answer, explained, request_of
+from shared.rpc.callers import Role
+from tests.generation import answer, explained, refused, request_of
 from tests.hooked_runner import HookedRunner
 from tests.waiting import wait_until
 from tests.worker import serving
@@ -205,3 +206,38 @@ def test_beyond_the_queue_is_refused_with_a_time_to_retry(engine, registry, hand
         answer(stub, request_of(stopping=pb.Stopping(max_tokens=1)))
         calls[1].cancel()
         wait_until(lambda: engine.num_running == 0)
+
+
+def test_a_call_that_would_wait_is_refused_where_its_client_asks_another_worker(registry, folder):
+    with (
+        Engine(load_model(folder, model_id="tiny"), max_running=1) as engine,
+        serving(engine, registry) as worker,
+        grpc.insecure_channel(worker.target) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        one = pb.Stopping(max_tokens=1)
+        answer(stub, request_of(stopping=one, can_go_elsewhere=True))
+        call = stub.Generate(request_of(2000))
+        next(call)
+        code, info, _ = refused(stub, request_of(can_go_elsewhere=True))
+        assert (code, info.reason) == (Code.UNAVAILABLE, "BUSY")
+        waiting = stub.Generate(request_of(stopping=one))
+        call.cancel()
+        assert [event.WhichOneof("event") for event in waiting][-1] == "finished"
+
+
+def test_a_request_of_a_lower_number_runs_first_and_the_other_goes_on(registry, folder):
+    with (
+        Engine(load_model(folder, model_id="tiny"), max_running=1) as engine,
+        serving(engine, registry, priority_of_roles={Role.GENERATE: -5}) as worker,
+        grpc.insecure_channel(worker.target) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        assert refused(stub, request_of(priority=-6))[1].reason == "PRIORITY_NOT_ALLOWED"
+        alone = answer(stub, request_of(300))[1]
+        later = stub.Generate(request_of(300, priority=-4))
+        tokens = [*next(later).chunk.tokens, *next(later).chunk.tokens]
+        answer(stub, request_of(3))
+        assert engine.statistics.num_put_back == 1
+        tokens += [token for event in later for token in event.chunk.tokens]
+        assert [token.id for token in tokens] == [token.id for token in alone]

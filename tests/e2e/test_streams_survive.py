@@ -1,6 +1,6 @@
 """Streams under chaos: workers are killed, stopped in mid-air, drained and started anew, and no client sees it.
 
-CHAOS_SECONDS: how long, 40 by default.
+CHAOS_SECONDS: how long, 30 by default. CHAOS_STREAMS: how many at once, 12 by default, a quarter of them over HTTP.
 """
 
 import json
@@ -24,13 +24,15 @@ from tests.generation import EXACT, FULL, publish, request_of
 from tests.worker_process import worker_process
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full]
-CHAOS_S = float(os.environ.get("CHAOS_SECONDS", "40"))
-NUM_WORKERS, NUM_CLIENTS, NUM_HTTP_CLIENTS = 3, 9, 3
+CHAOS_S = float(os.environ.get("CHAOS_SECONDS", "30"))
+NUM_WORKERS, NUM_STREAMS = 3, int(os.environ.get("CHAOS_STREAMS", "12"))
+NUM_HTTP_STREAMS = NUM_STREAMS // 4
 NUM_NEW = 700
-# Longer than a client needs to find that a stopped worker does not answer any more.
-STOPPED_S = 40.0
+# What clients wait for a worker that is stopped, and for how long it is.
+STALL_S, STOPPED_S = 4.0, 12.0
 READY_S = 120.0
-FLAGS = ("--grace-s", "0.5", "--drain-timeout-s", "3600")
+FLAGS = ("--grace-s", "0.5", "--drain-timeout-s", "3600", "--max-queue", str(2 * NUM_STREAMS))
+KILL, DRAIN, STOP, LOSE = "killed", "drained", "stopped for a while", "stopped and killed"
 SAMPLED = pb.Sampling(temperature=1.1, top_p=0.95, seed=5)
 PENALISED = pb.Sampling(
     temperature=0.8, top_k=50, min_p=0.01, repetition_penalty=1.2, seed=9, frequency_penalty=0.3
@@ -67,13 +69,16 @@ class Worker:
 
     def suffer(self, what):
         """Until it serves again. A worker that drains must end although its answers are long."""
-        if what == signal.SIGSTOP:
+        if what in (STOP, LOSE):
             self._process.send_signal(signal.SIGSTOP)
             time.sleep(STOPPED_S)
-            what = signal.SIGKILL
-        self._process.send_signal(what)
+        if what == STOP:
+            self._process.send_signal(signal.SIGCONT)
+            self.is_ready.set()
+            return
+        self._process.send_signal(signal.SIGTERM if what == DRAIN else signal.SIGKILL)
         status = self._process.wait(60)
-        assert status == (0 if what == signal.SIGTERM else -what)
+        assert status == (0 if what == DRAIN else -signal.SIGKILL)
         self._stack.close()
         self.start()
 
@@ -85,14 +90,15 @@ class Clients:
     """Threads that ask for answers until `stop`, and compare each with that of a run alone.
     `failures`: what went wrong."""
 
-    def __init__(self, workers, url, expected, http_text):
+    def __init__(self, workers, url, expected):
         targets = ",".join(worker.address for worker in workers)
         self._target, self._url = f"ipv4:{targets}", url
-        self._expected, self._http_text = expected, http_text
+        self._expected = expected
         self._over = threading.Event()
         self.failures, self.num_answers, self.num_resumed = [], 0, 0
         self._lock = threading.Lock()
-        runs = [self._ask] * NUM_CLIENTS + [self._ask_http] * NUM_HTTP_CLIENTS
+        http = [self._ask_http] * NUM_HTTP_STREAMS
+        runs = http + [self._ask] * (NUM_STREAMS - len(http))
         self._threads = [threading.Thread(target=self._run, args=(run,)) for run in runs]
         for thread in self._threads:
             thread.start()
@@ -100,15 +106,20 @@ class Clients:
     def stop(self):
         self._over.set()
         for thread in self._threads:
-            thread.join(180)
+            thread.join(600)
             assert not thread.is_alive()
 
     def _run(self, ask):
         draw = random.Random(threading.get_ident())
         try:
             with (
-                NeapClient(self._target, num_attempts=60, health_service=SERVICE_NAME) as client,
-                httpx.Client(timeout=180) as http,
+                NeapClient(
+                    self._target,
+                    num_attempts=60,
+                    health_service=SERVICE_NAME,
+                    stall_timeout_s=STALL_S,
+                ) as client,
+                httpx.Client(timeout=600) as http,
             ):
                 while not self._over.is_set():
                     request, whole = draw.choice(self._expected)
@@ -134,9 +145,13 @@ class Clients:
             self.num_resumed += len(answer.resumptions)
 
     def _ask_http(self, request, whole, _, http):
-        """Greedy ones, as OpenAI's clients ask: one stream that ends with [DONE]."""
-        body = {"model": "tiny", "prompt": request.text, "max_tokens": NUM_NEW, "stream": True}
-        body["temperature"] = 0
+        """As OpenAI's clients ask: one stream that ends with [DONE]."""
+        body = {"model": "tiny", "prompt": request.text, "stream": True, "temperature": 0}
+        body |= {field.name: value for field, value in request.sampling.ListFields()}
+        body |= {"max_tokens": NUM_NEW, "stop": list(request.stopping.stop_strings)}
+        body |= {"ignore_eos": True, "neap": {"policy": request.depth.WhichOneof("policy")}}
+        if request.HasField("logprobs"):
+            body["logprobs"] = request.logprobs
         text, ends = "", 0
         with http.stream("POST", f"{self._url}/v1/completions", json=body) as response:
             assert response.status_code == 200, response.read()
@@ -147,7 +162,7 @@ class Clients:
                     part = json.loads(line.removeprefix("data: "))
                     assert "error" not in part, part
                     text += part["choices"][0]["text"]
-        assert (text, ends) == (self._http_text, 1)
+        assert (text, ends) == (whole.text, 1)
 
 
 class Whole:
@@ -168,29 +183,27 @@ def test_no_stream_is_lost_and_each_is_that_of_a_run_alone(folder, tmp_path, eng
         for worker in workers:
             stack.callback(worker.close)
         targets = ",".join(worker.address for worker in workers)
-        _, url = stack.enter_context(gateway_process(f"ipv4:{targets}", "--num-attempts", "10"))
+        flags = ("--num-attempts", "10", "--worker-stall-timeout-s", str(STALL_S))
+        _, url = stack.enter_context(gateway_process(f"ipv4:{targets}", *flags))
         with NeapClient(workers[0].address) as client:
             asked = requests()
             wholes = [Whole(client, request) for request in asked[:-1]]
             asked[-1].stopping.stop_strings.append(wholes[1].text[500:505])
             asked[-1].stopping.ignore_eos = True
             wholes.append(Whole(client, asked[-1]))
-            plain = request_of(NUM_NEW, depth=EXACT)
-            plain.stopping.ignore_eos = False
-            http_text = Whole(client, plain).text
         assert wholes[-1].finished.reason == pb.FINISH_REASON_STOP_STRING
-        clients = Clients(workers, url, list(zip(asked, wholes, strict=True)), http_text)
+        clients = Clients(workers, url, list(zip(asked, wholes, strict=True)))
         stack.callback(clients.stop)
         suffering, done = [], []
         draw, end_s = random.Random(1), time.monotonic() + CHAOS_S
-        kinds = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
+        kinds = (KILL, DRAIN, STOP, LOSE)
         while time.monotonic() < end_s and not clients.failures:
             ready = [worker for worker in workers if worker.is_ready.is_set()]
             if len(ready) > 1:
                 worker = draw.choice(ready)
                 worker.is_ready.clear()
-                # Each kind comes early; a stopped worker is away for long.
-                kind = kinds[len(done) % 3] if len(done) < 3 else draw.choice(kinds)
+                # Each kind comes early.
+                kind = kinds[len(done)] if len(done) < len(kinds) else draw.choice(kinds)
                 done.append(kind)
                 thread = threading.Thread(target=worker.suffer, args=(kind,))
                 thread.start()

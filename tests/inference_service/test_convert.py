@@ -20,7 +20,7 @@ from shared.engine.request.request import (
     GeneratedToken,
     TokenChunk,
 )
-from shared.errors import InvalidInput
+from shared.errors import InvalidInput, PermissionDenied
 from shared.ladder.policy import DepthPolicy
 from shared.model.sampling import SamplingParams
 
@@ -169,6 +169,34 @@ def test_the_three_forms_of_a_prompt(loaded):
     chat = _request(loaded, chat=pb.Chat(messages=messages))
     assert chat.prompt_ids == tuple(loaded.tokenizer("system: x\nuser: y\nassistant:")["input_ids"])
     assert chat.request_id == "r"
+
+
+@pytest.mark.parametrize(
+    ("fields", "least", "priority"),
+    [
+        ({}, 0, 0),
+        ({}, -3, -3),
+        ({"priority": 0}, -3, 0),
+        ({"priority": 7}, 0, 7),
+        ({"low_priority": True}, -3, 100),
+        ({"low_priority": True, "priority": 7}, 0, 100),
+    ],
+)
+def test_a_request_has_the_priority_that_it_asks_for_or_its_callers(
+    loaded, fields, least, priority
+):
+    request = pb.GenerateRequest(text="x", **fields)
+    made = to_generation_request(request, loaded, request_id="r", least_priority=least)
+    assert made.priority == priority
+
+
+def test_priorities_have_bounds(loaded):
+    for number in (-1, -101):
+        with pytest.raises(PermissionDenied) as caught:
+            _request(loaded, text="x", priority=number)
+        assert caught.value.reason == "PRIORITY_NOT_ALLOWED"
+    with pytest.raises(InvalidInput, match="priority"):
+        _request(loaded, text="x", priority=101)
 
 
 def predicted(**content):

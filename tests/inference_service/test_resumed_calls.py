@@ -165,7 +165,9 @@ def test_a_stopping_worker_hands_over_only_answers_that_go_on_elsewhere(workers,
     with (
         Engine(loaded) as engine,
         serving(engine, registry) as stopping,
-        NeapClient(f"ipv4:{stopping.target},{workers[1].target}", num_attempts=9) as client,
+        NeapClient(
+            f"ipv4:{stopping.target},{workers[1].target}", num_attempts=9, has_affinity=False
+        ) as client,
         NeapClient(stopping.target, resumes="never") as bound,
     ):
         # From then on calls are shared in turn.

@@ -75,6 +75,9 @@ def test_the_services_accept_their_settings(composition, settings_in):
         assert (
             spec["terminationGracePeriodSeconds"] > settings.grace_s + settings.drain_timeout_s + 5
         )
+        # Within the notice of a node that is reclaimed, where the worker has a pod of its own.
+        if name == "worker" and len(spec["containers"]) == 1:
+            assert spec["terminationGracePeriodSeconds"] <= 30
         if name == "gateway":
             continue
         assert settings.health_listen == f"0.0.0.0:{ports['health']}"

@@ -9,7 +9,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.engine.failure import non_finite_logits
 from shared.engine.memory.budget import round_up_to_blocks
@@ -125,7 +125,7 @@ class Shadow:
         request = sequence.request
         if not self._share or request.policy.name != "relaxed" or not request.sampling.is_greedy:
             return
-        if request.resumed_ids:  # a part of the answer may be another worker's
+        if sequence.num_resumed:  # a part of the answer may be another worker's
             return
         if request.constraint is not None:  # bounds are certified for answers without one
             return
@@ -136,6 +136,8 @@ class Shadow:
         if len(self._waiting) >= MAX_WAITING or len(sequence.tokens) > max_tokens or was_reread:
             self._counts((request.router_version, request.risk_bound)).num_dropped += 1
             return
+        if request.resumed_ids:  # it was put back, and its own tokens count as given since then
+            request = replace(request, resumed_ids=())
         self._waiting.append((self._bounded_tokens(sequence), request))
 
     def _bounded_tokens(self, sequence: DecodingSequence) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ class EngineJob(GenerationHandle):
         self.answer, self.resumed_text = answer, answer.resumed_text
         self.num_prompt_tokens = len(request.given_ids)
         self.deadline_s = request.deadline_s
-        self.is_low_priority = request.is_low_priority
+        self.priority = request.priority
         self._num_put_back = 0
         self.awaited: Future[None] | None = None
         self.sequence: DecodingSequence | None = None

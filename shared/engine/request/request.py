@@ -16,6 +16,7 @@ from shared.model.sampling import SamplingParams
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
 MAX_LOGPROBS = 20
+MAX_PRIORITY = 100
 DEFAULT_MAX_TOKENS = 256
 
 
@@ -65,7 +66,7 @@ class GenerationRequest:
     Statistics count it under `router_version` (0: no router). `risk_bound`: the share of prompts, in (0, 1), on which
     its router may differ from the full model under policy relaxed; None: there is no bound. `risk_bound_tokens`: the
     bound holds for so many tokens of the answer, up to its first end-of-sequence token; None: for all of them.
-    `is_low_priority`: it starts only while no other request waits.
+    `priority`, in [-MAX_PRIORITY, MAX_PRIORITY]: requests with lower numbers come first.
 
     `resumed_ids`: tokens of the answer that the caller has already, from here or from another worker. They are read as
     the prompt is, and the answer goes on after them as if it had never been interrupted. `constraint`: what the answer
@@ -91,7 +92,7 @@ class GenerationRequest:
     router_version: int = 0
     risk_bound: float | None = None
     risk_bound_tokens: int | None = None
-    is_low_priority: bool = False
+    priority: int = 0
     resumed_ids: tuple[int, ...] = ()
     constraint: Constraint | MessageConstraint | None = None
     shown_special_ids: frozenset[int] = frozenset()
@@ -106,6 +107,10 @@ class GenerationRequest:
             except TypeError as error:
                 raise InvalidInput("token ids must be integers") from error
             object.__setattr__(self, name, ids)  # frozen from here on; this is still construction
+        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
+            raise InvalidInput(
+                f"priority is {self.priority}; it must be in [{-MAX_PRIORITY}, {MAX_PRIORITY}]"
+            )
         if math.isnan(self.deadline_s):
             raise InvalidInput("deadline_s is NaN; it must be a time, or infinite for none")
         for name in ("logprobs", "prompt_logprobs"):

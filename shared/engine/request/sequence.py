@@ -99,8 +99,8 @@ class DecodingSequence:
         self.num_verify_passes = 0
         self.num_layer_executions = 0
         self.num_token_layers = 0
-        self._num_resumed = len(request.resumed_ids)
-        self.counted = CountedProgress(self._num_resumed)
+        self.num_resumed = len(request.resumed_ids)
+        self.counted = CountedProgress(self.num_resumed)
         self.failure: NeapError | None = None
         self._exits: Counter[tuple[str, int]] = Counter()
         self.vocabulary_size = loaded.vocabulary_size
@@ -237,5 +237,5 @@ class DecodingSequence:
             num_layer_executions=self.num_layer_executions,
             num_token_layers=self.num_token_layers,
             num_verify_passes=self.num_verify_passes,
-            num_tokens=self.num_generated - self._num_resumed,
+            num_tokens=self.num_generated - self.num_resumed,
         )

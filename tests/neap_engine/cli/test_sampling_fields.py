@@ -75,7 +75,7 @@ def test_the_gateway_sends_it(given):
     name, _, _, value, sent, _ = given
     body = {"model": "tiny", "prompt": "hi", "temperature": 0, name: value}
     generation = parse_generation(json.dumps(body).encode(), is_chat=False, max_choices=1)
-    found = pb.GenerateRequest.FromString(generation.calls()[0]).sampling
+    found = pb.GenerateRequest.FromString(generation.calls()[0][0]).sampling
     assert found == pb.Sampling(**{"temperature": 0, name: sent})
     # A field that is honoured is not one that a body may have as long as it asks for nothing.
     assert name not in NEUTRAL
@@ -93,3 +93,14 @@ def test_the_documents_name_it(given):
         pages.append("library.md")
     for page in pages:
         assert f"`{name}`" in (DOCS / page).read_text(), page
+
+
+def test_a_priority_is_sent_by_all(service, neap):
+    assert generate_request("tiny", "hi", priority=-2).priority == -2
+    assert neap("generate", "hi", "--worker", service.address, "--priority", "-2").exit_code == 0
+    body = {"model": "tiny", "prompt": "hi", "neap": {"priority": -2}}
+    generation = parse_generation(json.dumps(body).encode(), is_chat=False, max_choices=1)
+    sent = pb.GenerateRequest.FromString(generation.calls()[0][0])
+    for request in (service.inference.requests[0], sent):
+        assert request.priority == -2
+    assert not generate_request("tiny", "hi").HasField("priority")

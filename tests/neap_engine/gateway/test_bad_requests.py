@@ -112,6 +112,7 @@ TEXT = {"model": "tiny", "prompt": "x"}
         ({"logprobs": True, "top_logprobs": 21}, "INVALID_INPUT", "top_logprobs"),
         ({"neap": {"policy": "fast"}}, "INVALID_INPUT", "neap.policy"),
         ({"neap": {"threshold": 0.9}}, "INVALID_INPUT", "neap.threshold"),
+        ({"neap": {"priority": 101}}, "INVALID_INPUT", "neap.priority"),
         ({"neap": {"margin": 0.1}}, "INVALID_INPUT", "neap.margin"),
         ({"neap": {"policy": "relaxed", "margin": -1}}, "INVALID_INPUT", "neap.margin"),
         ({"neap": {"policy": "relaxed", "margin": 1, "threshold": 0.9}}, "INVALID_INPUT", "neap.margin"),

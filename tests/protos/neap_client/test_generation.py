@@ -1,5 +1,6 @@
 """Which generations a client repeats, when, and which errors it passes on."""
 
+import asyncio
 import threading
 import time
 
@@ -309,3 +310,67 @@ def test_the_next_address_takes_over(scripted, server, make_client):
     port = server.target.rpartition(":")[2]
     with make_client(f"ipv4:127.0.0.1:1,127.0.0.1:{port}", num_attempts=1) as client:
         assert list(client.generate(REQUEST)) == [_chunk(97), FINISHED]
+
+
+def test_an_answer_whose_worker_hangs_goes_on_elsewhere(scripted, server, make_client):
+    """The wait for the first token may be long, also at the worker that resumes it: the call may stand in a queue."""
+    asked = []
+
+    async def generate(request, context):
+        asked.append(list(request.resume.token_ids))
+        yield pb.GenerateResponse(started=pb.Started(num_resumed_tokens=len(asked[-1])))
+        await asyncio.sleep(2.0)  # longer than the bound
+        yield _chunk(97)
+        if len(asked) == 1:
+            await asyncio.Event().wait()
+        yield FINISHED
+
+    scripted.on_generate = generate
+    with make_client(server.target, num_attempts=3, stall_timeout_s=1.5) as client:
+        stream = client.generate(REQUEST)
+        assert [event.chunk.text for event in stream] == ["", "a", "a", ""]
+    assert asked == [[], [97]]
+
+
+def test_a_worker_that_hangs_before_it_resumes_is_passed_over(scripted, server, make_client):
+    num_hung = 0
+
+    async def generate(request, context):
+        nonlocal num_hung
+        if request.resume.token_ids and not num_hung:
+            num_hung += 1
+            await asyncio.Event().wait()
+        yield pb.GenerateResponse(
+            started=pb.Started(num_resumed_tokens=len(request.resume.token_ids))
+        )
+        yield _chunk(97)
+        if not num_hung:
+            raise errors.Unavailable("gone")
+        yield FINISHED
+
+    scripted.on_generate = generate
+    with make_client(server.target, num_attempts=3, stall_timeout_s=1.5) as client:
+        assert [event.chunk.text for event in client.generate(REQUEST)] == ["", "a", "a", ""]
+    assert (scripted.num_calls, num_hung) == (3, 1)
+
+
+@pytest.mark.parametrize("options", [{"resumes": "never"}, {"num_attempts": 1}])
+def test_what_is_not_resumed_may_take_its_time(scripted, server, make_client, options):
+    async def generate(request, context):
+        yield _started(1)
+        yield _chunk(97)
+        await asyncio.sleep(1.0)
+        yield FINISHED
+
+    scripted.on_generate = generate
+    with make_client(server.target, stall_timeout_s=0.1, **options) as client:
+        assert [event.chunk.text for event in client.generate(REQUEST)] == ["", "a", ""]
+
+
+def test_an_answer_that_has_begun_waits_for_room(scripted, server, make_client):
+    full = errors.Exhausted("full", reason="QUEUE_FULL", retry_after_s=0.01)
+    again = pb.GenerateResponse(started=pb.Started(num_resumed_tokens=1))
+    calls = [[_started(1), _chunk(97), errors.Unavailable("gone")], [full], [again, FINISHED]]
+    _script(scripted, *calls)
+    with make_client(server.target, num_attempts=3, waits_when_full=False) as client:
+        assert [event.chunk.text for event in client.generate(REQUEST)] == ["", "a", ""]

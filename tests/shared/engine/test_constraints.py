@@ -227,7 +227,7 @@ def test_a_request_that_is_put_back_goes_on_in_the_grammar(loaded, ladder, way):
     ) as engine:
         whole = answer_of(engine, [7, 7], **options)
         low = GenerationRequest(
-            (7, 7), stopping=StoppingParams(max_tokens=120), is_low_priority=True, **options
+            (7, 7), stopping=StoppingParams(max_tokens=120), priority=100, **options
         )
         got: list[TokenChunk | Finished] = []
         some, ended = threading.Semaphore(0), threading.Event()

@@ -144,7 +144,7 @@ def test_a_request_that_is_put_back_goes_on_with_the_same_tokens(loaded, samplin
             sampling=sampling,
             stopping=StoppingParams(max_tokens=100),
             policy=DepthPolicy("exact"),
-            is_low_priority=True,
+            priority=100,
         )
         got: list[Finished | TokenChunk] = []
         some, ended = threading.Semaphore(0), threading.Event()
@@ -181,7 +181,7 @@ def test_a_request_is_not_put_back_for_ever(engine, monkeypatch):
         PROMPT,
         stopping=StoppingParams(max_tokens=20),
         policy=DepthPolicy("full"),
-        is_low_priority=True,
+        priority=100,
     )
     with fixed_cost_engine(wrap_model(build_family("llama")), max_running=1) as one:
         handle = one.submit(low)

@@ -15,7 +15,7 @@ class Request:
     deadline_s: float = math.inf
     is_cancelled: bool = False
     is_paused: bool = False
-    is_low_priority: bool = False
+    priority: int = 0
     may_be_put_back: bool = True
 
     def __repr__(self) -> str:
@@ -168,8 +168,11 @@ def test_clear_returns_everything():
     assert queue.next_deadline_s == math.inf
 
 
+PRIORITIES = {"u": -1, "n": 0, "l": 1, "k": 1, "m": 2}
+
+
 def low(name: str) -> Request:
-    return Request(name, is_low_priority=True)
+    return Request(name, priority=1)
 
 
 def test_requests_of_low_priority_start_only_while_no_other_waits():
@@ -209,6 +212,9 @@ def test_requests_of_low_priority_take_no_place_in_the_queue_from_others():
         ("nlnl", 70, ""),  # both would not be enough, so none loses anything
         ("nnnn", 30, ""),
         ("nlnk", 30, "l1"),  # one that has been put back often enough stays
+        ("lmll", 30, "m1"),  # the least urgent first
+        ("mlml", 90, "m2m0l3l1"),
+        ("uuul", 70, ""),  # those that are as urgent or more stay
     ],
 )
 def test_requests_of_low_priority_make_room_for_others(running, size, put_back):
@@ -216,7 +222,7 @@ def test_requests_of_low_priority_make_room_for_others(running, size, put_back):
         Request(
             f"{kind}{n}",
             num_kv_tokens=20,
-            is_low_priority=kind != "n",
+            priority=PRIORITIES[kind],
             may_be_put_back=kind != "k",
         )
         for n, kind in enumerate(running)
@@ -231,6 +237,7 @@ def test_requests_of_low_priority_make_room_for_others(running, size, put_back):
     assert names(queue.put_back()) == put_back
     if put_back:
         assert names(queue.admit())[:3] == "big"
+    if put_back and "m" not in running:
         assert list(queue)[-1] is waits, "those that ran wait before those that did not"
 
 
@@ -248,9 +255,31 @@ def test_requests_of_low_priority_give_up_their_places():
 
 
 def test_a_paused_request_gives_up_memory_and_no_place():
-    paused = Request("p", is_low_priority=True, is_paused=True, num_kv_tokens=50)
+    paused = Request("p", priority=1, is_paused=True, num_kv_tokens=50)
     queue = filled(scheduler(max_running=1), paused, Request("n", num_kv_tokens=40))
     queue.admit()
     filled(queue, Request("m"))
     queue.admit()
     assert names(queue.put_back()) == "", "its place is taken by one that is no less urgent"
+
+
+def test_the_lowest_number_comes_first_and_of_equal_ones_the_first_that_came():
+    asked = [
+        Request(name, priority=number)
+        for name, number in zip("abcdef", (1, 0, -5, 1, 0, -5), strict=True)
+    ]
+    queue = filled(scheduler(max_queue=9, max_running=9), *asked)
+    assert names(queue.admit()) == "cfbead"
+
+
+def test_what_is_put_back_waits_before_others_of_its_priority_alone():
+    running = [Request("x", priority=2), Request("y", priority=1)]
+    queue = filled(scheduler(max_queue=9), *running)
+    queue.admit()
+    filled(queue, Request("v", priority=2), Request("w", priority=1))
+    filled(queue, Request("a"), Request("b"))
+    assert names(queue.put_back()) == "x"
+    assert names(queue.admit()) == "a"
+    assert names(queue.put_back()) == "y"
+    assert names(queue.admit()) == "b"
+    assert names(list(queue)) == "abywxv"

@@ -10,6 +10,7 @@ from shared.rpc.callers import (
     Role,
     certificate_caller,
     client_key,
+    least_priority,
     recorded_actor,
     require_role,
     set_current_caller,
@@ -63,3 +64,14 @@ def test_a_certificate_name_cannot_break_a_log_line_or_look_like_a_token_name():
     assert caller.name.isprintable()
     assert len(caller.name) < 300
     assert certificate_caller(SimpleNamespace(peer_identities=lambda: None)) is None
+
+
+def test_a_caller_has_the_lowest_priority_of_its_roles():
+    numbers = {Role.ADMIN: -10, Role.CALIBRATE: 5}
+    generate, calibrate, admin = Role.GENERATE, Role.CALIBRATE, Role.ADMIN
+    for roles, least in (((generate, calibrate), 0), ((calibrate,), 5), ((generate, admin), -10)):
+        set_current_caller(Caller("ann", frozenset(roles)))
+        assert least_priority(numbers) == least
+    set_current_caller(None)
+    assert least_priority(numbers) == -10
+    assert least_priority({}) == 0

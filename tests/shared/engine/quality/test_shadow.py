@@ -230,3 +230,23 @@ def test_a_check_that_fails_ends_no_engine(loaded, answer):
         wait_until(lambda: engine.shadow.counts and engine.shadow.is_idle)
         assert engine.shadow.counts == {(7, 0.05): ShadowCounts(num_dropped=1)}
         run(engine, ScriptedLadder(script(answer)), policy=DepthPolicy("full"))
+
+
+@pytest.mark.parametrize("wrong_at", [None, 1, 12])
+def test_an_answer_that_was_put_back_is_checked(loaded, answer, wrong_at):
+    """Its tokens before that are read again, and are a part of the answer all the same."""
+    events, ended = [], threading.Event()
+    with fixed_cost_engine(loaded, shadow_share=1.0, max_running=1) as engine:
+
+        def on_event(event):
+            events.append(event)
+            if len(events) == 3:
+                engine.submit([7], policy="full", max_tokens=3)
+            if event is None:
+                ended.set()
+
+        ladder = ScriptedLadder(script(answer, wrong_at))
+        engine.submit(relaxed(priority=1), ladder, on_event=on_event)
+        assert ended.wait(60)
+        assert engine.statistics.num_put_back == 1
+        assert checked(engine, 1) == ShadowCounts(1, int(wrong_at is not None), 0)
