@@ -312,8 +312,9 @@ def test_fewer_tokens_than_features_publish_no_exit(base_model, tmp_path):
     assert manifest["rungs"][1]["figures"]["positions"] == tokens["report"]
 
 
-def test_a_model_that_answers_one_token_gets_no_exit(tmp_path):
+def test_a_model_that_answers_one_token_gets_no_exit(tmp_path, monkeypatch):
     """Always naming the commonest token is right everywhere: no exit is better."""
+    monkeypatch.setattr("calibrator_service.calibration.plan.DEFAULT_NEW_TOKENS", 24)
     model = build_family("llama")
     torch.nn.init.zeros_(model.lm_head.weight)
     loaded = wrap_model(model, make_tokenizer(chat=False), model_id="one-token")
