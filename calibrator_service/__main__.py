@@ -16,7 +16,7 @@ from calibrator_service.process_config import JobFolder, ModelOptions, ServiceCo
 from calibrator_service.supervisor import Supervisor
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
-from shared.config import CalibratorSettings, make_settings, settings_from_command_line
+from shared.config import make_settings, settings_from_command_line
 from shared.cpus import size_thread_pools
 from shared.errors import NeapError
 from shared.metrics_server import serve_metrics
@@ -28,6 +28,7 @@ from shared.rpc.service_logs import log_all_output, log_stdout, report_start_fai
 from shared.rpc.serving import RpcServer
 from shared.rpc.trace_export import export_traces
 from shared.security_settings import ClientSettings
+from shared.service_settings import CalibratorSettings
 from shared.timeouts import ROUTER_CALL_WAIT_S
 
 log = structlog.get_logger("neap.calibration")

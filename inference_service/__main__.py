@@ -5,8 +5,8 @@ import gc
 if __name__ == "__main__":
     gc.disable()  # imports make no garbage
 
+from inference_service.light_imports import import_transformers_lightly
 from shared.cpus import size_thread_pools, usable_cpus
-from shared.light_imports import import_transformers_lightly
 from shared.rpc.service_logs import log_all_output, log_stdout, report_start_failure
 
 if __name__ == "__main__":  # before anything below imports torch
@@ -24,6 +24,7 @@ import structlog
 import torch
 from neap_client.inference.v1 import inference_pb2_grpc
 
+from inference_service.blob_cache import BlobCache
 from inference_service.client_waits_metrics import ClientWaitsCollector
 from inference_service.engine_watch import EngineWatch
 from inference_service.metrics import WorkerMetrics
@@ -32,7 +33,7 @@ from inference_service.router_preload import preload_routers
 from inference_service.router_watch import RouterWatch
 from inference_service.routers import MAX_WAITING, RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
-from shared.config import ModelSource, WorkerSettings, settings_from_command_line
+from shared.config import settings_from_command_line
 from shared.configured_model import load_configured
 from shared.engine.drafting.costs import RememberingMeter
 from shared.engine.engine import Engine
@@ -41,7 +42,6 @@ from shared.memory import release_free_memory
 from shared.metrics_server import serve_metrics
 from shared.model.loaded import LoadedModel
 from shared.model.runners import make_runner
-from shared.registry.blob_cache import BlobCache
 from shared.registry.factory import folder_of, open_registry
 from shared.rpc.callers import Role
 from shared.rpc.logs import configure_logging
@@ -49,6 +49,7 @@ from shared.rpc.security import open_security
 from shared.rpc.security_metrics import SecurityCollector
 from shared.rpc.serving import RpcServer
 from shared.rpc.trace_export import export_traces
+from shared.service_settings import ModelSource, WorkerSettings
 
 log = structlog.get_logger("neap.worker")
 

@@ -16,6 +16,7 @@ from inference_service.router_loader import (
     RouterLoader,
     Unpack,
 )
+from inference_service.split import takes_canary
 from shared.errors import (
     Exhausted,
     InvalidInput,
@@ -29,7 +30,6 @@ from shared.model.loaded import LoadedModel
 from shared.registry.base import PublishedVersion
 from shared.registry.names import check_alias
 from shared.registry.registry import Registry
-from shared.registry.split import takes_canary
 
 __all__ = ["DEFAULT_ALIAS", "LoadedRouter", "RouterChoice", "RouterStore"]
 

@@ -16,6 +16,7 @@ from neap_engine.hugging_face.attach import attach
 from neap_engine.logs import log_to_logging
 from neap_engine.parents import read_parent
 from neap_engine.progress import ProgressLine
+from neap_engine.threads import fit_torch_threads
 from shared.constraints.constraint import Constraint
 from shared.engine.engine import Engine
 from shared.engine.request.request import Generation
@@ -26,7 +27,6 @@ from shared.model.load import load_model as load
 from shared.model.loaded import LoadedModel
 from shared.model.loaded import wrap_model as wrap
 from shared.model.sampling import SamplingParams
-from shared.threads import fit_torch_threads
 
 __all__ = [
     "AnswerFile",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shared.config import ModelSource, WorkerSettings, make_settings
+from shared.config import make_settings
 from shared.configured_model import load_configured, load_options
 from shared.cpus import usable_cpus
 from shared.errors import InvalidInput, NeapError
@@ -19,6 +19,7 @@ from shared.model.loaded import LoadedModel
 from shared.registry.base import PublishedVersion
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
+from shared.service_settings import ModelSource, WorkerSettings
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 
 from shared import ops
-from shared.config import ModelSource, ServiceSettings, WorkerSettings
 from shared.errors import PreconditionFailed
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 from shared.model.remembered.store import StartStore
+from shared.service_settings import ModelSource, ServiceSettings, WorkerSettings
 
 
 def load_configured(source: ModelSource, settings: ServiceSettings) -> LoadedModel:

@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,11 @@ if find_spec("redis") and find_spec("obstore"):
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now is never free: each full collection, as after loading a model, would walk all of it."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

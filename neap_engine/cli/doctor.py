@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from neap_engine.cli.console import RegistryUrl, err, exit_on_error, fail, out
-from shared.config import WorkerSettings, make_settings
+from shared.config import make_settings
 from shared.plain_text import one_line, printable
+from shared.service_settings import WorkerSettings
 
 if TYPE_CHECKING:
     from neap_engine.doctor.finding import Finding

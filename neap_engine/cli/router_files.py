@@ -10,8 +10,9 @@ import typer
 
 from neap_engine.cli.console import Model, RegistryUrl, exit_on_error, print_line
 from neap_engine.cli.routers import current_user, selector
-from shared.config import ServiceSettings, make_settings
+from shared.config import make_settings
 from shared.errors import AlreadyExists, Corrupt
+from shared.service_settings import ServiceSettings
 
 if TYPE_CHECKING:
     from shared.registry.base import PublishedVersion

@@ -6,7 +6,8 @@ from neap_engine.doctor import machine
 from neap_engine.doctor.finding import Check, Finding
 from neap_engine.doctor.model import model
 from neap_engine.doctor.registry import registry
-from shared.config import WorkerSettings, unknown_variables
+from shared.config import unknown_variables
+from shared.service_settings import WorkerSettings
 
 
 def checks(settings: WorkerSettings, *, loads_models: bool) -> list[Check]:

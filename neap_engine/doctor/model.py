@@ -4,13 +4,13 @@ import dataclasses
 from typing import Any
 
 from neap_engine.doctor.finding import Finding, Status
-from shared.config import ModelSource, WorkerSettings
 from shared.configured_model import load_configured
 from shared.model.loaded import LoadedModel
 from shared.model.numerics import Numerics, numerics_of
 from shared.model.runner import Runner
 from shared.model.runners import make_runner
 from shared.model.substitution.apply import AccelerationReport
+from shared.service_settings import ModelSource, WorkerSettings
 
 # Enough for the runner to check itself. A worker chooses by the free memory.
 KV_BUDGET_BYTES = 64 << 20

@@ -40,7 +40,7 @@ class Exchange:
         self.status = 0
         self.is_complete = False
         self.log_fields: dict[str, Any] = {}
-        self._receive = receive
+        self._receive_message = receive
         self._send_message = send
         self._request_timeout_s = request_timeout_s
         self._stall_timeout_s = stall_timeout_s
@@ -64,15 +64,10 @@ class Exchange:
 
     async def read_body(self, hold: Callable[[int], None], *, max_bytes: int) -> bytes:
         """See `neap_engine.gateway.body.read_body`."""
-        body = await read_body(
-            self.scope,
-            self._receive,
-            hold,
-            max_bytes=max_bytes,
-            timeout_s=self._request_timeout_s,
+        timeout_s = self._request_timeout_s
+        return await read_body(
+            self.scope, self._receive, hold, max_bytes=max_bytes, timeout_s=timeout_s
         )
-        self._body_read.set()
-        return body
 
     def token(self) -> Metadata:
         """Return the client's token as metadata of calls to workers, empty if it has none.
@@ -176,6 +171,12 @@ class Exchange:
             if abort is not None:
                 abort()
             raise Exhausted("the client does not read", reason="SLOW_READER") from error
+
+    async def _receive(self) -> Message:
+        message = await self._receive_message()
+        if message["type"] == "http.request" and not message.get("more_body"):
+            self._body_read.set()
+        return message
 
     async def _drop_body(self) -> None:
         """Read what is left of the body. Many clients read no answer before they have sent all of it."""

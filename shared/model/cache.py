@@ -184,13 +184,6 @@ class ContiguousCache(LengthlessCache, KVCache):
             )
         return made
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Drops all rows but `rows` [N] int64, in this order."""
-        for store in (self._keys, self._values):
-            for layer in store:
-                store[layer] = store[layer][rows]
-        self._tables.clear()
-
     @inference
     def copy(self, other: KVCache, start: int, end: int) -> None:
         source = as_contiguous(other)

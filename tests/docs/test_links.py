@@ -10,8 +10,8 @@ import pytest
 import typer
 
 from neap_engine.cli.main import app
-from shared.config import CalibratorSettings, WorkerSettings
 from shared.gateway_settings import GatewaySettings
+from shared.service_settings import CalibratorSettings, WorkerSettings
 from shared.settings_flags import flag_of
 
 ROOT = Path(__file__).parents[2]

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from neap_engine.settings_reference import settings_page
-from shared.config import CalibratorSettings, WorkerSettings, settings_from_command_line
+from shared.config import settings_from_command_line
 from shared.gateway_settings import GatewaySettings
 from shared.security_settings import ClientSettings
+from shared.service_settings import CalibratorSettings, WorkerSettings
 from shared.settings_flags import flag_of, variables_of
 
 ROOT = Path(__file__).parents[2]

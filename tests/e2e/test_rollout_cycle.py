@@ -15,12 +15,12 @@ import pytest
 from neap_client import NeapClient
 from neap_client.router.v1 import router_pb2
 
+from inference_service.split import takes_canary
 from neap_engine.cli.processes import ServiceProcess
 from shared.errors import NeapError
 from shared.ladder.artefact import pack_ladder
 from shared.model.load import load_model
 from shared.registry.base import Canary
-from shared.registry.split import takes_canary
 from tests.generation import EXACT, FULL, request_of
 from tests.registry_servers import shared_registry, shared_url
 from tests.worker import build_ladder, save_model

@@ -4,9 +4,9 @@ import pytest
 
 from inference_service.__main__ import _load_engine
 from shared import configured_model, ops
-from shared.config import ModelSource, WorkerSettings
 from shared.errors import PreconditionFailed
 from shared.model.loaded import wrap_model
+from shared.service_settings import ModelSource, WorkerSettings
 from tests.families import build_family
 
 SOURCE = ModelSource("tiny", "folder")

@@ -9,6 +9,7 @@ from neap_client.inference.v1 import inference_pb2 as pb
 
 from inference_service.metrics import WorkerMetrics
 from inference_service.served_request import with_router
+from inference_service.split import takes_canary
 from shared.engine.quality.shadow import Shadow
 from shared.engine.request.request import GenerationRequest
 from shared.errors import PreconditionFailed
@@ -17,7 +18,6 @@ from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk, RiskBound
 from shared.registry.base import Canary
 from shared.registry.factory import open_registry
-from shared.registry.split import takes_canary
 from tests.fixed_costs import fixed_cost_engine
 from tests.generation import request_of
 from tests.scripted_ladder import ScriptedLadder

@@ -10,12 +10,12 @@ import structlog
 from inference_service import router_loader
 from inference_service.router_loader import RouterLoader
 from inference_service.routers import RouterChoice, RouterStore
+from inference_service.split import takes_canary
 from shared.errors import Corrupt, NotFound, PreconditionFailed, RouterMismatch
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.blob_names import STATISTICS_BLOB
 from shared.registry.base import Canary, PublishedVersion
 from shared.registry.factory import open_registry
-from shared.registry.split import takes_canary
 from tests.random_ladder import random_ladder
 from tests.registry_damage import content_path
 from tests.waiting import wait_until_async

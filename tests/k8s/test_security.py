@@ -4,7 +4,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from shared.config import CalibratorSettings, WorkerSettings
+from shared.service_settings import CalibratorSettings, WorkerSettings
 from tests.kustomize import containers, environment, render, services
 
 KINDS = {"worker": WorkerSettings, "calibrator": CalibratorSettings}

@@ -11,8 +11,9 @@ from calibrator_service import router_servicer
 from calibrator_service import servicer as calibration_servicer
 from inference_service import servicer as inference_servicer
 from neap_engine.cli.main import app
-from shared.config import CalibratorSettings, WorkerSettings, settings_from_command_line
+from shared.config import settings_from_command_line
 from shared.gateway_settings import GatewaySettings
+from shared.service_settings import CalibratorSettings, WorkerSettings
 from tests.kustomize import (
     COMPOSITIONS,
     OVERLAYS,

@@ -2,15 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.config import (
-    CalibratorSettings,
-    ModelSource,
-    WorkerSettings,
-    known_variables,
-    make_settings,
-    settings_from_command_line,
-)
+from shared.config import known_variables, make_settings, settings_from_command_line
 from shared.errors import InvalidInput
+from shared.service_settings import CalibratorSettings, ModelSource, WorkerSettings
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,8 @@
 
 import torch
 
-from shared.config import CalibratorSettings, WorkerSettings
 from shared.configured_model import load_options
+from shared.service_settings import CalibratorSettings, WorkerSettings
 
 
 def test_both_services_choose_the_dtype_of_matmuls() -> None:

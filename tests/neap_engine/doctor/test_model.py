@@ -3,9 +3,9 @@
 import pytest
 
 from neap_engine.doctor.model import described_acceleration, described_runner
-from shared.config import WorkerSettings
 from shared.model.loaded import wrap_model
 from shared.model.runners import make_runner
+from shared.service_settings import WorkerSettings
 from tests.families import build_family
 
 

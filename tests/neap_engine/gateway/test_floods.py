@@ -303,8 +303,9 @@ def test_values_are_counted_outside_of_strings_wherever_a_chunk_ends(monkeypatch
 
 
 def test_a_body_of_too_many_values_is_refused(secure):
+    """At once, although its last bytes are the reason: nothing more comes that could be waited for."""
     worker, headers = secure
-    with gateway_to(worker.target) as gateway:
+    with gateway_to(worker.target, request_timeout_s=600) as gateway:
         messages = [{"role": "user", "content": "x"}] * structure.MAX_CONTAINERS
         reply = status_and_code(gateway, headers["ann"], messages=messages)
         assert reply == (413, "body_too_large")

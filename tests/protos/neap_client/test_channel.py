@@ -6,10 +6,11 @@ from neap_client.addresses import is_loopback_target
 from neap_client.channel import ClientSecurity, open_channel
 from structlog.testing import capture_logs
 
-from shared.config import WorkerSettings, make_settings
+from shared.config import make_settings
 from shared.errors import InvalidInput, Unauthenticated
 from shared.rpc.access import Access
 from shared.rpc.security import ServerSecurity, open_security
+from shared.service_settings import WorkerSettings
 from tests.shared.rpc.conftest import running
 from tests.tokens import write_tokens
 

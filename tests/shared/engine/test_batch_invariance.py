@@ -33,7 +33,7 @@ FAMILIES = [
     ("gpt2", torch.float16, torch.float32),
     ("gemma3-sliding", torch.float32, torch.float32),
 ]
-SCHEDULES_PER_FAMILY = 60
+SCHEDULES_PER_FAMILY = 30
 DEPTH = 2
 STEM = tuple(random.Random(7).choices(range(2, VOCABULARY_SIZE), k=40))
 # Drafting, exits and mixed lengths all happen: a pass grows a little with every token.
@@ -177,7 +177,7 @@ def test_other_sequences_in_the_batch_change_no_token(decoder, monkeypatch):
                     assert answers[index] == expected[index][: len(answers[index])]
         shared_exits += ladder.num_shared
     assert drafted > SCHEDULES_PER_FAMILY
-    assert shared_exits > 30
+    assert shared_exits > SCHEDULES_PER_FAMILY // 2
     assert shared_passes > 3 * SCHEDULES_PER_FAMILY
     assert cancelled > 0
     assert lent > 10 * SCHEDULES_PER_FAMILY

@@ -1,6 +1,7 @@
 """Branches: other drafts beside a trunk. Accepted ones give more tokens, and no answer changes.
 Over contiguous and over paged caches."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -69,14 +70,23 @@ def generate(
     policy: DepthPolicy | str = "exact",
 ) -> Generation:
     with engine_of(loaded, ladder) as engine:
-        return engine.generate(
-            prompt,
-            sampling=WAYS[way],
-            policy=policy,
-            logprobs=2,
-            max_tokens=NUM_NEW,
-            ignore_eos=True,
-        )
+        return answered(engine, prompt, way, policy)
+
+
+def answered(
+    engine: Engine, prompt: tuple[int, ...], way: str, policy: DepthPolicy | str
+) -> Generation:
+    options = {"policy": policy, "max_tokens": NUM_NEW, "ignore_eos": True}
+    return engine.generate(prompt, sampling=WAYS[way], logprobs=2, **options)
+
+
+@pytest.fixture(scope="module")
+def full_answer(loaded: LoadedModel) -> Callable[..., Generation]:
+    """The full model's answer to (prompt, way)."""
+    asked = [(prompt, way) for prompt in PROMPTS for way in WAYS]
+    with engine_of(loaded) as engine:
+        answers = {one: answered(engine, *one, "full") for one in asked}
+    return lambda prompt, way="greedy": answers[prompt, way]
 
 
 def scripted(prompt: tuple[int, ...], answer: tuple[int, ...]) -> ScriptedLadder:
@@ -107,9 +117,9 @@ def scripted(prompt: tuple[int, ...], answer: tuple[int, ...]) -> ScriptedLadder
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_accepted_branch_gives_more_tokens_and_changes_nothing(loaded, way, added):
+def test_an_accepted_branch_gives_more_tokens_and_changes_nothing(loaded, full_answer, way, added):
     for prompt in PROMPTS:
-        full = generate(loaded, None, prompt, way, "full")
+        full = full_answer(prompt, way)
         exact = generate(loaded, scripted(prompt, full.token_ids), prompt, way)
         assert exact.token_ids == full.token_ids
         for own, other in zip(exact.tokens, full.tokens, strict=True):
@@ -133,9 +143,9 @@ def test_an_accepted_branch_gives_more_tokens_and_changes_nothing(loaded, way, a
     assert added
 
 
-def test_every_accepted_branch_saves_passes(loaded, added):
+def test_every_accepted_branch_saves_passes(loaded, full_answer, added):
     [prompt, *_] = PROMPTS
-    answer = generate(loaded, None, prompt, "greedy", "full").token_ids
+    answer = full_answer(prompt).token_ids
     with_branches = generate(loaded, scripted(prompt, answer), prompt, "greedy").stats
     assert added
     accepted = with_branches.exits[EXIT][1]
@@ -174,9 +184,9 @@ def test_exact_answers_are_those_of_full_in_company(loaded, added):
 @pytest.mark.parametrize(
     "policy", ["full", DepthPolicy("exact", max_drafts=4), DepthPolicy("relaxed", margin=0.0)]
 )
-def test_only_exact_has_branches(loaded, policy, added):
+def test_only_exact_has_branches(loaded, full_answer, policy, added):
     [prompt, *_] = PROMPTS
-    answer = generate(loaded, None, prompt, "greedy", "full").token_ids
+    answer = full_answer(prompt).token_ids
     assert generate(loaded, scripted(prompt, answer), prompt, "greedy", policy).token_ids == answer
     assert not added
 
@@ -190,10 +200,10 @@ def test_branches_have_room_in_a_cache_that_the_answer_fills(loaded, added):
     assert added
 
 
-def test_a_move_that_fails_ends_its_requests_and_no_others(loaded, monkeypatch):
+def test_a_move_that_fails_ends_its_requests_and_no_others(loaded, full_answer, monkeypatch):
     [prompt, other, _] = PROMPTS
-    answer = generate(loaded, None, prompt, "greedy", "full").token_ids
-    expected = generate(loaded, None, other, "greedy", "full").token_ids
+    answer = full_answer(prompt).token_ids
+    expected = full_answer(other).token_ids
 
     def failing(self: object, moves: object) -> None:
         raise RuntimeError("the device is gone")
@@ -208,10 +218,10 @@ def test_a_move_that_fails_ends_its_requests_and_no_others(loaded, monkeypatch):
             assert found.token_ids == expected
 
 
-def test_states_that_are_shown_are_those_of_the_answer(loaded, added):
+def test_states_that_are_shown_are_those_of_the_answer(loaded, full_answer, added):
     """Also where the last token of a pass is one of a branch, and after branches that were rejected."""
     [prompt, *_] = PROMPTS
-    answer = generate(loaded, None, prompt, "greedy", "full").token_ids
+    answer = full_answer(prompt).token_ids
 
     def states(ladder: object, policy: str) -> torch.Tensor:
         shown: list[torch.Tensor] = []
@@ -235,9 +245,9 @@ def test_states_that_are_shown_are_those_of_the_answer(loaded, added):
     torch.testing.assert_close(exact[: len(full), -1], full[:, -1], rtol=1e-4, atol=1e-4)
 
 
-def test_every_verified_position_is_learned_from_once(loaded, added, monkeypatch):
+def test_every_verified_position_is_learned_from_once(loaded, full_answer, added, monkeypatch):
     [prompt, *_] = PROMPTS
-    answer = generate(loaded, None, prompt, "greedy", "full").token_ids
+    answer = full_answer(prompt).token_ids
     learned: list[int] = []
     record = Confidence.record
 

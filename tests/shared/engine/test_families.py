@@ -1,5 +1,6 @@
 """Every family: the engine's plain decoding is Hugging Face's, and exact is plain decoding."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,18 +37,19 @@ def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def prompts() -> list[list[int]]:
+def prompts() -> list[tuple[int, ...]]:
     generator = torch.Generator().manual_seed(7)
     return [
-        torch.randint(2, VOCABULARY_SIZE, (length,), generator=generator).tolist()
+        tuple(torch.randint(2, VOCABULARY_SIZE, (length,), generator=generator).tolist())
         for length in PROMPT_LENGTHS
     ]
 
 
-def hf_generate(family: str, rows: list[list[int]], num_new: int = NUM_NEW) -> list[list[int]]:
+@cache
+def hf_generate(family: str, *rows: tuple[int, ...], num_new: int = NUM_NEW) -> list[list[int]]:
     model = build_family(family)
     width = max(map(len, rows))
-    padded = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    padded = torch.tensor([[*[0] * (width - len(row)), *row] for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     out = model.generate(
         padded,
@@ -60,15 +62,14 @@ def hf_generate(family: str, rows: list[list[int]], num_new: int = NUM_NEW) -> l
     return [row[width:].tolist() for row in out]
 
 
-@pytest.mark.parametrize("accelerate", [False, True], ids=["plain", "accelerated"])
-def test_full_depth_is_hugging_faces_generate_and_exact_is_full_depth(family, accelerate):
+def test_full_depth_is_hugging_faces_generate_and_exact_is_full_depth(family):
+    """By the model's own modules, and accelerated."""
     rows = prompts()
-    alone = [hf_generate(family, [row])[0] for row in rows]
-    together = hf_generate(family, rows)
-    loaded = wrap_model(build_family(family), accelerate=accelerate)
+    alone = [hf_generate(family, row)[0] for row in rows]
+    together = hf_generate(family, *rows)
 
     # Two right drafts, then a wrong one; the exits at layers are wrong at other places.
-    answers = {tuple(row): answer for row, answer in zip(rows, alone, strict=True)}
+    answers = dict(zip(rows, alone, strict=True))
 
     def oracle(context: list[int]) -> int:
         for row, answer in answers.items():
@@ -86,17 +87,18 @@ def test_full_depth_is_hugging_faces_generate_and_exact_is_full_depth(family, ac
         return (oracle(context) if len(context) % 3 else 4, 0.95)
 
     ladder = ScriptedLadder(table, exits, depths=(0, 2, 4))
-    with fixed_cost_engine(loaded, ladder) as engine:  # type: ignore[arg-type]
-        for row, one, padded in zip(rows, alone, together, strict=True):
-            full = engine.generate(row, policy="full", max_tokens=NUM_NEW)
-            assert list(full.token_ids) == one
-            assert padded == one or family in DEPENDS_ON_COMPANY
-            exact = engine.generate(
-                row, policy=DepthPolicy("exact", max_drafts=5), max_tokens=NUM_NEW
-            )
-            assert exact.token_ids == full.token_ids
-            assert 0 < exact.stats.num_accepted < exact.stats.num_drafted
-            assert exact.stats.num_verify_passes < full.stats.num_verify_passes
+    policy = DepthPolicy("exact", max_drafts=5)
+    for accelerate in (False, True):
+        loaded = wrap_model(build_family(family), accelerate=accelerate)
+        with fixed_cost_engine(loaded, ladder) as engine:
+            for row, one, padded in zip(rows, alone, together, strict=True):
+                full = engine.generate(row, policy="full", max_tokens=NUM_NEW)
+                assert list(full.token_ids) == one
+                assert padded == one or family in DEPENDS_ON_COMPANY
+                exact = engine.generate(row, policy=policy, max_tokens=NUM_NEW)
+                assert exact.token_ids == full.token_ids
+                assert 0 < exact.stats.num_accepted < exact.stats.num_drafted
+                assert exact.stats.num_verify_passes < full.stats.num_verify_passes
 
 
 # Prompts that end before, at and behind every border, each the beginning of the next, and an answer that crosses what
@@ -125,8 +127,8 @@ def test_beyond_its_border_a_family_gives_the_tokens_of_generate(kind, family, m
     monkeypatch.setattr(prefixes, "MIN_SHARED", 4)
     generator = torch.Generator().manual_seed(7)
     text = torch.randint(2, VOCABULARY_SIZE, (LENGTHS_AT_A_BORDER[-1],), generator=generator)
-    rows = [text[:length].tolist() for length in LENGTHS_AT_A_BORDER]
-    expected = [hf_generate(family, [row], NUM_NEW_AT_A_BORDER)[0] for row in rows]
+    rows = [tuple(text[:length].tolist()) for length in LENGTHS_AT_A_BORDER]
+    expected = [hf_generate(family, row, num_new=NUM_NEW_AT_A_BORDER)[0] for row in rows]
 
     def right_but_for_some(context: list[int]) -> tuple[int, float] | None:
         """The drafts of whichever answer the context is the beginning of; every seventh is wrong."""
@@ -148,7 +150,7 @@ def test_beyond_its_border_a_family_gives_the_tokens_of_generate(kind, family, m
             assert answer.stats.num_accepted > 0
         asked = [
             GenerationRequest(
-                tuple(row),
+                row,
                 SamplingParams(),
                 StoppingParams(max_tokens=NUM_NEW_AT_A_BORDER),
                 DepthPolicy("full"),

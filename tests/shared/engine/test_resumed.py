@@ -1,6 +1,7 @@
 """An answer that is continued from its first tokens is the answer that was never interrupted."""
 
 import threading
+from functools import cache
 from typing import Any
 
 import pytest
@@ -40,12 +41,20 @@ SAMPLINGS = {
     "sampled": SamplingParams(temperature=0.9, top_p=0.9, seed=11),
     "both": SamplingParams(temperature=1.1, top_k=20, seed=3, repetition_penalty=1.2),
 }
+# What a position does is the family's business, and what a token costs that of the rule: every family under one rule of
+# each kind, and every rule with one family.
+CASES = [*(("llama", name) for name in SAMPLINGS), *((name, "both") for name in FAMILIES[1:])]
 CUTS = (1, 6, BORDER - len(PROMPT) - 1, BORDER - len(PROMPT), BORDER - len(PROMPT) + 1, NUM_NEW - 1)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
-    return wrap_model(build_family(request.param), accelerate=True)
+    return _load(request.param)
+
+
+@cache
+def _load(family: str) -> LoadedModel:
+    return wrap_model(build_family(family), accelerate=True)
 
 
 def generated(
@@ -63,10 +72,11 @@ def generated(
     return tokens, finished
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize(("loaded", "way"), CASES, indirect=["loaded"])
 @pytest.mark.parametrize("prefix_cache_bytes", [0, None])
-def test_a_continued_answer_is_that_of_an_uninterrupted_run(loaded, sampling, prefix_cache_bytes):
+def test_a_continued_answer_is_that_of_an_uninterrupted_run(loaded, way, prefix_cache_bytes):
     """Begun by one policy and continued by the other, at any border and beside others."""
+    sampling = SAMPLINGS[way]
     ladder = ScriptedLadder(lambda context: (sum(context) % VOCABULARY_SIZE, 0.6))
     with fixed_cost_engine(loaded, ladder, prefix_cache_bytes=prefix_cache_bytes) as engine:
         whole, end = generated(engine, sampling, policy="full")
@@ -85,8 +95,8 @@ def test_a_continued_answer_is_that_of_an_uninterrupted_run(loaded, sampling, pr
 
 
 @pytest.fixture
-def engine(request: pytest.FixtureRequest):
-    with fixed_cost_engine(wrap_model(build_family("llama"), accelerate=True)) as engine:
+def engine():
+    with fixed_cost_engine(_load("llama")) as engine:
         yield engine
 
 
@@ -127,10 +137,11 @@ def test_tokens_that_no_answer_can_begin_with_are_refused(engine, resumed, reaso
     assert caught.value.reason == reason
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize(("loaded", "way"), CASES, indirect=["loaded"])
 @pytest.mark.parametrize("kv_tokens", [130, 4096], ids=["memory", "places"])
-def test_a_request_that_is_put_back_goes_on_with_the_same_tokens(loaded, sampling, kv_tokens):
+def test_a_request_that_is_put_back_goes_on_with_the_same_tokens(loaded, way, kv_tokens):
     """Other requests need its memory or its place, several times, and end before it."""
+    sampling = SAMPLINGS[way]
     ladder = ScriptedLadder(lambda context: (sum(context) % VOCABULARY_SIZE, 0.6))
     order: list[str] = []
     token_bytes = kv_token_bytes(ContiguousRunner(loaded))

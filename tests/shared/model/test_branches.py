@@ -1,6 +1,8 @@
 """Branches of a pass, over contiguous and over paged caches: they have the states that they would have in the trunk's
 place."""
 
+from functools import lru_cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ KINDS = [
 LENGTHS = (3, 30)
 
 
+@lru_cache(maxsize=1)
 def runner_of(family: str, kind: str) -> Runner:
     if kind == "paged":
         return make_runner(load_family(family))

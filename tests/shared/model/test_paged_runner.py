@@ -25,7 +25,7 @@ INEXACT = {"mixtral", "qwen3-moe", "phimoe-longrope"}
 SPLIT = 2
 
 
-@pytest.fixture(params=PAGED)
+@pytest.fixture(scope="module", params=PAGED)
 def runner(request: pytest.FixtureRequest) -> PagedRunner:
     return make_runner(load_family(request.param))
 

@@ -14,8 +14,14 @@ import structlog
 
 from shared.errors import NeapError
 from shared.registry.factory import open_registry
+from shared.registry.registry import Registry
 
 BLOB = b"weights " * 50_000
+
+
+def publish_named(registry: Registry, name: str) -> int:
+    blobs = {"shared": BLOB, "own": name.encode()}
+    return registry.publish("tiny", {"by": name}, blobs, request_id=name).version
 
 
 def main() -> None:
@@ -32,15 +38,12 @@ def main() -> None:
 
     registry = open_registry(root, step=step)
     for number in range(int(count)):
-        name = f"{request_id}-{number}"
         try:
-            made = registry.publish(
-                "tiny", {"by": name}, {"shared": BLOB, "own": name.encode()}, request_id=name
-            )
+            version = publish_named(registry, f"{request_id}-{number}")
         except NeapError as error:
             print(json.dumps({"error": type(error).__name__, "reason": error.reason}))
         else:
-            print(json.dumps({"version": made.version}))
+            print(json.dumps({"version": version}))
     registry.close()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from shared.registry.factory import open_registry
 from tests.registry_servers import SERVERS, new_place
+from tests.shared.registry.publisher import publish_named
 
 PUBLISHER = Path(__file__).with_name("publisher.py")
 REPOSITORY = Path(__file__).parents[3]
@@ -50,12 +51,12 @@ def killed_at(place: str, step: str) -> None:
     assert publisher(place, "one", 1, step).wait(60) == -9
 
 
-def check_nothing_is_published_and_a_retry_publishes(place, open_again) -> None:
+def check_nothing_is_published_and_a_retry_publishes(open_again) -> None:
     reader = open_again()
     assert reader.list_versions("tiny") == []
     assert reader.aliases("tiny") == {}
     assert list(reader.events("tiny")) == []
-    assert said(publisher(place, "one", 1)) == [{"version": 1}]
+    assert publish_named(open_again(), "one-0") == 1
     later = open_again()
     (made,) = later.list_versions("tiny")
     assert later.read_blob(made, "own") == b"one-0"
@@ -65,14 +66,14 @@ def check_nothing_is_published_and_a_retry_publishes(place, open_again) -> None:
 @pytest.mark.parametrize("step", BEFORE_THE_RECORD)
 def test_a_publisher_killed_before_the_record_has_not_published(place, open_again, step):
     killed_at(place, step)
-    check_nothing_is_published_and_a_retry_publishes(place, open_again)
+    check_nothing_is_published_and_a_retry_publishes(open_again)
 
 
 @pytest.mark.parametrize("step", IN_A_FOLDER)
 def test_a_publisher_killed_while_it_writes_a_file_leaves_no_part_under_its_name(tmp_path, step):
     folder = str(tmp_path)
     killed_at(folder, step)
-    check_nothing_is_published_and_a_retry_publishes(folder, lambda: open_registry(folder))
+    check_nothing_is_published_and_a_retry_publishes(lambda: open_registry(folder))
 
 
 def check_a_publisher_killed_after_the_record_has_published(place: str, step: str) -> None:
@@ -97,7 +98,7 @@ def test_a_publisher_killed_when_its_record_in_a_folder_has_its_name_has_publish
 def test_a_retry_after_the_record_returns_the_same_version(place, open_again):
     publish(open_again(), "before")
     killed_at(place, "journal:written")
-    assert said(publisher(place, "one", 1)) == [{"version": 2}]
+    assert publish_named(open_again(), "one-0") == 2
     assert [v.version for v in open_again().list_versions("tiny")] == [2, 1]
 
 
@@ -113,7 +114,7 @@ def test_the_next_writer_after_a_killed_one_gets_the_next_version(place, open_ag
 def test_a_publisher_killed_after_the_index_has_published(place, open_again):
     killed_at(place, "index:advanced")
     assert [v.version for v in open_again().list_versions("tiny")] == [1]
-    assert said(publisher(place, "one", 1)) == [{"version": 1}]
+    assert publish_named(open_again(), "one-0") == 1
 
 
 def test_concurrent_processes_get_distinct_versions(place, open_again):

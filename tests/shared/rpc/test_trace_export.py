@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import sys
 from opentelemetry import trace
-from shared.config import WorkerSettings, make_settings
+from shared.config import make_settings
+from shared.service_settings import WorkerSettings
 from shared.errors import NeapError
 from shared.rpc.logs import configure_logging
 from shared.rpc.trace_export import export_traces

@@ -94,24 +94,6 @@ def test_layers_are_one_op_over_16_bit_caches_too(kv_dtype, fused_calls):
     assert cache.keys[0].dtype == cache.values[0].dtype == kv_dtype
 
 
-def test_rows_that_are_left_go_on_alike(fused_calls):
-    model = build_family("llama")
-    accelerate(model)
-    fused_calls.clear()
-    first, then = _ids(3, 5), _ids(3, 1)
-    logits = []
-    for kept in (torch.tensor([0, 1, 2]), torch.tensor([2, 0])):
-        cache = ContiguousCache(6)
-        cache.begin(0, 5)
-        model(input_ids=first, **with_cache(model, cache))
-        cache.keep_rows(kept)
-        cache.begin(5, 1)
-        logits.append(model(input_ids=then[kept], **with_cache(model, cache)).logits)
-    assert fused_calls
-    assert all(fused_calls)
-    assert torch.equal(logits[0][[2, 0]], logits[1])
-
-
 def test_bits_are_compared_over_caches_of_the_dtype_that_will_be_used(monkeypatch):
     def wrong_in_16_bits(*args: Any, kv: LayerKV, **kwargs: Any) -> Tensor:
         return decoder_layers(*args, kv=kv, **kwargs) + (

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PREFIX = """
 import json, sys
-from shared.light_imports import import_transformers_lightly
+from inference_service.light_imports import import_transformers_lightly
 import_transformers_lightly()
 """
 HEAVY = (

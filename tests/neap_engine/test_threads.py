@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shared import threads
+from neap_engine import threads
 
 
 @pytest.fixture

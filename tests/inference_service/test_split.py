@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from inference_service.split import takes_canary
 from shared.registry.base import Canary
-from shared.registry.split import takes_canary
 
 IDS = [f"request-{number}" for number in range(20_000)]
 
@@ -39,7 +39,7 @@ def test_the_requests_of_a_canary_depend_on_version_alias_and_model() -> None:
 def test_another_process_chooses_the_same_requests() -> None:
     """Python's hash() of a string differs between processes, so it must not decide."""
     program = (
-        "from shared.registry.base import Canary; from shared.registry.split import takes_canary;"
+        "from shared.registry.base import Canary; from inference_service.split import takes_canary;"
         "print([n for n in range(200) if takes_canary(f'request-{n}', 'tiny', 'stable', Canary(2, 100))])"
     )
     told = subprocess.run(
