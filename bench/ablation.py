@@ -64,7 +64,6 @@ def each_alone(_: Confidence, drafts: Sequence[Draft]) -> Iterator[tuple[Draft, 
 WITHOUT: dict[str, tuple[Any, str, Any]] = {
     "what other proposers say": (Confidence, "_combined", each_alone),
     "corrected probabilities": (Confidence, "_ratio", lambda self, case, rung: 1.0),
-    "gains of exits learned": (Confidence, "record_gain", lambda self, *outcome: None),
     "exits asked if they pay": (drafter, "exit_gain_s", lambda *_: 1.0),
     "drafting only if faster": (AdaptiveDrafting, "choose", lambda self, shape: True),
     "no look-up that cannot pay": (builder, "least_survival", lambda *_: MIN_SURVIVAL),
@@ -128,6 +127,8 @@ def measure(options: argparse.Namespace) -> None:
         loaded, max_ladders=len(sides), max_running=max(MAX_RUNNING, *options.batch)
     ) as engine:
         prompts = first_turns(loaded, options.prompts, options.per_task)
+        if len(prompts) < 2 * max(options.batch):
+            raise SystemExit(f"{len(prompts)} prompts are too few for batch {max(options.batch)}")
         expected = closed_loop(engine, "full", None, prompts, 1)[1]
         turn = 0
         for number in range(options.rounds + 1):  # the first one learns, and is not timed

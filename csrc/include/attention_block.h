@@ -90,36 +90,37 @@ inline void gather_queries(const AttentionArgs& a, const QueryTile& t, float* ou
     }
 }
 
-// Packs keys [count, width] into panels [ceil(count / 16)][width][16] of float32, padded with zeros.
-// `row_of(i)`: key i.
-template <class RowOf>
-void pack_keys(const RowOf& row_of, int64_t count, int64_t width, float* out) {
-  for (int64_t panel = 0; panel * kPanel < count; ++panel, out += width * kPanel)
-    for (int64_t c = 0; c < kPanel; c += 4) {
-      const int64_t key = panel * kPanel + c;
-      int64_t d = 0;
-      if (key + 4 <= count) {
-        const auto *row0 = row_of(key), *row1 = row_of(key + 1), *row2 = row_of(key + 2), *row3 = row_of(key + 3);
-        for (; d + 4 <= width; d += 4) {
-          const Quad r0 = load_four(row0 + d), r1 = load_four(row1 + d), r2 = load_four(row2 + d),
-                     r3 = load_four(row3 + d);
-          const Quad low01 = __builtin_shufflevector(r0, r1, 0, 4, 1, 5),
-                     high01 = __builtin_shufflevector(r0, r1, 2, 6, 3, 7);
-          const Quad low23 = __builtin_shufflevector(r2, r3, 0, 4, 1, 5),
-                     high23 = __builtin_shufflevector(r2, r3, 2, 6, 3, 7);
-          float* o = out + d * kPanel + c;
-          *(UnalignedQuad*)o = __builtin_shufflevector(low01, low23, 0, 1, 4, 5);
-          *(UnalignedQuad*)(o + kPanel) = __builtin_shufflevector(low01, low23, 2, 3, 6, 7);
-          *(UnalignedQuad*)(o + 2 * kPanel) = __builtin_shufflevector(high01, high23, 0, 1, 4, 5);
-          *(UnalignedQuad*)(o + 3 * kPanel) = __builtin_shufflevector(high01, high23, 2, 3, 6, 7);
-        }
-      }
-      for (; d < width; ++d)
-        for (int64_t i = 0; i < 4; ++i) out[d * kPanel + c + i] = key + i < count ? to_float(row_of(key + i)[d]) : 0.f;
-    }
+// Rows of keys or values that are fetched to the L1 cache before they are read.
+constexpr int64_t kRowsAhead = 32;
+
+// Fetches a row to the L1 cache, or to the L2 cache only.
+template <bool kNear, class E>
+NEAP_INLINE void prefetch_row(const E* row, int64_t width) {
+  for (int64_t i = 0; i < width; i += 64 / (int64_t)sizeof(E)) __builtin_prefetch(row + i, 0, kNear ? 3 : 2);
 }
 
-constexpr int64_t kInputsAhead = 32;  // what a tile of attention prefetches, in rows of keys or values
+// Packs keys [count, width] into panels [ceil(count / 16)][width][16] of float32. Places beyond the last key repeat it:
+// their scores are never looked at. `row_of(i)`: key i. Calls `prefetch(i)` for each key before it reads it.
+template <class RowOf, class Prefetch>
+void pack_keys(const RowOf& row_of, const Prefetch& prefetch, int64_t count, int64_t width, float* out) {
+  for (int64_t key = 0; key < ceil_div(count, kPanel) * kPanel; key += kLanes) {
+    float* own = out + key / kPanel * kPanel * width + key % kPanel;
+    decltype(row_of(key)) rows[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      const int64_t place = min64(key + i, count - 1);
+      rows[i] = row_of(place);
+      prefetch(place);
+    }
+    int64_t d = 0;
+    for (; d + 4 <= width; d += 4) {
+      Vec columns[4];
+      load_columns(rows, d, columns);
+      for (int i = 0; i < 4; ++i) store(own + (d + i) * kPanel, columns[i]);
+    }
+    for (; d < width; ++d)
+      for (int i = 0; i < kLanes; ++i) own[d * kPanel + i] = to_float(rows[i][d]);
+  }
+}
 
 // c [rows, panels * 16] = a [rows, depth] @ b.
 template <class Reader>
@@ -136,7 +137,7 @@ void multiply(TileArgs t, int64_t rows, int64_t panels, int64_t depth) {
         t.c = base.c + r * base.c_stride + p * kPanel;
         t.depth = min64(kDepthBlock, depth - k);
         t.accumulate = k > 0;
-        t.ahead = {t.b + kInputsAhead * base.places.bytes, base.places.bytes, base.panel_stride};
+        t.ahead = {t.b + kRowsAhead * base.places.bytes, base.places.bytes, base.panel_stride};
         pick_tile<Reader>((int)tiles.rows(i), (int)min64(group, panels - p))(t);
       }
 }
@@ -191,6 +192,12 @@ void attend_keys(const AttentionArgs& a, const QueryTile& t, const Scratch& s, i
   const E* k = static_cast<const E*>(a.k) + t.batch * a.k_batch + t.kv_head * a.k_head + first * a.k_row;
   const E* v = static_cast<const E*>(a.v) + t.batch * a.v_batch + t.kv_head * a.v_head + first * a.v_row;
   const int64_t width = a.value_width, panels = width / kPanel, c_stride = padded_width(a), bytes = sizeof(E);
+  // The keys that are packed next: of this head, or of the next one. Few queries wait for memory, many for arithmetic.
+  const bool is_last = first + count >= t.last_key, is_few = t.rows <= kMaxTileRows;
+  const E* next = is_last ? k + a.k_head - first * a.k_row : k + count * a.k_row;
+  const int64_t num_next = !is_few || (is_last && t.kv_head + 1 == a.kv_heads) ? 0
+                           : is_last ? min64(kKeyBlock, t.last_key)
+                                     : min64(kKeyBlock, t.last_key - first - count);
   int64_t packed = 0, packed_turn = kNever;  // keys that s.keys has, those from `packed_turn` on of another branch
   each_part(a, t, [&](const AttentionPart& part, int64_t begin, int64_t end) {
     const int64_t row = (begin - t.query) * t.group, rows = (end - begin) * t.group, turn = part.branch - first;
@@ -201,8 +208,14 @@ void attend_keys(const AttentionArgs& a, const QueryTile& t, const Scratch& s, i
     }
     // Keys that the part before has packed.
     const int64_t same = max64(0, min64(packed, min64(packed_turn, turn))) / kPanel * kPanel;
-    pack_keys([&](int64_t i) { return k + (i + same < turn ? i + same : i + same + part.apart) * a.k_row; },
-              seen - same, a.width, s.keys + same * a.width);
+    const auto place_of = [&](int64_t i) { return i + same < turn ? i + same : i + same + part.apart; };
+    const auto prefetch = [&](int64_t i) {
+      prefetch_row<true>(k + place_of(min64(i + kRowsAhead, seen - same - 1)) * a.k_row, a.width);
+      prefetch_row<false>(v + place_of(i) * a.v_row, width);
+    };
+    pack_keys([&](int64_t i) { return k + place_of(i) * a.k_row; }, prefetch, seen - same, a.width,
+              s.keys + same * a.width);
+    for (int64_t i = 0; i < num_next; ++i) prefetch_row<false>(next + i * a.k_row, a.width);
     packed = seen, packed_turn = turn;
     float *scores = s.scores + row * kKeyBlock, *out = s.block + row * c_stride;
     const TileArgs dots{

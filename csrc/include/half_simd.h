@@ -81,6 +81,40 @@ NEAP_INLINE Vec load(const E* p) {
 }
 #endif
 
+// Numbers d to d + 3 of kLanes rows, as four vectors with a number of each row.
+template <class E>
+NEAP_INLINE void load_columns(const E* const (&rows)[kLanes], int64_t d, Vec (&columns)[4]) {
+  // Vector i has number d to d + 3 of rows i, 4 + i, .., so that transposing its quads puts the rows in order.
+#if defined(NEAP_AVX512)
+  __m512 r[4];
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_castps128_ps512((__m128)load_four(rows[i] + d));
+    r[i] = _mm512_insertf32x4(r[i], (__m128)load_four(rows[4 + i] + d), 1);
+    r[i] = _mm512_insertf32x4(r[i], (__m128)load_four(rows[8 + i] + d), 2);
+    r[i] = _mm512_insertf32x4(r[i], (__m128)load_four(rows[12 + i] + d), 3);
+  }
+  const __m512d low01 = (__m512d)_mm512_unpacklo_ps(r[0], r[1]), high01 = (__m512d)_mm512_unpackhi_ps(r[0], r[1]);
+  const __m512d low23 = (__m512d)_mm512_unpacklo_ps(r[2], r[3]), high23 = (__m512d)_mm512_unpackhi_ps(r[2], r[3]);
+  columns[0] = (Vec)_mm512_unpacklo_pd(low01, low23);
+  columns[1] = (Vec)_mm512_unpackhi_pd(low01, low23);
+  columns[2] = (Vec)_mm512_unpacklo_pd(high01, high23);
+  columns[3] = (Vec)_mm512_unpackhi_pd(high01, high23);
+#elif defined(NEAP_AVX2)
+  __m256 r[4];
+  for (int i = 0; i < 4; ++i)
+    r[i] = _mm256_set_m128((__m128)load_four(rows[4 + i] + d), (__m128)load_four(rows[i] + d));
+  const __m256d low01 = (__m256d)_mm256_unpacklo_ps(r[0], r[1]), high01 = (__m256d)_mm256_unpackhi_ps(r[0], r[1]);
+  const __m256d low23 = (__m256d)_mm256_unpacklo_ps(r[2], r[3]), high23 = (__m256d)_mm256_unpackhi_ps(r[2], r[3]);
+  columns[0] = (Vec)_mm256_unpacklo_pd(low01, low23);
+  columns[1] = (Vec)_mm256_unpackhi_pd(low01, low23);
+  columns[2] = (Vec)_mm256_unpacklo_pd(high01, high23);
+  columns[3] = (Vec)_mm256_unpackhi_pd(high01, high23);
+#else
+  for (int i = 0; i < kLanes; ++i)
+    for (int c = 0; c < 4; ++c) columns[c][i] = to_float(rows[i][d + c]);
+#endif
+}
+
 // Loads `count` < kLanes numbers; the other lanes are 0.
 template <class E>
 NEAP_INLINE Vec load_part(const E* p, int64_t count) {

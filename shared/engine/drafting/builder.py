@@ -136,22 +136,18 @@ class DraftBuilder:
             drafts = sorted(drafts, key=lambda draft: -draft.probability)[:1]
         self.consider(drafts)
 
-    def consider(self, drafts: Sequence[Draft]) -> float:
-        """Adds drafts of the next position. Returns by how much the probability of the best one has risen above that of
-        the token that was the best one before.
+    def consider(self, drafts: Sequence[Draft]) -> None:
+        """Adds drafts of the next position.
 
         Raises `Corrupt` (reason DRAFT_OUT_OF_RANGE) if a draft is not a token of the model. A pass over such a token
         would fail for all sequences that share it.
         """
-        before = self.best
         for draft in self._usable([draft.token for draft in self.chain.drafts], drafts):
             # An exit's numbers may overflow. That costs this draft, and must not spread to what is learnt of the exit.
             if draft.probability > 0.0:
                 self._said.append(draft)
         self._rated = self.sequence.confidence.rate(self._said)
         self.best, self.best_probability = self._rated[0] if self._rated else (None, 0.0)
-        held = next((p for d, p in self._rated if before and d.token == before.token), 0.0)
-        return self.best_probability - held
 
     def extend(self) -> bool:
         """Appends the best draft to the chain. Returns False if there is none."""

@@ -1,5 +1,4 @@
-"""How probable it is that a draft is right, given what all proposers say of its position, and what asking an exit is
-expected to add.
+"""How probable it is that a draft is right, given what all proposers say of its position.
 
 Tables and exits are calibrated one by one. Where they propose the same token, it is more probable than either says.
 Where they differ, both are less: an exit is then right a third to half as often as its confidence head says, because it
@@ -68,27 +67,13 @@ def cases(
 
 class Confidence:
     """For one ladder and one kind of request. It learns from what was verified: from every draft of a position, chosen
-    or not.
-
-    Gains are those of asking an exit, by the probability of the best draft before it was asked: an exit adds less where
-    tables are sure. Their priors come from the exits' held-out `agreements`. `weights`: the ladder's.
+    or not. `weights`: the ladder's.
     """
 
-    NUM_BINS = 5
-    GAIN_WEIGHT = 8.0
-
-    def __init__(
-        self, agreements: Sequence[float] = (), weights: JointWeights = DEFAULT_WEIGHTS
-    ) -> None:
+    def __init__(self, weights: JointWeights = DEFAULT_WEIGHTS) -> None:
         self._weights = weights
         # (case, rung) -> expected, right.
         self._sums: dict[tuple[str, str], tuple[float, float]] = {}
-        middles = [(number + 0.5) / self.NUM_BINS for number in range(self.NUM_BINS)]
-        self._gains = [
-            [self.GAIN_WEIGHT * max(agreement - middle, 0.0) for middle in middles]
-            for agreement in agreements
-        ]
-        self._counts = [[self.GAIN_WEIGHT] * self.NUM_BINS for _ in agreements]
 
     def rate(self, drafts: Sequence[Draft]) -> list[tuple[Draft, float]]:
         """One draft per token that is proposed for a position, and the probability that it is right. The best first."""
@@ -102,6 +87,15 @@ class Confidence:
         """By what the probabilities of an exit's confidence head have to be scaled, whatever the tables say."""
         return self._ratio("", rung)
 
+    def expected_gain(self, rung: str, agreement: float, before: float) -> float:
+        """By how much the draft of an exit is expected to be more probable than the best one so far, of probability
+        `before`. `agreement`: how often its drafts are right, measured at calibration.
+
+        Where tables say nothing, this is more than 0 however seldom the exit was right lately.
+        So it is asked there, and can come back.
+        """
+        return agreement * self.factor(rung) - before
+
     def record(self, drafts: Sequence[Draft], token: int) -> None:
         """Records that `token` was the full model's choice where these drafts were proposed."""
         for draft, case, probability in self._combined(drafts):
@@ -109,17 +103,6 @@ class Confidence:
         for draft in drafts:
             if is_exit(draft.rung):
                 self._add("", draft.rung, draft.probability, draft.token == token)
-
-    def expected_gain(self, index: int, before: float) -> float:
-        """By what asking the `index`-th exit raises the probability of the best draft, if it was `before`."""
-        found = self._bin(before)
-        return self._gains[index][found] / self._counts[index][found]
-
-    def record_gain(self, index: int, before: float, gain: float) -> None:
-        """Records that the `index`-th exit was asked, and raised the probability by `gain`."""
-        found = self._bin(before)
-        self._gains[index][found] += gain
-        self._counts[index][found] += 1.0
 
     def _ratio(self, case: str, rung: str) -> float:
         expected, right = self._sums.get((case, rung), (0.0, 0.0))
@@ -130,9 +113,6 @@ class Confidence:
         expected, right = expected + probability, right + is_right
         scale = 0.5 if expected > WINDOW else 1.0
         self._sums[case, rung] = scale * expected, scale * right
-
-    def _bin(self, probability: float) -> int:
-        return min(int(probability * self.NUM_BINS), self.NUM_BINS - 1)
 
     def _combined(self, drafts: Sequence[Draft]) -> Iterator[tuple[Draft, str, float]]:
         """Per token: its draft, the case, and the probability, not yet corrected by what was served."""

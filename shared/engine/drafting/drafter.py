@@ -17,7 +17,7 @@ from shared.engine.request.request import GenerationRequest
 from shared.engine.request.sequence import DecodingSequence
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.ladder import BoundLadder
-from shared.ladder.native_chain import HeadDraft
+from shared.ladder.rungs import exit_name
 from shared.model.runner import Runner
 
 
@@ -28,13 +28,10 @@ class Drafter:
         self.costs = costs
         self.ladder = ladder
         self._runner = runner
-        agreements = ladder.agreements if ladder else ()
         weights = ladder.joint_weights if ladder else DEFAULT_WEIGHTS
         # Sampled tokens agree with drafts less often than greedy ones, changed scores less often than the model's own,
         # and a margin accepts more drafts: each kind has its own record.
-        self._confidence = {
-            kind: Confidence(agreements, weights) for kind in product((True, False), repeat=3)
-        }
+        self._confidence = {kind: Confidence(weights) for kind in product((True, False), repeat=3)}
 
     def confidence(self, request: GenerationRequest) -> Confidence:
         """What earlier requests of this kind (greedy or sampled, with changed scores, with a margin or without) have
@@ -65,13 +62,8 @@ class Drafter:
             for builder in builders:
                 head_draft = builder.ahead[index].take(len(builder.chain.tokens))
                 if head_draft is not None and builder.is_open:
-                    self._consider(index, builder, head_draft)
-
-    def _consider(self, index: int, builder: DraftBuilder, head_draft: HeadDraft) -> None:
-        before = builder.best_probability
-        gain = attempt(builder.sequence, builder.consider, [head_draft.draft, *head_draft.others])
-        if gain is not None:
-            builder.sequence.confidence.record_gain(index, before, gain)
+                    said = [head_draft.draft, *head_draft.others]
+                    attempt(builder.sequence, builder.consider, said)
 
     def _propose(
         self, ladder: BoundLadder, index: int, asked: Sequence[tuple[DraftBuilder, float]]
@@ -101,11 +93,15 @@ class Drafter:
     ) -> list[tuple[DraftBuilder, float]]:
         """The chains whose last tokens are worth taking to exit `index` at `depth` in one pass, and the seconds that
         each is expected to save."""
+        assert self.ladder is not None
+        agreement = self.ladder.agreements[index]
         allowed = [builder for builder in builders if depth >= builder.min_layers]
         gains_s = [
             exit_gain_s(
                 builder.survival,
-                builder.sequence.confidence.expected_gain(index, builder.best_probability),
+                builder.sequence.confidence.expected_gain(
+                    exit_name(depth), agreement, builder.best_probability
+                ),
                 self.costs,
                 num_sequences,
                 builder.tokens_per_pass,

@@ -47,10 +47,10 @@ class _Gains(Confidence):
     """Every exit is worth asking at the `places` of a chain, whatever was recorded."""
 
     def __init__(self, places: Sequence[int] = range(1, 9)) -> None:
-        super().__init__((1.0,) * len(DEPTHS))
+        super().__init__()
         self.places, self.place = places, 0
 
-    def expected_gain(self, index: int, before: float) -> float:
+    def expected_gain(self, rung: str, agreement: float, before: float) -> float:
         return 1.0 if self.place in self.places else -1.0
 
 

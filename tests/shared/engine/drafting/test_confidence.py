@@ -97,14 +97,12 @@ def test_an_exits_chains_end_by_how_often_it_is_right_at_all() -> None:
     assert confidence.factor(EXIT) > 1.1, "the old sums have faded"
 
 
-def test_an_exits_worth_is_learnt_apart_for_sure_and_unsure_tables() -> None:
-    confidence = Confidence((0.4, 0.9))
-    assert confidence.expected_gain(0, 0.1) == pytest.approx(0.3)
-    assert confidence.expected_gain(0, 0.9) == 0.0
-    for _ in range(200):
-        confidence.record_gain(0, 0.1, 0.05)
-        confidence.record_gain(0, 0.5, 0.0)
-    assert confidence.expected_gain(0, 0.1) == pytest.approx(0.05, abs=0.02)
-    assert confidence.expected_gain(0, 0.5) < 0.01
-    assert confidence.expected_gain(1, 0.1) == pytest.approx(0.8)
-    confidence.record_gain(1, 1.0, 0.5)
+def test_an_exits_expected_gain_follows_how_often_it_was_right() -> None:
+    confidence = Confidence()
+    assert confidence.expected_gain(EXIT, 0.4, 0.1) == pytest.approx(0.3)
+    assert confidence.expected_gain(EXIT, 0.4, 0.9) < 0.0
+    for _ in range(500):
+        confidence.record([draft(7, 0.9), draft(8, 0.8, EXIT)], 7)
+    assert confidence.expected_gain(EXIT, 0.4, 0.1) < 0.0
+    assert confidence.expected_gain(EXIT, 0.4, 0.0) > 0.0, "so it is asked where tables are silent"
+    assert confidence.expected_gain("depth-9", 0.4, 0.1) == pytest.approx(0.3)

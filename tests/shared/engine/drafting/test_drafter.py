@@ -17,7 +17,7 @@ from shared.engine.step import Decoder
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import CERTIFIED_DRAFTS
-from shared.ladder.rungs import Draft
+from shared.ladder.rungs import Draft, exit_name
 from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
@@ -31,13 +31,10 @@ DEPTHS = (0, 2)
 COSTS = PassCosts((1.0,) * 7, exits=(ExitCost(1e-6, 1e-7),) * len(DEPTHS))
 
 
-expected_gain = Confidence.expected_gain
-
-
 @pytest.fixture(autouse=True)
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every exit is expected to gain, whatever was recorded."""
-    monkeypatch.setattr(Confidence, "expected_gain", lambda self, index, before: 1.0)
+    monkeypatch.setattr(Confidence, "expected_gain", lambda self, rung, agreement, before: 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +102,6 @@ def test_one_exit_is_asked_once_for_all_that_want_it(runner, monkeypatch):
     assert sum(runner.counters.per_layer[2:]) == 0
 
 
-def test_what_an_exit_gains_is_recorded_once_for_each_draft(runner, monkeypatch):
-    recorded: list[int] = []
-    monkeypatch.setattr(Confidence, "record_gain", lambda self, index, *_: recorded.append(index))
-    ladder = random_ladder(runner.loaded, 1, (1, 2))
-    batch = prefilled(runner, [ladder], [DepthPolicy("exact", max_drafts=2)])
-    draft_chains(batch, 1)
-    assert recorded == [0, 1, 0, 1]
-
-
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1.0)])
 def test_drafts_that_a_margin_accepts_do_not_count_for_other_requests(runner, sampling):
     margin = DepthPolicy("relaxed", margin=1e6)
@@ -155,8 +143,8 @@ def test_an_exit_whose_probability_is_no_number_loses_that_draft_alone(runner):
     [chain] = draft_chains([sequence], 1)
     assert sequence.failure is None
     assert {draft.depth for draft in chain.drafts} == {DEPTHS[1]}
-    gains = [expected_gain(sequence.confidence, index, 0.0) for index in range(len(DEPTHS))]
-    assert all(map(math.isfinite, gains)), "nor is that exit out of use for ever"
+    factors = [sequence.confidence.factor(exit_name(depth)) for depth in DEPTHS]
+    assert all(map(math.isfinite, factors)), "nor is that exit out of use for ever"
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("exact", 9), ("relaxed", 8)])
@@ -170,6 +158,6 @@ def test_only_exact_prefers_a_table_that_was_right_more_often_than_it_said(
     for _ in range(100):
         sequence.confidence.record(said[:1], 7)
     monkeypatch.setattr(TableProposer, "propose", lambda self, drafted=(): said)
-    monkeypatch.setattr(Confidence, "expected_gain", lambda self, index, before: 0.0)
+    monkeypatch.setattr(Confidence, "expected_gain", lambda self, rung, agreement, before: 0.0)
     [chain] = draft_chains([sequence], 1)
     assert chain.drafts[0].token == expected

@@ -38,7 +38,7 @@ NUM_DRAFTS = 5
 @pytest.fixture(autouse=True)
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every exit is expected to gain, whatever was recorded."""
-    monkeypatch.setattr(Confidence, "expected_gain", lambda self, index, before: 1.0)
+    monkeypatch.setattr(Confidence, "expected_gain", lambda self, rung, agreement, before: 1.0)
 
 
 @pytest.fixture(scope="module")
