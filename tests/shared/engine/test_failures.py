@@ -256,8 +256,8 @@ def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(loaded, alon
     class Failing(answer_module.Detokenizer):
         """The third one, in the order in which requests are submitted, is the victim's."""
 
-        def __init__(self, tokenizer):
-            super().__init__(tokenizer)
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
             made.append(self)
 
         def flush(self):

@@ -208,7 +208,9 @@ def test_a_shadow_check_takes_blocks_from_kept_caches(loaded):
     shadow = Shadow(runner, prefixes, share=1.0)
     asked = request(STEM[:20], DepthPolicy("relaxed", threshold=0.5))
     shadow.offer(
-        SimpleNamespace(request=asked, tokens=STEM, num_prompt_tokens=20, read_length=20),  # type: ignore[arg-type]
+        SimpleNamespace(  # type: ignore[arg-type]
+            request=asked, tokens=STEM, num_prompt_tokens=20, num_resumed=0, read_length=20
+        ),
         4 * BLOCK_TOKENS,
     )
     while not shadow.is_idle:

@@ -31,6 +31,17 @@ def _built() -> None:
     build()
 
 
+@pytest.fixture
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model of another test uses the rotary function."""
+    gc.collect()
+    for module in (modeling_llama, modeling_mistral):
+        original = rotary._originals.get(module.__name__, module.apply_rotary_pos_emb)
+        monkeypatch.setattr(module, rotary.FUNCTION, original)
+    for counts in ("_users", "_originals"):
+        monkeypatch.setattr(rotary, counts, {})
+
+
 def _ids(*shape: int) -> Tensor:
     return torch.randint(2, VOCABULARY_SIZE, shape)
 
@@ -230,8 +241,8 @@ def test_the_packed_weight_of_a_neighbouring_layer_is_refused(monkeypatch, from_
         accelerate(build_family("llama"))
 
 
+@pytest.mark.usefixtures("_alone")
 def test_the_rotary_function_comes_back_with_the_last_user():
-    gc.collect()  # models of other tests may still use it
     original = modeling_mistral.apply_rotary_pos_emb
     first, second = build_family("mistral"), build_family("mistral-sliding")
     accelerate(first)
@@ -244,10 +255,10 @@ def test_the_rotary_function_comes_back_with_the_last_user():
     assert modeling_mistral.apply_rotary_pos_emb is original
 
 
+@pytest.mark.usefixtures("_alone")
 def test_a_model_may_be_dropped_while_another_is_accelerated(monkeypatch):
     """The collector may run the finaliser of a dropped model inside the call that replaces the function of the next
     one."""
-    gc.collect()
     own = [module.apply_rotary_pos_emb for module in (modeling_llama, modeling_mistral)]
     check = rotary._check_same_bits
     models = [build_family("llama")]
