@@ -7,6 +7,7 @@ or goes, only what it ranks first for moves.
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2b
@@ -19,6 +20,8 @@ from neap_client.inference.v1 import inference_pb2 as pb
 WORKER_KEY = "neap-worker"
 # Of a prompt that is no chat, so much counts as its beginning, because it may be the beginning of a longer one.
 NUM_CHARS, NUM_IDS = 256, 64
+# A worker that has so many times its share of the client's running calls is asked last.
+MOST_SHARES = 1.25
 RESOLVE_S = 5.0
 
 
@@ -55,6 +58,8 @@ class KnownWorkers:
         self._hosts = hosts_of(target)
         self._lock = threading.Lock()
         self._addresses: frozenset[str] = frozenset()
+        # Running calls of this client, by address.
+        self._num_running: Counter[str] = Counter()
         # When to resolve names again, by `time.monotonic`.
         self._due_s = 0.0
         try:
@@ -64,12 +69,36 @@ class KnownWorkers:
             self._resolve_if_due()
 
     def ranked(self, prefix: str) -> list[str]:
-        """Return the addresses in the order in which they are to be asked. Empty if there is no choice or no prefix."""
+        """Return the addresses in the order in which they are to be asked. Empty if there is no choice or no prefix.
+
+        Those that have more than their part of the running calls come last, so that a popular prefix is shared.
+        """
         self._resolve_if_due()
         addresses = self._addresses
         if not prefix or len(addresses) < 2:
             return []
-        return sorted(addresses, key=lambda address: _hash(f"{address} {prefix}"))
+        with self._lock:
+            running = dict(self._num_running)
+        share = (1 + sum(running.values())) / len(addresses)
+
+        def rank(address: str) -> tuple[bool, bytes]:
+            num_running = running.get(address, 0)
+            is_full = num_running > 1 and num_running >= MOST_SHARES * share
+            return is_full, _hash(f"{address} {prefix}")
+
+        return sorted(addresses, key=rank)
+
+    def count(self, address: str, call: Any) -> None:
+        """Count a call as running at the address until it ends."""
+        with self._lock:
+            self._num_running[address] += 1
+        call.add_done_callback(lambda _: self._ended(address))
+
+    def _ended(self, address: str) -> None:
+        with self._lock:
+            self._num_running[address] -= 1
+            if not self._num_running[address]:
+                del self._num_running[address]
 
     def _resolve_if_due(self) -> None:
         with self._lock:

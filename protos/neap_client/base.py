@@ -45,12 +45,13 @@ class ClientBase:
     addresses of a name, or of a list such as "ipv4:10.0.0.7:7071,10.0.0.8:7071"; addresses that do not answer are left
     out. With `health_service`, so are those whose health check of this service ("" for the whole server) does not say
     SERVING, because they load or drain. With `has_affinity`, generations whose prompts begin alike go to the same
-    address while it has room, because it has read the beginning before. `timeout_s` is the deadline of every unary
-    call. `num_attempts` includes the first attempt. Unless `waits_when_full`, a generation that a full service refuses
-    is not repeated after the service's retry delay. `resumes`: whether an answer that its worker interrupts is resumed
-    by another one: "always", "exactly" (only if it goes on with the same numerics), or "never". So is one whose worker
-    brings nothing for `stall_timeout_s`, once the answer has begun. Without `security` the
-    connection is plain text and has no token. Raises InvalidInput as `open_channel` does.
+    address while it has room and not much more than its share of the client's calls, because it has read the beginning
+    before. `timeout_s` is the deadline of every unary call. `num_attempts` includes the first attempt. Unless
+    `waits_when_full`, a generation that a full service refuses is not repeated after the service's retry delay.
+    `resumes`: whether an answer that its worker interrupts is resumed by another one: "always", "exactly" (only if it
+    goes on with the same numerics), or "never". So is one whose worker brings nothing for `stall_timeout_s`, once the
+    answer has begun. Without `security` the connection is plain text and has no token. Raises InvalidInput as
+    `open_channel` does.
 
     Every method raises NeapError as the service raised it (`neap_client.status.from_rpc_error`). On UNAVAILABLE the
     client repeats only calls that are safe to repeat: unary calls that change nothing or are idempotent by id, and
@@ -152,7 +153,10 @@ class ClientBase:
 
         def open_call(asked: bytes, left_s: float | None, address: str) -> Any:
             given = ((WORKER_KEY, f"{address}_0"), *own) if address else own
-            return self._start_stream(methods.GENERATE, asked, given, left_s)
+            call = self._start_stream(methods.GENERATE, asked, given, left_s)
+            if address and self._known:
+                self._known.count(address, call)
+            return call
 
         return {
             "open_call": open_call,

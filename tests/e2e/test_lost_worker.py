@@ -89,7 +89,7 @@ def _two_workers(folder, tmp_path, *flags):
     with (
         _measured_worker(folder, tmp_path / "one", *flags) as (process, address, log),
         _measured_worker(folder, tmp_path / "other") as (_, other, other_log),
-        NeapClient(f"ipv4:{address},{other}", num_attempts=9) as client,
+        NeapClient(f"ipv4:{address},{other}", num_attempts=9, has_affinity=False) as client,
     ):
         _ready(address)
         _ready(other)
@@ -136,7 +136,7 @@ def test_killed_before_the_first_token_another_worker_takes_over(folder, tmp_pat
     with (
         _measured_worker(folder, tmp_path) as (process, address, log),
         worker_process(folder, tmp_path / "registry") as (_, other),
-        NeapClient(f"ipv4:{address},{other}") as client,
+        NeapClient(f"ipv4:{address},{other}", has_affinity=False) as client,
         NeapClient(address, num_attempts=1) as crowd,
     ):
         _ready(address)

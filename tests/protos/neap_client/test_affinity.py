@@ -1,6 +1,10 @@
 """Requests that begin alike go to the same worker, while it has room."""
 
+import asyncio
+import threading
+from collections import Counter
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 from neap_client.affinity import WORKER_KEY, KnownWorkers, prefix_key
@@ -195,6 +199,38 @@ def test_a_serialized_request_goes_by_the_prefix_that_is_given(scripted, server,
             list(client.generate(_text("a").SerializeToString(), prefix=prefix))
     assert addresses[:2] == [None, None]
     assert set(addresses[2:]) == {f"{address}_0" for address in target[5:].split(",")}
+
+
+def test_a_popular_prefix_is_shared():
+    known, ended = KnownWorkers("ipv4:127.0.0.1:1,127.0.0.2:1,127.0.0.3:1"), []
+    order, taken = known.ranked("a"), Counter()
+    for _ in range(12):
+        address = known.ranked("a")[0]
+        taken[address] += 1
+        known.count(address, SimpleNamespace(add_done_callback=ended.append))
+    # 1.25 times its share for the first, as long as the calls run.
+    assert [taken[address] for address in order] == [5, 5, 2]
+    for callback in ended:
+        callback(None)
+    assert known.ranked("a") == order
+
+
+def test_a_call_counts_until_it_ends(scripted, server, make_client):
+    may_end = threading.Event()
+
+    async def generate(request, context):
+        yield CHUNK
+        await asyncio.to_thread(may_end.wait, 60)
+        yield FINISHED
+
+    scripted.on_generate = generate
+    with make_client(_two(server)) as client:
+        stream = client.generate(_text("a"))
+        next(stream)
+        assert list(client._known._num_running.values()) == [1]
+        may_end.set()
+        list(stream)
+        wait_until(lambda: not client._known._num_running)
 
 
 def test_names_are_resolved_and_other_targets_have_no_order():
