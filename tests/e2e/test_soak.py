@@ -114,7 +114,8 @@ class Clients:
         return "cancelled", stream.num_attempts
 
     def _deadline(self, draw):
-        """It often passes. The client gives up earlier if the next attempt would come too late."""
+        """It often passes. The client gives up earlier if the next attempt would come too late, also one that would
+        resume an answer of a worker that stops."""
         request, expected = self._drawn(draw)
         stream = self._client.generate(request, timeout_s=10 ** draw.uniform(-2, 0.7))
         end = "finished"
@@ -123,7 +124,6 @@ class Clients:
         except DeadlineExceeded:
             end = "too late"
         except (Exhausted, Unavailable):
-            assert not stream.token_ids
             end = "refused"
         got = stream.token_ids
         assert got == (expected if end == "finished" else expected[: len(got)])
