@@ -27,6 +27,7 @@ from neap_client.requests import generate_request
 from bench.answers import answer_all
 from bench.machine import described
 from bench.options import each_model, load, make_parser
+from bench.streams import percentile
 from bench.table import head, row
 from bench.worker import MODEL_ID, READY_S, worker_process
 from shared.engine.engine import Engine
@@ -116,10 +117,9 @@ def chats(options: argparse.Namespace) -> None:
                 pool.submit(chat, client, number, options) for number in range(options.requests)
             ]
             later = [turn for one in done for turn in one.result()[1:]]
-        waits = sorted(wait for wait, _ in later)
+        waits = [wait for wait, _ in later]
         cached = statistics.mean(share for _, share in later)
-        p99 = waits[min(len(waits) - 1, int(0.99 * len(waits)))]
-        row(name, f"{cached:.0%}", f"{statistics.median(waits):.2f}", f"{p99:.2f}")
+        row(name, f"{cached:.0%}", *(f"{percentile(waits, share):.2f}" for share in (50, 99)))
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from neap_client.requests import generate_request
 from bench.machine import described
 from bench.options import add_prompts, each_model, make_parser
 from bench.prompts import read_prompts
+from bench.streams import percentile
 from bench.table import head, row
 from bench.worker import MODEL_ID, READY_S, publish_router, worker_process
 
@@ -158,8 +159,7 @@ def spread(seconds: list[float]) -> str:
     """p50 and p99 in milliseconds."""
     if not seconds:
         return "none"
-    last = sorted(seconds)[min(len(seconds) - 1, int(0.99 * len(seconds)))]
-    return f"{statistics.median(seconds) * 1e3:.0f}, {last * 1e3:.0f}"
+    return ", ".join(f"{percentile(seconds, share) * 1e3:.0f}" for share in (50, 99))
 
 
 def measure(options: argparse.Namespace) -> None:
