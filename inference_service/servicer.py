@@ -200,9 +200,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 raise _handed_over()
             self._resumable.add(stream)
         try:
-            handle = await self._pools.requests.call(_submit, engine, generation, router, stream)
+            handle, message = await self._pools.requests.call(
+                _submit, request, engine, generation, router, stream
+            )
             call.set_handle(handle)
-            message = await self._pools.requests.call(_message_parser, request, engine, handle)
             started = _started(generation, engine, router, continued_inexactly=bool(inexact))
             if request.echo:
                 started.started.prompt_text = request.text or await self._pools.requests.call(
@@ -278,12 +279,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 def _submit(
-    engine: Engine, request: GenerationRequest, router: LoadedRouter | None, stream: EventStream
-) -> GenerationHandle:
+    request: inference_pb2.GenerateRequest,
+    engine: Engine,
+    generation: GenerationRequest,
+    router: LoadedRouter | None,
+    stream: EventStream,
+) -> tuple[GenerationHandle, MessageParser | None]:
+    """The generation's handle, and what reads its answer."""
     ladder = router.ladder if router is not None else None
-    handle = engine.submit(request, ladder, on_event=stream.push)
+    handle = engine.submit(generation, ladder, on_event=stream.push)
     stream.attach(handle)
-    return handle
+    return handle, _message_parser(request, engine, handle)
 
 
 def _message_parser(
