@@ -3,10 +3,11 @@
     python -m bench.peers [--model DIR] [--gguf FILE] [--ours float32 gguf] [--peer llama.cpp:float32,Q8_0 openvino]
     [--rounds 3]
 
-Linux only. Without `--model`: the demo's model, and as `--gguf` the file that it is made from. Each peer is set up once
-in an environment of its own under the cache folder, with pinned versions; llama.cpp is compiled for this machine, which
-takes minutes (`--build-jobs`). Peers are not dependencies of neap. Set-up and conversions go on where a killed run
-stopped. `--set-up-only` ends there.
+Linux only. Without `--model`: the demo's model, and as `--gguf` the file that it is made from. A .gguf file as
+`--model` is measured as it is: `--ours gguf --peer llama.cpp:gguf`, without a reference. Each peer is set up once in an
+environment of its own under the cache folder, with pinned versions; llama.cpp is compiled for this machine, which takes
+minutes (`--build-jobs`). Peers are not dependencies of neap. Set-up and conversions go on where a killed run stopped.
+`--set-up-only` ends there.
 
 Every engine runs in a worker process with `--threads` threads, pinned to the same CPUs. It is stopped (SIGSTOP) while
 another engine is measured. For each prompt all engines take turns, in an order that rotates. Greedy, at most
@@ -16,7 +17,8 @@ another engine is measured. For each prompt all engines take turns, in an order 
 - N at once: tokens/s of N requests that are submitted together, prompts included, until all have ended; and, of the
   same, while all are decoding. They are the prompts with the longest answers. HF `generate` gets them as one padded
   batch.
-- same tokens: answers to single requests, of all rounds, with the tokens of Hugging Face float32.
+- same tokens: answers to single requests, of all rounds, with the tokens of the reference: Hugging Face float32, or
+  what is measured first where there is none.
 - ready: from the start of the process to the end of the first short answer, with the files in the page cache.
   RSS: after all rounds.
 - full / it and exact / it: neap's tokens/s over this engine's, with the same format of weights. Engines that keep
@@ -57,7 +59,8 @@ def say(line: str) -> None:
 
 def parse() -> argparse.Namespace:
     parser = make_parser(__doc__, model=False)
-    parser.add_argument("--model", type=Path, help="Hugging Face folder; default: the demo's model")
+    text = "Hugging Face folder or .gguf file; default: the demo's model"
+    parser.add_argument("--model", type=Path, help=text)
     parser.add_argument("--gguf", type=Path, help="a .gguf file of the model, for the format gguf")
     parser.add_argument("--data-dir", type=Path, default=Path(".neap"), help="of the demo's model")
     parser.add_argument("--ours", nargs="*", default=[FLOAT32], help=", ".join(PEERS[OURS].weights))
@@ -76,7 +79,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set-up-only", action="store_true")
     options = parsed(parser)
     try:
-        options.choices = chosen(options.ours, options.peer)
+        has_reference = options.model is None or options.model.is_dir()
+        options.choices = chosen(options.ours, options.peer, has_reference=has_reference)
     except InvalidInput as error:
         parser.error(error.message)
     if options.num_prompts < 1 or options.rounds < 1 or options.batch < 1:
@@ -86,9 +90,9 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def chosen(ours: list[str], peers: list[str]) -> list[Choice]:
+def chosen(ours: list[str], peers: list[str], *, has_reference: bool = True) -> list[Choice]:
     """All workers, the reference first. Raises `InvalidInput`."""
-    found = [Choice(REFERENCE, FLOAT32)]
+    found = [Choice(REFERENCE, FLOAT32)] if has_reference else []
     for text in [*(f"{OURS}:{weights}" for weights in ours), *peers]:
         found += parse_choices(text)
     return list(dict.fromkeys(found))
@@ -105,10 +109,15 @@ def planned_workers(
         given = given or fetched_gguf(cache / "models", say)
     else:
         model = options.model.absolute()
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    if model.is_file():
+        given = model
+        tokenizer = AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
+        end = tokenizer.eos_token_id
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        end = GenerationConfig.from_pretrained(model).eos_token_id
     texts = read_texts(options.prompts, options.num_prompts)
     prompts = [encode(tokenizer, text) for text in texts]
-    end = GenerationConfig.from_pretrained(model).eos_token_id
     end_ids = [] if end is None else [end] if isinstance(end, int) else end
     context_tokens = max(map(len, prompts)) + options.max_tokens
     found = environments(cache, options.build_jobs)
@@ -127,7 +136,7 @@ def planned_workers(
             continue
         router = str(options.router.absolute()) if choice.name == OURS else ""
         sizes = (options.threads, options.batch, context_tokens, tuple(end_ids))
-        settings = EngineSettings(source, choice.weights, *sizes, router)
+        settings = EngineSettings(source, choice.weights, *sizes, router, peer.modes)
         command = [str(environment.python) if environment else sys.executable, "-m", peer.module]
         planned.append(Planned(peer.title, title, peer.modes, command, settings))
     return prompts, planned
@@ -157,14 +166,14 @@ def main() -> None:
         with ExitStack() as stack:
             started = start(stack, planned, options.cache.absolute() / "logs", failures, say)
             if not started or started[0][0] is not planned[0]:
-                sys.exit("the reference, Hugging Face float32, does not run")
+                sys.exit("the reference, which is measured first, does not run")
             sizes = (options.max_tokens, options.batch, options.rounds)
             try:
                 rows = measure(started, prompts, *sizes, failures, say)
             except EngineFailed as error:
                 sys.exit(f"no reference answers: {error.message}")
         say(f"\n{described('cpu')}; {len(prompts)} prompts, {options.rounds} rounds")
-        print_table(rows, options.batch)
+        print_table(rows, options.batch, rows[0].name)
     for name, why in failures.items():
         say(f"{name} failed: {why}")
     sys.exit(bool(failures))

@@ -15,6 +15,8 @@ QUANTISED = {
     "bfloat16": "BF16",
     **{name: name for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K_M", "Q5_K_M", "Q6_K")},
 }
+# The mode of peers that draft by prompt look-up, as their users switch it on.
+LOOK_UP = "prompt look-up"
 # Formats of ours with inputs rounded to the type of the weights, as other engines round them: our name -> theirs, which
 # is the type.
 ROUNDED = {"bfloat16-products": "bfloat16"}
@@ -73,7 +75,11 @@ PEERS = {
     OURS: Peer("neap", "neap", _OURS, 1, modes=("full", "exact")),
     REFERENCE: Peer("HF generate", "hugging_face", _FLOATS, 1),
     "llama.cpp": Peer("llama.cpp", "llama_cpp", _GGUF, 5, _LLAMA_CPP),
+    "llama.cpp-look-up": Peer("llama.cpp", "llama_cpp", _GGUF, 5, _LLAMA_CPP, (LOOK_UP,)),
     "openvino": Peer("OpenVINO GenAI", "openvino", (FLOAT32, "int8"), 2, _OPENVINO),
+    "openvino-look-up": Peer(
+        "OpenVINO GenAI", "openvino", (FLOAT32, "int8"), 2, _OPENVINO, (LOOK_UP,)
+    ),
     "vllm": Peer("vLLM", "vllm", _FLOATS, 2, _VLLM),
 }
 # vLLM takes minutes to start and 4 GB.

@@ -97,12 +97,13 @@ def rates(single: Rounds, several: Rounds) -> tuple[float, float, float]:
     return one, whole, decoding
 
 
-def print_table(rows: Sequence[Row], batch: int) -> None:
-    """Ratios above 1 say that ours is faster. "-" where ours was not measured with these weights."""
+def print_table(rows: Sequence[Row], batch: int, reference: str) -> None:
+    """Ratios above 1 say that ours is faster. "-" where ours was not measured with these weights.
+    `reference`: the name of the row whose answers all are compared with."""
     known = {row.name: row for row in rows}
     ratios = [f"{ours} / it, {what}" for what in ("one", batch) for ours in ("full", "exact")]
     head("engine", "weights", "one request, decoding", f"{batch} at once", f"{batch} at once, decoding",
-         "same tokens as HF float32", "ready, s", "RSS, GB", *ratios)  # fmt: skip
+         f"same tokens as {reference}", "ready, s", "RSS, GB", *ratios)  # fmt: skip
     for row in rows:
         rates_of_row = map(_number, (row.one, row.several, row.several_decoding))
         cells = [row.engine, row.weights, *rates_of_row, f"{row.same} of {row.compared}"]

@@ -17,7 +17,8 @@ OPENVINO_FORMATS = {FLOAT32: "fp32", "int8": "int8"}
 
 
 class Models:
-    """Forms of the model in `folder`, a Hugging Face folder with float32 or 16-bit safetensors.
+    """Forms of the model in `folder`, a Hugging Face folder with float32 or 16-bit safetensors. A .gguf file in its
+    place has one form, itself.
 
     `given`: a .gguf file for the format GIVEN, or None. `cache`: where conversions are kept, by the digest of the
     weights. `environments`: those of the peers that convert.
@@ -40,9 +41,11 @@ class Models:
 
     def source(self, choice: Choice) -> Path:
         """The file or folder that this worker loads. Raises `NotFound`, `UnsupportedModel` and `SetUpFailed`."""
-        if choice.name == LLAMA_CPP:
+        if self._folder.is_file() and choice.weights != GIVEN:
+            raise NotFound(f"{choice.weights} has to be made from a Hugging Face folder")
+        if choice.peer.folder == PEERS[LLAMA_CPP].folder:
             return self._gguf(choice.weights)
-        if choice.name == OPENVINO:
+        if choice.peer.folder == PEERS[OPENVINO].folder:
             return self._exported(choice.weights)
         is_type_of_folder = choice.weights in (FLOAT32, "float16", "bfloat16", *ROUNDED)
         if choice.name == OURS and not is_type_of_folder:
@@ -113,7 +116,10 @@ def fetched_gguf(cache: Path, say: Callable[[str], None]) -> Path:
 
 
 def digest(folder: Path) -> str:
-    """Of config and weights. Raises `NotFound` if the folder has no safetensors."""
+    """Of config and weights; a file's own. Raises `NotFound` if the folder has no safetensors."""
+    if folder.is_file():
+        with folder.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()[:16]
     weights = sorted(folder.glob("*.safetensors"))
     if not weights or not (folder / "config.json").is_file():
         raise NotFound(f"{folder} must be a Hugging Face folder with config.json and *.safetensors")

@@ -1,4 +1,5 @@
-"""llama.cpp by its C API: greedy decoding of sequences that share each `llama_decode`.
+"""llama.cpp by its C API: greedy decoding of sequences that share each `llama_decode`. With prompt look-up: by its
+Python package, which answers one prompt after the other.
 
 With the arguments SOURCE TARGET TYPE, TYPE as in Q4_K_M, it quantises a .gguf file instead.
 """
@@ -8,11 +9,15 @@ import sys
 
 import llama_cpp as api
 import numpy
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from bench.peers.engines.serving import Answer, EngineSettings, serve
 
 # Cells of a sequence's cache are allocated in multiples of this number.
 CELLS = 256
+
+# Tokens drafted by look-up: what the package advises for a CPU.
+LOOK_UP_TOKENS = 2
 
 # (token id, position, sequence, whether its logits are needed)
 Entry = tuple[int, int, int, bool]
@@ -82,6 +87,36 @@ class LlamaCpp:
         return int(numpy.ctypeslib.as_array(address, (self._vocabulary_size,)).argmax())
 
 
+class LookUp:
+    def __init__(self, settings: EngineSettings) -> None:
+        self._end_ids = frozenset(settings.end_ids)
+        self._llama = api.Llama(
+            settings.source,
+            n_ctx=settings.context_tokens,
+            n_threads=settings.num_threads,
+            n_threads_batch=settings.num_threads,
+            draft_model=LlamaPromptLookupDecoding(num_pred_tokens=LOOK_UP_TOKENS),
+            verbose=False,
+        )
+        self.answer([[1] * 8], 2, "")
+
+    def answer(self, prompts: list[list[int]], max_tokens: int, mode: str) -> list[Answer]:
+        return [self._answer_one(ids, max_tokens) for ids in prompts]
+
+    def _answer_one(self, ids: list[int], max_tokens: int) -> Answer:
+        self._llama.reset()
+        answer = Answer([], [])
+        for token in self._llama.generate(ids, top_k=1, temp=0.0, repeat_penalty=1.0):
+            answer.add(token)
+            if len(answer.token_ids) == max_tokens or token in self._end_ids:
+                break
+        return answer
+
+
+def load(settings: EngineSettings) -> LlamaCpp | LookUp:
+    return LlamaCpp(settings) if settings.modes == ("",) else LookUp(settings)
+
+
 def quantise(source: str, target: str, file_type: str) -> None:
     params = api.llama_model_quantize_default_params()
     params.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{file_type}")
@@ -90,4 +125,4 @@ def quantise(source: str, target: str, file_type: str) -> None:
 
 
 if __name__ == "__main__":
-    quantise(*sys.argv[1:]) if sys.argv[1:] else serve(LlamaCpp)
+    quantise(*sys.argv[1:]) if sys.argv[1:] else serve(load)

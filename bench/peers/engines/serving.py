@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG = 1
 class EngineSettings:
     """`weights`: the format of the weights in `source`, a file or folder. `max_running`: requests at once.
     `context_tokens`: the longest prompt and its answer together. `end_ids`: token ids that end an answer. `router`:
-    folder of a packed ladder, for neap alone."""
+    folder of a packed ladder, for neap alone. `modes`: those that will be asked for."""
 
     source: str
     weights: str
@@ -38,6 +38,7 @@ class EngineSettings:
     context_tokens: int
     end_ids: tuple[int, ...]
     router: str = ""
+    modes: tuple[str, ...] = ("",)
 
 
 @dataclass

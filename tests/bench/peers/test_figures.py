@@ -80,6 +80,7 @@ def test_ratios_are_to_ours_with_the_same_weights(capsys: pytest.CaptureFixture[
             row("other", "int8", 50.0, float("nan")),
         ],
         batch=8,
+        reference="HF float32",
     )
     lines = capsys.readouterr().out.strip().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
