@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from shared.engine.engine import Engine
-from shared.engine.request.request import Finished
+from shared.engine.request.request import Finished, TokenChunk
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.rpc.logs import configure_logging
@@ -50,8 +50,9 @@ def neap(engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens:
         room = engine.loaded.context_length - len(ids)
         start = time.perf_counter()
         handle = engine.submit(ids, ladder, policy=policy, max_tokens=min(max_tokens, room))
-        *chunks, finished = handle.events()
+        *events, finished = handle.events()
         assert isinstance(finished, Finished)
+        chunks = [event for event in events if isinstance(event, TokenChunk)]
         depth = finished.depth
         return TimedAnswer(
             tuple(token.token_id for chunk in chunks for token in chunk.tokens),
