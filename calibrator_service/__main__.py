@@ -12,7 +12,7 @@ from neap_client.router.v1 import router_pb2_grpc
 
 from calibrator_service import router_servicer, servicer
 from calibrator_service.metrics import CalibratorMetrics
-from calibrator_service.process_config import JobFolder, ModelOptions, ServiceConfig
+from calibrator_service.process_config import JobFolder
 from calibrator_service.supervisor import Supervisor
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
@@ -76,24 +76,7 @@ async def serve(settings: CalibratorSettings) -> int:
     try:
         supervisor = Supervisor(
             JobFolder(settings.data_dir / "calibrator"),
-            ServiceConfig(
-                models={model.model_id: model.source for model in settings.models},
-                registry=settings.registry,
-                text_folders=settings.text_folders,
-                hub_datasets=settings.hub_datasets,
-                text_workers=settings.text_workers,
-                options=ModelOptions(
-                    device=settings.device,
-                    dtype=settings.dtype,
-                    compute_dtype=settings.compute_dtype,
-                    context_length=settings.context_length,
-                    threads=settings.threads,
-                ),
-                log_level=settings.log_level,
-                max_queued_jobs=settings.max_queued_jobs,
-                max_time_budget_s=settings.max_time_budget_s,
-                job_retention_s=settings.job_retention_days * 86_400,
-            ),
+            settings,
             metrics=metrics,
             on_change=watchers.notify,
         )

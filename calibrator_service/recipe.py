@@ -37,27 +37,19 @@ def run(
     from calibrator_service.calibration.parent import Parent
     from calibrator_service.calibration.pipeline import calibrate
     from calibrator_service.fleet import fleet_of
-    from shared.configured_model import dtype_named
+    from shared.configured_model import load_configured
     from shared.ladder.checks import check_artefact
-    from shared.model.load import load_model
 
-    spec, service, options = config.spec, config.service, config.service.options
-    torch.set_num_threads(options.threads or min(torch.get_num_threads(), usable_cpus()))
-    loaded = load_model(
-        service.models[spec.model_id],
-        model_id=spec.model_id,
-        dtype=dtype_named(options.dtype),
-        compute_dtype=dtype_named(options.compute_dtype),
-        device=options.device,
-        context_length=options.context_length,
-    )
+    spec, settings = config.spec, config.settings
+    torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cpus()))
+    loaded = load_configured(settings.sources[spec.model_id], settings)
     if should_stop():
         raise Cancelled("the calibration was cancelled while its model was loading")
     parent = None
     if spec.parent is not None and parent_statistics is not None:
         parent = Parent.read(parent_statistics, spec.parent)
     # A service that is configured without workers since the job was created writes itself.
-    by_workers = spec.uses_workers and service.text_workers
+    by_workers = spec.uses_workers and settings.text_workers
     result = calibrate(
         loaded,
         spec,
@@ -65,7 +57,7 @@ def run(
         work_dir=config.work_dir,
         progress=progress,
         should_stop=should_stop,
-        fleet_of=fleet_of(service.text_workers, loaded) if by_workers else None,
+        fleet_of=fleet_of(settings.text_workers, loaded) if by_workers else None,
     )
     manifest, blobs = result.pack()
     return Product({**manifest, "checks": check_artefact(manifest, blobs)}, blobs)

@@ -49,7 +49,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         registry_pool: BlockingPool,
     ) -> None:
         self._supervisor = supervisor
-        self._store, self._config = supervisor.store, supervisor.config
+        self._store, self._settings = supervisor.store, supervisor.settings
         self._pool = pool
         self._watchers = watchers
         self._registry = registry
@@ -76,7 +76,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
             request.request_id,
             spec,
             aliases,
-            max_queued=self._config.max_queued_jobs,
+            max_queued=self._settings.max_queued_jobs,
         )
         annotate_call(calibration_id=job.calibration_id)
         self._supervisor.queue.wake()
@@ -96,20 +96,20 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
                 reason="SPEC_TOO_LARGE",
                 metadata={"field": "spec", "max_bytes": str(MAX_SPEC_BYTES)},
             )
-        spec = spec_from_proto(request.spec, max_time_budget_s=self._config.max_time_budget_s)
+        spec = spec_from_proto(request.spec, max_time_budget_s=self._settings.max_time_budget_s)
         if len(request.spec.aliases) > MAX_ALIASES:
             raise InvalidInput(f"at most {MAX_ALIASES} aliases", reason="BAD_SPEC")
         aliases = unique_aliases(request.spec.aliases or (LATEST,))
         check_model_id(spec.model_id)
-        if spec.model_id not in self._config.models:
-            names = ", ".join(sorted(self._config.models)) or "none"
+        if spec.model_id not in self._settings.sources:
+            names = ", ".join(sorted(self._settings.sources)) or "none"
             raise NotFound(
                 f"this service has no model {spec.model_id!r}; it has: {names}",
                 reason="MODEL_NOT_FOUND",
                 metadata={"model_id": spec.model_id, "models": names},
             )
-        allowed_source(spec.source, self._config)
-        if spec.uses_workers and not self._config.text_workers:
+        allowed_source(spec.source, self._settings)
+        if spec.uses_workers and not self._settings.text_workers:
             raise PreconditionFailed(
                 "this service is configured with no workers that write text (--text-worker)",
                 reason="NO_TEXT_WORKERS",

@@ -7,22 +7,22 @@ from pathlib import Path
 
 from calibrator_service.calibration.spec import AnswerFile, HubDataset, Source, TextFile
 from calibrator_service.hub_datasets import check_allowed, check_hub_dataset, is_public_only
-from calibrator_service.process_config import ServiceConfig
 from shared.errors import InvalidInput, NotFound
+from shared.service_settings import CalibratorSettings
 
 SUFFIXES = (".txt", ".jsonl")
 
 
-def allowed_source(source: Source, config: ServiceConfig) -> Source:
+def allowed_source(source: Source, settings: CalibratorSettings) -> Source:
     """The source with the real path of its file, or with the access to its dataset. Raises as `find_text_file`,
     `check_hub_dataset` and `check_allowed`."""
     if isinstance(source, HubDataset):
         name = source.name
         check_hub_dataset(name, config=source.config, split=source.split, field=source.field)
-        check_allowed(name, config.hub_datasets)
-        return replace(source, public_only=is_public_only(name, config.hub_datasets))
+        check_allowed(name, settings.hub_datasets)
+        return replace(source, public_only=is_public_only(name, settings.hub_datasets))
     if isinstance(source, TextFile | AnswerFile):
-        return replace(source, path=str(find_text_file(source.path, config.text_folders)))
+        return replace(source, path=str(find_text_file(source.path, settings.text_folders)))
     return source
 
 

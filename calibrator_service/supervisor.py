@@ -16,11 +16,12 @@ from calibrator_service.job import ENDED_STATES, Ended, Job, JobState, Problem
 from calibrator_service.job_process import JobProcess
 from calibrator_service.jobs import JobStore
 from calibrator_service.metrics import CalibratorMetrics
-from calibrator_service.process_config import JobFolder, ProcessConfig, ServiceConfig
+from calibrator_service.process_config import JobFolder, ProcessConfig
 from calibrator_service.publisher import Publisher
 from calibrator_service.service_thread import ServiceThread
 from shared.errors import Corrupt, NeapError, PreconditionFailed
 from shared.file_lock import file_lock
+from shared.service_settings import CalibratorSettings
 
 # How soon a stop and a request to cancel are noticed while a process says nothing.
 LISTEN_S = 0.1
@@ -50,12 +51,12 @@ class Supervisor:
     def __init__(
         self,
         folder: JobFolder,
-        config: ServiceConfig,
+        settings: CalibratorSettings,
         *,
         metrics: CalibratorMetrics | None = None,
         on_change: Callable[[], object] = lambda: None,
     ) -> None:
-        self.config = config
+        self.settings = settings
         self._folder = folder
         self._metrics = metrics or CalibratorMetrics()
         folder.root.mkdir(parents=True, exist_ok=True)
@@ -72,7 +73,7 @@ class Supervisor:
         # How the processes of jobs have ended, until it is recorded; running jobs that are to stop.
         self._interruptions: dict[str, Interruption] = {}
         self._cancelled: set[str] = set()
-        self._publisher = Publisher(folder, self.store, config.registry, self._metrics)
+        self._publisher = Publisher(folder, self.store, settings.registry, self._metrics)
         self._threads = (self._publisher.thread, self.queue)
         self._record_interruptions()
         self._clean_up()
@@ -180,7 +181,7 @@ class Supervisor:
 
     def _supervise(self, job: Job, spec: CalibrationSpec) -> Ended | Interruption:
         """Raises OSError if the process cannot be started, which does not count as its death."""
-        if spec.model_id not in self.config.models:
+        if spec.model_id not in self.settings.sources:
             message = f"model {spec.model_id!r} is no longer configured"
             return Ended(JobState.FAILED, "MODEL_NOT_FOUND", message)
         log.info("starting", calibration_id=job.calibration_id, start=job.num_starts)
@@ -190,7 +191,7 @@ class Supervisor:
             parent_pid=os.getpid(),
             spec=spec,
             work_dir=self._folder.work(job.calibration_id).absolute(),
-            service=self.config,
+            settings=self.settings,
         )
         process = JobProcess(config, self._folder.log(job.calibration_id))
         try:
@@ -238,7 +239,9 @@ class Supervisor:
         """Removes the records of jobs that ended long ago, the files of jobs that have ended, and files without a
         job."""
         try:
-            num_removed = self.store.remove_ended(time.time() - self.config.job_retention_s)
+            num_removed = self.store.remove_ended(
+                time.time() - 86_400 * self.settings.job_retention_days
+            )
             states = self.store.states()
         except NeapError as error:
             log.warning("old jobs cannot be removed now", reason=error.reason)

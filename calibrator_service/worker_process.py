@@ -63,8 +63,8 @@ def _make_product(config: ProcessConfig, service: ServiceLink) -> None:
         return
     service.progress(Progress("loading", 0.0))
     # The source was checked when the job was created, but files, symlinks and settings may have changed since.
-    spec = replace(config.spec, source=allowed_source(config.spec.source, config.service))
-    parent_statistics = fetch_statistics(config.service.registry, spec, config.work_dir)
+    spec = replace(config.spec, source=allowed_source(config.spec.source, config.settings))
+    parent_statistics = fetch_statistics(config.settings.registry, spec, config.work_dir)
     product = run(
         replace(config, spec=spec), parent_statistics, service.progress, service.stop.is_set
     )
@@ -87,7 +87,7 @@ def main() -> None:
     pipe = Connection(int(sys.argv[-1]))
     config: ProcessConfig = pipe.recv()
     service = ServiceLink(pipe, config.parent_pid)
-    configure_logging(config.service.log_level, json_lines=True)
+    configure_logging(config.settings.log_level, json_lines=True)
     log_stdout()
     structlog.contextvars.bind_contextvars(calibration_id=config.calibration_id, start=config.start)
     service.tell(run_job(config, service))

@@ -116,6 +116,11 @@ class ServiceSettings(ProcessSettings, SecuritySettings):
         "are cut off. Unset: no limit.",
     )
 
+    @property
+    def sources(self) -> dict[str, ModelSource]:
+        """The models by their ids."""
+        return {model.model_id: model for model in self.models}
+
     @field_validator("models", mode="before")
     @classmethod
     def _models_from_text(cls, value: Any) -> Any:

@@ -14,9 +14,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from calibrator_service.calibration.states.moments import Moments, MomentsLayout
+from calibrator_service.calibration.states.ngram_builder import NgramTableBuilder
 from calibrator_service.calibration.states.training_data import TrainingData
 from shared.errors import Corrupt, PreconditionFailed, RouterMismatch
-from shared.ladder.ngram_builder import NgramTableBuilder
 from shared.ladder.rungs import exit_name
 from shared.model.loaded import LoadedModel
 from shared.tensor_parts import take_part

@@ -48,7 +48,13 @@ def write_stories(
     return write_panels(path, title, len(stories), draw)
 
 
-def write_panels(path: Path, title: str, num_panels: int, draw: Callable[..., None]) -> Path:
+def write_panels(
+    path: Path,
+    title: str,
+    num_panels: int,
+    draw: Callable[..., None],
+    size_inches: tuple[float, float] = SIZE_INCHES,
+) -> Path:
     """Write a PNG of panels side by side, which `draw` gets as its arguments. Returns the absolute path.
     Raises OSError."""
     # Imported here because it takes a second, which other commands need not spend. The Agg backend needs no display.
@@ -57,7 +63,7 @@ def write_panels(path: Path, title: str, num_panels: int, draw: Callable[..., No
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, num_panels, figsize=SIZE_INCHES, squeeze=False)
+    figure, panels = pyplot.subplots(1, num_panels, figsize=size_inches, squeeze=False)
     try:
         figure.suptitle(title)
         draw(*panels[0])

@@ -94,6 +94,14 @@ RegistryUrl = Annotated[
         "better place for a URL with a password, or a folder under --data-dir.",
     ),
 ]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-dir",
+        help="Data folder of the services. It holds the registry if none is named. "
+        "Default: the user's data folder.",
+    ),
+]
 
 
 def default_data_dir() -> Path:

@@ -1,18 +1,15 @@
 """`neap evaluate`: neap beside simpler ways to go faster, on one's own prompts.
 The measuring runs in processes of its own."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from neap_engine.cli.console import RegistryUrl, exit_on_error, out, print_line
-from neap_engine.cli.evaluate_view import draw, evaluation_table, notes, write_csv
-from neap_engine.cli.tune import DataDir, Model, Prompts, Router, measure, variables
-from shared.errors import Unavailable
+from neap_engine.cli.console import DataDir, RegistryUrl, exit_on_error, out, print_line
+from neap_engine.cli.evaluate_view import draw_sides, evaluation_table, notes, write_csv
+from neap_engine.cli.tune import Model, Prompts, Router, measure, measuring_command, variables
 
-MODULE = "neap_engine.evaluate"
 DEFAULT_MARGINS = (0.1, 0.5)
 
 
@@ -58,17 +55,14 @@ def evaluate(
     three copies of the model is needed. The settings of a worker that say how a model is loaded are read,
     NEAP_COMPUTE_DTYPE for example.
     """
-    command = [sys.executable, "-m", MODULE, "--model", model, "--router", router]
-    command += ["--prompts", str(prompts), "--max-tokens", str(max_tokens)]
-    for value in DEFAULT_MARGINS if margin is None else margin:
-        command += ["--margin", str(value)]
+    margins = DEFAULT_MARGINS if margin is None else margin
+    command = measuring_command(prompts, model, router, max_tokens, (), margins)
     if layers is not None:
         command += ["--layers", str(layers)]
     report = measure(command, variables(registry, data_dir))
-    if report is None:
-        raise Unavailable("the measuring process gave no report", reason="MEASURING_ENDED")
-    out.print(evaluation_table(report["run"], report["rows"]))
-    for line in notes(report["rows"]):
+    run, rows = report["run"], report["rows"]
+    out.print(evaluation_table(run, rows))
+    for line in notes(rows):
         print_line(line)
-    for path in (write_csv(table, report["rows"]), draw(output, report["run"], report["rows"])):
+    for path in (write_csv(table, rows), draw_sides(output, run, rows)):
         out.print(f"wrote {path}", markup=False)

@@ -1,4 +1,4 @@
-"""Shows an evaluation: a table, a CSV file, and a picture of quality against speed."""
+"""Shows what `neap evaluate` and `neap tune` have measured: tables, a CSV file, and pictures of quality and speed."""
 
 import csv
 import itertools
@@ -8,12 +8,13 @@ from typing import Any
 
 from rich.table import Table
 
+from neap_engine.cli.charts import write_panels
 from neap_engine.cli.console import table_cell
 
 SIZE_INCHES = (8.0, 5.0)
-DOTS_PER_INCH = 110
+COLOURS = {"full": "#999999", "exact": "#2a9d8f", "relaxed": "#e76f51"}
 
-# A row of a report: the fields of `neap_engine.evaluate.figures.Row`.
+# The fields of `neap_engine.evaluate.figures.Row`. The first row, full, is the baseline of answers and of speed.
 Row = Mapping[str, Any]
 
 
@@ -25,7 +26,6 @@ def title(run: Mapping[str, Any]) -> str:
 
 
 def evaluation_table(run: Mapping[str, Any], rows: Sequence[Row]) -> Table:
-    """The first row, full, is the baseline of answers and of speed."""
     table = Table(
         "side",
         "tokens/s",
@@ -58,16 +58,51 @@ def notes(rows: Sequence[Row]) -> list[str]:
 def _figures(row: Row, baseline: Row) -> list[str]:
     if not row["num_answers"]:
         return [""] * 6
-    speed_up = row["tokens_per_s"] / baseline["tokens_per_s"] if baseline["tokens_per_s"] else 0.0
     checkable = row["num_checkable"]
     return [
-        f"{row['tokens_per_s']:.1f} ({speed_up:.2f}x)",
+        _speed(row, baseline),
         f"{row['layers_per_token']:.1f}",
         f"{row['num_identical']} of {row['num_answers']}",
         f"{row['chosen_share']:.1%}",
         f"{row['perplexity']:.3f}",
         f"{row['num_right']} of {checkable}" if checkable else "",
     ]
+
+
+def _speed(row: Row, baseline: Row) -> str:
+    speed_up = row["tokens_per_s"] / baseline["tokens_per_s"] if baseline["tokens_per_s"] else 0.0
+    return f"{row['tokens_per_s']:.1f} ({speed_up:.2f}x)"
+
+
+def policy_sweep_table(run: Mapping[str, Any], rows: Sequence[Row]) -> Table:
+    note = "the router certifies no bound at these settings"
+    if any(row["bound"] is not None for row in rows):
+        tokens = run["bound_tokens"]
+        part = f"the first {tokens} tokens of greedy answers" if tokens else "greedy answers"
+        note = f"certified: for {part} to prompts like those of the calibration"
+    table = Table(
+        "policy",
+        "answers that differ",
+        "certified\nat most",
+        "tokens/s",
+        "tokens per\nverify pass",
+        title=table_cell(title(run)),
+        caption=table_cell(f"{note}. Machine: {run['machine']}"),
+    )
+    for row in rows:
+        differing = row["num_answers"] - row["num_identical"]
+        table.add_row(
+            row["side"],
+            f"{differing} of {row['num_answers']} ({_share_differing(row):.1%})",
+            "" if row["bound"] is None else f"{row['bound']:.1%}",
+            _speed(row, rows[0]),
+            f"{row['tokens_per_pass']:.2f}",
+        )
+    return table
+
+
+def _share_differing(row: Row) -> float:
+    return float(1 - row["num_identical"] / row["num_answers"])
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> Path:
@@ -80,30 +115,42 @@ def write_csv(path: Path, rows: Sequence[Row]) -> Path:
     return path.absolute()
 
 
-def draw(path: Path, run: Mapping[str, Any], rows: Sequence[Row]) -> Path:
+def draw_sides(path: Path, run: Mapping[str, Any], rows: Sequence[Row]) -> Path:
     """Writes a PNG, the share of tokens that the full model would choose against speed. Returns its absolute path.
     Raises OSError."""
-    # Imported here because it takes a second, which other commands need not spend. The Agg backend needs no display.
-    import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=SIZE_INCHES)
-    try:
+    def draw(axes: Any) -> None:
         measured = [row for row in rows if row["num_answers"]]
         for row, marker in zip(measured, itertools.cycle("osD^v<>PX*")):
             place = row["tokens_per_s"], 100 * row["chosen_share"]
             axes.scatter(*place, marker=marker, s=60, alpha=0.8, label=row["side"])
-        axes.set_title(title(run), fontsize=9)
         axes.set_xlabel("tokens per second")
         axes.set_ylabel("tokens that the full model would choose, %")
         axes.set_xlim(left=0)
         axes.set_ylim(-2, 103)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
-        figure.tight_layout()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=DOTS_PER_INCH)
-    finally:
-        pyplot.close(figure)
-    return path.absolute()
+
+    return write_panels(path, title(run), 1, draw, SIZE_INCHES)
+
+
+def draw_policies(path: Path, run: Mapping[str, Any], rows: Sequence[Row]) -> Path:
+    """Writes a PNG, speed against the share of answers that differ, and returns its absolute path. Raises OSError."""
+
+    def draw(axes: Any) -> None:
+        for row in rows:
+            share, speed = 100 * _share_differing(row), row["tokens_per_s"]
+            if row["bound"] is not None:
+                span = (share, 100 * row["bound"])
+                axes.plot(span, [speed] * 2, color="#cccccc", marker="|", zorder=1)
+            policy = row["side"].replace(",", "").split()[0]
+            axes.scatter(share, speed, color=COLOURS[policy], zorder=2)
+            place = {"xytext": (5, 4), "textcoords": "offset points"}
+            axes.annotate(row["side"], (share, speed), **place, fontsize=8)
+        axes.set_xlabel(
+            "answers that differ from those of full, % (grey: up to the certified bound)"
+        )
+        axes.set_ylabel("tokens per second")
+        axes.set_ylim(bottom=0)
+        axes.margins(x=0.1)
+
+    return write_panels(path, title(run), 1, draw, SIZE_INCHES)

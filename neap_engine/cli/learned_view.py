@@ -24,8 +24,8 @@ def print_learned(manifest: Mapping[str, Any]) -> None:
 def learned_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a manifest says about a router's text and figures, and which exits it does without; nothing where it
     does not say it, or in another form."""
-    calibration = _mapping(manifest.get("calibration"))
-    tokens = _mapping(calibration.get("tokens"))
+    calibration = as_mapping(manifest.get("calibration"))
+    tokens = as_mapping(calibration.get("tokens"))
     total, measured = tokens.get("total"), tokens.get("report")
     if isinstance(total, int) and isinstance(measured, int):
         yield f"learned from {total - measured:,} tokens"
@@ -35,16 +35,16 @@ def learned_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
         ]
         if shares:
             yield f"guessed right, of {measured:,} tokens that it did not learn from: {', '.join(shares)}"
-    if briers := list(_briers(_mapping(calibration.get("joint")))):
+    if briers := list(_briers(as_mapping(calibration.get("joint")))):
         what = "Brier score of how sure it is of a guess, 0 is best (in brackets: of one proposer alone)"
         yield f"{what}: {', '.join(briers)}"
-    for name, why in _mapping(calibration.get("left_out")).items():
+    for name, why in as_mapping(calibration.get("left_out")).items():
         yield f"without {name}: {why}"
 
 
 def _briers(joint: Mapping[str, Any]) -> Iterator[str]:
     for situation, words in SITUATIONS.items():
-        figures = _mapping(joint.get(situation))
+        figures = as_mapping(joint.get(situation))
         joint_brier, alone, count = map(figures.get, ("brier", "brier_alone", "positions"))
         if not isinstance(count, int):
             continue
@@ -56,10 +56,11 @@ def _briers(joint: Mapping[str, Any]) -> Iterator[str]:
 
 def _agreements(rungs: Any) -> Iterator[tuple[str, float]]:
     for rung in rungs if isinstance(rungs, list) else ():
-        agreement = _mapping(_mapping(rung).get("figures")).get("agreement")
+        agreement = as_mapping(as_mapping(rung).get("figures")).get("agreement")
         if isinstance(agreement, float):
             yield str(rung.get("name")), agreement
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def as_mapping(value: Any) -> Mapping[str, Any]:
+    """Return a part of a manifest; an empty one where it has another form."""
     return value if isinstance(value, Mapping) else {}

@@ -8,6 +8,7 @@ from neap_client import NeapClient
 from neap_client.router.v1 import router_pb2 as pb
 
 from neap_engine.cli.console import format_time, print_line
+from neap_engine.cli.learned_view import as_mapping
 
 # Enough for a calibration a day over years. A registry with a damaged manifest must not make an endless line.
 MAX_ANCESTORS = 1000
@@ -28,9 +29,9 @@ def ancestry(client: NeapClient, router: pb.RouterVersion) -> Iterator[str]:
     """
     numbers: dict[str, int] | None = None
     for _ in range(MAX_ANCESTORS):
-        spec = _mapping(_calibration(router).get("spec"))
+        spec = as_mapping(_calibration(router).get("spec"))
         yield _describe(router, spec)
-        parent = _mapping(spec.get("parent"))
+        parent = as_mapping(spec.get("parent"))
         if not parent:
             return
         digest = str(parent.get("manifest_digest", ""))
@@ -45,10 +46,10 @@ def ancestry(client: NeapClient, router: pb.RouterVersion) -> Iterator[str]:
 
 def _describe(router: pb.RouterVersion, spec: Mapping[str, Any]) -> str:
     calibration = _calibration(router)
-    tokens = _mapping(calibration.get("tokens")).get("total")
+    tokens = as_mapping(calibration.get("tokens")).get("total")
     said = f"version {router.version}, {format_time(router.create_time)}"
     said += f": {tokens:,} tokens of {_source(spec)}" if isinstance(tokens, int) else ""
-    parent = _mapping(spec.get("parent"))
+    parent = as_mapping(spec.get("parent"))
     if not parent:
         return said
     said += ", added to the next"
@@ -58,14 +59,10 @@ def _describe(router: pb.RouterVersion, spec: Mapping[str, Any]) -> str:
 
 
 def _source(spec: Mapping[str, Any]) -> str:
-    source = _mapping(spec.get("source"))
+    source = as_mapping(spec.get("source"))
     named = source.get("name") or str(source.get("digest", ""))[:19]
     return " ".join(filter(None, (str(source.get("kind", "unknown text")), str(named or ""))))
 
 
 def _calibration(router: pb.RouterVersion) -> Mapping[str, Any]:
-    return _mapping(_mapping(json.loads(router.manifest_json or "{}")).get("calibration"))
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+    return as_mapping(as_mapping(json.loads(router.manifest_json or "{}")).get("calibration"))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from neap_engine.cli.console import Model, RegistryUrl, exit_on_error, print_line
+from neap_engine.cli.console import DataDir, Model, RegistryUrl, exit_on_error, print_line
 from neap_engine.cli.routers import current_user, selector
 from shared.config import make_settings
 from shared.errors import AlreadyExists, Corrupt
@@ -17,15 +17,6 @@ from shared.service_settings import ServiceSettings
 if TYPE_CHECKING:
     from shared.registry.base import PublishedVersion
     from shared.registry.registry import Registry
-
-DataDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--data-dir",
-        help="Data folder of the services. It holds the registry if none is named. "
-        "Default: the user's data folder.",
-    ),
-]
 
 
 @exit_on_error

@@ -6,17 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from neap_engine.cli.console import RegistryUrl, err, exit_on_error, out, print_line
-from neap_engine.cli.tune_view import draw, read_results, sweep_table
+from neap_engine.cli.console import DataDir, RegistryUrl, err, exit_on_error, out, print_line
+from neap_engine.cli.evaluate_view import draw_policies, policy_sweep_table
 from shared.errors import NeapError, Unavailable
 
-MODULE = "neap_engine.tune"
+MODULE = "neap_engine.evaluate"
 # Measured if neither thresholds nor margins are given.
 DEFAULT_THRESHOLDS = (0.99, 0.97, 0.95, 0.9, 0.85, 0.7)
 DEFAULT_MARGINS = (0.1, 0.3, 1.0)
@@ -38,14 +39,6 @@ Model = Annotated[
 ]
 Router = Annotated[
     str, typer.Option("--router", help="Router to measure: a version number or an alias.")
-]
-DataDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--data-dir",
-        help="Data folder of the services. It holds the registry if none is named. "
-        "Default: the user's data folder.",
-    ),
 ]
 
 
@@ -93,24 +86,35 @@ def tune(
     the same command is given again. The settings of a worker that say how a model is loaded are read,
     NEAP_COMPUTE_DTYPE for example.
     """
-    command = [sys.executable, "-m", MODULE, "--model", model, "--router", router]
-    command += ["--prompts", str(prompts), "--results", str(results)]
-    command += ["--max-tokens", str(max_tokens)]
     thresholds, margins = threshold or [], margin or []
     if not thresholds and not margins:
         thresholds, margins = [*DEFAULT_THRESHOLDS], [*DEFAULT_MARGINS]
-    for value in thresholds:
-        command += ["--threshold", str(value)]
-    for value in margins:
-        command += ["--margin", str(value)]
+    command = measuring_command(prompts, model, router, max_tokens, thresholds, margins)
+    command += ["--results", str(results)]
     try:
-        measure(command, variables(registry, data_dir))
+        report = measure(command, variables(registry, data_dir))
     except KeyboardInterrupt:
         err.print(f"interrupted; the same command continues from {results}", markup=False)
         raise typer.Exit(130) from None
-    run, rows = read_results(results, thresholds, margins)
-    out.print(sweep_table(run, rows))
-    out.print(f"wrote {draw(output, run, rows)}", markup=False)
+    run, rows = report["run"], report["rows"]
+    out.print(policy_sweep_table(run, rows))
+    out.print(f"wrote {draw_policies(output, run, rows)}", markup=False)
+
+
+def measuring_command(
+    prompts: Path,
+    model: str,
+    router: str,
+    max_tokens: int,
+    thresholds: Sequence[float],
+    margins: Sequence[float],
+) -> list[str]:
+    command = [sys.executable, "-m", MODULE, "--model", model, "--router", router]
+    command += ["--prompts", str(prompts), "--max-tokens", str(max_tokens)]
+    for flag, values in (("--threshold", thresholds), ("--margin", margins)):
+        for value in values:
+            command += [flag, str(value)]
+    return command
 
 
 def variables(registry: str | None, data_dir: Path | None) -> dict[str, str]:
@@ -120,10 +124,10 @@ def variables(registry: str | None, data_dir: Path | None) -> dict[str, str]:
     return {name: str(value) for name, value in given.items() if value is not None}
 
 
-def measure(command: list[str], variables: dict[str, str]) -> dict[str, Any] | None:
-    """Runs the measuring process and shows its progress. Returns its report, if it gives one. Raises the error that it
-    reports, and `Unavailable` if it dies. SIGTERM acts like Ctrl-C meanwhile: otherwise the process would go on without
-    this one."""
+def measure(command: list[str], variables: dict[str, str]) -> dict[str, Any]:
+    """Runs the measuring process and shows its progress. Returns its report. Raises the error that it reports, and
+    `Unavailable` if it ends without a report. SIGTERM acts like Ctrl-C meanwhile: otherwise the process would go on
+    without this one."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _measured(command, variables)
@@ -131,7 +135,7 @@ def measure(command: list[str], variables: dict[str, str]) -> dict[str, Any] | N
         signal.signal(signal.SIGTERM, before)
 
 
-def _measured(command: list[str], variables: dict[str, str]) -> dict[str, Any] | None:
+def _measured(command: list[str], variables: dict[str, str]) -> dict[str, Any]:
     columns = (TextColumn("measuring"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     error: NeapError | None = None
     report: dict[str, Any] | None = None
@@ -164,8 +168,9 @@ def _measured(command: list[str], variables: dict[str, str]) -> dict[str, Any] |
             raise
     if error is not None:
         raise error
-    if process.returncode:
+    if process.returncode or report is None:
         raise Unavailable(
-            f"the measuring process ended with code {process.returncode}", reason="MEASURING_ENDED"
+            f"the measuring process ended with code {process.returncode}, without a report",
+            reason="MEASURING_ENDED",
         )
     return report

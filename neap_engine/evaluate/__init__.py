@@ -1,2 +1,2 @@
 """Answers prompts in several ways, neap's and others', and compares quality and speed: the measuring process of
-`neap evaluate`."""
+`neap evaluate` and `neap tune`."""

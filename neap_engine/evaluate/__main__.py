@@ -1,4 +1,4 @@
-"""`python -m neap_engine.evaluate`: measures for `neap evaluate`, which shows the results.
+"""`python -m neap_engine.evaluate`: measures for `neap evaluate` and `neap tune`, which show the results.
 
 Registry, data folder, device, dtype, threads and context length are settings of the worker, read from the environment.
 Standard output gets one JSON object per line: {"measured", "total"} after each answer, then {"report": {"run",
@@ -11,16 +11,20 @@ if __name__ == "__main__":  # before anything below imports torch
     size_thread_pools()
 
 import argparse
+import hashlib
+import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from inference_service.published_bounds import bounds_that_hold
-from neap_engine.evaluate.figures import Answer, Row, expected_answers, is_right, row
-from neap_engine.evaluate.sides import Side, in_process, neap
+from neap_engine.evaluate.answers_file import AnswersFile, Key
+from neap_engine.evaluate.figures import UNSCORED, Answer, Row, expected_answers, is_right, row
+from neap_engine.evaluate.prompts import read_prompts
+from neap_engine.evaluate.sides import Side, TimedAnswer, in_process, neap
 from neap_engine.evaluate.thinning import evenly_kept, kept_at_speed, thinned_side
 from neap_engine.evaluate.transformers_sides import (
     EARLY_EXIT,
@@ -30,19 +34,22 @@ from neap_engine.evaluate.transformers_sides import (
     Score,
     transformers_sides,
 )
-from neap_engine.measuring import describe_machine, load_subject, run_process, say
-from neap_engine.tune.prompts import read_prompts
+from neap_engine.measuring import Subject, describe_machine, load_subject, run_process, say
 from shared.engine.engine import Engine
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.risk import PublishedRisk
+from shared.ladder.risk import PublishedRisk, Setting
 from shared.model.loaded import LoadedModel
 
 FULL: Final = "full"
 EXACT: Final = "exact"
 # Prompts by which the speed of exact is estimated before the number of layers to skip is chosen.
 PILOT_PROMPTS = 3
+# Each side first answers the beginning of a prompt, because that touches memory pages.
+WARM_UP_TOKENS = 8
 OTHERS = (GENERATE, LOOKUP, EARLY_EXIT, TIDE)
+
+Prompts = Sequence[tuple[int, ...]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,63 +63,126 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, metavar="ID=SOURCE")
     parser.add_argument("--router", default="latest", help="a version number or an alias")
     parser.add_argument("--prompts", required=True, type=Path)
+    parser.add_argument("--threshold", type=float, action="append", default=[])
     parser.add_argument("--margin", type=float, action="append", default=[])
     parser.add_argument("--layers", type=int)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="measure the depth policies alone; keep all answers in this file, and continue from it",
+    )
     return parser.parse_args(argv)
+
+
+@dataclass(frozen=True)
+class Others:
+    """Sides other than neap's; `score`, which says what the full model thinks of (prompt, answer); and why sides are
+    missing, by name."""
+
+    sides: Mapping[str, Side] = field(default_factory=dict)
+    score: Callable[[list[int], list[int]], Score] = lambda prompt, answer: UNSCORED
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def run(options: argparse.Namespace) -> None:
     """Measures, and says the report. Raises `NeapError`."""
-    policies = engine_policies(options.margin)
+    policies = engine_policies(options.threshold, options.margin)
     subject = load_subject(options.model, options.router)
-    loaded, ladder, published = subject.loaded, subject.ladder, subject.published
+    prompts = read_prompts(options.prompts, subject.loaded)
+    bounds = bounds_that_hold(subject.published.manifest, subject.loaded)
+    description = described(subject, prompts, options.max_tokens, bounds)
+    answers: MutableMapping[Key, TimedAnswer] = {}
+    if options.results is not None:
+        answers = AnswersFile(options.results, description)
+    with ExitStack() as stack:
+        engine = stack.enter_context(Engine(subject.loaded, subject.ladder))
+        engine.warm_up()
+
+        def engine_sides(max_tokens: int) -> dict[str, Side]:
+            return {
+                name: neap(engine, policy, subject.ladder, max_tokens)
+                for name, policy in policies.items()
+            }
+
+        own, others = engine_sides(options.max_tokens), Others()
+        if options.results is None:
+            others = other_sides(stack, subject, own, prompts, options)
+        sides = {**own, **others.sides}
+        measure(sides, {**engine_sides(WARM_UP_TOKENS), **others.sides}, prompts, answers)
+        judged = judge(others.score, subject.loaded, expected_answers(options.prompts))
+        by_side = {
+            name: [judged(number, ids, answers[number, name]) for number, ids in enumerate(prompts)]
+            for name in sides
+        }
+    rows = [
+        row(name, of_side, by_side[FULL], *certified(bounds, policies.get(name)))
+        for name, of_side in by_side.items()
+    ]
+    rows += [Row(name, f"not measured: {why}") for name, why in others.refused.items()]
+    say(report={"run": description, "rows": [asdict(one) for one in rows]})
+
+
+def engine_policies(
+    thresholds: Sequence[float], margins: Sequence[float]
+) -> dict[str, DepthPolicy]:
+    """The depth policies to compare, by name: relaxed at each threshold and at each margin, the safest first.
+    Raises `InvalidInput`."""
+    relaxed = {
+        f"relaxed {t:g}": DepthPolicy("relaxed", threshold=t)
+        for t in sorted(set(thresholds), reverse=True)
+    }
+    relaxed |= {
+        f"relaxed, margin {m:g}": DepthPolicy("relaxed", margin=m) for m in sorted(set(margins))
+    }
+    return {FULL: DepthPolicy(FULL), EXACT: DepthPolicy(EXACT), **relaxed}
+
+
+def described(
+    subject: Subject, prompts: Prompts, max_tokens: int, bounds: Mapping[Setting, PublishedRisk]
+) -> dict[str, Any]:
+    """What answers depend on. `bound_tokens`: the first tokens of an answer that all bounds cover; None for all."""
+    covered = [risk.num_tokens for risk in bounds.values() if risk.num_tokens is not None]
+    return {
+        "model_id": subject.loaded.model_id,
+        "fingerprint": subject.loaded.fingerprint,
+        "router_version": subject.published.version,
+        "router_digest": subject.published.manifest_digest,
+        "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+        "num_prompts": len(prompts),
+        "max_tokens": max_tokens,
+        "bound_tokens": min(covered, default=None),
+        "machine": describe_machine(subject.loaded),
+    }
+
+
+def other_sides(
+    stack: ExitStack,
+    subject: Subject,
+    own: Mapping[str, Side],
+    prompts: Prompts,
+    options: argparse.Namespace,
+) -> Others:
+    """Starts the processes of the other sides, which end with `stack`. Raises `InvalidInput`."""
+    loaded, max_tokens = subject.loaded, options.max_tokens
     if options.layers is not None and not 2 <= options.layers < loaded.num_layers:
         raise InvalidInput(
             f"--layers must be between 2 and {loaded.num_layers - 1}, because the model has {loaded.num_layers}"
         )
-    prompts = read_prompts(options.prompts, loaded)
-    if max(map(len, prompts)) + options.max_tokens > loaded.context_length:
+    if max(map(len, prompts)) + max_tokens > loaded.context_length:
         raise InvalidInput("a prompt and its answer do not fit into the context")
-    notes = certified(bounds_that_hold(published.manifest, loaded).get("margin"), policies)
-    with ExitStack() as stack:
-        engine = stack.enter_context(Engine(loaded, ladder, prefix_cache_bytes=0))
-        engine.warm_up()
-        others = stack.enter_context(
-            in_process(transformers_sides, subject.source, subject.load_options, options.max_tokens)
-        )
-        sides: dict[str, Side] = {
-            name: neap(engine, policy, ladder, options.max_tokens)
-            for name, policy in policies.items()
-        }
-        num_kept = options.layers or kept_at_speed(loaded, speed_up(sides, prompts[:PILOT_PROMPTS]))
-        kept = evenly_kept(loaded.num_layers, num_kept)
-        sides[f"{len(kept)} of {loaded.num_layers} layers"] = stack.enter_context(
-            in_process(thinned_side, subject.source, subject.load_options, kept, options.max_tokens)
-        )
-        refused = others("refusals")
-        sides |= {name: asking(others, name) for name in OTHERS if name not in refused}
-        for side in sides.values():  # touches memory pages
-            side(list(prompts[0][:8]))
-        answers = measure(sides, prompts, judge(others, loaded, expected_answers(options.prompts)))
-    rows = [row(name, own, answers[FULL], notes.get(name, "")) for name, own in answers.items()]
-    rows += [Row(name, f"not measured: {why}") for name, why in refused.items()]
-    description = {
-        "model_id": loaded.model_id,
-        "router_version": published.version,
-        "num_prompts": len(prompts),
-        "max_tokens": options.max_tokens,
-        "machine": describe_machine(loaded),
-    }
-    say(report={"run": description, "rows": [asdict(one) for one in rows]})
-
-
-def engine_policies(margins: Sequence[float]) -> dict[str, DepthPolicy]:
-    """The depth policies to compare, by name. Raises `InvalidInput`."""
-    relaxed = {
-        f"relaxed, margin {m:g}": DepthPolicy("relaxed", margin=m) for m in sorted(set(margins))
-    }
-    return {FULL: DepthPolicy(FULL), EXACT: DepthPolicy(EXACT), **relaxed}
+    model = subject.source, subject.load_options
+    others = stack.enter_context(in_process(transformers_sides, *model, max_tokens))
+    num_kept = options.layers or kept_at_speed(loaded, speed_up(own, prompts[:PILOT_PROMPTS]))
+    kept = evenly_kept(loaded.num_layers, num_kept)
+    thinned = stack.enter_context(in_process(thinned_side, *model, kept, max_tokens))
+    refused = others("refusals")
+    sides = {name: asking(others, name) for name in OTHERS if name not in refused}
+    return Others(
+        {f"{len(kept)} of {loaded.num_layers} layers": thinned, **sides},
+        lambda prompt, answer: others(("score", prompt, answer)),
+        refused,
+    )
 
 
 def asking(others: Callable[[Any], Any], name: str) -> Side:
@@ -120,17 +190,7 @@ def asking(others: Callable[[Any], Any], name: str) -> Side:
     return lambda ids: others((name, ids, []))
 
 
-def certified(risk: PublishedRisk | None, policies: Mapping[str, DepthPolicy]) -> dict[str, str]:
-    """What is certified for the margins, by side."""
-    notes = {}
-    for name, policy in policies.items():
-        if policy.margin is not None:
-            bound = risk.epsilon_at(policy.margin) if risk is not None else None
-            notes[name] = f"certified: {bound:.1%} differ" if bound else "not certified"
-    return notes
-
-
-def speed_up(sides: Mapping[str, Side], prompts: Sequence[tuple[int, ...]]) -> float:
+def speed_up(sides: Mapping[str, Side], prompts: Prompts) -> float:
     """How many times as fast exact is as full."""
     runs = {name: [sides[name](list(ids)) for ids in prompts] for name in (FULL, EXACT)}
     full, exact = (
@@ -140,16 +200,37 @@ def speed_up(sides: Mapping[str, Side], prompts: Sequence[tuple[int, ...]]) -> f
     return max(exact / max(full, 1e-9), 1.0)
 
 
+def measure(
+    sides: Mapping[str, Side],
+    warm_up: Mapping[str, Side],
+    prompts: Prompts,
+    answers: MutableMapping[Key, TimedAnswer],
+) -> None:
+    """Adds what is missing to `answers`. All sides take turns on a prompt, in an order that rotates, so that what
+    disturbs the machine meets all of them. The sides of `warm_up` answer before."""
+    names = list(sides)
+    shifted = [(number, number % len(names)) for number in range(len(prompts))]
+    order = [(number, name) for number, by in shifted for name in names[by:] + names[:by]]
+    missing = [key for key in order if key not in answers]
+    for side in warm_up.values() if missing else ():
+        side(list(prompts[0][:8]))
+    for left, (number, name) in zip(range(len(missing) - 1, -1, -1), missing, strict=True):
+        answers[number, name] = sides[name](list(prompts[number]))
+        say(measured=len(order) - left, total=len(order))
+
+
 def judge(
-    reference: Callable[[Any], Any], loaded: LoadedModel, expected: Sequence[str | None]
-) -> Callable[[int, Sequence[int], Any], Answer]:
+    score: Callable[[list[int], list[int]], Score],
+    loaded: LoadedModel,
+    expected: Sequence[str | None],
+) -> Callable[[int, Sequence[int], TimedAnswer], Answer]:
     """A function that judges the answer to a prompt by the full model and by what is expected."""
     scores: dict[tuple[int, tuple[int, ...]], Score] = {}
 
-    def judged(number: int, prompt: Sequence[int], run: Any) -> Answer:
+    def judged(number: int, prompt: Sequence[int], run: TimedAnswer) -> Answer:
         key = number, run.token_ids
         if key not in scores:
-            scores[key] = reference(("score", list(prompt), list(run.token_ids)))
+            scores[key] = score(list(prompt), list(run.token_ids))
         text = ""
         if loaded.tokenizer is not None:
             text = str(loaded.tokenizer.decode(list(run.token_ids), skip_special_tokens=True))
@@ -158,21 +239,16 @@ def judge(
     return judged
 
 
-def measure(
-    sides: Mapping[str, Side],
-    prompts: Sequence[tuple[int, ...]],
-    judged: Callable[[int, Sequence[int], Any], Answer],
-) -> dict[str, list[Answer]]:
-    """All sides take turns on a prompt, in an order that rotates, so that what disturbs the machine meets all of
-    them."""
-    names = list(sides)
-    answers: dict[str, list[Answer]] = {name: [] for name in names}
-    for number, prompt in enumerate(prompts):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            answers[name].append(judged(number, prompt, sides[name](list(prompt))))
-            say(measured=sum(map(len, answers.values())), total=len(names) * len(prompts))
-    return answers
+def certified(
+    bounds: Mapping[Setting, PublishedRisk], policy: DepthPolicy | None
+) -> tuple[str, float | None]:
+    """What is certified for a policy, in words, and the share of answers that may differ; nothing but for relaxed."""
+    if policy is None or policy.name != "relaxed":
+        return "", None
+    risk = bounds.get(policy.setting)
+    value = policy.threshold if policy.margin is None else policy.margin
+    bound = risk.epsilon_at(value) if risk is not None else None
+    return f"certified: {bound:.1%} differ" if bound else "not certified", bound
 
 
 if __name__ == "__main__":

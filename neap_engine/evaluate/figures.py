@@ -15,6 +15,8 @@ from neap_engine.evaluate.transformers_sides import Score
 
 RESAMPLES = 4000
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# Of an answer of which the full model is not asked.
+UNSCORED = Score((), 0)
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Row:
     model's choice after what precedes them. `perplexity`: of the answers under the full model. `num_right` of
     `num_checkable` answers end with the number that is expected; `lost_low` to `lost_high`: 95 % bootstrap interval of
     the share that is right in the first side and not in this one, less the reverse. `note`: why a side has no figures,
-    or what is certified.
+    or what is certified; `bound`: the certified share of answers that may differ from those of full.
     """
 
     side: str
@@ -49,9 +51,17 @@ class Row:
     lost_high: float = 0.0
     tokens_per_s: float = 0.0
     layers_per_token: float = 0.0
+    tokens_per_pass: float = 0.0
+    bound: float | None = None
 
 
-def row(side: str, answers: Sequence[Answer], baseline: Sequence[Answer], note: str = "") -> Row:
+def row(
+    side: str,
+    answers: Sequence[Answer],
+    baseline: Sequence[Answer],
+    note: str = "",
+    bound: float | None = None,
+) -> Row:
     runs, scores = [one.run for one in answers], [one.score for one in answers]
     nats = [nat for score in scores for nat in score.nats]
     num_decoded, seconds = sum(run.num_decoded for run in runs), sum(run.decode_s for run in runs)
@@ -70,6 +80,8 @@ def row(side: str, answers: Sequence[Answer], baseline: Sequence[Answer], note: 
         *lost(answers, baseline),
         num_decoded / seconds if seconds else 0.0,
         sum(run.layer_executions for run in runs) / max(num_decoded, 1),
+        num_decoded / max(sum(run.verify_passes for run in runs), 1),
+        bound,
     )
 
 

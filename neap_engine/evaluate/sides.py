@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from shared.engine.engine import Engine
-from shared.engine.request.request import GenerationRequest, StoppingParams, TokenChunk
+from shared.engine.request.request import Finished, TokenChunk
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.rpc.logs import configure_logging
@@ -44,30 +44,26 @@ Side = Callable[[list[int]], TimedAnswer]
 
 
 def neap(engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens: int) -> Side:
-    """A `Side` that answers with the engine, greedily."""
+    """A `Side` that answers with the engine, greedily, as far as the context has room."""
 
     def run(ids: list[int]) -> TimedAnswer:
-        request = GenerationRequest(
-            tuple(ids), stopping=StoppingParams(max_tokens=max_tokens), policy=policy
-        )
+        room = engine.loaded.context_length - len(ids)
         start = time.perf_counter()
-        tokens: list[int] = []
-        for event in engine.submit(request, ladder).events():
-            if isinstance(event, TokenChunk):
-                tokens += [token.token_id for token in event.tokens]
-            else:
-                depth = event.depth
-                return TimedAnswer(
-                    tuple(tokens),
-                    event.decode_s,
-                    time.perf_counter() - start,
-                    depth.num_layer_executions,
-                    depth.num_drafted,
-                    depth.num_accepted,
-                    depth.num_verify_passes,
-                    depth.num_relaxed,
-                )
-        raise AssertionError("the generation ended without a result")
+        handle = engine.submit(ids, ladder, policy=policy, max_tokens=min(max_tokens, room))
+        *events, finished = handle.events()
+        assert isinstance(finished, Finished)
+        chunks = [event for event in events if isinstance(event, TokenChunk)]
+        depth = finished.depth
+        return TimedAnswer(
+            tuple(token.token_id for chunk in chunks for token in chunk.tokens),
+            finished.decode_s,
+            time.perf_counter() - start,
+            depth.num_layer_executions,
+            depth.num_drafted,
+            depth.num_accepted,
+            depth.num_verify_passes,
+            depth.num_relaxed,
+        )
 
     return run
 

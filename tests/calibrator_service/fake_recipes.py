@@ -58,7 +58,8 @@ def run(
         raise RuntimeError("secret detail")
     if behaviour == "no-model":
         raise NotFound(
-            f"there is no model at {config.service.models['tiny']}", reason="MODEL_NOT_FOUND"
+            f"there is no model at {config.settings.sources['tiny'].source}",
+            reason="MODEL_NOT_FOUND",
         )
     if behaviour == "unsupported":
         raise UnsupportedModel("no decoder layers were found")

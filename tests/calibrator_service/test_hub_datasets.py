@@ -9,9 +9,10 @@ from datasets import packaged_modules
 from calibrator_service.calibration.spec import CalibrationSpec, HubDataset
 from calibrator_service.hub_datasets import check_allowed, check_hub_dataset, is_public_only
 from calibrator_service.job import JobState
-from calibrator_service.process_config import ProcessConfig, ServiceConfig
+from calibrator_service.process_config import ProcessConfig
 from calibrator_service.worker_process import run_job
 from shared.errors import InvalidInput
+from shared.service_settings import CalibratorSettings
 
 PATHS = [
     *("", ".", "..", "/etc", "/etc/passwd", "./data", "../data", "data/../x", "~", "~/data"),
@@ -74,8 +75,8 @@ def test_only_allowed_datasets_are_read():
 )
 def test_a_job_checks_its_dataset_again(tmp_path, name, allowed, reason):
     """Another version of the service or other settings may have created the job."""
-    service = ServiceConfig({"tiny": "/a"}, "", hub_datasets=allowed)
+    settings = CalibratorSettings(hub_datasets=allowed)
     spec = CalibrationSpec("tiny", HubDataset(name))
     link: Any = SimpleNamespace(progress=lambda _: None)
-    ended = run_job(ProcessConfig("cal-1", 1, 1, spec, tmp_path, service), link)
+    ended = run_job(ProcessConfig("cal-1", 1, 1, spec, tmp_path, settings), link)
     assert (ended.state, ended.reason) == (JobState.FAILED, reason)

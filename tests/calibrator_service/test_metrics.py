@@ -8,9 +8,10 @@ from neap_client.calibration.v1 import calibration_pb2 as pb
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.job import Ended, JobState
 from calibrator_service.metrics import CalibratorMetrics
-from calibrator_service.process_config import JobFolder, ServiceConfig
+from calibrator_service.process_config import JobFolder
 from calibrator_service.supervisor import Supervisor
 from shared.errors import Exhausted
+from shared.service_settings import CalibratorSettings
 from tests.exported_metrics import scraped
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
@@ -44,7 +45,7 @@ def test_a_service_counts_the_outcomes_of_its_jobs(start_service):
 
 def test_an_unreadable_store_hides_only_its_own_metrics(tmp_path, monkeypatch):
     metrics = CalibratorMetrics()
-    supervisor = Supervisor(JobFolder(tmp_path), ServiceConfig({}, ""), metrics=metrics)
+    supervisor = Supervisor(JobFolder(tmp_path), CalibratorSettings(), metrics=metrics)
 
     def full() -> None:
         raise Exhausted("full", reason="DISK_FULL")
@@ -58,7 +59,7 @@ def test_an_unreadable_store_hides_only_its_own_metrics(tmp_path, monkeypatch):
 
 def test_the_document_explains_every_metric_and_its_labels(tmp_path):
     metrics = CalibratorMetrics()
-    supervisor = Supervisor(JobFolder(tmp_path), ServiceConfig({"tiny": ""}, ""), metrics=metrics)
+    supervisor = Supervisor(JobFolder(tmp_path), CalibratorSettings(), metrics=metrics)
     job = supervisor.store.create("one", SPEC, [], max_queued=9)
     assert supervisor.store.claim() is not None
     ended = Ended(JobState.FAILED, "BECAUSE", "of that")

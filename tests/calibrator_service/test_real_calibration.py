@@ -21,12 +21,13 @@ from calibrator_service.calibration import plan
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.calibration.statistics import Statistics, read_statistics
 from calibrator_service.convert import spec_from_proto
-from calibrator_service.process_config import ModelOptions, ProcessConfig, ServiceConfig
+from calibrator_service.process_config import ProcessConfig
 from neap_engine.cli.main import app
 from shared.errors import Cancelled, InvalidInput, UnsupportedModel
 from shared.ladder.artefact import unpack_ladder
 from shared.ladder.blob_names import STATISTICS_BLOB
 from shared.registry.factory import open_registry
+from shared.service_settings import CalibratorSettings
 from tests.calibrator_service.conftest import Service
 from tests.families import VOCABULARY_SIZE, build_family
 from tests.registry_damage import content_path
@@ -59,13 +60,13 @@ def run(
     source: Path,
     spec: CalibrationSpec,
     work_dir: Path,
-    options: ModelOptions = ModelOptions(),  # noqa: B008
     *,
     stop: bool = False,
+    **options: str,
 ) -> recipe.Product:
     """The work of a job, in this process."""
-    service = ServiceConfig({"tiny": str(source)}, "", options=options)
-    config = ProcessConfig("cal-1", 1, 1, spec, work_dir, service)
+    settings = CalibratorSettings(models=f"tiny={source}", **options)
+    config = ProcessConfig("cal-1", 1, 1, spec, work_dir, settings)
     return recipe.run(config, None, lambda _: None, lambda: stop)
 
 
@@ -156,8 +157,8 @@ def test_a_request_without_limits_gets_the_quick_budget(model_folder, tmp_path, 
 
 def test_products_are_rounded_as_the_settings_say(model_folder, tmp_path):
     spec = CalibrationSpec("tiny", SelfGenerated(max_new_tokens=24), max_tokens=2000)
-    options = ModelOptions(dtype="bfloat16", compute_dtype="bfloat16")
-    manifest = run(model_folder, spec, tmp_path, options).manifest
+    formats = {"dtype": "bfloat16", "compute_dtype": "bfloat16"}
+    manifest = run(model_folder, spec, tmp_path, **formats).manifest
     risk = manifest.get("risk") or manifest["calibration"]["risk"]
     assert risk["engine"]["compute_dtype"] == "bfloat16"
 

@@ -11,16 +11,17 @@ from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.job import Job, JobState, Problem
 from calibrator_service.jobs import MAX_RESUMES, JobStore
-from calibrator_service.process_config import JobFolder, ServiceConfig
+from calibrator_service.process_config import JobFolder
 from calibrator_service.supervisor import Supervisor
 from shared.errors import Exhausted
+from shared.service_settings import CalibratorSettings
 from tests.waiting import wait_until
 
 SPEC = CalibrationSpec("tiny", SelfGenerated())
 
 
 def supervisor_of(folder: Path) -> Supervisor:
-    return Supervisor(JobFolder(folder), ServiceConfig({"tiny": "/a"}, f"file://{folder}/registry"))
+    return Supervisor(JobFolder(folder), CalibratorSettings(models="tiny=/a", data_dir=folder))
 
 
 @pytest.fixture
@@ -119,8 +120,8 @@ def test_records_and_logs_of_old_jobs_are_removed(tmp_path):
     for name in (kept.calibration_id, old.calibration_id, "cal-unknown"):
         folder.log(name).write_text("what happened")
     first.stop()
-    config = ServiceConfig({}, "", job_retention_s=1e-6)
-    Supervisor(folder, config).stop()
+    settings = CalibratorSettings(data_dir=tmp_path, job_retention_days=1e-11)
+    Supervisor(folder, settings).stop()
     assert list(folder.log_root.iterdir()) == [folder.log(kept.calibration_id)]
     store = JobStore(folder.store)
     assert store.states() == {kept.calibration_id: "queued"}

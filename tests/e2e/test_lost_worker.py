@@ -72,66 +72,6 @@ def _waiting_at_the_crowded(client, log):
     raise AssertionError("no call reached the worker whose places are taken")
 
 
-def _use_both(client, *logs):
-    """Makes calls until each worker has answered one. From then on the client shares its calls in turn."""
-
-    def answered(log):
-        return any(name == "neap_request_success_total" for name, *_ in scraped(log))
-
-    wait_until(lambda: list(client.generate(request_of(1))) and all(map(answered, logs)))
-
-
-@contextmanager
-def _two_workers(folder, tmp_path, *flags):
-    """(process of the first, client of both, streams of both), all streams begun."""
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-    with (
-        _measured_worker(folder, tmp_path / "one", *flags) as (process, address, log),
-        _measured_worker(folder, tmp_path / "other") as (_, other, other_log),
-        NeapClient(f"ipv4:{address},{other}", num_attempts=9, has_affinity=False) as client,
-    ):
-        _ready(address)
-        _ready(other)
-        _use_both(client, log, other_log)
-        streams = [client.generate(request_of(1500, sampling=SAMPLED)) for _ in range(6)]
-        for stream in streams:
-            while len(stream.token_ids) < 5:
-                next(stream)
-        yield process, client, streams
-
-
-def _check_all_go_on(client, streams):
-    """Every stream ends as one that nobody interrupted, and some were."""
-    threads = [threading.Thread(target=list, args=(stream,)) for stream in streams]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    whole = client.answer(request_of(1500, sampling=SAMPLED))
-    for stream in streams:
-        answer = stream.answer()
-        assert (answer.token_ids, answer.text) == (whole.token_ids, whole.text)
-        assert answer.usage.num_completion_tokens == 1500
-        assert not any(one.continued_inexactly for one in answer.resumptions)
-    assert any(stream.resumptions for stream in streams)
-
-
-def test_killed_in_mid_stream_another_worker_goes_on(folder, tmp_path):
-    with _two_workers(folder, tmp_path) as (process, client, streams):
-        process.kill()
-        _check_all_go_on(client, streams)
-
-
-def test_a_worker_that_stops_waits_for_no_answer_that_goes_on_elsewhere(folder, tmp_path):
-    flags = ("--grace-s", "1", "--drain-timeout-s", "3600")
-    with _two_workers(folder, tmp_path, *flags) as (process, client, streams):
-        process.terminate()
-        # Nobody reads on: it is not the end of the answers that lets it stop.
-        assert process.wait(60) == 0
-        _check_all_go_on(client, streams)
-
-
 def test_killed_before_the_first_token_another_worker_takes_over(folder, tmp_path):
     with (
         _measured_worker(folder, tmp_path) as (process, address, log),

@@ -18,14 +18,11 @@ from calibrator_service.calibration.training.confidence import exit_samples
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.tables import labelled_positions
 from shared.ladder.ladder import Ladder
-from shared.ladder.rungs import SUCCESSOR, SUFFIX, exit_name
-from shared.ladder.table_proposer import TableProposer, lookup_evidence
+from shared.ladder.rungs import SUCCESSOR, SUFFIX
+from shared.ladder.table_proposer import lookup_evidence
 
 log = structlog.get_logger("neap.calibration")
 
-# Simulated limits on the table rungs' drafts per verify pass, and the probability from which on a draft is made.
-DRAFT_LIMITS = (1, 3, 5)
-MIN_DRAFT_PROBABILITY = 0.3
 # Figures from fewer positions of the report split than this prove nothing.
 LEAST_POSITIONS = 50
 # Samples per call of a confidence head.
@@ -47,23 +44,18 @@ def held_out_report(
     for name, figures in along_chains.items():
         log.info("agreement along chains", rung=name, **figures)
         rungs[name] |= figures
-    simulated = tokens_per_pass(ladder, held_out)
     for name, figure in rungs.items():
         for key, value in figure.items():
             if isinstance(value, float | int):
                 run.figures[f"{name}.{key}"] = value
-    run.figures.update(simulated)
     run.report("evaluating", 0.99)
     choices = np.concatenate([s.choices[s.first :] for s in held_out])
     is_covered = vocabulary.lookup[torch.from_numpy(choices)] >= 0
     return {
         "rungs": rungs,
         "commonest_token": float(np.bincount(choices).max() / len(choices)),
-        "simulated": simulated,
         "tokens": {**material.num_tokens, "total": sum(material.num_tokens.values())},
         "draft_vocabulary_coverage": float(is_covered.float().mean()),
-        "successor_entries": ladder.ngrams.num_entries if ladder.ngrams else 0,
-        "depths": [exit_name(depth) for depth in run.plan.depths],
         "left_out": dict(run.plan.left_out),
     }
 
@@ -96,46 +88,6 @@ def table_figures(
         for name, (probability, agreed) in found.items()
         if name in ladder.rung_names
     }
-
-
-def tokens_per_pass(ladder: Ladder, sequences: Sequence[LabelledSequence]) -> dict[str, float]:
-    """Simulated decoding with the table rungs alone: tokens per verify pass with at most 1, 3 and 5 drafts in one
-    chain."""
-    figures = {}
-    for limit in DRAFT_LIMITS:
-        num_tokens = num_passes = 0
-        for sequence in sequences:
-            tokens = sequence.tokens.tolist()
-            if not _is_greedy(sequence):
-                continue  # the model would have continued differently
-            drafter = TableProposer(ladder, tokens[: sequence.first + 1])
-            settled = sequence.first
-            while settled + 1 < len(tokens):
-                drafted: list[int] = []
-                while len(drafted) < limit and settled + len(drafted) + 1 < len(tokens):
-                    draft = drafter.best(drafted)
-                    if draft is None or draft.probability < MIN_DRAFT_PROBABILITY:
-                        break
-                    drafted.append(draft.token)
-                num_right = 0
-                while (
-                    num_right < len(drafted)
-                    and drafted[num_right] == tokens[settled + 1 + num_right]
-                ):
-                    num_right += 1
-                num_final = min(num_right + 1, len(tokens) - settled - 1)
-                drafter.append(tokens[settled + 1 : settled + 1 + num_final])
-                settled += num_final
-                num_tokens, num_passes = num_tokens + num_final, num_passes + 1
-        if num_passes:
-            figures[f"rung0.tokens_per_pass_{limit}"] = num_tokens / num_passes
-    return figures
-
-
-def _is_greedy(sequence: LabelledSequence) -> bool:
-    """Whether every token that a choice is known for is that choice."""
-    first = sequence.first
-    return bool((sequence.choices[first:-1] == sequence.tokens[first + 1 :]).all())
 
 
 def exit_figures(

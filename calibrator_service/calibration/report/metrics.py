@@ -57,13 +57,9 @@ def auc(probability: Floats, agreed: npt.NDArray[np.bool_]) -> float:
 def calibration_error(probability: Floats, agreed: npt.NDArray[np.bool_]) -> float:
     """Expected calibration error: mean difference of probability and share of agreement over the bins, weighted by
     their size."""
-    which = np.minimum((probability * NUM_BINS).astype(int), NUM_BINS - 1)
-    error = 0.0
-    for b in range(NUM_BINS):
-        members = which == b
-        if members.any():
-            error += members.mean() * abs(probability[members].mean() - agreed[members].mean())
-    return float(error)
+    bins = reliability(probability, agreed)
+    errors = (one["count"] * abs(one["probability"] - one["agreement"]) for one in bins)
+    return sum(errors) / max(len(agreed), 1)
 
 
 def reliability(probability: Floats, agreed: npt.NDArray[np.bool_]) -> list[dict[str, float]]:

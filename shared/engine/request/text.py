@@ -1,6 +1,7 @@
 """Converts token ids to text incrementally. Returns whole characters only, and no part of a stop string."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,8 +21,12 @@ class Detokenizer:
         tokenizer: PreTrainedTokenizerBase | None,
         shown_special_ids: Collection[int] = (),
     ) -> None:
-        self._tokenizer = tokenizer
-        self._skips_special = not shown_special_ids
+        # transformers takes ten times as long around the same call of the tokenizer.
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._options: dict[str, bool] = {"skip_special_tokens": not shown_special_ids}
+        if backend is None:
+            self._options["clean_up_tokenization_spaces"] = False
+        self._tokenizer: Any = backend or tokenizer
         self._hidden_ids: set[int] = set()
         if tokenizer is not None and shown_special_ids:
             added = tokenizer.added_tokens_decoder.items()
@@ -68,13 +73,8 @@ class Detokenizer:
     def _decode(self, ids: Sequence[int]) -> str:
         if self._tokenizer is None or not ids:
             return ""
-        text = self._tokenizer.decode(
-            [token_id for token_id in ids if token_id not in self._hidden_ids],
-            skip_special_tokens=self._skips_special,
-            clean_up_tokenization_spaces=False,
-        )
-        assert isinstance(text, str)
-        return text
+        shown = [token_id for token_id in ids if token_id not in self._hidden_ids]
+        return str(self._tokenizer.decode(shown, **self._options))
 
 
 class StopStrings:

@@ -36,7 +36,7 @@ SPEC = CalibrationSpec(
 def assert_same_but_for_rounding(found: CalibrationResult, expected: CalibrationResult) -> None:
     """States from the engine that wrote a text and from a pass over it differ in their last bits, and so do heads that
     learned from them."""
-    for name in ("tokens", "simulated", "successor_entries", "draft_vocabulary_coverage"):
+    for name in ("tokens", "draft_vocabulary_coverage"):
         assert found.report[name] == expected.report[name], name
     ours, theirs = found.ladder, expected.ladder
     assert ours.rung_names == theirs.rung_names
@@ -73,7 +73,6 @@ def test_every_rung_learns(finished):
         if name in ("suffix", "successor"):  # an exit's confidence head has a few hundred samples
             assert figures["router_brier"] < 0.1
             assert figures["router_ece"] < 0.1
-    assert result.report["simulated"]["rung0.tokens_per_pass_5"] > 2
     assert result.report["draft_vocabulary_coverage"] > 0.95
     tokens = result.report["tokens"]
     assert tokens["heads"] > tokens["routers"] > 0 < tokens["report"]
@@ -365,7 +364,6 @@ def test_a_model_that_cannot_have_exits_gets_the_tables_and_the_reason(tmp_path)
     spec = CalibrationSpec(source=AnswerFile(str(path)), max_tokens=1000)
     result = calibrate(loaded, spec)
     assert result.ladder.rung_names == ("suffix", "successor")
-    assert result.report["depths"] == []
     assert "reads states of width" in result.report["left_out"]["depth-0"]
     manifest, blobs = pack_ladder(result.ladder, result.report)
     ladder = unpack_ladder(manifest, blobs)

@@ -13,9 +13,9 @@ from safetensors.torch import load, save
 
 from calibrator_service.calibration import statistics as module
 from calibrator_service.calibration.states.moments import Moments, MomentsLayout
+from calibrator_service.calibration.states.ngram_builder import NgramTableBuilder
 from calibrator_service.calibration.statistics import Statistics, read_statistics, tokenizer_digest
 from shared.errors import Corrupt, PreconditionFailed, RouterMismatch
-from shared.ladder.ngram_builder import NgramTableBuilder
 from shared.model.loaded import LoadedModel
 
 LAYOUT = MomentsLayout(hidden_size=4, depth=0, kept_depths=(0, 2))

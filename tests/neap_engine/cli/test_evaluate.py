@@ -6,7 +6,7 @@ import sys
 
 from rich.console import Console
 
-from neap_engine.cli import evaluate
+from neap_engine.cli import evaluate, tune
 from neap_engine.cli.evaluate_view import evaluation_table
 
 RUN = {
@@ -79,7 +79,7 @@ def test_the_command_shows_a_table_and_writes_csv_and_picture(neap, monkeypatch,
 
 
 def test_a_process_without_a_report_is_an_error(neap, monkeypatch):
-    monkeypatch.setattr(evaluate, "measure", lambda *_: None)
+    monkeypatch.setattr(tune, "MODULE", "string")
     result = neap("evaluate", "prompts.jsonl", "--model", "tiny=/m")
     assert result.exit_code == 1
     assert "MEASURING_ENDED" in result.stderr

@@ -1,5 +1,5 @@
-"""The measuring process of `neap evaluate`, with all its processes in the test's, on a tiny model and a registry in a
-folder."""
+"""The measuring process of `neap evaluate` and `neap tune`, with all its processes in the test's, on a tiny model and a
+registry in a folder."""
 
 import json
 from collections.abc import Iterator
@@ -11,13 +11,21 @@ import pytest
 
 from neap_engine.evaluate import __main__ as evaluate
 from shared.ladder.artefact import pack_ladder
-from shared.ladder.policy import DepthPolicy
 from shared.model.load import load_model
 from shared.registry.factory import open_registry
 from tests.random_ladder import random_ladder
 from tests.worker import save_model
 
 PROMPTS = [{"prompt": "hello hello he", "answer": "so 7"}, {"prompt": "in the thin"}]
+RISK = {
+    "loss": "generation_differs",
+    "engine": {"dtype": "float32", "device": "cpu"},
+    "delta": 0.05,
+    "num_prompts": 400,
+    "max_new_tokens": 128,
+    "bounds": [{"threshold": 0.95, "epsilon": 0.1}],
+}
+MARGIN_RISK = {**RISK, "max_new_tokens": 64, "bounds": [{"margin": 0.5, "epsilon": 0.2}]}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +34,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     source = save_model(folder / "model")
     ladder = random_ladder(load_model(source, model_id="tiny"), 0, agreement=0.9)
     registry = open_registry(str(folder / "registry"))
-    registry.publish("tiny", *pack_ladder(ladder, {}), request_id="once")
+    risks = {"risk": RISK, "margin_risk": MARGIN_RISK}
+    registry.publish("tiny", *pack_ladder(ladder, risks), request_id="once")
     registry.close()
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
@@ -53,6 +62,20 @@ def report(site, monkeypatch, capsys):
     return run
 
 
+@pytest.fixture
+def sweep(report, tmp_path):
+    """Runs the process as `neap tune` does. Returns the progress, the report, and the lines of the file of results."""
+    results = tmp_path / "results.jsonl"
+
+    def run(*flags: str) -> tuple[list[dict], dict, list[dict]]:
+        code, events = report("--max-tokens", "12", "--results", str(results), *flags)
+        assert code == 0, events
+        lines = [json.loads(line) for line in results.read_text().splitlines()]
+        return events[:-1], events[-1]["report"], lines
+
+    return run
+
+
 def test_all_sides_answer_all_prompts(report, monkeypatch):
     monkeypatch.setattr(evaluate, "speed_up", lambda *_: 2.0)
     code, events = report("--margin", "0.5", "--margin", "1000", "--max-tokens", "12")
@@ -75,10 +98,8 @@ def test_all_sides_answer_all_prompts(report, monkeypatch):
     assert rows[thin]["layers_per_token"] == int(thin.split()[0]) < 4
     assert rows[thin]["chosen_share"] < 1.0
     assert rows[thin]["perplexity"] > rows["full"]["perplexity"]
-    assert evaluate.engine_policies([0.5])["relaxed, margin 0.5"] == DepthPolicy(
-        "relaxed", margin=0.5
-    )
-    assert rows["relaxed, margin 0.5"]["note"] == "not certified"
+    assert rows["relaxed, margin 0.5"]["note"] == "certified: 20.0% differ"
+    assert rows["relaxed, margin 1000"]["note"] == "not certified"
     assert {row["num_checkable"] for row in rows.values()} == {1}
     assert all(row["tokens_per_s"] > 0 for row in rows.values())
 
@@ -101,12 +122,69 @@ def test_the_number_of_layers_can_be_given(report, monkeypatch):
     assert "3 of 4 layers" in {row["side"] for row in events[-1]["report"]["rows"]}
 
 
+def test_a_sweep_measures_the_policies_alone(sweep):
+    progress, report, (run, *lines) = sweep(
+        *("--threshold", "0.5", "--threshold", "0.97", "--margin", "1e9", "--margin", "0.25")
+    )
+    assert progress == [{"measured": n, "total": 12} for n in range(1, 13)]
+    assert run == report["run"]
+    assert (run["router_version"], run["num_prompts"], run["bound_tokens"]) == (1, 2, 64)
+    bounds = {
+        "full": None,
+        "exact": None,
+        "relaxed 0.97": 0.1,
+        "relaxed 0.5": None,
+        "relaxed, margin 0.25": 0.2,
+        "relaxed, margin 1e+09": None,
+    }
+    assert {row["side"]: row["bound"] for row in report["rows"]} == bounds
+    assert [line["side"] for line in lines[:6]] == list(bounds)
+    full, exact, *_ = report["rows"]
+    assert (full["tokens_per_pass"], exact["num_identical"]) == (1.0, 2)
+    assert full["tokens_per_s"] > 0
+
+
+def test_a_second_sweep_measures_only_what_is_missing(sweep):
+    _, _, before = sweep("--threshold", "0.9")
+    progress, report, after = sweep("--threshold", "0.9", "--threshold", "0.7", "--router", "1")
+    assert [event["measured"] for event in progress] == [7, 8]
+    assert [row["num_answers"] for row in report["rows"]] == [2, 2, 2, 2]
+    assert after[: len(before)] == before
+    assert [line["side"] for line in after[len(before) :]] == ["relaxed 0.7"] * 2
+    progress, report, _ = sweep("--threshold", "0.7")
+    assert (progress, len(report["rows"])) == ([], 3)
+
+
+def test_another_dtype_is_measured_as_a_worker_would_serve_it_and_no_bound_holds(
+    sweep, monkeypatch
+):
+    monkeypatch.setenv("NEAP_DTYPE", "bfloat16")
+    monkeypatch.setenv("NEAP_COMPUTE_DTYPE", "bfloat16")
+    _, report, _ = sweep("--threshold", "0.97", "--margin", "0.25")
+    assert "products in torch.bfloat16" in report["run"]["machine"]
+    assert report["run"]["bound_tokens"] is None
+    assert {row["bound"] for row in report["rows"]} == {None}
+
+
+def test_results_of_other_prompts_are_not_mixed(sweep, report, tmp_path):
+    sweep()
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "the"}\n')
+    results = ["--results", str(tmp_path / "results.jsonl")]
+    code, [event] = report("--prompts", str(other), *results)
+    assert (code, event["reason"]) == (1, "RESULTS_OF_ANOTHER_RUN")
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
         (["--layers", "4"], "INVALID_INPUT"),
         (["--router", "nobody"], "ALIAS_NOT_FOUND"),
+        (["--router", "9"], "ROUTER_VERSION_NOT_FOUND"),
         (["--margin", "-1"], "INVALID_INPUT"),
+        (["--threshold", "1.5"], "INVALID_INPUT"),
+        (["--model", "tiny"], "BAD_CONFIGURATION"),
+        (["--model", "tiny=/nowhere"], "MODEL_NOT_FOUND"),
         (["--max-tokens", "4000"], "INVALID_INPUT"),
     ],
 )

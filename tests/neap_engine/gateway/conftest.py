@@ -1,3 +1,4 @@
+import openai
 import pytest
 
 from shared.engine.engine import Engine
@@ -24,6 +25,12 @@ def worker(tmp_path_factory):
 def gateway(worker):
     with gateway_to(worker.target) as gateway:
         yield gateway
+
+
+@pytest.fixture(scope="module")
+def client(gateway):
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from calibrator_service.calibration.states.ngram_builder import NgramTableBuilder
 from shared.errors import Corrupt, PreconditionFailed
 from shared.ladder.artefact import (
     BLOB,
@@ -24,7 +25,6 @@ from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import FusedHead
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS, JointWeights
 from shared.ladder.ladder import Ladder, ModelIdentity
-from shared.ladder.ngram_builder import NgramTableBuilder
 from shared.ladder.table_confidence import SIZES, TableConfidence
 
 WEIGHTS = JointWeights(exit_differs=(-2.5, 1 / 3, 0.1))

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from calibrator_service.calibration.states.ngram_builder import NgramTableBuilder
 from shared.errors import RouterMismatch
 from shared.ladder.confidence_head import ConfidenceHead, scalar_features
 from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import NUM_STATES, FusedHead
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.learned_ngrams import LearnedNgrams
-from shared.ladder.ngram_builder import NgramTableBuilder
 from shared.ladder.table_confidence import SIZES, Evidence, TableConfidence, fit_table_confidence
 from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from calibrator_service.calibration.states.ngram_builder import NgramTableBuilder
 from shared.errors import Corrupt
 from shared.ladder import ngram_table
-from shared.ladder.ngram_builder import NgramTableBuilder
 from shared.ladder.ngram_table import MAX_ORDER, NgramMatch, NgramTable
 
 LARGE = 1 << 20

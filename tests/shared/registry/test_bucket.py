@@ -6,6 +6,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from shared.errors import NotFound, Unavailable
+from shared.registry import bucket_store
 from shared.registry.factory import open_registry
 from shared.registry.journal import Journal
 from shared.registry.registry import Registry
@@ -90,7 +91,9 @@ def test_writers_and_questions_for_a_request_never_rely_on_an_older_answer(s3):
         assert other.set_alias("tiny", "new", 3).to_version == 3
 
 
-def test_what_is_known_is_served_while_the_bucket_is_away(own_s3):
+def test_what_is_known_is_served_while_the_bucket_is_away(own_s3, monkeypatch):
+    for name in ("RECORD", "CONTENT", "RETRY"):
+        monkeypatch.setattr(bucket_store, f"OBJECT_STORE_{name}_S", 1)
     registry = open_registry(bucket_url(own_s3), freshness_s=0.0)
     with closing(registry):
         publish(registry)

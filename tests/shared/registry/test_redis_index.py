@@ -1,12 +1,8 @@
 """An index in Redis that is behind, loses data or holds garbage."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import obstore
 import pytest
@@ -24,9 +20,6 @@ from tests.registry_damage import bucket_of, harm
 from tests.registry_servers import shared_registry, shared_url
 from tests.servers import S3Server
 
-PUBLISHER = Path(__file__).with_name("publisher.py")
-REPOSITORY = Path(__file__).parents[3]
-
 
 @pytest.fixture
 def registry(url: str) -> Iterator[Registry]:
@@ -37,12 +30,6 @@ def registry(url: str) -> Iterator[Registry]:
 @pytest.fixture
 def bucket(url: str, s3: S3Server) -> S3Store:
     return bucket_of(s3, RegistryAddress.parse(url).prefix)
-
-
-def publisher(*arguments: object) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, str(PUBLISHER), *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def publish(registry: Registry, request_id: str = "one") -> int:
@@ -64,33 +51,6 @@ def everything(registry: Registry, model_id: str = "tiny") -> object:
         {alias: registry.alias_history(model_id, alias) for alias in aliases},
         list(registry.events(model_id)),
     )
-
-
-def test_after_a_kill_between_record_and_index_a_reader_sees_the_whole_publication(url, registry):
-    publish(registry, "before")
-    assert registry.aliases("tiny") == {"latest": 1}
-    assert publisher(url, "one", 1, "journal:written").wait(60) == -9
-    assert registry.aliases("tiny") == {"latest": 1}, "within freshness_s only the index is read"
-    with closing(open_registry(url, freshness_s=0.0)) as reader:
-        assert reader.aliases("tiny") == {"latest": 2}
-        assert reader.read_blob(reader.get("tiny", 2), "own") == b"one-0"
-        assert reader.alias_history("tiny", "latest")[0].from_version == 1
-        assert len(list(reader.events("tiny"))) == 4
-
-
-def test_a_slow_publisher_does_not_return_the_index_to_an_older_state(url, registry, redis_server):
-    """Between writing its record and the index, another client applies this record and one more."""
-
-    def step(name: str) -> None:
-        if name == "journal:written":
-            assert publish(registry, "two") == 2
-
-    with closing(open_registry(url, step=step)) as slow:
-        assert publish(slow, "one") == 1
-    with redis_server.client() as client:
-        assert client.hget("neap:{tiny}:index", "applied") == b"2"
-        assert client.xlen("neap:{tiny}:events") == 4
-    assert registry.aliases("tiny") == {"latest": 2}
 
 
 def test_readers_get_the_same_answers_after_redis_lost_all_data(registry, redis_server):

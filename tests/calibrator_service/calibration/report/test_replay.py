@@ -14,6 +14,7 @@ from calibrator_service.calibration.report.replay import (
     Replayer,
     _Replay,
 )
+from calibrator_service.calibration.states.ngram_builder import NgramTableBuilder
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
 from shared.engine.drafting.costs import MAX_PASS_TOKENS
@@ -21,7 +22,6 @@ from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import Ladder, ModelIdentity
-from shared.ladder.ngram_builder import NgramTableBuilder
 from shared.ladder.rungs import Draft
 from shared.ladder.table_confidence import SIZES, TableConfidence
 from shared.ladder.table_proposer import TableProposer

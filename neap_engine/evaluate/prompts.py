@@ -1,4 +1,4 @@
-"""Reads the prompts of a sweep."""
+"""Reads the prompts to answer."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
 import pytest
 
-from neap_engine.tune.prompts import read_prompts
+from neap_engine.evaluate.prompts import read_prompts
 from shared.errors import InvalidInput, NotFound
 from shared.model.loaded import LoadedModel, wrap_model
 from tests.worker import build_model, build_tokenizer

@@ -1,0 +1,88 @@
+"""Log-probabilities of answers and prompts, as the `openai` package gets them."""
+
+import pytest
+
+from tests.worker import build_tokenizer
+
+GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+def test_logprobs_of_a_chat_have_texts_and_bytes(client):
+    answer = client.chat.completions.create(
+        **GREEDY,
+        messages=[{"role": "user", "content": "hello"}],
+        max_tokens=6,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    content = answer.choices[0].logprobs.content
+    assert len(content) == 6
+    for token in content:
+        assert token.logprob == pytest.approx(token.top_logprobs[0].logprob)
+        assert token.token == token.top_logprobs[0].token
+        assert len(token.top_logprobs) == 2
+        if token.bytes is not None:
+            assert bytes(token.bytes).decode() == token.token
+
+
+def test_logprobs_of_a_completion_have_the_older_form(client):
+    answer = client.completions.create(**GREEDY, prompt="hello", max_tokens=5, logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 5
+    assert all(len(top) == 1 for top in logprobs.top_logprobs)
+    assert logprobs.text_offset[0] == 0
+
+
+@pytest.mark.parametrize("is_text", [True, False], ids=["text", "token ids"])
+def test_a_prompt_is_echoed_with_its_logprobs(client, is_text):
+    text = "hello é😀 thin hello " * 20
+    ids = build_tokenizer()(text).input_ids
+    prompt = text if is_text else ids
+    plain = client.completions.create(**GREEDY, prompt=prompt, max_tokens=5, logprobs=2)
+    alone = client.completions.create(**GREEDY, prompt=prompt, max_tokens=5, echo=True)
+    assert alone.choices[0].text == text + plain.choices[0].text
+    assert alone.choices[0].logprobs is None
+    found = client.completions.create(**GREEDY, prompt=prompt, max_tokens=5, echo=True, logprobs=2)
+    assert found.choices[0].text == alone.choices[0].text
+    assert found.usage.completion_tokens == 5
+    own, answer = found.choices[0].logprobs, plain.choices[0].logprobs
+    assert len(own.tokens) == len(own.token_logprobs) == len(own.top_logprobs) == len(ids) + 5
+    assert (own.token_logprobs[0], own.top_logprobs[0]) == (None, None)
+    assert all(value <= 0 for value in own.token_logprobs[1:])
+    assert own.tokens[-5:] == answer.tokens
+    # This model does not run on neap's kernels, so bits depend on the pass.
+    assert own.token_logprobs[-5:] == pytest.approx(answer.token_logprobs, abs=1e-4)
+    assert [own.text_offset[0], own.text_offset[len(ids)]] == [0, len(text)]
+    full = client.completions.create(
+        **{**GREEDY, "extra_body": {"ignore_eos": True, "neap": {"policy": "full"}}},
+        prompt=prompt, max_tokens=5, echo=True, logprobs=2,
+    )  # fmt: skip
+    assert full.choices[0].logprobs.tokens == own.tokens
+    assert full.choices[0].logprobs.token_logprobs[1:] == pytest.approx(
+        own.token_logprobs[1:], abs=1e-4
+    )
+    chunks = [
+        chunk.choices[0]
+        for chunk in client.completions.create(
+            **GREEDY, prompt=prompt, max_tokens=5, echo=True, logprobs=2, stream=True
+        )
+    ]
+    assert "".join(chunk.text for chunk in chunks) == found.choices[0].text
+    tokens = [token for chunk in chunks if chunk.logprobs for token in chunk.logprobs.tokens]
+    assert tokens == own.tokens
+
+
+def test_choices_that_share_an_echoed_prompt_have_it_each(client):
+    answer = client.completions.create(
+        model="tiny",
+        prompt="hello",
+        n=2,
+        seed=5,
+        max_tokens=3,
+        temperature=2.0,
+        echo=True,
+        logprobs=0,
+    )
+    for choice in answer.choices:
+        assert choice.text.startswith("hello")
+        assert len(choice.logprobs.tokens) == len(build_tokenizer()("hello").input_ids) + 3
