@@ -199,6 +199,21 @@ def test_a_service_that_always_breaks_off_is_not_asked_for_ever(scripted, client
     assert asked == list(range(MAX_RESUMPTIONS + 1))
 
 
+@pytest.mark.parametrize("is_whole", [True, False], ids=["resumed", "not begun"])
+def test_an_answer_that_is_not_resumed_before_its_deadline_ends_by_it(scripted, client, is_whole):
+    """One that has not begun ends with what is in its way."""
+    full = errors.Exhausted("full", reason="QUEUE_FULL", retry_after_s=3600)
+    begun = [_started(1), _chunk(97), errors.Unavailable("gone")]
+    _script(scripted, *([begun, [full]] if is_whole else [[full]]))
+    stream = client.generate(REQUEST, timeout_s=1800)
+    with pytest.raises(errors.DeadlineExceeded if is_whole else errors.Exhausted) as caught:
+        list(stream)
+    assert "full" in caught.value.message
+    assert (caught.value.reason, stream.token_ids) == (
+        ("DEADLINE_EXCEEDED", [97]) if is_whole else ("QUEUE_FULL", [])
+    )
+
+
 def test_closing_ends_the_wait_before_an_answer_is_resumed(scripted, client):
     _script(
         scripted,
