@@ -22,8 +22,9 @@ from neap_client.status import from_rpc_error
 # Whether an answer that its worker interrupts is resumed by another: always, only where the tokens are those of an
 # uninterrupted run, or never.
 Resumes = Literal["always", "exactly", "never"]
-# A worker that ends every answer must not be asked for ever.
-MAX_RESUMPTIONS = 16
+# So many resumptions in a row may bring fewer tokens each than this: workers that end every answer must not be asked
+# for ever.
+MAX_RESUMPTIONS, FEW_TOKENS = 16, 16
 # So many workers may refuse a call because it would wait there. The next one lets it wait.
 MAX_REFUSALS = 2
 # So many are asked whether they go on exactly, before one goes on inexactly.
@@ -102,6 +103,8 @@ class GenerationCalls:
         # Once the answer was interrupted: where the others are, and those of them whose numerics may be equal.
         self._others: list[str] = []
         self._equals: list[str] = []
+        # Tokens at the latest interruption, and how many in a row came after few tokens.
+        self._num_tokens_before = self._num_soon = 0
         # The address of the latest call's worker, empty for any.
         self._asked = ""
         # Calls since the answer began, or was interrupted.
@@ -149,12 +152,15 @@ class GenerationCalls:
         """Return the attempts at resuming the answer that `error` has interrupted, and the seconds before the first
         one. Raises `error` unless the worker, and not the request, has failed."""
         may_resume = (
-            isinstance(error, Unavailable)
-            and self._resumes != "never"
-            and self.finished is None
-            and len(self.resumptions) < MAX_RESUMPTIONS
+            isinstance(error, Unavailable) and self._resumes != "never" and self.finished is None
         )
         if self.started is None or not may_resume:
+            raise error
+        if len(self.token_ids) - self._num_tokens_before >= FEW_TOKENS:
+            self._num_soon = 0
+        self._num_tokens_before = len(self.token_ids)
+        self._num_soon += 1
+        if self._num_soon > MAX_RESUMPTIONS:
             raise error
         # An answer that has begun waits for room.
         attempts = self._new_attempts(was_not_started)
@@ -285,9 +291,10 @@ class GenerationStream(GenerationCalls, Iterator[GenerateResponse]):
 
     A call that fails with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a retry delay, is repeated as long as no chunk
     has arrived. Started is held back until the first chunk, so it belongs to the call that delivers the tokens. An
-    answer that UNAVAILABLE interrupts later, or whose worker hangs, is resumed by another call, at most MAX_RESUMPTIONS
-    times: the caller sees one stream. Other failures are raised unchanged, and `token_ids` and `text` hold what arrived
-    before; `started` and `finished` are None until they arrive. Only one thread may iterate; any thread may `close`.
+    answer that UNAVAILABLE interrupts later, or whose worker hangs, is resumed by another call, as long as that brings
+    it forward (MAX_RESUMPTIONS): the caller sees one stream. If that cannot be before the deadline, DeadlineExceeded is
+    raised. Other failures are raised unchanged, and `token_ids` and `text` hold what arrived before; `started` and
+    `finished` are None until they arrive. Only one thread may iterate; any thread may `close`.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

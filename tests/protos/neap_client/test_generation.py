@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from neap_client.generation import MAX_RESUMPTIONS
+from neap_client.generation import FEW_TOKENS, MAX_RESUMPTIONS
 from neap_client.inference.v1 import inference_pb2 as pb
 
 from shared import errors
@@ -184,19 +184,26 @@ def test_a_client_may_do_without_other_tokens(scripted, server, make_client, res
     assert asked[0].can_resume == (resumes != "never")
 
 
-def test_a_service_that_always_breaks_off_is_not_asked_for_ever(scripted, client):
-    asked = []
+@pytest.mark.parametrize("num_tokens", [1, FEW_TOKENS - 1, FEW_TOKENS])
+def test_only_a_service_that_brings_answers_forward_is_asked_for_ever(scripted, client, num_tokens):
+    asked, many = [], MAX_RESUMPTIONS + 3
 
     async def generate(request, context):
         asked.append(len(request.resume.token_ids))
         yield pb.GenerateResponse(started=pb.Started(num_resumed_tokens=asked[-1]))
-        yield _chunk(97)
-        raise errors.Unavailable("gone")
+        for _ in range(num_tokens):
+            yield _chunk(97)
+        if len(asked) < many:
+            raise errors.Unavailable("gone")
+        yield FINISHED
 
     scripted.on_generate = generate
+    if num_tokens == FEW_TOKENS:
+        assert len(client.answer(REQUEST).token_ids) == many * num_tokens
+        return
     with pytest.raises(errors.Unavailable, match="gone"):
         list(client.generate(REQUEST))
-    assert asked == list(range(MAX_RESUMPTIONS + 1))
+    assert asked == [num_tokens * number for number in range(MAX_RESUMPTIONS + 1)]
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["resumed", "not begun"])
