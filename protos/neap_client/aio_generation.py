@@ -70,6 +70,8 @@ class AsyncGenerationStream(GenerationCalls, AsyncIterator[GenerateResponse]):
         try:
             return await self._receive()
         except NeapError as error:
+            if self.finished is not None:  # the answer is whole, whatever became of its call
+                return None
             attempts, wait_s = self._attempts_after(error)
         await self._wait(wait_s)
         await repeat_async(self._attempt, attempts, sleep=self._wait)

@@ -151,9 +151,7 @@ class GenerationCalls:
     def _attempts_after(self, error: NeapError) -> tuple[Attempts, float]:
         """Return the attempts at resuming the answer that `error` has interrupted, and the seconds before the first
         one. Raises `error` unless the worker, and not the request, has failed."""
-        may_resume = (
-            isinstance(error, Unavailable) and self._resumes != "never" and self.finished is None
-        )
+        may_resume = isinstance(error, Unavailable) and self._resumes != "never"
         if self.started is None or not may_resume:
             raise error
         if len(self.token_ids) - self._num_tokens_before >= FEW_TOKENS:
@@ -347,6 +345,8 @@ class GenerationStream(GenerationCalls, Iterator[GenerateResponse]):
         try:
             return self._receive()
         except NeapError as error:
+            if self.finished is not None:  # the answer is whole, whatever became of its call
+                raise StopIteration from error
             attempts, wait_s = self._attempts_after(error)
         self._closing.wait(wait_s)
         repeat(self._attempt, attempts, sleep=self._closing.wait)

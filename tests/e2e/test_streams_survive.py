@@ -124,7 +124,8 @@ def facts(chunks):
 class Clients:
     """Threads that ask for answers until `stop`, and compare each with that of a run alone, up to where they are told
     that it goes on inexactly. `wholes`: by numerics id and name. `seen`: how often what happened. `most_resumed`: times
-    that one answer was resumed. `failures`: what went wrong. Every second client over gRPC takes no inexact continuation if `some_are_strict`."""
+    that one answer was resumed. `failures`: what went wrong. Every second client over gRPC takes no inexact
+    continuation if `some_are_strict`."""
 
     def __init__(self, workers, url, asked, wholes, *, some_are_strict):
         targets = ",".join(worker.address for worker in workers)

@@ -239,6 +239,16 @@ def test_an_answer_without_a_token_is_complete(scripted, client):
     assert list(client.generate(REQUEST)) == [_started(1), FINISHED]
 
 
+@pytest.mark.parametrize("resumes", ["always", "never"])
+def test_an_answer_whose_connection_is_lost_after_its_end_is_whole(
+    scripted, server, make_client, resumes
+):
+    _script(scripted, [_started(1), _chunk(97), FINISHED, errors.Unavailable("gone")])
+    with make_client(server.target, num_attempts=3, resumes=resumes) as client:
+        assert client.answer(REQUEST).text == "a!"
+    assert scripted.num_calls == 1
+
+
 def test_a_stream_that_ends_after_started_is_passed_on(scripted, client):
     _script(scripted, [_started(1)])
     assert list(client.generate(REQUEST)) == [_started(1)]
