@@ -45,8 +45,9 @@ FLAGS = ("--threads", "1", "--grace-s", "1", "--drain-timeout-s", "3600")
 
 @dataclass
 class Seen:
-    """Seconds, of all rounds. `fresh`: to the first token."""
+    """Seconds, of all rounds. `fresh`: to the first token. `whole`: the tokens of uninterrupted runs."""
 
+    whole: list[list[int]] = field(default_factory=list)
     moved: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
     fresh: list[float] = field(default_factory=list)
@@ -93,8 +94,10 @@ def interrupted(
         target = f"ipv4:{','.join(targets)}"
         client = stack.enter_context(NeapClient(target, num_attempts=9, has_affinity=False))
         readers = stack.enter_context(ThreadPoolExecutor(len(requests)))
-        whole = [client.generate(request) for request in requests]
-        list(readers.map(arrivals_s, whole, [read] * len(whole)))
+        if not seen.whole:
+            whole = [client.generate(request) for request in requests]
+            list(readers.map(arrivals_s, whole, [read] * len(whole)))
+            seen.whole += [stream.token_ids[:read] for stream in whole]
         streams = [client.generate(request) for request in requests]
         reading = [readers.submit(arrivals_s, stream, read) for stream in streams]
         begun = options.tokens - options.left
@@ -115,9 +118,7 @@ def interrupted(
             if stream.resumptions and stream.started
         ]
         seen.fresh += readers.map(first_token_s, [targets[1 - place]] * len(lengths), lengths)
-        if [stream.token_ids[:read] for stream in streams] != [
-            one.token_ids[:read] for one in whole
-        ]:
+        if [stream.token_ids[:read] for stream in streams] != seen.whole:
             raise SystemExit("an answer is not that of an uninterrupted run")
 
 

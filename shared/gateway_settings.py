@@ -1,6 +1,6 @@
 """Settings of the HTTP gateway. `shared.config` explains where the values come from."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -115,6 +115,11 @@ class GatewaySettings(ProcessSettings, TlsSettings):
         allow_inf_nan=False,
         description="Seconds for which a worker may bring nothing of an answer that has begun. The answer is then "
         "resumed at another worker.",
+    )
+    resumes: Literal["always", "exactly", "never"] = Field(
+        default="always",
+        description="Whether an answer whose worker dies or stops is resumed at another one: always, only where its "
+        "tokens are those of an uninterrupted run (else it ends with NUMERICS_DIFFER), or never.",
     )
     num_attempts: int = Field(
         default=3,

@@ -12,7 +12,7 @@ from neap_client.inference.v1 import inference_pb2 as pb
 from neap_engine.cli.connection import calls_service, connect, say
 from neap_engine.cli.console import DEFAULT_WORKER, ServedModel, Worker, err, error_line, out
 from neap_engine.cli.conversation import Conversation
-from neap_engine.cli.generate import print_text, served_model
+from neap_engine.cli.generate import print_text, say_inexact, served_model
 from neap_engine.cli.interruption import interruptible
 from neap_engine.cli.request_flags import takes_request_flags
 from shared.errors import NeapError
@@ -134,6 +134,7 @@ class Session:
             if stream.started is not None:
                 num_tokens = stream.started.num_prompt_tokens + len(stream.token_ids)
                 conversation.add(question, stream.text, num_tokens)
+            say_inexact(stream)
 
     def _say_forgotten(self, num_turns: int) -> None:
         if num_turns:

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
-from neap_client import NeapClient, generate_request
+from neap_client import GenerationStream, NeapClient, generate_request
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.requests import set_prompt
 from rich.text import Text
 
-from neap_engine.cli.connection import calls_service, connect
+from neap_engine.cli.connection import calls_service, connect, say
 from neap_engine.cli.console import DEFAULT_WORKER, ServedModel, Worker, err, out
 from neap_engine.cli.depth_view import DepthView
 from neap_engine.cli.json_lines import print_message
@@ -77,6 +77,7 @@ def generate(
                     print_message(event)
             else:
                 print_text(events, served.num_layers, coloured=show_depth)
+            say_inexact(events)
 
         try:
             show()
@@ -119,6 +120,15 @@ def print_text(
         err.print(statistics_line(finished), markup=False, style="dim")
     if started is not None and started.policy == "relaxed":
         err.print(bound_line(started), markup=False, style="dim")
+
+
+def say_inexact(stream: GenerationStream) -> None:
+    """Say on standard error where the answer went on at a worker whose tokens may be others."""
+    for one in stream.resumptions:
+        if one.continued_inexactly:
+            say(
+                f"after {one.num_resumed_tokens} tokens another worker went on, whose tokens may be others"
+            )
 
 
 def served_model(client: NeapClient, model_id: str) -> pb.Model:

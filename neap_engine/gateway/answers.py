@@ -14,10 +14,14 @@ Piece = pb.TokenChunk | pb.Finished
 
 
 class Choice:
-    """One choice: what its events have brought so far. `logprobs` and the text are kept only if `keeps` is set."""
+    """One choice: what its events have brought so far. `logprobs` and the text are kept only if `keeps` is set.
+    `resumptions` of its stream, which grow."""
 
-    def __init__(self, index: int, *, is_chat: bool, keeps: bool) -> None:
+    def __init__(
+        self, index: int, *, is_chat: bool, keeps: bool, resumptions: Sequence[pb.Started] = ()
+    ) -> None:
         self.index = index
+        self._resumptions = resumptions
         self.finished: pb.Finished | None = None
         self.num_tokens = 0
         self._has_called = False
@@ -138,6 +142,7 @@ class Choice:
             "router_digest": started.router_digest,
             # Text, because JavaScript's numbers are not exact above 2**53.
             "seed": str(started.seed),
+            "numerics_id": started.numerics_id,
         }
         for name in ("risk_bound", "risk_bound_tokens"):
             facts[name] = getattr(started, name) if started.HasField(name) else None
@@ -155,6 +160,10 @@ class Choice:
             "queue_s": timing.queue.ToNanoseconds() / 1e9,
             "prefill_s": timing.prefill.ToNanoseconds() / 1e9,
             "decode_s": timing.decode.ToNanoseconds() / 1e9,
+            "resumptions": [
+                {"token": one.num_resumed_tokens, "inexact": one.continued_inexactly}
+                for one in self._resumptions
+            ],
         }
 
     def _logprobs_of(self, chunk: pb.TokenChunk) -> dict[str, Any] | None:

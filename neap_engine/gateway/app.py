@@ -193,10 +193,6 @@ class Gateway:
     ) -> None:
         is_chat, calls = generation.is_chat, generation.calls()
         exchange.log_fields.update(generation.log_fields, model_id=generation.model[:128])
-        choices = [
-            Choice(index, is_chat=is_chat, keeps=not generation.is_stream)
-            for index in range(len(calls))
-        ]
         response = Response(
             exchange.request_id,
             generation.model,
@@ -204,7 +200,7 @@ class Gateway:
             includes_usage=generation.includes_usage,
         )
         # The workers' logs tell the calls of one request apart by these.
-        suffixes = [f"-{choice.index}" for choice in choices] if len(choices) > 1 else [""]
+        suffixes = [f"-{index}" for index in range(len(calls))] if len(calls) > 1 else [""]
         left_s = max(0.0, started_s + self._settings.generation_timeout_s - time.monotonic())
         streams = [
             self._workers.generate(
@@ -215,6 +211,15 @@ class Gateway:
                 prefix=prefix,
             )
             for (call, prefix), suffix in zip(calls, suffixes, strict=True)
+        ]
+        choices = [
+            Choice(
+                index,
+                is_chat=is_chat,
+                keeps=not generation.is_stream,
+                resumptions=stream.resumptions,
+            )
+            for index, stream in enumerate(streams)
         ]
         events = merged(streams)
         try:

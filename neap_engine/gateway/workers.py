@@ -41,5 +41,6 @@ def open_client(settings: GatewaySettings) -> AsyncNeapClient:
         waits_when_full=False,
         health_service=SERVICE_NAME,
         has_affinity=settings.prefix_affinity,
+        resumes=settings.resumes,
         stall_timeout_s=settings.worker_stall_timeout_s,
     )

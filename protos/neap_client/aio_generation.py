@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from neap_client.errors import NeapError, Unavailable
+from neap_client.errors import NeapError
 from neap_client.generation import GenerationCalls
 from neap_client.inference.v1.inference_pb2 import GenerateResponse
 from neap_client.retry import repeat_async
@@ -60,7 +60,7 @@ class AsyncGenerationStream(GenerationCalls, AsyncIterator[GenerateResponse]):
                 if event is None:
                     return
                 self._hold(event)
-        except Unavailable as error:
+        except NeapError as error:
             if not self._was_refused(error):
                 raise
             await self._attempt()
@@ -70,6 +70,8 @@ class AsyncGenerationStream(GenerationCalls, AsyncIterator[GenerateResponse]):
         try:
             return await self._receive()
         except NeapError as error:
+            if self.finished is not None:  # the answer is whole, whatever became of its call
+                return None
             attempts, wait_s = self._attempts_after(error)
         await self._wait(wait_s)
         await repeat_async(self._attempt, attempts, sleep=self._wait)

@@ -2,6 +2,7 @@
 by another one."""
 
 import math
+import random
 import threading
 import time
 from collections import deque
@@ -21,10 +22,13 @@ from neap_client.status import from_rpc_error
 # Whether an answer that its worker interrupts is resumed by another: always, only where the tokens are those of an
 # uninterrupted run, or never.
 Resumes = Literal["always", "exactly", "never"]
-# A worker that ends every answer must not be asked for ever.
-MAX_RESUMPTIONS = 16
+# So many resumptions in a row may bring fewer tokens each than this: workers that end every answer must not be asked
+# for ever.
+MAX_RESUMPTIONS, FEW_TOKENS = 16, 16
 # So many workers may refuse a call because it would wait there. The next one lets it wait.
 MAX_REFUSALS = 2
+# So many are asked whether they go on exactly, before one goes on inexactly.
+MAX_ASKED = 16
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,13 @@ class GenerationCalls:
         self._open_call = open_call
         self._request = request
         self._addresses = addresses
+        # Once the answer was interrupted: where the others are, and those of them whose numerics may be equal.
+        self._others: list[str] = []
+        self._equals: list[str] = []
+        # Tokens at the latest interruption, and how many in a row came after few tokens.
+        self._num_tokens_before = self._num_soon = 0
+        # The address of the latest call's worker, empty for any.
+        self._asked = ""
         # Calls since the answer began, or was interrupted.
         self._num_opened = 0
         self._resumes = resumes if num_attempts > 1 else "never"
@@ -134,19 +145,20 @@ class GenerationCalls:
             lambda error: helps(error) and not self._is_closed,
             num_attempts=self._num_attempts,
             deadline_s=self._deadline_s,
+            resumes=self.started is not None,
         )
 
     def _attempts_after(self, error: NeapError) -> tuple[Attempts, float]:
         """Return the attempts at resuming the answer that `error` has interrupted, and the seconds before the first
         one. Raises `error` unless the worker, and not the request, has failed."""
-        may_resume = (
-            isinstance(error, Unavailable)
-            and self._resumes != "never"
-            and self.started is not None
-            and self.finished is None
-            and len(self.resumptions) < MAX_RESUMPTIONS
-        )
-        if not may_resume:
+        may_resume = isinstance(error, Unavailable) and self._resumes != "never"
+        if self.started is None or not may_resume:
+            raise error
+        if len(self.token_ids) - self._num_tokens_before >= FEW_TOKENS:
+            self._num_soon = 0
+        self._num_tokens_before = len(self.token_ids)
+        self._num_soon += 1
+        if self._num_soon > MAX_RESUMPTIONS:
             raise error
         # An answer that has begun waits for room.
         attempts = self._new_attempts(was_not_started)
@@ -157,10 +169,17 @@ class GenerationCalls:
             *self._addresses[: self._num_opened],
         )
         self._num_opened = 0
+        self._others = [address for address in self._addresses if address != self._asked]
+        is_exact = self.started.exact_promise == pb.EXACT_PROMISE_TOKENS_OF_FULL
+        if is_exact and self.started.policy != "relaxed":
+            self._equals = self._others[:MAX_ASKED]
         return attempts, wait_s
 
     def _was_refused(self, error: NeapError) -> bool:
-        """Whether the worker would let the call wait, and another one is to be asked at once."""
+        """Whether another worker is to be asked at once: this one would let the call wait, or computes otherwise."""
+        if error.reason == "NUMERICS_DIFFER" and self._equals:
+            self._equals.remove(self._asked)
+            return bool(self._equals) or self._resumes == "always"
         return error.reason == "BUSY" and self._num_opened <= MAX_REFUSALS
 
     def _begin_attempt(self) -> None:
@@ -230,11 +249,19 @@ class GenerationCalls:
         left_s = self._deadline_s - time.monotonic()
         # Serialized messages that follow one another are merged.
         added = self._how_it_goes_on()
-        address = next(iter(self._addresses[self._num_opened : MAX_REFUSALS]), "")
-        added.can_go_elsewhere = bool(address)
+        self._asked, added.can_go_elsewhere = self._next_address()
         self._num_opened += 1
         request = self._request + added.SerializeToString()
-        return self._open_call(request, None if math.isinf(left_s) else max(0.0, left_s), address)
+        timeout_s = None if math.isinf(left_s) else max(0.0, left_s)
+        return self._open_call(request, timeout_s, self._asked)
+
+    def _next_address(self) -> tuple[str, bool]:
+        """Where the next call goes, and whether it may be refused because it would wait. If not, it waits wherever it
+        comes to, but where it resumes an answer, not at the worker that was lost."""
+        places = self._equals or self._others or self._addresses
+        if self._num_opened < min(MAX_REFUSALS, len(places)):
+            return places[self._num_opened], True
+        return (random.choice(places) if self._others else ""), False
 
     def _how_it_goes_on(self) -> pb.GenerateRequest:
         """What the next call has beside the request."""
@@ -250,7 +277,7 @@ class GenerationCalls:
                 token_ids=self.token_ids,
                 prompt_digest=self.started.prompt_digest,
                 numerics_id=latest.numerics_id,
-                only_exactly=self._resumes == "exactly",
+                only_exactly=self._resumes == "exactly" or bool(self._equals),
                 num_prompt_tokens=len(self.prompt_tokens),
             )
         )
@@ -262,9 +289,10 @@ class GenerationStream(GenerationCalls, Iterator[GenerateResponse]):
 
     A call that fails with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a retry delay, is repeated as long as no chunk
     has arrived. Started is held back until the first chunk, so it belongs to the call that delivers the tokens. An
-    answer that UNAVAILABLE interrupts later, or whose worker hangs, is resumed by another call, at most MAX_RESUMPTIONS
-    times: the caller sees one stream. Other failures are raised unchanged, and `token_ids` and `text` hold what arrived
-    before; `started` and `finished` are None until they arrive. Only one thread may iterate; any thread may `close`.
+    answer that UNAVAILABLE interrupts later, or whose worker hangs, is resumed by another call, as long as that brings
+    it forward (MAX_RESUMPTIONS): the caller sees one stream. If that cannot be before the deadline, DeadlineExceeded is
+    raised. Other failures are raised unchanged, and `token_ids` and `text` hold what arrived before; `started` and
+    `finished` are None until they arrive. Only one thread may iterate; any thread may `close`.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -307,7 +335,7 @@ class GenerationStream(GenerationCalls, Iterator[GenerateResponse]):
                 self._hold(self._receive())
         except StopIteration:  # the stream ended after Started; the caller sees that
             return
-        except Unavailable as error:
+        except NeapError as error:
             if not self._was_refused(error):
                 raise
             self._attempt()
@@ -317,6 +345,8 @@ class GenerationStream(GenerationCalls, Iterator[GenerateResponse]):
         try:
             return self._receive()
         except NeapError as error:
+            if self.finished is not None:  # the answer is whole, whatever became of its call
+                raise StopIteration from error
             attempts, wait_s = self._attempts_after(error)
         self._closing.wait(wait_s)
         repeat(self._attempt, attempts, sleep=self._closing.wait)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from neap_client.errors import Exhausted, NeapError, Unavailable
+from neap_client.errors import DeadlineExceeded, Exhausted, NeapError, Unavailable
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
@@ -35,7 +35,8 @@ def was_not_started(error: BaseException) -> bool:
 class Attempts:
     """Counts the attempts at one call and says how long to wait before the next one.
 
-    `deadline_s` is in `time.monotonic()` seconds; no attempt begins after it.
+    `deadline_s` is in `time.monotonic()` seconds; no attempt begins after it. `resumes`: the attempts go on with an
+    answer that has begun, so it is the deadline that ends it where none is left, and not the worker that was lost.
     """
 
     def __init__(
@@ -44,15 +45,17 @@ class Attempts:
         *,
         num_attempts: float,
         deadline_s: float = math.inf,
+        resumes: bool = False,
     ) -> None:
         self._may_repeat = may_repeat
         self._num_attempts = num_attempts
+        self._resumes = resumes
         self._deadline_s = deadline_s
         self._num_failed = 0
 
     def wait_s(self, error: NeapError) -> float:
         """Return the seconds to wait after an attempt that failed with `error`.
-        Raises `error` if the call is not to be repeated.
+        Raises `error` if the call is not to be repeated, or DeadlineExceeded (see the class).
 
         The delay is at least the retry delay of the service, plus random jitter that grows with each attempt. The
         jitter spreads clients that were refused at the same time.
@@ -66,9 +69,12 @@ class Attempts:
         asked_s = error.retry_after_s if isinstance(error, Exhausted) else None
         if asked_s is not None:
             delay_s += asked_s * random.uniform(1.0, 1.0 + self._num_failed)
-        if time.monotonic() + delay_s >= self._deadline_s:
-            raise error
-        return delay_s
+        if time.monotonic() + delay_s < self._deadline_s:
+            return delay_s
+        if self._resumes:
+            why = f"the deadline leaves no time to resume the answer: {error.message}"
+            raise DeadlineExceeded(why) from error
+        raise error
 
 
 class WatchAttempts:

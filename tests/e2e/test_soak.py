@@ -114,8 +114,8 @@ class Clients:
         return "cancelled", stream.num_attempts
 
     def _deadline(self, draw):
-        """It often passes. The client gives up earlier if the next attempt would come too late, also one that would
-        resume an answer of a worker that stops."""
+        """It often passes. The client gives up earlier if the next attempt would come too late. If that would resume an
+        answer of a worker that stops, it is the deadline that ends it."""
         request, expected = self._drawn(draw)
         stream = self._client.generate(request, timeout_s=10 ** draw.uniform(-2, 0.7))
         end = "finished"
@@ -125,6 +125,7 @@ class Clients:
             end = "too late"
         except (Exhausted, Unavailable):
             end = "refused"
+            assert not stream.token_ids
         got = stream.token_ids
         assert got == (expected if end == "finished" else expected[: len(got)])
         return end, stream.num_attempts

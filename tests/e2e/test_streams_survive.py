@@ -5,11 +5,14 @@ CHAOS_SECONDS: how long, 30 by default. CHAOS_STREAMS: how many at once, 12 by d
 
 import json
 import os
+import platform
 import random
 import signal
 import threading
 import time
-from contextlib import ExitStack
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 
 import httpx
 import pytest
@@ -17,22 +20,27 @@ from neap_client import NeapClient
 from neap_client.inference.v1 import inference_pb2 as pb
 
 from inference_service.servicer import SERVICE_NAME
-from shared.errors import NeapError
+from shared.errors import PreconditionFailed
 from shared.registry.factory import open_registry
 from tests.e2e.test_gateway_process import gateway_process
 from tests.generation import EXACT, FULL, publish, request_of
 from tests.worker_process import worker_process
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full]
 CHAOS_S = float(os.environ.get("CHAOS_SECONDS", "30"))
-NUM_WORKERS, NUM_STREAMS = 3, int(os.environ.get("CHAOS_STREAMS", "12"))
-NUM_HTTP_STREAMS = NUM_STREAMS // 4
+NUM_STREAMS = int(os.environ.get("CHAOS_STREAMS", "12"))
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(CHAOS_S + 1200)]
 NUM_NEW = 700
 # What clients wait for a worker that is stopped, and for how long it is.
-STALL_S, STOPPED_S = 4.0, 12.0
-READY_S = 120.0
-FLAGS = ("--grace-s", "0.5", "--drain-timeout-s", "3600", "--max-queue", str(2 * NUM_STREAMS))
+STALL_S, STOPPED_S, PAUSE_S = 6.0, 10.0, 3.0
+READY_S = 300.0
+# All streams run, whatever is left of the workers.
+FLAGS = ("--grace-s", "0.5", "--drain-timeout-s", "3600", "--max-running", str(NUM_STREAMS))
 KILL, DRAIN, STOP, LOSE = "killed", "drained", "stopped for a while", "stopped and killed"
+KINDS = (KILL, DRAIN, STOP, LOSE)
+EQUAL = ("auto", "auto", "auto")
+# One of three workers computes with other kernels, so what it begins nobody else goes on with exactly.
+MIXED = ("auto", "auto", "portable")
+REFUSED = "NUMERICS_DIFFER"
 SAMPLED = pb.Sampling(temperature=1.1, top_p=0.95, seed=5)
 PENALISED = pb.Sampling(
     temperature=0.8, top_k=50, min_p=0.01, repetition_penalty=1.2, seed=9, frequency_penalty=0.3
@@ -40,31 +48,36 @@ PENALISED = pb.Sampling(
 
 
 def requests():
-    """Greedy, sampled, penalised, with log-probabilities, with a stop string; by both policies.
-    Most of their text is of several bytes."""
-    made = [
-        request_of(NUM_NEW, depth=depth, sampling=sampling, logprobs=logprobs)
-        for depth in (EXACT, FULL)
-        for sampling, logprobs in ((None, None), (SAMPLED, None), (PENALISED, None), (SAMPLED, 2))
-    ]
-    made.append(request_of(NUM_NEW, depth=EXACT, sampling=SAMPLED))
-    return made
+    """Name -> request. Most of their text is of several bytes. A stop string is still to be chosen."""
+    kinds = {
+        "greedy": {},
+        "sampled": {"sampling": SAMPLED},
+        "penalised": {"sampling": PENALISED},
+        "sampled, with log-probabilities": {"sampling": SAMPLED, "logprobs": 2},
+        "sampled, up to a stop string": {"sampling": SAMPLED},
+    }
+    return {
+        f"{name}, {policy}": request_of(NUM_NEW, depth=depth, text=text, **changes)
+        for name, changes in kinds.items()
+        for policy, depth, text in (("exact", EXACT, f"hello {name}"), ("full", FULL, name))
+    }
 
 
 class Worker:
     """One of the workers, which always listens at the same address."""
 
-    def __init__(self, folder, registry):
-        self._place = folder, registry
+    def __init__(self, folder, registry, cpu_path):
+        self._place, self._flags = (folder, registry), (*FLAGS, "--cpu-path", cpu_path)
         self._stack, self.address = ExitStack(), "127.0.0.1:0"
         self.is_ready = threading.Event()
         self.start()
 
     def start(self):
-        process = worker_process(*self._place, *FLAGS, listen=self.address)
+        process = worker_process(*self._place, *self._flags, listen=self.address)
         self._process, self.address = self._stack.enter_context(process)
         with NeapClient(self.address) as client:
             client.wait_ready(SERVICE_NAME, timeout_s=READY_S)
+            self.numerics_id = client.get_model("tiny").numerics_id
         self.is_ready.set()
 
     def suffer(self, what):
@@ -77,7 +90,7 @@ class Worker:
             self.is_ready.set()
             return
         self._process.send_signal(signal.SIGTERM if what == DRAIN else signal.SIGKILL)
-        status = self._process.wait(60)
+        status = self._process.wait(READY_S)
         assert status == (0 if what == DRAIN else -signal.SIGKILL)
         self._stack.close()
         self.start()
@@ -86,31 +99,66 @@ class Worker:
         self._stack.close()
 
 
-class Clients:
-    """Threads that ask for answers until `stop`, and compare each with that of a run alone.
-    `failures`: what went wrong."""
+class Whole:
+    """An answer that nobody interrupted."""
 
-    def __init__(self, workers, url, expected):
+    def __init__(self, client, request):
+        events = list(stream := client.generate(request))
+        self.chunks = [event.chunk for event in events if event.HasField("chunk")]
+        self.tokens = [token for chunk in self.chunks for token in chunk.tokens]
+        self.finished, self.text = stream.finished, stream.text
+        self.reason = stream.answer().finish_reason
+        self.num_tokens = stream.finished.usage.num_completion_tokens
+
+    def up_to(self, num_tokens):
+        """The chunks of the first tokens: each chunk has one."""
+        assert all(len(chunk.tokens) == 1 for chunk in self.chunks)
+        return self.chunks[:num_tokens]
+
+
+def facts(chunks):
+    """What must be equal."""
+    return [(c.text, [(t.id, t.logprob) for t in c.tokens]) for c in chunks]
+
+
+class Clients:
+    """Threads that ask for answers until `stop`, and compare each with that of a run alone, up to where they are told
+    that it goes on inexactly. `wholes`: by numerics id and name. `seen`: how often what happened. `most_resumed`: times
+    that one answer was resumed. `failures`: what went wrong. Every second client over gRPC takes no inexact
+    continuation if `some_are_strict`."""
+
+    def __init__(self, workers, url, asked, wholes, *, some_are_strict):
         targets = ",".join(worker.address for worker in workers)
         self._target, self._url = f"ipv4:{targets}", url
-        self._expected = expected
-        self._over = threading.Event()
-        self.failures, self.num_answers, self.num_resumed = [], 0, 0
-        self._lock = threading.Lock()
-        http = [self._ask_http] * NUM_HTTP_STREAMS
-        runs = http + [self._ask] * (NUM_STREAMS - len(http))
-        self._threads = [threading.Thread(target=self._run, args=(run,)) for run in runs]
+        self._asked, self._wholes = asked, wholes
+        self._over, self._lock = threading.Event(), threading.Lock()
+        self.seen, self.failures, self.most_resumed = Counter(), [], 0
+        self._some_are_strict = some_are_strict
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,)) for number in range(NUM_STREAMS)
+        ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def have_seen_all(self):
+        """Whether all has happened that may."""
+        wanted = ["gRPC, resumed", "HTTP, resumed"]
+        if self._some_are_strict:
+            wanted += ["gRPC, resumed inexactly", "HTTP, resumed inexactly", f"gRPC, {REFUSED}"]
+        with self._lock:
+            return all(self.seen[what] for what in wanted)
 
     def stop(self):
         self._over.set()
         for thread in self._threads:
-            thread.join(600)
-            assert not thread.is_alive()
+            thread.join()
 
-    def _run(self, ask):
-        draw = random.Random(threading.get_ident())
+    def _run(self, number):
+        """Every fourth client asks over HTTP; half of the others have affinity."""
+        draw = random.Random(number)
+        ask = self._ask_http if number % 4 == 3 else self._ask
+        is_strict = self._some_are_strict and number % 2 == 0
         try:
             with (
                 NeapClient(
@@ -118,103 +166,164 @@ class Clients:
                     num_attempts=60,
                     health_service=SERVICE_NAME,
                     stall_timeout_s=STALL_S,
+                    resumes="exactly" if is_strict else "always",
+                    has_affinity=number % 8 < 4,
                 ) as client,
-                httpx.Client(timeout=600) as http,
+                httpx.Client(timeout=1200) as http,
             ):
                 while not self._over.is_set():
-                    request, whole = draw.choice(self._expected)
-                    ask(request, whole, client, http)
+                    name = draw.choice(list(self._asked))
+                    seen = ask(name, client, http)
+                    num_resumed = sum(seen[key] for key in seen if key.endswith("resumed"))
                     with self._lock:
-                        self.num_answers += 1
-        except (AssertionError, NeapError, httpx.HTTPError) as error:
+                        self.seen.update(seen)
+                        self.most_resumed = max(self.most_resumed, num_resumed)
+        except Exception as error:
             self.failures.append(error)
 
-    def _ask(self, request, whole, client, _):
-        events = list(stream := client.generate(request))
-        answer = stream.answer()
+    def _ask(self, name, client, _):
+        stream, events, end = client.generate(self._asked[name]), [], "answers"
+        try:
+            events += stream
+        except PreconditionFailed as error:
+            end = error.reason
+        assert end in ("answers", REFUSED)
+        whole = self._wholes[stream.started.numerics_id][name]
         chunks = [event.chunk for event in events if event.HasField("chunk")]
-        assert [chunk.text for chunk in chunks] == [chunk.text for chunk in whole.chunks]
-        for chunk, expected in zip(chunks, whole.chunks, strict=True):
-            assert [t.id for t in chunk.tokens] == [t.id for t in expected.tokens]
-            assert [t.logprob for t in chunk.tokens] == [t.logprob for t in expected.tokens]
-        for name in ("reason", "stop_match", "text"):
-            assert getattr(answer.finished, name) == getattr(whole.finished, name)
-        assert answer.usage.num_completion_tokens == whole.usage.num_completion_tokens
-        assert not any(one.continued_inexactly for one in answer.resumptions)
-        with self._lock:
-            self.num_resumed += len(answer.resumptions)
+        inexact = [one for one in stream.resumptions if one.continued_inexactly]
+        if end == REFUSED:
+            assert not inexact
+            num_equal = len(chunks)
+        elif inexact:
+            num_equal = inexact[0].num_resumed_tokens
+        else:
+            num_equal = len(whole.chunks)
+            assert len(chunks) == num_equal
+            for field in ("reason", "stop_match", "text"):
+                assert getattr(stream.finished, field) == getattr(whole.finished, field)
+            assert stream.finished.usage.num_completion_tokens == whole.num_tokens
+        assert facts(chunks[:num_equal]) == facts(whole.up_to(num_equal))
+        return {
+            f"gRPC, {name}": 1,
+            f"gRPC, {end}": 1,
+            "gRPC, resumed": len(stream.resumptions),
+            "gRPC, resumed inexactly": len(inexact),
+        }
 
-    def _ask_http(self, request, whole, _, http):
+    def _ask_http(self, name, _, http):
         """As OpenAI's clients ask: one stream that ends with [DONE]."""
+        request = self._asked[name]
         body = {"model": "tiny", "prompt": request.text, "stream": True, "temperature": 0}
         body |= {field.name: value for field, value in request.sampling.ListFields()}
         body |= {"max_tokens": NUM_NEW, "stop": list(request.stopping.stop_strings)}
         body |= {"ignore_eos": True, "neap": {"policy": request.depth.WhichOneof("policy")}}
+        body |= {"stream_options": {"include_usage": True}}
         if request.HasField("logprobs"):
             body["logprobs"] = request.logprobs
-        text, ends = "", 0
+        parts, ends = [], 0
         with http.stream("POST", f"{self._url}/v1/completions", json=body) as response:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 if line == "data: [DONE]":
                     ends += 1
                 elif line.startswith("data: "):
-                    part = json.loads(line.removeprefix("data: "))
-                    assert "error" not in part, part
-                    text += part["choices"][0]["text"]
-        assert (text, ends) == (whole.text, 1)
+                    parts.append(json.loads(line.removeprefix("data: ")))
+                    assert "error" not in parts[-1], parts[-1]
+        assert ends == 1
+        *choices, usage = parts
+        choices = [part["choices"][0] for part in choices]
+        text = "".join(choice["text"] for choice in choices)
+        given = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        logprobs = [number for one in given for number in one["token_logprobs"]]
+        first, last = choices[0]["neap"], choices[-1]["neap"]
+        whole = self._wholes[first["numerics_id"]][name]
+        inexact = [one for one in last["resumptions"] if one["inexact"]]
+        if inexact:
+            num_equal = inexact[0]["token"]
+            assert text.startswith("".join(chunk.text for chunk in whole.up_to(num_equal)))
+        else:
+            num_equal = whole.num_tokens
+            assert (text, last["finish_reason"]) == (whole.text, whole.reason)
+            assert usage["usage"]["completion_tokens"] == num_equal
+        if request.HasField("logprobs"):
+            assert logprobs[:num_equal] == [token.logprob for token in whole.tokens[:num_equal]]
+        return {
+            f"HTTP, {name}": 1,
+            "HTTP, answers": 1,
+            "HTTP, resumed": len(last["resumptions"]),
+            "HTTP, resumed inexactly": len(inexact),
+        }
 
 
-class Whole:
-    """An answer that nobody interrupted."""
+def answered_alone(address, asked):
+    """Name -> the answer of the worker at `address`."""
+    with NeapClient(address, resumes="never") as client, ThreadPoolExecutor(len(asked)) as threads:
+        return dict(
+            zip(asked, threads.map(lambda one: Whole(client, one), asked.values()), strict=True)
+        )
 
-    def __init__(self, client, request):
-        events = list(stream := client.generate(request))
-        self.chunks = [event.chunk for event in events if event.HasField("chunk")]
-        self.finished, self.usage, self.text = stream.finished, stream.finished.usage, stream.text
 
-
-def test_no_stream_is_lost_and_each_is_that_of_a_run_alone(folder, tmp_path, engine):
-    registry = open_registry(str(tmp_path / "registry"))
-    publish(registry, engine)
-    registry.close()
-    with ExitStack() as stack:
-        workers = [Worker(folder, tmp_path / "registry") for _ in range(NUM_WORKERS)]
-        for worker in workers:
-            stack.callback(worker.close)
-        targets = ",".join(worker.address for worker in workers)
-        flags = ("--num-attempts", "10", "--worker-stall-timeout-s", str(STALL_S))
-        _, url = stack.enter_context(gateway_process(f"ipv4:{targets}", *flags))
-        with NeapClient(workers[0].address) as client:
-            asked = requests()
-            wholes = [Whole(client, request) for request in asked[:-1]]
-            asked[-1].stopping.stop_strings.append(wholes[1].text[500:505])
-            asked[-1].stopping.ignore_eos = True
-            wholes.append(Whole(client, asked[-1]))
-        assert wholes[-1].finished.reason == pb.FINISH_REASON_STOP_STRING
-        clients = Clients(workers, url, list(zip(asked, wholes, strict=True)))
-        stack.callback(clients.stop)
-        suffering, done = [], []
-        draw, end_s = random.Random(1), time.monotonic() + CHAOS_S
-        kinds = (KILL, DRAIN, STOP, LOSE)
-        while time.monotonic() < end_s and not clients.failures:
+def chaos(workers, clients):
+    """Lets workers suffer for CHAOS_S, and until clients have seen all, one worker at least being spared. Returns how
+    often each kind happened."""
+    done, draw, end_s = [], random.Random(1), time.monotonic() + CHAOS_S
+    with ThreadPoolExecutor(len(workers)) as threads:
+        suffering = []
+        while not clients.failures and (
+            time.monotonic() < end_s or set(done) != set(KINDS) or not clients.have_seen_all
+        ):
             ready = [worker for worker in workers if worker.is_ready.is_set()]
             if len(ready) > 1:
                 worker = draw.choice(ready)
                 worker.is_ready.clear()
                 # Each kind comes early.
-                kind = kinds[len(done)] if len(done) < len(kinds) else draw.choice(kinds)
-                done.append(kind)
-                thread = threading.Thread(target=worker.suffer, args=(kind,))
-                thread.start()
-                suffering.append(thread)
-            time.sleep(3.0)
-        for thread in suffering:
-            thread.join(READY_S + STOPPED_S)
-        clients.stop()
-        assert not clients.failures, clients.failures[0]
-        assert set(done) == set(kinds)
-        print(
-            f"{len(done)} disasters, {clients.num_answers} answers, {clients.num_resumed} resumptions"
+                done.append(KINDS[len(done)] if len(done) < len(KINDS) else draw.choice(KINDS))
+                suffering.append(threads.submit(worker.suffer, done[-1]))
+            time.sleep(PAUSE_S)
+        for one in suffering:
+            one.result()
+    return Counter(done)
+
+
+@pytest.mark.parametrize("paths", [EQUAL, MIXED], ids=["equal", "mixed"])
+def test_no_stream_is_lost_and_each_is_that_of_a_run_alone(folder, tmp_path, engine, paths):
+    """Or is told where it ceases to be."""
+    if paths == MIXED and platform.machine() != "x86_64":
+        pytest.skip("there is one set of kernels")
+    with closing(open_registry(str(tmp_path / "registry"))) as registry:
+        publish(registry, engine)
+    with ExitStack() as stack:
+        workers = [Worker(folder, tmp_path / "registry", path) for path in paths]
+        for worker in workers:
+            stack.callback(worker.close)
+        targets = ",".join(worker.address for worker in workers)
+        flags = ("--num-attempts", "10", "--worker-stall-timeout-s", str(STALL_S))
+        flags += ("--generation-timeout-s", "3600")
+        _, url = stack.enter_context(gateway_process(f"ipv4:{targets}", *flags))
+        asked = requests()
+        for name, whole in answered_alone(workers[0].address, asked).items():
+            if "stop string" in name:
+                asked[name].stopping.stop_strings.append(whole.text[600:605])
+        kept = {worker.numerics_id: worker.address for worker in workers}
+        wholes = {key: answered_alone(address, asked) for key, address in kept.items()}
+        one, *others = wholes.values()
+        assert {whole.reason for whole in one.values()} == {"length", "stop_string"}
+        assert len(others) == (paths == MIXED)
+        # What nobody is told would be seen.
+        assert all(
+            facts(one[name].chunks) != facts(other[name].chunks)
+            for other in others
+            for name in asked
+            if "log-prob" in name
         )
-        assert clients.num_resumed > 3
+        clients = Clients(workers, url, asked, wholes, some_are_strict=paths == MIXED)
+        stack.callback(clients.stop)
+        done = chaos(workers, clients)
+        clients.stop()
+        print(f"disasters: {dict(done)}; one answer was resumed up to {clients.most_resumed} times")
+        print(dict(sorted(clients.seen.items())))
+        assert not clients.failures, clients.failures[0]
+        assert clients.have_seen_all
+        if paths == EQUAL:
+            told = ("gRPC, resumed inexactly", "HTTP, resumed inexactly", f"gRPC, {REFUSED}")
+            assert not any(clients.seen[what] for what in told)

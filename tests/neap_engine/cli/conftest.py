@@ -37,6 +37,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         self.text = " there"
         self.has_chat_template = True
         self.loading = ""
+        self.is_interrupted = False
         # Called with every request; may raise NeapError.
         self.on_generate: Callable[[Any], object] = lambda request: None
         self.load = inference_pb2.Load(num_running=2, num_waiting=1, kv_usage_ratio=0.25)
@@ -75,12 +76,17 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         started.policy = request.depth.WhichOneof("policy")
         if request.depth.relaxed.threshold >= 0.9:
             started.risk_bound, started.risk_bound_tokens = 0.2, 128
+        resumed = len(request.resume.token_ids)
+        started.num_resumed_tokens, started.continued_inexactly = resumed, bool(resumed)
         yield response(started=started)
         first = inference_pb2.Token(id=1, exit_depth=NUM_LAYERS, rung="full")
         second = inference_pb2.Token(
             id=2, exit_depth=0 if exact else NUM_LAYERS, rung="suffix" if exact else "full"
         )
-        yield response(chunk=inference_pb2.TokenChunk(text="Héllo", tokens=[first]))
+        if not resumed:
+            yield response(chunk=inference_pb2.TokenChunk(text="Héllo", tokens=[first]))
+            if self.is_interrupted:
+                refuse(context, Unavailable("gone"))
         yield response(chunk=inference_pb2.TokenChunk(text=self.text, tokens=[second]))
         finished = inference_pb2.Finished(
             reason=inference_pb2.FINISH_REASON_LENGTH,

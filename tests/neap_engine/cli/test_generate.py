@@ -15,6 +15,18 @@ def test_streams_text_to_stdout_and_statistics_to_stderr(service, neap):
     assert "1/1 drafts accepted" in result.stderr
 
 
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_says_where_an_answer_went_on_inexactly(service, neap, flags):
+    said = "after 1 tokens another worker went on"
+    assert said not in neap("generate", "hi", "--worker", service.address, *flags).stderr
+    service.inference.is_interrupted = True
+    result = neap("generate", "hi", "--worker", service.address, *flags)
+    assert result.exit_code == 0
+    assert said in result.stderr
+    if not flags:
+        assert result.stdout == "Héllo there\n"
+
+
 def test_control_characters_in_generated_text_are_escaped(service, neap):
     service.inference.text = " a\x1b[2J\x9b\u202e\nb"
     result = neap("generate", "hi", "--worker", service.address)

@@ -168,7 +168,7 @@ def test_a_call_that_reaches_no_worker_is_repeated_before_its_first_token():
 def test_an_answer_that_a_worker_interrupts_is_resumed(is_stream):
     def interrupted(request):
         num_resumed = len(request.resume.token_ids)
-        yield started(num_resumed_tokens=num_resumed)
+        yield started(num_resumed_tokens=num_resumed, continued_inexactly=bool(num_resumed))
         yield chunk("ab"[num_resumed])
         if not num_resumed:
             raise errors.Unavailable("m", reason="HANDED_OVER")
@@ -192,6 +192,45 @@ def test_an_answer_that_a_worker_interrupts_is_resumed(is_stream):
         assert len({call["x-request-id"] for call in worker.worker.metadata}) == 1
         value = gateway.metrics.registry.get_sample_value("neap_gateway_resumptions_total")
         assert value == 1
+        last = json.loads(parts[-3]) if is_stream else reply.json()
+        neap = last["choices"][0]["neap"]
+        assert neap["resumptions"] == [{"token": 1, "inexact": True}]
+
+
+@pytest.mark.parametrize("resumes", ["exactly", "never"])
+def test_the_gateway_may_do_without_other_tokens(resumes):
+    def interrupted(request):
+        if request.resume.token_ids:
+            assert request.resume.only_exactly
+            raise errors.PreconditionFailed("m", reason="NUMERICS_DIFFER")
+        yield started()
+        yield chunk("a")
+        raise errors.Unavailable("m", reason="SHUTTING_DOWN")
+
+    flags = {"num_attempts": 3, "resumes": resumes}
+    with scripted_worker(interrupted) as worker, gateway_to(worker.target, **flags) as gateway:
+        reply = gateway.http.post(CHAT, json=chat_body())
+        status, reason = {"exactly": (400, "NUMERICS_DIFFER"), "never": (503, "SHUTTING_DOWN")}[
+            resumes
+        ]
+        assert (reply.status_code, reply.json()["error"]["neap"]["reason"]) == (status, reason)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_an_answer_that_is_not_resumed_before_its_deadline_is_504(is_stream):
+    def lost(request):
+        if request.resume.token_ids:
+            raise errors.Exhausted("m", reason="QUEUE_FULL", retry_after_s=3600)
+        yield started()
+        yield chunk("a")
+        raise errors.Unavailable("m", reason="HANDED_OVER")
+
+    flags = {"num_attempts": 3, "generation_timeout_s": 1800}
+    with scripted_worker(lost) as worker, gateway_to(worker.target, **flags) as gateway:
+        reply = gateway.http.post(CHAT, json=chat_body(stream=is_stream))
+        error = json.loads(reply.text.split("data: ")[-1])["error"]
+        assert reply.status_code == (200 if is_stream else 504)
+        assert error["neap"]["reason"] == "DEADLINE_EXCEEDED"
 
 
 def test_the_clients_trace_and_request_id_reach_the_worker(scripted):

@@ -70,7 +70,7 @@ def workers():
         def __init__(self, stack):
             self._stack, self.ports, self.seen = stack, free_ports(4), []
 
-        def start(self):
+        def start(self, on_generate=None):
             servicer, seen = Scripted(), []
 
             async def generate(request, context):
@@ -78,7 +78,7 @@ def workers():
                 yield CHUNK
                 yield FINISHED
 
-            servicer.on_generate = generate
+            servicer.on_generate = on_generate or generate
             listen = f"127.0.0.1:{self.ports[len(self.seen)]}"
             self._stack.enter_context(running(servicer, listen=listen))
             self.seen.append(seen)
@@ -128,7 +128,8 @@ def test_without_affinity_one_prompt_goes_in_turn(workers, make_client):
 
 
 def test_a_worker_without_room_is_passed_over(scripted, server, make_client):
-    """Twice a worker may refuse; the third one lets the call wait. None of this is a failed attempt."""
+    """Twice a worker may refuse; the third one lets the call wait. None of this is a failed attempt. A call that
+    resumes an answer waits at a worker of the list, which is not the one that was lost."""
     asked = []
 
     async def generate(request, context):
@@ -148,7 +149,7 @@ def test_a_worker_without_room_is_passed_over(scripted, server, make_client):
         stream = client.generate(_text("a"))
         assert [event.chunk.text for event in stream] == ["", "a", "a", ""]
     once = [(True, True), (True, True), (False, False)]
-    assert asked == once + once
+    assert asked == [*once, *once[:2], (True, False)]
 
 
 def test_an_interrupted_answer_goes_on_at_the_next_worker(scripted, server, make_client):
@@ -168,6 +169,60 @@ def test_an_interrupted_answer_goes_on_at_the_next_worker(scripted, server, make
         list(client.generate(_text("a")))
     first, second, third = addresses
     assert first == third != second
+
+
+@pytest.mark.parametrize("resumes", ["always", "exactly"])
+def test_workers_of_equal_numerics_are_asked_first(workers, make_client, resumes):
+    """Each of the others is asked whether it goes on exactly. If none does, the answer goes on at one of them, or
+    ends."""
+    asked, ids = [], {}
+
+    def generate_as(own):
+        async def generate(request, context):
+            asked.append((own, request.resume.only_exactly))
+            numerics_id = ids[own]
+            if request.resume.only_exactly and request.resume.numerics_id != numerics_id:
+                raise errors.PreconditionFailed("other numerics", reason="NUMERICS_DIFFER")
+            num_resumed = len(request.resume.token_ids)
+            begun = pb.Started(
+                num_resumed_tokens=num_resumed,
+                numerics_id=numerics_id,
+                exact_promise=pb.EXACT_PROMISE_TOKENS_OF_FULL,
+            )
+            yield pb.GenerateResponse(started=begun)
+            yield CHUNK
+            if not num_resumed:
+                raise errors.Unavailable("gone")
+            yield FINISHED
+
+        return generate
+
+    for number in range(3):
+        workers.start(generate_as(number))
+    target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in workers.ports[:3])
+    with make_client(target, num_attempts=9, resumes=resumes) as client:
+        ids |= {0: "a", 1: "a", 2: "a"}
+        wait_until(lambda: client.answer(_text("a")).resumptions and len(set(asked[-2:])) == 2)
+        (first, _), (second, _) = asked[-2:]
+        (third,) = {0, 1, 2} - {first, second}
+        ids[second] = "b"
+        asked.clear()
+        client.answer(_text("a"))
+        assert asked == [(first, False), (second, True), (third, True)]
+        ids[third] = "b"
+        asked.clear()
+        stream = client.generate(_text("a"))
+        if resumes == "exactly":
+            with pytest.raises(errors.PreconditionFailed) as caught:
+                list(stream)
+            assert (caught.value.reason, list(stream.token_ids)) == ("NUMERICS_DIFFER", [97])
+            return
+        list(stream)
+        assert [one.numerics_id for one in stream.resumptions] == ["b"]
+        *before, (last, last_only) = asked
+        assert before == [(first, False), (second, True), (third, True)]
+        assert last != first
+        assert not last_only
 
 
 def test_a_worker_that_refuses_unasked_is_an_error(scripted, server, make_client):

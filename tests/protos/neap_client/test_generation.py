@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from neap_client.generation import MAX_RESUMPTIONS
+from neap_client.generation import FEW_TOKENS, MAX_RESUMPTIONS
 from neap_client.inference.v1 import inference_pb2 as pb
 
 from shared import errors
@@ -184,19 +184,41 @@ def test_a_client_may_do_without_other_tokens(scripted, server, make_client, res
     assert asked[0].can_resume == (resumes != "never")
 
 
-def test_a_service_that_always_breaks_off_is_not_asked_for_ever(scripted, client):
-    asked = []
+@pytest.mark.parametrize("num_tokens", [1, FEW_TOKENS - 1, FEW_TOKENS])
+def test_only_a_service_that_brings_answers_forward_is_asked_for_ever(scripted, client, num_tokens):
+    asked, many = [], MAX_RESUMPTIONS + 3
 
     async def generate(request, context):
         asked.append(len(request.resume.token_ids))
         yield pb.GenerateResponse(started=pb.Started(num_resumed_tokens=asked[-1]))
-        yield _chunk(97)
-        raise errors.Unavailable("gone")
+        for _ in range(num_tokens):
+            yield _chunk(97)
+        if len(asked) < many:
+            raise errors.Unavailable("gone")
+        yield FINISHED
 
     scripted.on_generate = generate
+    if num_tokens == FEW_TOKENS:
+        assert len(client.answer(REQUEST).token_ids) == many * num_tokens
+        return
     with pytest.raises(errors.Unavailable, match="gone"):
         list(client.generate(REQUEST))
-    assert asked == list(range(MAX_RESUMPTIONS + 1))
+    assert asked == [num_tokens * number for number in range(MAX_RESUMPTIONS + 1)]
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["resumed", "not begun"])
+def test_an_answer_that_is_not_resumed_before_its_deadline_ends_by_it(scripted, client, is_whole):
+    """One that has not begun ends with what is in its way."""
+    full = errors.Exhausted("full", reason="QUEUE_FULL", retry_after_s=3600)
+    begun = [_started(1), _chunk(97), errors.Unavailable("gone")]
+    _script(scripted, *([begun, [full]] if is_whole else [[full]]))
+    stream = client.generate(REQUEST, timeout_s=1800)
+    with pytest.raises(errors.DeadlineExceeded if is_whole else errors.Exhausted) as caught:
+        list(stream)
+    assert "full" in caught.value.message
+    assert (caught.value.reason, stream.token_ids) == (
+        ("DEADLINE_EXCEEDED", [97]) if is_whole else ("QUEUE_FULL", [])
+    )
 
 
 def test_closing_ends_the_wait_before_an_answer_is_resumed(scripted, client):
@@ -215,6 +237,16 @@ def test_closing_ends_the_wait_before_an_answer_is_resumed(scripted, client):
 def test_an_answer_without_a_token_is_complete(scripted, client):
     _script(scripted, [_started(1), FINISHED])
     assert list(client.generate(REQUEST)) == [_started(1), FINISHED]
+
+
+@pytest.mark.parametrize("resumes", ["always", "never"])
+def test_an_answer_whose_connection_is_lost_after_its_end_is_whole(
+    scripted, server, make_client, resumes
+):
+    _script(scripted, [_started(1), _chunk(97), FINISHED, errors.Unavailable("gone")])
+    with make_client(server.target, num_attempts=3, resumes=resumes) as client:
+        assert client.answer(REQUEST).text == "a!"
+    assert scripted.num_calls == 1
 
 
 def test_a_stream_that_ends_after_started_is_passed_on(scripted, client):
