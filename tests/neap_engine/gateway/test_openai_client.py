@@ -325,6 +325,25 @@ def test_a_prompt_is_echoed_with_its_logprobs(client, is_text):
     assert tokens == own.tokens
 
 
+def test_a_prompt_is_scored_and_nothing_generated(client):
+    text = "hello é😀 thin hello " * 20
+    asked = {"model": "tiny", "prompt": [text, "thin"], "echo": True, "logprobs": 2}
+    longer = client.completions.create(**asked, max_tokens=1)
+    found = client.completions.create(**asked, max_tokens=0)
+    assert [choice.text for choice in found.choices] == [text, "thin"]
+    assert (found.usage.completion_tokens, found.choices[0].finish_reason) == (0, "length")
+    for own, other in zip(found.choices, longer.choices, strict=True):
+        assert own.logprobs.tokens == other.logprobs.tokens[:-1]
+        expected = pytest.approx(other.logprobs.token_logprobs[1:-1], abs=1e-4)
+        assert own.logprobs.token_logprobs[1:] == expected
+    chunks = list(client.completions.create(**{**asked, "prompt": text}, max_tokens=0, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text
+    parts = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [t for p in parts if p for t in p.tokens] == found.choices[0].logprobs.tokens
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        client.chat.completions.create(**{**CHAT, "max_tokens": 0})
+
+
 def test_choices_that_share_an_echoed_prompt_have_it_each(client):
     answer = client.completions.create(
         model="tiny",

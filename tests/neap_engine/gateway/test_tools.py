@@ -9,12 +9,9 @@ from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
-from shared.engine.engine import Engine
-from shared.registry.factory import open_registry
-from tests.chats import HERMES, IN_THOUGHT, build_chat_model
-from tests.gateways import chat_body, gateway_to
-from tests.generation import publish
-from tests.worker import serving
+from tests.chat_gateways import chat_gateway
+from tests.chats import HERMES, IN_THOUGHT
+from tests.gateways import chat_body
 
 SCHEMA = {
     "type": "object",
@@ -39,18 +36,8 @@ NAMED = {"type": "function", "function": {"name": "make"}}
 
 @pytest.fixture(scope="module", params=[HERMES, IN_THOUGHT], ids=["plain", "thinking"])
 def state(request, tmp_path_factory):
-    """A gateway to a worker whose model is biased to call at once, and to end its reasoning."""
-    registry = open_registry(str(tmp_path_factory.mktemp("registry")))
-    loaded = build_chat_model(request.param, own_tokens=True)
-    with Engine(loaded) as engine:
-        publish(registry, engine)
-        with serving(engine, registry) as worker, gateway_to(worker.target) as gateway:
-            gateway.thinks = request.param is IN_THOUGHT
-            vocabulary = loaded.tokenizer.get_added_vocab()
-            tags = vocabulary.keys() & {"<tool_call>", "</think>"}
-            gateway.bias = {str(vocabulary[tag]): 100 for tag in tags}
-            yield gateway
-    registry.close()
+    with chat_gateway(request.param, tmp_path_factory.mktemp("registry")) as gateway:
+        yield gateway
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +82,16 @@ def test_reasoning_is_apart_from_the_text(state, client):
     message = client.chat.completions.create(**asked).choices[0].message
     assert "reasoning_content" not in message.model_extra
     del asked["logit_bias"]
-    message = client.chat.completions.create(**asked).choices[0].message
+    answer = client.chat.completions.create(**asked)
+    message, details = answer.choices[0].message, answer.usage.completion_tokens_details
+    assert details.reasoning_tokens == (answer.usage.completion_tokens if state.thinks else 0)
     reasoning = message.model_extra.get("reasoning_content", "")
     assert bool(reasoning) == state.thinks
     assert bool(message.content) != state.thinks, "a random model does not end its thoughts"
-    deltas = [c.choices[0].delta for c in client.chat.completions.create(**asked, stream=True)]
+    usage = {"include_usage": True}
+    *chunks, last = client.chat.completions.create(**asked, stream=True, stream_options=usage)
+    assert last.usage.completion_tokens_details == details
+    deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(delta.model_extra.get("reasoning_content", "") for delta in deltas) == reasoning
     assert "".join(delta.content or "" for delta in deltas) == message.content
 
