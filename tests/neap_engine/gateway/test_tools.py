@@ -1,17 +1,19 @@
 """Tools and reasoning through the gateway, as the `openai` package and LangChain see them."""
 
 import json
+from typing import Literal
 
 import jsonschema
 import openai
 import pytest
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from tests.chat_gateways import chat_gateway
 from tests.chats import HERMES, IN_THOUGHT
 from tests.gateways import chat_body
+from tests.worker import build_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -111,12 +113,40 @@ def test_a_conversation_goes_on_with_a_calls_result(state, client):
     assert again.usage.prompt_tokens > first.usage.prompt_tokens + 40
 
 
-class Thing(BaseModel):
-    kind: str
-    sizes: list[int]
+class Thing(BaseModel, extra="forbid"):
+    kind: Literal["thin", "é😀"]
+    size: int = Field(ge=1, le=9)
 
 
-def test_langchain_binds_tools_and_gets_structured_output_by_them(state):
+class Anything(BaseModel, extra="allow"):
+    """What a JSON object can be."""
+
+
+@pytest.mark.parametrize("strict", [None, True], ids=["loose", "strict"])
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+def test_langchain_gets_structured_output_by_every_method(state, method, strict):
+    if method == "json_mode" and strict:
+        pytest.skip("LangChain itself refuses it")
+    # A random model hardly closes strings and objects by itself.
+    closing = zip(build_tokenizer().convert_tokens_to_ids(['"', "}"]), (100, 60), strict=True)
+    bias = {**state.bias, **{str(token): value for token, value in closing}}
+    model = ChatOpenAI(
+        model="tiny",
+        base_url=f"{state.url}/v1",
+        api_key="unused",
+        seed=1,
+        max_tokens=400,
+        logit_bias=bias,
+    )
+    kind = Anything if method == "json_mode" else Thing
+    given = {} if strict is None else {"strict": strict}
+    bound = model.with_structured_output(kind, method=method, include_raw=True, **given)
+    found = bound.invoke([HumanMessage("hello")])
+    assert found["parsing_error"] is None
+    assert isinstance(found["parsed"], kind)
+
+
+def test_langchain_binds_tools(state):
     model = ChatOpenAI(
         model="tiny", base_url=f"{state.url}/v1", api_key="unused", temperature=0, max_tokens=300
     ).bind(logit_bias=state.bias, parallel_tool_calls=False)
