@@ -114,7 +114,8 @@ def running(engine: Engine, prompts: Sequence[list[int]]) -> Iterator[list[Strea
 
 def asked(ask: Callable[[int], None], every_s: float | None, seconds: float) -> list[float]:
     """Asks every so often for this long. Returns the seconds that each request took to be taken."""
-    start, taken_s = time.perf_counter(), []
+    start = time.perf_counter()
+    taken_s: list[float] = []
     for number in itertools.count():
         time.sleep(
             max(start + min(number * (every_s or seconds), seconds) - time.perf_counter(), 0)

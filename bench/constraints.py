@@ -31,8 +31,14 @@ from shared.constraints.state import ConstraintState
 from shared.engine import verification
 from shared.engine.engine import Engine
 from shared.engine.request.prompt import encode_prompt
-from shared.engine.request.request import FinishReason, Generation
+from shared.engine.request.request import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    StoppingParams,
+)
 from shared.ladder.folder import read_ladder
+from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import GRAMMAR
 from shared.model.distribution import constrained
 from shared.model.loaded import LoadedModel
@@ -86,8 +92,8 @@ def main() -> None:
             engine.warm_up()
 
             answer = partial(answered, engine, options.max_tokens)
-            for ids, constraint in jobs:  # compiles
-                engine.generate(ids, policy="exact", constraint=constraint, max_tokens=1)
+            for job in jobs:  # compiles
+                answered(engine, 1, job, "exact")
             answer(jobs[0], "exact")  # touches memory
             print(described(options.device))
             head(*COLUMNS)
@@ -119,7 +125,11 @@ def jobs_of(loaded: LoadedModel, file: Path, as_tools: bool) -> list[Job]:
 
 def answered(engine: Engine, max_tokens: int, job: Job, policy: str) -> Generation:
     ids, constraint = job
-    return engine.generate(ids, policy=policy, constraint=constraint, max_tokens=max_tokens)
+    stopping = StoppingParams(max_tokens=max_tokens)
+    request = GenerationRequest(
+        tuple(ids), stopping=stopping, policy=DepthPolicy(policy), constraint=constraint
+    )
+    return engine.generate(request)
 
 
 def print_row(

@@ -219,10 +219,11 @@ def from_event(
     """Converts an event to the response that carries it.
     `text_of` gives the text of a token that has a log-probability. `message` reads the answer to a chat."""
     part = MessagePart(event.text)
-    if message is not None and isinstance(event, Finished):
-        part = message.finish(event.text)
-    elif message is not None:
-        part = message.push(event.text, len(event.tokens))
+    if message is not None:
+        if isinstance(event, Finished):
+            part = message.finish(event.text)
+        else:
+            part = message.push(event.text, len(event.tokens))
     said: dict[str, Any] = {
         "text": part.text,
         "reasoning": part.reasoning,
