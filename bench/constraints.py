@@ -1,11 +1,10 @@
 """What a JSON Schema costs, and what it gives (docs/decisions/048): `full` and `exact` under the same schemas.
 
     python -m bench.constraints --model DIR --router FOLDER [--dtype float32] [--max-tokens 160] [--at-once 1 8]
-        [--file FILE] [--tools]
+        [--file FILE]
 
 Both sides answer every prompt of --file, by default bench/data/schemas.jsonl, in turn, greedily, the last ones so many
-at once. With --tools they must call a tool with the schema as its parameters, once. The time of masks is what finding
-them and putting them on logits takes within the steps of `exact`.
+at once. The time of masks is what finding them and putting them on logits takes within the steps of `exact`.
 """
 
 import json
@@ -18,34 +17,22 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from neap_client.inference.v1 import inference_pb2 as pb
-
 from bench.machine import described
 from bench.options import add_device, add_dtypes, each_model, load, make_parser
 from bench.prompts import encode_turns
 from bench.stopwatch import seconds_of
 from bench.table import head, row
-from inference_service.chat import ChatRequest
-from shared.constraints.constraint import Constraint, MessageConstraint
+from shared.constraints.constraint import Constraint
 from shared.constraints.state import ConstraintState
 from shared.engine import verification
 from shared.engine.engine import Engine
-from shared.engine.request.prompt import encode_prompt
-from shared.engine.request.request import (
-    FinishReason,
-    Generation,
-    GenerationRequest,
-    StoppingParams,
-)
+from shared.engine.request.request import FinishReason, Generation
 from shared.ladder.folder import read_ladder
-from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import GRAMMAR
 from shared.model.distribution import constrained
-from shared.model.loaded import LoadedModel
 
 FILE = Path(__file__).parent / "data" / "schemas.jsonl"
 SIDES = ("full", "exact")
-Job = tuple[list[int], Constraint | MessageConstraint | None]
 COLUMNS = (
     *("at once", "same tokens", "complete", "forced", "tokens per pass"),
     *("full, tokens/s", "exact, tokens/s", "exact / full", "masks per token", "share of the time"),
@@ -84,16 +71,24 @@ def main() -> None:
     parser.add_argument(
         "--file", type=Path, default=FILE, help="JSON lines: prompt, and schema or parameters"
     )
-    parser.add_argument("--tools", action="store_true", help="required calls instead of answers")
     for options in each_model(parser):
         loaded, ladder = load(options), read_ladder(options.router)
-        jobs = jobs_of(loaded, options.file, options.tools)
+        records = [
+            json.loads(line) for line in options.file.read_text(encoding="utf-8").splitlines()
+        ]
+        jobs = [
+            (
+                encode_turns(loaded, [own["prompt"]]),
+                Constraint(json_schema=json.dumps(own.get("schema") or own["parameters"])),
+            )
+            for own in records
+        ]
         with Engine(loaded, ladder, prefix_cache_bytes=0) as engine, clocked() as spent:
             engine.warm_up()
 
             answer = partial(answered, engine, options.max_tokens)
-            for job in jobs:  # compiles
-                answered(engine, 1, job, "exact")
+            for ids, constraint in jobs:  # compiles
+                engine.generate(ids, policy="exact", constraint=constraint, max_tokens=1)
             answer(jobs[0], "exact")  # touches memory
             print(described(options.device))
             head(*COLUMNS)
@@ -101,35 +96,11 @@ def main() -> None:
                 print_row(jobs, at_once, answer, spent)
 
 
-def jobs_of(loaded: LoadedModel, file: Path, as_tools: bool) -> list[Job]:
-    jobs: list[Job] = []
-    for own in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
-        schema = json.dumps(own.get("schema") or own["parameters"])
-        if as_tools:
-            tool = pb.Tool(name=own.get("name", "answer"), description="", parameters=schema)
-            chat = ChatRequest(
-                pb.Chat(
-                    messages=[pb.ChatMessage(role="user", content=own["prompt"])],
-                    tools=[tool],
-                    tool_choice=pb.ToolChoice(required=pb.AnyTool()),
-                    single_tool_call=True,
-                ),
-                loaded,
-            )
-            ids = list(encode_prompt(loaded, chat.prompt))
-            jobs.append((ids, chat.constraint(None, ids)))
-        else:
-            jobs.append((encode_turns(loaded, [own["prompt"]]), Constraint(json_schema=schema)))
-    return jobs
-
-
-def answered(engine: Engine, max_tokens: int, job: Job, policy: str) -> Generation:
+def answered(
+    engine: Engine, max_tokens: int, job: tuple[list[int], Constraint], policy: str
+) -> Generation:
     ids, constraint = job
-    stopping = StoppingParams(max_tokens=max_tokens)
-    request = GenerationRequest(
-        tuple(ids), stopping=stopping, policy=DepthPolicy(policy), constraint=constraint
-    )
-    return engine.generate(request)
+    return engine.generate(ids, policy=policy, constraint=constraint, max_tokens=max_tokens)
 
 
 def print_row(
