@@ -1,9 +1,10 @@
 """What a JSON Schema costs, and what it gives (docs/decisions/048): `full` and `exact` under the same schemas.
 
     python -m bench.constraints --model DIR --router FOLDER [--dtype float32] [--max-tokens 160] [--at-once 1 8]
+        [--file FILE]
 
-Both sides answer every prompt of bench/data/schemas.jsonl in turn, greedily, the last ones so many at once. The time of
-masks is what finding them and putting them on logits takes within the steps of `exact`.
+Both sides answer every prompt of --file, by default bench/data/schemas.jsonl, in turn, greedily, the last ones so many
+at once. The time of masks is what finding them and putting them on logits takes within the steps of `exact`.
 """
 
 import json
@@ -67,13 +68,18 @@ def main() -> None:
     add_dtypes(parser)
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8])
+    parser.add_argument(
+        "--file", type=Path, default=FILE, help="JSON lines: prompt, and schema or parameters"
+    )
     for options in each_model(parser):
         loaded, ladder = load(options), read_ladder(options.router)
-        records = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
+        records = [
+            json.loads(line) for line in options.file.read_text(encoding="utf-8").splitlines()
+        ]
         jobs = [
             (
                 encode_turns(loaded, [own["prompt"]]),
-                Constraint(json_schema=json.dumps(own["schema"])),
+                Constraint(json_schema=json.dumps(own.get("schema") or own["parameters"])),
             )
             for own in records
         ]
@@ -81,8 +87,9 @@ def main() -> None:
             engine.warm_up()
 
             answer = partial(answered, engine, options.max_tokens)
-            for job in jobs:  # compiles, and touches memory
-                answer(job, "exact")
+            for ids, constraint in jobs:  # compiles
+                engine.generate(ids, policy="exact", constraint=constraint, max_tokens=1)
+            answer(jobs[0], "exact")  # touches memory
             print(described(options.device))
             head(*COLUMNS)
             for at_once in options.at_once:

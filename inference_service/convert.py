@@ -56,8 +56,9 @@ def to_generation_request(
     client: str = "",
     deadline_s: float = math.inf,
     least_priority: int = 0,
-) -> GenerationRequest:
-    """Validates and tokenises a request. Blocks while it tokenises. If the seed is absent, a random one is chosen.
+) -> tuple[GenerationRequest, ChatRequest | None]:
+    """Validates and tokenises a request; also returns the chat that it asks for, if it does. Blocks while it tokenises.
+    If the seed is absent, a random one is chosen.
 
     `deadline_s` in `time.monotonic()` seconds. `least_priority`: the lowest number that the caller may ask for, and
     what it gets unless it asks for one. Raises InvalidInput, PromptTooLong, PermissionDenied (reason
@@ -90,7 +91,7 @@ def to_generation_request(
             "template",
             reason="PROMPT_DIFFERS",
         )
-    return GenerationRequest(
+    generation = GenerationRequest(
         prompt_ids=prompt_ids,
         sampling=sampling,
         stopping=stopping,
@@ -108,6 +109,7 @@ def to_generation_request(
         shown_special_ids=chat.shown_special_ids if chat else frozenset(),
         prediction_ids=encode_prediction(loaded, prediction.text or prediction.token_ids.ids),
     )
+    return generation, chat
 
 
 def prompt_digest(prompt_ids: Sequence[int]) -> str:
@@ -218,14 +220,18 @@ def from_event(
     `text_of` gives the text of a token that has a log-probability. `message` reads the answer to a chat."""
     part = MessagePart(event.text)
     if message is not None:
-        part = (message.finish if isinstance(event, Finished) else message.push)(event.text)
+        if isinstance(event, Finished):
+            part = message.finish(event.text)
+        else:
+            part = message.push(event.text, len(event.tokens))
     said: dict[str, Any] = {
         "text": part.text,
         "reasoning": part.reasoning,
         "tool_calls": [inference_pb2.ToolCallChunk(**vars(call)) for call in part.calls],
     }
     if isinstance(event, Finished):
-        return inference_pb2.GenerateResponse(finished=_finished(event, said))
+        num_reasoning = message.num_reasoning_tokens if message is not None else 0
+        return inference_pb2.GenerateResponse(finished=_finished(event, said, num_reasoning))
     tokens, prompt = (
         [_token(token, text_of) for token in own] for own in (event.tokens, event.prompt)
     )
@@ -247,7 +253,9 @@ def _token(token: GeneratedToken, text_of: Callable[[int], str]) -> inference_pb
     )
 
 
-def _finished(event: Finished, said: dict[str, Any]) -> inference_pb2.Finished:
+def _finished(
+    event: Finished, said: dict[str, Any], num_reasoning_tokens: int
+) -> inference_pb2.Finished:
     return inference_pb2.Finished(
         **said,
         reason=_REASONS[event.reason],
@@ -258,6 +266,7 @@ def _finished(event: Finished, said: dict[str, Any]) -> inference_pb2.Finished:
             num_completion_tokens=event.num_completion_tokens,
             num_accepted_prediction_tokens=event.num_accepted_prediction_tokens,
             num_rejected_prediction_tokens=event.num_rejected_prediction_tokens,
+            num_reasoning_tokens=num_reasoning_tokens,
         ),
         timing=inference_pb2.Timing(
             queue=_duration(event.queue_s),

@@ -167,7 +167,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         call: GenerateCall,
     ) -> None:
         engine = served.engine
-        generation = await self._pools.requests.call(
+        generation, chat = await self._pools.requests.call(
             to_generation_request,
             request,
             engine.loaded,
@@ -201,7 +201,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._resumable.add(stream)
         try:
             handle, message = await self._pools.requests.call(
-                _submit, request, engine, generation, router, stream
+                _submit, engine, generation, chat, router, stream
             )
             call.set_handle(handle)
             started = _started(generation, engine, router, continued_inexactly=bool(inexact))
@@ -279,28 +279,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 def _submit(
-    request: inference_pb2.GenerateRequest,
     engine: Engine,
     generation: GenerationRequest,
+    chat: ChatRequest | None,
     router: LoadedRouter | None,
     stream: EventStream,
 ) -> tuple[GenerationHandle, MessageParser | None]:
-    """The generation's handle, and what reads its answer."""
+    """The generation's handle, and, for a chat, what reads its answer: it has read what the client has of it."""
     ladder = router.ladder if router is not None else None
     handle = engine.submit(generation, ladder, on_event=stream.push)
     stream.attach(handle)
-    return handle, _message_parser(request, engine, handle)
-
-
-def _message_parser(
-    request: inference_pb2.GenerateRequest, engine: Engine, handle: GenerationHandle
-) -> MessageParser | None:
-    """It has read what the client has of the answer; None if that is no answer to a chat."""
-    if request.WhichOneof("prompt") != "chat":
-        return None
-    parser = ChatRequest(request.chat, engine.loaded).parser(handle.request.prompt_ids)
-    parser.push(handle.resumed_text)
-    return parser
+    if chat is None:
+        return handle, None
+    parser = chat.parser(generation.prompt_ids)
+    for text in handle.resumed_texts:
+        parser.push(text, num_tokens=1)
+    return handle, parser
 
 
 def _promise(engine: Engine) -> inference_pb2.ExactPromise:

@@ -227,7 +227,8 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
                 getattr(one.usage, f"num_{kind}_prediction_tokens") for one in finished
             )
             for kind in ("accepted", "rejected")
-        },
+        }
+        | {"reasoning_tokens": sum(one.usage.num_reasoning_tokens for one in finished)},
         "neap": depth_figures(finished),
     }
 

@@ -235,6 +235,7 @@ class CompletionRequest(GenerationFields):
     """The body of /v1/completions."""
 
     prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=0, le=UINT32)
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = None
 

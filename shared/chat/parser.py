@@ -32,7 +32,7 @@ class MessageParser:
     be any; the answer follows a grammar then (`shared.constraints.message`).
 
     White space around reasoning, and between text and a call, is dropped. What may yet become a part of a tag is held
-    back, so `finish` returns the rest.
+    back, so `finish` returns the rest. `num_reasoning_tokens`: those of reasoning, with its tags.
     """
 
     def __init__(
@@ -57,14 +57,20 @@ class MessageParser:
         self._expected: list[str] = []
         self._next: Callable[[MessagePart], bool] = self._rest
         self._num_calls = 0
+        self._num_tokens = self.num_reasoning_tokens = 0
         # Of the arguments: open brackets, whether in a string, and after a backslash there.
         self._depth, self._in_string, self._is_escaped = 0, False, False
 
-    def push(self, text: str) -> MessagePart:
+    def push(self, text: str, num_tokens: int = 0) -> MessagePart:
+        """`num_tokens`: how many tokens the text comes from."""
         self._buffer += text
+        self._num_tokens += num_tokens
+        was_reasoning = self._state == self._reasoning
         part = MessagePart()
         while self._state(part):
             pass
+        if was_reasoning or self._state == self._reasoning:  # which an answer begins with
+            self.num_reasoning_tokens = self._num_tokens
         return part
 
     def finish(self, text: str) -> MessagePart:

@@ -68,8 +68,11 @@ def penalised(logits: Tensor, trials: Sequence[Trial]) -> Tensor:
     same tensor if no trial has any."""
     if not any(trial.sampling.changes_scores for trial in trials):
         return logits
-    rows = logits.split([trial.num_rows for trial in trials])
-    return torch.cat([_penalised(own, trial) for own, trial in zip(rows, trials, strict=True)])
+    scores = logits.clone()
+    rows = scores.split([trial.num_rows for trial in trials])
+    for own, trial in zip(rows, trials, strict=True):
+        _penalise(own, trial)
+    return scores
 
 
 def candidates(logits: Tensor, trials: Sequence[Trial]) -> tuple[Tensor, Tensor]:
@@ -118,32 +121,31 @@ def drawn(masses: Tensor, uniforms: Tensor) -> Tensor:
     return torch.where(total.isfinite(), torch.minimum(tokens, last), NO_TOKEN)[:, 0]
 
 
-def _penalised(logits: Tensor, trial: Trial) -> Tensor:
-    """Logits [n, V] of one trial, in the order of transformers and vLLM: biases, penalties, forbidden tokens.
+def _penalise(scores: Tensor, trial: Trial) -> None:
+    """Changes the scores [n, V] of a trial, in the order of transformers and vLLM: biases, penalties, forbidden tokens.
 
     The repetition penalty (Keskar et al., 1909.05858) is of prompt and answer. Those that OpenAI's API has are of the
     answer alone.
     """
-    sampling, device = trial.sampling, logits.device
+    sampling, device = trial.sampling, scores.device
     if sampling.logit_bias:
         tokens = _on_device([*sampling.logit_bias], device, torch.int64)
         biases = _on_device([*sampling.logit_bias.values()], device, torch.float32)
-        logits = logits.index_copy(1, tokens, logits.index_select(1, tokens) + biases)
+        scores.index_copy_(1, tokens, scores.index_select(1, tokens) + biases)
     if sampling.repetition_penalty != 1.0:
         seen, counts = _counts(trial.context, trial.drafts, device)
-        scores, penalty = logits.index_select(1, seen), sampling.repetition_penalty
-        lowered = torch.where(scores > 0, scores / penalty, scores * penalty)
-        logits = logits.index_copy(1, seen, torch.where(counts > 0, lowered, scores))
+        own, penalty = scores.index_select(1, seen), sampling.repetition_penalty
+        lowered = torch.where(own > 0, own / penalty, own * penalty)
+        scores.index_copy_(1, seen, torch.where(counts > 0, lowered, own))
     answer = trial.context[trial.num_prompt_tokens :]
     if (sampling.presence_penalty or sampling.frequency_penalty) and (answer or trial.drafts):
         seen, counts = _counts(answer, trial.drafts, device)
-        lowered = logits.index_select(1, seen) - counts * sampling.frequency_penalty
+        lowered = scores.index_select(1, seen) - counts * sampling.frequency_penalty
         lowered -= (counts > 0) * sampling.presence_penalty
-        logits = logits.index_copy(1, seen, lowered)
+        scores.index_copy_(1, seen, lowered)
     if forbidden := trial.forbidden():
         rows, tokens = _on_device(forbidden, device, torch.int64).T
-        logits = logits.index_put((rows, tokens), logits.new_tensor(-math.inf))
-    return logits
+        scores.index_put_((rows, tokens), scores.new_full((), -math.inf))
 
 
 def _counts(

@@ -8,7 +8,7 @@ rejection sampling (Leviathan et al., 2211.17192) coupled to the plain sampler.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index
@@ -130,6 +130,19 @@ class SamplingParams:
             endings.setdefault(before[-1] if before else None, []).append((before, last))
         return endings
 
+    def forbidden_after(
+        self, before: Sequence[int], num_answered: int, end_token_ids: Collection[int]
+    ) -> set[int]:
+        """The tokens that `min_tokens` and `bad_words` forbid after those before, of which the last MAX_BAD_WORD_TOKENS
+        are enough; the answer has `num_answered` so far."""
+        found = set(end_token_ids) if num_answered < self.min_tokens else set()
+        endings = self.bad_endings
+        for words in (endings.get(None, ()), endings.get(before[-1], ()) if before else ()):
+            found.update(
+                last for word, last in words if [*before[len(before) - len(word) :]] == word
+            )
+        return found
+
 
 def uniform_at(seed: int, position: int) -> float:
     """The uniform number in [0, 1) of one position of a sequence, from the counter-based generator Philox."""
@@ -169,20 +182,14 @@ class Trial:
 
     def forbidden(self) -> list[tuple[int, int]]:
         """(row, token) of all tokens that `min_tokens` and `bad_words` forbid."""
-        found: list[tuple[int, int]] = []
         # The place in the answer that row 0 predicts.
         first = len(self.context) - self.num_prompt_tokens
-        num_short = min(self.sampling.min_tokens - first, self.num_rows)
-        found += [(row, token) for row in range(num_short) for token in self.end_token_ids]
-        endings = self.sampling.bad_endings
-        if endings:
-            before = [*self.context[-MAX_BAD_WORD_TOKENS:], *self.drafts]
-            for row in range(self.num_rows):
-                known = before[: len(before) - len(self.drafts) + row]
-                for words in (endings.get(None, ()), endings.get(known[-1], ()) if known else ()):
-                    found += [
-                        (row, last)
-                        for word, last in words
-                        if known[len(known) - len(word) :] == word
-                    ]
-        return found
+        before = [*self.context[-MAX_BAD_WORD_TOKENS:], *self.drafts]
+        num_before = len(before) - len(self.drafts)
+        return [
+            (row, token)
+            for row in range(self.num_rows)
+            for token in self.sampling.forbidden_after(
+                before[: num_before + row], first + row, self.end_token_ids
+            )
+        ]

@@ -134,7 +134,7 @@ def test_what_a_slow_reader_held_is_free_once_it_is_ended(registry, folder):
     # Other tests' engine keeps what its requests have read.
     num_caches = _num_caches()
     loaded = load_model(folder, model_id="tiny")
-    request = to_generation_request(request_of(2000), loaded, request_id="one")
+    request, _ = to_generation_request(request_of(2000), loaded, request_id="one")
     with Engine(loaded, kv_budget_bytes=1) as poor, pytest.raises(Exhausted) as caught:
         poor.submit(request)
     needed = int(caught.value.metadata["needed"])

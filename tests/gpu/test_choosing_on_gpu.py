@@ -82,7 +82,7 @@ def test_verdicts_are_the_same_alone_and_in_company(device: str, size: int) -> N
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
 def test_the_driver_sees_no_wait_before_the_answer_is_read(device: str) -> None:
     logits, trials = case(49152, device)
-    wanted = [None, 0, 5] * 3 + [2]
+    wanted = ([None, 0, 5] * len(trials))[: len(trials)]
     verify(logits, trials, wanted)  # what is made once only is made now
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -124,6 +124,7 @@ def test_a_call_goes_on_where_another_worker_ended(stub, worker):
             assert not message(rest)[0]
         again_tokens, *again, end = message([*first, *rest])
         assert (again_tokens, again, end.reason) == (tokens, said, finished.reason)
+        assert end.usage.num_reasoning_tokens == finished.usage.num_reasoning_tokens
 
 
 def test_a_named_tool_is_called(stub, worker):
@@ -136,8 +137,10 @@ def test_a_named_tool_is_called(stub, worker):
 def test_free_text_is_free_and_calls_in_it_are_held_to_the_schema(stub, worker):
     asked = pb.Chat(messages=USER, tools=TOOLS)
     plain = request_of(chat=asked, sampling=SAMPLED, stopping=STOPPING)
-    _, reasoning, text, _, _ = message(stub.Generate(plain, timeout=60))
+    tokens, reasoning, text, _, finished = message(stub.Generate(plain, timeout=60))
     assert reasoning or text
+    num_reasoning = finished.usage.num_reasoning_tokens
+    assert (num_reasoning > 0, num_reasoning < len(tokens)) == (bool(reasoning), bool(text))
     full, exact = (
         message(
             stub.Generate(

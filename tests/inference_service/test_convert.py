@@ -92,7 +92,6 @@ def test_stopping_fields_arrive():
 @pytest.mark.parametrize(
     "field",
     [
-        {"max_tokens": 0},
         {"stop_strings": [""]},
         {"stop_strings": ["x" * 257]},
         {"stop_strings": ["x"] * 17},
@@ -156,7 +155,7 @@ def test_router_selectors():
 
 
 def _request(loaded, **fields):
-    return to_generation_request(pb.GenerateRequest(**fields), loaded, request_id="r")
+    return to_generation_request(pb.GenerateRequest(**fields), loaded, request_id="r")[0]
 
 
 def test_the_three_forms_of_a_prompt(loaded):
@@ -186,7 +185,7 @@ def test_a_request_has_the_priority_that_it_asks_for_or_its_callers(
     loaded, fields, least, priority
 ):
     request = pb.GenerateRequest(text="x", **fields)
-    made = to_generation_request(request, loaded, request_id="r", least_priority=least)
+    made, _ = to_generation_request(request, loaded, request_id="r", least_priority=least)
     assert made.priority == priority
 
 

@@ -223,7 +223,7 @@ class DraftBuilder:
         return next(iter(self.sequence.confidence.rate(drafts)), (None, 0.0))
 
     def _usable(self, path: list[int], drafts: Sequence[Draft]) -> Sequence[Draft]:
-        """Those of `drafts` after `path` that the request's constraint allows. Raises as `consider` does."""
+        """Those of `drafts` after `path` that the request allows. Raises as `consider` does."""
         size = self.sequence.vocabulary_size
         for draft in drafts:
             if not 0 <= draft.token < size:
@@ -231,5 +231,7 @@ class DraftBuilder:
                     f"rung {draft.rung} of the router drafted token {draft.token}; the model has {size}",
                     reason="DRAFT_OUT_OF_RANGE",
                 )
+        if forbidden := self.sequence.forbidden_after(path):
+            drafts = [draft for draft in drafts if draft.token not in forbidden]
         grammar = self.sequence.grammar
         return drafts if grammar is None else grammar.cut(path, drafts)

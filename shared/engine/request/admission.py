@@ -20,7 +20,8 @@ from shared.model.loaded import LoadedModel
 def max_answer_tokens(request: GenerationRequest, context_length: int) -> int:
     """The most tokens that the answer can have."""
     room = context_length - len(request.prompt_ids)
-    return min(request.stopping.max_tokens or DEFAULT_MAX_TOKENS, room)
+    wanted = request.stopping.max_tokens
+    return min(DEFAULT_MAX_TOKENS if wanted is None else wanted, room)
 
 
 def max_num_tokens(request: GenerationRequest, context_length: int) -> int:

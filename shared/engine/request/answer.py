@@ -10,7 +10,7 @@ from shared.model.loaded import LoadedModel
 
 class Answer:
     """Takes the answer's tokens one by one. `end` is why it has ended, and the stop string or token id that ended it;
-    None before. `resumed_text`: what the caller has of its text.
+    None before. `resumed_texts`: what the caller has of its text, token by token.
 
     `constraint`: the state of the request's constraint, before the first token.
 
@@ -28,7 +28,9 @@ class Answer:
         self.max_tokens = max_answer_tokens(request, loaded.context_length)
         self.num_tokens = 0
         self.end: tuple[FinishReason, str] | None = None
-        self.resumed_text = ""
+        if self.max_tokens == 0:
+            self.end = FinishReason.LENGTH, ""
+        self.resumed_texts: list[str] = []
         self.constraint = constraint
         self.end_token_ids = request.stopping.end_token_ids(loaded.eos_token_ids)
         self._stop_token_ids = request.stopping.stop_token_ids
@@ -41,7 +43,7 @@ class Answer:
                     f"the answer ended with token {place} of the {len(request.resumed_ids)} that are there already",
                     reason="RESUMED_BEYOND_END",
                 )
-            self.resumed_text += self.push(token) or ""
+            self.resumed_texts.append(self.push(token) or "")
 
     @property
     def num_left(self) -> int:

@@ -36,8 +36,8 @@ class GenerationHandle:
         self.submitted_s = time.monotonic()
         # When the engine started it, in `time.monotonic()` seconds; None while it waits.
         self.started_s: float | None = None
-        # What the caller has of the text already, if it resumes an answer.
-        self.resumed_text = ""
+        # What the caller has of the text already, token by token, if it resumes an answer.
+        self.resumed_texts: list[str] = []
         self._wake = wake
         self._events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
         self._deliver = on_event or self._events.put

@@ -34,7 +34,7 @@ class EngineJob(GenerationHandle):
         super().__init__(request, wake, on_event, on_states)
         self.ladder = ladder
         self.num_kv_tokens = num_kv_tokens
-        self.answer, self.resumed_text = answer, answer.resumed_text
+        self.answer, self.resumed_texts = answer, answer.resumed_texts
         self.num_prompt_tokens = len(request.given_ids)
         self.deadline_s = request.deadline_s
         self.priority = request.priority

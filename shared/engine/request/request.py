@@ -23,7 +23,7 @@ DEFAULT_MAX_TOKENS = 256
 @dataclass(frozen=True)
 class StoppingParams:
     """When a generation ends. `max_tokens` None: DEFAULT_MAX_TOKENS, or the room that the context leaves if that is
-    less."""
+    less; 0: nothing is generated, for the log-probabilities of a prompt alone."""
 
     max_tokens: int | None = None
     stop_strings: tuple[str, ...] = ()
@@ -31,8 +31,8 @@ class StoppingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidInput(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise InvalidInput(f"max_tokens is {self.max_tokens}; it must be at least 0")
         if isinstance(self.stop_strings, str):
             raise InvalidInput(
                 f"stop_strings is the text {self.stop_strings!r}; it must be a list of texts"

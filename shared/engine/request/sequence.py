@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from shared.model.cache import KVCache
 from shared.model.loaded import LoadedModel
 from shared.model.regimes import Regimes
 from shared.model.runner import captured_depths
+from shared.model.sampling import MAX_BAD_WORD_TOKENS
 
 if TYPE_CHECKING:  # drafting knows sequences; a sequence only keeps its drafter
     from shared.engine.drafting.drafter import Drafter
@@ -167,9 +169,18 @@ class DecodingSequence:
         self.cache, self.settled_states = empty, None
         self.num_settled, self.read_until = 0, len(self.tokens)
 
+    def forbidden_after(self, drafted: Sequence[int]) -> set[int]:
+        """The tokens that `min_tokens` and `bad_words` forbid after these drafts."""
+        sampling = self.request.sampling
+        if not (sampling.min_tokens or sampling.bad_words):
+            return set()
+        before = [*self.tokens[-MAX_BAD_WORD_TOKENS:], *drafted]
+        num_answered = self.num_generated + len(drafted)
+        return sampling.forbidden_after(before, num_answered, self.answer.end_token_ids)
+
     @property
     def is_finished(self) -> bool:
-        return self.answer.end is not None
+        return self.answer.end is not None and not self.scores_prompt
 
     def show_prompt(self, end: int) -> None:
         """Tells the proposers the given tokens before position `end`: piece by piece, because a long prompt takes

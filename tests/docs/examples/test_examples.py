@@ -2,6 +2,7 @@
 those in Python, too, in an environment that has the client alone.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import jsonschema
 import pytest
 from google.protobuf.descriptor_pb2 import FileOptions
 from neap_client import NeapClient, generate_request
@@ -21,6 +23,8 @@ from neap_client.inference.v1 import inference_pb2_grpc
 from shared.engine.engine import Engine
 from shared.model.loaded import wrap_model
 from shared.registry.factory import open_registry
+from tests.chat_gateways import chat_gateway
+from tests.chats import HERMES
 from tests.gateways import gateway_to
 from tests.generation import publish
 from tests.worker import build_model, build_tokenizer, serving
@@ -109,6 +113,27 @@ def test_curl(target, answer, tmp_path):
         printed = run("bash", EXAMPLES / "curl.sh", gateway.url, "tiny", "hello", cwd=tmp_path)
     assert printed.startswith("data: {")
     assert printed.rstrip().endswith("data: [DONE]")
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_node_without_packages(tmp_path):
+    stay = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 20},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    with chat_gateway(HERMES, tmp_path) as gateway:
+        for seed in range(4):
+            fields = json.dumps({"max_tokens": 300, "logit_bias": gateway.bias, "seed": seed})
+            command = ("node", EXAMPLES / "node" / "fetch.mjs", gateway.url, "tiny", "hello")
+            answer, ended, call = run(*command, "unused", fields, cwd=tmp_path).splitlines()
+            jsonschema.validate(json.loads(answer.removeprefix("answer ")), stay)
+            assert ended == "ended tool_calls"
+            jsonschema.validate(json.loads(call.removeprefix("call book ")), stay)
 
 
 @pytest.mark.parametrize("name", ["node/node_modules/x", "node/package-lock.json", "go/gen/x"])

@@ -1,5 +1,6 @@
 """Log-probabilities of answers and prompts, as the `openai` package gets them."""
 
+import openai
 import pytest
 
 from tests.worker import build_tokenizer
@@ -86,3 +87,24 @@ def test_choices_that_share_an_echoed_prompt_have_it_each(client):
     for choice in answer.choices:
         assert choice.text.startswith("hello")
         assert len(choice.logprobs.tokens) == len(build_tokenizer()("hello").input_ids) + 3
+
+
+def test_a_prompt_is_scored_and_nothing_generated(client):
+    text = "hello é😀 thin hello " * 20
+    asked = {"model": "tiny", "prompt": [text, "thin"], "echo": True, "logprobs": 2}
+    longer = client.completions.create(**asked, max_tokens=1)
+    found = client.completions.create(**asked, max_tokens=0)
+    assert [choice.text for choice in found.choices] == [text, "thin"]
+    assert (found.usage.completion_tokens, found.choices[0].finish_reason) == (0, "length")
+    for own, other in zip(found.choices, longer.choices, strict=True):
+        assert own.logprobs.tokens == other.logprobs.tokens[:-1]
+        expected = pytest.approx(other.logprobs.token_logprobs[1:-1], abs=1e-4)
+        assert own.logprobs.token_logprobs[1:] == expected
+    chunks = list(client.completions.create(**{**asked, "prompt": text}, max_tokens=0, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text
+    parts = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [t for p in parts if p for t in p.tokens] == found.choices[0].logprobs.tokens
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        client.chat.completions.create(
+            **{**GREEDY, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 0}
+        )

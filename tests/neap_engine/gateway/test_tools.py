@@ -1,20 +1,19 @@
 """Tools and reasoning through the gateway, as the `openai` package and LangChain see them."""
 
 import json
+from typing import Literal
 
 import jsonschema
 import openai
 import pytest
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from shared.engine.engine import Engine
-from shared.registry.factory import open_registry
-from tests.chats import HERMES, IN_THOUGHT, build_chat_model
-from tests.gateways import chat_body, gateway_to
-from tests.generation import publish
-from tests.worker import serving
+from tests.chat_gateways import chat_gateway
+from tests.chats import HERMES, IN_THOUGHT
+from tests.gateways import chat_body
+from tests.worker import build_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -39,18 +38,8 @@ NAMED = {"type": "function", "function": {"name": "make"}}
 
 @pytest.fixture(scope="module", params=[HERMES, IN_THOUGHT], ids=["plain", "thinking"])
 def state(request, tmp_path_factory):
-    """A gateway to a worker whose model is biased to call at once, and to end its reasoning."""
-    registry = open_registry(str(tmp_path_factory.mktemp("registry")))
-    loaded = build_chat_model(request.param, own_tokens=True)
-    with Engine(loaded) as engine:
-        publish(registry, engine)
-        with serving(engine, registry) as worker, gateway_to(worker.target) as gateway:
-            gateway.thinks = request.param is IN_THOUGHT
-            vocabulary = loaded.tokenizer.get_added_vocab()
-            tags = vocabulary.keys() & {"<tool_call>", "</think>"}
-            gateway.bias = {str(vocabulary[tag]): 100 for tag in tags}
-            yield gateway
-    registry.close()
+    with chat_gateway(request.param, tmp_path_factory.mktemp("registry")) as gateway:
+        yield gateway
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +84,16 @@ def test_reasoning_is_apart_from_the_text(state, client):
     message = client.chat.completions.create(**asked).choices[0].message
     assert "reasoning_content" not in message.model_extra
     del asked["logit_bias"]
-    message = client.chat.completions.create(**asked).choices[0].message
+    answer = client.chat.completions.create(**asked)
+    message, details = answer.choices[0].message, answer.usage.completion_tokens_details
+    assert details.reasoning_tokens == (answer.usage.completion_tokens if state.thinks else 0)
     reasoning = message.model_extra.get("reasoning_content", "")
     assert bool(reasoning) == state.thinks
     assert bool(message.content) != state.thinks, "a random model does not end its thoughts"
-    deltas = [c.choices[0].delta for c in client.chat.completions.create(**asked, stream=True)]
+    usage = {"include_usage": True}
+    *chunks, last = client.chat.completions.create(**asked, stream=True, stream_options=usage)
+    assert last.usage.completion_tokens_details == details
+    deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(delta.model_extra.get("reasoning_content", "") for delta in deltas) == reasoning
     assert "".join(delta.content or "" for delta in deltas) == message.content
 
@@ -119,12 +113,40 @@ def test_a_conversation_goes_on_with_a_calls_result(state, client):
     assert again.usage.prompt_tokens > first.usage.prompt_tokens + 40
 
 
-class Thing(BaseModel):
-    kind: str
-    sizes: list[int]
+class Thing(BaseModel, extra="forbid"):
+    kind: Literal["thin", "é😀"]
+    size: int = Field(ge=1, le=9)
 
 
-def test_langchain_binds_tools_and_gets_structured_output_by_them(state):
+class Anything(BaseModel, extra="allow"):
+    """What a JSON object can be."""
+
+
+@pytest.mark.parametrize("strict", [None, True], ids=["loose", "strict"])
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+def test_langchain_gets_structured_output_by_every_method(state, method, strict):
+    if method == "json_mode" and strict:
+        pytest.skip("LangChain itself refuses it")
+    # A random model hardly closes strings and objects by itself.
+    closing = zip(build_tokenizer().convert_tokens_to_ids(['"', "}"]), (100, 60), strict=True)
+    bias = {**state.bias, **{str(token): value for token, value in closing}}
+    model = ChatOpenAI(
+        model="tiny",
+        base_url=f"{state.url}/v1",
+        api_key="unused",
+        seed=1,
+        max_tokens=400,
+        logit_bias=bias,
+    )
+    kind = Anything if method == "json_mode" else Thing
+    given = {} if strict is None else {"strict": strict}
+    bound = model.with_structured_output(kind, method=method, include_raw=True, **given)
+    found = bound.invoke([HumanMessage("hello")])
+    assert found["parsing_error"] is None
+    assert isinstance(found["parsed"], kind)
+
+
+def test_langchain_binds_tools(state):
     model = ChatOpenAI(
         model="tiny", base_url=f"{state.url}/v1", api_key="unused", temperature=0, max_tokens=300
     ).bind(logit_bias=state.bias, parallel_tool_calls=False)

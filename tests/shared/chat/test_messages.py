@@ -97,6 +97,20 @@ def test_calls_are_read_as_the_template_writes_them_however_they_are_cut(models,
                     assert found == (thought.strip(), text.rstrip(), calls)
 
 
+@pytest.mark.parametrize("in_thought", [True, False])
+def test_the_tokens_of_reasoning_are_counted_with_its_tags(in_thought):
+    thought = "Hm. </think>" if in_thought else "<think>Hm. </think>"
+    for end in ("", "so", "so <think>x</think>"):
+        parser = MessageParser(("<think>", "</think>"), in_thought=in_thought)
+        for char in thought + end:
+            parser.push(char, num_tokens=1)
+        parser.finish("")
+        assert parser.num_reasoning_tokens == len(thought)
+    without = MessageParser(("<think>", "</think>"))
+    without.push("so", num_tokens=2)
+    assert without.num_reasoning_tokens == 0
+
+
 def test_text_without_calls_is_left_as_it_is():
     known = formats.call_format(build_chat_model(TEMPLATES["hermes"]))
     for text in ("", " a <tool_cal ", "\n\n", "<tool>\n <thin", "a <think>b</think>"):

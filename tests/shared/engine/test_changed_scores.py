@@ -9,6 +9,7 @@ import torch
 
 from shared.engine.engine import Engine
 from shared.errors import InvalidInput
+from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.sampling import SamplingParams, Trial
 from tests.changed_scores import changed
@@ -159,3 +160,24 @@ def test_stop_tokens_and_stop_strings_wait_for_min_tokens(loaded, answer):
 def test_what_the_model_cannot_honour_is_refused_by_name(loaded, name, changes):
     with fixed_cost_engine(loaded) as engine, pytest.raises(InvalidInput, match=name):
         generated(engine, SamplingParams(**changes), "full", [])
+
+
+@pytest.mark.parametrize("policy", ["exact", DepthPolicy("relaxed", threshold=0.5)])
+def test_drafts_that_a_request_forbids_neither_cost_a_pass_nor_become_final(loaded, policy):
+    """Bad words of one and two tokens, and the end before it is allowed."""
+    [end] = loaded.eos_token_ids
+
+    def draft(context: list[int]) -> tuple[int, float]:
+        return (7, 9, end)[len(context) % 3], 0.9
+
+    for bad_words in (((7,), (9,)), ((7, 9),)):
+        sampling = SamplingParams(bad_words=bad_words, min_tokens=NUM_NEW, logit_bias={7: 50.0})
+        with fixed_cost_engine(loaded, ScriptedLadder(draft)) as engine:
+            full = generated(engine, sampling, "full", [])
+            found = engine.generate(PROMPT, sampling=sampling, policy=policy, max_tokens=NUM_NEW)
+        assert list(found.token_ids) == full
+        assert len(full) == NUM_NEW
+        assert end not in full
+        assert (7, 9) not in pairwise(full)
+        assert found.stats.num_drafted == found.stats.num_accepted
+        assert (found.stats.num_drafted > 0) == (7 in full)

@@ -8,7 +8,7 @@ import torch
 from shared.engine import prompt_scores
 from shared.engine.engine import Engine
 from shared.engine.request.prompt import Prompt
-from shared.engine.request.request import GenerationRequest, StoppingParams
+from shared.engine.request.request import FinishReason, GenerationRequest, StoppingParams
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import LoadedModel, wrap_model
@@ -108,6 +108,26 @@ def test_what_a_caller_has_is_not_sent_again(loaded, num_scored):
             LONG, policy="full", max_tokens=2, prompt_logprobs=2, resumed_ids=answer[:1]
         )
         assert (resumed.prompt, list(resumed.token_ids)) == ((), answer[1:])
+
+
+@pytest.mark.parametrize("policy", ["full", "exact"])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_nothing_need_be_generated(loaded, name, policy):
+    with fixed_cost_engine(loaded, build_ladder(loaded)) as engine:
+        whole = scores(engine, PROMPTS[name])
+        found = engine.generate(PROMPTS[name], policy=policy, max_tokens=0, prompt_logprobs=2)
+        assert [(t.token_id, t.logprob, t.alternatives) for t in found.prompt] == whole
+        assert (found.tokens, found.text, found.finished.reason) == ((), "", FinishReason.LENGTH)
+        assert found.finished.num_completion_tokens == 0
+        unscored = engine.generate(PROMPTS[name], policy=policy, max_tokens=0)
+        assert (unscored.prompt, unscored.tokens) == ((), ())
+        # What was read is there for the next request.
+        again = engine.generate(PROMPTS[name], policy=policy, max_tokens=3, ignore_eos=True)
+        assert len(again.tokens) == 3
+        with pytest.raises(InvalidInput, match="already"):
+            engine.generate(PROMPTS[name], policy=policy, max_tokens=0, resumed_ids=[5])
+        with pytest.raises(InvalidInput, match="max_tokens"):
+            engine.generate(PROMPTS[name], policy=policy, max_tokens=-1)
 
 
 def test_too_many_are_refused(loaded):
