@@ -40,7 +40,8 @@ def start(
     logs.mkdir(parents=True, exist_ok=True)
     found = []
     for plan in planned:
-        name = f"{plan.title} {plan.weights}"
+        mode = plan.modes[0] if len(plan.modes) == 1 else ""
+        name = " ".join(filter(None, (plan.title, mode, plan.weights)))
         log_path = logs / f"{name.replace(' ', '-')}.log"
         worker = Worker(name, plan.command, worker_environment(), log_path)
         stack.callback(worker.close)

@@ -96,6 +96,7 @@ class LookUp:
             n_threads=settings.num_threads,
             n_threads_batch=settings.num_threads,
             draft_model=LlamaPromptLookupDecoding(num_pred_tokens=LOOK_UP_TOKENS),
+            logits_all=True,  # with a draft model it writes them all, and has room for 512 rows otherwise
             verbose=False,
         )
         self.answer([[1] * 8], 2, "")
