@@ -92,7 +92,7 @@ class LookUp:
         self._end_ids = frozenset(settings.end_ids)
         self._llama = api.Llama(
             settings.source,
-            n_ctx=settings.context_tokens,
+            n_ctx=settings.context_tokens + LOOK_UP_TOKENS,
             n_threads=settings.num_threads,
             n_threads_batch=settings.num_threads,
             draft_model=LlamaPromptLookupDecoding(num_pred_tokens=LOOK_UP_TOKENS),
@@ -115,7 +115,7 @@ class LookUp:
 
 
 def load(settings: EngineSettings) -> LlamaCpp | LookUp:
-    return LlamaCpp(settings) if settings.modes == ("",) else LookUp(settings)
+    return LookUp(settings) if any(settings.modes) else LlamaCpp(settings)
 
 
 def quantise(source: str, target: str, file_type: str) -> None:

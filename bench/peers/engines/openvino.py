@@ -23,7 +23,7 @@ class OpenVino:
         if settings.weights == "float32":
             # By default keys and values are kept in 8 bits.
             properties["KV_CACHE_PRECISION"] = "f32"
-        self._looks_up = settings.modes != ("",)
+        self._looks_up = any(settings.modes)
         if self._looks_up:
             properties["prompt_lookup"] = True
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(
