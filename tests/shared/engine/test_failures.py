@@ -22,6 +22,7 @@ from shared.engine.request.request import (
     StoppingParams,
     TokenChunk,
 )
+from shared.engine.request.text import Detokenizer
 from shared.engine.statistics import EngineStatistics
 from shared.engine.step import Decoder
 from shared.errors import Cancelled, Corrupt, Exhausted, NeapError, Unavailable
@@ -127,12 +128,12 @@ def with_error(error: BaseException, name: str):
 def no_text(patch, engine, alone):
     others = {token for answer in alone[:3] for token, *_ in answer}
     wrong = next(token for token, *_ in alone[3] if token not in others)
-    decode = engine.loaded.tokenizer.decode
+    decode = Detokenizer._decode
 
-    def failing(ids, **options):
-        return fail() if wrong in ids else decode(ids, **options)
+    def failing(self, ids):
+        return fail() if wrong in ids else decode(self, ids)
 
-    patch.setattr(engine.loaded.tokenizer, "decode", failing)
+    patch.setattr(Detokenizer, "_decode", failing)
     return request(), {}
 
 
