@@ -38,7 +38,7 @@ MAX_GROWTH_BYTES = 48 << 20
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096))
 BAD = (
     (InvalidInput, {"text": ""}),
-    (InvalidInput, {"stopping": pb.Stopping(max_tokens=0)}),
+    (InvalidInput, {"stopping": pb.Stopping(stop_strings=[""])}),
     (InvalidInput, {"sampling": pb.Sampling(temperature=-1.0)}),
     (NotFound, {"model_id": "nobody"}),
 )
