@@ -138,7 +138,7 @@ def planned_workers(
         sizes = (options.threads, options.batch, context_tokens, tuple(end_ids))
         settings = EngineSettings(source, choice.weights, *sizes, router, peer.modes)
         command = [str(environment.python) if environment else sys.executable, "-m", peer.module]
-        planned.append(Planned(peer.title, title, peer.modes, command, settings))
+        planned.append(Planned(peer.title, title, command, settings))
     return prompts, planned
 
 

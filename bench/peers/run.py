@@ -28,9 +28,16 @@ class Planned:
 
     title: str
     weights: str
-    modes: tuple[str, ...]
     command: list[str]
     settings: EngineSettings
+
+    def engine(self, mode: str) -> str:
+        """What the table calls the engine in one of its modes."""
+        return f"{self.title} {mode}".strip()
+
+    def name(self, mode: str) -> str:
+        """What the table calls the row of a mode, and logs the worker."""
+        return f"{self.engine(mode)} {self.weights}"
 
 
 def start(
@@ -40,8 +47,8 @@ def start(
     logs.mkdir(parents=True, exist_ok=True)
     found = []
     for plan in planned:
-        mode = plan.modes[0] if len(plan.modes) == 1 else ""
-        name = " ".join(filter(None, (plan.title, mode, plan.weights)))
+        modes = plan.settings.modes
+        name = plan.name(modes[0] if len(modes) == 1 else "")
         log_path = logs / f"{name.replace(' ', '-')}.log"
         worker = Worker(name, plan.command, worker_environment(), log_path)
         stack.callback(worker.close)
@@ -72,9 +79,9 @@ def measure(
     An untimed turn comes before each part, so that nothing is used for the first time while it is measured.
     """
     owners = {
-        f"{plan.title} {mode}".strip() + f" {plan.weights}": (plan, worker, mode)
+        plan.name(mode): (plan, worker, mode)
         for plan, worker in started
-        for mode in plan.modes
+        for mode in plan.settings.modes
     }
 
     def ask(worker: Worker, mode: str, task: Prompts) -> list[Answer]:
@@ -103,7 +110,7 @@ def measure(
         own, end_ids = rounds[0][name], plan.settings.end_ids
         rows.append(
             Row(
-                f"{plan.title} {mode}".strip(),
+                plan.engine(mode),
                 plan.weights,
                 base_of(plan, [other for other, _ in started]),
                 *rates(own, rounds[1][name]),

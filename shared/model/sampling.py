@@ -130,6 +130,11 @@ class SamplingParams:
             endings.setdefault(before[-1] if before else None, []).append((before, last))
         return endings
 
+    @property
+    def forbids_tokens(self) -> bool:
+        """Whether `forbidden_after` may ever find any."""
+        return bool(self.min_tokens or self.bad_words)
+
     def forbidden_after(
         self, before: Sequence[int], num_answered: int, end_token_ids: Collection[int]
     ) -> set[int]:
@@ -182,6 +187,8 @@ class Trial:
 
     def forbidden(self) -> list[tuple[int, int]]:
         """(row, token) of all tokens that `min_tokens` and `bad_words` forbid."""
+        if not self.sampling.forbids_tokens:
+            return []
         # The place in the answer that row 0 predicts.
         first = len(self.context) - self.num_prompt_tokens
         before = [*self.context[-MAX_BAD_WORD_TOKENS:], *self.drafts]

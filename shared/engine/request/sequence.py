@@ -172,7 +172,7 @@ class DecodingSequence:
     def forbidden_after(self, drafted: Sequence[int]) -> set[int]:
         """The tokens that `min_tokens` and `bad_words` forbid after these drafts."""
         sampling = self.request.sampling
-        if not (sampling.min_tokens or sampling.bad_words):
+        if not sampling.forbids_tokens:
             return set()
         before = [*self.tokens[-MAX_BAD_WORD_TOKENS:], *drafted]
         num_answered = self.num_generated + len(drafted)

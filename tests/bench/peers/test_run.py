@@ -8,7 +8,7 @@ from bench.peers.worker import EngineFailed
 
 
 def planned(title: str, weights: str) -> Planned:
-    return Planned(title, weights, ("",), [], EngineSettings("", weights, 1, 1, 0, (), ""))
+    return Planned(title, weights, [], EngineSettings("", weights, 1, 1, 0, (), ""))
 
 
 def test_others_are_compared_with_the_products_that_they_use() -> None:
