@@ -52,3 +52,21 @@ def relay(
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
         thread.join(60)
+
+
+@contextmanager
+def cut_off(target_port: int) -> Iterator[tuple[int, threading.Event]]:
+    """(port, event): while the event is set, the port drops its connections and takes no new ones."""
+    is_cut = threading.Event()
+
+    def accept(client: socket.socket) -> socket.socket:
+        if is_cut.is_set():
+            client.close()
+            raise ConnectionResetError
+        return client
+
+    def answer(data: bytes) -> tuple[bytes, bool]:
+        return (b"", False) if is_cut.is_set() else (data, True)
+
+    with relay(target_port, accept=accept, answer=answer) as port:
+        yield port, is_cut

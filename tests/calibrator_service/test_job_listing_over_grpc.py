@@ -7,7 +7,7 @@ from shared.errors import AlreadyExists, Corrupt, Exhausted, NotFound
 from tests.calibrator_service.conftest import error_of, rewrite
 
 
-def test_listing_pages_and_filters(start_service):
+def test_listing_pages_and_filters_and_jobs_that_are_not_there(start_service):
     service = start_service("--model", "tiny=/a", "--model", "other=/b")
     service.wait_for(service.create("wait", "blocker"), pb.PHASE_COLLECTING)
     ids = [service.create("wait", str(n), model_id="other").calibration_id for n in range(3)]
@@ -25,6 +25,15 @@ def test_listing_pages_and_filters(start_service):
         (pb.ListCalibrationsRequest(page_size=-1), "BAD_PAGE_SIZE"),
     ):
         assert error_of(lambda request=refused: page(request)).reason == reason
+    for method, request in (
+        ("GetCalibration", pb.GetCalibrationRequest(calibration_id="cal-0")),
+        ("CancelCalibration", pb.CancelCalibrationRequest(calibration_id="")),
+        ("WatchCalibration", pb.WatchCalibrationRequest(calibration_id="../x")),
+    ):
+        stub = getattr(service.calibrations, method)
+        watching = method.startswith("Watch")
+        error = error_of(lambda s=stub, r=request, w=watching: list(s(r)) if w else s(r))
+        assert (type(error), error.reason) == (NotFound, "CALIBRATION_NOT_FOUND")
 
 
 def test_lists_have_no_prompts_and_end_at_a_number_of_bytes(start_service, tmp_path):
@@ -67,18 +76,6 @@ def test_full_queue(start_service):
     assert error.reason == "QUEUE_FULL"
     assert error.retry_after_s is not None
     assert service.create("wait", "waiting").state == pb.STATE_QUEUED
-
-
-def test_unknown_job(service):
-    for method, request in (
-        ("GetCalibration", pb.GetCalibrationRequest(calibration_id="cal-0")),
-        ("CancelCalibration", pb.CancelCalibrationRequest(calibration_id="")),
-        ("WatchCalibration", pb.WatchCalibrationRequest(calibration_id="../x")),
-    ):
-        stub = getattr(service.calibrations, method)
-        watching = method.startswith("Watch")
-        error = error_of(lambda s=stub, r=request, w=watching: list(s(r)) if w else s(r))
-        assert (type(error), error.reason) == (NotFound, "CALIBRATION_NOT_FOUND")
 
 
 def test_unreadable_records_do_not_hide_other_jobs(service):

@@ -1,14 +1,19 @@
 """Which requests for calibrations are refused, by a real service process."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
+import pytest
 from google.protobuf.duration_pb2 import Duration
 from neap_client.calibration.v1 import calibration_pb2 as pb
 from neap_client.status import from_rpc_error
 
+from calibrator_service.calibration.spec import AnswerFile, TextFile
+from calibrator_service.sources import allowed_source
 from shared.errors import InvalidInput, NotFound, PreconditionFailed
-from tests.calibrator_service.conftest import error_of
+from shared.service_settings import CalibratorSettings
+from tests.calibrator_service.conftest import Service, error_of
 from tests.fuzzing import extremes
 
 BAD_SPECS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -85,7 +90,25 @@ BAD_SPECS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """With room for many jobs, of which it runs only the first, which waits."""
+    folder = tmp_path_factory.mktemp("requests")
+    (folder / "texts").mkdir()
+    flags = ("--text-folder", str(folder / "texts"), "--hub-dataset", "good/*")
+    made = Service(folder, "--model", "tiny=/nowhere", "--max-queued-jobs", "1000", *flags)
+    made.wait_for(made.create("wait", "blocker"), pb.PHASE_COLLECTING)
+    yield made
+    made.terminate()
+
+
+def num_jobs(service: Service) -> int:
+    every = pb.ListCalibrationsRequest(page_size=1000)
+    return len(service.calibrations.ListCalibrations(every, timeout=60).calibrations)
+
+
 def test_bad_specs_are_refused_at_once(service):
+    before = num_jobs(service)
     for name, (spec, kind, reason) in BAD_SPECS.items():
         error = error_of(lambda spec=spec: service.create(**spec))
         assert isinstance(error, kind), (name, error)
@@ -104,18 +127,15 @@ def test_bad_specs_are_refused_at_once(service):
     ):
         error = error_of(lambda r=request: service.calibrations.CreateCalibration(r, timeout=60))
         assert (type(error), error.reason) == (InvalidInput, reason)
-    listed = service.calibrations.ListCalibrations(pb.ListCalibrationsRequest())
-    assert not listed.calibrations
+    assert num_jobs(service) == before
 
 
-def test_text_files_must_be_in_an_allowed_folder(start_service, tmp_path):
-    allowed, secret = tmp_path / "texts", tmp_path / "secret.txt"
-    allowed.mkdir()
+def test_text_files_must_be_in_an_allowed_folder(service):
+    allowed, secret = service.folder / "texts", service.folder / "secret.txt"
     secret.write_text("secret")
     (allowed / "link.txt").symlink_to(secret)
     (allowed / "data.bin").write_text("no")
     (allowed / "good.txt").write_text("good")
-    service = start_service("--model", "tiny=/nowhere", "--text-folder", str(allowed))
 
     def create(path: str) -> pb.Calibration:
         return service.create(text_file=pb.TextFile(path=path), request_id=path[:99])
@@ -138,8 +158,8 @@ def test_text_files_must_be_in_an_allowed_folder(start_service, tmp_path):
         assert create(path).spec.text_file.path == path
 
 
-def test_datasets_must_be_on_the_hub_and_allowed(start_service, tmp_path):
-    service = start_service("--model", "tiny=/nowhere", "--hub-dataset", "good/*")
+def test_datasets_must_be_on_the_hub_and_allowed(service):
+    before = num_jobs(service)
 
     def refused(request_id: str, **hub: str) -> tuple[type[Exception], str]:
         error = error_of(
@@ -147,29 +167,32 @@ def test_datasets_must_be_on_the_hub_and_allowed(start_service, tmp_path):
         )
         return type(error), error.reason
 
-    for name in (str(tmp_path), "./data", "~/data", "hf://datasets/good/a", "text", "good/a/b"):
+    for name in (
+        str(service.folder),
+        "./data",
+        "~/data",
+        "hf://datasets/good/a",
+        "text",
+        "good/a/b",
+    ):
         assert refused(name, name=name) == (InvalidInput, "BAD_DATASET_NAME")
     assert refused("1", name="other/set") == (InvalidInput, "DATASET_NOT_ALLOWED")
     assert refused("2", name="good/a", split="train[:1%]") == (InvalidInput, "BAD_DATASET_SPLIT")
-    listed = service.calibrations.ListCalibrations(pb.ListCalibrationsRequest())
-    assert not listed.calibrations
+    assert num_jobs(service) == before
     hub = pb.HubDataset(name="good/a", config="b", split="dev", field="c")
-    assert service.create(hub_dataset=hub).spec.hub_dataset == hub
+    assert service.create(request_id="3", hub_dataset=hub).spec.hub_dataset == hub
 
 
-def test_text_files_need_a_folder(service):
-    for source in (
-        {"text_file": pb.TextFile(path="/etc/hosts.txt")},
-        {"answer_file": pb.AnswerFile(path="/etc/hosts.jsonl")},
-    ):
-        error = error_of(lambda source=source: service.create(**source))
-        assert error.reason == "PATH_NOT_ALLOWED"
+def test_text_files_need_a_folder():
+    for source in (TextFile("/etc/hosts.txt"), AnswerFile("/etc/hosts.jsonl")):
+        with pytest.raises(InvalidInput) as raised:
+            allowed_source(source, CalibratorSettings())
+        assert raised.value.reason == "PATH_NOT_ALLOWED"
 
 
-def test_extreme_numbers_are_refused_or_returned(start_service):
+def test_extreme_numbers_are_refused_or_returned(service):
     """Each number and enum of the requests in turn, in a request that is otherwise valid."""
-    service = start_service("--model", "tiny=/a", "--max-queued-jobs", "1000")
-    service.wait_for(service.create("wait", "blocker"), pb.PHASE_COLLECTING)
+    before = num_jobs(service)
     valid = pb.CalibrationSpec(model_id="tiny", self_generated=pb.SelfGenerated())
     taken, refused = 0, {}
     for number, (what, spec) in enumerate(extremes(valid)):
@@ -193,5 +216,4 @@ def test_extreme_numbers_are_refused_or_returned(start_service):
             continue
         listed = service.calibrations.ListCalibrations(request, timeout=60)
         assert not listed.unreadable, what
-    listed = service.calibrations.ListCalibrations(every, timeout=60)
-    assert len(listed.calibrations) == taken + 1
+    assert num_jobs(service) == before + taken

@@ -39,9 +39,6 @@ def test_a_detached_job_is_listed_cancelled_and_watched(service, tmp_path):
     assert too_late.exit_code == 1
     assert "succeeded before it could be cancelled (version 1)" in too_late.stderr
 
-
-def test_an_unknown_job_is_the_commands_error(service):
-    for command in ("watch", "cancel"):
-        result = neap(service, "jobs", command, "cal-0")
-        assert result.exit_code == 1
-        assert "there is no calibration 'cal-0' [CALIBRATION_NOT_FOUND]" in result.stderr
+    unknown = neap(service, "jobs", "cancel", "cal-0")
+    assert unknown.exit_code == 1
+    assert "there is no calibration 'cal-0' [CALIBRATION_NOT_FOUND]" in unknown.stderr

@@ -2,7 +2,6 @@
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from shared.errors import AlreadyExists
@@ -140,8 +139,3 @@ def test_second_service_on_the_same_folder_is_refused(service):
     with pytest.raises(AssertionError, match="DATA_DIR_IN_USE"):
         Service(service.folder, "--model", "tiny=/a")
     assert service.end_of(service.create()).state == pb.STATE_SUCCEEDED
-
-
-def test_health_per_service(service: Service) -> None:
-    for name in ("", "neap.calibration.v1.CalibrationService", "neap.router.v1.RouterService"):
-        wait_until(lambda name=name: service.health(name) == health_pb2.HealthCheckResponse.SERVING)

@@ -125,16 +125,9 @@ def test_a_job_keeps_the_version_that_its_alias_named(service):
     grandchild = service.create("", "three", parent=pb.ParentRouter(version=ended.router_version))
     version = service.end_of(grandchild).router_version
     assert statistics_of(service, version) == b"sums and more and more"
-
-
-def test_another_share_is_another_request(service):
-    service.end_of(service.create("with-statistics", "one"))
-    service.create("wait", "two", parent=pb.ParentRouter(version=1))
-    other = pb.ParentRouter(version=1, share=0.5)
-    assert error_of(lambda: service.create("wait", "two", parent=other)).reason == "ALREADY_EXISTS"
-
-
-def test_a_parent_without_statistics_is_refused_when_the_job_is_created(service):
-    service.end_of(service.create("", "one"))
-    asked = pb.ParentRouter(alias="latest")
-    assert error_of(lambda: service.create("", "two", parent=asked)).reason == "NO_STATISTICS"
+    other = pb.ParentRouter(alias="latest", share=0.5)
+    refused = error_of(lambda: service.create("wait-once", "two", parent=other))
+    assert refused.reason == "ALREADY_EXISTS", "another share is another request"
+    with closing(open_registry(str(service.folder / "registry"))) as registry:
+        publish(registry, 8)
+    assert error_of(lambda: service.create("", "four", **asked)).reason == "NO_STATISTICS"

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from neap_client.router.v1 import router_pb2 as pb
 
@@ -15,6 +16,7 @@ from shared.registry.factory import open_registry
 from shared.registry.registry import Registry
 from tests.calibrator_service.conftest import Service, error_of
 from tests.manifests import real_manifest
+from tests.waiting import wait_until
 
 MANIFEST = real_manifest()
 
@@ -251,13 +253,16 @@ def test_one_flipped_byte_in_a_manifest(service, registry, publish, request):
         assert (type(error), error.reason) == (Corrupt, "VERSION_DAMAGED")
 
 
-def test_reflection_lists_both_services(service):
+def test_reflection_and_health_know_both_services(service):
+    both = ("neap.calibration.v1.CalibrationService", "neap.router.v1.RouterService")
+    for name in ("", *both):
+        wait_until(lambda name=name: service.health(name) == health_pb2.HealthCheckResponse.SERVING)
     assert service.channel is not None
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(service.channel)
     asked = reflection_pb2.ServerReflectionRequest(list_services="")
     (answer,) = stub.ServerReflectionInfo(iter([asked]))
     names = {entry.name for entry in answer.list_services_response.service}
-    assert {"neap.calibration.v1.CalibrationService", "neap.router.v1.RouterService"} <= names
+    assert set(both) <= names
 
 
 def test_stopping_ends_watch_streams(tmp_path):

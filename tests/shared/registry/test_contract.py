@@ -14,6 +14,8 @@ from tests.manifests import real_manifest
 
 MODEL = "acme/tiny-llama"
 MANIFEST = {**real_manifest(), "note": "naïve"}
+# What is refused before a store or an index is asked.
+REFUSED_BY_ALL = pytest.mark.parametrize("place", ["folder"], indirect=True)
 
 
 def publish(registry: Registry, request_id: str, **options: Any) -> PublishedVersion:
@@ -101,6 +103,7 @@ def test_a_repeated_request_with_other_contents_is_refused(
     assert len(registry.list_versions(MODEL)) == 1
 
 
+@REFUSED_BY_ALL
 @pytest.mark.parametrize(
     "model_id",
     ["", "..", "../up", "a/../b", "/a", "a/", "a//b", ".hidden", "a\n", "a b", "a\x00", "x" * 201],
@@ -118,6 +121,7 @@ def test_invalid_model_ids_are_refused(registry: Registry, model_id: str) -> Non
         assert raised.value.reason == "BAD_MODEL_ID"
 
 
+@REFUSED_BY_ALL
 @pytest.mark.parametrize("alias", ["", "Upper", "a/b", "..", "12", "x" * 65, "é", "a\n"])
 def test_invalid_aliases_are_refused(registry: Registry, alias: str) -> None:
     publish(registry, "one")
@@ -132,6 +136,7 @@ def test_invalid_aliases_are_refused(registry: Registry, alias: str) -> None:
     assert registry.aliases(MODEL) == {"latest": 1}
 
 
+@REFUSED_BY_ALL
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -156,6 +161,7 @@ def test_invalid_publications_are_refused(
     assert registry.list_versions(MODEL) == []
 
 
+@REFUSED_BY_ALL
 @pytest.mark.parametrize("text", ["a\x1b]0;b", "a\u202eb"])
 def test_actor_and_reason_may_not_contain_control_characters(registry: Registry, text: str) -> None:
     publish(registry, "one")
@@ -175,6 +181,7 @@ def test_actor_and_reason_may_not_contain_control_characters(registry: Registry,
     assert registry.aliases(MODEL) == {"latest": 2}
 
 
+@REFUSED_BY_ALL
 @pytest.mark.parametrize("request_id", ["", "x" * 129, "a\nb", "a\x1bb", "a\u202eb"])
 def test_invalid_request_ids_are_refused(registry: Registry, request_id: str) -> None:
     with pytest.raises(InvalidInput):

@@ -1,7 +1,5 @@
 """Servers that die, hang, refuse calls or come back. They are real processes, which the tests kill or suspend."""
 
-import socket
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 
@@ -13,7 +11,7 @@ from shared.registry import bucket_store, redis_index
 from shared.registry.factory import open_registry
 from shared.registry.registry import Registry
 from tests.registry_servers import PUBLICATION_STEPS, Steps, bucket_url, shared_registry, shared_url
-from tests.relay import relay
+from tests.relay import cut_off, relay
 from tests.s3_gate import s3_gate
 from tests.servers import RedisServer, S3Server, free_ports, redis_programs
 
@@ -269,20 +267,9 @@ def test_if_s3_is_lost_at_any_step_of_a_publication_a_retry_publishes_once(
     """The proxy drops its connections and accepts no new ones. Readers see the whole publication or nothing of it.
     Repeating the request succeeds."""
     url = shared_url(own_redis, s3) if has_redis else bucket_url(s3)
-    is_cut = threading.Event()
-
-    def accept(client: socket.socket) -> socket.socket:
-        if is_cut.is_set():
-            client.close()
-            raise ConnectionResetError
-        return client
-
-    def answer(data: bytes) -> tuple[bytes, bool]:
-        return (b"", False) if is_cut.is_set() else (data, True)
-
     steps = Steps()
     with (
-        relay(s3.port, accept=accept, answer=answer) as port,
+        cut_off(s3.port) as (port, is_cut),
         closing(open_registry(url, freshness_s=0.0)) as registry,
         closing(
             open_registry(url.replace(s3.endpoint, f"http://127.0.0.1:{port}"), step=steps)
