@@ -9,7 +9,6 @@ from neap_client.calibration.v1 import calibration_pb2 as pb
 from tests.calibrator_service.conftest import Service, error_of
 from tests.waiting import wait_until
 
-
 FAILURES = {
     "no-model": ("MODEL_NOT_FOUND", "/nowhere"),
     "unsupported": ("UNSUPPORTED_MODEL", "decoder layers"),
