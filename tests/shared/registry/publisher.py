@@ -1,7 +1,6 @@
-"""Publishes in a separate process: `publisher.py ROOT_OR_URL REQUEST_ID COUNT [STEP]`.
-With STEP, it kills itself at that step.
+"""Publishes in a separate process, as a program or forked: `publisher.py ROOT_OR_URL REQUEST_ID COUNT [STEP]`.
 
-Prints what it published, or class and reason of what it raised, as one JSON line per attempt.
+Says what it published, or class and reason of what it raised; the program in one JSON line per attempt.
 """
 
 import json
@@ -9,6 +8,9 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
 
 import structlog
 
@@ -24,28 +26,36 @@ def publish_named(registry: Registry, name: str) -> int:
     return registry.publish("tiny", {"by": name}, blobs, request_id=name).version
 
 
-def main() -> None:
+def run(
+    root: str, request_id: str, count: int, step: str = "", say: Callable[[Any], object] = print
+) -> None:
+    """With `step`, kills this process at that step. `say` gets what each attempt has come to."""
     # Log lines go elsewhere, because standard output carries the results.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    root, request_id, count, *rest = sys.argv[1:]
-    if limit := os.environ.get("FILE_SIZE_LIMIT"):
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
 
-    def step(name: str) -> None:
-        if rest and name == rest[0]:
+    def kill_at(name: str) -> None:
+        if name == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    registry = open_registry(root, step=step)
-    for number in range(int(count)):
+    registry = open_registry(root, step=kill_at)
+    for number in range(count):
         try:
             version = publish_named(registry, f"{request_id}-{number}")
         except NeapError as error:
-            print(json.dumps({"error": type(error).__name__, "reason": error.reason}))
+            say({"error": type(error).__name__, "reason": error.reason})
         else:
-            print(json.dumps({"version": version}))
+            say({"version": version})
     registry.close()
 
 
+def run_forked(pipe: Connection, environment: Mapping[str, str], *arguments: Any) -> None:
+    """`run` in a process of the fork server, whose environment is an older one."""
+    os.environ.update(environment)
+    run(*arguments, say=pipe.send)
+
+
 if __name__ == "__main__":
-    main()
+    if limit := os.environ.get("FILE_SIZE_LIMIT"):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+    run(*sys.argv[1:3], int(sys.argv[3]), *sys.argv[4:], say=lambda said: print(json.dumps(said)))
