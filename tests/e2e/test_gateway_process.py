@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx
 import pytest
 
-from tests.gateways import chat_body, chunk, finished, scripted_worker, started
+from tests.gateways import chat_body, chunk, finished, gateway_to, scripted_worker, started
 from tests.waiting import wait_until
 from tests.worker import save_model
 from tests.worker_process import LISTENING, ROOT, worker_process
@@ -79,33 +80,26 @@ def texts(lines):
     )
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
-def test_sigterm_lets_running_requests_finish(is_stream):
+def test_sigterm_lets_running_requests_finish():
     script = Held()
     with (
         scripted_worker(script) as worker,
         gateway_process(worker.target, "--grace-s", "0.2") as (process, url),
+        ThreadPoolExecutor() as pool,
     ):
-        answers = []
-
-        def ask():
-            answers.append(httpx.post(f"{url}{CHAT}", json=chat_body(stream=is_stream), timeout=60))
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        wait_until(lambda: worker.worker.requests)
+        streamed, whole = (
+            pool.submit(httpx.post, f"{url}{CHAT}", json=chat_body(stream=is_stream), timeout=60)
+            for is_stream in (True, False)
+        )
+        wait_until(lambda: len(worker.worker.requests) == 2)
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: refuses_connections(url))
         assert process.poll() is None
         script.go_on.set()
-        asking.join(60)
+        lines = streamed.result(60).text.split("\n\n")
         assert process.wait(60) == 0
-    (answer,) = answers
-    if is_stream:
-        lines = answer.text.split("\n\n")
-        assert (texts(lines), lines[-2]) == ("ab", "data: [DONE]")
-    else:
-        assert answer.json()["choices"][0]["message"]["content"] == "ab"
+    assert (texts(lines), lines[-2]) == ("ab", "data: [DONE]")
+    assert whole.result().json()["choices"][0]["message"]["content"] == "ab"
 
 
 def test_what_does_not_finish_in_time_ends_with_an_error():
@@ -151,13 +145,13 @@ def test_a_worker_that_dies_ends_the_stream_with_an_error(tmp_path):
 def test_curl_streams_events():
     script = Held()
     script.go_on.set()
-    with scripted_worker(script) as worker, gateway_process(worker.target) as (_, url):
+    with scripted_worker(script) as worker, gateway_to(worker.target) as gateway:
         command = [
             "curl",
             "-sSN",
             "--noproxy",
             "*",
-            f"{url}{CHAT}",
+            f"{gateway.url}{CHAT}",
             "-d",
             json.dumps(chat_body(stream=True)),
         ]

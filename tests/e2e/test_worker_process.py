@@ -63,19 +63,18 @@ def test_not_serving_until_warm_then_sigterm_finishes_streams(folder, tmp_path):
     assert {"model loaded", "serving", "call ended"} <= set(events)
 
 
-@pytest.mark.parametrize("alias", [None, "stable"])
-def test_the_first_requests_find_the_routers(folder, tmp_path, alias):
-    """48 at once, where at most 32 may wait for the registry."""
+def test_the_first_requests_find_the_routers(folder, tmp_path):
+    """48 at once, by the default alias and by a name, where at most 32 may wait for the registry."""
     loaded = load_model(folder, model_id="tiny")
     with closing(open_registry(str(tmp_path / "registry"))) as registry:
         manifest, blobs = pack_ladder(build_ladder(loaded), {})
         aliases = ("latest", "stable")
         registry.publish("tiny", manifest, blobs, request_id="one", aliases=aliases)
-    router = RouterSelector() if alias is None else RouterSelector(alias=alias)
+    asked = [RouterSelector(), RouterSelector(alias="stable")] * 24
     with _worker(folder, tmp_path) as (_, client):
         client.wait_ready(SERVICE_NAME, timeout_s=60)
         assert [router.version for router in client.get_model("tiny").routers] == [1]
-        streams = [client.generate(request_of(4, depth=EXACT, router=router)) for _ in range(48)]
+        streams = [client.generate(request_of(4, depth=EXACT, router=router)) for router in asked]
         assert {next(stream).started.router_version for stream in streams} == {1}
 
 

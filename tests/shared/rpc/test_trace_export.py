@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
+from shared.config import make_settings
+from shared.errors import InvalidInput
 from shared.rpc.trace_export import export_traces
+from shared.service_settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
@@ -83,6 +87,23 @@ def test_spans_reach_the_collector_under_the_services_name(collector, named):
     assert collector.received == [(named or "neap-worker", "work")]
 
 
+@pytest.fixture
+def settings_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., WorkerSettings]:
+    """The settings with these variables of OpenTelemetry, and no others of it."""
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+
+    def settings(variables: dict[str, str]) -> WorkerSettings:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return make_settings(WorkerSettings)
+
+    return settings
+
+
+ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+
+
 @pytest.mark.parametrize(
     "variables",
     [
@@ -92,19 +113,21 @@ def test_spans_reach_the_collector_under_the_services_name(collector, named):
     ],
     ids=str,
 )
-def test_nothing_is_exported_unless_an_endpoint_asks(collector, variables):
-    assert _run(**{"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, **variables}) == "False"
-    assert collector.received == []
+def test_nothing_is_exported_unless_an_endpoint_asks(settings_of, variables):
+    assert not settings_of({}).exports_traces
+    assert settings_of(ENDPOINT).exports_traces
+    assert not settings_of(variables).exports_traces
 
 
 @pytest.mark.parametrize(
     "variables",
     [{"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, {"OTEL_TRACES_EXPORTER": "zipkin"}],
 )
-def test_other_exporters_are_refused_only_where_one_is_wanted(variables):
-    said = _run(OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1", **variables)
-    assert said.startswith("BAD_CONFIGURATION")
-    assert _run(**variables) == "False"
+def test_other_exporters_are_refused_only_where_one_is_wanted(settings_of, variables):
+    assert not settings_of(variables).exports_traces
+    with pytest.raises(InvalidInput) as raised:
+        settings_of(ENDPOINT)
+    assert raised.value.reason == "BAD_CONFIGURATION"
 
 
 def test_without_the_extra_the_setting_is_an_error_that_names_it():
