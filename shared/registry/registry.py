@@ -356,7 +356,6 @@ class Registry:
         return self._keeper.state(check_model_id(model_id), is_fresh=is_fresh)
 
     def _last_change(self, model_id: str, alias: str) -> tuple[ModelState, AliasChange]:
-        check_model_id(model_id)
         check_alias(alias)
         state = self._state(model_id)
         if alias not in state.aliases:

@@ -185,7 +185,7 @@ def test_datasets_must_be_on_the_hub_and_allowed(service):
 
 def test_text_files_need_a_folder():
     for source in (TextFile("/etc/hosts.txt"), AnswerFile("/etc/hosts.jsonl")):
-        with pytest.raises(InvalidInput) as raised:
+        with pytest.raises(InvalidInput, match="--text-folder") as raised:
             allowed_source(source, CalibratorSettings())
         assert raised.value.reason == "PATH_NOT_ALLOWED"
 

@@ -90,7 +90,7 @@ def biased(worker, **fields):
     return pb.Sampling(logit_bias={vocabulary[tag]: 100 for tag in tags}, **fields)
 
 
-@pytest.mark.parametrize("seed", [None, 5, 6], ids=["greedy", "sampled", "other"])
+@pytest.mark.parametrize("seed", [None, 5], ids=["greedy", "sampled"])
 def test_a_call_that_is_required_is_there_and_exact_gives_the_tokens_of_full(stub, worker, seed):
     sampling = biased(worker, temperature=seed and 1.0, seed=seed)
     asked = chat(single_tool_call=True)
@@ -116,7 +116,7 @@ def test_a_call_goes_on_where_another_worker_ended(stub, worker):
     tokens, *said, finished = message(events)
     assert len(events) > 20
     request.sampling.seed = started.started.seed
-    for cut in range(1, min(len(events), 60)):
+    for cut in (*range(1, min(len(events), 60), 3), len(events) - 1):
         first = events[:cut]
         request.resume.CopyFrom(pb.Resume(token_ids=message(first)[0]))
         _, *rest = stub.Generate(request, timeout=60)

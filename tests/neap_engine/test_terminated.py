@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.waiting import wait_until
 from tests.worker import save_model
 
@@ -16,6 +18,7 @@ neap_engine.calibrate(neap_engine.load(sys.argv[1]))
 """
 
 
+@pytest.mark.full
 def test_sigterm_removes_the_work_folder_of_a_calibration(tmp_path: Path) -> None:
     model, scratch = save_model(tmp_path / "model"), tmp_path / "scratch"
     scratch.mkdir()

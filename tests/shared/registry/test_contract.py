@@ -114,6 +114,7 @@ def test_invalid_model_ids_are_refused(registry: Registry, model_id: str) -> Non
         lambda: registry.get(model_id, 1),
         lambda: registry.list_versions(model_id),
         lambda: registry.aliases(model_id),
+        lambda: registry.resolve(model_id, "latest"),
         lambda: list(registry.events(model_id)),
     ):
         with pytest.raises(InvalidInput) as raised:
