@@ -11,6 +11,9 @@ constexpr int64_t kRowChunk = 96;  // rows per chunk: their inputs stay in L2 wh
 // Size of the buffer of partial sums of one matrix: a chunk of rows times the panels of the tallest tile.
 constexpr int64_t kChunkFloats = kRowChunk * kPanel * panels_for<Rows<float>>(kMaxTileRows);
 
+// Of one row, so many tiles of the gate are multiplied before those of `up`: each switch ends a stream of reading.
+constexpr int64_t kTilesInTurn = 8;
+
 constexpr int64_t kWidenedPanels = 2;  // panels whose widened depth blocks lie in the L1 cache together
 
 // The kernels of one format.
@@ -185,16 +188,17 @@ inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const 
   TileArgs t{.a_stride = x.stride, .panel_stride = matrix.panel_bytes, .c_stride = c_stride};
   if (args.in_features == 0)
     for (int64_t i = 0; i < rows * c_stride; ++i) c[i] = 0.f;
-  for (int64_t k = 0; k < args.in_features; k += kDepthBlock) {
-    const int64_t depth = min64(kDepthBlock, args.in_features - k), block = k / kDepthBlock;
-    t.depth = ceil_div(depth, pair);
-    t.accumulate = k > 0;
-    const int64_t step = block_bytes(matrix.format, depth) / t.depth;
-    for (int64_t p = 0; p < panels; p += max_panels) {
-      const int width = (int)min64(max_panels, panels - p);
-      const TileFn tall = tile_product.tile((int)tiles.height, width);
-      const TileFn low = tiles.height > 1 ? tile_product.tile((int)tiles.height - 1, width) : tall;
-      const uint8_t* panel = matrix.panels + (first + p) * matrix.panel_bytes;
+  for (int64_t p = 0; p < panels; p += max_panels) {
+    const int width = (int)min64(max_panels, panels - p);
+    const TileFn tall = tile_product.tile((int)tiles.height, width);
+    const TileFn low = tiles.height > 1 ? tile_product.tile((int)tiles.height - 1, width) : tall;
+    const uint8_t* panel = matrix.panels + (first + p) * matrix.panel_bytes;
+    const uint8_t* following = p + width < panels ? panel + width * matrix.panel_bytes : next;
+    for (int64_t k = 0; k < args.in_features; k += kDepthBlock) {
+      const int64_t depth = min64(kDepthBlock, args.in_features - k), block = k / kDepthBlock;
+      t.depth = ceil_div(depth, pair);
+      t.accumulate = k > 0;
+      const int64_t step = block_bytes(matrix.format, depth) / t.depth;
       t.b = panel + block_begin(matrix.format, block);
       if (widens) {
         for (int64_t i = 0; i < width; ++i)
@@ -203,7 +207,7 @@ inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const 
         t.panel_stride = kDepthBlock * kPanel * 4;
       }
       for (int64_t i = 0, r = 0; i < tiles.count; r += tiles.rows(i++)) {
-        t.ahead = prefetched(matrix, panel, width, next + p * matrix.panel_bytes, block, t.depth, step, i, tiles.count);
+        t.ahead = prefetched(matrix, panel, width, following, block, t.depth, step, i, tiles.count);
         t.a = x.rows + r * x.stride + x.place(k);
         t.c = c + r * c_stride + p * kPanel;
         (i < tiles.taller ? tall : low)(t);
@@ -217,8 +221,10 @@ inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int6
   const Inputs x = inputs_of(args, row, rows);
   const Product& product = product_for(args.weight, x.kind);
   alignas(64) float c[kChunkFloats], up[kChunkFloats];
-  // As many panels as a tile takes, and as the buffers hold.
-  const int64_t group = max64(1, min64(product.panels((int)RowTiles(rows).height), kChunkFloats / (rows * kPanel)));
+  // As many panels as tiles take, and as the buffers hold.
+  const int64_t tiles = rows == 1 ? kTilesInTurn : 1;
+  const int64_t group =
+      max64(1, min64(tiles * product.panels((int)RowTiles(rows).height), kChunkFloats / (rows * kPanel)));
   for (int64_t unit = begin; unit < end; unit += group) {
     const int64_t panels = min64(group, end - unit);
     const uint8_t* following = args.weight.panels + (unit + panels) * args.weight.panel_bytes;

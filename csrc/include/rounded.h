@@ -137,7 +137,9 @@ struct ByteSums {
 // Quantised panels for rounded inputs. What tiles take for rows of inputs are rows of InputGroup.
 template <Format kFormat>
 struct RoundedQuants : Quants<kFormat> {
-  static constexpr int kHeld = 2, kSums = 2;
+  // One row waits for memory. The processor's own prefetching is fastest along a single stream that never jumps, and
+  // groups of 32 inputs are independent sums, so one panel keeps it busy.
+  static constexpr int kHeld = 2, kSums = 2, kStreamRows = 1;
   static constexpr bool kShared = false;
 };
 

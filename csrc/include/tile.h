@@ -12,6 +12,7 @@ namespace neap::NEAP_ISA {
 // of multiply-adds are independent to hide the latency, but at most kMaxPanels. A reader takes registers, too.
 template <class Reader>
 constexpr int panels_for(int rows) {
+  if (rows <= Reader::kStreamRows) return 1;
   const int fitting = Reader::kHeld ? (kRegisters - 3) / (kPanelVecs * (Reader::kSums * rows + Reader::kHeld))
                                     : kAccumulators / (rows * kPanelVecs);
   return fitting < 1 ? 1 : fitting > kMaxPanels ? kMaxPanels : fitting;

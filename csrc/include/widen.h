@@ -1,11 +1,12 @@
 // Readers of packed panels: they widen 16 outputs of an input to float32 in registers, whatever the format.
 //
 // kHeld: vector registers per column that a reader holds; 0 if it is read as an operand from memory. kSums: those of a
-// row's sum. kShared: whether several row tiles share one widened copy in memory instead of widening each for itself. A
-// reader walks one depth block of a panel: begin(block, depth, rows). open(k) prepares the group that begins at input
-// k; load(k) fetches the bytes of kUnit inputs, which begin a cache line at every kLineInputs-th input or oftener;
-// column<j>(v) gives vector v of input k + j. The float32 numbers are those of GGUF's reference code: a product of
-// scale and quant is exact in float32, so one fused multiply-add rounds as the reference does.
+// row's sum. kStreamRows: tiles of up to so many rows read one panel, from end to end. kShared: whether several row
+// tiles share one widened copy in memory instead of widening each for itself. A reader walks one depth block of a
+// panel: begin(block, depth, rows). open(k) prepares the group that begins at input k; load(k) fetches the bytes of
+// kUnit inputs, which begin a cache line at every kLineInputs-th input or oftener; column<j>(v) gives vector v of input
+// k + j. The float32 numbers are those of GGUF's reference code: a product of scale and quant is exact in float32, so
+// one fused multiply-add rounds as the reference does.
 #pragma once
 #include "formats.h"
 #include "half_simd.h"
@@ -77,7 +78,7 @@ NEAP_INLINE void for_inputs(const F& f) {
 
 // How a tile adds a product to a sum.
 struct Sums {
-  static constexpr int kSums = 1;
+  static constexpr int kSums = 1, kStreamRows = 0;
   static NEAP_INLINE Vec add(Vec value, Vec column, Vec sum) { return fma(value, column, sum); }
 };
 

@@ -9,15 +9,18 @@ T = TypeVar("T")
 
 class Facts:
     """`earlier`: what an earlier start has found out, as JSON gives it. What this one finds out is in `values`, too.
-    `keep` writes them for the next start. Thread-safe.
+    `keep` writes them for the next start; `settle` waits until nothing is written in the background. Thread-safe.
 
     Facts of another model, build or machine must never get here: see `remembered.key`.
     """
 
     def __init__(
-        self, earlier: dict[str, Any] | None = None, keep: Callable[[], object] = lambda: None
+        self,
+        earlier: dict[str, Any] | None = None,
+        keep: Callable[[], object] = lambda: None,
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
-        self.keep = keep
+        self.keep, self.settle = keep, settle
         self.earlier = dict(earlier or {})
         self.values = dict(self.earlier)
         self._lock = threading.Lock()

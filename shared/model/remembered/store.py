@@ -14,10 +14,12 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,9 @@ class Entry:
         self._table: Table = {}
         self._kept: dict[str, Any] = {}
         self._mapped: MappedFile | None = None
-        self.facts, self.matrices = Facts(keep=self.keep), PackedMatrices()
+        self._writing: threading.Thread | None = None
+        self.facts = Facts(keep=self.keep, settle=self.settle)
+        self.matrices = PackedMatrices()
         try:
             self._read()
         except (FileNotFoundError, NotADirectoryError):
@@ -72,7 +76,7 @@ class Entry:
         if table:
             self._mapped = MappedFile(self._folder / _PACKED, table)
             self.matrices = PackedMatrices(self._mapped.matrices)
-        self._table, self.facts = table, Facts(record["facts"], self.keep)
+        self._table, self.facts = table, Facts(record["facts"], self.keep, self.settle)
         self._kept = dict(self.facts.values)
         with suppress(OSError):
             os.utime(self._folder / _FACTS)  # marks it as recently used
@@ -96,19 +100,27 @@ class Entry:
         self.matrices.forget()
 
     def keep_matrices(self) -> None:
-        """Writes the packed matrices, if this start has made them.
+        """Begins to write the packed matrices, if this start has made them: a disk takes seconds for them.
         To be called before they are dropped; `keep` makes them count."""
-        is_new = self._mapped is None and 0 < self.matrices.num_bytes <= self._store.max_bytes
+        matrices, self.matrices = self.matrices, PackedMatrices()  # the model has them
+        is_new = self._mapped is None and 0 < matrices.num_bytes <= self._store.max_bytes
         if is_new and self._is_unchanged():
-            self._store.attempt(self._write_matrices)
-        self.matrices = PackedMatrices()  # the model has them
+            write = partial(self._store.attempt, partial(self._write_matrices, matrices))
+            # A process that ends meanwhile does not wait: what it leaves is removed later, as after a crash.
+            self._writing = threading.Thread(target=write, name="neap-packed", daemon=True)
+            self._writing.start()
 
-    def _write_matrices(self) -> None:
+    def settle(self) -> None:
+        """Waits until the packed matrices are written, or the disk has refused them."""
+        if self._writing is not None:
+            self._writing.join()
+
+    def _write_matrices(self, matrices: PackedMatrices) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         part = self._folder / f"{uuid.uuid4().hex}.part"
         try:
             with part.open("xb") as file:
-                table = self.matrices.write(file)
+                table = matrices.write(file)
                 file.flush()
                 os.fsync(file.fileno())
             part.rename(self._folder / _PACKED)
@@ -119,6 +131,7 @@ class Entry:
 
     def keep(self) -> None:
         """Writes what this start has found out, for the next one."""
+        self.settle()
         if self.facts.values != self._kept and self._is_unchanged():
             self._store.attempt(self._write_facts)
 

@@ -152,18 +152,20 @@ def test_the_instruction_sets_give_the_same_matmuls_with_bytes() -> None:
 
 
 def test_gates_of_several_formats_share_inputs_in_bytes(isa: str) -> None:
-    (gate, inputs), (up, _) = (blocks_of(kind, 40, 3, seed=2) for kind in ("Q4_K", "Q6_K"))
+    n = 410  # more panels than one row reads of the gate before it reads those of `up`
+    (gate, inputs), (up, _) = (blocks_of(kind, n, 3, seed=2) for kind in ("Q4_K", "Q6_K"))
     x = torch.randn(5, inputs)
     one, other = _rounding_blocks("Q4_K", gate, inputs), _rounding_blocks("Q6_K", up, inputs)
-    out = ops.packed_gated_linear(x, one, other, 40, "silu")
-    gates, ups = (ops.packed_linear(x, packed, 40) for packed in (one, other))
+    out = ops.packed_gated_linear(x, one, other, n, "silu")
+    gates, ups = (ops.packed_linear(x, packed, n) for packed in (one, other))
     torch.testing.assert_close(out, torch.nn.functional.silu(gates) * ups, rtol=1e-4, atol=1e-4)
-    plain = ops.pack_linear(torch.randn(40, inputs))
+    plain = ops.pack_linear(torch.randn(n, inputs))
     unrounded = ops.pack_blocks(torch.from_numpy(gate), "Q4_K", inputs)
-    assert torch.equal(
-        ops.packed_gated_linear(x, one, plain, 40, "silu"),
-        ops.packed_gated_linear(x, unrounded, plain, 40, "silu"),
-    )
+    widened = ops.packed_gated_linear(x, one, plain, n, "silu")
+    assert torch.equal(widened, ops.packed_gated_linear(x, unrounded, plain, n, "silu"))
+    for whole, second in ((out, other), (widened, plain)):
+        rows = [ops.packed_gated_linear(row, one, second, n, "silu") for row in x.split(1)]
+        assert torch.equal(whole, torch.cat(rows))
 
 
 def test_an_input_that_is_not_finite_spoils_its_row_alone(isa: str) -> None:
