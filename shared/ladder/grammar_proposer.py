@@ -25,5 +25,4 @@ class GrammarProposer:
         """Those of `drafts` after `drafted` that the constraint allows. None after the end."""
         if self.state.has_ended(drafted):
             return []
-        allowed = self.state.allowed(drafted)
-        return [draft for draft in drafts if allowed[draft.token]]
+        return [draft for draft in drafts if self.state.allows(drafted, draft.token)]

@@ -64,10 +64,13 @@ def accepted_of(answer: Generation, rung: str) -> int:
     return answer.stats.exits.get(rung, (0, 0))[1]
 
 
-# Every constraint, and one by every rule: masks are the same whatever the rule.
+# Every constraint where masks are made for some rows and for all, and one by every rule.
 @pytest.mark.parametrize(
     ("name", "way"),
-    [*((name, "filtered") for name in CONSTRAINTS), *(("object", way) for way in WAYS)],
+    [
+        *((name, way) for name in CONSTRAINTS for way in ("greedy", "filtered")),
+        *(("object", way) for way in WAYS if way not in ("greedy", "filtered")),
+    ],
 )
 def test_exact_is_full_alone_and_in_company(loaded, ladder, name, way, added):
     """With whatever random tables and exits say, and beside other constraints."""
