@@ -28,7 +28,7 @@ from shared.engine.request.request import (
     TokenChunk,
 )
 from shared.ladder.folder import read_ladder
-from shared.ladder.policy import DepthPolicy
+from shared.ladder.policy import DepthPolicy, PolicyName
 
 FILE = Path("tests/neap_engine/gateway/tools.jsonl")
 SYSTEM = "You are a helpful assistant. Use the tools where they help."
@@ -64,7 +64,7 @@ class Said:
         return list(self.calls.values())[: -1 if self.is_cut else None]
 
 
-def answered(engine: Engine, chat: ChatRequest, policy: str, max_tokens: int) -> Said:
+def answered(engine: Engine, chat: ChatRequest, policy: PolicyName, max_tokens: int) -> Said:
     ids = encode_prompt(engine.loaded, chat.prompt)
     request = GenerationRequest(
         tuple(ids),

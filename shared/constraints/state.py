@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from shared.errors import InvalidInput
 
@@ -14,6 +14,8 @@ from shared.errors import InvalidInput
 Allowed = npt.NDArray[np.bool_]
 Known = TypeVar("Known")
 WORD_BITS = 32
+# Forced tokens that are kept at once. A grammar may force text without end.
+MAX_RUN = 64
 # How the library calls a state from which no text is complete.
 DEAD_END = "NoExtensionBias"
 
@@ -27,8 +29,15 @@ class ConstraintState:
     mask a hundred times as long.
     """
 
-    def __init__(self, matcher: LLMatcher, vocabulary_size: int, eos_token_ids: Set[int]) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        tokenizer: LLTokenizer,
+        vocabulary_size: int,
+        eos_token_ids: Set[int],
+    ) -> None:
         self._matcher = matcher
+        self._tokenizer = tokenizer
         self._vocabulary_size = vocabulary_size
         self._eos_token_ids = eos_token_ids
         self._has_ended = False
@@ -71,8 +80,19 @@ class ConstraintState:
         """The only token that may follow `path`; None if there is a choice. Raises as `allowed` does."""
         key = tuple(path)
         if key not in self._forced:
-            self._forced[key] = self._only(path)
+            self._find_forced(key)
         return self._forced[key]
+
+    def begun(self, path: Sequence[int] = ()) -> int | None:
+        """The token that would begin the text that is forced after `path`, if nothing followed the text. None: no text
+        is. It need not be the only one, because a token may go beyond the text, nor one that is allowed. Raises as
+        `allowed` does."""
+        if self.has_ended(path):
+            return None
+        self._go_to(path)
+        text = self._matcher.compute_ff_bytes()
+        self._check()
+        return next(iter(self._tokenizer.tokenize_bytes(text)), None) if text else None
 
     def allows(self, path: Sequence[int], token: int) -> bool:
         """Whether `token` may follow `path`: what `allowed` says of it. Raises as `allowed` does."""
@@ -91,22 +111,28 @@ class ConstraintState:
         """The tokens that may follow `path` and the first i of `drafts`, in row i."""
         return Rows(self, [*path, *drafts], len(path))
 
-    def _only(self, path: Sequence[int]) -> int | None:
+    def _find_forced(self, path: tuple[int, ...]) -> None:
+        self._forced[path] = None
         if self.has_ended(path):
-            return None
+            return
         self._go_to(path)
         # Where text is forced, masks allow it as the tokenizer would write it. All that may follow the end of a text
         # that cannot go on is its token.
-        forced = self._matcher.compute_ff_tokens()
+        forced = self._matcher.compute_ff_tokens()[:MAX_RUN]
         self._check()
         if not forced and self._matcher.is_stopped() and self._matcher.is_accepting():
             forced = list(self._eos_token_ids) if len(self._eos_token_ids) == 1 else []
-        return forced[0] if forced else None
+        for place, token in enumerate(forced):
+            self._forced[*path, *forced[:place]] = token
 
     def _mask(self, path: Sequence[int]) -> Allowed:
         # The matcher itself does not consume such a token: it would not count in a rollback.
         if self.has_ended(path):
             return np.ones(self._vocabulary_size, np.bool_)
+        if (only := self.forced(path)) is not None:
+            alone = np.zeros(self._vocabulary_size, np.bool_)
+            alone[only] = True
+            return alone
         self._go_to(path)
         words = np.zeros(-(-self._vocabulary_size // WORD_BITS), np.uint32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
@@ -116,6 +142,8 @@ class ConstraintState:
 
     def _go_to(self, path: Sequence[int]) -> None:
         """Lets the matcher have consumed the drafts of `path`."""
+        if self._path == [*path]:
+            return
         pairs = enumerate(zip(self._path, path, strict=False))
         shorter = min(len(self._path), len(path))
         same = next((place for place, (own, other) in pairs if own != other), shorter)

@@ -18,18 +18,16 @@ def allowed_only(chosen: Tensor, scores: Tensor, trial: Trial) -> Tensor:
 
     NO_TOKEN as for `choose`.
     """
-    allowed, tokens = trial.allowed, []
+    allowed, rows, tokens = trial.allowed, scores.numpy(), []
     assert allowed is not None
     for row, (draft, token) in enumerate(
         zip([*trial.drafts, NO_TOKEN], chosen.tolist(), strict=True)
     ):
-        forced = allowed.forced(row)
-        if forced is not None:
-            token = forced if scores[row, forced].isfinite() else NO_TOKEN
-        elif token == NO_TOKEN or not allowed.allows(row, token):
-            # NO_TOKEN may be the fault of a score that does not count.
-            few = np.flatnonzero(allowed.mask(row))
-            own = scores[row].numpy()[few]
+        # Drafts are allowed. NO_TOKEN may be the fault of a score that does not count.
+        if token == NO_TOKEN or (token != draft and not allowed.allows(row, token)):
+            forced = allowed.forced(row)
+            few = np.flatnonzero(allowed.mask(row)) if forced is None else np.array([forced])
+            own = rows[row][few]
             best = own.argmax()  # of a NaN, if there is one
             token = int(few[best]) if np.isfinite(own[best]) else NO_TOKEN
         tokens.append(token)

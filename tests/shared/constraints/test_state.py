@@ -24,11 +24,12 @@ def compiler():
 
 
 def after(compiler: ConstraintCompiler, constraint: Constraint, tokens: list[int]) -> np.ndarray:
-    """What a new state allows after these final tokens."""
-    state = compiler.start(constraint)
-    for token in tokens:
-        state.push(token)
-    return state.allowed()
+    """What the library's mask allows after these tokens."""
+    if EOS in tokens:
+        return np.ones(VOCABULARY_SIZE, np.bool_)
+    matcher = compiler._compiled(constraint).deep_copy()
+    assert matcher.consume_tokens(tokens)
+    return np.frombuffer(matcher.compute_logit_bias(), np.uint8) > 0
 
 
 def one_by_one(state: ConstraintState, path: list[int]) -> list[bool]:
@@ -113,6 +114,23 @@ def test_each_of_several_ends_is_allowed_and_none_is_forced(compiler):
         assert all(state.allows([ab], end) for end in ends)
 
 
+def test_what_begins_forced_text_is_known_where_other_tokens_begin_it_too(compiler):
+    tokenizer = build_loaded().tokenizer
+    x, quote, colon, longer = tokenizer.convert_tokens_to_ids(["x", '"', ":", '":'])
+    state = compiler.start(Constraint(regex='x?x"(:|[a-z])'))
+    assert state.begun() == x == state.forced()
+    assert state.begun([x]) is None, "two letters may follow"
+    assert np.flatnonzero(state.allowed([x, x])).tolist() == sorted([quote, longer])
+    assert state.forced([x, x]) is None
+    assert state.begun([x, x]) == quote
+    assert state.begun([x, x, longer]) is None
+    assert state.begun([x, x, longer, EOS]) is None
+    for token in (x, x, quote):
+        state.push(token)
+    assert state.begun() is None
+    assert state.allows([], colon)
+
+
 def test_a_token_that_is_not_allowed_is_refused(compiler):
     state = compiler.start(CONSTRAINTS["object"])
     for token in (EOS, 1, VOCABULARY_SIZE - 1):
@@ -131,6 +149,12 @@ def test_a_token_that_is_not_allowed_is_refused(compiler):
 def test_a_place_that_leads_nowhere_and_one_that_takes_too_much_work_are_errors(
     compiler, constraint, reason
 ):
+    state = compiler.start(constraint)
+
+    def go_on() -> None:
+        for number in range(3):
+            state.push(*walk(state, random.Random(number), 1))
+
     with pytest.raises(InvalidInput) as caught:
-        walk(compiler.start(constraint), random.Random(0), 3)
+        go_on()
     assert caught.value.reason == reason
