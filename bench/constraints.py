@@ -33,7 +33,7 @@ from shared.model import host_choices
 FILE = Path(__file__).parent / "data" / "schemas.jsonl"
 SIDES = ("full", "exact")
 COLUMNS = (
-    *("at once", "same tokens", "complete", "forced", "tokens per pass"),
+    *("at once", "same tokens", "complete", "rung grammar", "tokens per pass"),
     *("full, tokens/s", "exact, tokens/s", "exact / full", "masks per token", "share of the time"),
 )
 
@@ -130,14 +130,14 @@ def print_row(
     num_tokens = sum(len(one.token_ids) for one in exact)
     num_same = sum(a.token_ids == b.token_ids for a, b in zip(*said.values(), strict=True))
     num_complete = sum(one.finished.reason is FinishReason.EOS for one in exact)
-    num_forced = sum(one.stats.exits.get(GRAMMAR, (0, 0))[1] for one in exact)
+    num_of_grammar = sum(one.stats.exits.get(GRAMMAR, (0, 0))[1] for one in exact)
     num_passes = sum(1 + one.stats.num_verify_passes for one in exact)
     rates = {side: num_tokens / seconds[side] for side in SIDES}
     row(
         at_once,
         f"{num_same} of {len(exact)}",
         f"{num_complete} of {len(exact)}",
-        f"{num_forced / num_tokens:.0%}",
+        f"{num_of_grammar / num_tokens:.0%}",
         f"{num_tokens / num_passes:.2f}",
         f"{rates['full']:.1f}",
         f"{rates['exact']:.1f}",
