@@ -1,11 +1,13 @@
 """Calls that a model makes of its own accord (`tool_choice: auto`), and whether they are valid.
 
-    python -m bench.tools --model FILE --router FOLDER [--prompts 20] [--offered 3] [--max-tokens 96]
+    python -m bench.tools --model FILE --router FOLDER [--prompts 20] [--offered 3] [--earlier]
 
-Every prompt is asked with so many tools, of which its own is one, greedily, under `full` and `exact`, which must give
-the same tokens. Arguments are checked by jsonschema, which the grammar knows nothing of.
+Every prompt is asked with so many tools, of which its own is one, with --earlier after a call of another tool,
+greedily, under `full` and `exact`, which must give the same tokens. Arguments are checked by jsonschema, which the
+grammar knows nothing of.
 """
 
+import argparse
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,14 +34,32 @@ from shared.ladder.policy import DepthPolicy, PolicyName
 
 FILE = Path("tests/neap_engine/gateway/tools.jsonl")
 SYSTEM = "You are a helpful assistant. Use the tools where they help."
+TIME = {
+    "name": "get_time",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
 
 
-def chat_of(records: list[Any], place: int, num_offered: int) -> pb.Chat:
+def chat_of(records: list[Any], place: int, options: argparse.Namespace) -> pb.Chat:
     """The prompt at `place`, with its tool and those after it."""
-    offered = [records[(place + i) % len(records)] for i in range(num_offered)]
-    said = (("system", SYSTEM), ("user", records[place]["prompt"]))
+    offered = [records[(place + i) % len(records)] for i in range(options.offered)]
+    messages = [pb.ChatMessage(role="system", content=SYSTEM)]
+    if options.earlier:
+        offered.append(TIME)
+        call = pb.ToolCall(id="abcdefgh1", name=TIME["name"], arguments='{"city": "Oslo"}')
+        messages += [
+            pb.ChatMessage(role="user", content="What time is it in Oslo?"),
+            pb.ChatMessage(role="assistant", tool_calls=[call]),
+            pb.ChatMessage(role="tool", content="12:40", tool_call_id=call.id),
+            pb.ChatMessage(role="assistant", content="It is 12:40 in Oslo."),
+        ]
     return pb.Chat(
-        messages=[pb.ChatMessage(role=role, content=content) for role, content in said],
+        messages=[*messages, pb.ChatMessage(role="user", content=records[place]["prompt"])],
         tools=[
             pb.Tool(
                 name=own["name"],
@@ -106,15 +126,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--offered", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--earlier", action="store_true", help="the chat has had a call before")
     for options in each_model(parser):
         loaded = load(options)
         records = [json.loads(line) for line in options.file.read_text().splitlines()]
-        schemas = {own["name"]: own["parameters"] for own in records}
+        schemas = {own["name"]: own["parameters"] for own in [*records, TIME]}
         places = range(min(options.prompts, len(records)))
         with Engine(loaded, read_ladder(options.router)) as engine:
-            chats = [
-                ChatRequest(chat_of(records, place, options.offered), loaded) for place in places
-            ]
+            chats = [ChatRequest(chat_of(records, place, options), loaded) for place in places]
             pairs = [
                 [answered(engine, chat, policy, options.max_tokens) for policy in ("full", "exact")]
                 for chat in chats
