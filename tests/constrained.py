@@ -2,8 +2,12 @@
 
 import json
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import kubernetes_validate
 
 from shared.constraints.constraint import Constraint
 from shared.engine.engine import Engine
@@ -85,6 +89,26 @@ def build_random_ladder(loaded: LoadedModel) -> Ladder:
 
 def answer_of(engine: Engine, prompt: Prompt, **options: Any) -> Generation:
     return engine.generate(prompt, **{"max_tokens": 120, **options})
+
+
+def kubernetes_schemas(count: int) -> list[dict[str, Any]]:
+    """Schemas of the Kubernetes API, evenly spread, each with those that it refers to, which are few."""
+    folder = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema"
+    text = (folder / "v1.36.0-local-strict" / "_definitions.json").read_text()
+    known = json.loads(text)["$defs"]
+    found = []
+    for name in sorted(known):
+        needed, left = {}, [name]
+        while left:
+            own = left.pop()
+            if own not in needed:
+                needed[own] = known[own]
+                left += re.findall(r'"#/\$defs/([^"]+)"', json.dumps(known[own]))
+        text = json.dumps(needed)
+        # What the library takes, and an answer may complete.
+        if len(needed) <= 8 and not re.search('"byte"|IntOrString|Quantity', text):
+            found.append({**known[name], "$defs": needed})
+    return found[:: len(found) // count][:count]
 
 
 class RandomSchemas:

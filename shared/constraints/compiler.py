@@ -43,7 +43,9 @@ class ConstraintCompiler:
         """
         loaded = self._loaded
         matcher = self._compiled(constraint).deep_copy()
-        return ConstraintState(matcher, loaded.vocabulary_size, loaded.eos_token_ids)
+        return ConstraintState(
+            matcher, self._tokenizer_of_model(), loaded.vocabulary_size, loaded.eos_token_ids
+        )
 
     def _compile(self, constraint: Constraint | MessageConstraint) -> LLMatcher:
         tokenizer = self._tokenizer_of_model()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shared.engine.request.logprobs import Logprobs, logprobs, logprobs_from_row
 from shared.model.choosing import choose, num_accepted, within_margins
-from shared.model.distribution import constrained, reads_without_sync
+from shared.model.distribution import reads_without_sync
 from shared.model.sampling import Trial
 from shared.ops.choices import NO_TOKEN
 
@@ -83,9 +83,9 @@ def compute_choices(
     The tensors are on the logits' device. `verify` reads them; this function does not wait for the device, except on
     devices that are read without a synchronisation.
     """
-    allowed = constrained(logits, trials)
-    own_choices = choose(allowed, trials)
-    choices = within_margins(allowed, trials, own_choices)
+    own_choices = choose(logits, trials)
+    # Choices and drafts are allowed, so a constraint changes none of their logits.
+    choices = within_margins(logits, trials, own_choices)
     relaxed = []
     if any(trial.margin is not None for trial in trials):
         pairs = zip(choices, own_choices, strict=True)

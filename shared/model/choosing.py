@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shared.model import host_draws
+from shared.model import host_choices, host_draws
 from shared.model.distribution import (
     candidates,
+    constrained,
     drawn,
     nucleus,
     penalised,
@@ -22,12 +23,12 @@ from shared.ops.choices import NO_TOKEN, choose_greedy, choose_sampled
 
 
 def choose(logits: Tensor, trials: Sequence[Trial]) -> list[Tensor]:
-    """The tokens chosen at each trial's rows: per trial [n] int64. logits [T, V] float: the rows of all trials, trial
-    after trial.
+    """The tokens chosen at each trial's rows, of those that its constraint allows: per trial [n] int64. logits [T, V]
+    float: the rows of all trials, trial after trial.
 
-    NO_TOKEN where a logit is NaN, or the largest one is infinite. A row counts only if every row before it chose its
-    draft, so rows after the first that did not may be missing from the result. All greedy trials take one launch, all
-    others another one. Nothing waits for the device.
+    NO_TOKEN where an allowed logit is NaN, or the largest one is infinite. A row counts only if every row before it
+    chose its draft, so rows after the first that did not may be missing from the result. All greedy trials take one
+    launch, all others another one. Nothing waits for the device.
     """
     num_greedy = sum(trial.sampling.is_greedy for trial in trials)
     if num_greedy == len(trials):
@@ -73,25 +74,30 @@ def num_accepted(chosen: Sequence[int], drafts: Sequence[int]) -> int:
 
 
 def _largest(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
-    """The first of the largest scores of each row, after what changes scores."""
-    scores = penalised(logits, trials)
+    """The first of the largest allowed scores of each row, after what changes scores."""
+    on_host = reads_without_sync(logits.device)
+    scores = penalised(logits if on_host else constrained(logits, trials), trials)
     if library.runs_on(logits.device.type):
         tokens = choose_greedy(scores)
     else:
         tokens = scores.argmax(-1)  # of a NaN, if there is one
         top = scores.gather(1, tokens[:, None])[:, 0]
         tokens = torch.where(top.isfinite(), tokens, NO_TOKEN)
-    if len(trials) == 1:
-        return [tokens]
-    rows: Sequence[Tensor] = tokens.split_with_sizes([trial.num_rows for trial in trials])
-    return rows
+    sizes = [trial.num_rows for trial in trials]
+    rows: Sequence[Tensor] = [tokens] if len(trials) == 1 else tokens.split_with_sizes(sizes)
+    if not on_host or all(trial.allowed is None for trial in trials):
+        return rows
+    return [
+        chosen if trial.allowed is None else host_choices.allowed_only(chosen, own, trial)
+        for chosen, own, trial in zip(rows, scores.split(sizes), trials, strict=True)
+    ]
 
 
 def _drawn(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
     """The token at each position's own uniform number in the position's distribution."""
     if reads_without_sync(logits.device):
         return host_draws.draw(logits, trials)
-    scores, masses = candidates(logits, trials)
+    scores, masses = candidates(constrained(logits, trials), trials)
     params = [trial.sampling for trial in trials for _ in range(trial.num_rows)]
     numbers = [trial.uniform(row) for trial in trials for row in range(trial.num_rows)]
     tokens = _tokens_at(numbers, nucleus(scores, masses, params))

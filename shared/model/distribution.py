@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.model.sampling import SamplingParams, Trial
+from shared.model.sampling import AllowedTokens, SamplingParams, Trial
 from shared.ops.choices import NO_TOKEN
 
 _MANTISSA_BITS = 53
@@ -46,21 +46,20 @@ def constrained(logits: Tensor, trials: Sequence[Trial]) -> Tensor:
     if all(trial.allowed is None for trial in trials):
         return logits
     rows = logits.split([trial.num_rows for trial in trials])
-    if reads_without_sync(logits.device):
-        # By one thread, which is faster than many beside other work.
-        scores = logits.numpy().copy()
-        for own, trial in zip(np.split(scores, np.cumsum([*map(len, rows)])), trials, strict=False):
-            if trial.allowed is not None:
-                np.copyto(own, -np.inf, where=~trial.allowed.numpy())
-        return torch.from_numpy(scores)
     return torch.cat(
         [
             own
             if trial.allowed is None
-            else own.where(trial.allowed.to(own.device, non_blocking=True), -math.inf)
+            else own.where(_masks(trial.allowed, trial.num_rows, own.device), -math.inf)
             for own, trial in zip(rows, trials, strict=True)
         ]
     )
+
+
+def _masks(allowed: AllowedTokens, num_rows: int, device: torch.device) -> Tensor:
+    """[num_rows, V] bool."""
+    masks = np.stack([allowed.mask(row) for row in range(num_rows)])
+    return torch.from_numpy(masks).to(device, non_blocking=True)
 
 
 def penalised(logits: Tensor, trials: Sequence[Trial]) -> Tensor:

@@ -12,9 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index
+from typing import Protocol
 
 import numpy as np
-from torch import Tensor
+import numpy.typing as npt
 
 from shared.errors import InvalidInput
 
@@ -154,6 +155,20 @@ def uniform_at(seed: int, position: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
 
 
+class AllowedTokens(Protocol):
+    """The tokens that a constraint allows at each row of a trial. All three say the same; `forced` and `allows` take a
+    small part of the time of `mask`. A row is asked for only if all drafts before it are allowed."""
+
+    def forced(self, row: int) -> int | None:
+        """The only token that is allowed. None: there is a choice, or finding out takes a mask."""
+
+    def allows(self, row: int, token: int) -> bool:
+        """Whether a token of the vocabulary is allowed."""
+
+    def mask(self, row: int) -> npt.NDArray[np.bool_]:
+        """[V]. Not to be changed."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """The rows of logits of one sequence: one per draft and one more.
@@ -165,8 +180,8 @@ class Trial:
     `margin`: a draft is accepted, too, if the log-probability of the choice exceeds its own by at most this. None: it
     is not. Only plain greedy trials have one.
 
-    The answer begins after `num_prompt_tokens` of the context. `end_token_ids` end it. `allowed` [n + 1, V] bool, on
-    the host: the tokens that a constraint allows at each row. None: all.
+    The answer begins after `num_prompt_tokens` of the context. `end_token_ids` end it. `allowed`: the tokens that a
+    constraint allows at each row. None: all.
     """
 
     sampling: SamplingParams
@@ -175,7 +190,7 @@ class Trial:
     margin: float | None = None
     num_prompt_tokens: int = 0
     end_token_ids: frozenset[int] = frozenset()
-    allowed: Tensor | None = None
+    allowed: AllowedTokens | None = None
 
     @property
     def num_rows(self) -> int:

@@ -3,6 +3,8 @@
 Also asked of the CPU, so that the cases are known to be sound where there is no GPU.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from shared.model.distribution import candidates, nucleus
 from shared.model.sampling import SamplingParams, Trial
 from shared.ops import library
 from tests.drawn_trials import row_alone
+from tests.masks import drawn_masks
 
 KINDS = [
     SamplingParams(),
@@ -41,6 +44,8 @@ def case(size: int, device: str) -> tuple[Tensor, list[Trial]]:
         for kind in KINDS
         for count in (0, 3)
     ]
+    masks = drawn_masks(size, trials, size)
+    trials += [replace(trial, allowed=own) for trial, own in zip(trials, masks, strict=True)]
     logits = 3 * torch.randn(sum(trial.num_rows for trial in trials), size)
     logits[::3] = logits[::3].bfloat16().float()
     return logits.to(device), trials

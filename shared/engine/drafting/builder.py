@@ -213,7 +213,12 @@ class DraftBuilder:
         Nothing, if the request wants layers to run for each draft."""
         if self.min_layers > 0:
             return []
-        return [draft for proposer in self.sequence.proposers for draft in proposer.propose(path)]
+        drafts = [draft for own in self.sequence.proposers for draft in own.propose(path)]
+        grammar = self.sequence.grammar
+        if grammar is not None and self.sequence.request.policy.name == "exact":
+            # Nothing may become final by a probability that is not calibrated.
+            drafts += grammar.propose_begun(path)
+        return drafts
 
     def _best_of_tables(self, path: list[int]) -> tuple[Draft | None, float]:
         """The tables' most probable draft after `path`, and its probability."""

@@ -133,11 +133,12 @@ def test_the_grammar_allows_what_the_template_writes_and_holds_arguments(models,
         """Whether the grammar allows the text and its end."""
         state = compiler.start(MessageConstraint(thinking=tags, calls=known, tools=tools, **fields))
         ids = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
-        try:
-            for token in ids:
-                state.push(token)
-        except InvalidInput:
-            return False
+        for token in ids:
+            allowed = state.allowed().tolist()
+            assert [state.allows((), other) for other in range(len(allowed))] == allowed
+            if not allowed[token]:
+                return False
+            state.push(token)
         return all(state.allowed()[token] for token in loaded.eos_token_ids)
 
     one, two = written(loaded, "", CALLS[1:2]), known.between and written(loaded, "", CALLS)

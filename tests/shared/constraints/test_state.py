@@ -1,6 +1,7 @@
 """A state says of every path what a matcher says that has consumed it and nothing else."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from tests.constrained import CONSTRAINTS, VOCABULARY_SIZE, build_loaded
 from tests.worker import EOS
 
 NUM_WALKS = 30
+# A token of the text "12".
+OTHER = 276
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +24,16 @@ def compiler():
 
 
 def after(compiler: ConstraintCompiler, constraint: Constraint, tokens: list[int]) -> np.ndarray:
-    """What a new state allows after these final tokens."""
-    state = compiler.start(constraint)
-    for token in tokens:
-        state.push(token)
-    return state.allowed()
+    """What the library's mask allows after these tokens."""
+    if EOS in tokens:
+        return np.ones(VOCABULARY_SIZE, np.bool_)
+    matcher = compiler._compiled(constraint).deep_copy()
+    assert matcher.consume_tokens(tokens)
+    return np.frombuffer(matcher.compute_logit_bias(), np.uint8) > 0
+
+
+def one_by_one(state: ConstraintState, path: list[int]) -> list[bool]:
+    return [state.allows(path, token) for token in range(VOCABULARY_SIZE)]
 
 
 def walk(state: ConstraintState, rng: random.Random, num_tokens: int) -> list[int]:
@@ -45,6 +53,7 @@ def test_what_it_allows_depends_on_the_tokens_alone(compiler, name):
         rng.shuffle(paths)
         for path in [p[: rng.randint(0, len(p))] for p in paths] + paths:
             expected = after(compiler, constraint, [*final, *path])
+            np.testing.assert_array_equal(one_by_one(state, path), expected)
             np.testing.assert_array_equal(state.allowed(path), expected)
             [only, *others] = np.flatnonzero(expected).tolist()
             assert state.forced(path) == (only if not others else None)
@@ -63,12 +72,15 @@ def test_a_row_belongs_to_the_drafts_before_it(compiler):
     state = compiler.start(CONSTRAINTS["pairs"])
     path = walk(state, random.Random(1), 2)
     drafts = walk(state, random.Random(2), 7)[len(path) :]
-    rows = state.rows([], drafts)
-    assert rows.shape == (len(drafts) + 1, VOCABULARY_SIZE)
-    for number, row in enumerate(rows.numpy()):
-        np.testing.assert_array_equal(row, state.allowed(drafts[:number]))
-    assert len({row.tobytes() for row in rows.numpy()}) > 1
-    np.testing.assert_array_equal(state.rows(drafts[:2], drafts[2:]), rows[2:])
+    rows, later = state.rows([], drafts), state.rows(drafts[:2], drafts[2:])
+    for number in range(len(drafts) + 1):
+        np.testing.assert_array_equal(rows.mask(number), state.allowed(drafts[:number]))
+        expected = one_by_one(state, drafts[:number])
+        assert [rows.allows(number, token) for token in range(VOCABULARY_SIZE)] == expected
+        assert rows.forced(number) == state.forced(drafts[:number])
+        if number >= 2:
+            np.testing.assert_array_equal(later.mask(number - 2), rows.mask(number))
+    assert len({rows.mask(number).tobytes() for number in range(len(drafts) + 1)}) > 1
 
 
 def test_tokens_without_text_are_never_allowed(compiler):
@@ -89,6 +101,36 @@ def test_the_end_is_allowed_where_the_text_is_complete_and_nothing_counts_after_
     assert state.allowed().all()
 
 
+def test_each_of_several_ends_is_allowed_and_none_is_forced(compiler):
+    ends = frozenset({EOS, OTHER})
+    several = ConstraintCompiler(replace(build_loaded(), eos_token_ids=ends))
+    for regex, before in [("ab", 1), ("(ab)+", 2), ("ab|abab", 1)]:
+        state = several.start(Constraint(regex=regex))
+        ab = int(np.flatnonzero(state.allowed())[-1])
+        for path in ([], [ab], [ab] * before):
+            np.testing.assert_array_equal(one_by_one(state, path), state.allowed(path))
+            is_forced = state.allowed(path).sum() == 1
+            assert (state.forced(path) is not None) == is_forced
+        assert all(state.allows([ab], end) for end in ends)
+
+
+def test_what_begins_forced_text_is_known_where_other_tokens_begin_it_too(compiler):
+    tokenizer = build_loaded().tokenizer
+    x, quote, colon, longer = tokenizer.convert_tokens_to_ids(["x", '"', ":", '":'])
+    state = compiler.start(Constraint(regex='x?x"(:|[a-z])'))
+    assert state.begun() == x == state.forced()
+    assert state.begun([x]) is None, "two letters may follow"
+    assert np.flatnonzero(state.allowed([x, x])).tolist() == sorted([quote, longer])
+    assert state.forced([x, x]) is None
+    assert state.begun([x, x]) == quote
+    assert state.begun([x, x, longer]) is None
+    assert state.begun([x, x, longer, EOS]) is None
+    for token in (x, x, quote):
+        state.push(token)
+    assert state.begun() is None
+    assert state.allows([], colon)
+
+
 def test_a_token_that_is_not_allowed_is_refused(compiler):
     state = compiler.start(CONSTRAINTS["object"])
     for token in (EOS, 1, VOCABULARY_SIZE - 1):
@@ -107,6 +149,12 @@ def test_a_token_that_is_not_allowed_is_refused(compiler):
 def test_a_place_that_leads_nowhere_and_one_that_takes_too_much_work_are_errors(
     compiler, constraint, reason
 ):
+    state = compiler.start(constraint)
+
+    def go_on() -> None:
+        for number in range(3):
+            state.push(*walk(state, random.Random(number), 1))
+
     with pytest.raises(InvalidInput) as caught:
-        walk(compiler.start(constraint), random.Random(0), 3)
+        go_on()
     assert caught.value.reason == reason

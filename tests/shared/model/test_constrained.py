@@ -3,58 +3,91 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from shared.engine.verification import verify
 from shared.model import distribution
-from shared.model.choosing import choose
+from shared.model.choosing import choose, num_accepted
 from shared.model.distribution import constrained
 from shared.model.sampling import SamplingParams, Trial
+from tests.drawn_trials import SAMPLED, cases, row_alone
+from tests.masks import Masks, drawn_masks
 
 V = 60
-KINDS = [
-    SamplingParams(),
-    SamplingParams(repetition_penalty=1.4),
-    SamplingParams(temperature=1.0, seed=1),
-    SamplingParams(temperature=0.7, top_k=9, seed=2),
-    SamplingParams(temperature=1.2, top_p=0.6, min_p=0.05, seed=3),
-]
 
 
-@pytest.fixture(params=["read without a synchronisation", "as on another device"])
-def _path(request, monkeypatch):
-    if request.param == "as on another device":
-        monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
-
-
-@pytest.mark.usefixtures("_path")
-@pytest.mark.parametrize("kind", KINDS)
-def test_only_allowed_tokens_are_chosen_by_the_rules_of_the_others(kind):
-    """Beside trials without a constraint, and with as few tokens as one."""
-    logits = 3 * torch.randn(12, V)
-    before = logits.clone()
-    allowed = torch.rand(12, V) < torch.linspace(0.02, 1.0, 12)[:, None]
-    allowed[:, 7] = True
-    trials = [
-        Trial(kind, [1, 2], [3, 4, 5], allowed=allowed[:4]),
-        Trial(kind, [1, 2], [3, 4, 5]),
-        Trial(kind, [5], [6, 7, 8], allowed=allowed[8:]),
+@given(cases((0.0, *SAMPLED)), st.integers(0, 99), st.sampled_from([None, math.nan, math.inf]))
+def test_choices_are_those_of_masked_logits(case, seed, strange):
+    """On the host and as on another device, row by row. A logit that is not finite counts only where it is allowed."""
+    logits, trials = case
+    masks = drawn_masks(logits.shape[1], trials, seed)
+    generator = torch.Generator().manual_seed(seed)
+    if strange is not None:
+        logits[torch.rand(logits.shape, generator=generator) < 0.5 / logits.shape[1]] = strange
+    held = [
+        trial if own is None else replace(trial, allowed=own)
+        for trial, own in zip(trials, masks, strict=True)
     ]
-    masked = constrained(logits, trials)
-    assert torch.equal(logits, before)
-    for rows, trial in zip(masked.split(4), trials, strict=True):
-        if trial.allowed is not None:
-            assert (rows[~trial.allowed] == -math.inf).all()
-    assert torch.equal(masked[4:8], logits[4:8])
-    kept = torch.cat([allowed[:4], torch.ones(4, V, dtype=torch.bool), allowed[8:]])
-    assert torch.equal(masked[kept], logits[kept])
-    for row in range(12):
-        trial = replace(trials[row // 4], context=[9], drafts=(), allowed=None)
-        [[token]] = choose(masked[row : row + 1], [trial])
-        assert kept[row, token]
-        few = kept[row].nonzero()[:, 0]
-        if kind.repetition_penalty == 1.0 and kind.is_greedy:
-            assert token == few[logits[row, few].argmax()]
+    before, rows = logits.clone(), iter(logits)
+    chosen = choose(logits, held)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
+        as_elsewhere = choose(logits, held)
+    assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
+    for trial, own, other, allowed in zip(trials, chosen, as_elsewhere, masks, strict=True):
+        expected = []
+        for number in range(trial.num_rows):
+            row = next(rows)
+            if allowed is not None:
+                row = row.where(torch.from_numpy(allowed.mask(number)), -math.inf)
+            [[token]] = choose(row[None], [row_alone(trial, number)])
+            expected.append(int(token))
+        num_counted = 1 + num_accepted(expected, trial.drafts)
+        for tokens in (own, other):
+            assert tokens.tolist()[:num_counted] == expected[:num_counted]
+
+
+def test_a_mask_is_made_only_where_the_largest_score_is_forbidden():
+    logits = torch.zeros(5, V)
+    logits[range(5), [3, 4, 9, 6, 8]] = 1.0
+    logits[:, 20] = 0.5
+    allowed = np.ones((5, V), np.bool_)
+    allowed[2, 9] = False
+    allowed[3] = np.arange(V) == 6
+    masks = Masks(allowed)
+    [chosen] = choose(logits, [Trial(SamplingParams(), [1], [3, 4, 20, 6], allowed=masks)])
+    assert chosen.tolist() == [3, 4, 20, 6, 8]
+    assert masks.asked == [2]
+    masks.asked.clear()
+    [chosen] = choose(logits, [Trial(SamplingParams(), [1], [3, 5, 20, 6], allowed=masks)])
+    assert chosen.tolist() == [3, 4]
+    assert masks.asked == [], "rows that do not count are not asked for"
+    sampling = SamplingParams(temperature=MINIMAL)
+    [chosen] = choose(logits, [Trial(sampling, [1], [3, 5, 20, 6], allowed=masks)])
+    assert chosen.tolist() == [3, 4]
+    assert masks.asked == [0, 1]
+
+
+MINIMAL = 1e-3
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_margin_accepts_drafts_beside_the_largest_allowed_score(elsewhere, monkeypatch):
+    """In all rows, after one whose draft is not the largest, too."""
+    if elsewhere:
+        monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
+    logits = torch.zeros(3, V)
+    logits[:, 9], logits[:, 5], logits[:, 4] = 3.0, 1.0, 0.5
+    allowed = np.ones((3, V), np.bool_)
+    allowed[:, 9] = False
+    trial = Trial(SamplingParams(), [1], [4, 7], 0.6, allowed=Masks(allowed))
+    [verdict] = verify(logits, [trial])
+    assert verdict.tokens == [4, 5]
+    assert verdict.num_relaxed == 1
 
 
 def test_without_constraints_nothing_is_copied():
