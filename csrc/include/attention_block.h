@@ -90,8 +90,8 @@ inline void gather_queries(const AttentionArgs& a, const QueryTile& t, float* ou
     }
 }
 
-// Rows of keys or values that are fetched to the L1 cache before they are read.
-constexpr int64_t kRowsAhead = 32;
+// Keys that are fetched to the L1 cache before they are read.
+constexpr int64_t kKeysAhead = 16;
 
 // Fetches a row to the L1 cache, or to the L2 cache only.
 template <bool kNear, class E>
@@ -122,7 +122,50 @@ void pack_keys(const RowOf& row_of, const Prefetch& prefetch, int64_t count, int
   }
 }
 
-// c [rows, panels * 16] = a [rows, depth] @ b.
+// Scores [kRows, count] of queries [kRows, width] and keys: the bits of products with packed keys, which are packed for
+// more queries only. `row_of` and `prefetch` as in `pack_keys`.
+template <int kRows, class RowOf, class Prefetch>
+void score_keys(const float* q, const RowOf& row_of, const Prefetch& prefetch, int64_t count, int64_t width,
+                float* scores) {
+  for (int64_t key = 0; key < ceil_div(count, kPanel) * kPanel; key += kLanes) {
+    decltype(row_of(key)) keys[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      const int64_t place = min64(key + i, count - 1);
+      keys[i] = row_of(place);
+      prefetch(place);
+    }
+    Vec sum[kRows] = {};
+    const auto add = [&](int64_t d, Vec column) __attribute__((always_inline)) {
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) sum[r] = fma(splat(q[r * width + d]), column, sum[r]);
+    };
+    int64_t d = 0;
+    for (; d + 4 <= width; d += 4) {
+      Vec columns[4];
+      load_columns(keys, d, columns);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) add(d + i, columns[i]);
+    }
+    for (; d < width; ++d) {
+      Vec column;
+      for (int i = 0; i < kLanes; ++i) column[i] = to_float(keys[i][d]);
+      add(d, column);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) store(scores + r * kKeyBlock + key, sum[r]);
+  }
+}
+
+// The same for `rows` <= kMost queries.
+template <int kMost, class RowOf, class Prefetch>
+void score_few(int64_t rows, const float* q, const RowOf& row_of, const Prefetch& prefetch, int64_t count,
+               int64_t width, float* scores) {
+  if constexpr (kMost > 1)
+    if (rows < kMost) return score_few<kMost - 1>(rows, q, row_of, prefetch, count, width, scores);
+  score_keys<kMost>(q, row_of, prefetch, count, width, scores);
+}
+
+// c [rows, panels * 16] = a [rows, depth] @ b. `t.ahead`: of the first panel, for the whole depth.
 template <class Reader>
 void multiply(TileArgs t, int64_t rows, int64_t panels, int64_t depth) {
   const RowTiles tiles(rows);
@@ -137,7 +180,8 @@ void multiply(TileArgs t, int64_t rows, int64_t panels, int64_t depth) {
         t.c = base.c + r * base.c_stride + p * kPanel;
         t.depth = min64(kDepthBlock, depth - k);
         t.accumulate = k > 0;
-        t.ahead = {t.b + kRowsAhead * base.places.bytes, base.places.bytes, base.panel_stride};
+        t.ahead.next = base.ahead.next + p * base.ahead.panel_stride + k * base.ahead.step;
+        t.ahead.turn = base.ahead.turn - k;
         pick_tile<Reader>((int)tiles.rows(i), (int)min64(group, panels - p))(t);
       }
 }
@@ -192,7 +236,8 @@ void attend_keys(const AttentionArgs& a, const QueryTile& t, const Scratch& s, i
   const E* k = static_cast<const E*>(a.k) + t.batch * a.k_batch + t.kv_head * a.k_head + first * a.k_row;
   const E* v = static_cast<const E*>(a.v) + t.batch * a.v_batch + t.kv_head * a.v_head + first * a.v_row;
   const int64_t width = a.value_width, panels = width / kPanel, c_stride = padded_width(a), bytes = sizeof(E);
-  // The keys that are packed next: of this head, or of the next one. Few queries wait for memory, many for arithmetic.
+  // The keys that are read next, of this head or of the next one, are fetched while values are summed: few queries wait
+  // for memory. Many wait for arithmetic.
   const bool is_last = first + count >= t.last_key, is_few = t.rows <= kMaxTileRows;
   const E* next = is_last ? k + a.k_head - first * a.k_row : k + count * a.k_row;
   const int64_t num_next = !is_few || (is_last && t.kv_head + 1 == a.kv_heads) ? 0
@@ -207,27 +252,32 @@ void attend_keys(const AttentionArgs& a, const QueryTile& t, const Scratch& s, i
       return;
     }
     // Keys that the part before has packed.
-    const int64_t same = max64(0, min64(packed, min64(packed_turn, turn))) / kPanel * kPanel;
+    const bool is_direct = rows <= kMaxTileRows && a.width <= kDepthBlock;
+    const int64_t same = is_direct ? 0 : max64(0, min64(packed, min64(packed_turn, turn))) / kPanel * kPanel;
     const auto place_of = [&](int64_t i) { return i + same < turn ? i + same : i + same + part.apart; };
     const auto prefetch = [&](int64_t i) {
-      prefetch_row<true>(k + place_of(min64(i + kRowsAhead, seen - same - 1)) * a.k_row, a.width);
+      prefetch_row<true>(k + place_of(min64(i + kKeysAhead, seen - same - 1)) * a.k_row, a.width);
       prefetch_row<false>(v + place_of(i) * a.v_row, width);
     };
-    pack_keys([&](int64_t i) { return k + place_of(i) * a.k_row; }, prefetch, seen - same, a.width,
-              s.keys + same * a.width);
-    for (int64_t i = 0; i < num_next; ++i) prefetch_row<false>(next + i * a.k_row, a.width);
-    packed = seen, packed_turn = turn;
+    const auto key_of = [&](int64_t i) { return k + place_of(i) * a.k_row; };
     float *scores = s.scores + row * kKeyBlock, *out = s.block + row * c_stride;
-    const TileArgs dots{
-        .a = s.q + row * a.width,
-        .a_stride = a.width,
-        .b = bytes_of(s.keys),
-        .panel_stride = a.width * kRowBytes,
-        .places = {.bytes = kRowBytes},
-        .c = scores,
-        .c_stride = kKeyBlock,
-    };
-    multiply<Rows<float>>(dots, rows, ceil_div(seen, kPanel), a.width);
+    if (is_direct) {
+      score_few<kMaxTileRows>(rows, s.q + row * a.width, key_of, prefetch, seen, a.width, scores);
+    } else {
+      pack_keys(key_of, prefetch, seen - same, a.width, s.keys + same * a.width);
+      packed = seen, packed_turn = turn;
+      const TileArgs dots{
+          .a = s.q + row * a.width,
+          .a_stride = a.width,
+          .b = bytes_of(s.keys),
+          .panel_stride = a.width * kRowBytes,
+          .places = {.bytes = kRowBytes},
+          .c = scores,
+          .c_stride = kKeyBlock,
+          .ahead = {bytes_of(s.keys) + kKeysAhead * kRowBytes, kRowBytes, a.width * kRowBytes},
+      };
+      multiply<Rows<float>>(dots, rows, ceil_div(seen, kPanel), a.width);
+    }
     for (int64_t r = row; r < row + rows; ++r) {
       const int64_t visible = a.causal ? end_of_keys(part, t.query + r / t.group) - first : seen;
       softmax_row(a, s.scores + r * kKeyBlock, seen, min64(seen, visible), mask_row(a, t, r, first), s.block_max + r,
@@ -241,6 +291,8 @@ void attend_keys(const AttentionArgs& a, const QueryTile& t, const Scratch& s, i
         .places = {.bytes = a.v_row * bytes, .turn = turn, .skip = part.apart * a.v_row * bytes},
         .c = out,
         .c_stride = c_stride,
+        .ahead = num_next ? Ahead{bytes_of(next), a.k_row * bytes, kPanel * bytes, num_next, -num_next * a.k_row * bytes}
+                          : Ahead{bytes_of(v) + kKeysAhead * a.v_row * bytes, a.v_row * bytes, kPanel * bytes},
     };
     multiply<Rows<E, 0>>(sums, rows, panels, seen);
     if (width % kPanel) {  // the last columns are copied and padded first, so that no load reads past a row

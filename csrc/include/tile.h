@@ -9,13 +9,13 @@
 namespace neap::NEAP_ISA {
 
 // The number of panels per tile of `rows` rows: as many as their accumulators fit in registers, so that enough chains
-// of multiply-adds are independent to hide the latency, but at most kMaxPanels. A reader takes registers, too.
+// of multiply-adds are independent to hide the latency, but at most Reader::kMost. A reader takes registers, too.
 template <class Reader>
 constexpr int panels_for(int rows) {
   if (rows <= Reader::kStreamRows) return 1;
   const int fitting = Reader::kHeld ? (kRegisters - 3) / (kPanelVecs * (Reader::kSums * rows + Reader::kHeld))
                                     : kAccumulators / (rows * kPanelVecs);
-  return fitting < 1 ? 1 : fitting > kMaxPanels ? kMaxPanels : fitting;
+  return fitting < 1 ? 1 : fitting > Reader::kMost ? Reader::kMost : fitting;
 }
 
 // How far ahead of its reading a tile prefetches, in bytes of all its panels together: far enough for the latency of
@@ -91,7 +91,7 @@ __attribute__((noinline)) void tile(const TileArgs& t) {
 #pragma GCC unroll 24
       for (int p = 0; p < kPanels; ++p) {
         readers[p].load(k);
-        if (k % Reader::kLineInputs == 0) __builtin_prefetch(ahead + p * ahead_stride);
+        if (k % Reader::kLineInputs == 0) __builtin_prefetch(ahead + p * ahead_stride, 0, Reader::kNear ? 3 : 2);
         if (kUnit > Reader::kLineInputs) __builtin_prefetch(ahead + p * ahead_stride + 64);
       }
       for_inputs<kUnit>([&](auto input) __attribute__((always_inline)) { add_input(input, a); });

@@ -1,7 +1,8 @@
 // Readers of packed panels: they widen 16 outputs of an input to float32 in registers, whatever the format.
 //
 // kHeld: vector registers per column that a reader holds; 0 if it is read as an operand from memory. kSums: those of a
-// row's sum. kStreamRows: tiles of up to so many rows read one panel, from end to end. kShared: whether several row
+// row's sum. kMost: the panels that a tile takes at most. kStreamRows: tiles of up to so many rows read one panel, from
+// end to end. kNear: whether a tile prefetches to the L1 cache, not only to the L2 cache. kShared: whether several row
 // tiles share one widened copy in memory instead of widening each for itself. A reader walks one depth block of a
 // panel: begin(block, depth, rows). open(k) prepares the group that begins at input k; load(k) fetches the bytes of
 // kUnit inputs, which begin a cache line at every kLineInputs-th input or oftener; column<j>(v) gives vector v of input
@@ -78,17 +79,18 @@ NEAP_INLINE void for_inputs(const F& f) {
 
 // How a tile adds a product to a sum.
 struct Sums {
-  static constexpr int kSums = 1, kStreamRows = 0;
+  static constexpr int kSums = 1, kStreamRows = 0, kMost = kMaxPanels;
+  static constexpr bool kNear = true;
   static NEAP_INLINE Vec add(Vec value, Vec column, Vec sum) { return fma(value, column, sum); }
 };
 
 // Rows of 16 numbers: also keys, values and widened panels. kStride: the bytes from one to the next; 0 if `RowPlaces`
-// says where they are.
+// says where they are: then a row's panels are one stream, and what comes next may be far away.
 template <class E, int kStride = kPanel * (int)sizeof(E)>
 struct Rows : Sums {
   static constexpr int kUnit = 1, kGroup = 1, kLineInputs = kStride ? 64 / kStride : 1;
-  static constexpr int kHeld = sizeof(E) == 4 ? 0 : 1;
-  static constexpr bool kShared = false;
+  static constexpr int kHeld = sizeof(E) == 4 ? 0 : 1, kMost = kStride ? kMaxPanels : 8;
+  static constexpr bool kShared = false, kNear = kStride != 0;
   const uint8_t* base;
   RowPlaces rows;
   const E* row;
