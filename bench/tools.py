@@ -34,7 +34,7 @@ from shared.ladder.policy import DepthPolicy, PolicyName
 
 FILE = Path("tests/neap_engine/gateway/tools.jsonl")
 SYSTEM = "You are a helpful assistant. Use the tools where they help."
-TIME = {
+TIME: dict[str, Any] = {
     "name": "get_time",
     "parameters": {
         "type": "object",
