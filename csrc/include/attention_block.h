@@ -291,8 +291,9 @@ void attend_keys(const AttentionArgs& a, const QueryTile& t, const Scratch& s, i
         .places = {.bytes = a.v_row * bytes, .turn = turn, .skip = part.apart * a.v_row * bytes},
         .c = out,
         .c_stride = c_stride,
-        .ahead = num_next ? Ahead{bytes_of(next), a.k_row * bytes, kPanel * bytes, num_next, -num_next * a.k_row * bytes}
-                          : Ahead{bytes_of(v) + kKeysAhead * a.v_row * bytes, a.v_row * bytes, kPanel * bytes},
+        .ahead = num_next
+                     ? Ahead{bytes_of(next), a.k_row * bytes, kPanel * bytes, num_next, -num_next * a.k_row * bytes}
+                     : Ahead{bytes_of(v) + kKeysAhead * a.v_row * bytes, a.v_row * bytes, kPanel * bytes},
     };
     multiply<Rows<E, 0>>(sums, rows, panels, seen);
     if (width % kPanel) {  // the last columns are copied and padded first, so that no load reads past a row
