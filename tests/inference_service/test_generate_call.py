@@ -61,11 +61,20 @@ def spans():
 
 @pytest.fixture
 def log_lines(capfd):
-    """Those of calls that have ended so far."""
+    """Waits for those of so many calls, which are logged a moment after their spans have ended."""
     configure_logging(json_lines=True)
-    yield lambda: [
-        json.loads(line) for line in capfd.readouterr().err.splitlines() if '"call ended"' in line
-    ]
+    lines = []
+
+    def has(count):
+        written = capfd.readouterr().err.splitlines()
+        lines.extend(json.loads(line) for line in written if '"call ended"' in line)
+        return len(lines) >= count
+
+    def wait(count):
+        wait_until(lambda: has(count))
+        return lines
+
+    yield wait
     structlog.reset_defaults()
 
 
@@ -108,7 +117,7 @@ def test_an_answered_call(stub, metrics, spans, log_lines, loaded):
     assert _value(metrics, "neap_request_queue_time_seconds_count") == 1
     assert _value(metrics, "neap_router_version") is None  # none was needed
 
-    (line,) = log_lines()
+    (line,) = log_lines(1)
     expected = {
         "request_id": "mine",
         "trace_id": TRACE,
@@ -142,9 +151,7 @@ def test_the_default_routers_version_is_shown(stub, metrics, registry, worker, l
     assert _value(metrics, "neap_router_version") == version
     list(stub.Generate(_request(depth=EXACT, router=pb.RouterSelector(version=other))))
     assert _value(metrics, "neap_router_version") == version
-    lines = []
-    wait_until(lambda: lines.extend(log_lines()) or len(lines) == 2)
-    assert [line["router_version"] for line in lines] == [version, other]
+    assert [line["router_version"] for line in log_lines(2)] == [version, other]
 
 
 def test_rejections_count_by_reason_and_strangers_names_become_no_label(stub, metrics, log_lines):
@@ -190,7 +197,7 @@ def test_calls_that_end_early_count_once_and_end_their_spans(
     spans.wait_for(lambda: spans.named(GENERATE))
     assert _ended(metrics) == {("request_failures", "tiny", code): 1}
     wait_until(lambda: worker.engine.num_running == 0)
-    (line,) = log_lines()
+    (line,) = log_lines(1)
     assert line["code"] == code
     assert 0 < line["generated_tokens"] < 2000
     assert "finish_reason" not in line
