@@ -99,58 +99,53 @@ NEAP_INLINE void prefetch_row(const E* row, int64_t width) {
   for (int64_t i = 0; i < width; i += 64 / (int64_t)sizeof(E)) __builtin_prefetch(row + i, 0, kNear ? 3 : 2);
 }
 
-// Packs keys [count, width] into panels [ceil(count / 16)][width][16] of float32. Places beyond the last key repeat it:
-// their scores are never looked at. `row_of(i)`: key i. Calls `prefetch(i)` for each key before it reads it.
+// Turns keys [key, key + kLanes) of `count`: calls f(d, column) for each of their `width` numbers, number d of every
+// key, in order. Places beyond the last key repeat it: their scores are never looked at. `row_of(i)`: key i. Calls
+// `prefetch(i)` for each key before it reads it.
+template <class RowOf, class Prefetch, class F>
+NEAP_INLINE void turn_keys(const RowOf& row_of, const Prefetch& prefetch, int64_t key, int64_t count, int64_t width,
+                           const F& f) {
+  decltype(row_of(key)) rows[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    const int64_t place = min64(key + i, count - 1);
+    rows[i] = row_of(place);
+    prefetch(place);
+  }
+  int64_t d = 0;
+  for (; d + 4 <= width; d += 4) {
+    Vec columns[4];
+    load_columns(rows, d, columns);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) f(d + i, columns[i]);
+  }
+  for (; d < width; ++d) {
+    Vec column;
+    for (int i = 0; i < kLanes; ++i) column[i] = to_float(rows[i][d]);
+    f(d, column);
+  }
+}
+
+// Packs keys [count, width] into panels [ceil(count / 16)][width][16] of float32. See `turn_keys`.
 template <class RowOf, class Prefetch>
 void pack_keys(const RowOf& row_of, const Prefetch& prefetch, int64_t count, int64_t width, float* out) {
   for (int64_t key = 0; key < ceil_div(count, kPanel) * kPanel; key += kLanes) {
     float* own = out + key / kPanel * kPanel * width + key % kPanel;
-    decltype(row_of(key)) rows[kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-      const int64_t place = min64(key + i, count - 1);
-      rows[i] = row_of(place);
-      prefetch(place);
-    }
-    int64_t d = 0;
-    for (; d + 4 <= width; d += 4) {
-      Vec columns[4];
-      load_columns(rows, d, columns);
-      for (int i = 0; i < 4; ++i) store(own + (d + i) * kPanel, columns[i]);
-    }
-    for (; d < width; ++d)
-      for (int i = 0; i < kLanes; ++i) own[d * kPanel + i] = to_float(rows[i][d]);
+    turn_keys(row_of, prefetch, key, count, width,
+              [&](int64_t d, Vec column) __attribute__((always_inline)) { store(own + d * kPanel, column); });
   }
 }
 
 // Scores [kRows, count] of queries [kRows, width] and keys: the bits of products with packed keys, which are packed for
-// more queries only. `row_of` and `prefetch` as in `pack_keys`.
+// more queries only. See `turn_keys`.
 template <int kRows, class RowOf, class Prefetch>
 void score_keys(const float* q, const RowOf& row_of, const Prefetch& prefetch, int64_t count, int64_t width,
                 float* scores) {
   for (int64_t key = 0; key < ceil_div(count, kPanel) * kPanel; key += kLanes) {
-    decltype(row_of(key)) keys[kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-      const int64_t place = min64(key + i, count - 1);
-      keys[i] = row_of(place);
-      prefetch(place);
-    }
     Vec sum[kRows] = {};
-    const auto add = [&](int64_t d, Vec column) __attribute__((always_inline)) {
+    turn_keys(row_of, prefetch, key, count, width, [&](int64_t d, Vec column) __attribute__((always_inline)) {
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) sum[r] = fma(splat(q[r * width + d]), column, sum[r]);
-    };
-    int64_t d = 0;
-    for (; d + 4 <= width; d += 4) {
-      Vec columns[4];
-      load_columns(keys, d, columns);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) add(d + i, columns[i]);
-    }
-    for (; d < width; ++d) {
-      Vec column;
-      for (int i = 0; i < kLanes; ++i) column[i] = to_float(keys[i][d]);
-      add(d, column);
-    }
+    });
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) store(scores + r * kKeyBlock + key, sum[r]);
   }
