@@ -39,10 +39,7 @@ FULL, ALL, NONE = "full", "all", "none"
 
 
 def all_drafts(
-    trunks: Sequence[Sequence[float]],
-    *_: Any,
-    branches: Sequence[Sequence[BranchDrafts]],
-    **__: Any,
+    trunks: Sequence[Sequence[float]], *_: Any, branches: Sequence[Sequence[BranchDrafts]], **__: Any
 ) -> list[Tree]:
     """A plan that verifies everything."""
     return [
@@ -123,9 +120,7 @@ def measure(options: argparse.Namespace) -> None:
         sides = {name: sides[name] for name in left}
     shares: dict[tuple[str, int], list[float]] = {}
     adaptive: defaultdict[str, AdaptiveDrafting] = defaultdict(AdaptiveDrafting)
-    with Engine(
-        loaded, max_ladders=len(sides), max_running=max(MAX_RUNNING, *options.batch)
-    ) as engine:
+    with Engine(loaded, max_ladders=len(sides), max_running=max(MAX_RUNNING, *options.batch)) as engine:
         prompts = first_turns(loaded, options.prompts, options.per_task)
         if len(prompts) < 2 * max(options.batch):
             raise SystemExit(f"{len(prompts)} prompts are too few for batch {max(options.batch)}")

@@ -54,10 +54,7 @@ def main() -> None:
 
 
 def print_table(
-    loaded: LoadedModel,
-    ladders: dict[str, Ladder],
-    sequences: list[LabelledSequence],
-    chunks: StateChunks,
+    loaded: LoadedModel, ladders: dict[str, Ladder], sequences: list[LabelledSequence], chunks: StateChunks
 ) -> None:
     drafts = [f"draft {place}" for place in PLACES]
     head("router", "rung", "positions", *drafts, "draft 1 beside the tables")
@@ -78,24 +75,17 @@ def print_table(
 def _answers(loaded: LoadedModel, options: argparse.Namespace) -> list[TokenSequence]:
     """The full model's greedy answers."""
     prompts = first_turns(loaded, options.prompts, options.per_task)
-    requests = [
-        WriteRequest(tuple(prompt), options.max_tokens, stop_loops=False) for prompt in prompts
-    ]
+    requests = [WriteRequest(tuple(prompt), options.max_tokens, stop_loops=False) for prompt in prompts]
     with closing(EngineWriter(loaded, num_decoded_rows(loaded))) as writer:
         answers = [written.tokens for written in write_all(writer, requests, Pace())]
-    return [
-        TokenSequence((*prompt, *answer), len(prompt))
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
+    return [TokenSequence((*prompt, *answer), len(prompt)) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 def _labelled(
     loaded: LoadedModel, answers: list[TokenSequence], depths: set[int], folder: Path
 ) -> tuple[list[LabelledSequence], StateChunks]:
     captured = sorted({*depths, *captured_depths(loaded.num_layers)})
-    collector = Collector(
-        ContiguousRunner(loaded), captured, folder, max_state_bytes=MAX_STATE_BYTES
-    )
+    collector = Collector(ContiguousRunner(loaded), captured, folder, max_state_bytes=MAX_STATE_BYTES)
     found = [one for answer in answers for one in collector.add("report", answer)]
     found += collector.finish("report")
     return found, collector.chunks("report")

@@ -69,11 +69,7 @@ def closed_loop(
 
 
 def measure(
-    engine: Engine,
-    ladder: Ladder,
-    prompts: Sequence[list[int]],
-    batches: Sequence[int],
-    rounds: int,
+    engine: Engine, ladder: Ladder, prompts: Sequence[list[int]], batches: Sequence[int], rounds: int
 ) -> tuple[dict[str, list[float]], int]:
     """(tokens per second by policy and batch, one figure per round; number of answers that differ from full depth at
     batch 1).
@@ -92,10 +88,7 @@ def measure(
                 speeds[f"{policy} {batch}"].append(speed)
                 differing = sum(a != e for a, e in zip(answers, expected, strict=True))
                 num_differing += differing
-                print(
-                    f"round {number + 1}, {batch} at once: {policy} {speed:.1f} tokens/s",
-                    flush=True,
-                )
+                print(f"round {number + 1}, {batch} at once: {policy} {speed:.1f} tokens/s", flush=True)
                 if differing and engine.loaded.device.type == "cpu":
                     raise SystemExit("answers differ from those at full depth and batch 1")
     return dict(speeds), num_differing

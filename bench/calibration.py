@@ -65,9 +65,7 @@ def main() -> None:
             (seconds, statistics.mean(table[name]["speed_up"] for table in tables.values()))
             for name, (_, seconds) in routers.items()
         ]
-        options.json.write_text(
-            json.dumps({"label": options.label or loaded.model_id, "points": sorted(points)})
-        )
+        options.json.write_text(json.dumps({"label": options.label or loaded.model_id, "points": sorted(points)}))
 
 
 def read_router(folder: Path) -> tuple[Ladder, float]:
@@ -76,11 +74,7 @@ def read_router(folder: Path) -> tuple[Ladder, float]:
 
 
 def calibrated(
-    loaded: LoadedModel,
-    spec: neap_engine.CalibrationSpec,
-    name: str,
-    out: Path | None,
-    **options: object,
+    loaded: LoadedModel, spec: neap_engine.CalibrationSpec, name: str, out: Path | None, **options: object
 ) -> Routers:
     """A router by its name. Prints what it has learned, and writes it into a folder of that name in `out`."""
     result: CalibrationResult = neap_engine.calibrate(loaded, spec, **options)  # type: ignore[arg-type]
@@ -96,9 +90,7 @@ def calibrated(
     return {name: (result.ladder, result.report["seconds"]["total"])}
 
 
-def add_one_kind(
-    loaded: LoadedModel, routers: Routers, options: argparse.Namespace
-) -> list[BenchPrompt]:
+def add_one_kind(loaded: LoadedModel, routers: Routers, options: argparse.Namespace) -> list[BenchPrompt]:
     """Adds a router that has learned requests of the kind. Returns the held-out ones."""
     texts = read_texts(options.requests, 0)
     source = neap_engine.SelfGenerated(prompts=tuple(texts[: options.learned]))
@@ -110,9 +102,7 @@ def add_one_kind(
     return [BenchPrompt("one kind", (text,)) for text in texts[-options.held_out :]]
 
 
-def compare(
-    loaded: LoadedModel, routers: Routers, prompts: list[BenchPrompt], max_tokens: int
-) -> dict[str, Any]:
+def compare(loaded: LoadedModel, routers: Routers, prompts: list[BenchPrompt], max_tokens: int) -> dict[str, Any]:
     """Prints and returns the tables of `bench.decode` for full depth and exact with every router."""
     with Engine(loaded, prefix_cache_bytes=0, max_ladders=MAX_LADDERS) as engine:
         engine.warm_up()

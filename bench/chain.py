@@ -43,9 +43,7 @@ def random_weights(form: str) -> tuple[ChainWeights, int]:
     torch.manual_seed(0)
     block, _, rows = form.partition("/")
     packed = {
-        name: packed_as(
-            torch.randn(shape) / shape[1] ** 0.5, rows if rows and name == "rows" else block
-        )
+        name: packed_as(torch.randn(shape) / shape[1] ** 0.5, rows if rows and name == "rows" else block)
         for name, shape in SHAPES.items()
     }
     zeros = torch.zeros(ROUTER)
@@ -64,16 +62,10 @@ def cell(weights: ChainWeights, count: int, stopwatch: ClockStopwatch) -> str:
     """The three times for `count` sequences at once."""
     states, begun = torch.randn(count, 3, WIDTH), torch.empty(0, WIDTH)
     one = ChainStart([7], 0, 1, 1.0, 1.0, 0.0)
-    starts = {
-        "one": one,
-        "more": one._replace(room=1 + NUM_MORE),
-        "fed": one._replace(tokens=[7] * (1 + NUM_MORE)),
-    }
+    starts = {"one": one, "more": one._replace(room=1 + NUM_MORE), "fed": one._replace(tokens=[7] * (1 + NUM_MORE))}
     times_us = stopwatch.times_us(
         {
-            name: partial(
-                draft_chains, states, begun, [start] * count, weights, LOWEST, HIGHEST, start.room
-            )
+            name: partial(draft_chains, states, begun, [start] * count, weights, LOWEST, HIGHEST, start.room)
             for name, start in starts.items()
         }
     )

@@ -47,9 +47,7 @@ def main() -> None:
         with Engine(loaded, read_ladder(options.router)) as engine:
             engine.warm_up()
             print(described("cpu"))
-            head(
-                "", "requests", "ms to submit one", "gaps", "ms between tokens: p50", "p99", "most"
-            )
+            head("", "requests", "ms to submit one", "gaps", "ms between tokens: p50", "p99", "most")
             for side in SIDES:
                 ask = partial(submitted, engine, others, schemas if side == SIDES[2] else None)
                 every_s = None if side == SIDES[0] else 60 / options.per_minute
@@ -66,10 +64,7 @@ def main() -> None:
 
 
 def submitted(
-    engine: Engine,
-    others: list[tuple[list[int], dict[str, Any]]],
-    schemas: Iterator[str] | None,
-    number: int,
+    engine: Engine, others: list[tuple[list[int], dict[str, Any]]], schemas: Iterator[str] | None, number: int
 ) -> None:
     constraint = Constraint(json_schema=next(schemas)) if schemas else None
     ids, _ = others[number % len(others)]
@@ -97,9 +92,7 @@ def running(engine: Engine, prompts: Sequence[list[int]]) -> Iterator[list[Strea
             begun[number].set()
 
     handles = [
-        engine.submit(
-            ids, policy="exact", ignore_eos=True, max_tokens=4000, on_event=partial(noted, number)
-        )
+        engine.submit(ids, policy="exact", ignore_eos=True, max_tokens=4000, on_event=partial(noted, number))
         for number, ids in enumerate(prompts)
     ]
     for event in begun:
@@ -117,9 +110,7 @@ def asked(ask: Callable[[int], None], every_s: float | None, seconds: float) -> 
     start = time.perf_counter()
     taken_s: list[float] = []
     for number in itertools.count():
-        time.sleep(
-            max(start + min(number * (every_s or seconds), seconds) - time.perf_counter(), 0)
-        )
+        time.sleep(max(start + min(number * (every_s or seconds), seconds) - time.perf_counter(), 0))
         before = time.perf_counter()
         if before - start >= seconds:
             return taken_s

@@ -73,14 +73,10 @@ def main() -> None:
     add_dtypes(parser)
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8])
-    parser.add_argument(
-        "--file", type=Path, default=FILE, help="JSON lines: prompt, and schema or parameters"
-    )
+    parser.add_argument("--file", type=Path, default=FILE, help="JSON lines: prompt, and schema or parameters")
     for options in each_model(parser):
         loaded, ladder = load(options), read_ladder(options.router)
-        records = [
-            json.loads(line) for line in options.file.read_text(encoding="utf-8").splitlines()
-        ]
+        records = [json.loads(line) for line in options.file.read_text(encoding="utf-8").splitlines()]
         jobs = [
             (
                 encode_turns(loaded, [own["prompt"]]),
@@ -101,16 +97,12 @@ def main() -> None:
                 print_row(jobs, at_once, answer, spent)
 
 
-def answered(
-    engine: Engine, max_tokens: int, job: tuple[list[int], Constraint], policy: str
-) -> Generation:
+def answered(engine: Engine, max_tokens: int, job: tuple[list[int], Constraint], policy: str) -> Generation:
     ids, constraint = job
     return engine.generate(ids, policy=policy, constraint=constraint, max_tokens=max_tokens)
 
 
-def print_row(
-    jobs: list[Any], at_once: int, answer: Callable[[Any, str], Generation], spent: list[float]
-) -> None:
+def print_row(jobs: list[Any], at_once: int, answer: Callable[[Any, str], Generation], spent: list[float]) -> None:
     """Both sides answer each group of `at_once` prompts in turn."""
     said: dict[str, list[Generation]] = {side: [] for side in SIDES}
     seconds = dict.fromkeys(SIDES, 0.0)

@@ -26,14 +26,7 @@ import torch
 from bench.decode_figures import EXACT, FULL, MAX_LADDERS, measure, print_tables, summarise
 from bench.forms import Form, add_formats, forms
 from bench.machine import described
-from bench.options import (
-    add_device,
-    add_prompts,
-    each_model,
-    load,
-    make_parser,
-    silence_transformers,
-)
+from bench.options import add_device, add_prompts, each_model, load, make_parser, silence_transformers
 from bench.peers.engines.neap import adopted
 from bench.prompts import PLAIN_TEXT_NOTE, read_prompts, takes_chat
 from neap_engine.evaluate.sides import Side, TimedAnswer, in_process, neap
@@ -63,9 +56,7 @@ def levers(ladder: Ladder, vocabulary_size: int) -> dict[str, Ladder]:
     return found
 
 
-def usual_sides(
-    loaded: LoadedModel, options: argparse.Namespace, stack: ExitStack
-) -> dict[str, Side]:
+def usual_sides(loaded: LoadedModel, options: argparse.Namespace, stack: ExitStack) -> dict[str, Side]:
     """Our full depth, Hugging Face, parts of the ladder, and exact, as the options name them."""
     engine = stack.enter_context(Engine(loaded, prefix_cache_bytes=0, max_ladders=MAX_LADDERS))
     engine.warm_up()
@@ -87,9 +78,7 @@ def usual_sides(
     return sides
 
 
-def answers_in(
-    form: Form, router: Path, max_tokens: int
-) -> Callable[[tuple[str, list[int]]], TimedAnswer]:
+def answers_in(form: Form, router: Path, max_tokens: int) -> Callable[[tuple[str, list[int]]], TimedAnswer]:
     """Loads a form of the model. The function that is returned answers (FULL or EXACT, prompt)."""
     silence_transformers()
     loaded = form.load()
@@ -122,10 +111,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if not takes_chat(loaded):
         print(PLAIN_TEXT_NOTE)
     with ExitStack() as stack:
-        if options.formats:
-            sides = sides_by_format(options, stack)
-        else:
-            sides = usual_sides(loaded, options, stack)
+        sides = sides_by_format(options, stack) if options.formats else usual_sides(loaded, options, stack)
         results = measure(loaded, sides, prompts)
     formats = options.formats or ()
     bases = {f"{name} {policy}": f"{name} {FULL}" for name in formats for policy in (FULL, EXACT)}

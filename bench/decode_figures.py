@@ -37,9 +37,7 @@ def measure(loaded: LoadedModel, sides: dict[str, Side], prompts: list[BenchProm
             runs = {name: sides[name](list(ids)) for name in names[shift:] + names[:shift]}
             for name, run in runs.items():
                 results[prompt.task][name].append(run)
-            answer = loaded.tokenizer.decode(
-                list(runs[names[0]].token_ids), skip_special_tokens=True
-            )
+            answer = loaded.tokenizer.decode(list(runs[names[0]].token_ids), skip_special_tokens=True)
             turns.append(str(answer))
         print(f"{number + 1}/{len(prompts)} {prompt.task}", flush=True)
     return results
@@ -56,10 +54,7 @@ def summarise(results: Results, bases: Mapping[str, str] = MappingProxyType({}))
     tables: dict[str, Any] = {}
     for task, sides in results.items():
         first = next(iter(sides.values()))
-        found = {
-            name: _figures(runs, sides[bases.get(name, FULL)], first)
-            for name, runs in sides.items()
-        }
+        found = {name: _figures(runs, sides[bases.get(name, FULL)], first) for name, runs in sides.items()}
         if all(found.values()):
             tables[task] = found
         else:
@@ -67,9 +62,7 @@ def summarise(results: Results, bases: Mapping[str, str] = MappingProxyType({}))
     return tables
 
 
-def _figures(
-    runs: list[TimedAnswer], full: list[TimedAnswer], first: list[TimedAnswer]
-) -> dict[str, float]:
+def _figures(runs: list[TimedAnswer], full: list[TimedAnswer], first: list[TimedAnswer]) -> dict[str, float]:
     """Nothing if no answer is long enough."""
     pairs = [(r, f) for r, f in zip(runs, full, strict=True) if len(f.token_ids) >= MIN_TOKENS]
     if not pairs:

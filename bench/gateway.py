@@ -28,9 +28,7 @@ PROMPT = "Write a short story about a ship that is lost at sea."
 
 def by_grpc(client: NeapClient, num_tokens: int) -> Iterator[bool]:
     """Whether there are tokens in each event."""
-    request = generate_request(
-        MODEL_ID, PROMPT, policy="full", max_tokens=num_tokens, ignore_eos=True
-    )
+    request = generate_request(MODEL_ID, PROMPT, policy="full", max_tokens=num_tokens, ignore_eos=True)
     with client.generate(request) as stream:
         for event in stream:
             yield event.HasField("chunk")
@@ -71,13 +69,9 @@ def measure(model: str, pairs: int, num_tokens: int) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         serving(model, None) as worker,
-        ServiceProcess(
-            "gateway", "neap_engine.gateway", ["--workers", worker], Path(folder) / "log"
-        ) as gateway,
+        ServiceProcess("gateway", "neap_engine.gateway", ["--workers", worker], Path(folder) / "log") as gateway,
         NeapClient(worker) as grpc_client,
-        httpx.Client(
-            base_url=f"http://{gateway._read_address(time.monotonic() + 60)}", timeout=600
-        ) as http_client,
+        httpx.Client(base_url=f"http://{gateway._read_address(time.monotonic() + 60)}", timeout=600) as http_client,
     ):
         for _ in range(pairs + 1):
             ours = times_s(by_grpc(grpc_client, num_tokens), num_tokens)

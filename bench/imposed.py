@@ -140,9 +140,7 @@ def _exit(width: int, depth: int, share: float) -> LayerExit:
     with torch.no_grad():
         nn.init.zeros_(head.down)
         nothing = torch.zeros(width, NUM_STATES * width)
-        head.fuse.copy_(
-            torch.cat([nothing, torch.eye(width), nothing[:, :width], torch.eye(width)], 1)
-        )
+        head.fuse.copy_(torch.cat([nothing, torch.eye(width), nothing[:, :width], torch.eye(width)], 1))
         nn.init.ones_(head.gain)
         nn.init.zeros_(confidence.output.weight)
         nn.init.zeros_(confidence.output.bias)

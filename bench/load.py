@@ -37,12 +37,8 @@ LONG_CHARACTERS = 8000
 POLICIES: tuple[Policy, ...] = ("exact", "full")
 
 
-def chat(
-    text: str, policy: Policy, max_tokens: int, *, ignore_eos: bool = False
-) -> pb.GenerateRequest:
-    return generate_request(
-        MODEL_ID, text, policy=policy, max_tokens=max_tokens, ignore_eos=ignore_eos
-    )
+def chat(text: str, policy: Policy, max_tokens: int, *, ignore_eos: bool = False) -> pb.GenerateRequest:
+    return generate_request(MODEL_ID, text, policy=policy, max_tokens=max_tokens, ignore_eos=ignore_eos)
 
 
 def shuffled(texts: Sequence[str], policy: Policy, seed: int) -> Iterator[pb.GenerateRequest]:
@@ -53,9 +49,7 @@ def shuffled(texts: Sequence[str], policy: Policy, seed: int) -> Iterator[pb.Gen
             yield chat(text, policy, MAX_TOKENS)
 
 
-async def measure_capacity(
-    client: StreamClient, texts: Sequence[str], policy: Policy, seconds: float
-) -> float:
+async def measure_capacity(client: StreamClient, texts: Sequence[str], policy: Policy, seconds: float) -> float:
     """Requests per second with WIDTH requests always running, after a ramp of RAMP_S that does not count."""
     streams = await client.closed_loop(shuffled(texts, policy, 0), WIDTH, RAMP_S + seconds)
     begin_s = min(stream.arrival_s for stream in streams) + RAMP_S
@@ -70,9 +64,7 @@ async def measure_load(
     client: StreamClient, texts: Sequence[str], policy: Policy, rate_per_s: float, seconds: float
 ) -> list[object]:
     """Cells of one open loop at `rate_per_s` requests per second."""
-    streams = await client.open_loop(
-        shuffled(texts, policy, 1), rate_per_s, seconds, random.Random(2)
-    )
+    streams = await client.open_loop(shuffled(texts, policy, 1), rate_per_s, seconds, random.Random(2))
     begin_s = min(stream.arrival_s for stream in streams)
     served = [stream for stream in streams if stream.outcome == FINISHED]
     firsts = [stream.first_token_s for stream in served]
@@ -86,9 +78,7 @@ async def measure_load(
     ]
 
 
-async def measure_long_prefill(
-    client: StreamClient, texts: Sequence[str], policy: Policy
-) -> list[object]:
+async def measure_long_prefill(client: StreamClient, texts: Sequence[str], policy: Policy) -> list[object]:
     """Cells: gaps of NUM_RUNNING streams while a long prompt is read, and how long an idle worker reads such a one."""
     long_text = " ".join(list(texts) * (LONG_CHARACTERS // sum(map(len, texts)) + 1))
     alone = Stream(0.0)
@@ -122,9 +112,7 @@ async def measure_long_prefill(
 
 
 def _tokens_between(streams: Sequence[Stream], begin_s: float, end_s: float) -> int:
-    return sum(
-        count for stream in streams for at, count in stream.deliveries if begin_s <= at < end_s
-    )
+    return sum(count for stream in streams for at, count in stream.deliveries if begin_s <= at < end_s)
 
 
 async def measure(target: str, texts: Sequence[str], options: argparse.Namespace) -> None:

@@ -21,9 +21,7 @@ def described(device: str | torch.device) -> str:
     else:
         name = platform.processor() or platform.machine()
         parts.append(f"{name} {torch.get_num_threads()} threads")
-    return ", ".join(
-        [*parts, f"torch {torch.__version__}", f"transformers {transformers.__version__}"]
-    )
+    return ", ".join([*parts, f"torch {torch.__version__}", f"transformers {transformers.__version__}"])
 
 
 def _driver(uuid: str) -> str:

@@ -44,19 +44,13 @@ def parser() -> argparse.ArgumentParser:
     add_device(made)
     made.add_argument("--model-id", default="smollm2-135m-instruct")
     add_dtypes(made)
-    made.add_argument(
-        "--hours", type=float, help=f"default: {DEFAULT_HOURS:g}, or none with --tokens"
-    )
-    made.add_argument(
-        "--tokens", type=int, default=0, help="to learn from; default: what time allows"
-    )
+    made.add_argument("--hours", type=float, help=f"default: {DEFAULT_HOURS:g}, or none with --tokens")
+    made.add_argument("--tokens", type=int, default=0, help="to learn from; default: what time allows")
     made.add_argument("--prompts", type=Path, help="default: built-in and self-written prompts")
     made.add_argument("--max-new-tokens", type=int, default=0, help="0: the calibration's default")
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--out", type=Path, default=TREE / "bench" / "router")
-    made.add_argument(
-        "--work-dir", type=Path, required=True, help="so that a killed run can continue"
-    )
+    made.add_argument("--work-dir", type=Path, required=True, help="so that a killed run can continue")
     made.add_argument("--nice", type=int, default=NICENESS, help=f"default: {NICENESS}")
     return made
 
@@ -107,9 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     manifest, blobs = read_router_folder(options.out)
     print_learned(manifest)
     size = sum(map(len, blobs.values()))
-    print(
-        f"written to {options.out}: {size / 1e6:.2f} MB, calibrated in {result.report['seconds']['total']:.0f} s"
-    )
+    print(f"written to {options.out}: {size / 1e6:.2f} MB, calibrated in {result.report['seconds']['total']:.0f} s")
 
 
 if __name__ == "__main__":

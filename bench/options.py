@@ -23,9 +23,7 @@ def make_parser(
 
     `doc`: the program's docstring.
     """
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False)
     nargs = "+" if many else None
     if model:
         text = "Hugging Face folder, .gguf file or hub name" + "; several are measured in turn" * many  # fmt: skip
@@ -48,14 +46,10 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def add_dtypes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES[:-1], help="of weights; default: as stored")
-    parser.add_argument(
-        "--compute-dtype", choices=DTYPES, help="of products, as --compute-dtype of the services"
-    )
+    parser.add_argument("--compute-dtype", choices=DTYPES, help="of products, as --compute-dtype of the services")
 
 
-def parsed(
-    parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
-) -> argparse.Namespace:
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line, or of `arguments`. Ends the program if --device names a missing GPU. Silences
     transformers."""
     options = parser.parse_args(arguments)

@@ -38,9 +38,7 @@ def main() -> None:
             measured = list(islice(_measured(engine, options), options.edits))
         print(described("cpu"))
         size = sum(len(edit[FULL].token_ids) - 1 for edit in measured)
-        print(
-            f"{len(measured)} edits of {size / len(measured):.0f} tokens, {options.changed:.0%} of words changed"
-        )
+        print(f"{len(measured)} edits of {size / len(measured):.0f} tokens, {options.changed:.0%} of words changed")
         head("", "tok/s", "of full", "tokens per verify pass", "of the answer in the prediction")
         of_full = sum(edit[FULL].finished.decode_s for edit in measured)
         for way in measured[0]:
@@ -62,9 +60,7 @@ def _measured(engine: Engine, options: argparse.Namespace) -> Iterator[dict[str,
 
         def answer(way: str, prediction: str = "", ids: list[int] = ids) -> Generation:
             policy = "full" if way == FULL else "exact"
-            return engine.generate(
-                ids, policy=policy, prediction=prediction, max_tokens=options.max_tokens
-            )
+            return engine.generate(ids, policy=policy, prediction=prediction, max_tokens=options.max_tokens)
 
         first = answer(FULL)
         if 3 * len(first.token_ids) < 2 * options.max_tokens:

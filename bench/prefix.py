@@ -45,8 +45,7 @@ def prompts(vocabulary_size: int, shared: int, own: int, count: int) -> Prompts:
     ones."""
     draw = random.Random(0)
     stem, *tails = (
-        [draw.randrange(100, vocabulary_size) for _ in range(length)]
-        for length in (shared, *[own] * count)
+        [draw.randrange(100, vocabulary_size) for _ in range(length)] for length in (shared, *[own] * count)
     )
     return [stem + tail for tail in tails]
 
@@ -76,14 +75,10 @@ def chat(client: NeapClient, number: int, options: argparse.Namespace) -> list[t
     def words(count: int) -> str:
         return " ".join(draw.choice(WORDS) for _ in range(count))
 
-    messages.append(
-        pb.ChatMessage(role="system", content=f"Chat {number}: {words(options.shared)}")
-    )
+    messages.append(pb.ChatMessage(role="system", content=f"Chat {number}: {words(options.shared)}"))
     for _ in range(options.rounds):
         messages.append(pb.ChatMessage(role="user", content=words(options.own)))
-        request = generate_request(
-            MODEL_ID, messages, policy="full", max_tokens=ANSWER_TOKENS, ignore_eos=True
-        )
+        request = generate_request(MODEL_ID, messages, policy="full", max_tokens=ANSWER_TOKENS, ignore_eos=True)
         start = time.perf_counter()
         stream = client.generate(request)
         arrived = [time.perf_counter() for event in stream if event.HasField("chunk")]
@@ -96,26 +91,16 @@ def chat(client: NeapClient, number: int, options: argparse.Namespace) -> list[t
 def chats(options: argparse.Namespace) -> None:
     """Prints the table with and without affinity. New workers for each, so that nothing is cached."""
     print(described("cpu"))
-    head(
-        "chats go",
-        "cached prompt tokens after the first turn",
-        "seconds to the first token of later turns",
-        "p99",
-    )
+    head("chats go", "cached prompt tokens after the first turn", "seconds to the first token of later turns", "p99")
     for name, has_affinity in (("in turn", False), ("where they were read", True)):
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             flags = ("--threads", "1")
             logs = [Path(folder) / f"{number}.log" for number in range(options.workers)]
-            workers = [
-                stack.enter_context(worker_process(options.model, Path(folder), log, flags))
-                for log in logs
-            ]
+            workers = [stack.enter_context(worker_process(options.model, Path(folder), log, flags)) for log in logs]
             target = f"ipv4:{','.join([worker.wait_serving(READY_S) for worker in workers])}"
             client = stack.enter_context(NeapClient(target, has_affinity=has_affinity))
             pool = stack.enter_context(ThreadPoolExecutor(2))
-            done = [
-                pool.submit(chat, client, number, options) for number in range(options.requests)
-            ]
+            done = [pool.submit(chat, client, number, options) for number in range(options.requests)]
             later = [turn for one in done for turn in one.result()[1:]]
         waits = [wait for wait, _ in later]
         cached = statistics.mean(share for _, share in later)

@@ -124,17 +124,11 @@ class StepProfile:
 def prompts_of(loaded: LoadedModel, num_requests: int, context: int) -> list[list[int]]:
     """Prompts of `context` tokens each."""
     num_usual_tokens = loaded.vocabulary_size - FIRST_TOKEN
-    return [
-        [FIRST_TOKEN + (number + at) % num_usual_tokens for at in range(context)]
-        for number in range(num_requests)
-    ]
+    return [[FIRST_TOKEN + (number + at) % num_usual_tokens for at in range(context)] for number in range(num_requests)]
 
 
 def measure(
-    loaded: LoadedModel,
-    prompts: Sequence[list[int]],
-    num_steps: int,
-    ladder: Ladder | None = None,
+    loaded: LoadedModel, prompts: Sequence[list[int]], num_steps: int, ladder: Ladder | None = None
 ) -> list[Sample]:
     """The samples of `num_steps` steps of a request for each prompt: by full, or by exact with a ladder.
     Raises `UnsupportedModel` if the layers do not run as one op each."""
@@ -144,10 +138,7 @@ def measure(
     max_tokens = num_steps + WARM_UP_STEPS + 2 + num_requests * (1 + context // 32)
     if ladder is not None:
         max_tokens *= MOST_TOKENS_PER_STEP
-    with (
-        profile.measuring(),
-        Engine(loaded, ladder, prefix_cache_bytes=0, max_running=num_requests) as engine,
-    ):
+    with profile.measuring(), Engine(loaded, ladder, prefix_cache_bytes=0, max_running=num_requests) as engine:
         engine.warm_up()
         policy = DepthPolicy("exact" if ladder else "full")
         answer_all(engine, prompts, policy, max_tokens=max_tokens, ignore_eos=True)

@@ -69,9 +69,7 @@ def first_token_s(target: str, num_tokens: int) -> float:
     ids = pb.TokenIds(ids=[random.randrange(100, 30_000) for _ in range(num_tokens)])
     with NeapClient(target) as client:
         begin_s = time.perf_counter()
-        return (
-            arrivals_s(client.generate(generate_request(MODEL_ID, ids, max_tokens=1)))[0] - begin_s
-        )
+        return arrivals_s(client.generate(generate_request(MODEL_ID, ids, max_tokens=1)))[0] - begin_s
 
 
 def num_running(target: str) -> int:
@@ -80,11 +78,7 @@ def num_running(target: str) -> int:
 
 
 def interrupted(
-    options: argparse.Namespace,
-    registry: Path,
-    requests: list[pb.GenerateRequest],
-    how: int,
-    seen: Seen,
+    options: argparse.Namespace, registry: Path, requests: list[pb.GenerateRequest], how: int, seen: Seen
 ) -> None:
     model, read = options.model, options.read or options.tokens
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

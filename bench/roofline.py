@@ -87,9 +87,7 @@ class Bench:
         self.lines: list[Line] = []
         self._stopwatch = stopwatch(device, rounds)
 
-    def line(
-        self, op: str, width: int, tokens: int, num_bytes: float, flop: float, runs: Contenders
-    ) -> None:
+    def line(self, op: str, width: int, tokens: int, num_bytes: float, flop: float, runs: Contenders) -> None:
         """Times `runs` and a floor of `num_bytes`, prints the line and adds it to `lines`."""
         times = self._stopwatch.times_us({"floor": self._stopwatch.floor(num_bytes), **runs})
         self.lines.append(Line(op, width, tokens, num_bytes / 1e6, flop / 1e9, times))

@@ -64,9 +64,7 @@ def read(runner: ContiguousRunner, windows: Tensor) -> tuple[Tensor, float]:
     return torch.cat(choices), torch.stack(surprises).mean().item()
 
 
-def measured(
-    loaded: LoadedModel, windows: Tensor, prompts: list[list[int]], new_tokens: int
-) -> Side:
+def measured(loaded: LoadedModel, windows: Tensor, prompts: list[list[int]], new_tokens: int) -> Side:
     runner = ContiguousRunner(loaded)
     verify = measure_verify(runner)
     seconds = dict(enumerate(verify, start=1)) | dict(measure_wide(runner, verify))

@@ -53,9 +53,7 @@ def main() -> None:
             for name, sampling in ways(loaded, options.max_tokens).items():
                 full, exact = (
                     [
-                        engine.generate(
-                            ids, policy=policy, sampling=sampling, max_tokens=options.max_tokens
-                        )
+                        engine.generate(ids, policy=policy, sampling=sampling, max_tokens=options.max_tokens)
                         for ids in prompts
                     ]
                     for policy in policies

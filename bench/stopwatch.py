@@ -38,9 +38,7 @@ def timed(
     return {name: times[untimed:] for name, times in samples.items()}
 
 
-def medians_s(
-    runs: Mapping[Name, Callable[[], object]], rounds: int, untimed: int = 1
-) -> dict[Name, float]:
+def medians_s(runs: Mapping[Name, Callable[[], object]], rounds: int, untimed: int = 1) -> dict[Name, float]:
     return {name: statistics.median(own) for name, own in timed(runs, rounds, untimed).items()}
 
 

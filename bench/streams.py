@@ -82,9 +82,7 @@ class StreamClient:
     def __init__(self, target: str) -> None:
         self._takes_chat = True
         self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-        self._stub: inference_pb2_grpc.InferenceServiceStub = (
-            inference_pb2_grpc.InferenceServiceStub(self._channel)
-        )
+        self._stub: inference_pb2_grpc.InferenceServiceStub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def __aenter__(self) -> "StreamClient":
         await self._channel.channel_ready()
@@ -122,9 +120,7 @@ class StreamClient:
             stream.outcome = from_rpc_error(error).reason
         return stream
 
-    async def closed_loop(
-        self, requests: Iterator[pb.GenerateRequest], width: int, seconds: float
-    ) -> list[Stream]:
+    async def closed_loop(self, requests: Iterator[pb.GenerateRequest], width: int, seconds: float) -> list[Stream]:
         """Keeps `width` streams running for `seconds`, then waits for those that have started. Returns all of them."""
         end_s = time.perf_counter() + seconds
         streams: list[Stream] = []
@@ -138,11 +134,7 @@ class StreamClient:
         return streams
 
     async def open_loop(
-        self,
-        requests: Iterator[pb.GenerateRequest],
-        rate_per_s: float,
-        seconds: float,
-        generator: random.Random,
+        self, requests: Iterator[pb.GenerateRequest], rate_per_s: float, seconds: float, generator: random.Random
     ) -> list[Stream]:
         """Starts streams at Poisson arrival times for `seconds`, regardless of how many are running.
         Returns when all have ended."""

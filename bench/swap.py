@@ -46,9 +46,7 @@ class Phase:
     swaps: int = 0
 
 
-async def run_phases(
-    options: argparse.Namespace, actions: dict[str, Callable[[], object]]
-) -> dict[str, Phase]:
+async def run_phases(options: argparse.Namespace, actions: dict[str, Callable[[], object]]) -> dict[str, Phase]:
     """Runs the phases, round after round. In each, runs its action every `options.every` seconds."""
     phases = {name: Phase() for name in PHASES}
     for _ in range(options.rounds):
@@ -100,9 +98,7 @@ def alias_actions(registry: Registry, folder: Path) -> dict[str, Callable[[], ob
     def publish() -> int:
         number = next(numbers)
         # Equal manifests would be one version; the number makes them differ.
-        return registry.publish(
-            MODEL_ID, {**manifest, "bench": number}, blobs, request_id=f"swap-{number}"
-        ).version
+        return registry.publish(MODEL_ID, {**manifest, "bench": number}, blobs, request_id=f"swap-{number}").version
 
     pair = publish(), publish()
     sides = count()

@@ -19,9 +19,7 @@ def publish_router(folder: Path, registry: Path) -> None:
         opened.publish(MODEL_ID, *read_router_folder(folder), request_id="bench")
 
 
-def worker_process(
-    model: str, registry: Path, log_path: Path, flags: Sequence[str] = ()
-) -> ServiceProcess:
+def worker_process(model: str, registry: Path, log_path: Path, flags: Sequence[str] = ()) -> ServiceProcess:
     """A worker process that serves `model` as MODEL_ID. A context manager: entering it starts the process. Its data are
     in the folder "data" beside its log."""
     arguments = ["--model", f"{MODEL_ID}={model}", "--registry", str(registry)]

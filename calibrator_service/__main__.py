@@ -37,9 +37,7 @@ log = structlog.get_logger("neap.calibration")
 class CalibratorServer(RpcServer):
     """The gRPC server. It ends watch streams as soon as a stop is requested, because they never end by themselves."""
 
-    def __init__(
-        self, settings: CalibratorSettings, watchers: Watchers, security: ServerSecurity
-    ) -> None:
+    def __init__(self, settings: CalibratorSettings, watchers: Watchers, security: ServerSecurity) -> None:
         super().__init__(
             settings.listen,
             (servicer.SERVICE_NAME, router_servicer.SERVICE_NAME),
@@ -75,26 +73,18 @@ async def serve(settings: CalibratorSettings) -> int:
     registry = open_registry(settings.registry)
     try:
         supervisor = Supervisor(
-            JobFolder(settings.data_dir / "calibrator"),
-            settings,
-            metrics=metrics,
-            on_change=watchers.notify,
+            JobFolder(settings.data_dir / "calibrator"), settings, metrics=metrics, on_change=watchers.notify
         )
         try:
             server = CalibratorServer(settings, watchers, security)
             calibration_pb2_grpc.add_CalibrationServiceServicer_to_server(
                 servicer.CalibrationServicer(
-                    supervisor,
-                    pool=job_pool,
-                    watchers=watchers,
-                    registry=registry,
-                    registry_pool=router_pool,
+                    supervisor, pool=job_pool, watchers=watchers, registry=registry, registry_pool=router_pool
                 ),
                 server.grpc_server,
             )
             router_pb2_grpc.add_RouterServiceServicer_to_server(
-                router_servicer.RouterServicer(registry, pool=router_pool, watchers=watchers),
-                server.grpc_server,
+                router_servicer.RouterServicer(registry, pool=router_pool, watchers=watchers), server.grpc_server
             )
 
             loop = asyncio.get_running_loop()
@@ -125,9 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after a requested stop, 1 if the queue has died, 2 for a configuration that cannot
     work."""
     try:
-        settings = settings_from_command_line(
-            CalibratorSettings, "python -m calibrator_service", argv
-        )
+        settings = settings_from_command_line(CalibratorSettings, "python -m calibrator_service", argv)
         configure_logging(settings.log_level)
         log_stdout()
         with export_traces(settings.exports_traces, "neap-calibrator"):

@@ -91,9 +91,7 @@ def _parent(parent: calibration_pb2.ParentRouter) -> ParentRouter:
         check_alias(parent.alias)
     if parent.manifest_digest and not DIGEST_PATTERN.fullmatch(parent.manifest_digest):
         raise InvalidInput(
-            "parent.manifest_digest is no digest",
-            reason="BAD_SPEC",
-            metadata={"field": "spec.parent.manifest_digest"},
+            "parent.manifest_digest is no digest", reason="BAD_SPEC", metadata={"field": "spec.parent.manifest_digest"}
         )
     return ParentRouter(
         version=parent.version,
@@ -108,8 +106,7 @@ def _source(spec: calibration_pb2.CalibrationSpec) -> Source:
     name = spec.WhichOneof("source")
     if name is None:
         raise InvalidInput(
-            "the spec names no source: self_generated, text_file, answer_file or hub_dataset",
-            reason="SOURCE_REQUIRED",
+            "the spec names no source: self_generated, text_file, answer_file or hub_dataset", reason="SOURCE_REQUIRED"
         )
     message = getattr(spec, name)
     values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
@@ -118,9 +115,7 @@ def _source(spec: calibration_pb2.CalibrationSpec) -> Source:
     reason = "BAD_SPEC" if name == "hub_dataset" else "BAD_TEXT_FILE"
     for field, text in values.items():
         # They are shown to people unchanged, so they must be short plain text.
-        check_plain_text(
-            text, field, max_characters=MAX_SOURCE_CHARACTERS, reason=reason, too_long=reason
-        )
+        check_plain_text(text, field, max_characters=MAX_SOURCE_CHARACTERS, reason=reason, too_long=reason)
     given = {field: text for field, text in values.items() if text or field in ("path", "name")}
     return _SOURCES[name](**given)
 
@@ -145,9 +140,7 @@ def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_
     if spec.parent is not None:
         message.parent.CopyFrom(calibration_pb2.ParentRouter(**asdict(spec.parent)))
     name = next(name for name, kind in _SOURCES.items() if isinstance(spec.source, kind))
-    source = {
-        field: value for field, value in asdict(spec.source).items() if field != "public_only"
-    }
+    source = {field: value for field, value in asdict(spec.source).items() if field != "public_only"}
     message.MergeFrom(calibration_pb2.CalibrationSpec(**{name: source}))  # type: ignore[arg-type]
     return message
 

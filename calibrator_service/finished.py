@@ -40,8 +40,7 @@ def load_product(work_dir: Path) -> Product | None:
     try:
         record = json.loads((folder / _RECORD).read_bytes())
         blobs: Mapping[str, bytes] = {
-            name: (folder / f"{number}.bin").read_bytes()
-            for number, (name, _) in enumerate(record["blobs"])
+            name: (folder / f"{number}.bin").read_bytes() for number, (name, _) in enumerate(record["blobs"])
         }
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

@@ -16,14 +16,7 @@ from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.methods import GENERATE
 from neap_client.requests import generate_request
 
-from calibrator_service.calibration.text.writer import (
-    NUCLEUS_CANDIDATES,
-    Answer,
-    Pace,
-    Writer,
-    WriteRequest,
-    Written,
-)
+from calibrator_service.calibration.text.writer import NUCLEUS_CANDIDATES, Answer, Pace, Writer, WriteRequest, Written
 from shared.config import make_settings
 from shared.errors import Cancelled, NeapError, PreconditionFailed
 from shared.model.loaded import LoadedModel
@@ -53,11 +46,7 @@ class FleetWriter:
     """
 
     def __init__(
-        self,
-        addresses: Sequence[str],
-        loaded: LoadedModel,
-        local: Writer,
-        security: ClientSecurity | None = None,
+        self, addresses: Sequence[str], loaded: LoadedModel, local: Writer, security: ClientSecurity | None = None
     ) -> None:
         self._loaded, self._local = loaded, local
         self._addresses = tuple(addresses)
@@ -69,14 +58,10 @@ class FleetWriter:
         """Workers that are not lost."""
         return sum(not worker.is_lost for worker in self._workers or ())
 
-    def write(
-        self, next_request: Callable[[], WriteRequest | None], pace: Pace
-    ) -> Iterator[Written]:
+    def write(self, next_request: Callable[[], WriteRequest | None], pace: Pace) -> Iterator[Written]:
         """See `Writer`. Raises also what `local` raises."""
         if self._workers is None:
-            self._workers = [
-                _Worker(name, self._loaded, self._security) for name in self._addresses
-            ]
+            self._workers = [_Worker(name, self._loaded, self._security) for name in self._addresses]
             for worker in self._workers:
                 worker.check()
         again: deque[Answer] = deque()
@@ -168,11 +153,7 @@ class _Worker:
     def __init__(self, address: str, loaded: LoadedModel, security: ClientSecurity | None) -> None:
         self.address, self.loaded = address, loaded
         self.client = NeapClient(
-            address,
-            security=security,
-            timeout_s=UNARY_TIMEOUT_S,
-            num_attempts=2,
-            health_service=GENERATE.service,
+            address, security=security, timeout_s=UNARY_TIMEOUT_S, num_attempts=2, health_service=GENERATE.service
         )
         self.is_lost, self.num_running = False, 0
 

@@ -70,17 +70,13 @@ class JobStore:
 
     # What clients ask for.
 
-    def create(
-        self, request_id: str, spec: CalibrationSpec, aliases: Sequence[str], *, max_queued: int
-    ) -> Job:
+    def create(self, request_id: str, spec: CalibrationSpec, aliases: Sequence[str], *, max_queued: int) -> Job:
         """Creates the job of `request_id`, unless an earlier call has created it.
 
         Raises AlreadyExists if the request id was used for another job, Exhausted (QUEUE_FULL).
         """
         with self.database.transaction() as connection:
-            known = connection.execute(
-                "SELECT calibration_id FROM jobs WHERE request_id = ?", (request_id,)
-            ).fetchone()
+            known = connection.execute("SELECT calibration_id FROM jobs WHERE request_id = ?", (request_id,)).fetchone()
             if known is not None:
                 job = self.get(known["calibration_id"], with_prompts=True)
                 if not _asks_for(job, spec, aliases):
@@ -89,14 +85,10 @@ class JobStore:
                         metadata={"calibration_id": job.calibration_id},
                     )
                 return self.get(job.calibration_id)
-            (num_queued,) = connection.execute(
-                "SELECT count(*) FROM jobs WHERE state = 'queued'"
-            ).fetchone()
+            (num_queued,) = connection.execute("SELECT count(*) FROM jobs WHERE state = 'queued'").fetchone()
             if num_queued >= max_queued:
                 raise Exhausted(
-                    f"{num_queued} calibrations are waiting already",
-                    reason="QUEUE_FULL",
-                    retry_after_s=_QUEUE_RETRY_S,
+                    f"{num_queued} calibrations are waiting already", reason="QUEUE_FULL", retry_after_s=_QUEUE_RETRY_S
                 )
             calibration_id = f"cal-{secrets.token_hex(8)}"
             connection.execute(
@@ -126,9 +118,7 @@ class JobStore:
         query = f"SELECT {columns} FROM {tables} WHERE calibration_id = ?"
         row = self.database.row(query, (calibration_id,))
         if row is None:
-            raise NotFound(
-                f"there is no calibration {calibration_id[:80]!r}", reason="CALIBRATION_NOT_FOUND"
-            )
+            raise NotFound(f"there is no calibration {calibration_id[:80]!r}", reason="CALIBRATION_NOT_FOUND")
         return job_from_row(row)
 
     def list(self, model_id: str = "", *, before: int | None = None, limit: int = 100) -> list[Job]:
@@ -303,9 +293,7 @@ class JobStore:
         job = self._change(calibration_id, changes)
         return job.state is JobState.PUBLISHING and not job.cancel_requested
 
-    def record_attempt(
-        self, calibration_id: str, reason: str, message: str, *, is_waiting: bool
-    ) -> None:
+    def record_attempt(self, calibration_id: str, reason: str, message: str, *, is_waiting: bool) -> None:
         """Records why the product is not published. `is_waiting`: until somebody asks for the next attempt."""
 
         def changes(job: Job) -> Changes:
@@ -318,9 +306,7 @@ class JobStore:
 
         self._change(calibration_id, changes)
 
-    def end_publishing(
-        self, calibration_id: str, published: PublishedVersion | None, *, is_lost: bool = False
-    ) -> Job:
+    def end_publishing(self, calibration_id: str, published: PublishedVersion | None, *, is_lost: bool = False) -> Job:
         """Ends a job with the version that the registry has, or, if it has none, as cancelled, or as failed if the
         product `is_lost`. Leaves one that has ended as it is."""
 

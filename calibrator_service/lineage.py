@@ -26,10 +26,7 @@ def find_parent(registry: Registry, model_id: str, asked: ParentRouter) -> Paren
     Raises NotFound, Corrupt (its manifest is damaged), PreconditionFailed (PARENT_MISMATCH: it is not the version with
     the digest that was asked for; NO_STATISTICS: it was published without statistics).
     """
-    if asked.version:
-        published = registry.get(model_id, asked.version)
-    else:
-        published = registry.resolve(model_id, asked.alias)
+    published = registry.get(model_id, asked.version) if asked.version else registry.resolve(model_id, asked.alias)
     _check_parent(published, asked)
     return replace(asked, version=published.version, manifest_digest=published.manifest_digest)
 

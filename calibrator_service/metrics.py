@@ -123,12 +123,8 @@ class _QueueCollector(Collector):
 
 
 def _of_counts(counts: Sequence[JobCount]) -> Iterator[Metric]:
-    jobs = GaugeMetricFamily(
-        "neap_calibration_jobs", "Jobs on record, by state.", labels=["model_id", "state"]
-    )
-    waiting = GaugeMetricFamily(
-        "neap_calibration_queue_length", "Jobs that wait for their turn.", labels=["model_id"]
-    )
+    jobs = GaugeMetricFamily("neap_calibration_jobs", "Jobs on record, by state.", labels=["model_id", "state"])
+    waiting = GaugeMetricFamily("neap_calibration_queue_length", "Jobs that wait for their turn.", labels=["model_id"])
     resumes = CounterMetricFamily(
         "neap_calibration_resumes",
         "Starts of jobs that had been started before, over all jobs on record.",

@@ -50,9 +50,7 @@ class Publisher:
     """Safe to use from several threads. `thread`: a step makes all attempts that are due.
     What is cut off the next service repeats."""
 
-    def __init__(
-        self, folder: JobFolder, store: JobStore, registry: str, metrics: CalibratorMetrics
-    ) -> None:
+    def __init__(self, folder: JobFolder, store: JobStore, registry: str, metrics: CalibratorMetrics) -> None:
         self._folder = folder
         self._store = store
         self._registry = registry
@@ -95,9 +93,7 @@ class Publisher:
             error = storage_error(unknown, "its product", place="the calibration's folder")
         except Exception:
             log.exception("cannot be published", calibration_id=job.calibration_id)
-            error = NeapError(
-                f"internal error; the service's log has it under {job.calibration_id}"
-            )
+            error = NeapError(f"internal error; the service's log has it under {job.calibration_id}")
         attempts.fail()
         log.warning(
             "not published yet",
@@ -106,9 +102,7 @@ class Publisher:
             num_failed=attempts.num_failed,
             is_repeated=error.may_pass,
         )
-        self._store.record_attempt(
-            job.calibration_id, error.reason, error.message, is_waiting=not error.may_pass
-        )
+        self._store.record_attempt(job.calibration_id, error.reason, error.message, is_waiting=not error.may_pass)
 
     def _settle(self, job: Job) -> None:
         """Ends the job, or returns because it was cancelled in this moment.

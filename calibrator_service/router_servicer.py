@@ -39,15 +39,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: pb.ListVersionsRequest, context: Any
     ) -> pb.ListVersionsResponse:
         limit, before = read_numbered_page(request)
-        versions = await self._pool.call(
-            self._registry.list_versions, request.model_id, before=before, limit=limit
-        )
+        versions = await self._pool.call(self._registry.list_versions, request.model_id, before=before, limit=limit)
         # A full page may be the last; the next one is then empty.
         has_more = len(versions) == limit and versions[-1].version > 1
         token = page_token(request, versions[-1].version) if has_more else ""
         return pb.ListVersionsResponse(
-            versions=[version_to_proto(version, with_manifest=False) for version in versions],
-            next_page_token=token,
+            versions=[version_to_proto(version, with_manifest=False) for version in versions], next_page_token=token
         )
 
     async def GetVersion(  # noqa: N802
@@ -72,10 +69,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         names, token = named_page(request, sorted(aliases), str)
         return pb.ListAliasesResponse(
             aliases=[
-                pb.Alias(
-                    name=name, version=aliases[name], canary=canary_to_proto(canaries.get(name))
-                )
-                for name in names
+                pb.Alias(name=name, version=aliases[name], canary=canary_to_proto(canaries.get(name))) for name in names
             ],
             next_page_token=token,
         )
@@ -85,9 +79,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     ) -> pb.SetAliasResponse:
         await self._pool.call(self._check_contents, request.model_id, request.version)
         expected = _optional_int(request, "expected_version")
-        change = await self._change(
-            request, self._registry.set_alias, request.version, expected_version=expected
-        )
+        change = await self._change(request, self._registry.set_alias, request.version, expected_version=expected)
         return pb.SetAliasResponse(change=change)
 
     async def SetCanary(  # noqa: N802
@@ -97,18 +89,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         if canary is not None:
             await self._pool.call(self._check_contents, request.model_id, canary.version)
         expected = _optional_int(request, "expected_version")
-        change = await self._change(
-            request, self._registry.set_canary, canary, expected_version=expected
-        )
+        change = await self._change(request, self._registry.set_canary, canary, expected_version=expected)
         return pb.SetCanaryResponse(change=change)
 
     async def PromoteCanary(  # noqa: N802
         self, request: pb.PromoteCanaryRequest, context: Any
     ) -> pb.PromoteCanaryResponse:
         expected = _optional_int(request, "expected_canary")
-        change = await self._change(
-            request, self._registry.promote_canary, expected_canary=expected
-        )
+        change = await self._change(request, self._registry.promote_canary, expected_canary=expected)
         return pb.PromoteCanaryResponse(change=change)
 
     async def _change(
@@ -140,18 +128,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: pb.RollbackAliasRequest, context: Any
     ) -> pb.RollbackAliasResponse:
         expected = _optional_int(request, "expected_version")
-        change = await self._change(
-            request, self._registry.rollback_alias, expected_version=expected
-        )
+        change = await self._change(request, self._registry.rollback_alias, expected_version=expected)
         return pb.RollbackAliasResponse(change=change)
 
     async def GetAliasHistory(  # noqa: N802
         self, request: pb.GetAliasHistoryRequest, context: Any
     ) -> pb.GetAliasHistoryResponse:
         limit, num_left = read_numbered_page(request)
-        changes = await self._pool.call(
-            self._registry.alias_history, request.model_id, request.alias
-        )
+        changes = await self._pool.call(self._registry.alias_history, request.model_id, request.alias)
         # Counted from the oldest change, because new ones are added before the newest.
         first = 0 if num_left is None else max(0, len(changes) - num_left)
         num_left = len(changes) - first - limit

@@ -64,27 +64,17 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
             require_role(Role.ADMIN, "an alias other than latest")
         aliases, spec = await self._pool.call(self._checked, request)
         # A repeated request returns its job, whatever its parent's alias names now.
-        if spec.parent is not None and not await self._pool.call(
-            self._store.has_request, request.request_id
-        ):
-            parent = await self._registry_pool.call(
-                find_parent, self._registry, spec.model_id, spec.parent
-            )
+        if spec.parent is not None and not await self._pool.call(self._store.has_request, request.request_id):
+            parent = await self._registry_pool.call(find_parent, self._registry, spec.model_id, spec.parent)
             spec = replace(spec, parent=parent)
         job = await self._pool.call(
-            self._store.create,
-            request.request_id,
-            spec,
-            aliases,
-            max_queued=self._settings.max_queued_jobs,
+            self._store.create, request.request_id, spec, aliases, max_queued=self._settings.max_queued_jobs
         )
         annotate_call(calibration_id=job.calibration_id)
         self._supervisor.queue.wake()
         return pb.CreateCalibrationResponse(calibration=job_to_proto(job))
 
-    def _checked(
-        self, request: pb.CreateCalibrationRequest
-    ) -> tuple[tuple[str, ...], CalibrationSpec]:
+    def _checked(self, request: pb.CreateCalibrationRequest) -> tuple[tuple[str, ...], CalibrationSpec]:
         """The aliases and the spec of a request. Raises InvalidInput, NotFound, PermissionDenied."""
         check_request_id(request.request_id)
         if not request.HasField("spec"):
@@ -111,8 +101,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         allowed_source(spec.source, self._settings)
         if spec.uses_workers and not self._settings.text_workers:
             raise PreconditionFailed(
-                "this service is configured with no workers that write text (--text-worker)",
-                reason="NO_TEXT_WORKERS",
+                "this service is configured with no workers that write text (--text-worker)", reason="NO_TEXT_WORKERS"
             )
         return aliases, spec
 
@@ -126,9 +115,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         self, request: pb.ListCalibrationsRequest, context: Any
     ) -> pb.ListCalibrationsResponse:
         limit, before = read_numbered_page(request)
-        jobs = await self._pool.call(
-            self._store.list, request.model_id, before=before, limit=limit + 1
-        )
+        jobs = await self._pool.call(self._store.list, request.model_id, before=before, limit=limit + 1)
         response = pb.ListCalibrationsResponse()
         num_bytes = 0
         for place, job in enumerate(jobs):

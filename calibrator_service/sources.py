@@ -36,8 +36,7 @@ def find_text_file(path: str, folders: Sequence[Path]) -> Path:
         raise InvalidInput("the text file has no valid path", reason="BAD_TEXT_FILE")
     if not folders:
         raise InvalidInput(
-            "this service was not configured to read text files (--text-folder)",
-            reason="PATH_NOT_ALLOWED",
+            "this service was not configured to read text files (--text-folder)", reason="PATH_NOT_ALLOWED"
         )
     roots = [folder.resolve() for folder in folders]
     try:
@@ -48,8 +47,7 @@ def find_text_file(path: str, folders: Sequence[Path]) -> Path:
         raise InvalidInput("the text file has no valid path", reason="BAD_TEXT_FILE") from error
     if not allowed:
         raise InvalidInput(
-            f"{path!r} is not under a folder this service was configured to read",
-            reason="PATH_NOT_ALLOWED",
+            f"{path!r} is not under a folder this service was configured to read", reason="PATH_NOT_ALLOWED"
         )
     if not files:
         raise NotFound(f"there is no text file {path!r}", reason="TEXT_FILE_NOT_FOUND")

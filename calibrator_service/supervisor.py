@@ -61,9 +61,7 @@ class Supervisor:
         self._metrics = metrics or CalibratorMetrics()
         folder.root.mkdir(parents=True, exist_ok=True)
         folder.log_root.mkdir(exist_ok=True)
-        in_use = PreconditionFailed(
-            f"another calibration service works in {folder.root}", reason="DATA_DIR_IN_USE"
-        )
+        in_use = PreconditionFailed(f"another calibration service works in {folder.root}", reason="DATA_DIR_IN_USE")
         self._lock = ExitStack()
         self._lock.enter_context(file_lock(folder.lock, timeout_s=0, locked=in_use))
         self.store = JobStore(folder.store, on_change)
@@ -139,9 +137,7 @@ class Supervisor:
         for job in self.store.in_state(JobState.RUNNING):
             how, is_death = self._interruptions.get(job.calibration_id, _SERVICE_DIED)
             after = self.store.record_interruption(job.calibration_id, how, is_death=is_death)
-            log.warning(
-                "interrupted", calibration_id=job.calibration_id, how=how, state=after.state
-            )
+            log.warning("interrupted", calibration_id=job.calibration_id, how=how, state=after.state)
             if is_death and after.state is not JobState.CANCELLED:
                 self._metrics.process_deaths.labels(job.model_id).inc()
         self._interruptions.clear()
@@ -168,12 +164,7 @@ class Supervisor:
         self._record_interruptions()
         self._cancelled.discard(job.calibration_id)
         after = self.store.get(job.calibration_id)
-        log.info(
-            "ended",
-            calibration_id=job.calibration_id,
-            state=after.state,
-            reason=after.failure_reason,
-        )
+        log.info("ended", calibration_id=job.calibration_id, state=after.state, reason=after.failure_reason)
         if after.state.has_ended:
             self._metrics.count_ended_job(after)
             shutil.rmtree(self._folder.work(job.calibration_id), ignore_errors=True)
@@ -239,9 +230,7 @@ class Supervisor:
         """Removes the records of jobs that ended long ago, the files of jobs that have ended, and files without a
         job."""
         try:
-            num_removed = self.store.remove_ended(
-                time.time() - 86_400 * self.settings.job_retention_days
-            )
+            num_removed = self.store.remove_ended(time.time() - 86_400 * self.settings.job_retention_days)
             states = self.store.states()
         except NeapError as error:
             log.warning("old jobs cannot be removed now", reason=error.reason)

@@ -29,11 +29,7 @@ class Watchers:
         if self._stopping.is_set():
             raise _stopping_error()
         if self._num_watchers >= MAX_WATCHERS:
-            raise Exhausted(
-                "too many watch streams are open",
-                reason="TOO_MANY_WATCHERS",
-                retry_after_s=_RETRY_S,
-            )
+            raise Exhausted("too many watch streams are open", reason="TOO_MANY_WATCHERS", retry_after_s=_RETRY_S)
         self._num_watchers += 1
         try:
             yield

@@ -65,9 +65,7 @@ def _make_product(config: ProcessConfig, service: ServiceLink) -> None:
     # The source was checked when the job was created, but files, symlinks and settings may have changed since.
     spec = replace(config.spec, source=allowed_source(config.spec.source, config.settings))
     parent_statistics = fetch_statistics(config.settings.registry, spec, config.work_dir)
-    product = run(
-        replace(config, spec=spec), parent_statistics, service.progress, service.stop.is_set
-    )
+    product = run(replace(config, spec=spec), parent_statistics, service.progress, service.stop.is_set)
     service.progress(Progress("publishing", 0.99))
     while not service.stop.is_set():
         try:

@@ -82,11 +82,7 @@ async def serve(settings: WorkerSettings) -> int:
     security = open_security(settings, settings.listen)
     registry = open_registry(settings.registry)
     metrics = WorkerMetrics()
-    cache = BlobCache(
-        settings.data_dir / "router-cache",
-        registry.read_blob,
-        max_bytes=settings.router_cache_mb << 20,
-    )
+    cache = BlobCache(settings.data_dir / "router-cache", registry.read_blob, max_bytes=settings.router_cache_mb << 20)
     # A registry in a folder needs no cache of its blobs on disk.
     is_remote = folder_of(settings.registry) is None and settings.router_cache_mb > 0
     pools = Pools()
@@ -186,10 +182,7 @@ def _refresh(loop: asyncio.AbstractEventLoop, routers: RouterStore, loaded: Load
 
 
 def _load_engine(
-    source: ModelSource,
-    settings: WorkerSettings,
-    on_failure: Callable[[], object],
-    say: Callable[[str], object],
+    source: ModelSource, settings: WorkerSettings, on_failure: Callable[[], object], say: Callable[[str], object]
 ) -> Engine:
     say("reading")
     loaded = load_configured(source, settings)
@@ -208,9 +201,7 @@ def _load_engine(
         on_failure=on_failure,
         cost_meter=RememberingMeter(),
         runner_of=partial(
-            make_runner,
-            record=SWITCH[settings.record_passes],
-            compile_layers=SWITCH[settings.compile_layers],
+            make_runner, record=SWITCH[settings.record_passes], compile_layers=SWITCH[settings.compile_layers]
         ),
     )
     if settings.require_exact and not engine.numerics.is_exact:

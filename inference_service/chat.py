@@ -41,13 +41,10 @@ class ChatRequest:
         self._tools = _tools(chat.tools) if shows_tools else {}
         if self._choice == "name" and chat.tool_choice.name not in self._tools:
             raise InvalidInput(
-                "the tool that is to be called is not one of the tools",
-                metadata={"field": "tool_choice"},
+                "the tool that is to be called is not one of the tools", metadata={"field": "tool_choice"}
             )
         if self._choice == "required" and not self._tools:
-            raise InvalidInput(
-                "there are no tools that could be called", metadata={"field": "tool_choice"}
-            )
+            raise InvalidInput("there are no tools that could be called", metadata={"field": "tool_choice"})
 
     @cached_property
     def prompt(self) -> Chat:
@@ -66,9 +63,7 @@ class ChatRequest:
             texts += [self._format.begin, self._format.middle, self._format.between or ""]
         return shown_special_ids(self._loaded, texts)
 
-    def constraint(
-        self, answer: Constraint | None, prompt_ids: Sequence[int]
-    ) -> Constraint | MessageConstraint | None:
+    def constraint(self, answer: Constraint | None, prompt_ids: Sequence[int]) -> Constraint | MessageConstraint | None:
         """What the answer must be, if its text must be `answer`."""
         if not self._tools and (answer is None or self._thinking is None):
             return answer
@@ -139,17 +134,12 @@ def _tools(tools: Sequence[pb.Tool]) -> dict[str, Any]:
                 f"a tool's name is {tool.name[:64]!r}; it must have 1 to 64 of a-z, A-Z, 0-9, _ and -, and be its own",
                 metadata={"field": f"tools[{i}].name"},
             )
-        parameters: dict[str, Any] = {
-            "type": "object",
-            "properties": {},
-            "additionalProperties": False,
-        }
+        parameters: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
         if tool.parameters:
             parameters = _object(tool.parameters, f"tools[{i}].parameters")
             if parameters.setdefault("type", "object") != "object":
                 raise InvalidInput(
-                    "the parameters of a tool must be those of an object",
-                    metadata={"field": f"tools[{i}].parameters"},
+                    "the parameters of a tool must be those of an object", metadata={"field": f"tools[{i}].parameters"}
                 )
         told = {"name": tool.name, "description": tool.description, "parameters": parameters}
         found[tool.name] = {"type": "function", "function": told}

@@ -15,12 +15,7 @@ from shared.chat.parser import MessageParser, MessagePart
 from shared.constraints.constraint import Constraint, MessageConstraint
 from shared.engine.memory.prefixes import key_of
 from shared.engine.prompt_scores import PROMPT
-from shared.engine.request.prompt import (
-    Prompt,
-    encode_bad_word,
-    encode_prediction,
-    encode_prompt,
-)
+from shared.engine.request.prompt import Prompt, encode_bad_word, encode_prediction, encode_prompt
 from shared.engine.request.request import (
     MAX_PRIORITY,
     DepthStatistics,
@@ -79,9 +74,7 @@ def to_generation_request(
     constraint: Constraint | MessageConstraint | None = answer
     is_chat = request.WhichOneof("prompt") == "chat"
     chat = ChatRequest(request.chat, loaded) if is_chat else None
-    prompt_ids = encode_prompt(
-        loaded, chat.prompt if chat else _prompt(request, loaded.context_length)
-    )
+    prompt_ids = encode_prompt(loaded, chat.prompt if chat else _prompt(request, loaded.context_length))
     if chat is not None:
         constraint = chat.constraint(answer, prompt_ids)
     prediction, expected = request.prediction, request.resume.prompt_digest
@@ -122,9 +115,7 @@ def _prompt(request: inference_pb2.GenerateRequest, context_length: int) -> Prom
     if kind == "text":
         return request.text
     if kind == "token_ids":
-        if (
-            len(request.token_ids.ids) >= context_length
-        ):  # before millions of ids become Python integers
+        if len(request.token_ids.ids) >= context_length:  # before millions of ids become Python integers
             raise PromptTooLong(
                 f"the prompt has {len(request.token_ids.ids)} tokens; {request.model_id} holds "
                 f"{context_length}, prompt and completion together",
@@ -164,9 +155,7 @@ def to_stopping(stopping: inference_pb2.Stopping, vocabulary_size: int) -> Stopp
     """Raises InvalidInput."""
     for token_id in stopping.stop_token_ids:
         if token_id >= vocabulary_size:
-            raise InvalidInput(
-                f"stop token id {token_id} is not in the vocabulary of {vocabulary_size} tokens"
-            )
+            raise InvalidInput(f"stop token id {token_id} is not in the vocabulary of {vocabulary_size} tokens")
     return StoppingParams(
         max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
         stop_strings=tuple(stopping.stop_strings),
@@ -182,11 +171,7 @@ def to_policy(depth: inference_pb2.DepthPolicy) -> DepthPolicy:
         return DepthPolicy("full", min_layers=depth.min_layers)
     if kind == "relaxed":
         relaxed = depth.relaxed
-        given = {
-            name: getattr(relaxed, name)
-            for name in ("threshold", "margin")
-            if relaxed.HasField(name)
-        }
+        given = {name: getattr(relaxed, name) for name in ("threshold", "margin") if relaxed.HasField(name)}
         if len(given) > 1:
             raise InvalidInput("relaxed has a threshold or a margin, not both")
         return DepthPolicy("relaxed", min_layers=depth.min_layers, **given)
@@ -232,9 +217,7 @@ def from_event(
     if isinstance(event, Finished):
         num_reasoning = message.num_reasoning_tokens if message is not None else 0
         return inference_pb2.GenerateResponse(finished=_finished(event, said, num_reasoning))
-    tokens, prompt = (
-        [_token(token, text_of) for token in own] for own in (event.tokens, event.prompt)
-    )
+    tokens, prompt = ([_token(token, text_of) for token in own] for own in (event.tokens, event.prompt))
     chunk = inference_pb2.TokenChunk(tokens=tokens, prompt_tokens=prompt, **said)
     return inference_pb2.GenerateResponse(chunk=chunk)
 
@@ -253,9 +236,7 @@ def _token(token: GeneratedToken, text_of: Callable[[int], str]) -> inference_pb
     )
 
 
-def _finished(
-    event: Finished, said: dict[str, Any], num_reasoning_tokens: int
-) -> inference_pb2.Finished:
+def _finished(event: Finished, said: dict[str, Any], num_reasoning_tokens: int) -> inference_pb2.Finished:
     return inference_pb2.Finished(
         **said,
         reason=_REASONS[event.reason],
@@ -269,9 +250,7 @@ def _finished(
             num_reasoning_tokens=num_reasoning_tokens,
         ),
         timing=inference_pb2.Timing(
-            queue=_duration(event.queue_s),
-            prefill=_duration(event.prefill_s),
-            decode=_duration(event.decode_s),
+            queue=_duration(event.queue_s), prefill=_duration(event.prefill_s), decode=_duration(event.decode_s)
         ),
         depth=_statistics(event.depth),
     )
@@ -281,8 +260,7 @@ def _statistics(depth: DepthStatistics) -> inference_pb2.DepthStatistics:
     exits = sorted((rung_depth, rung, count) for rung, (rung_depth, count) in depth.exits.items())
     return inference_pb2.DepthStatistics(
         exits=[
-            inference_pb2.RungCount(rung=rung, depth=rung_depth, num_tokens=count)
-            for rung_depth, rung, count in exits
+            inference_pb2.RungCount(rung=rung, depth=rung_depth, num_tokens=count) for rung_depth, rung, count in exits
         ],
         num_drafted=depth.num_drafted,
         num_accepted=depth.num_accepted,

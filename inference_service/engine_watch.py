@@ -36,11 +36,7 @@ class EngineWatch:
     """
 
     def __init__(
-        self,
-        engines: Sequence[Engine],
-        limit_s: float,
-        *,
-        on_hang: Callable[[], object] = exit_at_once,
+        self, engines: Sequence[Engine], limit_s: float, *, on_hang: Callable[[], object] = exit_at_once
     ) -> None:
         self._engines, self._limit_s, self._on_hang = engines, limit_s, on_hang
         self._stopping = threading.Event()

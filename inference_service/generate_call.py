@@ -22,9 +22,7 @@ class GenerateCall:
         self._metrics = metrics
         self._arrived_s = time.monotonic()
         self._deadline_s = math.inf
-        self._model_id = (
-            ""  # empty for models that are not served: clients must not choose the text of a label
-        )
+        self._model_id = ""  # empty for models that are not served: clients must not choose the text of a label
         self._handle: GenerationHandle | None = None
         self._first_token_s: float | None = None
         self._num_tokens = 0
@@ -65,10 +63,7 @@ class GenerateCall:
             annotate_call(ttft_s=round(ttft_s, 6))
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         now = time.monotonic()
         if error is None and self._finished is not None:
@@ -79,9 +74,7 @@ class GenerateCall:
         elif self._handle is None and isinstance(error, NeapError):
             self._metrics.requests_rejected.labels(self._model_id, error.reason).inc()
         else:
-            self._metrics.request_failures.labels(
-                self._model_id, self._failure_reason(error, now)
-            ).inc()
+            self._metrics.request_failures.labels(self._model_id, self._failure_reason(error, now)).inc()
         if self._handle is not None:
             done = self._finished
             annotate_call(generated_tokens=done.num_completion_tokens if done else self._num_tokens)
@@ -101,8 +94,6 @@ class GenerateCall:
         record_span("queue", handle.submitted_s, now if started_s is None else started_s)
         if started_s is None:
             return
-        record_span(
-            "prefill", started_s, now if self._first_token_s is None else self._first_token_s
-        )
+        record_span("prefill", started_s, now if self._first_token_s is None else self._first_token_s)
         if self._first_token_s is not None:
             record_span("decode", self._first_token_s, now)

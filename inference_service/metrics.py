@@ -5,12 +5,7 @@ from typing import Protocol
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from inference_service.router_metrics import read_versions, version_families
@@ -132,9 +127,7 @@ class WorkerMetrics:
     def count_watch_error(self, model_id: str, reason: str) -> None:
         self.router_watch_errors.labels(model_id, reason).inc()
 
-    def add_engine(
-        self, engine: ObservedEngine, *, versions: Callable[[], Collection[int]] = tuple
-    ) -> None:
+    def add_engine(self, engine: ObservedEngine, *, versions: Callable[[], Collection[int]] = tuple) -> None:
         """Reports `engine` from now on, under its model's id. `versions` returns the router versions to report.
         Any thread may call it."""
         self._engines.engines.append((engine, versions))
@@ -150,9 +143,7 @@ class _EngineCollector(Collector):
         families, of_versions = _families(), version_families()
         for engine, versions in list(self.engines):
             _read(engine, families)
-            read_versions(
-                engine.loaded.model_id, engine.statistics, engine.shadow, versions(), of_versions
-            )
+            read_versions(engine.loaded.model_id, engine.statistics, engine.shadow, versions(), of_versions)
         yield from families.values()
         yield from of_versions.values()
 
@@ -181,9 +172,7 @@ def _families() -> dict[str, Metric]:
         "1, for the id of the bits that a model gives here: workers with one id give the same answers.",
         labels=["model_id", "numerics_id"],
     )
-    counter(
-        "requests_put_back", "Running requests of low priority that were put back into the queue."
-    )
+    counter("requests_put_back", "Running requests of low priority that were put back into the queue.")
     counter("prompt_tokens", "Tokens of the prompts whose prefill is complete.")
     counter(
         "prompt_tokens_cached",

@@ -8,9 +8,7 @@ from shared.model.dtypes import dtype_name
 from shared.model.loaded import LoadedModel
 
 
-def bounds_that_hold(
-    manifest: Mapping[str, Any], loaded: LoadedModel
-) -> dict[Setting, PublishedRisk]:
+def bounds_that_hold(manifest: Mapping[str, Any], loaded: LoadedModel) -> dict[Setting, PublishedRisk]:
     """The bounds on thresholds, on margins or on both that hold for this model. Raises `Corrupt`."""
     return {s: risk for s, risk in published_bounds(manifest).items() if holds_for(risk, loaded)}
 

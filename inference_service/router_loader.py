@@ -109,9 +109,7 @@ class RouterLoader:
             self._loaded.move_to_end((model_id, version))
         return router
 
-    async def get(
-        self, loaded: LoadedModel, version: int, published: PublishedVersion | None = None
-    ) -> LoadedRouter:
+    async def get(self, loaded: LoadedModel, version: int, published: PublishedVersion | None = None) -> LoadedRouter:
         """Loads the router unless it is loaded. Tries even if an earlier load failed. Raises NotFound, RouterMismatch,
         Corrupt, Unavailable."""
         router = self.find(loaded.model_id, version)
@@ -149,9 +147,7 @@ class RouterLoader:
     async def _loaded_router(
         self, loaded: LoadedModel, version: int, published: PublishedVersion | None
     ) -> LoadedRouter:
-        fetched, blobs = await self._pools.fetches.call(
-            self._fetch, loaded.model_id, version, published
-        )
+        fetched, blobs = await self._pools.fetches.call(self._fetch, loaded.model_id, version, published)
         return await self._pools.preparations.call(self._make, loaded, version, fetched, blobs)
 
     def _fetch(
@@ -170,11 +166,7 @@ class RouterLoader:
         return published, {name: self._read_blob(published, name) for name in names}
 
     def _make(
-        self,
-        loaded: LoadedModel,
-        version: int,
-        published: PublishedVersion,
-        blobs: Mapping[str, bytes],
+        self, loaded: LoadedModel, version: int, published: PublishedVersion, blobs: Mapping[str, bytes]
     ) -> LoadedRouter:
         ladder = self._unpack(published.manifest, blobs)
         ladder.check_model(loaded)
@@ -214,9 +206,7 @@ class RouterLoader:
         """The least recently used router that is not to be kept.
         Never the newest one, which a request is about to use."""
         *older, newest = self._loaded
-        return next(
-            (key for key in older if not self._is_kept(*key)), older[0] if older else newest
-        )
+        return next((key for key in older if not self._is_kept(*key)), older[0] if older else newest)
 
     def _log_failure(self, key: tuple[str, int], error: BaseException, reason: str) -> None:
         """Logs one line per reason and interval. A version that does not exist is the caller's error, which the call's
@@ -238,9 +228,7 @@ class RouterLoader:
         self._num_unlogged = 0
 
 
-def _risks_that_hold(
-    published: PublishedVersion, loaded: LoadedModel
-) -> dict[Setting, PublishedRisk]:
+def _risks_that_hold(published: PublishedVersion, loaded: LoadedModel) -> dict[Setting, PublishedRisk]:
     holding: dict[Setting, PublishedRisk] = {}
     for setting, risk in published_bounds(published.manifest).items():
         if holds_for(risk, loaded):

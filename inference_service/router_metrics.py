@@ -66,11 +66,7 @@ def read_versions(
         put("layer_executions_extra", counts.num_layer_executions_extra, version)
         put("relaxed_suspended", shadow.is_suspended(version), version)
         put("relaxed_served_exact", shadow.num_served_exact.get(version, 0), version)
-        by_rung = {
-            "drafted_tokens": counts.drafted,
-            "accepted_tokens": counts.accepted,
-            "exits": counts.exits,
-        }
+        by_rung = {"drafted_tokens": counts.drafted, "accepted_tokens": counts.accepted, "exits": counts.exits}
         for name, tokens in by_rung.items():
             for rung, count in dict(tokens).items():  # copied at once: the engine may add a rung
                 put(name, count, version, rung)

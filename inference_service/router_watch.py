@@ -102,9 +102,7 @@ class RouterWatch:
         if self._last_event is None:
             self._last_event = self._registry.last_event(self._model_id)
         seen = self._last_event
-        for event in self._registry.events(
-            self._model_id, after_event=seen, timeout_s=self._jittered(self._watch_s)
-        ):
+        for event in self._registry.events(self._model_id, after_event=seen, timeout_s=self._jittered(self._watch_s)):
             self._last_event = event.event
         return self._last_event != seen
 

@@ -9,22 +9,9 @@ import structlog
 from inference_service.lru_cache import LruCache
 from inference_service.pools import Pools
 from inference_service.resolutions import MAX_KNOWN, Resolution, Resolutions
-from inference_service.router_loader import (
-    LoadedRouter,
-    Prepare,
-    ReadBlob,
-    RouterLoader,
-    Unpack,
-)
+from inference_service.router_loader import LoadedRouter, Prepare, ReadBlob, RouterLoader, Unpack
 from inference_service.split import takes_canary
-from shared.errors import (
-    Exhausted,
-    InvalidInput,
-    NeapError,
-    NotFound,
-    PreconditionFailed,
-    Unavailable,
-)
+from shared.errors import Exhausted, InvalidInput, NeapError, NotFound, PreconditionFailed, Unavailable
 from shared.ladder.artefact import unpack_ladder
 from shared.model.loaded import LoadedModel
 from shared.registry.base import PublishedVersion
@@ -86,12 +73,7 @@ class RouterStore:
     ) -> None:
         self._pools = pools or Pools()
         self._loader = RouterLoader(
-            registry,
-            capacity=capacity,
-            unpack=unpack,
-            read_blob=read_blob,
-            pools=self._pools,
-            is_kept=self._is_default,
+            registry, capacity=capacity, unpack=unpack, read_blob=read_blob, pools=self._pools, is_kept=self._is_default
         )
         self._resolutions = Resolutions(
             registry.target, self._pools.known_aliases, self._pools.new_aliases, on_stale=on_stale
@@ -117,9 +99,7 @@ class RouterStore:
         """Requests that wait for the registry now; at most `max_waiting`."""
         return self._num_waiting
 
-    async def select(
-        self, loaded: LoadedModel, choice: RouterChoice, *, request_id: str = ""
-    ) -> LoadedRouter:
+    async def select(self, loaded: LoadedModel, choice: RouterChoice, *, request_id: str = "") -> LoadedRouter:
         """The chosen router, loaded, with its digests checked. `request_id` decides whether it is the alias' canary.
 
         A version is immutable, so a loaded one is used without asking the registry. An alias is resolved for every
@@ -140,9 +120,7 @@ class RouterStore:
             self._on_fallback(loaded.model_id, CANARY, candidate)
         return await self._own(loaded, alias, resolution)
 
-    async def preload(
-        self, served: Sequence[LoadedModel], aliases: Sequence[str] | None = None
-    ) -> None:
+    async def preload(self, served: Sequence[LoadedModel], aliases: Sequence[str] | None = None) -> None:
         """Loads what requests will ask for first: the default alias of every model, then `aliases`, canaries included.
         None: all aliases of the models, newest versions first. Stops at `capacity`.
 
@@ -184,11 +162,7 @@ class RouterStore:
         if self._serving.peek((loaded.model_id, self._default_alias)) is None:
             with suppress(NeapError):
                 await self._preload(loaded, self._default_alias)
-        mine = [
-            (key, version)
-            for key, version in self._serving.newest_first()
-            if key[0] == loaded.model_id
-        ]
+        mine = [(key, version) for key, version in self._serving.newest_first() if key[0] == loaded.model_id]
         # Loading more than `capacity` would only evict what was loaded before.
         for (model_id, alias), version in mine[: self._capacity]:
             try:
@@ -223,9 +197,7 @@ class RouterStore:
         self._resolutions.keep(loaded.model_id, alias, resolution)
         return router
 
-    async def _get(
-        self, loaded: LoadedModel, version: int, published: PublishedVersion | None = None
-    ) -> LoadedRouter:
+    async def _get(self, loaded: LoadedModel, version: int, published: PublishedVersion | None = None) -> LoadedRouter:
         router = self._loader.find(loaded.model_id, version)
         if router is not None:
             return router

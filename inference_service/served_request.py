@@ -10,10 +10,7 @@ from shared.ladder.policy import DepthPolicy
 
 
 def with_router(
-    request: GenerationRequest,
-    router: LoadedRouter,
-    shadow: Shadow,
-    default_bound: float | None = None,
+    request: GenerationRequest, router: LoadedRouter, shadow: Shadow, default_bound: float | None = None
 ) -> GenerationRequest:
     """The request with its router's version and, for policy relaxed, with the bound that shadow checks hold the router
     to.
@@ -36,17 +33,11 @@ def with_router(
         if bound is None and policy.margin is not None:
             raise _not_certified(policy.margin, router)
     return replace(
-        request,
-        policy=policy,
-        router_version=router.version,
-        risk_bound=bound,
-        risk_bound_tokens=num_tokens,
+        request, policy=policy, router_version=router.version, risk_bound=bound, risk_bound_tokens=num_tokens
     )
 
 
-def published_bound(
-    request: GenerationRequest, router: LoadedRouter
-) -> tuple[float | None, int | None]:
+def published_bound(request: GenerationRequest, router: LoadedRouter) -> tuple[float | None, int | None]:
     """(published bound for this request, number of tokens for which it holds). The bound is None if the request is not
     relaxed, its threshold or margin is bolder than all published ones, it samples, it changes scores, or it has a
     constraint."""
@@ -62,9 +53,7 @@ def published_bound(
 
 def _not_certified(margin: float, router: LoadedRouter) -> PreconditionFailed:
     risk = router.risks.get("margin")
-    certified = (
-        f"up to {max(bound.value for bound in risk.bounds):g}" if risk is not None else "for none"
-    )
+    certified = f"up to {max(bound.value for bound in risk.bounds):g}" if risk is not None else "for none"
     return PreconditionFailed(
         f"router version {router.version} has no bound for the margin {margin:g}; it has bounds {certified} here",
         reason="MARGIN_NOT_CERTIFIED",

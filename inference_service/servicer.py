@@ -12,12 +12,7 @@ import structlog
 from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from inference_service.chat import ChatRequest
-from inference_service.convert import (
-    from_event,
-    prompt_digest,
-    to_generation_request,
-    to_router_choice,
-)
+from inference_service.convert import from_event, prompt_digest, to_generation_request, to_router_choice
 from inference_service.generate_call import GenerateCall
 from inference_service.metrics import WorkerMetrics
 from inference_service.pools import Pools
@@ -116,9 +111,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Sets what calls are told until `set_ready`. Any thread may call it."""
         self._loading = f"({step} {model})"
 
-    def add_model(
-        self, engine: Engine, *, max_active: int = 80, max_active_per_client: int | None = None
-    ) -> None:
+    def add_model(self, engine: Engine, *, max_active: int = 80, max_active_per_client: int | None = None) -> None:
         """Serves `engine` under its model's id. `max_active` bounds the calls that are being prepared, wait or run.
 
         A client is an authenticated caller's name or, without authentication, an address. In the second case set
@@ -129,9 +122,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         self._routers.prepare_with(engine.loaded.model_id, engine.prepare)
         model_id = engine.loaded.model_id
-        self._metrics.add_engine(
-            engine, versions=lambda: {r.version for r in self._routers.loaded(model_id)}
-        )
+        self._metrics.add_engine(engine, versions=lambda: {r.version for r in self._routers.loaded(model_id)})
 
     def set_ready(self) -> None:
         self._ready = True
@@ -179,9 +170,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         router: LoadedRouter | None = None
         if generation.policy.name != "full":
             choice = to_router_choice(request.router)
-            router = await self._routers.select(
-                engine.loaded, choice, request_id=generation.request_id
-            )
+            router = await self._routers.select(engine.loaded, choice, request_id=generation.request_id)
             asked = generation.policy.name
             generation = with_router(generation, router, engine.shadow, self._relaxed_bound)
             call.set_router(router.version, by_default=choice == RouterChoice())
@@ -200,9 +189,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 raise _handed_over()
             self._resumable.add(stream)
         try:
-            handle, message = await self._pools.requests.call(
-                _submit, engine, generation, chat, router, stream
-            )
+            handle, message = await self._pools.requests.call(_submit, engine, generation, chat, router, stream)
             call.set_handle(handle)
             started = _started(generation, engine, router, continued_inexactly=bool(inexact))
             if request.echo:
@@ -235,10 +222,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     def _check_ready(self) -> None:
         if not self._ready:
-            raise Unavailable(
-                f"the worker is still loading its models {self._loading}".rstrip(),
-                reason="NOT_READY",
-            )
+            raise Unavailable(f"the worker is still loading its models {self._loading}".rstrip(), reason="NOT_READY")
 
     def _find(self, model_id: str) -> _Served:
         self._check_ready()
@@ -265,15 +249,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             why_not_exact=engine.numerics.why_not,
             numerics_id=engine.numerics.id,
             routers=[
-                inference_pb2.LoadedRouter(
-                    version=router.version, manifest_digest=router.digest, rungs=router.rungs
-                )
+                inference_pb2.LoadedRouter(version=router.version, manifest_digest=router.digest, rungs=router.rungs)
                 for router in self._routers.loaded(loaded.model_id)
             ],
             load=inference_pb2.Load(
-                num_running=engine.num_running,
-                num_waiting=engine.num_waiting,
-                kv_usage_ratio=engine.kv_usage_ratio,
+                num_running=engine.num_running, num_waiting=engine.num_waiting, kv_usage_ratio=engine.kv_usage_ratio
             ),
         )
 
@@ -304,11 +284,7 @@ def _promise(engine: Engine) -> inference_pb2.ExactPromise:
 
 
 def _started(
-    request: GenerationRequest,
-    engine: Engine,
-    router: LoadedRouter | None,
-    *,
-    continued_inexactly: bool,
+    request: GenerationRequest, engine: Engine, router: LoadedRouter | None, *, continued_inexactly: bool
 ) -> inference_pb2.GenerateResponse:
     bound, num_tokens = (None, None) if router is None else published_bound(request, router)
     return inference_pb2.GenerateResponse(

@@ -23,8 +23,6 @@ class TokenTexts:
     def _decode(self, token_id: int) -> str:
         if self._tokenizer is None:
             return ""
-        text = self._tokenizer.decode(
-            [token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text

@@ -5,13 +5,7 @@ The import sends neap's log lines to `logging`, and fits torch's number of threa
 """
 
 from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
-from calibrator_service.calibration.spec import (
-    AnswerFile,
-    CalibrationSpec,
-    HubDataset,
-    SelfGenerated,
-    TextFile,
-)
+from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, HubDataset, SelfGenerated, TextFile
 from neap_engine.hugging_face.attach import attach
 from neap_engine.logs import log_to_logging
 from neap_engine.parents import read_parent

@@ -17,19 +17,14 @@ def log_to_logging() -> None:
     if structlog.is_configured():
         return
     structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            _as_logging_arguments,
-        ],
+        processors=[structlog.stdlib.filter_by_level, _as_logging_arguments],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
 
 
-def _as_logging_arguments(
-    logger: Any, name: str, event: EventDict
-) -> tuple[tuple[object], dict[str, Any]]:
+def _as_logging_arguments(logger: Any, name: str, event: EventDict) -> tuple[tuple[object], dict[str, Any]]:
     """The line, and the exception for `logging` to show."""
     exception = event.pop("exc_info", None)
     return (_render(logger, name, event),), {"exc_info": exception}

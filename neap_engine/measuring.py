@@ -72,9 +72,7 @@ def published_router(registry: str, model_id: str, router: str) -> tuple[Publish
     opened = open_registry(registry)
     try:
         by_number = router.isdecimal()
-        published = (
-            opened.get(model_id, int(router)) if by_number else opened.resolve(model_id, router)
-        )
+        published = opened.get(model_id, int(router)) if by_number else opened.resolve(model_id, router)
         names = served_blobs(published.manifest["blobs"])
         blobs = {name: opened.read_blob(published, name) for name in names}
     finally:

@@ -16,13 +16,7 @@ from neap_engine.cli.connection import global_options
 from shared.gateway_settings import GatewaySettings
 from shared.security_settings import ClientSettings
 from shared.service_settings import CalibratorSettings, WorkerSettings
-from shared.settings_flags import (
-    default_text,
-    fields_by_group,
-    flag_of,
-    named_value,
-    variables_of,
-)
+from shared.settings_flags import default_text, fields_by_group, flag_of, named_value, variables_of
 
 PREFACE = """# Settings
 
@@ -35,14 +29,7 @@ takes them as a comma-separated list. A value that is out of range ends the serv
 """
 
 # The word for values of a field, by its type.
-WORDS = {
-    int: "integer",
-    float: "number",
-    bool: "true or false",
-    str: "text",
-    SecretStr: "text",
-    Path: "path",
-}
+WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", SecretStr: "text", Path: "path"}
 LIMITS = (
     (annotated_types.Ge, "ge", "at least"),
     (annotated_types.Gt, "gt", "above"),
@@ -69,11 +56,7 @@ def settings_page() -> str:
 
 
 def _section(kind: type[BaseSettings], title: str, fields: dict[str, FieldInfo]) -> str:
-    lines = [
-        f"## {title}\n",
-        "| flag | variable | values | default | meaning |",
-        "|---|---|---|---|---|",
-    ]
+    lines = [f"## {title}\n", "| flag | variable | values | default | meaning |", "|---|---|---|---|---|"]
     for name, field in fields.items():
         flag = client_flag(name) if kind is ClientSettings else flag_of(kind, name)
         cells = (

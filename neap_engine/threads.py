@@ -32,11 +32,7 @@ def fit_torch_threads(environment: MutableMapping[str, str] = os.environ) -> Non
 def _default_numbers() -> set[int]:
     """The numbers of threads that torch may choose by itself: CPUs or cores, of the machine or allowed to this
     process."""
-    allowed = (
-        os.sched_getaffinity(0)
-        if hasattr(os, "sched_getaffinity")
-        else set(range(os.cpu_count() or 1))
-    )
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores = set()
     for cpu in allowed:
         try:

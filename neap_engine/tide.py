@@ -79,9 +79,7 @@ class TIDEConfig:
                     metadata={"option": name},
                 )
         if self.checkpoint_interval is not None and self.checkpoint_interval < 1:
-            raise InvalidInput(
-                f"checkpoint_interval is {self.checkpoint_interval}; it must be at least 1"
-            )
+            raise InvalidInput(f"checkpoint_interval is {self.checkpoint_interval}; it must be at least 1")
 
     @property
     def policy(self) -> DepthPolicy:
@@ -131,9 +129,7 @@ class TIDE:
     One at a time may use a model. Raises as `neap_engine.read_router`, `Engine` and `attach`.
     """
 
-    def __init__(
-        self, model: Model, router_path: str | Path, config: TIDEConfig | None = None
-    ) -> None:
+    def __init__(self, model: Model, router_path: str | Path, config: TIDEConfig | None = None) -> None:
         self._loaded = _loaded(model)
         self._engine = Engine(self._loaded, read_router(router_path))
         self._attached = attach(self._engine, (config or TIDEConfig()).policy)

@@ -25,10 +25,7 @@ def generate(folder: Path) -> list[Path]:
     if not sources:
         raise RuntimeError(f"no .proto file under {folder / 'neap'}")
     names = [str(Path(PACKAGE, source.relative_to(folder / "neap"))) for source in sources]
-    includes = [
-        f"-I{PACKAGE}={folder / 'neap'}",
-        f"-I{Path(grpc_tools.__file__).parent / '_proto'}",
-    ]
+    includes = [f"-I{PACKAGE}={folder / 'neap'}", f"-I{Path(grpc_tools.__file__).parent / '_proto'}"]
     outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
     code = protoc.main(["protoc", *includes, *outputs, *names])
     if code != 0:

@@ -36,6 +36,4 @@ class NeapBuildHook(BuildHookInterface[Any]):
             build_data["force_include"]["bench/router"] = "neap_engine/shipped_router"
         # The library depends on the platform but not on the Python version, because it uses only torch's stable ABI.
         build_data["pure_python"] = False
-        build_data["tag"] = (
-            f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
-        )
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

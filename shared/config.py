@@ -54,9 +54,7 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
     """
     parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
     add_flags(parser, kind)
-    given = {
-        name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None
-    }
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     if problems := unknown_variables():
         raise InvalidInput("; ".join(problems), reason="BAD_CONFIGURATION")
     return make_settings(kind, **given)
@@ -94,7 +92,6 @@ def make_settings(kind: type[B], **given: Any) -> B:
         return kind(**given)
     except ValidationError as error:
         problems = "; ".join(
-            f"{'.'.join(map(str, problem['loc'])) or 'settings'}: {problem['msg']}"
-            for problem in error.errors()
+            f"{'.'.join(map(str, problem['loc'])) or 'settings'}: {problem['msg']}" for problem in error.errors()
         )
         raise InvalidInput(problems, reason="BAD_CONFIGURATION") from error

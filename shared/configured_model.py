@@ -21,9 +21,7 @@ def load_configured(source: ModelSource, settings: ServiceSettings) -> LoadedMod
         use_cpu_path(settings.cpu_path)
     options = load_options(settings)
     if isinstance(settings, WorkerSettings) and settings.start_cache_mb:
-        options["store"] = StartStore(
-            settings.data_dir / "start-cache", settings.start_cache_mb << 20
-        )
+        options["store"] = StartStore(settings.data_dir / "start-cache", settings.start_cache_mb << 20)
     return load_model(source.source, model_id=source.model_id, **options)
 
 

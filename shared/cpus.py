@@ -54,10 +54,7 @@ def _num_allowed() -> int:
 
 def _quota() -> float | None:
     """Return the CPU quota in CPUs. None if there is no limit or there are no cgroups."""
-    quotas = [
-        _quota_v2(folder) if version == 2 else _quota_v1(folder)
-        for version, folder in cgroups.folders("cpu")
-    ]
+    quotas = [_quota_v2(folder) if version == 2 else _quota_v1(folder) for version, folder in cgroups.folders("cpu")]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 

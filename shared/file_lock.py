@@ -14,11 +14,7 @@ _POLL_S = 0.02
 
 @contextmanager
 def file_lock(
-    path: Path,
-    *,
-    shared: bool = False,
-    timeout_s: float | None = None,
-    locked: NeapError | None = None,
+    path: Path, *, shared: bool = False, timeout_s: float | None = None, locked: NeapError | None = None
 ) -> Iterator[None]:
     """Hold a lock on the file `path`, which is created if it does not exist.
 

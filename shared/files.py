@@ -9,12 +9,7 @@ from pathlib import Path
 StepHook = Callable[[str], object]
 
 
-def write_atomically(
-    path: Path,
-    data: bytes,
-    *,
-    step: StepHook = lambda name: None,
-) -> None:
+def write_atomically(path: Path, data: bytes, *, step: StepHook = lambda name: None) -> None:
     """Replace the contents of `path` with `data`. A reader sees either all of the old contents or all of the new.
 
     The data is written to a file beside `path` and flushed to the device, this file is renamed to `path`, and the

@@ -12,17 +12,13 @@ from shared.security_settings import OptionalFile, TlsSettings
 class GatewaySettings(ProcessSettings, TlsSettings):
     """Settings of the gateway."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="NEAP_GATEWAY_", frozen=True, extra="forbid", populate_by_name=True
-    )
+    model_config = SettingsConfigDict(env_prefix="NEAP_GATEWAY_", frozen=True, extra="forbid", populate_by_name=True)
 
     listen: str = Field(
         default="127.0.0.1:8080",
         description="Address to listen on for HTTP, or for HTTPS with a certificate. Port 0 picks a free port.",
     )
-    metrics_listen: str = Field(
-        default="", pattern=METRICS_LISTEN_PATTERN, description=METRICS_LISTEN
-    )
+    metrics_listen: str = Field(default="", pattern=METRICS_LISTEN_PATTERN, description=METRICS_LISTEN)
     workers: str = Field(
         default="127.0.0.1:7071",
         min_length=1,
@@ -50,9 +46,7 @@ class GatewaySettings(ProcessSettings, TlsSettings):
         description="PEM file of the gateway's certificate for workers that ask for one; reloaded when it changes. "
         "Implies TLS. Unset: the gateway shows no certificate.",
     )
-    worker_key: OptionalFile = Field(
-        default=None, description="PEM file with the private key of that certificate."
-    )
+    worker_key: OptionalFile = Field(default=None, description="PEM file with the private key of that certificate.")
     worker_server_name: str = Field(
         default="",
         description="Name that the workers' certificates must be valid for. Unset: the name in the target.",

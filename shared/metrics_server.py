@@ -27,9 +27,7 @@ def serve_metrics(listen: str, registry: CollectorRegistry) -> Iterator[int]:
     try:
         server, thread = start_http_server(int(port), addr=host, registry=registry)
     except (OSError, OverflowError) as error:
-        raise InvalidInput(
-            f"metrics cannot be served on {listen}: {error}", reason="BAD_CONFIGURATION"
-        ) from error
+        raise InvalidInput(f"metrics cannot be served on {listen}: {error}", reason="BAD_CONFIGURATION") from error
     log.info("metrics listening", host=host, port=server.server_port)
     try:
         yield server.server_port

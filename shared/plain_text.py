@@ -15,12 +15,7 @@ _FORBIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u20
 
 
 def check_plain_text(
-    text: str,
-    field: str,
-    *,
-    max_characters: int,
-    reason: str = "BAD_TEXT",
-    too_long: str = "TEXT_TOO_LONG",
+    text: str, field: str, *, max_characters: int, reason: str = "BAD_TEXT", too_long: str = "TEXT_TOO_LONG"
 ) -> str:
     """Return `text` if it contains no character that changes how a terminal displays it.
     Line breaks are such characters.
@@ -28,10 +23,7 @@ def check_plain_text(
     `field` names the text in messages. Raises InvalidInput with the reason `too_long` or `reason`.
     """
     if len(text) > max_characters:
-        raise InvalidInput(
-            f"{field} has {len(text)} characters; at most {max_characters} are allowed",
-            reason=too_long,
-        )
+        raise InvalidInput(f"{field} has {len(text)} characters; at most {max_characters} are allowed", reason=too_long)
     found = _FORBIDDEN.search(text)
     if found is not None:
         raise InvalidInput(
@@ -48,8 +40,7 @@ def printable(text: str, *, keep: str = "\n\t") -> str:
     An escaped JSON document means the same as the original, because JSON has the same escapes.
     """
     return _FORBIDDEN.sub(
-        lambda found: found.group() if found.group() in keep else f"\\u{ord(found.group()):04x}",
-        text,
+        lambda found: found.group() if found.group() in keep else f"\\u{ord(found.group()):04x}", text
     )
 
 

@@ -6,8 +6,7 @@ from pydantic import AliasChoices, Field, model_validator
 from pydantic_settings import BaseSettings
 
 METRICS_LISTEN = (
-    "Address for Prometheus metrics over HTTP, in plain text. Port 0 picks a free port. "
-    "Unset: metrics are not served."
+    "Address for Prometheus metrics over HTTP, in plain text. Port 0 picks a free port. Unset: metrics are not served."
 )
 METRICS_LISTEN_PATTERN = r"^$|^.+:[0-9]+$"
 
@@ -41,16 +40,12 @@ class ProcessSettings(BaseSettings):
     )
     otel_endpoint: str = Field(
         default="",
-        validation_alias=AliasChoices(
-            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
-        ),
+        validation_alias=AliasChoices("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
         description="URL of the collector to which traces are exported. Unset: traces are not exported.",
     )
     otel_protocol: str = Field(
         default="",
-        validation_alias=AliasChoices(
-            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
-        ),
+        validation_alias=AliasChoices("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"),
         description="Protocol of the export. Only grpc is supported. Unset: grpc.",
     )
     otel_exporter: str = Field(
@@ -59,9 +54,7 @@ class ProcessSettings(BaseSettings):
         description="Exporter of traces: otlp, or none to switch the export off. Unset: otlp.",
     )
     otel_disabled: str = Field(
-        default="",
-        validation_alias="OTEL_SDK_DISABLED",
-        description="true switches the export of traces off.",
+        default="", validation_alias="OTEL_SDK_DISABLED", description="true switches the export of traces off."
     )
 
     @property
@@ -72,8 +65,6 @@ class ProcessSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _can_export(self) -> Self:
-        if self.exports_traces and (
-            self.otel_exporter not in ("", "otlp") or self.otel_protocol not in ("", "grpc")
-        ):
+        if self.exports_traces and (self.otel_exporter not in ("", "otlp") or self.otel_protocol not in ("", "grpc")):
             raise ValueError("traces can be exported only with otlp over grpc")
         return self

@@ -24,9 +24,7 @@ class TlsSettings(BaseSettings):
         default=None,
         description="PEM file with the certificate chain of the service; reloaded when it changes. Unset: plain text.",
     )
-    tls_key: OptionalFile = Field(
-        default=None, description="PEM file with the private key of the certificate."
-    )
+    tls_key: OptionalFile = Field(default=None, description="PEM file with the private key of the certificate.")
     tls_client_ca: OptionalFile = Field(
         default=None,
         description="PEM file of authorities. Only clients with a certificate of one of them can connect (mutual TLS). "
@@ -61,10 +59,7 @@ class ClientSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="NEAP_CLIENT_", frozen=True, populate_by_name=True)
 
-    tls: bool = Field(
-        default=False,
-        description="Encrypt with TLS and trust the authorities that this machine trusts.",
-    )
+    tls: bool = Field(default=False, description="Encrypt with TLS and trust the authorities that this machine trusts.")
     ca: OptionalFile = Field(
         default=None,
         description="PEM file of the authorities to trust. Implies TLS. Unset: those that this machine trusts.",
@@ -74,9 +69,7 @@ class ClientSettings(BaseSettings):
         description="PEM file of the client's certificate, for mutual TLS. Implies TLS. Unset: the client shows no "
         "certificate.",
     )
-    key: OptionalFile = Field(
-        default=None, description="PEM file with the private key of the client's certificate."
-    )
+    key: OptionalFile = Field(default=None, description="PEM file with the private key of the client's certificate.")
     server_name: str = Field(
         default="",
         description="Name that the server's certificate must be valid for, if it is not the address that is called "

@@ -12,9 +12,7 @@ from shared.process_settings import METRICS_LISTEN, METRICS_LISTEN_PATTERN, Proc
 from shared.security_settings import HEALTH_LISTEN, SecuritySettings
 
 Alias = Annotated[str, StringConstraints(pattern=r"^[a-z0-9._-]{1,64}$")]
-RolePriority = Annotated[
-    str, StringConstraints(pattern=r"^(generate|calibrate|admin)=(0|-?[1-9][0-9]?|-?100)$")
-]
+RolePriority = Annotated[str, StringConstraints(pattern=r"^(generate|calibrate|admin)=(0|-?[1-9][0-9]?|-?100)$")]
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,7 @@ def _listed(value: Any) -> Any:
 class ServiceSettings(ProcessSettings, SecuritySettings):
     """Settings of both services."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="NEAP_", frozen=True, extra="forbid", populate_by_name=True
-    )
+    model_config = SettingsConfigDict(env_prefix="NEAP_", frozen=True, extra="forbid", populate_by_name=True)
 
     models: Annotated[tuple[ModelSource, ...], NoDecode] = Field(
         default=(),
@@ -75,9 +71,7 @@ class ServiceSettings(ProcessSettings, SecuritySettings):
         json_schema_extra={"metavar": "TOKENS"},
     )
     device: str = Field(
-        default="cpu",
-        description="Device that runs the models: cpu or cuda.",
-        json_schema_extra={"metavar": "NAME"},
+        default="cpu", description="Device that runs the models: cpu or cuda.", json_schema_extra={"metavar": "NAME"}
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto",
@@ -146,16 +140,10 @@ class WorkerSettings(ServiceSettings):
         validation_alias="NEAP_WORKER_LISTEN",
         description="Address to listen on for gRPC. Port 0 picks a free port.",
     )
-    health_listen: str = Field(
-        default="", validation_alias="NEAP_WORKER_HEALTH_LISTEN", description=HEALTH_LISTEN
-    )
-    max_running: int = Field(
-        default=16, ge=1, description="Most requests of a model that share each step."
-    )
+    health_listen: str = Field(default="", validation_alias="NEAP_WORKER_HEALTH_LISTEN", description=HEALTH_LISTEN)
+    max_running: int = Field(default=16, ge=1, description="Most requests of a model that share each step.")
     max_queue: int = Field(
-        default=64,
-        ge=1,
-        description="Most requests that wait, per model. Further requests are refused (QUEUE_FULL).",
+        default=64, ge=1, description="Most requests that wait, per model. Further requests are refused (QUEUE_FULL)."
     )
     max_queue_tokens: int = Field(
         default=1 << 18,
@@ -244,11 +232,7 @@ class WorkerSettings(ServiceSettings):
         description="Seconds after which a step that has not ended counts as hung, because of a device or a driver. "
         "The worker then logs where it hangs and exits with status 1, so that it is restarted.",
     )
-    metrics_listen: str = Field(
-        default="",
-        pattern=METRICS_LISTEN_PATTERN,
-        description=METRICS_LISTEN,
-    )
+    metrics_listen: str = Field(default="", pattern=METRICS_LISTEN_PATTERN, description=METRICS_LISTEN)
     router_cache_mb: int = Field(
         default=1024,
         ge=0,
@@ -263,10 +247,7 @@ class WorkerSettings(ServiceSettings):
         "measured. It counts for the same model, build and machine only, and is made anew if it is damaged. 0 keeps "
         "nothing.",
     )
-    default_alias: Alias = Field(
-        default="latest",
-        description="Alias of the router for requests that name none.",
-    )
+    default_alias: Alias = Field(default="latest", description="Alias of the router for requests that name none.")
     preload_aliases: Annotated[tuple[Alias, ...], NoDecode] = Field(
         default=(),
         description="An alias whose router is loaded before the worker is ready, besides the default alias. May be "
@@ -314,9 +295,7 @@ class CalibratorSettings(ServiceSettings):
         validation_alias="NEAP_CALIBRATOR_LISTEN",
         description="Address to listen on for gRPC. Port 0 picks a free port.",
     )
-    health_listen: str = Field(
-        default="", validation_alias="NEAP_CALIBRATOR_HEALTH_LISTEN", description=HEALTH_LISTEN
-    )
+    health_listen: str = Field(default="", validation_alias="NEAP_CALIBRATOR_HEALTH_LISTEN", description=HEALTH_LISTEN)
     text_folders: Annotated[tuple[Path, ...], NoDecode] = Field(
         default=(),
         description="Folder from which a calibration may read text files. May be repeated; the variable takes a "

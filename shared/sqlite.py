@@ -25,21 +25,13 @@ def sqlite_error(error: sqlite3.Error, path: Path) -> NeapError:
     # SQLite reports a full file system as FULL, but a write cut short by a quota or by RLIMIT_FSIZE (EFBIG) as
     # IOERR_WRITE.
     if code == sqlite3.SQLITE_FULL or name in ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"):
-        return Exhausted(
-            f"no space left for {path.name}; nothing was changed",
-            reason="DISK_FULL",
-            metadata=metadata,
-        )
+        return Exhausted(f"no space left for {path.name}; nothing was changed", reason="DISK_FULL", metadata=metadata)
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return Corrupt(f"{path.name} is not an intact SQLite database", metadata=metadata)
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return Unavailable(
-            f"{path.name} is locked by another process", reason="DATABASE_BUSY", metadata=metadata
-        )
+        return Unavailable(f"{path.name} is locked by another process", reason="DATABASE_BUSY", metadata=metadata)
     return Unavailable(
-        f"{path.name} cannot be used ({name or type(error).__name__})",
-        reason="STORAGE_UNAVAILABLE",
-        metadata=metadata,
+        f"{path.name} cannot be used ({name or type(error).__name__})", reason="STORAGE_UNAVAILABLE", metadata=metadata
     )
 
 
@@ -87,13 +79,7 @@ class Database:
                 metadata={"file": self.path.name},
             )
 
-    def _prepare(
-        self,
-        schema: str,
-        schema_version: int,
-        application_id: int,
-        migrations: Mapping[int, str],
-    ) -> None:
+    def _prepare(self, schema: str, schema_version: int, application_id: int, migrations: Mapping[int, str]) -> None:
         with self._errors():
             found_application = int(self._pragma("application_id"))
             found_version = int(self._pragma("user_version"))

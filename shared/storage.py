@@ -19,9 +19,7 @@ def storage_error(error: OSError, what: str, *, place: str) -> NeapError:
     name = errno.errorcode.get(error.errno or 0, "UNKNOWN")
     if error.errno in _FULL:
         return Exhausted(
-            f"no space left in {place} for {what}; nothing was published",
-            reason="DISK_FULL",
-            metadata={"errno": name},
+            f"no space left in {place} for {what}; nothing was published", reason="DISK_FULL", metadata={"errno": name}
         )
     if error.errno in _REFUSED:
         return Unavailable(
@@ -30,7 +28,5 @@ def storage_error(error: OSError, what: str, *, place: str) -> NeapError:
             metadata={"errno": name},
         )
     return Unavailable(
-        f"{place} cannot be used for {what} ({name})",
-        reason="STORAGE_UNAVAILABLE",
-        metadata={"errno": name},
+        f"{place} cannot be used for {what} ({name})", reason="STORAGE_UNAVAILABLE", metadata={"errno": name}
     )

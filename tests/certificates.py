@@ -9,9 +9,7 @@ import trustme
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 
 
-def issued(
-    authority: trustme.CA, *names: str, clients: trustme.CA | None = None
-) -> dict[str, bytes]:
+def issued(authority: trustme.CA, *names: str, clients: trustme.CA | None = None) -> dict[str, bytes]:
     """File name -> PEM: a certificate for `names`, its key, and the authority of clients (`authority` if none is
     given)."""
     leaf = authority.issue_cert(*names)
@@ -31,9 +29,7 @@ def write(folder: Path, contents: dict[str, bytes]) -> SimpleNamespace:
 
 
 def paths_in(folder: Path) -> SimpleNamespace:
-    return SimpleNamespace(
-        certificate=folder / CERTIFICATE, key=folder / KEY, authority=folder / AUTHORITY
-    )
+    return SimpleNamespace(certificate=folder / CERTIFICATE, key=folder / KEY, authority=folder / AUTHORITY)
 
 
 def mount(folder: Path, contents: dict[str, bytes]) -> SimpleNamespace:

@@ -80,6 +80,4 @@ def build_chat_model(template: str, *, seed: int = 0, own_tokens: bool = False) 
         tokenizer.add_tokens(["[TOOL_CALLS]"], special_tokens=True)
     tokenizer.chat_template = template
     assert len(tokenizer) <= VOCABULARY_SIZE
-    return wrap_model(
-        build_model(seed, VOCABULARY_SIZE), tokenizer, model_id="tiny", accelerate=True
-    )
+    return wrap_model(build_model(seed, VOCABULARY_SIZE), tokenizer, model_id="tiny", accelerate=True)

@@ -171,9 +171,7 @@ class Deployment:
         replicas = len(self.pods)
         old = list(self.pods)
         while old or len(self.pods) < replicas:
-            while len(self.pods) < replicas + rolling["maxSurge"] and (
-                len(self.pods) - len(old) < replicas
-            ):
+            while len(self.pods) < replicas + rolling["maxSurge"] and (len(self.pods) - len(old) < replicas):
                 self.start()
             enough = replicas - rolling["maxUnavailable"]
             if old:

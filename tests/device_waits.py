@@ -24,11 +24,7 @@ class Reads(TorchFunctionMode):
         self.found: list[str] = []
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
         by_mask = name == "__getitem__" and any(
@@ -52,11 +48,7 @@ class Crossings(TorchDispatchMode):
         self.others: list[str] = []
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         before = {value.device.type for value in tree_leaves(args) if isinstance(value, Tensor)}

@@ -40,8 +40,7 @@ class DnsServer:
             self.num_queries += 1
             # 0xC00C points to the name in the question.
             records = [
-                struct.pack(">HHHIH", 0xC00C, _TYPE_A, 1, 0, 4)
-                + ipaddress.IPv4Address(address).packed
+                struct.pack(">HHHIH", 0xC00C, _TYPE_A, 1, 0, 4) + ipaddress.IPv4Address(address).packed
                 for address in self.addresses
             ]
         (number,) = struct.unpack(">H", query[:2])
@@ -49,9 +48,7 @@ class DnsServer:
 
 
 @contextmanager
-def dns_server(
-    addresses: Sequence[str] = (), *, address: str = "127.0.0.1", port: int = 0
-) -> Iterator[DnsServer]:
+def dns_server(addresses: Sequence[str] = (), *, address: str = "127.0.0.1", port: int = 0) -> Iterator[DnsServer]:
     server = DnsServer(address, port, addresses)
     thread = threading.Thread(target=server.serve)
     thread.start()

@@ -16,9 +16,7 @@ SAMPLED = (MIN_TEMPERATURE, 0.3, 0.8, 1.0, 1.7, 1e308)
 def _words(vocabulary_size: int) -> st.SearchStrategy[tuple[int, ...]]:
     """They do not end with the token 0, so that one is always left."""
     first = st.lists(st.integers(0, vocabulary_size - 1), max_size=2)
-    return st.tuples(first, st.integers(1, max(vocabulary_size - 1, 1))).map(
-        lambda two: (*two[0], two[1])
-    )
+    return st.tuples(first, st.integers(1, max(vocabulary_size - 1, 1))).map(lambda two: (*two[0], two[1]))
 
 
 def _params(draw: st.DrawFn, vocabulary_size: int, temperatures: Sequence[float]) -> SamplingParams:
@@ -40,9 +38,7 @@ def _params(draw: st.DrawFn, vocabulary_size: int, temperatures: Sequence[float]
         "frequency_penalty": draw(st.sampled_from([0.0, 0.0, 0.3, 2.0])),
         "logit_bias": draw(st.dictionaries(token, st.sampled_from([-100.0, 0.1, 3.0]), max_size=3)),
         "min_tokens": draw(st.sampled_from([0, 0, 1, 4])),
-        "bad_words": draw(
-            st.lists(_words(vocabulary_size), max_size=3 if vocabulary_size > 1 else 0)
-        ),
+        "bad_words": draw(st.lists(_words(vocabulary_size), max_size=3 if vocabulary_size > 1 else 0)),
     }
     assert drawn.keys() == {field.name for field in fields(SamplingParams)}, "draw the new field"
     return SamplingParams(**drawn)
@@ -62,9 +58,7 @@ def cases(draw: st.DrawFn, temperatures: Sequence[float] = SAMPLED) -> tuple[Ten
                 context,
                 draw(st.lists(token, max_size=5)),
                 num_prompt_tokens=draw(st.integers(1, len(context))),
-                end_token_ids=draw(st.frozensets(st.integers(1, size - 1), max_size=2))
-                if size > 1
-                else frozenset(),
+                end_token_ids=draw(st.frozensets(st.integers(1, size - 1), max_size=2)) if size > 1 else frozenset(),
             )
         )
     rows = sum(trial.num_rows for trial in trials)

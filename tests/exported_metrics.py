@@ -68,8 +68,7 @@ def busy_calibrator_metrics() -> CalibratorMetrics:
         is_alive=True,
         is_held_up=False,
         store=SimpleNamespace(
-            count_jobs=lambda: [JobCount("tiny", JobState.RUNNING, 1, 0)],
-            in_state=lambda _: [running],
+            count_jobs=lambda: [JobCount("tiny", JobState.RUNNING, 1, 0)], in_state=lambda _: [running]
         ),
     )
     metrics.observe(jobs)
@@ -120,8 +119,4 @@ def scraped(log: Path) -> dict[tuple[str, ...], float]:
     ports = [json.loads(line)["port"] for line in lines if '"metrics listening"' in line]
     with urllib.request.urlopen(f"http://127.0.0.1:{ports[-1]}/metrics", timeout=60) as response:
         families = text_string_to_metric_families(response.read().decode())
-    return {
-        (s.name, *dict(sorted(s.labels.items())).values()): s.value
-        for f in families
-        for s in f.samples
-    }
+    return {(s.name, *dict(sorted(s.labels.items())).values()): s.value for f in families for s in f.samples}

@@ -79,11 +79,7 @@ FAMILIES: dict[str, Callable[[], hf.PretrainedConfig]] = {
         norm_topk_prob=True,
     ),
     "gemma3-sliding": lambda: _llama_like(
-        hf.Gemma3TextConfig,
-        head_dim=8,
-        sliding_window=5,
-        layer_types=ALTERNATING,
-        query_pre_attn_scalar=8,
+        hf.Gemma3TextConfig, head_dim=8, sliding_window=5, layer_types=ALTERNATING, query_pre_attn_scalar=8
     ),
     # Heads of the full layers are wider, so that not all layers have the same configuration.
     "gemma4": lambda: _llama_like(
@@ -97,12 +93,8 @@ FAMILIES: dict[str, Callable[[], hf.PretrainedConfig]] = {
         num_kv_shared_layers=0,
         hidden_size_per_layer_input=0,
     ),
-    "gpt2": lambda: hf.GPT2Config(
-        n_embd=32, n_layer=NUM_LAYERS, n_head=4, n_positions=128, **SHARED
-    ),
-    "gpt-neox": lambda: hf.GPTNeoXConfig(
-        **{k: v for k, v in LLAMA_LIKE.items() if k != "num_key_value_heads"}
-    ),
+    "gpt2": lambda: hf.GPT2Config(n_embd=32, n_layer=NUM_LAYERS, n_head=4, n_positions=128, **SHARED),
+    "gpt-neox": lambda: hf.GPTNeoXConfig(**{k: v for k, v in LLAMA_LIKE.items() if k != "num_key_value_heads"}),
     "phi2": lambda: _llama_like(hf.PhiConfig),
     "phi3": lambda: _llama_like(hf.Phi3Config),
     "phi3-sliding": lambda: _llama_like(hf.Phi3Config, sliding_window=5),

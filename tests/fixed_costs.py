@@ -18,14 +18,10 @@ class FixedCosts(CostMeter):
     def __init__(self, wide: tuple[tuple[int, float], ...] = ()) -> None:
         self._wide = wide
 
-    def measure_passes(
-        self, runner: Runner, *, between: Callable[[], None] = lambda: None
-    ) -> PassCosts:
+    def measure_passes(self, runner: Runner, *, between: Callable[[], None] = lambda: None) -> PassCosts:
         return PassCosts(tuple(1.0 + 0.001 * n for n in range(9)), wide=self._wide)
 
-    def measure_exits(
-        self, runner: Runner, ladder: BoundLadder
-    ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
+    def measure_exits(self, runner: Runner, ladder: BoundLadder) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
         yield from ()
         return (ExitCost(0.001, 0.0001),) * len(ladder.depths)
 

@@ -77,9 +77,7 @@ def _fill(message: Any, field: FieldDescriptor, chance: random.Random, depth: in
         count = chance.choice((0, 1, 1, 2, 3, 20, 300))
         if field.message_type is not None:
             for _ in range(min(count, 5)):
-                getattr(message, field.name).append(
-                    random_message(field.message_type, chance, depth + 1)
-                )
+                getattr(message, field.name).append(random_message(field.message_type, chance, depth + 1))
         else:
             getattr(message, field.name).extend(_scalar(field, chance) for _ in range(count))
     elif field.message_type is not None:

@@ -145,9 +145,7 @@ def chunk(text: str) -> pb.GenerateResponse:
 
 
 def finished(**fields: Any) -> pb.GenerateResponse:
-    return pb.GenerateResponse(
-        finished=pb.Finished(reason=pb.FINISH_REASON_EOS, usage=pb.Usage(), **fields)
-    )
+    return pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_EOS, usage=pb.Usage(), **fields))
 
 
 def chat_body(**fields: Any) -> dict[str, Any]:

@@ -30,12 +30,7 @@ def blocks(rows: int, columns: int, kind: Kind, seed: int) -> np.ndarray:
 
 
 def write_llama(
-    path: Path,
-    kinds: Mapping[str, Kind] | Kind = Kind.Q8_0,
-    *,
-    width: int = 64,
-    inner: int = 96,
-    tied: bool = True,
+    path: Path, kinds: Mapping[str, Kind] | Kind = Kind.Q8_0, *, width: int = 64, inner: int = 96, tied: bool = True
 ) -> Path:
     """Writes the file. `kinds`: that of all matrices, or by the last part of their names, such as "attn_q"; others are
     Q8_0."""

@@ -15,9 +15,7 @@ DRAFTING = DepthPolicy("exact", max_drafts=4)
 def request(max_tokens: int = NUM_NEW, **changes: object) -> GenerationRequest:
     """A request for exactly `max_tokens` tokens after PROMPT, of policy full."""
     stopping = StoppingParams(max_tokens=max_tokens, ignore_eos=True)
-    return GenerationRequest(
-        **{"prompt_ids": PROMPT, "policy": FULL, "stopping": stopping, **changes}
-    )
+    return GenerationRequest(**{"prompt_ids": PROMPT, "policy": FULL, "stopping": stopping, **changes})
 
 
 def right(answer: Sequence[int], wrong_at: int | None = None) -> Callable[[list[int]], int]:

@@ -114,9 +114,7 @@ def environment(objects: Objects, container: dict[str, Any]) -> dict[str, str]:
             quantity = container["resources"]["requests"]["cpu"]
             # The kubelet rounds up to the divisor.
             milli = quantity.removesuffix("m")
-            found[variable["name"]] = str(
-                -(-int(milli) // 1000) if milli != quantity else int(quantity)
-            )
+            found[variable["name"]] = str(-(-int(milli) // 1000) if milli != quantity else int(quantity))
         else:
             found[variable["name"]] = variable["value"]
     return found

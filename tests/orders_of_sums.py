@@ -32,11 +32,7 @@ class OrdersOfSums(TorchDispatchMode):
     bits."""
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in (aten.sum.dim_IntList, aten.cumsum.default):
             method = _total if func is aten.sum.dim_IntList else _running

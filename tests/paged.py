@@ -32,8 +32,6 @@ def make_runner(
     transform: LayerTransform | None = None,
 ) -> PagedRunner:
     recorder = recorder or TracingRecorder()
-    runner = PagedRunner(
-        loaded, kv_budget_bytes=kv_budget_bytes, recorder=recorder, transform=transform
-    )
+    runner = PagedRunner(loaded, kv_budget_bytes=kv_budget_bytes, recorder=recorder, transform=transform)
     assert runner.records == (recorder.records and loaded.architecture not in WAITING)
     return runner

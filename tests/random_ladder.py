@@ -11,18 +11,14 @@ from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.model.loaded import LoadedModel
 
 
-def random_ladder(
-    loaded: LoadedModel, seed: int, depths: Sequence[int] = (0, 2), *, agreement: float = 0.0
-) -> Ladder:
+def random_ladder(loaded: LoadedModel, seed: int, depths: Sequence[int] = (0, 2), *, agreement: float = 0.0) -> Ladder:
     """Routers are unsure of this and sure of that; every second token of the vocabulary can be drafted.
 
     `agreement` is what a planner expects of each exit.
     """
     torch.manual_seed(seed)
     width = loaded.hidden_size
-    exits = [
-        LayerExit(d, FusedHead(width, 32), ConfidenceHead(width, 8), agreement) for d in depths
-    ]
+    exits = [LayerExit(d, FusedHead(width, 32), ConfidenceHead(width, 8), agreement) for d in depths]
     for layer_exit in exits:
         for parameter in layer_exit.confidence.parameters():
             torch.nn.init.normal_(parameter)

@@ -67,11 +67,7 @@ class _Trace(TorchDispatchMode):
         self._results: list[Tensor] = []  # kept, so that no id comes twice
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with self:
             whole = func.namespace != "aten"
@@ -86,9 +82,7 @@ class _Trace(TorchDispatchMode):
             raise NotRecordable("a tensor was made of the host's numbers")
         leaves, spec = tree_flatten((args, kwargs or {}))
         inputs = [
-            _Place(self._places[id(leaf)])
-            if isinstance(leaf, Tensor) and id(leaf) in self._places
-            else leaf
+            _Place(self._places[id(leaf)]) if isinstance(leaf, Tensor) and id(leaf) in self._places else leaf
             for leaf in leaves
         ]
         if name.startswith(("index", "_index_put")):

@@ -20,9 +20,7 @@ def relay(
     """
     listener = socket.create_server(("127.0.0.1", 0))
 
-    def pump(
-        source: socket.socket, sink: socket.socket, change: Callable[[bytes], tuple[bytes, bool]]
-    ) -> None:
+    def pump(source: socket.socket, sink: socket.socket, change: Callable[[bytes], tuple[bytes, bool]]) -> None:
         with suppress(OSError, ValueError):
             goes_on = True
             while goes_on and (data := source.recv(1 << 16)):

@@ -20,11 +20,7 @@ from tests.waiting import wait_until
 
 BUCKET = "neap"
 # What the client library reads; the tests' own, so that no credentials of the machine are used.
-S3_ENVIRONMENT = {
-    "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test-secret",
-    "AWS_REGION": "us-east-1",
-}
+S3_ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test-secret", "AWS_REGION": "us-east-1"}
 _IDENTITY = {
     "name": "neap",
     "credentials": [{"accessKey": "test", "secretKey": "test-secret"}],
@@ -75,11 +71,7 @@ def _generate_free_ports() -> Iterator[int]:
     for first in random.sample(_FIRST_PORTS, len(_FIRST_PORTS)):
         if (claim := _bound(first)) is not None:
             claims.append(claim)
-            yield from (
-                port
-                for port in range(first + 1, first + _BLOCK)
-                if _is_free(port) and _is_free(port + 10_000)
-            )
+            yield from (port for port in range(first + 1, first + _BLOCK) if _is_free(port) and _is_free(port + 10_000))
     raise RuntimeError(f"all ports from {_FIRST_PORTS[0]} to {_FIRST_PORTS.stop} are taken")
 
 
@@ -211,15 +203,7 @@ class S3Server(Server):
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
         ]
-        return [
-            str(program),
-            "server",
-            *where,
-            *ports,
-            "-s3",
-            f"-s3.config={config}",
-            "-volume.max=20",
-        ]
+        return [str(program), "server", *where, *ports, "-s3", f"-s3.config={config}", "-volume.max=20"]
 
     def store(self, bucket: str = BUCKET) -> S3Store:
         return S3Store(

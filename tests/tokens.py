@@ -7,10 +7,7 @@ from shared.rpc.callers import Role
 from shared.rpc.tokens import new_token
 
 # One caller for each role, and one who may do everything.
-CALLERS: Mapping[str, tuple[Role, ...]] = {
-    **{role.value: (role,) for role in Role},
-    "all": tuple(Role),
-}
+CALLERS: Mapping[str, tuple[Role, ...]] = {**{role.value: (role,) for role in Role}, "all": tuple(Role)}
 
 
 def write_tokens(path: Path, callers: Mapping[str, tuple[Role, ...]] = CALLERS) -> dict[str, str]:

@@ -18,9 +18,7 @@ def wait_until(condition: Callable[[], object], *, timeout_s: float = TIMEOUT_S)
         time.sleep(PAUSE_S)
 
 
-async def wait_until_async(
-    condition: Callable[[], object], *, timeout_s: float = TIMEOUT_S
-) -> None:
+async def wait_until_async(condition: Callable[[], object], *, timeout_s: float = TIMEOUT_S) -> None:
     """`wait_until` on an event loop. `condition` may return an awaitable; then its result counts."""
     give_up_at_s = time.monotonic() + timeout_s
     while True:

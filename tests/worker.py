@@ -108,14 +108,10 @@ def serving(
             pools=pools,
             priority_of_roles=priority_of_roles,
         )
-        state.servicer.add_model(
-            engine, max_active=max_active, max_active_per_client=max_active_per_client
-        )
+        state.servicer.add_model(engine, max_active=max_active, max_active_per_client=max_active_per_client)
         state.servicer.set_ready()
         server = RpcServer("127.0.0.1:0", [SERVICE_NAME], security=security)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            state.servicer, server.grpc_server
-        )
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(state.servicer, server.grpc_server)
         state.target = f"127.0.0.1:{await server.start()}"
         await server.set_serving()
         started.set()

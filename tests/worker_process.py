@@ -29,11 +29,7 @@ def start_worker(
 
 @contextmanager
 def worker_process(
-    folder: Path,
-    registry: Path,
-    *flags: str,
-    listen: str = "127.0.0.1:0",
-    stderr: IO[bytes] | int = subprocess.DEVNULL,
+    folder: Path, registry: Path, *flags: str, listen: str = "127.0.0.1:0", stderr: IO[bytes] | int = subprocess.DEVNULL
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """(process, HOST:PORT) once it listens; killed at the end if it is still there."""
     model = ("--model", f"tiny={folder}", "--registry", str(registry))

@@ -64,9 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gguf", type=Path, help="a .gguf file of the model, for the format gguf")
     parser.add_argument("--data-dir", type=Path, default=Path(".neap"), help="of the demo's model")
     parser.add_argument("--ours", nargs="*", default=[FLOAT32], help=", ".join(PEERS[OURS].weights))
-    parser.add_argument(
-        "--peer", nargs="*", default=list(USUAL), help=f"NAME[:FORMAT,...]: {', '.join(PEERS)}"
-    )
+    parser.add_argument("--peer", nargs="*", default=list(USUAL), help=f"NAME[:FORMAT,...]: {', '.join(PEERS)}")
     parser.add_argument("--router", type=Path, default=ROUTER, help="packed ladder, for exact")
     parser.add_argument("--prompts", type=Path, default=DEFAULT_FILE, help="JSON lines")
     parser.add_argument("--num-prompts", type=int, default=12)
@@ -98,9 +96,7 @@ def chosen(ours: list[str], peers: list[str], *, has_reference: bool = True) -> 
     return list(dict.fromkeys(found))
 
 
-def planned_workers(
-    options: argparse.Namespace, failures: dict[str, str]
-) -> tuple[list[list[int]], list[Planned]]:
+def planned_workers(options: argparse.Namespace, failures: dict[str, str]) -> tuple[list[list[int]], list[Planned]]:
     """(token ids of each prompt, the workers that can be started). Those that cannot are added to `failures`."""
     cache: Path = options.cache.absolute()
     given = options.gguf and options.gguf.absolute()
@@ -147,9 +143,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     if not tokenizer.chat_template:
         return list(tokenizer(text)["input_ids"])
     messages = [{"role": "user", "content": text}]
-    encoded = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=True
-    )
+    encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
     return list(encoded["input_ids"])
 
 

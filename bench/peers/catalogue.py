@@ -77,9 +77,7 @@ PEERS = {
     "llama.cpp": Peer("llama.cpp", "llama_cpp", _GGUF, 5, _LLAMA_CPP),
     "llama.cpp-look-up": Peer("llama.cpp", "llama_cpp", _GGUF, 5, _LLAMA_CPP, (LOOK_UP,)),
     "openvino": Peer("OpenVINO GenAI", "openvino", (FLOAT32, "int8"), 2, _OPENVINO),
-    "openvino-look-up": Peer(
-        "OpenVINO GenAI", "openvino", (FLOAT32, "int8"), 2, _OPENVINO, (LOOK_UP,)
-    ),
+    "openvino-look-up": Peer("OpenVINO GenAI", "openvino", (FLOAT32, "int8"), 2, _OPENVINO, (LOOK_UP,)),
     "vllm": Peer("vLLM", "vllm", _FLOATS, 2, _VLLM),
 }
 # vLLM takes minutes to start and 4 GB.
@@ -94,7 +92,5 @@ def parse_choices(text: str) -> list[Choice]:
     peer = PEERS[name]
     weights = formats.split(",") if formats else list(peer.weights[: peer.num_usual])
     if unknown := [each for each in weights if each not in peer.weights]:
-        raise InvalidInput(
-            f"{name} takes weights as {', '.join(peer.weights)}, not as {', '.join(unknown)}"
-        )
+        raise InvalidInput(f"{name} takes weights as {', '.join(peer.weights)}, not as {', '.join(unknown)}")
     return [Choice(name, each) for each in weights]

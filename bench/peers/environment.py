@@ -65,9 +65,7 @@ class Environment:
             self._pip("install", *self._requirements.packages)
         if self._requirements.excluded:
             self._pip("uninstall", "--yes", *self._requirements.excluded)
-        frozen = subprocess.run(
-            [*self.command("pip"), "freeze"], capture_output=True, text=True, check=True
-        ).stdout
+        frozen = subprocess.run([*self.command("pip"), "freeze"], capture_output=True, text=True, check=True).stdout
         stamp.write_text(wanted + frozen)
 
     def run(self, command: Sequence[str], step: str, more: Mapping[str, str] | None = None) -> None:

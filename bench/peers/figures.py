@@ -80,9 +80,7 @@ def without_end(token_ids: Sequence[int], end_ids: Sequence[int]) -> list[int]:
     return list(token_ids[: ends[0]] if ends else token_ids)
 
 
-def num_same(
-    calls: Sequence[Sequence[Answer]], reference: Sequence[Answer], end_ids: Sequence[int]
-) -> int:
+def num_same(calls: Sequence[Sequence[Answer]], reference: Sequence[Answer], end_ids: Sequence[int]) -> int:
     """How many calls of one prompt each were answered with the reference's tokens."""
     return sum(
         without_end(answer.token_ids, end_ids) == without_end(expected.token_ids, end_ids)

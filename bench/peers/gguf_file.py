@@ -97,9 +97,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, vocabulary_size: int) 
     types = dict.fromkeys(tokens, gguf.TokenType.NORMAL)
     for added in tokenizer["added_tokens"]:
         tokens[added["id"]] = added["content"]
-        types[added["id"]] = (
-            gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
-        )
+        types[added["id"]] = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
     numbers = range(vocabulary_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(PRE_TOKENIZER)

@@ -78,11 +78,7 @@ def measure(
 
     An untimed turn comes before each part, so that nothing is used for the first time while it is measured.
     """
-    owners = {
-        plan.name(mode): (plan, worker, mode)
-        for plan, worker in started
-        for mode in plan.settings.modes
-    }
+    owners = {plan.name(mode): (plan, worker, mode) for plan, worker in started for mode in plan.settings.modes}
 
     def ask(worker: Worker, mode: str, task: Prompts) -> list[Answer]:
         return worker.answer(task, max_tokens, mode, ANSWER_TIMEOUT_S)
@@ -95,9 +91,7 @@ def measure(
     reference = [first([ids])[0] for ids in prompts]
     lengths = [len(answer.token_ids) for answer in reference]
     single: list[Prompts] = [[ids] for ids in prompts]
-    several: list[Prompts] = [
-        [prompts[index] for index in group] for group in groups(lengths, batch)
-    ]
+    several: list[Prompts] = [[prompts[index] for index in group] for group in groups(lengths, batch)]
     rounds = []
     for part, tasks in (("one request", single), (f"{batch} at once", several)):
         say(part)

@@ -33,9 +33,7 @@ class Worker:
     engines.
     """
 
-    def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], log_path: Path
-    ) -> None:
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> None:
         self.name = name
         self.log_path = log_path
         self.ready_s = 0.0
@@ -62,9 +60,7 @@ class Worker:
         self._call({"load": asdict(settings)}, timeout_s)
         self.ready_s = time.monotonic() - self._started_s
 
-    def answer(
-        self, prompts: Sequence[list[int]], max_tokens: int, mode: str, timeout_s: float
-    ) -> list[Answer]:
+    def answer(self, prompts: Sequence[list[int]], max_tokens: int, mode: str, timeout_s: float) -> list[Answer]:
         """Answers of one call, in the order of `prompts`. Raises `EngineFailed`."""
         call = {"prompts": list(prompts), "max_tokens": max_tokens, "mode": mode}
         return [Answer(**answer) for answer in self._call(call, timeout_s)["answers"]]

@@ -31,8 +31,6 @@ class Parent:
         Raises `InvalidInput` (BAD_SPEC) if the spec names another parent.
         """
         if spec.parent not in (None, self.router):
-            raise InvalidInput(
-                "the spec names another parent than the one that is given", reason="BAD_SPEC"
-            )
+            raise InvalidInput("the spec names another parent than the one that is given", reason="BAD_SPEC")
         seed = (spec.seed + (self.statistics.generation + 1) * _SEED_STEP) % 2**63
         return replace(spec, parent=self.router, seed=seed)

@@ -20,11 +20,7 @@ from calibrator_service.calibration.report.worth import without_unpaid
 from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.source_record import published_spec, source_record
 from calibrator_service.calibration.spec import CalibrationSpec
-from calibrator_service.calibration.states.training_data import (
-    TrainingData,
-    collect_training_data,
-    layouts_of,
-)
+from calibrator_service.calibration.states.training_data import TrainingData, collect_training_data, layouts_of
 from calibrator_service.calibration.statistics import Statistics
 from calibrator_service.calibration.text.risk_answers import write_risk_answers
 from calibrator_service.calibration.text.splits import Split, Splitter
@@ -39,10 +35,7 @@ from calibrator_service.calibration.text.writer import Writer
 from calibrator_service.calibration.text.writers import Writers
 from calibrator_service.calibration.training.closed_form import seconds_to_solve
 from calibrator_service.calibration.training.confidence import fit_ladder
-from calibrator_service.calibration.training.draft_vocabulary import (
-    DraftVocabulary,
-    choose_draft_vocabulary,
-)
+from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary, choose_draft_vocabulary
 from calibrator_service.calibration.training.heads import fit_heads
 from calibrator_service.calibration.training.joint import fit_joint, said_at
 from shared.errors import InvalidInput
@@ -129,16 +122,12 @@ def calibrate(
 
 
 def run_phases(
-    run: CalibrationRun,
-    parent: Parent | None = None,
-    fleet_of: Callable[[Writer], Writer] | None = None,
+    run: CalibrationRun, parent: Parent | None = None, fleet_of: Callable[[Writer], Writer] | None = None
 ) -> CalibrationResult:
     """All phases in order, in the calling thread. Raises as `calibrate`."""
     run.report("loading", 0.0)
     runner = ContiguousRunner(run.loaded)
-    run.schedule.expect_solving(
-        len(run.plan.depths) * seconds_to_solve(run.loaded.hidden_size, run.loaded.device)
-    )
+    run.schedule.expect_solving(len(run.plan.depths) * seconds_to_solve(run.loaded.hidden_size, run.loaded.device))
 
     with run.phase("collecting"), closing(Writers(run, fleet_of)) as writers:
         knows_speed = writers.of_text is writers.own
@@ -156,10 +145,7 @@ def run_phases(
         if parent is not None:
             statistics = statistics.plus(parent.statistics, parent.router.share)
             material = replace(
-                material,
-                moments=statistics.moments,
-                ngrams=statistics.ngrams,
-                choice_counts=statistics.choice_counts,
+                material, moments=statistics.moments, ngrams=statistics.ngrams, choice_counts=statistics.choice_counts
             )
         is_used = splitter.has_assigned
         risk_answers = write_risk_answers(run, text, is_used, writers.own, knows_speed=knows_speed)
@@ -179,9 +165,7 @@ def run_phases(
         ladder, report["joint"] = with_joint_weights(ladder, material, vocabulary)
         agrees = any(report["rungs"][name]["agreement"] for name in ladder.rung_names)
         if not agrees and not ladder.exits and not is_child:
-            raise too_little_text(
-                run, "what was learned agrees with the model nowhere", is_cut=is_cut
-            )
+            raise too_little_text(run, "what was learned agrees with the model nowhere", is_cut=is_cut)
         report |= certified_risks(run, runner, ladder, risk_answers)
         ladder = with_measured_agreement(ladder, report)
 
@@ -198,8 +182,7 @@ def with_joint_weights(
     the report split."""
     splits: tuple[Split, Split] = ("routers", "report")
     learned_from, measured_on = (
-        said_at(ladder, material.chunks[split], material.table_sequences[split], vocabulary)
-        for split in splits
+        said_at(ladder, material.chunks[split], material.table_sequences[split], vocabulary) for split in splits
     )
     weights = fit_joint(learned_from)
     return replace(ladder, joint_weights=weights), joint_figures(weights, measured_on)
@@ -208,7 +191,6 @@ def with_joint_weights(
 def with_measured_agreement(ladder: Ladder, report: dict[str, Any]) -> Ladder:
     """The ladder whose exits know the agreement that was measured for them."""
     measured = tuple(
-        replace(layer_exit, agreement=report["rungs"][layer_exit.name]["agreement"])
-        for layer_exit in ladder.exits
+        replace(layer_exit, agreement=report["rungs"][layer_exit.name]["agreement"]) for layer_exit in ladder.exits
     )
     return replace(ladder, exits=measured)

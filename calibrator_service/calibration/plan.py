@@ -132,18 +132,12 @@ def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
             f"a draft vocabulary of {spec.draft_vocabulary_size} tokens is larger than the model's "
             f"{loaded.vocabulary_size}"
         )
-    vocabulary_size = spec.draft_vocabulary_size or min(
-        loaded.vocabulary_size, MAX_DEFAULT_VOCABULARY
-    )
+    vocabulary_size = spec.draft_vocabulary_size or min(loaded.vocabulary_size, MAX_DEFAULT_VOCABULARY)
     by_time = spec.time_budget_s is None or spec.time_budget_s >= TRAINING_BUDGET_S
     by_text = not spec.max_tokens or spec.max_tokens >= TRAINING_TOKENS
     trains = by_time and by_text
     mlp_width = default_mlp_width(loaded.hidden_size) if trains else LEAST_MLP_WIDTH
-    other_bytes = (
-        100_000
-        + len(depths) * exit_bytes(spec, loaded.hidden_size, mlp_width)
-        + 4 * vocabulary_size
-    )
+    other_bytes = 100_000 + len(depths) * exit_bytes(spec, loaded.hidden_size, mlp_width) + 4 * vocabulary_size
     source = spec.source
     max_new_tokens = source.max_new_tokens if isinstance(source, SelfGenerated) else 0
     max_new_tokens = max_new_tokens or DEFAULT_NEW_TOKENS
@@ -175,9 +169,7 @@ def why_without_exits(loaded: LoadedModel, num_exits: int) -> str:
     needed = (num_exits * SUM_BYTES + SOLVING_BYTES) * size**2
     free = available_bytes(loaded.device)
     if needed > free:
-        return (
-            f"its statistics need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
-        )
+        return f"its statistics need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
     return ""
 
 

@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Phase = Literal[
-    "loading", "collecting", "training_heads", "training_routers", "evaluating", "publishing"
-]
+Phase = Literal["loading", "collecting", "training_heads", "training_routers", "evaluating", "publishing"]
 
 
 @dataclass(frozen=True)

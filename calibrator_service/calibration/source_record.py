@@ -61,7 +61,4 @@ def shown_manifest(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     source = spec.get("source") if isinstance(spec, Mapping) else None
     if not isinstance(source, Mapping) or _PRIVATE.isdisjoint(source):
         return manifest
-    return {
-        **manifest,
-        "calibration": {**calibration, "spec": {**spec, "source": without_texts(source)}},
-    }
+    return {**manifest, "calibration": {**calibration, "spec": {**spec, "source": without_texts(source)}}}

@@ -93,9 +93,7 @@ class ParentRouter:
 
     def __post_init__(self) -> None:
         if not 0 <= self.version <= _MAX_INT64:
-            raise _bad_spec(
-                "parent.version", f"parent.version is {self.version}; it must be in [0, 2^63)"
-            )
+            raise _bad_spec("parent.version", f"parent.version is {self.version}; it must be in [0, 2^63)")
         if not 0.0 < self.share <= 1.0:
             raise _bad_spec("parent.share", f"parent.share is {self.share}; it must be in (0, 1]")
 
@@ -142,18 +140,13 @@ class CalibrationSpec:
                 f"time_budget is {self.time_budget_s} s; it must be positive and at most {MAX_BUDGET_S:.0f} s",
             )
         if len(self.rung_depths) > MAX_RUNGS or len(set(self.rung_depths)) < len(self.rung_depths):
-            raise _bad_spec(
-                "rung_depths", f"rung_depths must be at most {MAX_RUNGS} different depths"
-            )
+            raise _bad_spec("rung_depths", f"rung_depths must be at most {MAX_RUNGS} different depths")
         if any(not 0 <= depth <= _MAX_UINT32 for depth in self.rung_depths):
             raise _bad_spec("rung_depths", "a rung's depth must be in [0, 2^32)")
         if self.label not in get_args(Label):
             raise _bad_spec("label", f"label is {self.label!r}; it must be agreement or cosine")
         if not 0.0 < self.cosine_threshold <= 1.0:
-            raise _bad_spec(
-                "cosine_threshold",
-                f"cosine_threshold is {self.cosine_threshold}; it must be in (0, 1]",
-            )
+            raise _bad_spec("cosine_threshold", f"cosine_threshold is {self.cosine_threshold}; it must be in (0, 1]")
 
     @property
     def prompts(self) -> tuple[str, ...]:

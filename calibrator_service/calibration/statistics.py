@@ -47,9 +47,7 @@ class Statistics:
     generation: int = 0
 
     @classmethod
-    def of(
-        cls, loaded: LoadedModel, material: TrainingData, learned: Collection[int]
-    ) -> "Statistics":
+    def of(cls, loaded: LoadedModel, material: TrainingData, learned: Collection[int]) -> "Statistics":
         """What a calibration has learned from its own text. `learned`: the splitter's."""
         return cls(
             loaded.fingerprint,
@@ -96,9 +94,7 @@ class Statistics:
                 metadata={"parent": self.fingerprint, "model": loaded.fingerprint},
             )
         if self.tokenizer != tokenizer_digest(loaded):
-            raise RouterMismatch(
-                "the parent's statistics are of another tokenizer", reason="TOKENIZER_MISMATCH"
-            )
+            raise RouterMismatch("the parent's statistics are of another tokenizer", reason="TOKENIZER_MISMATCH")
         for depth, layout in layouts.items():
             found = _moments_at(self, depth).layout
             if found != layout:
@@ -124,10 +120,7 @@ class Statistics:
             "tokenizer": self.tokenizer,
             "num_tokens": self.num_tokens,
             "generation": self.generation,
-            "exits": [
-                [depth, own.layout.hidden_size, own.layout.kept_depths]
-                for depth, own in self.moments.items()
-            ],
+            "exits": [[depth, own.layout.hidden_size, own.layout.kept_depths] for depth, own in self.moments.items()],
         }
         return save(tensors, metadata={_HEADER: json.dumps(header)})
 
@@ -156,10 +149,7 @@ def _statistics(header: Mapping[str, Any], tensors: dict[str, Tensor]) -> Statis
     choice_counts, learned = tensors.pop("choice_counts"), tensors.pop("learned")
     moments = {}
     for depth, hidden_size, kept in header["exits"]:
-        own, layout = (
-            take_part(tensors, exit_name(depth)),
-            MomentsLayout(hidden_size, depth, tuple(kept)),
-        )
+        own, layout = (take_part(tensors, exit_name(depth)), MomentsLayout(hidden_size, depth, tuple(kept)))
         # Memory is allocated by it.
         if hidden_size < 1 or own["targets"].shape != (layout.width, 2 * hidden_size):
             raise Corrupt("the statistics of an exit have not the shapes of their layout")

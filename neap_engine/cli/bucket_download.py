@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import obstore
-from obstore.exceptions import (
-    BaseError,
-    NotFoundError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
+from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 from obstore.store import S3Store
 
 from shared.errors import Corrupt, Unavailable
@@ -52,9 +46,7 @@ def open_bucket(bucket: str, prefix: str) -> S3Store:
     )
 
 
-def download(
-    store: S3Store, item: "ObjectMeta", target: Path, say: Callable[[str], object]
-) -> None:
+def download(store: S3Store, item: "ObjectMeta", target: Path, say: Callable[[str], object]) -> None:
     """Download the object `item` to the file `target`, unless it is there. Its folder exists.
     `say` gets a line about what happens.
 
@@ -79,8 +71,7 @@ def download(
                 _receive(store, item, file, mark)
             except FINAL as error:
                 raise Unavailable(
-                    f"{item['path']} cannot be fetched, or has changed: {summary(error)}",
-                    reason="BUCKET_UNAVAILABLE",
+                    f"{item['path']} cannot be fetched, or has changed: {summary(error)}", reason="BUCKET_UNAVAILABLE"
                 ) from error
             except BaseError as error:
                 num_idle = num_idle + 1 if file.tell() == before else 0

@@ -12,21 +12,9 @@ from neap_client import NeapClient
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from neap_engine.cli.connection import calls_service, connect, equivalent_command
-from neap_engine.cli.console import (
-    DEFAULT_CALIBRATOR,
-    Calibrator,
-    Model,
-    print_line,
-)
+from neap_engine.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, print_line
 from neap_engine.cli.interruption import interruptible_call
-from neap_engine.cli.job_progress import (
-    cancel_and_follow,
-    follow,
-    how_to_watch,
-    leave,
-    note,
-    print_result,
-)
+from neap_engine.cli.job_progress import cancel_and_follow, follow, how_to_watch, leave, note, print_result
 from neap_engine.cli.own_service import calibration_service
 from neap_engine.cli.router_files import publish_folder
 from neap_engine.cli.routers import selector
@@ -67,8 +55,7 @@ def calibrate(
     field: Annotated[
         str,
         typer.Option(
-            "--field",
-            help="With --text FILE.jsonl or --dataset: the field that holds the text. Default: text.",
+            "--field", help="With --text FILE.jsonl or --dataset: the field that holds the text. Default: text."
         ),
     ] = "",
     answers: Annotated[
@@ -140,9 +127,7 @@ def calibrate(
     depths: Annotated[
         str,
         typer.Option(
-            "--depths",
-            help="After how many layers a token may leave, for example 0,2,4. "
-            "Default: the service chooses.",
+            "--depths", help="After how many layers a token may leave, for example 0,2,4. Default: the service chooses."
         ),
     ] = "",
     label: Annotated[
@@ -224,14 +209,10 @@ def calibrate(
         spec.time_budget.CopyFrom(duration_of(time_budget, "--time-budget"))
     if detach and start_service:
         raise typer.BadParameter(
-            "cannot be combined with --start-service, whose service ends with the command",
-            param_hint="--detach",
+            "cannot be combined with --start-service, whose service ends with the command", param_hint="--detach"
         )
     request = pb.CreateCalibrationRequest(request_id=request_id or str(uuid.uuid4()), spec=spec)
-    with (
-        calibration_service() if start_service else nullcontext(calibrator) as address,
-        connect(address) as client,
-    ):
+    with calibration_service() if start_service else nullcontext(calibrator) as address, connect(address) as client:
         if detach:
             start(client, request)
             return
@@ -249,9 +230,7 @@ def start(client: NeapClient, request: pb.CreateCalibrationRequest) -> None:
         leave(unanswered(client, request))
 
 
-def run(
-    client: NeapClient, request: pb.CreateCalibrationRequest, afterwards: str
-) -> pb.Calibration:
+def run(client: NeapClient, request: pb.CreateCalibrationRequest, afterwards: str) -> pb.Calibration:
     """Create a job and show its progress until it ends. Ctrl-C cancels it.
 
     `afterwards`: what becomes of the job if the command ends first. Empty means that the service continues it.
@@ -269,9 +248,7 @@ def run(
 
 
 def create(client: NeapClient, request: pb.CreateCalibrationRequest) -> pb.Calibration:
-    return interruptible_call(
-        lambda: client.create_calibration(request.spec, request_id=request.request_id)
-    )
+    return interruptible_call(lambda: client.create_calibration(request.spec, request_id=request.request_id))
 
 
 def unanswered(client: NeapClient, request: pb.CreateCalibrationRequest) -> str:
@@ -297,13 +274,7 @@ def parent_of(name: str, model: str, share: float) -> pb.ParentRouter:
 
 
 def set_source(
-    spec: pb.CalibrationSpec,
-    *,
-    text: Path | None,
-    answers: Path | None,
-    dataset: str,
-    field: str,
-    prompts: Path | None,
+    spec: pb.CalibrationSpec, *, text: Path | None, answers: Path | None, dataset: str, field: str, prompts: Path | None
 ) -> None:
     """Set the source of the text in `spec`. Raises InvalidInput if more than one source is given."""
     if sum((text is not None, answers is not None, bool(dataset), prompts is not None)) > 1:

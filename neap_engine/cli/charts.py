@@ -13,12 +13,7 @@ DOTS_PER_INCH = 110
 
 
 def write_report(
-    path: Path,
-    *,
-    title: str,
-    num_layers: int,
-    figures: Sequence[PolicyFigures],
-    manifest_json: str,
+    path: Path, *, title: str, num_layers: int, figures: Sequence[PolicyFigures], manifest_json: str
 ) -> Path:
     """Write the PNG and return its absolute path. The first of `figures` is the baseline. Raises OSError."""
 
@@ -31,9 +26,7 @@ def write_report(
     return write_panels(path, title, 3, draw)
 
 
-def write_stories(
-    path: Path, *, title: str, stories: Mapping[str, Sequence[PolicyFigures]]
-) -> Path:
+def write_stories(path: Path, *, title: str, stories: Mapping[str, Sequence[PolicyFigures]]) -> Path:
     """Write the PNG with the speeds of each story side by side and return its absolute path. `stories`: title of a
     panel -> its sides, the first of which is the baseline. Raises OSError."""
 
@@ -49,11 +42,7 @@ def write_stories(
 
 
 def write_panels(
-    path: Path,
-    title: str,
-    num_panels: int,
-    draw: Callable[..., None],
-    size_inches: tuple[float, float] = SIZE_INCHES,
+    path: Path, title: str, num_panels: int, draw: Callable[..., None], size_inches: tuple[float, float] = SIZE_INCHES
 ) -> Path:
     """Write a PNG of panels side by side, which `draw` gets as its arguments. Returns the absolute path.
     Raises OSError."""
@@ -116,8 +105,7 @@ def draw_speed(axes: Any, figures: Sequence[PolicyFigures]) -> None:
     )
     labels = [f"{entry.tokens_per_s:.1f}" for entry in figures]
     labels[1:] = [
-        f"{label}\n{entry.speed_up(figures[0]):.2f}x"
-        for label, entry in zip(labels[1:], figures[1:], strict=True)
+        f"{label}\n{entry.speed_up(figures[0]):.2f}x" for label, entry in zip(labels[1:], figures[1:], strict=True)
     ]
     axes.bar_label(bars, labels)
     axes.margins(y=0.2)
@@ -132,7 +120,6 @@ def reliability(manifest: Mapping[str, Any]) -> dict[str, list[tuple[float, floa
         bins = rung.get("figures", {}).get("reliability", [])
         if bins:
             rungs[str(rung["name"])] = [
-                (float(entry["probability"]), float(entry["agreement"]), int(entry["count"]))
-                for entry in bins
+                (float(entry["probability"]), float(entry["agreement"]), int(entry["count"])) for entry in bins
             ]
     return rungs

@@ -28,9 +28,7 @@ TOO_LONG = ("PROMPT_TOO_LONG", "MAX_TOKENS_TOO_LARGE")
 def chat(
     worker: Worker = DEFAULT_WORKER,
     model: ServedModel = "",
-    system: Annotated[
-        str, typer.Option("--system", help="System message of the chat. Default: none.")
-    ] = "",
+    system: Annotated[str, typer.Option("--system", help="System message of the chat. Default: none.")] = "",
     show_depth: Annotated[
         bool,
         typer.Option(
@@ -51,9 +49,7 @@ def chat(
         served = served_model(client, model)
         answer_tokens = min(options["max_tokens"] or ANSWER_TOKENS, served.context_length // 2)
         conversation = Conversation(served.context_length, answer_tokens, system)
-        session = Session(
-            client, served.model_id, served.num_layers, conversation, options, show_depth
-        )
+        session = Session(client, served.model_id, served.num_layers, conversation, options, show_depth)
         if is_interactive:
             say(f"{served.model_id} on {worker}. {HELP}.")
         while (line := read_line(PROMPT if is_interactive else "")) is not None:
@@ -119,10 +115,7 @@ class Session:
 
         try:
             print_text(
-                interruptible(events()),
-                self._num_layers,
-                coloured=self._shows_depth,
-                with_statistics=self._shows_depth,
+                interruptible(events()), self._num_layers, coloured=self._shows_depth, with_statistics=self._shows_depth
             )
         except KeyboardInterrupt:
             out.print()

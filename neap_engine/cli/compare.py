@@ -58,9 +58,7 @@ def compare(
     return list(figures.values())
 
 
-def stream(
-    worker: NeapClient, request: pb.GenerateRequest, num_layers: int
-) -> tuple[list[int], pb.Finished]:
+def stream(worker: NeapClient, request: pb.GenerateRequest, num_layers: int) -> tuple[list[int], pb.Finished]:
     """Print an answer as it arrives, its tokens coloured by depth. Returns its token ids and its Finished event."""
     view = DepthView(out, num_layers, coloured=True)
 
@@ -76,9 +74,7 @@ def stream(
     return tokens, finished
 
 
-def request_for(
-    model_id: str, prompt: str, side: Side, max_tokens: int, is_chat: bool
-) -> pb.GenerateRequest:
+def request_for(model_id: str, prompt: str, side: Side, max_tokens: int, is_chat: bool) -> pb.GenerateRequest:
     """Build a request with greedy decoding."""
     return generate_request(
         model_id,

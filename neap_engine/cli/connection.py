@@ -72,17 +72,10 @@ def global_options(
     ca: Annotated[Path | None, typer.Option(_FLAGS["ca"], help=_help("ca"))] = None,
     cert: Annotated[Path | None, typer.Option(_FLAGS["cert"], help=_help("cert"))] = None,
     key: Annotated[Path | None, typer.Option(_FLAGS["key"], help=_help("key"))] = None,
-    server_name: Annotated[
-        str, typer.Option(_FLAGS["server_name"], help=_help("server_name"))
-    ] = "",
-    token_file: Annotated[
-        Path | None, typer.Option(_FLAGS["token_file"], help=_help("token_file"))
-    ] = None,
+    server_name: Annotated[str, typer.Option(_FLAGS["server_name"], help=_help("server_name"))] = "",
+    token_file: Annotated[Path | None, typer.Option(_FLAGS["token_file"], help=_help("token_file"))] = None,
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version and exit.", callback=print_version, is_eager=True
-        ),
+        bool, typer.Option("--version", help="Print the version and exit.", callback=print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Serve frozen causal language models with early exits that really skip layers."""

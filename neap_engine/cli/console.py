@@ -29,9 +29,7 @@ class PlainConsole(Console):
     Only rich's own control codes reach the terminal.
     """
 
-    def render(
-        self, renderable: RenderableType, options: ConsoleOptions | None = None
-    ) -> Iterable[Segment]:
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             # `segment.control` marks codes from rich itself, such as a progress bar's cursor movements.
             yield segment if segment.control else segment._replace(text=printable(segment.text))
@@ -63,27 +61,14 @@ def checked_address(address: str) -> str:
 
 
 Calibrator = Annotated[
-    str,
-    typer.Option(
-        "--calibrator",
-        help="Address of the calibration service, HOST:PORT.",
-        callback=checked_address,
-    ),
+    str, typer.Option("--calibrator", help="Address of the calibration service, HOST:PORT.", callback=checked_address)
 ]
 Worker = Annotated[
-    str,
-    typer.Option(
-        "--worker", help="Address of the inference worker, HOST:PORT.", callback=checked_address
-    ),
+    str, typer.Option("--worker", help="Address of the inference worker, HOST:PORT.", callback=checked_address)
 ]
-Model = Annotated[
-    str, typer.Option("--model", help="Id of the model, as configured on the service.")
-]
+Model = Annotated[str, typer.Option("--model", help="Id of the model, as configured on the service.")]
 ServedModel = Annotated[
-    str,
-    typer.Option(
-        "--model", help="Id of the model. Needed only if the worker serves more than one model."
-    ),
+    str, typer.Option("--model", help="Id of the model. Needed only if the worker serves more than one model.")
 ]
 RegistryUrl = Annotated[
     str | None,
@@ -98,8 +83,7 @@ DataDir = Annotated[
     Path | None,
     typer.Option(
         "--data-dir",
-        help="Data folder of the services. It holds the registry if none is named. "
-        "Default: the user's data folder.",
+        help="Data folder of the services. It holds the registry if none is named. Default: the user's data folder.",
     ),
 ]
 
@@ -129,10 +113,7 @@ def exit_on_error(command: Callable[P, T]) -> Callable[P, T]:
         except Exception as error:
             if os.environ.get(TRACEBACK_VARIABLE):
                 raise
-            fail(
-                f"unexpected {type(error).__name__}: {error} "
-                f"({TRACEBACK_VARIABLE}=1 shows the traceback)"
-            )
+            fail(f"unexpected {type(error).__name__}: {error} ({TRACEBACK_VARIABLE}=1 shows the traceback)")
 
     return run
 

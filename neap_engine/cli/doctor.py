@@ -34,26 +34,19 @@ def doctor(
     data_dir: Annotated[
         Path | None,
         typer.Option(
-            "--data-dir",
-            help="Data folder of the services. Default: NEAP_DATA_DIR, or the user's data folder.",
+            "--data-dir", help="Data folder of the services. Default: NEAP_DATA_DIR, or the user's data folder."
         ),
     ] = None,
     device: Annotated[
-        str | None,
-        typer.Option(
-            "--device", help="Device of the services: cpu or cuda. Default: NEAP_DEVICE, or cpu."
-        ),
+        str | None, typer.Option("--device", help="Device of the services: cpu or cuda. Default: NEAP_DEVICE, or cpu.")
     ] = None,
     skip_models: Annotated[
         bool,
         typer.Option(
-            "--skip-models",
-            help="Load no model, for example beside a service that has them in memory already.",
+            "--skip-models", help="Load no model, for example beside a service that has them in memory already."
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the findings as one line of JSON.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one line of JSON.")] = False,
 ) -> None:
     """Say what this machine can do with the settings of the services, and why not.
 
@@ -64,9 +57,7 @@ def doctor(
     is 1 if anything is broken.
     """
     given = {"models": model, "registry": registry, "data_dir": data_dir, "device": device}
-    settings = make_settings(
-        WorkerSettings, **{name: value for name, value in given.items() if value is not None}
-    )
+    settings = make_settings(WorkerSettings, **{name: value for name, value in given.items() if value is not None})
     findings = examine(settings, loads_models=not skip_models)
     if as_json:
         print_json(findings)

@@ -40,12 +40,8 @@ def evaluate(
     ] = 128,
     registry: RegistryUrl = None,
     data_dir: DataDir = None,
-    table: Annotated[Path, typer.Option("--csv", help="CSV file to write.")] = Path(
-        "neap-evaluate.csv"
-    ),
-    output: Annotated[Path, typer.Option("--output", help="PNG file to write.")] = Path(
-        "neap-evaluate.png"
-    ),
+    table: Annotated[Path, typer.Option("--csv", help="CSV file to write.")] = Path("neap-evaluate.csv"),
+    output: Annotated[Path, typer.Option("--output", help="PNG file to write.")] = Path("neap-evaluate.png"),
 ) -> None:
     """Answer your own prompts with neap and with simpler ways to go faster, and compare quality and speed.
 

@@ -146,9 +146,7 @@ def draw_policies(path: Path, run: Mapping[str, Any], rows: Sequence[Row]) -> Pa
             axes.scatter(share, speed, color=COLOURS[policy], zorder=2)
             place = {"xytext": (5, 4), "textcoords": "offset points"}
             axes.annotate(row["side"], (share, speed), **place, fontsize=8)
-        axes.set_xlabel(
-            "answers that differ from those of full, % (grey: up to the certified bound)"
-        )
+        axes.set_xlabel("answers that differ from those of full, % (grey: up to the certified bound)")
         axes.set_ylabel("tokens per second")
         axes.set_ylim(bottom=0)
         axes.margins(x=0.1)

@@ -9,11 +9,7 @@ T = TypeVar("T")
 
 
 def with_flags(
-    run: Callable[..., T],
-    command: Callable[..., T],
-    flags: Iterable[inspect.Parameter],
-    *,
-    without: str = "",
+    run: Callable[..., T], command: Callable[..., T], flags: Iterable[inspect.Parameter], *, without: str = ""
 ) -> Callable[..., T]:
     """Return `run` with the name, the help and the parameters of `command`, except for `without`, and with `flags`."""
     functools.update_wrapper(run, command)

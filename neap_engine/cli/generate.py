@@ -30,17 +30,11 @@ def generate(
     worker: Worker = DEFAULT_WORKER,
     model: ServedModel = "",
     raw: Annotated[
-        bool,
-        typer.Option("--raw", help="Continue the prompt as plain text, without the chat template."),
+        bool, typer.Option("--raw", help="Continue the prompt as plain text, without the chat template.")
     ] = False,
-    system: Annotated[
-        str, typer.Option("--system", help="System message of the chat. Default: none.")
-    ] = "",
+    system: Annotated[str, typer.Option("--system", help="System message of the chat. Default: none.")] = "",
     timeout: Annotated[
-        float | None,
-        typer.Option(
-            "--timeout", min=0, help="Deadline of the whole request in seconds. Default: none."
-        ),
+        float | None, typer.Option("--timeout", min=0, help="Deadline of the whole request in seconds. Default: none.")
     ] = None,
     show_depth: Annotated[
         bool,
@@ -49,9 +43,7 @@ def generate(
             help="Colour each token by the depth at which it left, and print a legend to standard error.",
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print each event as one line of JSON.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each event as one line of JSON.")] = False,
     *,
     options: dict[str, Any],
 ) -> None:
@@ -62,13 +54,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     with connect(worker) as client:
         served = served_model(client, model)
-        request = generate_request(
-            served.model_id,
-            text,
-            system=system,
-            raw=raw,
-            **options,
-        )
+        request = generate_request(served.model_id, text, system=system, raw=raw, **options)
 
         def show() -> None:
             events = client.generate(request, timeout_s=timeout)
@@ -91,11 +77,7 @@ def generate(
 
 
 def print_text(
-    events: Iterator[pb.GenerateResponse],
-    num_layers: int,
-    *,
-    coloured: bool,
-    with_statistics: bool = True,
+    events: Iterator[pb.GenerateResponse], num_layers: int, *, coloured: bool, with_statistics: bool = True
 ) -> None:
     """Stream the text to standard output. Reasoning, the legend and the statistics go to standard error."""
     view = DepthView(out, num_layers, coloured)
@@ -126,9 +108,7 @@ def say_inexact(stream: GenerationStream) -> None:
     """Say on standard error where the answer went on at a worker whose tokens may be others."""
     for one in stream.resumptions:
         if one.continued_inexactly:
-            say(
-                f"after {one.num_resumed_tokens} tokens another worker went on, whose tokens may be others"
-            )
+            say(f"after {one.num_resumed_tokens} tokens another worker went on, whose tokens may be others")
 
 
 def served_model(client: NeapClient, model_id: str) -> pb.Model:

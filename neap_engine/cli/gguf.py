@@ -22,9 +22,7 @@ def convert(source: Path, target: Path) -> None:
     quiet.disable_progress_bar()
     # Any: the class declares its attributes as modules, but those set below are not.
     with CheckpointFiles(torch.float32) as checkpoint, replaced(gguf_replacements(checkpoint)):
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source.parent, gguf_file=source.name, dtype=torch.float32
-        )
+        model: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         realise(model)
     # The weights are plain float32 now. Without this, transformers would save the name of the quantisation and refuse

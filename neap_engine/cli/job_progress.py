@@ -60,10 +60,7 @@ def follow(client: NeapClient, calibration_id: str) -> pb.Calibration:
         for job in interruptible(client.watch_calibration(calibration_id, on_lost=say_lost)):
             phase = phase_name(job)
             progress.update(
-                task,
-                description=phase,
-                completed=job.fraction,
-                figures=escape(one_line(figures_line(job))),
+                task, description=phase, completed=job.fraction, figures=escape(one_line(figures_line(job)))
             )
             said = (phase, int(10 * job.fraction))
             if not out.is_terminal and said != last_said:
@@ -143,9 +140,7 @@ def figures_line(job: pb.Calibration) -> str:
         "tokens_per_s": "{:,.1f} tokens/s",
         "tokens": "{:,.0f} tokens learned from",
     }
-    return ", ".join(
-        form.format(figures[name]) for name, form in texts.items() if figures.get(name)
-    )
+    return ", ".join(form.format(figures[name]) for name, form in texts.items() if figures.get(name))
 
 
 def rung_in_words(name: str) -> str:

@@ -9,15 +9,7 @@ from neap_client.calibration.v1 import calibration_pb2 as pb
 from rich.table import Table
 
 from neap_engine.cli.connection import calls_service, connect
-from neap_engine.cli.console import (
-    DEFAULT_CALIBRATOR,
-    Calibrator,
-    fail,
-    format_time,
-    out,
-    print_line,
-    table_cell,
-)
+from neap_engine.cli.console import DEFAULT_CALIBRATOR, Calibrator, fail, format_time, out, print_line, table_cell
 from neap_engine.cli.interruption import interruptible
 from neap_engine.cli.job_progress import (
     ENDED,
@@ -35,25 +27,16 @@ from neap_engine.cli.json_lines import print_message
 
 app = typer.Typer(help="List, watch, cancel and retry calibration jobs.", no_args_is_help=True)
 
-JobId = Annotated[
-    str,
-    typer.Argument(metavar="JOB", help="Id of the job, as `neap calibrate` printed it."),
-]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, as `neap calibrate` printed it.")]
 
 
 @app.command("list")
 @calls_service
 def list_jobs(
-    model: Annotated[
-        str, typer.Option("--model", help="Only jobs of this model. Default: jobs of all models.")
-    ] = "",
-    limit: Annotated[
-        int, typer.Option("--limit", min=1, help="Maximum number of jobs to list.")
-    ] = 20,
+    model: Annotated[str, typer.Option("--model", help="Only jobs of this model. Default: jobs of all models.")] = "",
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of jobs to list.")] = 20,
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print each job as one line of JSON.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each job as one line of JSON.")] = False,
 ) -> None:
     """List jobs, newest first: what runs, what waits, and how the others ended."""
     unreadable: list[pb.UnreadableCalibration] = []
@@ -76,9 +59,7 @@ def list_jobs(
 def watch(
     job_id: JobId,
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print each state of the job as one line of JSON.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each state of the job as one line of JSON.")] = False,
 ) -> None:
     """Show the progress of a job until it ends. The exit status is 0 if the job has published a version, otherwise 1.
 
@@ -108,9 +89,7 @@ def cancel(job_id: JobId, calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
         except KeyboardInterrupt:
             leave(f"calibration {job_id} was asked to stop; {how_to_watch(client, job_id)}")
     if job.state != pb.STATE_CANCELLED:
-        fail(
-            f"calibration {job_id} {state_name(job.state)} before it could be cancelled ({result_text(job)})"
-        )
+        fail(f"calibration {job_id} {state_name(job.state)} before it could be cancelled ({result_text(job)})")
     print_line(f"calibration {job_id} is cancelled; nothing was published")
 
 

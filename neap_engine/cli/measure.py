@@ -68,9 +68,7 @@ class PolicyFigures:
         self.outputs[name] = tuple(tokens)
 
 
-def run_one(
-    client: NeapClient, request: pb.GenerateRequest, on_event: OnEvent
-) -> tuple[list[int], pb.Finished]:
+def run_one(client: NeapClient, request: pb.GenerateRequest, on_event: OnEvent) -> tuple[list[int], pb.Finished]:
     """Run one generation and return its token ids and its Finished event.
     `on_event` is called for every event as it arrives."""
     tokens: list[int] = []
@@ -86,13 +84,7 @@ def run_one(
 
 def policy_table(figures: Sequence[PolicyFigures]) -> Table:
     """Format the figures as a table. The first entry is the baseline for speed and outputs."""
-    table = Table(
-        "policy",
-        "tokens/s",
-        "layer executions\nper token",
-        "accepted /\ndrafted",
-        "identical\noutput",
-    )
+    table = Table("policy", "tokens/s", "layer executions\nper token", "accepted /\ndrafted", "identical\noutput")
     baseline = figures[0]
     for entry in figures:
         identical = "yes" if entry.outputs == baseline.outputs else "no"

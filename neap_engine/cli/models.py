@@ -11,20 +11,10 @@ from neap_engine.cli.console import exit_on_error, print_line
 from shared.errors import NotFound, Unavailable
 from shared.file_lock import file_lock
 
-app = typer.Typer(
-    help="List the models of a worker, and fetch the files of models.", no_args_is_help=True
-)
+app = typer.Typer(help="List the models of a worker, and fetch the files of models.", no_args_is_help=True)
 
 # What `load_model` reads. No pickles, and no code.
-PATTERNS = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.gguf",
-    "*.json",
-    "*.jinja",
-    "*.model",
-    "*.txt",
-)
+PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.gguf", "*.json", "*.jinja", "*.model", "*.txt")
 S3 = "s3://"
 
 
@@ -96,15 +86,11 @@ def fetch_from_hub(source: str, work: Path) -> None:
 
     name, _, revision = source.partition("@")
     try:
-        snapshot_download(
-            name, revision=revision or None, local_dir=work, allow_patterns=list(PATTERNS)
-        )
+        snapshot_download(name, revision=revision or None, local_dir=work, allow_patterns=list(PATTERNS))
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise NotFound(f"the Hub has no model {name}", reason="MODEL_NOT_FOUND") from error
     except OSError as error:
-        raise Unavailable(
-            f"{name} cannot be fetched from the Hub: {error}", reason="HUB_UNAVAILABLE"
-        ) from error
+        raise Unavailable(f"{name} cannot be fetched from the Hub: {error}", reason="HUB_UNAVAILABLE") from error
 
 
 def fetch_from_bucket(source: str, work: Path) -> None:
@@ -120,9 +106,7 @@ def fetch_from_bucket(source: str, work: Path) -> None:
     except FileNotFoundError as error:
         raise NotFound(f"there is no bucket {bucket}", reason="MODEL_NOT_FOUND") from error
     except obstore.exceptions.BaseError as error:
-        raise Unavailable(
-            f"{source} cannot be fetched: {summary(error)}", reason="BUCKET_UNAVAILABLE"
-        ) from error
+        raise Unavailable(f"{source} cannot be fetched: {summary(error)}", reason="BUCKET_UNAVAILABLE") from error
     wanted = [item for item in found if any(Path(item["path"]).match(one) for one in PATTERNS)]
     listing = [(item["path"], item["size"], item["e_tag"]) for item in wanted]
     begin(work, json.dumps([source, *sorted(listing)]))

@@ -74,8 +74,7 @@ class ServiceProcess:
                     self._check_alive()
                 if time.monotonic() > deadline_s:
                     raise Unavailable(
-                        f"the {self.name} is not serving after {timeout_s:g} s; {self._log_tail()}",
-                        reason="NOT_READY",
+                        f"the {self.name} is not serving after {timeout_s:g} s; {self._log_tail()}", reason="NOT_READY"
                     )
 
     def send_signal(self, number: int) -> None:
@@ -130,19 +129,13 @@ class ServiceProcess:
                 continue
             if line.startswith(LISTENING):
                 return line.removeprefix(LISTENING).strip()
-        raise Unavailable(
-            f"the {self.name} did not start to listen in time; {self._log_tail()}",
-            reason="NOT_READY",
-        )
+        raise Unavailable(f"the {self.name} did not start to listen in time; {self._log_tail()}", reason="NOT_READY")
 
     def _check_alive(self) -> None:
         assert self._process is not None
         code = self._process.poll()
         if code is not None:
-            raise Unavailable(
-                f"the {self.name} ended with code {code}; {self._log_tail()}",
-                reason="SERVICE_ENDED",
-            )
+            raise Unavailable(f"the {self.name} ended with code {code}; {self._log_tail()}", reason="SERVICE_ENDED")
 
     def _log_tail(self) -> str:
         lines = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]

@@ -9,14 +9,7 @@ import typer
 from neap_engine.cli import charts
 from neap_engine.cli.compare import FULL, Side, compare
 from neap_engine.cli.connection import calls_service, connect
-from neap_engine.cli.console import (
-    DEFAULT_CALIBRATOR,
-    DEFAULT_WORKER,
-    Calibrator,
-    Model,
-    Worker,
-    out,
-)
+from neap_engine.cli.console import DEFAULT_CALIBRATOR, DEFAULT_WORKER, Calibrator, Model, Worker, out
 from neap_engine.cli.learned_view import print_learned
 from neap_engine.cli.measure import PROMPTS, policy_table
 from neap_engine.cli.risk_view import print_risk
@@ -31,9 +24,7 @@ def report(
     router: Annotated[
         str, typer.Option("--router", help="Router to measure: a version number or an alias.")
     ] = "latest",
-    output: Annotated[Path, typer.Option("--output", help="PNG file to write.")] = Path(
-        "neap-report.png"
-    ),
+    output: Annotated[Path, typer.Option("--output", help="PNG file to write.")] = Path("neap-report.png"),
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=2, help="Maximum number of new tokens per prompt.")
     ] = 64,

@@ -47,8 +47,7 @@ def request_options(
         typer.Option(
             "--max-drafts",
             min=0,
-            help="With --policy exact: maximum number of drafts per verify pass. "
-            "0 means that the worker chooses.",
+            help="With --policy exact: maximum number of drafts per verify pass. 0 means that the worker chooses.",
         ),
     ] = 0,
     min_layers: Annotated[
@@ -56,50 +55,36 @@ def request_options(
         typer.Option(
             "--min-layers",
             min=0,
-            help="Number of layers that a token passes before it may leave. "
-            "0 allows exits before the first layer.",
+            help="Number of layers that a token passes before it may leave. 0 allows exits before the first layer.",
         ),
     ] = 0,
     router: Annotated[
-        str,
-        typer.Option(
-            "--router", help="Router to use: a version number or an alias. Default: latest."
-        ),
+        str, typer.Option("--router", help="Router to use: a version number or an alias. Default: latest.")
     ] = "",
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            "--max-tokens",
-            help="Maximum number of new tokens. Default: 256, or fewer if the context is full before.",
+            "--max-tokens", help="Maximum number of new tokens. Default: 256, or fewer if the context is full before."
         ),
     ] = None,
     temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature",
-            help="Sampling temperature; 0 means greedy decoding. Default: 0.",
-        ),
+        float | None, typer.Option("--temperature", help="Sampling temperature; 0 means greedy decoding. Default: 0.")
     ] = None,
     top_k: Annotated[
-        int | None,
-        typer.Option(
-            "--top-k", min=0, help="Sample from the k most probable tokens, k >= 1. Default: off."
-        ),
+        int | None, typer.Option("--top-k", min=0, help="Sample from the k most probable tokens, k >= 1. Default: off.")
     ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
             "--top-p",
-            help="Sample from the smallest set of tokens with this total probability, in (0, 1]. "
-            "Default: off.",
+            help="Sample from the smallest set of tokens with this total probability, in (0, 1]. Default: off.",
         ),
     ] = None,
     min_p: Annotated[
         float | None,
         typer.Option(
             "--min-p",
-            help="Drop tokens less probable than this fraction, in [0, 1], of the most probable token. "
-            "Default: off.",
+            help="Drop tokens less probable than this fraction, in [0, 1], of the most probable token. Default: off.",
         ),
     ] = None,
     repetition_penalty: Annotated[
@@ -111,16 +96,12 @@ def request_options(
         ),
     ] = None,
     seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed", min=0, help="Random seed for sampling. Default: the worker chooses one."
-        ),
+        int | None, typer.Option("--seed", min=0, help="Random seed for sampling. Default: the worker chooses one.")
     ] = None,
     presence_penalty: Annotated[
         float | None,
         typer.Option(
-            "--presence-penalty",
-            help="Penalty, in [-2, 2], on tokens that the answer has already. Default: 0, off.",
+            "--presence-penalty", help="Penalty, in [-2, 2], on tokens that the answer has already. Default: 0, off."
         ),
     ] = None,
     frequency_penalty: Annotated[
@@ -139,10 +120,7 @@ def request_options(
         ),
     ] = None,
     min_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--min-tokens", min=0, help="Do not end before so many new tokens. Default: 0."
-        ),
+        int | None, typer.Option("--min-tokens", min=0, help="Do not end before so many new tokens. Default: 0.")
     ] = None,
     bad_words: Annotated[
         list[str] | None,
@@ -153,10 +131,7 @@ def request_options(
     ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(
-            "--stop",
-            help="End before this string. May be given up to 16 times, each at most 256 bytes.",
-        ),
+        typer.Option("--stop", help="End before this string. May be given up to 16 times, each at most 256 bytes."),
     ] = None,
     prediction: Annotated[
         Path | None,
@@ -169,8 +144,7 @@ def request_options(
         ),
     ] = None,
     ignore_eos: Annotated[
-        bool,
-        typer.Option("--ignore-eos", help="Do not end at the model's end-of-sequence tokens."),
+        bool, typer.Option("--ignore-eos", help="Do not end at the model's end-of-sequence tokens.")
     ] = False,
     priority: Annotated[
         int | None,

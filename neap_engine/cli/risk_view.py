@@ -30,9 +30,7 @@ def _print_bounds(risk: Mapping[str, Any], setting: str, safer: str) -> None:
     table = Table(
         f"relaxed with {setting}",
         "differs from full on at most",
-        caption=table_cell(
-            f"{tokens}, greedy, confidence {1 - risk['delta']:g}, {num_prompts} prompts"
-        ),
+        caption=table_cell(f"{tokens}, greedy, confidence {1 - risk['delta']:g}, {num_prompts} prompts"),
     )
     for bound in risk["bounds"]:
         table.add_row(f"{safer} {bound[setting]:g}", f"{bound['epsilon']:.1%} of prompts")

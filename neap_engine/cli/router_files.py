@@ -30,16 +30,14 @@ def import_router(
     model: Annotated[
         str,
         typer.Option(
-            "--model",
-            help="Id of the model, as configured on the services. Default: the id in the manifest.",
+            "--model", help="Id of the model, as configured on the services. Default: the id in the manifest."
         ),
     ] = "",
     alias: Annotated[
         list[str] | None,
         typer.Option(
             "--alias",
-            help="Alias to point at the version, for example latest. May be given several times. "
-            "Default: none.",
+            help="Alias to point at the version, for example latest. May be given several times. Default: none.",
         ),
     ] = None,
     registry: RegistryUrl = None,
@@ -56,12 +54,7 @@ def import_router(
 
 
 def publish_folder(
-    folder: Path,
-    model: str,
-    aliases: Sequence[str],
-    *,
-    registry: str | None = None,
-    data_dir: Path | None = None,
+    folder: Path, model: str, aliases: Sequence[str], *, registry: str | None = None, data_dir: Path | None = None
 ) -> "PublishedVersion":
     """Publish the router in `folder`, or find it published, and point the aliases at it.
     `model`: "" means the manifest's.
@@ -124,10 +117,7 @@ def export_router(
         raise AlreadyExists(f"{folder} exists; name a new folder")
     with opened_registry(registry, data_dir) as opened:
         chosen = selector(version)
-        if "version" in chosen:
-            found = opened.get(model, chosen["version"])
-        else:
-            found = opened.resolve(model, chosen["alias"])
+        found = opened.get(model, chosen["version"]) if "version" in chosen else opened.resolve(model, chosen["alias"])
         blobs = {name: opened.read_blob(found, name) for name in found.manifest["blobs"]}
     manifest = {name: value for name, value in found.manifest.items() if name != "blobs"}
     write_router_folder(folder, manifest, blobs)
@@ -141,9 +131,7 @@ def opened_registry(url: str | None, data_dir: Path | None) -> Iterator["Registr
     from shared.rpc.logs import configure_logging
 
     given: dict[str, Any] = {"registry": url, "data_dir": data_dir}
-    settings = make_settings(
-        ServiceSettings, **{name: value for name, value in given.items() if value is not None}
-    )
+    settings = make_settings(ServiceSettings, **{name: value for name, value in given.items() if value is not None})
     configure_logging("warning")  # to standard error
     with closing(open_registry(settings.registry)) as opened:
         yield opened

@@ -13,10 +13,7 @@ def rebuild_index(
     registry: RegistryUrl = None,
     model: Annotated[
         list[str] | None,
-        typer.Option(
-            "--model",
-            help="Rebuild only this model. May be given several times. Default: all models.",
-        ),
+        typer.Option("--model", help="Rebuild only this model. May be given several times. Default: all models."),
     ] = None,
 ) -> None:
     """Rebuild versions, aliases and their history in Redis from the registry's journal.
@@ -27,6 +24,5 @@ def rebuild_index(
         for model_id in model or opened.models():
             state = opened.rebuild(model_id)
             print_line(
-                f"{model_id}: {state.num_versions} versions, {len(state.aliases)} aliases,"
-                f" {state.num_events} events"
+                f"{model_id}: {state.num_versions} versions, {len(state.aliases)} aliases, {state.num_events} events"
             )

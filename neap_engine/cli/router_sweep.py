@@ -12,8 +12,7 @@ from neap_engine.cli.router_files import opened_registry
 def sweep(
     registry: RegistryUrl = None,
     grace_hours: Annotated[
-        float,
-        typer.Option("--grace-hours", min=0, help="Keep objects written within this many hours."),
+        float, typer.Option("--grace-hours", min=0, help="Keep objects written within this many hours.")
     ] = 24.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, only count.")] = False,
 ) -> None:

@@ -8,22 +8,9 @@ import typer
 from neap_client.router.v1 import router_pb2
 from rich.table import Table
 
-from neap_engine.cli.alias_text import (
-    aliases_by_version,
-    canary_text,
-    describe_change,
-    share_per_mille,
-)
+from neap_engine.cli.alias_text import aliases_by_version, canary_text, describe_change, share_per_mille
 from neap_engine.cli.connection import calls_service, connect
-from neap_engine.cli.console import (
-    DEFAULT_CALIBRATOR,
-    Calibrator,
-    Model,
-    format_time,
-    out,
-    print_line,
-    table_cell,
-)
+from neap_engine.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, format_time, out, print_line, table_cell
 from neap_engine.cli.job_progress import LEAST_POSITIONS_SHOWN
 from neap_engine.cli.json_lines import print_message
 from neap_engine.cli.learned_view import print_learned
@@ -31,9 +18,7 @@ from neap_engine.cli.line_view import ancestry, print_ancestry
 from neap_engine.cli.risk_view import print_risk
 from shared.errors import InvalidInput
 
-app = typer.Typer(
-    help="List, inspect, import and roll out published routers.", no_args_is_help=True
-)
+app = typer.Typer(help="List, inspect, import and roll out published routers.", no_args_is_help=True)
 
 Alias = Annotated[str, typer.Option("--alias", help="Name of the alias.")]
 Expect = Annotated[
@@ -52,9 +37,7 @@ Reason = Annotated[str, typer.Option("--reason", help="Reason to record in the a
 def list_routers(
     model: Model,
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print each version as one line of JSON.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each version as one line of JSON.")] = False,
 ) -> None:
     """List the versions of a model, newest first, with their aliases."""
     with connect(calibrator) as client:
@@ -73,9 +56,7 @@ def list_routers(
             str(version.version),
             table_cell(" ".join(names.get(version.version, []))),
             format_time(version.create_time),
-            table_cell(
-                "DAMAGED" if version.damage else " ".join(rung.name for rung in version.rungs)
-            ),
+            table_cell("DAMAGED" if version.damage else " ".join(rung.name for rung in version.rungs)),
             f"{version.size_bytes / 1e6:.2f}",
             table_cell(version.manifest_digest[:19]),
         )
@@ -91,9 +72,7 @@ def show(
     model: Model,
     version: Annotated[str, typer.Argument(help="A version number or an alias.")] = "latest",
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
-    manifest: Annotated[
-        bool, typer.Option("--manifest", help="Print only the manifest, as JSON.")
-    ] = False,
+    manifest: Annotated[bool, typer.Option("--manifest", help="Print only the manifest, as JSON.")] = False,
 ) -> None:
     """Show one version: its held-out figures per rung, the routers that it goes on from, and the certified bounds of
     the policy relaxed."""
@@ -111,13 +90,7 @@ def show(
     num_positions = positions_by_rung(contents)
     table = Table("rung", "depth", "agreement", "coverage", "router AUC", "Brier", "precision")
     for rung in router.rungs:
-        figures = (
-            rung.agreement,
-            rung.coverage,
-            rung.router_auc,
-            rung.router_brier,
-            rung.router_precision,
-        )
+        figures = (rung.agreement, rung.coverage, rung.router_auc, rung.router_brier, rung.router_precision)
         cells = [f"{figure:.3f}" for figure in figures]
         count = num_positions.get(rung.name, LEAST_POSITIONS_SHOWN)
         if count < LEAST_POSITIONS_SHOWN:
@@ -135,10 +108,7 @@ def show(
 def promote(
     model: Model,
     version: Annotated[
-        int | None,
-        typer.Argument(
-            help="Version to point the alias at. Default: the version of its canary.", min=1
-        ),
+        int | None, typer.Argument(help="Version to point the alias at. Default: the version of its canary.", min=1)
     ] = None,
     alias: Alias = "stable",
     reason: Reason = "",
@@ -165,15 +135,9 @@ def promote(
 @calls_service
 def canary(
     model: Model,
-    version: Annotated[
-        int, typer.Argument(help="Version that gets a share of the requests.", min=1)
-    ],
+    version: Annotated[int, typer.Argument(help="Version that gets a share of the requests.", min=1)],
     share: Annotated[
-        str,
-        typer.Option(
-            "--share",
-            help="Share of the alias' requests, in steps of 0.1%: 10%, 2.5% or 25/1000.",
-        ),
+        str, typer.Option("--share", help="Share of the alias' requests, in steps of 0.1%: 10%, 2.5% or 25/1000.")
     ],
     alias: Alias = "stable",
     reason: Reason = "",
@@ -198,15 +162,10 @@ def canary(
 @app.command("abort")
 @calls_service
 def abort(
-    model: Model,
-    alias: Alias = "stable",
-    reason: Reason = "",
-    calibrator: Calibrator = DEFAULT_CALIBRATOR,
+    model: Model, alias: Alias = "stable", reason: Reason = "", calibrator: Calibrator = DEFAULT_CALIBRATOR
 ) -> None:
     """End an alias' canary. All requests get the alias' own version again."""
-    request = router_pb2.SetCanaryRequest(
-        model_id=model, alias=alias, actor=current_user(), reason=reason
-    )
+    request = router_pb2.SetCanaryRequest(model_id=model, alias=alias, actor=current_user(), reason=reason)
     with connect(calibrator) as client:
         change = client.set_canary(request)
     print_line(describe_change(change))
@@ -223,17 +182,13 @@ def rollback(
 ) -> None:
     """Undo the last change: end the alias' canary or, if it has none, point the alias at its previous version again."""
     with connect(calibrator) as client:
-        change = client.rollback_alias(
-            model, alias, expected_version=expect, actor=current_user(), reason=reason
-        )
+        change = client.rollback_alias(model, alias, expected_version=expect, actor=current_user(), reason=reason)
     print_line(describe_change(change))
 
 
 @app.command("history")
 @calls_service
-def history(
-    model: Model, alias: Alias = "stable", calibrator: Calibrator = DEFAULT_CALIBRATOR
-) -> None:
+def history(model: Model, alias: Alias = "stable", calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
     """List every change of an alias, newest first."""
     with connect(calibrator) as client:
         changes = client.alias_history(model, alias)

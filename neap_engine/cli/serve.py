@@ -8,9 +8,7 @@ import typer
 
 from neap_engine.cli.console import exit_on_error
 
-app = typer.Typer(
-    help="Run one of the two services or the HTTP gateway in this process.", no_args_is_help=True
-)
+app = typer.Typer(help="Run one of the two services or the HTTP gateway in this process.", no_args_is_help=True)
 
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 

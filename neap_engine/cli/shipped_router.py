@@ -8,10 +8,7 @@ from pathlib import Path
 from shared.errors import Unavailable
 
 # In an installed package (see shared/build_hook.py), and in a checkout.
-PLACES = (
-    Path(__file__).parents[1] / "shipped_router",
-    Path(__file__).parents[2] / "bench" / "router",
-)
+PLACES = (Path(__file__).parents[1] / "shipped_router", Path(__file__).parents[2] / "bench" / "router")
 MANIFEST = "manifest.json"
 IMPORT_TIMEOUT_S = 120
 
@@ -32,9 +29,7 @@ def import_shipped(folder: Path, model_id: str, alias: str, data_dir: Path) -> N
     # `neap routers import` in a process of its own: it needs torch, whose memory is free again afterwards.
     command = [sys.executable, "-m", "neap_engine.cli.main", "routers", "import", str(folder)]
     command += ["--model", model_id, "--alias", alias, "--data-dir", str(data_dir)]
-    result = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=IMPORT_TIMEOUT_S
-    )
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=IMPORT_TIMEOUT_S)
     if result.returncode != 0:
         last = (result.stderr.strip().splitlines() or ["no message"])[-1]
         raise Unavailable(f"the shipped router cannot be imported: {last}", reason="IMPORT_FAILED")

@@ -18,15 +18,9 @@ app = typer.Typer(help="Bearer tokens for callers of the services.", no_args_is_
 @exit_on_error
 def create(
     name: Annotated[str, typer.Argument(help="Name of the caller, shown in logs and histories.")],
-    role: Annotated[
-        list[Role],
-        typer.Option("--role", help="Role of the caller. May be given several times.", min=1),
-    ],
+    role: Annotated[list[Role], typer.Option("--role", help="Role of the caller. May be given several times.", min=1)],
     append: Annotated[
-        Path | None,
-        typer.Option(
-            "--append", help="Append the entry to this token file instead of printing it."
-        ),
+        Path | None, typer.Option("--append", help="Append the entry to this token file instead of printing it.")
     ] = None,
 ) -> None:
     """Create a token and print it, then print its entry for the services' token file. The token is not shown again."""

@@ -37,9 +37,7 @@ Model = Annotated[
         help="Id of the model in the registry, and its source, as for `neap serve worker`.",
     ),
 ]
-Router = Annotated[
-    str, typer.Option("--router", help="Router to measure: a version number or an alias.")
-]
+Router = Annotated[str, typer.Option("--router", help="Router to measure: a version number or an alias.")]
 
 
 @exit_on_error
@@ -69,15 +67,9 @@ def tune(
     registry: RegistryUrl = None,
     data_dir: DataDir = None,
     results: Annotated[
-        Path,
-        typer.Option(
-            "--results",
-            help="JSONL file of all answers. If it exists, the sweep continues from it.",
-        ),
+        Path, typer.Option("--results", help="JSONL file of all answers. If it exists, the sweep continues from it.")
     ] = Path("neap-tune.jsonl"),
-    output: Annotated[Path, typer.Option("--output", help="PNG file to write.")] = Path(
-        "neap-tune.png"
-    ),
+    output: Annotated[Path, typer.Option("--output", help="PNG file to write.")] = Path("neap-tune.png"),
 ) -> None:
     """Answer your own prompts under the policies full, exact and relaxed, and show what each does to answers and to
     speed.
@@ -102,12 +94,7 @@ def tune(
 
 
 def measuring_command(
-    prompts: Path,
-    model: str,
-    router: str,
-    max_tokens: int,
-    thresholds: Sequence[float],
-    margins: Sequence[float],
+    prompts: Path, model: str, router: str, max_tokens: int, thresholds: Sequence[float], margins: Sequence[float]
 ) -> list[str]:
     command = [sys.executable, "-m", MODULE, "--model", model, "--router", router]
     command += ["--prompts", str(prompts), "--max-tokens", str(max_tokens)]
@@ -140,9 +127,7 @@ def _measured(command: list[str], variables: dict[str, str]) -> dict[str, Any]:
     error: NeapError | None = None
     report: dict[str, Any] | None = None
     with (
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env={**os.environ, **variables}
-        ) as process,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **variables}) as process,
         Progress(*columns, console=out, disable=not out.is_terminal) as progress,
     ):
         task = progress.add_task("measuring", total=None)
@@ -170,7 +155,6 @@ def _measured(command: list[str], variables: dict[str, str]) -> dict[str, Any]:
         raise error
     if process.returncode or report is None:
         raise Unavailable(
-            f"the measuring process ended with code {process.returncode}, without a report",
-            reason="MEASURING_ENDED",
+            f"the measuring process ended with code {process.returncode}, without a report", reason="MEASURING_ENDED"
         )
     return report

@@ -15,10 +15,7 @@ def checks(settings: WorkerSettings, *, loads_models: bool) -> list[Check]:
     on_gpu = settings.device.startswith("cuda")
     compiles = on_gpu and settings.compile_layers != "off"
     model_ids = [source.model_id for source in settings.models]
-    models = [
-        Check(f"model {source.model_id}", partial(model, source, settings))
-        for source in settings.models
-    ]
+    models = [Check(f"model {source.model_id}", partial(model, source, settings)) for source in settings.models]
     return [
         Check("versions", machine.versions),
         Check("variables", variables),
@@ -27,11 +24,7 @@ def checks(settings: WorkerSettings, *, loads_models: bool) -> list[Check]:
         Check("CUDA kernels", partial(machine.cuda_kernels, on_gpu)),
         Check("torch.compile", partial(machine.layer_compiler, compiles)),
         Check("registry", partial(registry, settings.registry, model_ids)),
-        *(
-            models
-            if loads_models and models
-            else [Check("models", partial(no_model, loads_models))]
-        ),
+        *(models if loads_models and models else [Check("models", partial(no_model, loads_models))]),
     ]
 
 

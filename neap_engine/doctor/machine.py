@@ -115,9 +115,7 @@ def cuda_kernels(is_needed: bool) -> Finding:
         _run_a_kernel("cuda")
     except RuntimeError as error:
         why = str(error).partition("\n")[0]
-        advice = (
-            "run `make build-ops` on this machine, or name its architecture in TORCH_CUDA_ARCH_LIST"
-        )
+        advice = "run `make build-ops` on this machine, or name its architecture in TORCH_CUDA_ARCH_LIST"
         return missing(name, is_needed, f"they do not run on this GPU: {why}", advice)
     return Finding(name, "ok", "built; they run on this GPU")
 
@@ -134,12 +132,8 @@ def layer_compiler(is_needed: bool) -> Finding:
     launchers."""
     name = "torch.compile"
     if importlib.util.find_spec("triton") is None:
-        return missing(
-            name, is_needed, "the package triton is not installed; torch for CUDA needs it"
-        )
-    compiler = next(
-        filter(None, map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))), None
-    )
+        return missing(name, is_needed, "the package triton is not installed; torch for CUDA needs it")
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))), None)
     if compiler is None:
         advice = "install gcc or clang, or set CC"
         return missing(name, is_needed, "there is no C compiler", advice)
@@ -147,22 +141,10 @@ def layer_compiler(is_needed: bool) -> Finding:
         source = Path(folder) / "probe.c"
         source.write_text("#include <Python.h>\nint probe(void) { return PY_MAJOR_VERSION; }\n")
         include = sysconfig.get_paths()["include"]
-        command = [
-            compiler,
-            "-shared",
-            "-fPIC",
-            f"-I{include}",
-            str(source),
-            "-o",
-            f"{folder}/probe.so",
-        ]
+        command = [compiler, "-shared", "-fPIC", f"-I{include}", str(source), "-o", f"{folder}/probe.so"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        why = next(
-            (line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200]
-        )
+        why = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
         advice = "install Python's headers (python3-dev)" if "Python.h" in why else ""
-        return missing(
-            name, is_needed, f"{compiler} cannot build an extension module: {why}", advice
-        )
+        return missing(name, is_needed, f"{compiler} cannot build an extension module: {why}", advice)
     return Finding(name, "ok", f"{compiler} with Python's headers", facts={"compiler": compiler})

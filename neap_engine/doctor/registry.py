@@ -24,8 +24,7 @@ def registry(url: str, model_ids: Sequence[str]) -> Finding:
         opened.check_writable()
     where = str(folder) if folder is not None else _described(RegistryAddress.parse(url))
     found = [
-        f"{model_id} has {f'version {number}' if number else 'no router yet'}"
-        for model_id, number in newest.items()
+        f"{model_id} has {f'version {number}' if number else 'no router yet'}" for model_id, number in newest.items()
     ]
     detail = "; ".join([f"{where} can be read and written", *found])
     return Finding("registry", "ok", detail, facts={"newest_versions": newest})

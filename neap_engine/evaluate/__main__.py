@@ -26,14 +26,7 @@ from neap_engine.evaluate.figures import UNSCORED, Answer, Row, expected_answers
 from neap_engine.evaluate.prompts import read_prompts
 from neap_engine.evaluate.sides import Side, TimedAnswer, in_process, neap
 from neap_engine.evaluate.thinning import evenly_kept, kept_at_speed, thinned_side
-from neap_engine.evaluate.transformers_sides import (
-    EARLY_EXIT,
-    GENERATE,
-    LOOKUP,
-    TIDE,
-    Score,
-    transformers_sides,
-)
+from neap_engine.evaluate.transformers_sides import EARLY_EXIT, GENERATE, LOOKUP, TIDE, Score, transformers_sides
 from neap_engine.measuring import Subject, describe_machine, load_subject, run_process, say
 from shared.engine.engine import Engine
 from shared.errors import InvalidInput
@@ -100,10 +93,7 @@ def run(options: argparse.Namespace) -> None:
         engine.warm_up()
 
         def engine_sides(max_tokens: int) -> dict[str, Side]:
-            return {
-                name: neap(engine, policy, subject.ladder, max_tokens)
-                for name, policy in policies.items()
-            }
+            return {name: neap(engine, policy, subject.ladder, max_tokens) for name, policy in policies.items()}
 
         own, others = engine_sides(options.max_tokens), Others()
         if options.results is None:
@@ -112,29 +102,20 @@ def run(options: argparse.Namespace) -> None:
         measure(sides, {**engine_sides(WARM_UP_TOKENS), **others.sides}, prompts, answers)
         judged = judge(others.score, subject.loaded, expected_answers(options.prompts))
         by_side = {
-            name: [judged(number, ids, answers[number, name]) for number, ids in enumerate(prompts)]
-            for name in sides
+            name: [judged(number, ids, answers[number, name]) for number, ids in enumerate(prompts)] for name in sides
         }
     rows = [
-        row(name, of_side, by_side[FULL], *certified(bounds, policies.get(name)))
-        for name, of_side in by_side.items()
+        row(name, of_side, by_side[FULL], *certified(bounds, policies.get(name))) for name, of_side in by_side.items()
     ]
     rows += [Row(name, f"not measured: {why}") for name, why in others.refused.items()]
     say(report={"run": description, "rows": [asdict(one) for one in rows]})
 
 
-def engine_policies(
-    thresholds: Sequence[float], margins: Sequence[float]
-) -> dict[str, DepthPolicy]:
+def engine_policies(thresholds: Sequence[float], margins: Sequence[float]) -> dict[str, DepthPolicy]:
     """The depth policies to compare, by name: relaxed at each threshold and at each margin, the safest first.
     Raises `InvalidInput`."""
-    relaxed = {
-        f"relaxed {t:g}": DepthPolicy("relaxed", threshold=t)
-        for t in sorted(set(thresholds), reverse=True)
-    }
-    relaxed |= {
-        f"relaxed, margin {m:g}": DepthPolicy("relaxed", margin=m) for m in sorted(set(margins))
-    }
+    relaxed = {f"relaxed {t:g}": DepthPolicy("relaxed", threshold=t) for t in sorted(set(thresholds), reverse=True)}
+    relaxed |= {f"relaxed, margin {m:g}": DepthPolicy("relaxed", margin=m) for m in sorted(set(margins))}
     return {FULL: DepthPolicy(FULL), EXACT: DepthPolicy(EXACT), **relaxed}
 
 
@@ -157,11 +138,7 @@ def described(
 
 
 def other_sides(
-    stack: ExitStack,
-    subject: Subject,
-    own: Mapping[str, Side],
-    prompts: Prompts,
-    options: argparse.Namespace,
+    stack: ExitStack, subject: Subject, own: Mapping[str, Side], prompts: Prompts, options: argparse.Namespace
 ) -> Others:
     """Starts the processes of the other sides, which end with `stack`. Raises `InvalidInput`."""
     loaded, max_tokens = subject.loaded, options.max_tokens
@@ -194,17 +171,13 @@ def speed_up(sides: Mapping[str, Side], prompts: Prompts) -> float:
     """How many times as fast exact is as full."""
     runs = {name: [sides[name](list(ids)) for ids in prompts] for name in (FULL, EXACT)}
     full, exact = (
-        sum(run.num_decoded for run in own) / max(sum(run.decode_s for run in own), 1e-9)
-        for own in runs.values()
+        sum(run.num_decoded for run in own) / max(sum(run.decode_s for run in own), 1e-9) for own in runs.values()
     )
     return max(exact / max(full, 1e-9), 1.0)
 
 
 def measure(
-    sides: Mapping[str, Side],
-    warm_up: Mapping[str, Side],
-    prompts: Prompts,
-    answers: MutableMapping[Key, TimedAnswer],
+    sides: Mapping[str, Side], warm_up: Mapping[str, Side], prompts: Prompts, answers: MutableMapping[Key, TimedAnswer]
 ) -> None:
     """Adds what is missing to `answers`. All sides take turns on a prompt, in an order that rotates, so that what
     disturbs the machine meets all of them. The sides of `warm_up` answer before."""
@@ -220,9 +193,7 @@ def measure(
 
 
 def judge(
-    score: Callable[[list[int], list[int]], Score],
-    loaded: LoadedModel,
-    expected: Sequence[str | None],
+    score: Callable[[list[int], list[int]], Score], loaded: LoadedModel, expected: Sequence[str | None]
 ) -> Callable[[int, Sequence[int], TimedAnswer], Answer]:
     """A function that judges the answer to a prompt by the full model and by what is expected."""
     scores: dict[tuple[int, tuple[int, ...]], Score] = {}
@@ -239,9 +210,7 @@ def judge(
     return judged
 
 
-def certified(
-    bounds: Mapping[Setting, PublishedRisk], policy: DepthPolicy | None
-) -> tuple[str, float | None]:
+def certified(bounds: Mapping[Setting, PublishedRisk], policy: DepthPolicy | None) -> tuple[str, float | None]:
     """What is certified for a policy, in words, and the share of answers that may differ; nothing but for relaxed."""
     if policy is None or policy.name != "relaxed":
         return "", None

@@ -56,11 +56,7 @@ class Row:
 
 
 def row(
-    side: str,
-    answers: Sequence[Answer],
-    baseline: Sequence[Answer],
-    note: str = "",
-    bound: float | None = None,
+    side: str, answers: Sequence[Answer], baseline: Sequence[Answer], note: str = "", bound: float | None = None
 ) -> Row:
     runs, scores = [one.run for one in answers], [one.score for one in answers]
     nats = [nat for score in scores for nat in score.nats]
@@ -69,10 +65,7 @@ def row(
         side,
         note,
         len(answers),
-        sum(
-            one.run.token_ids == other.run.token_ids
-            for one, other in zip(answers, baseline, strict=True)
-        ),
+        sum(one.run.token_ids == other.run.token_ids for one, other in zip(answers, baseline, strict=True)),
         sum(score.num_chosen for score in scores) / max(len(nats), 1),
         math.exp(sum(nats) / max(len(nats), 1)),
         sum(one.is_right is True for one in answers),

@@ -69,9 +69,7 @@ def neap(engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens:
 
 
 @contextmanager
-def in_process(
-    make: Callable[..., Callable[[Any], Any]], *arguments: object
-) -> Iterator[Callable[[Any], Any]]:
+def in_process(make: Callable[..., Callable[[Any], Any]], *arguments: object) -> Iterator[Callable[[Any], Any]]:
     """A function that calls, in a process of its own, what `make(*arguments)` has returned there.
 
     A process because two OpenMP pools in one slow each other down (docs/decisions/004).
@@ -92,9 +90,7 @@ def in_process(
         process.join()
 
 
-def _serve(
-    make: Callable[..., Callable[[Any], Any]], arguments: tuple[object, ...], pipe: Connection
-) -> None:
+def _serve(make: Callable[..., Callable[[Any], Any]], arguments: tuple[object, ...], pipe: Connection) -> None:
     configure_logging("warning")  # to standard error: standard output is the parent's
     work = make(*arguments)
     while (task := pipe.recv()) is not None:

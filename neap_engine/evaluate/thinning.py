@@ -42,9 +42,7 @@ def thinned(loaded: LoadedModel, kept: tuple[int, ...]) -> LoadedModel:
     return replace(loaded, parts=find_parts(model))
 
 
-def thinned_side(
-    source: str, options: dict[str, Any], kept: tuple[int, ...], max_tokens: int
-) -> Callable[[Any], Any]:
+def thinned_side(source: str, options: dict[str, Any], kept: tuple[int, ...], max_tokens: int) -> Callable[[Any], Any]:
     """A `Side` that answers with a thinned model, for a process of its own: see `in_process`.
     `options`: of `load_model`."""
     engine = Engine(thinned(load_model(source, **options), kept), prefix_cache_bytes=0)

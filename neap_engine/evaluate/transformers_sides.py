@@ -23,12 +23,7 @@ from neap_engine.evaluate.sides import TimedAnswer
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 
-GENERATE, LOOKUP, EARLY_EXIT, TIDE = (
-    "HF generate",
-    "HF prompt lookup",
-    "HF early exit",
-    "TIDE's method",
-)
+GENERATE, LOOKUP, EARLY_EXIT, TIDE = ("HF generate", "HF prompt lookup", "HF early exit", "TIDE's method")
 PAD = 0
 # The value that transformers' guide uses.
 LOOKUP_TOKENS = 10
@@ -183,9 +178,7 @@ class TransformersSides:
         return found
 
 
-def transformers_sides(
-    source: str, options: dict[str, Any], max_tokens: int
-) -> Callable[[Any], Any]:
+def transformers_sides(source: str, options: dict[str, Any], max_tokens: int) -> Callable[[Any], Any]:
     """`TransformersSides` in a process of its own: see `in_process`. `options`: of `load_model`.
     Those of neap's own kernels do not apply."""
     transformers.logging.set_verbosity_error()

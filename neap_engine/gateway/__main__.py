@@ -37,9 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the process' exit status: 0, or 2 if it cannot start with these settings."""
     configure_logging()
     try:
-        settings = settings_from_command_line(
-            GatewaySettings, "python -m neap_engine.gateway", argv
-        )
+        settings = settings_from_command_line(GatewaySettings, "python -m neap_engine.gateway", argv)
         configure_logging(settings.log_level)
         log_stdout()
         with export_traces(settings.exports_traces, "neap-gateway"):

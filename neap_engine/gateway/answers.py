@@ -17,9 +17,7 @@ class Choice:
     """One choice: what its events have brought so far. `logprobs` and the text are kept only if `keeps` is set.
     `resumptions` of its stream, which grow."""
 
-    def __init__(
-        self, index: int, *, is_chat: bool, keeps: bool, resumptions: Sequence[pb.Started] = ()
-    ) -> None:
+    def __init__(self, index: int, *, is_chat: bool, keeps: bool, resumptions: Sequence[pb.Started] = ()) -> None:
         self.index = index
         self._resumptions = resumptions
         self.finished: pb.Finished | None = None
@@ -118,12 +116,7 @@ class Choice:
         logprobs: dict[str, Any] | None = None,
         neap: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        part = {
-            "index": self.index,
-            **part,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
+        part = {"index": self.index, **part, "logprobs": logprobs, "finish_reason": finish_reason}
         return part if neap is None else {**part, "neap": neap}
 
     def _finish_reason(self) -> str:
@@ -161,8 +154,7 @@ class Choice:
             "prefill_s": timing.prefill.ToNanoseconds() / 1e9,
             "decode_s": timing.decode.ToNanoseconds() / 1e9,
             "resumptions": [
-                {"token": one.num_resumed_tokens, "inexact": one.continued_inexactly}
-                for one in self._resumptions
+                {"token": one.num_resumed_tokens, "inexact": one.continued_inexactly} for one in self._resumptions
             ],
         }
 
@@ -223,9 +215,7 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
-            f"{kind}_prediction_tokens": sum(
-                getattr(one.usage, f"num_{kind}_prediction_tokens") for one in finished
-            )
+            f"{kind}_prediction_tokens": sum(getattr(one.usage, f"num_{kind}_prediction_tokens") for one in finished)
             for kind in ("accepted", "rejected")
         }
         | {"reasoning_tokens": sum(one.usage.num_reasoning_tokens for one in finished)},
@@ -240,9 +230,7 @@ def depth_figures(finished: Sequence[pb.Finished]) -> dict[str, Any]:
         for count in one.depth.exits:
             exits[count.rung] = exits.get(count.rung, 0) + count.num_tokens
     num_tokens = sum(one.usage.num_completion_tokens for one in finished)
-    weighted = sum(
-        one.depth.mean_layers_per_token * one.usage.num_completion_tokens for one in finished
-    )
+    weighted = sum(one.depth.mean_layers_per_token * one.usage.num_completion_tokens for one in finished)
     return {
         "mean_layers_per_token": weighted / max(num_tokens, 1),
         "layer_executions": sum(one.depth.num_layer_executions for one in finished),
@@ -268,11 +256,7 @@ def model_object(model: pb.Model) -> dict[str, Any]:
             "context_length": model.context_length,
             "vocabulary_size": model.vocabulary_size,
             "routers": [
-                {
-                    "version": router.version,
-                    "digest": router.manifest_digest,
-                    "rungs": list(router.rungs),
-                }
+                {"version": router.version, "digest": router.manifest_digest, "rungs": list(router.rungs)}
                 for router in model.routers
             ],
         },
@@ -285,13 +269,9 @@ def _text_logprobs(tokens: Sequence[pb.Token], offset: int) -> tuple[dict[str, A
     ends = list(accumulate((len(token.text) for token in tokens), initial=offset))
     logprobs = {
         "tokens": [token.text for token in tokens],
-        "token_logprobs": [
-            token.logprob if token.HasField("logprob") else None for token in tokens
-        ],
+        "token_logprobs": [token.logprob if token.HasField("logprob") else None for token in tokens],
         "top_logprobs": [
-            {other.text: other.logprob for other in token.alternatives}
-            if token.HasField("logprob")
-            else None
+            {other.text: other.logprob for other in token.alternatives} if token.HasField("logprob") else None
             for token in tokens
         ],
         "text_offset": ends[:-1],

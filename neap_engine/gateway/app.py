@@ -19,13 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from neap_engine.gateway.answers import Choice, Response, model_object
 from neap_engine.gateway.clients import Clients, address_key
-from neap_engine.gateway.errors import (
-    CLIENT_CLOSED_REQUEST,
-    error_headers,
-    error_object,
-    path_error,
-    unexpected,
-)
+from neap_engine.gateway.errors import CLIENT_CLOSED_REQUEST, error_headers, error_object, path_error, unexpected
 from neap_engine.gateway.exchange import Exchange
 from neap_engine.gateway.merging import merged
 from neap_engine.gateway.metrics import GatewayMetrics
@@ -46,9 +40,7 @@ log = structlog.get_logger("neap.gateway")
 class Gateway:
     """Belongs to one event loop. `drain` makes it unready; `ending` ends the requests that run."""
 
-    def __init__(
-        self, settings: GatewaySettings, workers: AsyncNeapClient, metrics: GatewayMetrics
-    ) -> None:
+    def __init__(self, settings: GatewaySettings, workers: AsyncNeapClient, metrics: GatewayMetrics) -> None:
         self.ending = asyncio.Event()
         self._settings = settings
         self._workers = workers
@@ -88,9 +80,7 @@ class Gateway:
         endpoint = _Endpoint(self, path.partition("/{")[0], handler)
         return Route(path, endpoint, methods=[method])
 
-    async def serve(
-        self, endpoint: str, handler: Handler, scope: Scope, receive: Receive, send: Send
-    ) -> None:
+    async def serve(self, endpoint: str, handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request to the API: every failure becomes OpenAI's error object. Logs and counts it."""
         started_s = time.monotonic()
         exchange = Exchange(
@@ -121,9 +111,7 @@ class Gateway:
             reason = {"reason": error.reason} if error is not None else {}
             end_http_span(span, exchange.status or CLIENT_CLOSED_REQUEST, reason)
 
-    def _record(
-        self, endpoint: str, exchange: Exchange, error: NeapError | None, duration_s: float
-    ) -> None:
+    def _record(self, endpoint: str, exchange: Exchange, error: NeapError | None, duration_s: float) -> None:
         status = exchange.status or CLIENT_CLOSED_REQUEST
         fields: dict[str, Any] = {"reason": error.reason} if error is not None else {}
         if error is not None:
@@ -194,31 +182,19 @@ class Gateway:
         is_chat, calls = generation.is_chat, generation.calls()
         exchange.log_fields.update(generation.log_fields, model_id=generation.model[:128])
         response = Response(
-            exchange.request_id,
-            generation.model,
-            is_chat=is_chat,
-            includes_usage=generation.includes_usage,
+            exchange.request_id, generation.model, is_chat=is_chat, includes_usage=generation.includes_usage
         )
         # The workers' logs tell the calls of one request apart by these.
         suffixes = [f"-{index}" for index in range(len(calls))] if len(calls) > 1 else [""]
         left_s = max(0.0, started_s + self._settings.generation_timeout_s - time.monotonic())
         streams = [
             self._workers.generate(
-                call,
-                timeout_s=left_s,
-                request_id=exchange.request_id + suffix,
-                metadata=token,
-                prefix=prefix,
+                call, timeout_s=left_s, request_id=exchange.request_id + suffix, metadata=token, prefix=prefix
             )
             for (call, prefix), suffix in zip(calls, suffixes, strict=True)
         ]
         choices = [
-            Choice(
-                index,
-                is_chat=is_chat,
-                keeps=not generation.is_stream,
-                resumptions=stream.resumptions,
-            )
+            Choice(index, is_chat=is_chat, keeps=not generation.is_stream, resumptions=stream.resumptions)
             for index, stream in enumerate(streams)
         ]
         events = merged(streams)

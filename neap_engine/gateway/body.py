@@ -23,12 +23,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 async def read_body(
-    scope: Scope,
-    receive: Receive,
-    hold: Callable[[int], None],
-    *,
-    max_bytes: int,
-    timeout_s: float,
+    scope: Scope, receive: Receive, hold: Callable[[int], None], *, max_bytes: int, timeout_s: float
 ) -> bytes:
     """Return the body. `hold` is told how many bytes have arrived, and may raise.
 
@@ -48,9 +43,7 @@ async def read_body(
                 structure.add(chunk)
                 body += chunk
     except TimeoutError as error:
-        raise InvalidInput(
-            f"the body has not arrived within {timeout_s:g} s", reason="REQUEST_TIMEOUT"
-        ) from error
+        raise InvalidInput(f"the body has not arrived within {timeout_s:g} s", reason="REQUEST_TIMEOUT") from error
     return bytes(body)
 
 
@@ -77,18 +70,14 @@ async def _chunks(receive: Receive) -> AsyncIterator[bytes]:
 
 def _too_large(max_bytes: int) -> InvalidInput:
     return InvalidInput(
-        f"the body is larger than {max_bytes} bytes",
-        reason="BODY_TOO_LARGE",
-        metadata={"max_bytes": str(max_bytes)},
+        f"the body is larger than {max_bytes} bytes", reason="BODY_TOO_LARGE", metadata={"max_bytes": str(max_bytes)}
     )
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """Parse a JSON object in UTF-8. Raises InvalidInput (BAD_JSON)."""
     try:
-        value = json.loads(
-            body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_object
-        )
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_object)
     except UnicodeDecodeError as error:
         raise refused("the body is not UTF-8", reason="BAD_JSON") from error
     except RecursionError as error:
@@ -117,11 +106,7 @@ def validated(kind: type[M], fields: dict[str, Any]) -> M:
     first = max(of_first_field, key=lambda one: len(one["loc"]))
     if first["type"] == "unsupported_field":
         field = _path((*first["loc"], first["msg"]))
-        raise refused(
-            f"{field} is not supported here with this value; leave it out",
-            field,
-            reason="UNSUPPORTED_FIELD",
-        )
+        raise refused(f"{field} is not supported here with this value; leave it out", field, reason="UNSUPPORTED_FIELD")
     field = _path(first["loc"])
     if first["type"] == "extra_forbidden":
         parent, dot, _ = field.rpartition(".")

@@ -8,14 +8,7 @@ from neap_client.inference.v1 import inference_pb2
 from neap_client.metadata import Metadata
 
 from neap_engine.gateway.workers import UNARY_TIMEOUT_S
-from shared.errors import (
-    DeadlineExceeded,
-    InvalidInput,
-    NeapError,
-    NotFound,
-    PermissionDenied,
-    Unauthenticated,
-)
+from shared.errors import DeadlineExceeded, InvalidInput, NeapError, NotFound, PermissionDenied, Unauthenticated
 from shared.rpc.tokens import digest_of_token
 
 # How long an answer of the workers holds. They check every call themselves, so an old answer lets in nothing but a

@@ -88,9 +88,7 @@ class Connection(H11Protocol):
         ]
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             for event in (
-                h11.Response(
-                    status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode()
-                ),
+                h11.Response(status_code=status, headers=headers, reason=HTTPStatus(status).phrase.encode()),
                 h11.Data(data=body),
                 h11.EndOfMessage(),
             ):
@@ -106,9 +104,7 @@ class Connection(H11Protocol):
         if num_before and num_unread >= num_before:
             self._abort()
         elif num_unread:
-            self._read_timer = self.loop.call_later(
-                self.stall_timeout_s, self._await_reader, num_unread
-            )
+            self._read_timer = self.loop.call_later(self.stall_timeout_s, self._await_reader, num_unread)
 
     def _abort(self) -> None:
         self._stop_timers()
@@ -121,9 +117,7 @@ class Connection(H11Protocol):
         self._head_timer = self._read_timer = None
 
 
-def connection_class(
-    *, request_timeout_s: float, stall_timeout_s: float, max_connections: int
-) -> type[Connection]:
+def connection_class(*, request_timeout_s: float, stall_timeout_s: float, max_connections: int) -> type[Connection]:
     """Return the class with these bounds. uvicorn passes no arguments of ours to it."""
     bounds = {
         "request_timeout_s": request_timeout_s,

@@ -12,22 +12,10 @@ from typing import Any
 import structlog
 from grpc import StatusCode
 
-from shared.errors import (
-    RETRY_AFTER_S,
-    Cancelled,
-    Exhausted,
-    InvalidInput,
-    NeapError,
-    NotFound,
-    Unavailable,
-)
+from shared.errors import RETRY_AFTER_S, Cancelled, Exhausted, InvalidInput, NeapError, NotFound, Unavailable
 from shared.rpc.status import code_of
 
-REQUEST, AUTHENTICATION, PERMISSION = (
-    "invalid_request_error",
-    "authentication_error",
-    "permission_error",
-)
+REQUEST, AUTHENTICATION, PERMISSION = ("invalid_request_error", "authentication_error", "permission_error")
 LIMIT, SERVER = "rate_limit_error", "server_error"
 CLIENT_CLOSED_REQUEST = 499
 
@@ -87,8 +75,7 @@ def unexpected(error: BaseException) -> NeapError:
     error_id = secrets.token_hex(8)
     log.error("unexpected error", error_id=error_id, exc_info=error)
     return NeapError(
-        f"internal error; the log of the gateway has details under the id {error_id}",
-        metadata={"error_id": error_id},
+        f"internal error; the log of the gateway has details under the id {error_id}", metadata={"error_id": error_id}
     )
 
 
@@ -112,11 +99,7 @@ def error_object(error: NeapError) -> dict[str, Any]:
         "type": STATUSES[code_of(error)][1],
         "param": error.metadata.get("field"),
         "code": CODES.get(error.reason, error.reason.lower()),
-        "neap": {
-            "reason": error.reason,
-            "grpc_code": code_of(error).name,
-            "metadata": error.metadata,
-        },
+        "neap": {"reason": error.reason, "grpc_code": code_of(error).name, "metadata": error.metadata},
     }
 
 

@@ -28,13 +28,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        *,
-        request_timeout_s: float,
-        stall_timeout_s: float,
+        self, scope: Scope, receive: Receive, send: Send, *, request_timeout_s: float, stall_timeout_s: float
     ) -> None:
         self.scope = scope
         self.status = 0
@@ -51,9 +45,7 @@ class Exchange:
 
     def start_span(self, route: str) -> Span:
         """Start the span of this request. Calls to workers made in this task or in its children continue its trace."""
-        headers = [
-            (key.decode("latin-1"), value.decode("latin-1")) for key, value in self.scope["headers"]
-        ]
+        headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in self.scope["headers"]]
         return start_http_span(self.scope["method"], route, headers)
 
     @property
@@ -65,23 +57,17 @@ class Exchange:
     async def read_body(self, hold: Callable[[int], None], *, max_bytes: int) -> bytes:
         """See `neap_engine.gateway.body.read_body`."""
         timeout_s = self._request_timeout_s
-        return await read_body(
-            self.scope, self._receive, hold, max_bytes=max_bytes, timeout_s=timeout_s
-        )
+        return await read_body(self.scope, self._receive, hold, max_bytes=max_bytes, timeout_s=timeout_s)
 
     def token(self) -> Metadata:
         """Return the client's token as metadata of calls to workers, empty if it has none.
         Raises Unauthenticated (TOKEN_MALFORMED)."""
         tokens = self._headers(AUTHORIZATION_KEY)
         if len(tokens) > 1 or any(not _PRINTABLE.fullmatch(token) for token in tokens):
-            raise Unauthenticated(
-                "authorization must be a single 'Bearer TOKEN'", reason="TOKEN_MALFORMED"
-            )
+            raise Unauthenticated("authorization must be a single 'Bearer TOKEN'", reason="TOKEN_MALFORMED")
         return [(AUTHORIZATION_KEY, token) for token in tokens]
 
-    async def run(
-        self, handler: Callable[["Exchange"], Awaitable[None]], ending: asyncio.Event
-    ) -> None:
+    async def run(self, handler: Callable[["Exchange"], Awaitable[None]], ending: asyncio.Event) -> None:
         """Await `handler`. Raises Cancelled (CLIENT_GONE) when the client goes, Unavailable (SHUTTING_DOWN) at
         `ending`."""
         work = asyncio.ensure_future(handler(self))
@@ -101,18 +87,11 @@ class Exchange:
             # The calls to the workers end here.
             await asyncio.gather(work, gone, end, return_exceptions=True)
 
-    async def respond(
-        self, status: int, content: Any, headers: dict[str, str] | None = None
-    ) -> None:
+    async def respond(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
         """Send a whole response in JSON."""
         body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
         await self._start(
-            status,
-            {
-                "content-type": "application/json",
-                "content-length": str(len(body)),
-                **(headers or {}),
-            },
+            status, {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
         )
         self.is_complete = True
         await self._send({"type": "http.response.body", "body": body, "more_body": False})

@@ -48,7 +48,5 @@ class HttpsCertificate(ServerCertificate):
                 context.load_verify_locations(authority)
                 context.verify_mode = ssl.CERT_REQUIRED
         except (OSError, ssl.SSLError) as error:
-            raise InvalidInput(
-                f"{certificate} and {key} cannot be used", reason="BAD_CERTIFICATE"
-            ) from error
+            raise InvalidInput(f"{certificate} and {key} cannot be used", reason="BAD_CERTIFICATE") from error
         return context

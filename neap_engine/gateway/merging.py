@@ -7,9 +7,7 @@ from neap_client import AsyncGenerationStream
 from neap_client.inference.v1.inference_pb2 import GenerateResponse
 
 
-async def merged(
-    streams: Sequence[AsyncGenerationStream],
-) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
+async def merged(streams: Sequence[AsyncGenerationStream]) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
     """Yield (index of the stream, event) as events come. The first error of a stream ends all.
     Leaving closes the streams.
 

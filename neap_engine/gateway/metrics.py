@@ -57,8 +57,4 @@ class GatewayMetrics:
             "Calls of workers that went on with an answer that another worker had begun",
             registry=self.registry,
         )
-        self.tokens = Counter(
-            "neap_gateway_generation_tokens",
-            "Tokens received from workers",
-            registry=self.registry,
-        )
+        self.tokens = Counter("neap_gateway_generation_tokens", "Tokens received from workers", registry=self.registry)

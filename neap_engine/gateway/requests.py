@@ -122,10 +122,7 @@ def _chat(request: ChatRequest) -> pb.Chat:
                 field = f"messages[{i}].{name}"
                 verb = "may not have" if getattr(message, name) else "must have"
                 raise refused(f"{field}: a message of this kind {verb} {name}", field)
-        calls = [
-            pb.ToolCall(id=call.id, **call.function.model_dump())
-            for call in message.tool_calls or []
-        ]
+        calls = [pb.ToolCall(id=call.id, **call.function.model_dump()) for call in message.tool_calls or []]
         chat.messages.add(
             # OpenAI's newer models call the role "system" "developer".
             role="system" if message.role == "developer" else message.role,
@@ -138,11 +135,7 @@ def _chat(request: ChatRequest) -> pb.Chat:
 
 
 def _tool(function: Function) -> pb.Tool:
-    return pb.Tool(
-        name=function.name,
-        description=function.description or "",
-        parameters=_json(function.parameters),
-    )
+    return pb.Tool(name=function.name, description=function.description or "", parameters=_json(function.parameters))
 
 
 def _tool_choice(choice: str | NamedTool | None) -> pb.ToolChoice | None:
@@ -170,14 +163,10 @@ def _prompts(request: CompletionRequest, max_choices: int) -> list[pb.GenerateRe
         return [pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt))]
     if len(prompt) > max_choices:
         raise refused(
-            f"there are {len(prompt)} prompts; at most {max_choices} are allowed",
-            "prompt",
-            reason="TOO_MANY_CHOICES",
+            f"there are {len(prompt)} prompts; at most {max_choices} are allowed", "prompt", reason="TOO_MANY_CHOICES"
         )
     return [
-        pb.GenerateRequest(text=part)
-        if isinstance(part, str)
-        else pb.GenerateRequest(token_ids=pb.TokenIds(ids=part))
+        pb.GenerateRequest(text=part) if isinstance(part, str) else pb.GenerateRequest(token_ids=pb.TokenIds(ids=part))
         for part in prompt
     ]
 

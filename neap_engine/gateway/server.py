@@ -53,9 +53,7 @@ class GatewayServer:
             else HttpsCertificate(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         )
         self.security = ServerSecurity(certificate)
-        self._server = _Uvicorn(
-            _config(settings, gateway, None if certificate is None else certificate.context())
-        )
+        self._server = _Uvicorn(_config(settings, gateway, None if certificate is None else certificate.context()))
 
     @property
     def num_connections(self) -> int:
@@ -107,9 +105,7 @@ class GatewayServer:
             # Closes the listener and idle connections, and waits for the others.
             self._server.should_exit = True
             await asyncio.wait(
-                (serving, hurried),
-                timeout=settings.drain_timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
+                (serving, hurried), timeout=settings.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
             hurried.cancel()
@@ -138,9 +134,7 @@ class _Uvicorn(uvicorn.Server):
                 connection.transport.abort()
 
 
-def _config(
-    settings: GatewaySettings, gateway: Gateway, tls: ssl.SSLContext | None
-) -> uvicorn.Config:
+def _config(settings: GatewaySettings, gateway: Gateway, tls: ssl.SSLContext | None) -> uvicorn.Config:
     config = uvicorn.Config(
         gateway.app(),
         http=connection_class(

@@ -60,7 +60,5 @@ class Shares:
 
     def _refused(self, who: str, held: int, *, reason: str) -> Exhausted:
         return Exhausted(
-            f"{who} {held} of {self.total} {self._unit}; no more are given",
-            reason=reason,
-            retry_after_s=RETRY_AFTER_S,
+            f"{who} {held} of {self.total} {self._unit}; no more are given", reason=reason, retry_after_s=RETRY_AFTER_S
         )

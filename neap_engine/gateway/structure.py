@@ -34,7 +34,5 @@ class Structure:
         ):
             if count > most:
                 raise InvalidInput(
-                    f"the body has more than {most} {what}",
-                    reason="BODY_TOO_LARGE",
-                    metadata={"max_values": str(most)},
+                    f"the body has more than {most} {what}", reason="BODY_TOO_LARGE", metadata={"max_values": str(most)}
                 )

@@ -30,11 +30,7 @@ from neap_engine.hugging_face.options import (
 )
 from neap_engine.hugging_face.rows import decode_rows
 from shared.engine.engine import Engine
-from shared.engine.request.request import (
-    GeneratedToken,
-    GenerationRequest,
-    StoppingParams,
-)
+from shared.engine.request.request import GeneratedToken, GenerationRequest, StoppingParams
 from shared.errors import PreconditionFailed
 from shared.ladder.policy import DepthPolicy
 from shared.model.cache_argument import CACHE_ARGUMENTS
@@ -59,8 +55,7 @@ class Attached:
         self._model = engine.loaded.model
         if "generate" in vars(self._model):
             raise PreconditionFailed(
-                "the model's generate has been replaced already; call detach first",
-                reason="ALREADY_ATTACHED",
+                "the model's generate has been replaced already; call detach first", reason="ALREADY_ATTACHED"
             )
         # transformers itself replaces `generate` in this way when a repository brings a decoding method of its own.
         self._plain: Callable[..., Any] = cast(Any, self._model).generate
@@ -116,9 +111,7 @@ class Attached:
             pad = eos[0] if eos else None
         if num_rows > 1:
             _check_several(stopping_criteria, streamer, pad)
-        prompts = prompts_of(
-            input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-        )
+        prompts = prompts_of(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
         stopping = StoppingParams(
             max_tokens=generation_config.max_length - num_given,
             # The stopping criteria end an answer at other tokens than the model's own.
@@ -189,9 +182,7 @@ def _move_stop_strings(call: dict[str, Any], extra: dict[str, Any]) -> None:
         call["generation_config"] = config = copy.deepcopy(config)
         config.stop_strings = None
     criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
-    call["stopping_criteria"] = StoppingCriteriaList(
-        [*(call.get("stopping_criteria") or ()), criterion]
-    )
+    call["stopping_criteria"] = StoppingCriteriaList([*(call.get("stopping_criteria") or ()), criterion])
 
 
 def _check_several(criteria: StoppingCriteriaList, streamer: Any, pad: int | None) -> None:

@@ -41,9 +41,7 @@ class ExitStats:
 
     def summary(self) -> str:
         """A summary of a few lines for people to read."""
-        lines = [
-            f"{self.total_tokens} tokens, {self.total_exited} left early ({self.exit_rate:.1%})"
-        ]
+        lines = [f"{self.total_tokens} tokens, {self.total_exited} left early ({self.exit_rate:.1%})"]
         lines += [
             f"  after {depth} layers: {count} tokens ({count / self.total_tokens:.1%})"
             for depth, count in self.exits_per_layer.items()

@@ -44,12 +44,7 @@ FILTERS = (
 )
 WARPERS = {"temperature", "top_k", "top_p", "min_p"}
 # They decide for each sequence on its own, so that they may be asked about one sequence at a time.
-CRITERIA_OF_ONE_SEQUENCE = (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StopStringCriteria,
-)
+CRITERIA_OF_ONE_SEQUENCE = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 # What transformers itself passes to each decoding method. The engine has its own cache and its own passes.
 PASSED_ALWAYS = frozenset(
     {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position", *CACHE_ARGUMENTS}
@@ -59,9 +54,7 @@ OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output
 
 def unsupported(option: str, why: str = "an engine of neap does not have it") -> InvalidInput:
     return InvalidInput(
-        f"generate: {option} cannot be used here: {why}",
-        reason="UNSUPPORTED_OPTION",
-        metadata={"option": option},
+        f"generate: {option} cannot be used here: {why}", reason="UNSUPPORTED_OPTION", metadata={"option": option}
     )
 
 
@@ -87,9 +80,7 @@ def check_cache(implementation: str | None) -> None:
         raise unsupported(f"cache_implementation={implementation!r}", "an engine has its own cache")
 
 
-def prompts_of(
-    input_ids: Tensor, mask: Tensor | None, positions: Tensor | None
-) -> list[tuple[int, ...]]:
+def prompts_of(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[tuple[int, ...]]:
     """input_ids [B, S], attention mask [B, S] and position ids [B, S] -> the prompt of each row, without its padding.
 
     Raises `InvalidInput` (UNSUPPORTED_OPTION) for padding that is not on the left, and for positions that do not count

@@ -24,9 +24,7 @@ from shared.rpc.roles import METHOD_ROLES
 _MESSAGES, _ENUMS, _SERVICES = 4, 5, 6
 _FIELDS, _VALUES, _METHODS = 2, 2, 2
 
-_SCALARS = {
-    number: name.removeprefix("TYPE_").lower() for name, number in FieldDescriptorProto.Type.items()
-}
+_SCALARS = {number: name.removeprefix("TYPE_").lower() for name, number in FieldDescriptorProto.Type.items()}
 
 
 def proto_files() -> list[FileDescriptorProto]:
@@ -104,9 +102,7 @@ class _File:
 
     def _type(self, field: FieldDescriptorProto, message: DescriptorProto) -> str:
         name = self._link(field.type_name) if field.type_name else _SCALARS[field.type]
-        entry = next(
-            (n for n in message.nested_type if field.type_name.endswith(f".{n.name}")), None
-        )
+        entry = next((n for n in message.nested_type if field.type_name.endswith(f".{n.name}")), None)
         if entry is not None and entry.options.map_entry:
             return f"map of {' to '.join(self._type(part, entry) for part in entry.field)}"
         if field.label == FieldDescriptorProto.LABEL_REPEATED:

@@ -53,13 +53,7 @@ class _Reader:
         else:
             self._follow(given, message, kind, place)
 
-    def _follow(
-        self,
-        reason: ast.expr,
-        message: ast.expr | None,
-        kind: type[errors.NeapError],
-        place: Place,
-    ) -> None:
+    def _follow(self, reason: ast.expr, message: ast.expr | None, kind: type[errors.NeapError], place: Place) -> None:
         text = text_of(reason)
         if text is not None:
             self._add(text, kind, text_of(message), place)
@@ -74,9 +68,7 @@ class _Reader:
         elif not isinstance(reason, ast.Attribute):  # that of another error
             raise ValueError(f"{place.module}:{place.call.lineno}: {ast.unparse(reason)}")
 
-    def _follow_name(
-        self, name: str, message: ast.expr | None, kind: type[errors.NeapError], place: Place
-    ) -> None:
+    def _follow_name(self, name: str, message: ast.expr | None, kind: type[errors.NeapError], place: Place) -> None:
         """Follow a variable to what is assigned to it, or a parameter to what calls of its function give."""
         assigned = [
             node.value
@@ -111,9 +103,7 @@ class _Reader:
         for value in assigned:
             self._follow(value, message, kind, place)
 
-    def _add(
-        self, reason: str, kind: type[errors.NeapError], message: str | None, place: Place
-    ) -> None:
+    def _add(self, reason: str, kind: type[errors.NeapError], message: str | None, place: Place) -> None:
         found = self.found[reason]
         code = next((CODES[base].name for base in kind.__mro__ if base in CODES), "INTERNAL")
         found.codes.add(code)
@@ -130,9 +120,7 @@ def _default(function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> ast
     positional = [*function.args.posonlyargs, *function.args.args]
     defaults = zip(reversed(positional), reversed(function.args.defaults), strict=False)
     keyword = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-    return next(
-        (value for parameter, value in (*defaults, *keyword) if parameter.arg == name), None
-    )
+    return next((value for parameter, value in (*defaults, *keyword) if parameter.arg == name), None)
 
 
 def _substituted(message: ast.expr | None, names: list[str], caller: Place) -> ast.expr | None:

@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = (
-    "protos/neap_client",
-    "neap_engine",
-    "calibrator_service",
-    "inference_service",
-    "shared",
-)
+PACKAGES = ("protos/neap_client", "neap_engine", "calibrator_service", "inference_service", "shared")
 # The command line raises errors that no client sees.
 LEFT_OUT = ("neap_engine/cli/", "neap_engine/reference/")
 
@@ -44,10 +38,7 @@ def calls() -> Iterator[Place]:
 
 
 def _calls(
-    module: str,
-    tree: ast.Module,
-    node: ast.AST,
-    functions: tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...],
+    module: str, tree: ast.Module, node: ast.AST, functions: tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]
 ) -> Iterator[Place]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         functions = (*functions, node)

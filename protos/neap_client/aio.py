@@ -31,9 +31,7 @@ class AsyncNeapClient(ClientBase):
     Belongs to the running event loop."""
 
     def _open_channel(self, by_address: bool = False) -> grpc.aio.Channel:
-        return open_async_channel(
-            self.target, self._security, self._health_service, by_address=by_address
-        )
+        return open_async_channel(self.target, self._security, self._health_service, by_address=by_address)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -84,9 +82,7 @@ class AsyncNeapClient(ClientBase):
         sent beside the client's own. `request` may be serialized already, which spares calls with the same large prompt
         the work; `prefix` is then its `neap_client.affinity.prefix_key`, without which it goes to the workers in turn.
         """
-        return AsyncGenerationStream(
-            **self._generation(request, timeout_s, request_id, metadata, prefix)
-        )
+        return AsyncGenerationStream(**self._generation(request, timeout_s, request_id, metadata, prefix))
 
     async def answer(
         self,
@@ -98,9 +94,7 @@ class AsyncNeapClient(ClientBase):
     ) -> Answer:
         """Return the whole answer. The arguments are those of `generate`, whose stream this reads.
         Raises what the stream raises."""
-        async with self.generate(
-            request, timeout_s=timeout_s, request_id=request_id, metadata=metadata
-        ) as stream:
+        async with self.generate(request, timeout_s=timeout_s, request_id=request_id, metadata=metadata) as stream:
             async for _ in stream:
                 pass
             return stream.answer()
@@ -188,18 +182,14 @@ class AsyncNeapClient(ClientBase):
         self, model_id: str, alias: str, version: int, **change: Unpack[ChangeOptions]
     ) -> router_pb2.AliasChange:
         """Point an alias at a version. Never repeated."""
-        request = router_pb2.SetAliasRequest(
-            model_id=model_id, alias=alias, version=version, **change
-        )
+        request = router_pb2.SetAliasRequest(model_id=model_id, alias=alias, version=version, **change)
         return (await self._unary(methods.SET_ALIAS, request)).change
 
     async def set_canary(self, request: router_pb2.SetCanaryRequest) -> router_pb2.AliasChange:
         """Set or end a canary. Never repeated."""
         return (await self._unary(methods.SET_CANARY, request)).change
 
-    async def promote_canary(
-        self, request: router_pb2.PromoteCanaryRequest
-    ) -> router_pb2.AliasChange:
+    async def promote_canary(self, request: router_pb2.PromoteCanaryRequest) -> router_pb2.AliasChange:
         """Promote a canary. Never repeated."""
         return (await self._unary(methods.PROMOTE_CANARY, request)).change
 
@@ -226,12 +216,8 @@ class AsyncNeapClient(ClientBase):
             request.after_event = reply.event
             yield reply
 
-    async def _unary(
-        self, method: Method[Request, Response], request: Request, given: Metadata = ()
-    ) -> Response:
-        return await repeat_async(
-            lambda: self._call(method, request, given), self._attempts(method)
-        )
+    async def _unary(self, method: Method[Request, Response], request: Request, given: Metadata = ()) -> Response:
+        return await repeat_async(lambda: self._call(method, request, given), self._attempts(method))
 
     async def _call(
         self,
@@ -258,10 +244,7 @@ class AsyncNeapClient(ClientBase):
                 return
 
     async def _watch(
-        self,
-        method: Method[Request, Response],
-        request: Request,
-        **options: Unpack[WatchOptions],
+        self, method: Method[Request, Response], request: Request, **options: Unpack[WatchOptions]
     ) -> AsyncIterator[Response]:
         """Yield replies until the service ends the stream.
         After a lost stream, call again with `request` as it is then."""

@@ -93,11 +93,7 @@ class ClientBase:
         raise NotImplementedError
 
     def _start(
-        self,
-        method: Method[Any, Any],
-        request: Any,
-        given: Metadata = (),
-        timeout_s: float | None = None,
+        self, method: Method[Any, Any], request: Any, given: Metadata = (), timeout_s: float | None = None
     ) -> Any:
         """Call a method with one response. Returns the response, or with asyncio an awaitable of it.
         `timeout_s`: None means the client's."""
@@ -106,11 +102,7 @@ class ClientBase:
         return call(request, timeout=timeout_s, metadata=self._metadata(given))
 
     def _start_stream(
-        self,
-        method: Method[Any, Any],
-        request: Any,
-        given: Metadata = (),
-        timeout_s: float | None = None,
+        self, method: Method[Any, Any], request: Any, given: Metadata = (), timeout_s: float | None = None
     ) -> Any:
         """Call a method with a stream of responses. `timeout_s`: None means no deadline. With WORKER_KEY in `given`,
         its value is the address."""
@@ -128,14 +120,10 @@ class ClientBase:
         return Attempts(is_unavailable, num_attempts=self._num_attempts if method.repeatable else 1)
 
     def _watch_attempts(self, **options: Unpack[WatchOptions]) -> WatchAttempts:
-        return WatchAttempts(
-            self._num_attempts, options.get("timeout_s"), options.get("on_lost", lambda _: None)
-        )
+        return WatchAttempts(self._num_attempts, options.get("timeout_s"), options.get("on_lost", lambda _: None))
 
     def _not_ready(self, timeout_s: float) -> Unavailable:
-        return Unavailable(
-            f"{self.target} is not serving after {timeout_s:g} s", reason="NOT_READY"
-        )
+        return Unavailable(f"{self.target} is not serving after {timeout_s:g} s", reason="NOT_READY")
 
     def _generation(
         self,

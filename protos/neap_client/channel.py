@@ -76,9 +76,7 @@ class ClientSecurity:
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
-            raise InvalidInput(
-                "certificate and key must be given together", reason="BAD_CONFIGURATION"
-            )
+            raise InvalidInput("certificate and key must be given together", reason="BAD_CONFIGURATION")
 
     @property
     def is_encrypted(self) -> bool:
@@ -140,11 +138,7 @@ class RenewedChannel(Generic[C]):
 
 
 def open_channel(
-    target: str,
-    security: ClientSecurity,
-    health_service: str | None = None,
-    *,
-    by_address: bool = False,
+    target: str, security: ClientSecurity, health_service: str | None = None, *, by_address: bool = False
 ) -> grpc.Channel:
     """Open a channel to `target`: HOST:PORT or any other form that gRPC accepts.
     The caller adds the token to each call.
@@ -161,11 +155,7 @@ def open_channel(
 
 
 def open_async_channel(
-    target: str,
-    security: ClientSecurity,
-    health_service: str | None = None,
-    *,
-    by_address: bool = False,
+    target: str, security: ClientSecurity, health_service: str | None = None, *, by_address: bool = False
 ) -> grpc.aio.Channel:
     """Open a channel of the running event loop, as `open_channel` does."""
     address, credentials, options = _parameters(target, security, health_service, by_address)

@@ -28,9 +28,7 @@ class NeapClient(ClientBase):
     """The synchronous client; see ClientBase for its arguments and for what is repeated. Thread-safe."""
 
     def _open_channel(self, by_address: bool = False) -> grpc.Channel:
-        return open_channel(
-            self.target, self._security, self._health_service, by_address=by_address
-        )
+        return open_channel(self.target, self._security, self._health_service, by_address=by_address)
 
     def close(self) -> None:
         self._is_closed = True
@@ -81,9 +79,7 @@ class NeapClient(ClientBase):
         beside the client's own. `request` may be serialized already, which spares calls with the same large prompt the
         work; `prefix` is then its `neap_client.affinity.prefix_key`, without which it goes to the workers in turn.
         """
-        return GenerationStream(
-            **self._generation(request, timeout_s, request_id, metadata, prefix)
-        )
+        return GenerationStream(**self._generation(request, timeout_s, request_id, metadata, prefix))
 
     def answer(
         self,
@@ -95,9 +91,7 @@ class NeapClient(ClientBase):
     ) -> Answer:
         """Return the whole answer. The arguments are those of `generate`, whose stream this reads.
         Raises what the stream raises."""
-        with self.generate(
-            request, timeout_s=timeout_s, request_id=request_id, metadata=metadata
-        ) as stream:
+        with self.generate(request, timeout_s=timeout_s, request_id=request_id, metadata=metadata) as stream:
             for _ in stream:
                 pass
             return stream.answer()
@@ -183,9 +177,7 @@ class NeapClient(ClientBase):
         self, model_id: str, alias: str, version: int, **change: Unpack[ChangeOptions]
     ) -> router_pb2.AliasChange:
         """Point an alias at a version. Never repeated."""
-        request = router_pb2.SetAliasRequest(
-            model_id=model_id, alias=alias, version=version, **change
-        )
+        request = router_pb2.SetAliasRequest(model_id=model_id, alias=alias, version=version, **change)
         return self._unary(methods.SET_ALIAS, request).change
 
     def set_canary(self, request: router_pb2.SetCanaryRequest) -> router_pb2.AliasChange:
@@ -196,9 +188,7 @@ class NeapClient(ClientBase):
         """Promote a canary. Never repeated."""
         return self._unary(methods.PROMOTE_CANARY, request).change
 
-    def rollback_alias(
-        self, model_id: str, alias: str, **change: Unpack[ChangeOptions]
-    ) -> router_pb2.AliasChange:
+    def rollback_alias(self, model_id: str, alias: str, **change: Unpack[ChangeOptions]) -> router_pb2.AliasChange:
         """Undo the last change of an alias. Never repeated."""
         request = router_pb2.RollbackAliasRequest(model_id=model_id, alias=alias, **change)
         return self._unary(methods.ROLLBACK_ALIAS, request).change
@@ -219,9 +209,7 @@ class NeapClient(ClientBase):
             request.after_event = reply.event
             yield reply
 
-    def _unary(
-        self, method: Method[Request, Response], request: Request, given: Metadata = ()
-    ) -> Response:
+    def _unary(self, method: Method[Request, Response], request: Request, given: Metadata = ()) -> Response:
         return repeat(lambda: self._call(method, request, given), self._attempts(method))
 
     def _call(
@@ -236,9 +224,7 @@ class NeapClient(ClientBase):
         reply: Response = _called(lambda: self._start(method, request, given, timeout_s))
         return reply
 
-    def _pages(
-        self, method: Method[Request, Response], request: Request, given: Metadata = ()
-    ) -> Iterator[Response]:
+    def _pages(self, method: Method[Request, Response], request: Request, given: Metadata = ()) -> Iterator[Response]:
         """Yield the reply to `request` and those with the pages after it."""
         asked: Any = request
         while True:
@@ -249,10 +235,7 @@ class NeapClient(ClientBase):
                 return
 
     def _watch(
-        self,
-        method: Method[Request, Response],
-        request: Request,
-        **options: Unpack[WatchOptions],
+        self, method: Method[Request, Response], request: Request, **options: Unpack[WatchOptions]
     ) -> Iterator[Response]:
         """Yield replies until the service ends the stream.
         After a lost stream, call again with `request` as it is then."""

@@ -31,9 +31,7 @@ class NeapError(Exception):
     default_reason = "INTERNAL"
     may_pass = False
 
-    def __init__(
-        self, message: str, *, reason: str | None = None, metadata: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, message: str, *, reason: str | None = None, metadata: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.reason = reason or self.default_reason

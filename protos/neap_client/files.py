@@ -13,11 +13,7 @@ def read_capped(path: Path) -> bytes:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise InvalidInput(
-            f"{path} cannot be read: {error.strerror}", reason="BAD_CONFIGURATION"
-        ) from error
+        raise InvalidInput(f"{path} cannot be read: {error.strerror}", reason="BAD_CONFIGURATION") from error
     if len(data) > MAX_FILE_BYTES:
-        raise InvalidInput(
-            f"{path} is larger than {MAX_FILE_BYTES} bytes", reason="BAD_CONFIGURATION"
-        )
+        raise InvalidInput(f"{path} is larger than {MAX_FILE_BYTES} bytes", reason="BAD_CONFIGURATION")
     return data

@@ -164,10 +164,7 @@ class GenerationCalls:
         attempts = self._new_attempts(was_not_started)
         wait_s = attempts.wait_s(error)
         # The worker that was lost comes last.
-        self._addresses = (
-            *self._addresses[self._num_opened :],
-            *self._addresses[: self._num_opened],
-        )
+        self._addresses = (*self._addresses[self._num_opened :], *self._addresses[: self._num_opened])
         self._num_opened = 0
         self._others = [address for address in self._addresses if address != self._asked]
         is_exact = self.started.exact_promise == pb.EXACT_PROMISE_TOKENS_OF_FULL
@@ -199,13 +196,10 @@ class GenerationCalls:
                 self._resumed = None
             self._held.append(event)
             return
-        if event.started.num_resumed_tokens != self.started.num_resumed_tokens + len(
-            self.token_ids
-        ):
+        if event.started.num_resumed_tokens != self.started.num_resumed_tokens + len(self.token_ids):
             self._call.cancel()
             raise Unavailable(
-                "the worker that answered cannot resume an answer; it is older than this client",
-                reason="CANNOT_RESUME",
+                "the worker that answered cannot resume an answer; it is older than this client", reason="CANNOT_RESUME"
             )
         self._resumed = event.started
 
@@ -218,9 +212,7 @@ class GenerationCalls:
 
     def _stalled(self) -> Unavailable:
         self._call.cancel()
-        return Unavailable(
-            f"the worker has brought nothing for {self._stall_timeout_s:g} s", reason="STALLED"
-        )
+        return Unavailable(f"the worker has brought nothing for {self._stall_timeout_s:g} s", reason="STALLED")
 
     @property
     def _lacks_chunk(self) -> bool:

@@ -49,80 +49,42 @@ _ROUTER = "neap.router.v1.RouterService"
 CHECK = Method(_HEALTH, "Check", health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse)
 
 # A generation is repeated and resumed by its stream: see neap_client.generation.
-GENERATE = Method(
-    _INFERENCE, "Generate", inference.GenerateRequest, inference.GenerateResponse, repeatable=False
-)
+GENERATE = Method(_INFERENCE, "Generate", inference.GenerateRequest, inference.GenerateResponse, repeatable=False)
 GET_MODEL = Method(_INFERENCE, "GetModel", inference.GetModelRequest, inference.GetModelResponse)
-LIST_MODELS = Method(
-    _INFERENCE, "ListModels", inference.ListModelsRequest, inference.ListModelsResponse
-)
+LIST_MODELS = Method(_INFERENCE, "ListModels", inference.ListModelsRequest, inference.ListModelsResponse)
 
 # Idempotent by its `request_id`.
 CREATE_CALIBRATION = Method(
-    _CALIBRATION,
-    "CreateCalibration",
-    calibration.CreateCalibrationRequest,
-    calibration.CreateCalibrationResponse,
+    _CALIBRATION, "CreateCalibration", calibration.CreateCalibrationRequest, calibration.CreateCalibrationResponse
 )
 GET_CALIBRATION = Method(
-    _CALIBRATION,
-    "GetCalibration",
-    calibration.GetCalibrationRequest,
-    calibration.GetCalibrationResponse,
+    _CALIBRATION, "GetCalibration", calibration.GetCalibrationRequest, calibration.GetCalibrationResponse
 )
 LIST_CALIBRATIONS = Method(
-    _CALIBRATION,
-    "ListCalibrations",
-    calibration.ListCalibrationsRequest,
-    calibration.ListCalibrationsResponse,
+    _CALIBRATION, "ListCalibrations", calibration.ListCalibrationsRequest, calibration.ListCalibrationsResponse
 )
 CANCEL_CALIBRATION = Method(
-    _CALIBRATION,
-    "CancelCalibration",
-    calibration.CancelCalibrationRequest,
-    calibration.CancelCalibrationResponse,
+    _CALIBRATION, "CancelCalibration", calibration.CancelCalibrationRequest, calibration.CancelCalibrationResponse
 )
 RETRY_CALIBRATION = Method(
-    _CALIBRATION,
-    "RetryCalibration",
-    calibration.RetryCalibrationRequest,
-    calibration.RetryCalibrationResponse,
+    _CALIBRATION, "RetryCalibration", calibration.RetryCalibrationRequest, calibration.RetryCalibrationResponse
 )
 # The first message of a watch carries the whole state, so a repeated call loses nothing.
 WATCH_CALIBRATION = Method(
-    _CALIBRATION,
-    "WatchCalibration",
-    calibration.WatchCalibrationRequest,
-    calibration.WatchCalibrationResponse,
+    _CALIBRATION, "WatchCalibration", calibration.WatchCalibrationRequest, calibration.WatchCalibrationResponse
 )
 
-LIST_VERSIONS = Method(
-    _ROUTER, "ListVersions", router.ListVersionsRequest, router.ListVersionsResponse
-)
+LIST_VERSIONS = Method(_ROUTER, "ListVersions", router.ListVersionsRequest, router.ListVersionsResponse)
 GET_VERSION = Method(_ROUTER, "GetVersion", router.GetVersionRequest, router.GetVersionResponse)
 LIST_ALIASES = Method(_ROUTER, "ListAliases", router.ListAliasesRequest, router.ListAliasesResponse)
-GET_ALIAS_HISTORY = Method(
-    _ROUTER, "GetAliasHistory", router.GetAliasHistoryRequest, router.GetAliasHistoryResponse
-)
+GET_ALIAS_HISTORY = Method(_ROUTER, "GetAliasHistory", router.GetAliasHistoryRequest, router.GetAliasHistoryResponse)
 WATCH = Method(_ROUTER, "Watch", router.WatchRequest, router.WatchResponse)
 # After a lost answer, a repeated call would fail as if another caller had changed the alias, or undo another change.
-SET_ALIAS = Method(
-    _ROUTER, "SetAlias", router.SetAliasRequest, router.SetAliasResponse, repeatable=False
-)
-SET_CANARY = Method(
-    _ROUTER, "SetCanary", router.SetCanaryRequest, router.SetCanaryResponse, repeatable=False
-)
+SET_ALIAS = Method(_ROUTER, "SetAlias", router.SetAliasRequest, router.SetAliasResponse, repeatable=False)
+SET_CANARY = Method(_ROUTER, "SetCanary", router.SetCanaryRequest, router.SetCanaryResponse, repeatable=False)
 PROMOTE_CANARY = Method(
-    _ROUTER,
-    "PromoteCanary",
-    router.PromoteCanaryRequest,
-    router.PromoteCanaryResponse,
-    repeatable=False,
+    _ROUTER, "PromoteCanary", router.PromoteCanaryRequest, router.PromoteCanaryResponse, repeatable=False
 )
 ROLLBACK_ALIAS = Method(
-    _ROUTER,
-    "RollbackAlias",
-    router.RollbackAliasRequest,
-    router.RollbackAliasResponse,
-    repeatable=False,
+    _ROUTER, "RollbackAlias", router.RollbackAliasRequest, router.RollbackAliasResponse, repeatable=False
 )

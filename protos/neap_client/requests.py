@@ -66,18 +66,9 @@ def generate_request(
             bad_words=map(_bad_word, bad_words),
         ),
         stopping=pb.Stopping(
-            max_tokens=max_tokens,
-            stop_strings=stop,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=ignore_eos,
+            max_tokens=max_tokens, stop_strings=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos
         ),
-        depth=depth_policy(
-            policy,
-            threshold=threshold,
-            margin=margin,
-            max_drafts=max_drafts,
-            min_layers=min_layers,
-        ),
+        depth=depth_policy(policy, threshold=threshold, margin=margin, max_drafts=max_drafts, min_layers=min_layers),
         logprobs=logprobs,
         low_priority=low_priority,
         priority=priority,

@@ -63,9 +63,7 @@ class Attempts:
         self._num_failed += 1
         if self._num_failed >= self._num_attempts or not self._may_repeat(error):
             raise error
-        delay_s = random.uniform(
-            0.0, min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(self._num_failed - 1, 30))
-        )
+        delay_s = random.uniform(0.0, min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(self._num_failed - 1, 30)))
         asked_s = error.retry_after_s if isinstance(error, Exhausted) else None
         if asked_s is not None:
             delay_s += asked_s * random.uniform(1.0, 1.0 + self._num_failed)
@@ -86,9 +84,7 @@ class WatchAttempts:
     `on_lost` gets the first error of each outage.
     """
 
-    def __init__(
-        self, num_attempts: int, timeout_s: float | None, on_lost: Callable[[NeapError], object]
-    ) -> None:
+    def __init__(self, num_attempts: int, timeout_s: float | None, on_lost: Callable[[NeapError], object]) -> None:
         self._deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._on_lost = on_lost
         self._attempts = self._new_attempts(num_attempts)
@@ -119,9 +115,7 @@ class WatchAttempts:
         return wait_s
 
 
-def repeat(
-    call: Callable[[], T], attempts: Attempts, sleep: Callable[[float], object] = time.sleep
-) -> T:
+def repeat(call: Callable[[], T], attempts: Attempts, sleep: Callable[[float], object] = time.sleep) -> T:
     """Make a call as often as `attempts` allows. Raises the error of the last attempt."""
     while True:
         try:
@@ -132,9 +126,7 @@ def repeat(
 
 
 async def repeat_async(
-    call: Callable[[], Awaitable[T]],
-    attempts: Attempts,
-    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    call: Callable[[], Awaitable[T]], attempts: Attempts, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
 ) -> T:
     """The same for a coroutine function."""
     while True:

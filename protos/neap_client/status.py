@@ -33,8 +33,7 @@ CODES: dict[type[NeapError], grpc.StatusCode] = {
 
 _CLASSES = {code: error for error, code in CODES.items()}
 _REFINED: dict[str, type[NeapError]] = {
-    error.default_reason: error
-    for error in (errors.PromptTooLong, errors.UnsupportedModel, errors.RouterMismatch)
+    error.default_reason: error for error in (errors.PromptTooLong, errors.UnsupportedModel, errors.RouterMismatch)
 }
 
 
@@ -70,7 +69,5 @@ def from_rpc_error(error: grpc.RpcError) -> NeapError:
     if issubclass(refined, kind):
         kind = refined
     if kind is errors.Exhausted:
-        return errors.Exhausted(
-            message, reason=reason, metadata=metadata, retry_after_s=retry_after_s
-        )
+        return errors.Exhausted(message, reason=reason, metadata=metadata, retry_after_s=retry_after_s)
     return kind(message, reason=reason, metadata=metadata)

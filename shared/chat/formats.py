@@ -83,10 +83,7 @@ def call_format(loaded: LoadedModel) -> CallFormat:
     ends = frozenset(str(loaded.tokenizer.decode([token])) for token in loaded.eos_token_ids)
     found = _probe(loaded.tokenizer, str(loaded.tokenizer.chat_template), ends)
     if isinstance(found, str):
-        raise InvalidInput(
-            f"this model cannot be given tools: its chat template {found}",
-            reason="TOOLS_NOT_SUPPORTED",
-        )
+        raise InvalidInput(f"this model cannot be given tools: its chat template {found}", reason="TOOLS_NOT_SUPPORTED")
     return found
 
 
@@ -103,9 +100,7 @@ def shown_special_ids(loaded: LoadedModel, texts: Iterable[str]) -> frozenset[in
 
 
 @lru_cache(maxsize=16)
-def _probe(
-    tokenizer: PreTrainedTokenizerBase, template: str, ends: frozenset[str]
-) -> CallFormat | str:
+def _probe(tokenizer: PreTrainedTokenizerBase, template: str, ends: frozenset[str]) -> CallFormat | str:
     """The format, or why there is none. `template`: of the tokenizer, whose change makes another result."""
     plain = [_user(), {"role": "assistant", "content": _TEXT}, _user()]
     try:
@@ -117,9 +112,7 @@ def _probe(
     for takes_text in (False, True):
         arguments = json.dumps(_ARGUMENTS) if takes_text else _ARGUMENTS
         try:
-            one, two = (
-                _rendered(tokenizer, _calling(arguments, number), _TOOLS) for number in (1, 2)
-            )
+            one, two = (_rendered(tokenizer, _calling(arguments, number), _TOOLS) for number in (1, 2))
         except Exception:
             try:  # one that allows a single call
                 one, two = _rendered(tokenizer, _calling(arguments, 1), _TOOLS), ""
@@ -152,13 +145,9 @@ def _calling(arguments: Any, number: int) -> list[dict[str, Any]]:
     """A conversation with that many calls at once, which goes on: some templates treat last messages differently."""
     called = list(zip(_NAMES, _IDS, strict=True))[:number]
     calls = [
-        {"id": own, "type": "function", "function": {"name": name, "arguments": arguments}}
-        for name, own in called
+        {"id": own, "type": "function", "function": {"name": name, "arguments": arguments}} for name, own in called
     ]
-    results = [
-        {"role": "tool", "tool_call_id": own, "name": name, "content": _TEXT}
-        for name, own in called
-    ]
+    results = [{"role": "tool", "tool_call_id": own, "name": name, "content": _TEXT} for name, own in called]
     return [
         _user(),
         {"role": "assistant", "content": "", "tool_calls": calls},
@@ -168,9 +157,7 @@ def _calling(arguments: Any, number: int) -> list[dict[str, Any]]:
     ]
 
 
-def _rendered(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Any
-) -> str:
+def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Any) -> str:
     return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
 
 

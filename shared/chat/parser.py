@@ -36,11 +36,7 @@ class MessageParser:
     """
 
     def __init__(
-        self,
-        thinking: tuple[str, str] | None = None,
-        *,
-        in_thought: bool = False,
-        calls: CallFormat | None = None,
+        self, thinking: tuple[str, str] | None = None, *, in_thought: bool = False, calls: CallFormat | None = None
     ) -> None:
         self._thinking = thinking or ("", "")
         self._calls = calls
@@ -158,9 +154,7 @@ class MessageParser:
         if self._depth:
             return False
         self._num_calls += 1
-        return self._expect(
-            self._calls.between or "", self._name if self._calls.between else self._rest
-        )
+        return self._expect(self._calls.between or "", self._name if self._calls.between else self._rest)
 
     def _rest(self, part: MessagePart) -> bool:
         """After the last call."""

@@ -26,9 +26,7 @@ class Chat:
         """Raises `InvalidInput` (also with reason UNKNOWN_ROLE)."""
         for message in self.messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-                raise InvalidInput(
-                    'a message must be {"role": .., "content": ..}, with a text as its content'
-                )
+                raise InvalidInput('a message must be {"role": .., "content": ..}, with a text as its content')
             role = message.get("role")
             if role not in ROLES:
                 raise InvalidInput(
@@ -52,11 +50,7 @@ def has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
 def render(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
     """The token ids of the prompt. Raises `InvalidInput` (reason CHAT_TEMPLATE_REFUSED; or another for arguments that
     are not the client's to set)."""
-    own = {
-        *inspect.signature(tokenizer.apply_chat_template).parameters,
-        *tokenizer.special_tokens_map,
-        "messages",
-    }
+    own = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map, "messages"}
     if taken := own.intersection(chat.arguments):
         raise InvalidInput(f"the chat template's argument {min(taken)} is set by the worker")
     try:

@@ -43,9 +43,7 @@ class ConstraintCompiler:
         """
         loaded = self._loaded
         matcher = self._compiled(constraint).deep_copy()
-        return ConstraintState(
-            matcher, self._tokenizer_of_model(), loaded.vocabulary_size, loaded.eos_token_ids
-        )
+        return ConstraintState(matcher, self._tokenizer_of_model(), loaded.vocabulary_size, loaded.eos_token_ids)
 
     def _compile(self, constraint: Constraint | MessageConstraint) -> LLMatcher:
         tokenizer = self._tokenizer_of_model()
@@ -75,9 +73,7 @@ class ConstraintCompiler:
     def _error_of_schema(self, schema: str) -> str:
         grammar = grammar_of(Constraint(json_schema=schema))
         limits = LLParserLimits(verbose_errors=False)
-        return LLMatcher(
-            self._tokenizer_of_model(), grammar, log_level=0, limits=limits
-        ).get_error()
+        return LLMatcher(self._tokenizer_of_model(), grammar, log_level=0, limits=limits).get_error()
 
     def _special_tokens(self, tokenizer: LLTokenizer) -> dict[str, int]:
         """Those that the library tells apart from the text that they stand for."""
@@ -95,29 +91,20 @@ class ConstraintCompiler:
 
 def _tokenizer(loaded: LoadedModel) -> LLTokenizer:
     if loaded.tokenizer is None:
-        raise InvalidInput(
-            "this model has no tokenizer, so its answers cannot be constrained",
-            reason="NO_TOKENIZER",
-        )
+        raise InvalidInput("this model has no tokenizer, so its answers cannot be constrained", reason="NO_TOKENIZER")
     if not isinstance(loaded.tokenizer, PreTrainedTokenizerFast):
         raise _not_supported(f"its tokenizer is a {type(loaded.tokenizer).__name__}")
     if not loaded.eos_token_ids:
         raise _not_supported("it has no end-of-sequence token")
     try:
-        return from_tokenizer(
-            loaded.tokenizer,
-            n_vocab=loaded.vocabulary_size,
-            eos_token=sorted(loaded.eos_token_ids),
-        )
+        return from_tokenizer(loaded.tokenizer, n_vocab=loaded.vocabulary_size, eos_token=sorted(loaded.eos_token_ids))
     except Exception as error:  # the library's own, of any kind
         log.warning("a tokenizer cannot be used", model_id=loaded.model_id, why=str(error))
         raise _not_supported("llguidance does not know its tokenizer") from error
 
 
 def _not_supported(why: str) -> InvalidInput:
-    return InvalidInput(
-        f"answers of this model cannot be constrained: {why}", reason="CONSTRAINTS_NOT_SUPPORTED"
-    )
+    return InvalidInput(f"answers of this model cannot be constrained: {why}", reason="CONSTRAINTS_NOT_SUPPORTED")
 
 
 def grammar_of(constraint: Constraint) -> str:

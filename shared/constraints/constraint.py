@@ -47,9 +47,7 @@ class Constraint:
     @property
     def form(self) -> str:
         """The name of the field that is set."""
-        return next(
-            own.name for own in fields(self) if getattr(self, own.name) not in (None, False)
-        )
+        return next(own.name for own in fields(self) if getattr(self, own.name) not in (None, False))
 
     @property
     def field(self) -> str:

@@ -33,9 +33,7 @@ def message_grammar(
 
     def up_to(name: str, tag: str) -> str:
         """A rule for free text that ends with the first `tag`."""
-        return (
-            f"{name}: ANY {literal(tag)}" if tag in special else f"{name}[lazy]: ANY {literal(tag)}"
-        )
+        return f"{name}: ANY {literal(tag)}" if tag in special else f"{name}[lazy]: ANY {literal(tag)}"
 
     grammars = [{"name": "message", "lark_grammar": ""}]
 

@@ -30,11 +30,7 @@ class ConstraintState:
     """
 
     def __init__(
-        self,
-        matcher: LLMatcher,
-        tokenizer: LLTokenizer,
-        vocabulary_size: int,
-        eos_token_ids: Set[int],
+        self, matcher: LLMatcher, tokenizer: LLTokenizer, vocabulary_size: int, eos_token_ids: Set[int]
     ) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
@@ -50,8 +46,7 @@ class ConstraintState:
         """Adds a final token. Raises `InvalidInput` (reason CONSTRAINT_BROKEN) if the grammar does not allow it."""
         if not self.allows((), token):
             raise InvalidInput(
-                f"token {token} is not what the constraint allows at its place",
-                reason="CONSTRAINT_BROKEN",
+                f"token {token} is not what the constraint allows at its place", reason="CONSTRAINT_BROKEN"
             )
         self._has_ended |= token in self._eos_token_ids
         if not self._has_ended:
@@ -158,12 +153,10 @@ class ConstraintState:
             return
         if self._matcher.get_error().startswith(DEAD_END):
             raise InvalidInput(
-                "no text that begins as the answer does fulfils the constraint",
-                reason="CONSTRAINT_INVALID",
+                "no text that begins as the answer does fulfils the constraint", reason="CONSTRAINT_INVALID"
             )
         raise InvalidInput(
-            "the answer has come to a place where the constraint takes too much work",
-            reason="CONSTRAINT_TOO_COMPLEX",
+            "the answer has come to a place where the constraint takes too much work", reason="CONSTRAINT_TOO_COMPLEX"
         )
 
 

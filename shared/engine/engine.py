@@ -23,12 +23,7 @@ from shared.engine.request.handle import GenerationHandle, OnEvent, OnStates
 from shared.engine.request.job import EngineJob
 from shared.engine.request.options import RequestOptions, request_of
 from shared.engine.request.prompt import Prompt
-from shared.engine.request.request import (
-    Finished,
-    GeneratedToken,
-    Generation,
-    GenerationRequest,
-)
+from shared.engine.request.request import Finished, GeneratedToken, Generation, GenerationRequest
 from shared.engine.scheduler import Scheduler, SchedulerLimits
 from shared.engine.step import Decoder
 from shared.errors import InvalidInput, Unavailable
@@ -144,11 +139,7 @@ class Engine:
                 self.shadow,
                 self._admission,
                 self._ladders,
-                Scheduler(
-                    SchedulerLimits(
-                        max_running, max_queue, max_queue_tokens, self._admission.kv_budget_tokens
-                    )
-                ),
+                Scheduler(SchedulerLimits(max_running, max_queue, max_queue_tokens, self._admission.kv_budget_tokens)),
                 ladder=ladder,
                 claim=claim,
                 on_failure=on_failure,
@@ -282,9 +273,7 @@ class Engine:
             request = prompt
         ladder = ladder or self._ladder
         scores = request.prompt_logprobs is not None  # which takes passes of its own
-        self._admission.check(
-            request, ladder, lambda: 0 if scores else self._num_cached(request.given_key)
-        )
+        self._admission.check(request, ladder, lambda: 0 if scores else self._num_cached(request.given_key))
         constraint = None
         if request.constraint is not None:
             constraint = self._constraints.start(request.constraint)

@@ -31,9 +31,7 @@ def failure_of(error: BaseException) -> NeapError:
         return copy.copy(error)
     if is_out_of_memory(error):
         return Exhausted(
-            "there is no memory left for this request",
-            reason="OUT_OF_MEMORY",
-            retry_after_s=RETRY_AFTER_S,
+            "there is no memory left for this request", reason="OUT_OF_MEMORY", retry_after_s=RETRY_AFTER_S
         )
     return NeapError("the request failed inside the engine")
 
@@ -41,14 +39,11 @@ def failure_of(error: BaseException) -> NeapError:
 def non_finite_logits() -> NeapError:
     """For a request whose next token the model cannot choose."""
     return NeapError(
-        "the model's logits are not finite after this text, so there is no next token",
-        reason="NON_FINITE_LOGITS",
+        "the model's logits are not finite after this text, so there is no next token", reason="NON_FINITE_LOGITS"
     )
 
 
-def attempt(
-    sequence: FailableSequence, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-) -> T | None:
+def attempt(sequence: FailableSequence, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
     """Calls `work(*args, **kwargs)`, which must concern `sequence` alone.
     If it raises, the sequence fails and the result is None."""
     try:

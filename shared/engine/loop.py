@@ -80,9 +80,7 @@ class EngineLoop:
         # An entry wakes the thread. A queue, because finalisers may put entries, while a condition's lock could
         # deadlock them.
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._run, args=(ladder,), name="neap-engine", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(ladder,), name="neap-engine", daemon=True)
         stop_at_exit(self)
         self._thread.start()
 
@@ -113,9 +111,7 @@ class EngineLoop:
         """See `Stoppable`. The parent's thread may have held the lock."""
         self._claim.release()
         self.lock = threading.Lock()
-        self.ended = Unavailable(
-            "the engine runs in the process that forked this one", reason="FORKED"
-        )
+        self.ended = Unavailable("the engine runs in the process that forked this one", reason="FORKED")
         self.scheduler, self.background = Scheduler(self.scheduler.limits), BackgroundTasks()
         self.is_ready = threading.Event()
         self.is_ready.set()
@@ -166,9 +162,7 @@ class EngineLoop:
             self._finish_slices(self._ladders.prepare(ladder, self.costs, self_tests=False))
         except _Stopped:
             raise
-        except (
-            Exception
-        ) as error:  # requests that need the ladder get this error; others are served
+        except Exception as error:  # requests that need the ladder get this error; others are served
             logger.exception("the engine's own ladder could not be bound")
             self.ladder_failure = failure_of(error)
 
@@ -255,9 +249,7 @@ class EngineLoop:
                 self._bind_in_background(job)
                 return False
             submitted_s = max(job.submitted_s, self._ready_s)
-            job.sequence = self._decoder.admit(
-                job.request, drafter, job.on_states, submitted_s, job.answer
-            )
+            job.sequence = self._decoder.admit(job.request, drafter, job.on_states, submitted_s, job.answer)
             job.started_s = time.monotonic()
         except Exception as error:
             logger.exception("a request could not be started: %s", job.request.request_id)

@@ -24,9 +24,7 @@ class ModelClaim:
         # Without a lock as well: a forked child would inherit it as it is then.
         while (held := _claims.setdefault(model, self)) is not self:
             if not held.is_ending or held.thread == threading.get_ident():
-                raise PreconditionFailed(
-                    "another engine uses this model; close it first", reason="MODEL_IN_USE"
-                )
+                raise PreconditionFailed("another engine uses this model; close it first", reason="MODEL_IN_USE")
             held._released.wait()
 
     def release(self) -> None:

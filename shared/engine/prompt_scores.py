@@ -30,9 +30,7 @@ def score_prompt(part: Speculation, runner: Runner) -> list[TokenChunk]:
     first = part.offset + start + len(found) - 1 - part.base
     states = part.passed[runner.num_layers][0, first : first + len(scored)]
     num_rows = max(1, MAX_LOGITS // sequence.vocabulary_size)
-    for rows, ids in zip(
-        states.split(num_rows), runner.ids(list(scored)).view(-1).split(num_rows), strict=True
-    ):
+    for rows, ids in zip(states.split(num_rows), runner.ids(list(scored)).view(-1).split(num_rows), strict=True):
         logits = runner.logits(rows)
         if not torch.isfinite(logits).all():
             raise non_finite_logits()

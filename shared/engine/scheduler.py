@@ -184,11 +184,7 @@ class Scheduler(Generic[R]):
 
     def has_work(self, now_s: float) -> bool:
         """Whether a step would do anything: a request can be admitted, can run, or has ended."""
-        return (
-            self.can_admit
-            or bool(self.runnable)
-            or any(_has_ended(request, now_s) for request in self)
-        )
+        return self.can_admit or bool(self.runnable) or any(_has_ended(request, now_s) for request in self)
 
     @property
     def next_deadline_s(self) -> float:

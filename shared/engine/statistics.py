@@ -12,22 +12,7 @@ from shared.errors import NeapError
 from shared.ladder.rungs import Draft
 
 QUEUE_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-TOKEN_BOUNDS_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.15,
-    0.25,
-    0.5,
-    1.0,
-    5.0,
-)
+TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 5.0)
 STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
 # More versions than a worker keeps loaded, so that the counts of a version that is loaded again continue.
 MAX_VERSIONS = 64
@@ -145,10 +130,7 @@ class EngineStatistics(DepthCounts):
         return self, own
 
     def record_step(
-        self,
-        seconds: float,
-        sequences: Sequence[CountedSequence],
-        results: Sequence[Sequence[TokenChunk]],
+        self, seconds: float, sequences: Sequence[CountedSequence], results: Sequence[Sequence[TokenChunk]]
     ) -> None:
         """Counts a step of `sequences` that took `seconds`. `results` are the chunks that each of them got."""
         now = time.monotonic()
@@ -173,6 +155,4 @@ class EngineStatistics(DepthCounts):
             else:
                 self.num_prompt_tokens += len(sequence.request.given_ids)
                 self.num_cached_prompt_tokens += sequence.num_cached
-            sequence.counted = CountedProgress(
-                sequence.num_generated, sequence.num_layer_executions, now
-            )
+            sequence.counted = CountedProgress(sequence.num_generated, sequence.num_layer_executions, now)

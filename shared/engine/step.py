@@ -11,10 +11,7 @@ from torch import Tensor
 
 from shared.engine.drafting.adaptive import AdaptiveDrafting
 from shared.engine.drafting.drafter import Drafter, draft_chains
-from shared.engine.drafting.planner import (
-    PassCosts,
-    best_trees,
-)
+from shared.engine.drafting.planner import PassCosts, best_trees
 from shared.engine.drafting.speculation import Speculation, settle
 from shared.engine.failure import attempt, fail_all, non_finite_logits
 from shared.engine.memory.prefixes import Prefixes
@@ -55,26 +52,16 @@ def verify_parts(logits: Tensor, parts: Sequence[Speculation]) -> list[Verdict]:
     """The verdict on each part, branches included. logits [T, V]: the rows of all parts, part after part.
     See `verify`."""
     trials = [part.trials() for part in parts]
-    wanted = [
-        part.sequence.request.logprobs for part, own in zip(parts, trials, strict=True) for _ in own
-    ]
+    wanted = [part.sequence.request.logprobs for part, own in zip(parts, trials, strict=True) for _ in own]
     verdicts = iter(verify(logits, [trial for own in trials for trial in own], wanted))
-    return [
-        part.verdict(list(islice(verdicts, len(own))))
-        for part, own in zip(parts, trials, strict=True)
-    ]
+    return [part.verdict(list(islice(verdicts, len(own)))) for part, own in zip(parts, trials, strict=True)]
 
 
 class Decoder:
     """Steps the sequences of one model. Used by one thread. `prefixes` keeps the KV caches of ended sequences for
     reuse; `learned` learns from answers to draft later ones."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        prefixes: Prefixes | None = None,
-        learned: LearnedNgrams | None = None,
-    ) -> None:
+    def __init__(self, runner: Runner, prefixes: Prefixes | None = None, learned: LearnedNgrams | None = None) -> None:
         self.runner = runner
         self.prefixes = prefixes or Prefixes(0)
         self.learned = learned
@@ -132,9 +119,7 @@ class Decoder:
         return cache
 
     @inference
-    def step(
-        self, sequences: Sequence[DecodingSequence], costs: PassCosts
-    ) -> list[list[TokenChunk]]:
+    def step(self, sequences: Sequence[DecodingSequence], costs: PassCosts) -> list[list[TokenChunk]]:
         """One piece of the prompt, or one verified chain of drafts, for each sequence.
         Returns the chunks that became final, per sequence.
 
@@ -157,10 +142,7 @@ class Decoder:
         return results
 
     def _step(
-        self,
-        batch: Sequence[DecodingSequence],
-        running: Sequence[DecodingSequence],
-        costs: PassCosts,
+        self, batch: Sequence[DecodingSequence], running: Sequence[DecodingSequence], costs: PassCosts
     ) -> list[list[TokenChunk]]:
         """A step of the sequences that share a verify pass.
         `running`: all running sequences, which may share their prefixes."""
@@ -192,10 +174,7 @@ class Decoder:
     # Prefill.
 
     def _prefill(
-        self,
-        reading: Sequence[DecodingSequence],
-        running: Sequence[DecodingSequence],
-        num_decoding: int,
+        self, reading: Sequence[DecodingSequence], running: Sequence[DecodingSequence], num_decoding: int
     ) -> list[Speculation]:
         """The next pieces of prompts, first come, first served, within the token budget of a step."""
         budget, copies = prefill_budget(len(reading), num_decoding), MAX_COPIED_TOKENS
@@ -203,9 +182,7 @@ class Decoder:
         for sequence in reading:
             if budget:
                 others, num_cached = [part.sequence for part in parts], sequence.num_cached
-                part = attempt(
-                    sequence, self._prefill_piece, sequence, running, others, budget, copies
-                )
+                part = attempt(sequence, self._prefill_piece, sequence, running, others, budget, copies)
                 copies = max(copies - sequence.num_cached + num_cached, 0)
                 if part is not None:
                     parts.append(part)
@@ -252,18 +229,13 @@ class Decoder:
 
     # Plan.
 
-    def _plan(
-        self, drafted: Sequence[Speculation], prefills: Sequence[Speculation], costs: PassCosts
-    ) -> None:
+    def _plan(self, drafted: Sequence[Speculation], prefills: Sequence[Speculation], costs: PassCosts) -> None:
         """Truncates each trunk and branch to what its verification is expected to pay for."""
         trees = best_trees(
             [part.probabilities for part in drafted],
             costs,
             branches=[part.possible for part in drafted],
-            least=[
-                len(part.drafts) if part.sequence.request.policy.max_drafts else part.num_final
-                for part in drafted
-            ],
+            least=[len(part.drafts) if part.sequence.request.policy.max_drafts else part.num_final for part in drafted],
             num_other_tokens=sum(len(part.tokens) for part in prefills),
         )
         for part, tree in zip(drafted, trees, strict=True):
@@ -313,15 +285,11 @@ class Decoder:
             return None
         if num_logits < len(states):
             ends = [part.offset + len(part.tokens) for part in parts]
-            wanted = [
-                states[end - part.num_logits : end] for part, end in zip(parts, ends, strict=True)
-            ]
+            wanted = [states[end - part.num_logits : end] for part, end in zip(parts, ends, strict=True)]
             states = torch.cat(wanted)
         return self.runner.logits(states)
 
-    def _verify(
-        self, logits: Tensor | None, parts: Sequence[Speculation]
-    ) -> Sequence[Verdict | None]:
+    def _verify(self, logits: Tensor | None, parts: Sequence[Speculation]) -> Sequence[Verdict | None]:
         """Verifies all parts together, which reads the device once.
         If that fails, each alone, so that only the culprits fail."""
         if logits is None:
@@ -331,18 +299,13 @@ class Decoder:
         except Exception:
             logger.warning("verification failed; each request is verified alone", exc_info=True)
         rows = logits.split_with_sizes([part.num_logits for part in parts])
-        return [
-            attempt(part.sequence, self._verify_alone, own, part)
-            for part, own in zip(parts, rows, strict=True)
-        ]
+        return [attempt(part.sequence, self._verify_alone, own, part) for part, own in zip(parts, rows, strict=True)]
 
     def _verify_alone(self, logits: Tensor, part: Speculation) -> Verdict:
         [verdict] = verify_parts(logits, [part])
         return verdict
 
-    def _keep_branches(
-        self, parts: Sequence[Speculation], verdicts: Mapping[int, Verdict | None]
-    ) -> None:
+    def _keep_branches(self, parts: Sequence[Speculation], verdicts: Mapping[int, Verdict | None]) -> None:
         """Moves the keys and values of accepted branches to their positions, those of all parts together."""
         moves = [
             (part.sequence, move)
@@ -379,10 +342,7 @@ class Decoder:
             last = [part.state(depth, through[-1]) for depth in sequence.kept_depths]
             sequence.settled_states = torch.stack(last)
         if sequence.on_states is not None:
-            shown = [
-                torch.stack([part.state(depth, i) for i in through])
-                for depth in sequence.kept_depths
-            ]
+            shown = [torch.stack([part.state(depth, i) for i in through]) for depth in sequence.kept_depths]
             with torch.inference_mode(False):  # they may be trained on
                 sequence.on_states(part.base, torch.stack(shown, 1))
         if verdict is None:
@@ -406,8 +366,7 @@ class Decoder:
         exits = [(draft.depth, draft.rung) for draft in part.accepted(verdict)]
         exits.append((self.runner.num_layers, FULL))
         tokens = [
-            GeneratedToken(token, depth, rung)
-            for token, (depth, rung) in zip(verdict.tokens, exits, strict=True)
+            GeneratedToken(token, depth, rung) for token, (depth, rung) in zip(verdict.tokens, exits, strict=True)
         ]
         if verdict.logprobs is None:
             return tokens
@@ -420,7 +379,5 @@ class Decoder:
         """Runs one token through all layers and the head. A failed step may have left a device that cannot run anything
         any more; then this raises what the model raises."""
         cache = self.runner.new_cache(1)
-        states = self.runner.run(
-            self.runner.ids([0]), cache, first=0, last=self.runner.num_layers, base=0
-        )
+        states = self.runner.run(self.runner.ids([0]), cache, first=0, last=self.runner.num_layers, base=0)
         self.runner.logits(states[0]).argmax(-1).tolist()

@@ -44,14 +44,10 @@ class Verdict:
         scores = None
         if self.logprobs is not None and after.logprobs is not None:
             scores = self.logprobs + after.logprobs
-        return Verdict(
-            self.tokens + after.tokens, scores, self.num_relaxed, number, 1 + after.num_accepted
-        )
+        return Verdict(self.tokens + after.tokens, scores, self.num_relaxed, number, 1 + after.num_accepted)
 
 
-def verify(
-    logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[int | None] = ()
-) -> list[Verdict]:
+def verify(logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[int | None] = ()) -> list[Verdict]:
     """The verdict on each trial. logits [T, V] float32: the rows of all trials, trial after trial.
 
     `num_alternatives` has one entry per trial; None means no log-probabilities. If it is empty, no trial gets any. The

@@ -51,9 +51,7 @@ def round_weights(module: nn.Module) -> None:
             parameter.copy_(parameter.clamp(-60_000, 60_000).half().float())
 
 
-def pack_ladder(
-    ladder: Ladder, report: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, bytes]]:
+def pack_ladder(ladder: Ladder, report: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """(manifest, blobs) of a ladder.
 
     `report` is what `calibrate` returned. Its "rungs" figures go to the manifest's rungs. Its "risk" and "margin_risk",
@@ -67,9 +65,7 @@ def pack_ladder(
     rungs: list[dict[str, Any]] = []
 
     def rung(name: str, depth: int, **layout: Any) -> None:
-        rungs.append(
-            {"name": name, "depth": depth, **layout, "figures": dict(figures.get(name, {}))}
-        )
+        rungs.append({"name": name, "depth": depth, **layout, "figures": dict(figures.get(name, {}))})
 
     if ladder.lookup_confidence is not None:
         rung(SUFFIX, 0, router=ladder.lookup_confidence.to_json())
@@ -81,9 +77,7 @@ def pack_ladder(
         head, confidence = layer_exit.head, layer_exit.confidence
         for part, module in (("head", head), ("router", confidence)):
             for name, tensor in module.state_dict().items():
-                tensors[f"{layer_exit.name}.{part}.{name}"] = (
-                    tensor.detach().half().cpu().contiguous()
-                )
+                tensors[f"{layer_exit.name}.{part}.{name}"] = tensor.detach().half().cpu().contiguous()
         rung(
             layer_exit.name,
             layer_exit.depth,
@@ -94,9 +88,7 @@ def pack_ladder(
         )
     if ladder.draft_vocabulary is not None:
         tensors["draft_vocabulary"] = ladder.draft_vocabulary.to(torch.int32).cpu()
-    published = {
-        key: report[key] for key in RISK_KEYS.values() if report.get(key, {}).get("bounds")
-    }
+    published = {key: report[key] for key in RISK_KEYS.values() if report.get(key, {}).get("bounds")}
     elsewhere = {"rungs", *published}
     manifest = {
         "schema_version": SCHEMA_VERSION if ladder.exits else FIRST_VERSION,
@@ -135,9 +127,7 @@ def _unpack(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
             f"the router has format {version}; this version of neap reads formats up to {SCHEMA_VERSION}",
             reason="SCHEMA_TOO_NEW",
         )
-    if version not in (FIRST_VERSION, TIED_VERSION, SCHEMA_VERSION) or served_blobs(blobs) != [
-        BLOB
-    ]:
+    if version not in (FIRST_VERSION, TIED_VERSION, SCHEMA_VERSION) or served_blobs(blobs) != [BLOB]:
         raise Corrupt(f"the router has no valid schema_version, or its blobs are not just {BLOB}")
     if len(blobs[BLOB]) > MAX_BLOB_BYTES:
         raise Corrupt("the router's blob is too large")
@@ -189,18 +179,14 @@ class _Unpacker:
         suffix, successor = rungs.pop(SUFFIX, None), rungs.pop(SUCCESSOR, None)
         table = take_part(self.tensors, SUCCESSOR)
         if (successor is None) == bool(table):
-            raise Corrupt(
-                "the router has an n-gram table without its rung, or the rung without the table"
-            )
+            raise Corrupt("the router has an n-gram table without its rung, or the rung without the table")
         exits = tuple(self._exit(rung, model) for rung in rungs.values())
         depths = [layer_exit.depth for layer_exit in exits]
         if depths != sorted(set(depths)):
             raise Corrupt("the router's exits are not ordered by depth")
         vocabulary = self._draft_vocabulary(model, bool(exits))
         if self.tensors:
-            raise Corrupt(
-                f"the router's blob holds {len(self.tensors)} tensors that belong to no rung"
-            )
+            raise Corrupt(f"the router's blob holds {len(self.tensors)} tensors that belong to no rung")
         return Ladder(
             model=model,
             lookup_confidence=TableConfidence.from_json(suffix["router"]) if suffix else None,
@@ -221,9 +207,7 @@ class _Unpacker:
                 reason="FORM_NOT_SUPPORTED",
             )
         if rung["name"] != exit_name(depth) or rung["form"] != FORM:
-            raise Corrupt(
-                f"rung {rung['name']!r} has a depth other than its name says, or an unknown form"
-            )
+            raise Corrupt(f"rung {rung['name']!r} has a depth other than its name says, or an unknown form")
         if _size(rung["head_width"], MAX_HIDDEN_SIZE) != model.hidden_size:
             raise Corrupt(f"the head of rung {rung['name']!r} is not as wide as the model's states")
         router_width = _size(rung["router_width"], MAX_ROUTER_WIDTH)

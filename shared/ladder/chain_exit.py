@@ -44,9 +44,7 @@ class ChainSteps:
         """The outputs [N, D] of `step` alone, for tokens that another rung has drafted."""
         return fused_output(states, entering, self._head.norm, *self._matrices)
 
-    def step(
-        self, states: Tensor, entering: Tensor, places: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, states: Tensor, entering: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One more token for each of N chains: indices into the draft vocabulary [N, K], probabilities [N, K] and
         outputs [N, D].
 
@@ -76,8 +74,7 @@ class SteppedChain:
         place = 0
         while late := [i for i, start in enumerate(starts) if place + 1 < len(start.tokens)]:
             outputs = self._steps.output(
-                torch.stack([states[i] for i in late]),
-                torch.stack([entering[i][place] for i in late]),
+                torch.stack([states[i] for i in late]), torch.stack([entering[i][place] for i in late])
             )
             for i, output in zip(late, outputs, strict=True):
                 states[i] = chained(output)

@@ -13,9 +13,7 @@ from shared.ladder.artefact import unpack_ladder
 BRIER_SLACK = 0.05
 
 
-def check_artefact(
-    manifest: Mapping[str, Any], blobs: Mapping[str, bytes]
-) -> dict[str, dict[str, Any]]:
+def check_artefact(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
     """The checks of a ladder's artefact, by name.
 
     `unpacks`: the bytes can be loaded as a worker would, and give the manifest's rungs. `figures`: all are finite.
@@ -31,11 +29,7 @@ def check_artefact(
     ]
     broken = [name for name, value in numbers if not math.isfinite(value)]
     worse = [name for name, figures in rungs if figures and _is_worse_than_guessing(figures)]
-    return {
-        "unpacks": _unpacks(manifest, blobs),
-        "figures": _check(broken),
-        "routers": _check(worse),
-    }
+    return {"unpacks": _unpacks(manifest, blobs), "figures": _check(broken), "routers": _check(worse)}
 
 
 def _unpacks(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> dict[str, Any]:

@@ -67,9 +67,7 @@ class KernelDraws:
         if len(adapted) > len(self._tickets) * ROUTE_TOKENS:
             self._tickets = new_tickets(len(adapted), adapted.device)
         top, indices, log_mass = draft_top(adapted, self._rows, self._bias, self._num_drafts)
-        first = route(
-            adapted, self.confidence, top, log_mass, places, LOWEST, HIGHEST, self._tickets
-        )
+        first = route(adapted, self.confidence, top, log_mass, places, LOWEST, HIGHEST, self._tickets)
         return indices, with_others(first, (top - log_mass[:, None]).exp())
 
 

@@ -55,13 +55,7 @@ class ExitProposer(Protocol):
         """At least one draft of each chain. All `starts` must have a `begin`."""
 
 
-def bind_exit(
-    one: LayerExit,
-    rows: Tensor,
-    bias: Tensor | None,
-    vocabulary: Tensor,
-    runner: Runner,
-) -> ExitProposer:
+def bind_exit(one: LayerExit, rows: Tensor, bias: Tensor | None, vocabulary: Tensor, runner: Runner) -> ExitProposer:
     """The exit with the fastest way of drafting that it and the runner allow.
 
     `rows` [Vd, W] and `bias` [Vd]: the LM head's, of the draft vocabulary [Vd].

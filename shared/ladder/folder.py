@@ -15,9 +15,7 @@ from shared.ladder.ladder import Ladder
 MANIFEST = "manifest.json"
 
 
-def write_router_folder(
-    folder: Path, manifest: Mapping[str, Any], blobs: Mapping[str, bytes]
-) -> None:
+def write_router_folder(folder: Path, manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> None:
     """Writes what `pack_ladder` returned. Creates the folder if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in blobs.items():
@@ -26,9 +24,7 @@ def write_router_folder(
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
-def read_router_folder(
-    folder: Path, *, with_statistics: bool = False
-) -> tuple[dict[str, Any], dict[str, bytes]]:
+def read_router_folder(folder: Path, *, with_statistics: bool = False) -> tuple[dict[str, Any], dict[str, bytes]]:
     """(manifest, blobs) as `unpack_ladder` takes them. `with_statistics`: also the statistics, if the folder has them.
     Other files are ignored.
 

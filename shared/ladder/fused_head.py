@@ -74,13 +74,7 @@ class FusedHead(nn.Module):
 
 
 def fused_output(
-    states: Tensor,
-    entering: Tensor,
-    norm: Tensor,
-    fuse: Projection,
-    gate: Projection,
-    up: Projection,
-    down: Projection,
+    states: Tensor, entering: Tensor, norm: Tensor, fuse: Projection, gate: Projection, up: Projection, down: Projection
 ) -> Tensor:
     """`FusedHead.forward`, with each matmul by a matrix as a function."""
     slots, newest = unit(in_slots(states)), unit(entering)

@@ -78,10 +78,7 @@ class Ladder:
             raise RouterMismatch(
                 f"the router was calibrated for {self.model.model_id}; the loaded model is another one or another "
                 "revision of it",
-                metadata={
-                    "router_fingerprint": self.model.fingerprint,
-                    "model_fingerprint": loaded.fingerprint,
-                },
+                metadata={"router_fingerprint": self.model.fingerprint, "model_fingerprint": loaded.fingerprint},
             )
 
     def bind(self, runner: Runner) -> "BoundLadder":
@@ -101,10 +98,7 @@ class BoundLadder:
         self.joint_weights = ladder.joint_weights
         # Everything that the time of an exit depends on: ladders with equal layouts share measured costs.
         vocabulary = ladder.draft_vocabulary
-        self.layout: object = (
-            0 if vocabulary is None else len(vocabulary),
-            *(e.layout for e in ladder.exits),
-        )
+        self.layout: object = (0 if vocabulary is None else len(vocabulary), *(e.layout for e in ladder.exits))
         # The depths below L whose settled states chains begin with.
         self.kept_depths = captured_depths(runner.num_layers) if ladder.exits else ()
         self._bound: list[ExitProposer] = []
@@ -116,9 +110,7 @@ class BoundLadder:
                 layer_exit.head.to(device).requires_grad_(False)
                 layer_exit.confidence.to(device).requires_grad_(False)
             rows, bias = gather_rows(runner.loaded.parts.head, self._vocabulary)
-            self._bound = [
-                bind_exit(one, rows, bias, self._vocabulary, runner) for one in ladder.exits
-            ]
+            self._bound = [bind_exit(one, rows, bias, self._vocabulary, runner) for one in ladder.exits]
         # The depths of exits that read the states with which tokens enter them.
         bound = zip(self.depths, self._bound, strict=True)
         self.state_depths = tuple(depth for depth, one in bound if one.reads_states)

@@ -73,9 +73,7 @@ class NativeChain:
         num_new = sum(not start.has_begun for start in starts)
         states, outputs = begins[:num_new], begins[num_new:]
         found = draft_chains(
-            torch.stack(states).float()
-            if states
-            else torch.empty(0, NUM_STATES, self._hidden_size),
+            torch.stack(states).float() if states else torch.empty(0, NUM_STATES, self._hidden_size),
             torch.stack(outputs) if outputs else torch.empty(0, self._hidden_size),
             ordered,
             self._weights,
@@ -88,9 +86,7 @@ class NativeChain:
         return [drafts[number] for number in range(len(starts))]
 
 
-def _head_drafts(
-    tokens: list[int], probabilities: list[float], length: int, outputs: Tensor
-) -> list[HeadDraft]:
+def _head_drafts(tokens: list[int], probabilities: list[float], length: int, outputs: Tensor) -> list[HeadDraft]:
     """The drafts of one sequence from its rows of `Chains`."""
     rung = exit_name(0)
     found = zip(tokens[:length], probabilities, outputs, strict=False)

@@ -124,11 +124,7 @@ class NgramTable:
     def from_tensors(cls, tensors: Mapping[str, Tensor], vocabulary_size: int) -> "NgramTable":
         """Raises `Corrupt` unless the tensors have the form that `to_tensors` returns, with tokens below
         `vocabulary_size`."""
-        names = {
-            f"{m}.{n}"
-            for m in range(1, MAX_ORDER + 1)
-            for n in ("keys", "tokens", "counts", "shares")
-        }
+        names = {f"{m}.{n}" for m in range(1, MAX_ORDER + 1) for n in ("keys", "tokens", "counts", "shares")}
         if set(tensors) != names:
             raise Corrupt("the n-gram table's tensors are not those of the format")
         orders = []
@@ -139,9 +135,7 @@ class NgramTable:
             shares = _unsigned(tensors[f"{order}.shares"], torch.uint8)
             if not len(keys) == len(tokens) == len(counts) == len(shares):
                 raise Corrupt(f"the n-gram table's columns of order {order} differ in length")
-            if len(keys) and (
-                (np.diff(keys) <= 0).any() or tokens.max() >= vocabulary_size or counts.min() < 1
-            ):
+            if len(keys) and ((np.diff(keys) <= 0).any() or tokens.max() >= vocabulary_size or counts.min() < 1):
                 raise Corrupt(f"the n-gram table's entries of order {order} are not valid")
             orders.append((keys, tokens, counts, shares))
         return cls(orders)

@@ -95,6 +95,4 @@ class PromptLookup:
         """How many of the last tokens of `tail` stand before `position`."""
         before = self._tokens[max(position - len(tail), 0) : position]
         pairs = zip(reversed(tail), reversed(before), strict=False)
-        return next(
-            (number for number, (a, b) in enumerate(pairs) if a != b), min(len(tail), len(before))
-        )
+        return next((number for number, (a, b) in enumerate(pairs) if a != b), min(len(tail), len(before)))

@@ -38,9 +38,7 @@ class RecordedChain:
 
     reads_states = False
 
-    def __init__(
-        self, steps: ChainSteps, vocabulary: Tensor, hidden_size: int, runner: Runner
-    ) -> None:
+    def __init__(self, steps: ChainSteps, vocabulary: Tensor, hidden_size: int, runner: Runner) -> None:
         self._steps, self._vocabulary, self._runner = steps, vocabulary, runner
         self._recorded: dict[int, tuple[Work, Work]] = {}
         device = vocabulary.device
@@ -93,10 +91,7 @@ class RecordedChain:
         read = torch.stack([self._drafted.double(), self._probabilities.double()])
         tokens, probabilities = read[:, :, :count].transpose(1, 2).tolist()
         outputs = self._outputs[:, :count].clone().unbind(1)
-        return [
-            _head_drafts(*chain)
-            for chain in zip(starts, tokens, probabilities, outputs, strict=True)
-        ]
+        return [_head_drafts(*chain) for chain in zip(starts, tokens, probabilities, outputs, strict=True)]
 
     def _recorded_for(self, size: int) -> tuple[Work, Work]:
         """For `size` chains: the work of `_feed` and that of `_step`. Recorded at first use."""
@@ -130,10 +125,7 @@ class RecordedChain:
 
 
 def _head_drafts(
-    start: ChainStart,
-    tokens: Sequence[Sequence[float]],
-    probabilities: Sequence[Sequence[float]],
-    outputs: Tensor,
+    start: ChainStart, tokens: Sequence[Sequence[float]], probabilities: Sequence[Sequence[float]], outputs: Tensor
 ) -> list[HeadDraft]:
     """The drafts of one chain that its start allows.
     `tokens` and `probabilities`: of each place, those of all its drafts."""
@@ -141,8 +133,7 @@ def _head_drafts(
     found = []
     for own, chances, output in zip(tokens, probabilities, outputs[:length], strict=False):
         first, *others = (
-            Draft(int(token), chance, exit_name(0), 0)
-            for token, chance in zip(own, chances, strict=True)
+            Draft(int(token), chance, exit_name(0), 0) for token, chance in zip(own, chances, strict=True)
         )
         found.append(HeadDraft(first, output, tuple(others)))
     return found

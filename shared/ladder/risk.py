@@ -54,19 +54,14 @@ class PublishedRisk:
     setting: Setting = "threshold"
 
     @classmethod
-    def of(
-        cls, manifest: Mapping[str, Any], setting: Setting = "threshold"
-    ) -> "PublishedRisk | None":
+    def of(cls, manifest: Mapping[str, Any], setting: Setting = "threshold") -> "PublishedRisk | None":
         """The risk in a manifest, or None if it has none.
         Raises `Corrupt` if it is not of the form in this module's docstring."""
         record = manifest.get(RISK_KEYS[setting])
         if record is None:
             return None
         try:
-            bounds = tuple(
-                RiskBound(_value(row[setting], setting), _share(row["epsilon"]))
-                for row in record["bounds"]
-            )
+            bounds = tuple(RiskBound(_value(row[setting], setting), _share(row["epsilon"])) for row in record["bounds"])
             delta = _share(record["delta"])
             is_known = record["loss"] == LOSS
             num_tokens = record.get("max_new_tokens")

@@ -93,10 +93,7 @@ class TableConfidence:
     def from_json(cls, data: Any) -> "TableConfidence":
         """Raises `Corrupt` unless `data` has the form that `to_json` returns."""
         try:
-            bias, weights = (
-                float(data["bias"]),
-                [[float(w) for w in row] for row in data["weights"]],
-            )
+            bias, weights = (float(data["bias"]), [[float(w) for w in row] for row in data["weights"]])
         except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise Corrupt("a table's bias or weights are missing or not numbers") from error
         numbers = [bias, *(weight for row in weights for weight in row)]
@@ -126,8 +123,7 @@ def fit_table_confidence(evidence: Sequence[Evidence], agreed: Sequence[bool]) -
     overall = float(((hits.sum() + 0.5) / (weight.sum() + 1.0)).clamp(0.01, 0.99))
     bias = torch.full((1,), math.log(overall / (1 - overall)), dtype=torch.float64)
     raw = [
-        torch.full((size,), -2.0 if m else 0.0, dtype=torch.float64)
-        for size, m in zip(SIZES, MONOTONE, strict=True)
+        torch.full((size,), -2.0 if m else 0.0, dtype=torch.float64) for size, m in zip(SIZES, MONOTONE, strict=True)
     ]
     parameters = [bias.requires_grad_(), *(row.requires_grad_() for row in raw)]
     optimiser = torch.optim.LBFGS(parameters, max_iter=FIT_STEPS, line_search_fn="strong_wolfe")

@@ -20,9 +20,7 @@ class TableProposer:
     `learned` drafts with the confidence of the n-gram table.
     """
 
-    def __init__(
-        self, ladder: "Ladder", prompt: Sequence[int], learned: ClientNgrams | None = None
-    ) -> None:
+    def __init__(self, ladder: "Ladder", prompt: Sequence[int], learned: ClientNgrams | None = None) -> None:
         self._lookup_confidence = ladder.lookup_confidence
         self._ngram_confidence = ladder.ngram_confidence
         self._ngrams = ladder.ngrams if ladder.ngram_confidence else None
@@ -48,13 +46,9 @@ class TableProposer:
         chained = len(drafted)
         if lookup is not None and self._lookup_confidence is not None:
             evidence = lookup_evidence(lookup, ngrams, chained)
-            found.append(
-                Draft(lookup.token, self._lookup_confidence.probability(evidence), SUFFIX, 0)
-            )
+            found.append(Draft(lookup.token, self._lookup_confidence.probability(evidence), SUFFIX, 0))
         if self._ngram_confidence is not None:
-            learned = (
-                self._learned.matches(self._tail_with(drafted)) if self._learned is not None else []
-            )
+            learned = self._learned.matches(self._tail_with(drafted)) if self._learned is not None else []
             for rung, matches in ((SUCCESSOR, ngrams), (LEARNED, learned)):
                 for match in matches:
                     evidence = ngram_evidence(match, lookup, chained)

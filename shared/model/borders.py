@@ -41,9 +41,7 @@ def borders(config: PretrainedConfig, context_length: int) -> tuple[int, ...]:
     return tuple(sorted(n for n in numbers if NUM_CHECKED <= n < context_length))
 
 
-def origins(
-    config: PretrainedConfig, context_length: int, num_tokens: int = NUM_CHECKED
-) -> tuple[int, ...]:
+def origins(config: PretrainedConfig, context_length: int, num_tokens: int = NUM_CHECKED) -> tuple[int, ...]:
     """Where checks over `num_tokens` tokens begin: at 0, so that they cross each border, and at the end of the
     context."""
     last = max(context_length - num_tokens, 0)

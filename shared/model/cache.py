@@ -154,9 +154,7 @@ class ContiguousCache(LengthlessCache, KVCache):
         values[:, :, self._base : self._end] = value_states
         return keys[:, :, : self._end], values[:, :, : self._end]
 
-    def layer_tensors(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int
-    ) -> tuple[Tensor, Tensor]:
+    def layer_tensors(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """A layer's whole tensors [B, Hkv, capacity, Dh]. The first call allocates them for states of this form."""
         keys = self._keys.get(layer_idx)
         if keys is None:

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from shared.model import host_choices, host_draws
-from shared.model.distribution import (
-    candidates,
-    constrained,
-    drawn,
-    nucleus,
-    penalised,
-    reads_without_sync,
-)
+from shared.model.distribution import candidates, constrained, drawn, nucleus, penalised, reads_without_sync
 from shared.model.sampling import Trial
 from shared.ops import library
 from shared.ops.choices import NO_TOKEN, choose_greedy, choose_sampled

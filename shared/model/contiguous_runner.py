@@ -105,10 +105,7 @@ class ContiguousRunner(GatedModel):
     def embed_tokens(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         if self.embedding_is_direct:
             return self.embed(self.ids(tokens))[0]
-        alone = [
-            self.embed(self.ids([token]), position)[0]
-            for token, position in zip(tokens, positions, strict=True)
-        ]
+        alone = [self.embed(self.ids([token]), position)[0] for token, position in zip(tokens, positions, strict=True)]
         return torch.cat(alone)
 
     @inference

@@ -19,11 +19,7 @@ assert sum(PIECES) == NUM_CHECKED
 # at other places and from sums in another order, over all layers. In bfloat16 a layer compiled as a whole rounds so
 # much less than its modules that single tokens differ by a seventh. A window that is one position off makes a
 # difference of two fifths.
-TOLERANCE = {
-    torch.float32: (1e-4, 1e-3),
-    torch.float16: (1e-2, 5e-2),
-    torch.bfloat16: (6e-2, 2.5e-1),
-}
+TOLERANCE = {torch.float32: (1e-4, 1e-3), torch.float16: (1e-2, 5e-2), torch.bfloat16: (6e-2, 2.5e-1)}
 
 
 def difference(states: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
@@ -68,14 +64,7 @@ def _states(model: GatedModel, ids: Tensor, place: int, cut: tuple[int, ...]) ->
     states, base = [], 0
     for part in ids.split(cut, 1) if sum(cut) == ids.shape[1] else ids.split(1, 1):
         states.append(
-            model.run(
-                part,
-                cache,
-                first=0,
-                last=model.num_layers,
-                base=base,
-                read_length=place + ids.shape[1],
-            )
+            model.run(part, cache, first=0, last=model.num_layers, base=base, read_length=place + ids.shape[1])
         )
         base += part.shape[1]
     return torch.cat(states, 1)[0]

@@ -12,14 +12,10 @@ def check_device(name: str) -> None:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise InvalidInput(
-            f"device is {name!r}; it must be cpu or cuda", reason="BAD_DEVICE"
-        ) from error
+        raise InvalidInput(f"device is {name!r}; it must be cpu or cuda", reason="BAD_DEVICE") from error
     try:
         torch.empty(1, device=device)
     # torch raises an AssertionError where it is built without CUDA.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         why = str(error).partition("\n")[0]
-        raise PreconditionFailed(
-            f"the device {name} cannot be used: {why}", reason="DEVICE_UNAVAILABLE"
-        ) from error
+        raise PreconditionFailed(f"the device {name} cannot be used: {why}", reason="DEVICE_UNAVAILABLE") from error

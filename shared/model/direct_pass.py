@@ -39,9 +39,7 @@ class AngleTable:
     """The cosines and sines [1, P, R] that a rotary module gives positions 0 to P - 1.
     It grows when a later position is asked for."""
 
-    def __init__(
-        self, module: nn.Module, like: Tensor, context_length: int, borders: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, module: nn.Module, like: Tensor, context_length: int, borders: Sequence[int] = ()) -> None:
         """`like` [1, Q, D]: a state that the module has been called with. `borders`: positions where angles may change.
 
         Raises `Unsuitable` if the angles of a position depend on the other positions of the pass.
@@ -111,10 +109,7 @@ class DirectPass:
         # The length of the longest sequence whose masks are causal; inf without a window.
         self.causal_until = watched.causal_until
         self._angles = AngleTable(
-            watched.rotary,
-            watched.state,
-            loaded.context_length,
-            borders(loaded.model.config, loaded.context_length),
+            watched.rotary, watched.state, loaded.context_length, borders(loaded.model.config, loaded.context_length)
         )
         inside = set(loaded.parts.layers.modules())
         around = [module for module in loaded.model.base_model.modules() if module not in inside]
@@ -141,12 +136,7 @@ class DirectPass:
         # Without the module's call around it, whose hooks have just been looked at.
         state = self._embedding.forward(token_ids) if hidden is None else hidden
         return self._gates.run_stacked(
-            first,
-            last,
-            state,
-            captured,
-            position_embeddings=self._angles.of(spans),
-            cache=cache,
+            first, last, state, captured, position_embeddings=self._angles.of(spans), cache=cache
         )
 
 
@@ -164,9 +154,7 @@ def _watch(loaded: LoadedModel) -> _Watched:
     def note_call(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         angles.append(kwargs.get("position_embeddings"))
 
-    def note_mask(
-        *, local_size: int | None = None, allow_is_causal_skip: bool = True, **_: Any
-    ) -> None:
+    def note_mask(*, local_size: int | None = None, allow_is_causal_skip: bool = True, **_: Any) -> None:
         limit = math.inf if local_size is None else local_size - 1
         limits.append(limit if allow_is_causal_skip else 0)
 
@@ -179,11 +167,7 @@ def _watch(loaded: LoadedModel) -> _Watched:
     cache.begin(0, count)
     try:
         with observed_masks(note_mask):
-            model(
-                input_ids=torch.zeros(1, count, dtype=torch.long),
-                **with_cache(model, cache),
-                use_cache=True,
-            )
+            model(input_ids=torch.zeros(1, count, dtype=torch.long), **with_cache(model, cache), use_cache=True)
     finally:
         for hook in hooks:
             hook.remove()

@@ -48,9 +48,7 @@ def constrained(logits: Tensor, trials: Sequence[Trial]) -> Tensor:
     rows = logits.split([trial.num_rows for trial in trials])
     return torch.cat(
         [
-            own
-            if trial.allowed is None
-            else own.where(_masks(trial.allowed, trial.num_rows, own.device), -math.inf)
+            own if trial.allowed is None else own.where(_masks(trial.allowed, trial.num_rows, own.device), -math.inf)
             for own, trial in zip(rows, trials, strict=True)
         ]
     )
@@ -147,9 +145,7 @@ def _penalise(scores: Tensor, trial: Trial) -> None:
         scores.index_put_((rows, tokens), scores.new_full((), -math.inf))
 
 
-def _counts(
-    context: Sequence[int], drafts: Sequence[int], device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _counts(context: Sequence[int], drafts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """The tokens [m] int64 of context and drafts, and how often each stands before each row [n, m] float32.
     A draft stands before the rows after its own."""
     before = Counter(context)
@@ -166,9 +162,7 @@ def _kth_largest(scores: Tensor, counts: Sequence[int]) -> Tensor:
     size = scores.shape[1]
     used = [count if count < size else 0 for count in counts]
     last, unused = _on_device(
-        [[[max(count - 1, 0)] for count in used], [[count == 0] for count in used]],
-        scores.device,
-        torch.int64,
+        [[[max(count - 1, 0)] for count in used], [[count == 0] for count in used]], scores.device, torch.int64
     )
     largest = scores.topk(max(*used, 1)).values
     return largest.gather(1, last).masked_fill_(unused.bool(), -math.inf)
@@ -179,11 +173,7 @@ def _top_p(scores: Tensor, masses: Tensor, shares: Sequence[float]) -> Tensor:
     rows = [row for row, share in enumerate(shares) if share < 1.0]
     if len(rows) < len(shares):  # sorting is expensive, so only rows that ask for top-p are sorted
         index = _on_device(rows, masses.device, torch.int64)
-        own = _top_p(
-            scores.index_select(0, index),
-            masses.index_select(0, index),
-            [shares[row] for row in rows],
-        )
+        own = _top_p(scores.index_select(0, index), masses.index_select(0, index), [shares[row] for row in rows])
         return masses.index_copy(0, index, own)
     bound = masses.sum(-1, keepdim=True) * _column(shares, masses.device)
     return _within(scores, masses, bound)

@@ -10,9 +10,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def rounded_to(format_name: str) -> torch.dtype | None:
     """The dtype that inputs of matmuls with weights in this format may be rounded to: int8 for GGUF's blocks."""
-    return {"float32": None, "float16": None, "bfloat16": torch.bfloat16}.get(
-        format_name, torch.int8
-    )
+    return {"float32": None, "float16": None, "bfloat16": torch.bfloat16}.get(format_name, torch.int8)
 
 
 def multiplies_bfloat16() -> bool:

@@ -48,8 +48,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     identity = {"architecture": type(model).__name__, "functional": functional}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
     parameters = sorted(
-        ((n, p) for n, p in model.named_parameters() if p.is_floating_point() and is_plain(p)),
-        key=lambda item: item[0],
+        ((n, p) for n, p in model.named_parameters() if p.is_floating_point() and is_plain(p)), key=lambda item: item[0]
     )
     untrimmed = 0
     with ThreadPoolExecutor(min(usable_cpus(), MAX_AT_ONCE)) as pool:

@@ -84,13 +84,7 @@ class GatedModel:
         sequence = RaggedSequence(own, base, token_ids.shape[1], read_length=read_length)
         with self.regimes_of([sequence]):
             return self.gates.run(
-                first,
-                last,
-                hidden,
-                captured=captured,
-                input_ids=token_ids,
-                cache=own,
-                use_cache=True,
+                first, last, hidden, captured=captured, input_ids=token_ids, cache=own, use_cache=True
             )
 
     def regimes_of(self, sequences: Sequence[RaggedSequence]) -> AbstractContextManager[None]:
@@ -100,9 +94,7 @@ class GatedModel:
         own = [self.regimes.of(length) for sequence in sequences for length in sequence.lengths]
         return self.regimes.during(whole_or_each(own))
 
-    def to_capture(
-        self, first: int, last: int, captured: CapturedStates | None
-    ) -> CapturedStates | None:
+    def to_capture(self, first: int, last: int, captured: CapturedStates | None) -> CapturedStates | None:
         """`captured` with a key per depth at which a pass through layers [first, last) captures: see `Gates.run`."""
         if captured is not None:
             wanted = (depth for depth in captured_depths(self.num_layers) if first < depth < last)
@@ -140,9 +132,7 @@ class GatedModel:
     ) -> dict[int, Tensor]:
         """One pass of all layers over tokens [B, Q] without a cache.
         Returns the states at `depths` (L included), each [B, Q, D]."""
-        return self.gates.capture(
-            depths, input_ids=token_ids, attention_mask=attention_mask, use_cache=False
-        )
+        return self.gates.capture(depths, input_ids=token_ids, attention_mask=attention_mask, use_cache=False)
 
     def _own_head(self, state: Tensor) -> Tensor:
         tokens = torch.ones(state.shape[:2], dtype=torch.long, device=state.device)
@@ -160,9 +150,7 @@ class GatedModel:
         except RuntimeError:  # a projection stands between norm and head, as in some OPT models
             return False
         scale = own.abs().max().clamp_min(1e-9)
-        return direct.shape == own.shape and bool(
-            (direct - own).abs().max() <= HEAD_TOLERANCE * scale
-        )
+        return direct.shape == own.shape and bool((direct - own).abs().max() <= HEAD_TOLERANCE * scale)
 
     @inference
     def _check_direct_embedding(self) -> bool:

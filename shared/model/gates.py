@@ -55,8 +55,7 @@ class LayerCounters:
     def per_layer(self) -> list[int]:
         passes = self._passes.items()
         return [
-            sum(count for (first, last), count in passes if first <= layer < last)
-            for layer in range(self._num_layers)
+            sum(count for (first, last), count in passes if first <= layer < last) for layer in range(self._num_layers)
         ]
 
     @property
@@ -110,12 +109,7 @@ class Gates:
 
         return gate
 
-    def _pass(
-        self,
-        index: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> LayerOutput:
+    def _pass(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerOutput:
         if index < self._stacked_until:
             return self._stacked_output(index, args, kwargs)
         if not self._first <= index < self._last:
@@ -145,9 +139,7 @@ class Gates:
             self._leaving = hidden
         return output
 
-    def _stacked_output(
-        self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> LayerOutput:
+    def _stacked_output(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerOutput:
         """The state as it is, because layer `index` has run with others before it. Raises `_CalledDifferently`."""
         for name, value in self._stacked_with:
             if kwargs.get(name) is not value:
@@ -199,8 +191,7 @@ class Gates:
         if why:
             architecture = type(self._model).__name__
             raise UnsupportedModel(
-                f"{architecture} cannot be run in parts: {why}",
-                metadata={"architecture": architecture},
+                f"{architecture} cannot be run in parts: {why}", metadata={"architecture": architecture}
             )
         self.counters = LayerCounters(self.num_layers)
 
@@ -240,12 +231,7 @@ class Gates:
         return self._stack is not None and self._stack.all_fused
 
     def run_stacked(
-        self,
-        first: int,
-        last: int,
-        state: Tensor,
-        captured: dict[int, Tensor] | None,
-        **shared: Any,
+        self, first: int, last: int, state: Tensor, captured: dict[int, Tensor] | None, **shared: Any
     ) -> Tensor | None:
         """As `run`, but only the fused layers, without the model's forward around them.
         None if a layer must run its own forward.

@@ -20,9 +20,7 @@ def allowed_only(chosen: Tensor, scores: Tensor, trial: Trial) -> Tensor:
     """
     allowed, rows, tokens = trial.allowed, scores.numpy(), []
     assert allowed is not None
-    for row, (draft, token) in enumerate(
-        zip([*trial.drafts, NO_TOKEN], chosen.tolist(), strict=True)
-    ):
+    for row, (draft, token) in enumerate(zip([*trial.drafts, NO_TOKEN], chosen.tolist(), strict=True)):
         # Drafts are allowed. NO_TOKEN may be the fault of a score that does not count.
         if token == NO_TOKEN or (token != draft and not allowed.allows(row, token)):
             forced = allowed.forced(row)

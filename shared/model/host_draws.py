@@ -74,16 +74,11 @@ def token_at(uniform: float, scores: Floats, sampling: SamplingParams) -> int:
         masses[masses < sampling.min_p * unit_mass(len(scores))] = 0.0
     running = masses.cumsum()
     # Rounding may put the point past the last token that has any mass.
-    place = min(
-        running.searchsorted(uniform * running[-1], side="right"),
-        running.searchsorted(running[-1]),
-    )
+    place = min(running.searchsorted(uniform * running[-1], side="right"), running.searchsorted(running[-1]))
     return int(tokens[place])
 
 
-def masses_of_few(
-    scores: Floats, largest: float, sampling: SamplingParams
-) -> tuple[Tokens, Masses]:
+def masses_of_few(scores: Floats, largest: float, sampling: SamplingParams) -> tuple[Tokens, Masses]:
     """Tokens, ascending, and their masses after temperature and top-k; all others have none.
     As of `distribution.candidates`."""
     size, temperature = len(scores), sampling.temperature

@@ -23,11 +23,7 @@ class HostSyncs(TorchDispatchMode):
         self.found: list[str] = []
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with self:  # a composite operator is judged by the operators that it consists of
             whole = func.namespace != "aten"

@@ -12,12 +12,7 @@ from typing import Any
 import structlog
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from shared.errors import Exhausted, NeapError, UnsupportedModel
 from shared.memory import release_free_memory, trim_heap
@@ -32,12 +27,7 @@ from shared.model.remembered.store import Entry, StartStore
 from shared.model.source import arguments_of, not_found, size_mb
 from shared.model.weights.lazy import lazy, realise
 from shared.model.weights.quantised import dequantises, missing_package, quantisation
-from shared.model.weights.reading import (
-    CheckpointFiles,
-    Replacement,
-    replaced,
-    safetensors_replacements,
-)
+from shared.model.weights.reading import CheckpointFiles, Replacement, replaced, safetensors_replacements
 
 log = structlog.get_logger("neap.model")
 
@@ -80,9 +70,7 @@ def load_model(
         "compute_dtype": compute_dtype,
     }
     entry = store.entry(source, options) if store is not None and device == "cpu" else None
-    loaded = run_in_own_thread(
-        _load_model, source, model_id=name, device=device, entry=entry, **options
-    )
+    loaded = run_in_own_thread(_load_model, source, model_id=name, device=device, entry=entry, **options)
     load_s = time.monotonic() - started_s
     log.info(
         "model loaded",
@@ -109,10 +97,7 @@ def _load_model(
     facts, made = (Facts(), None) if entry is None else (entry.facts, entry.matrices)
     where = arguments_of(source)
     theirs = f"transformers cannot load {source} as a causal language model"
-    with (
-        CheckpointFiles(dtype, made) as checkpoint,
-        _load_errors(source, f"neap cannot prepare {source}"),
-    ):
+    with CheckpointFiles(dtype, made) as checkpoint, _load_errors(source, f"neap cannot prepare {source}"):
         readers = _gguf_readers(checkpoint) if "gguf_file" in where else []
         with _load_errors(source, theirs), replaced(readers):
             config = AutoConfig.from_pretrained(**where)
@@ -178,8 +163,7 @@ def _is_dequantised(model: PreTrainedModel, method: str, model_id: str) -> bool:
         if is_out_of_memory(error):
             raise
         raise UnsupportedModel(
-            f"the quantised modules of {model_id} do not run on {model.device}",
-            metadata={"method": method},
+            f"the quantised modules of {model_id} do not run on {model.device}", metadata={"method": method}
         ) from error
     if dequantised:
         log.warning(
@@ -201,9 +185,7 @@ def _build(where: Mapping[str, Any], dtype: torch.dtype | str) -> PreTrainedMode
     """Raises `UnsupportedModel` (reason WEIGHTS_MISSING) if the checkpoint lacks weights, which transformers would make
     up."""
     weights: dict[str, Any] = {} if "gguf_file" in where else {"use_safetensors": True}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        **where, **weights, dtype=dtype, output_loading_info=True
-    )
+    loaded: Any = AutoModelForCausalLM.from_pretrained(**where, **weights, dtype=dtype, output_loading_info=True)
     model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
@@ -239,12 +221,9 @@ def _load_errors(source: str | Path, failure: str) -> Iterator[None]:
     except Exception as error:
         log.warning("cannot load model", source=str(source), exc_info=True)
         if is_out_of_memory(error):
-            raise Exhausted(
-                f"there is not enough memory for {source}", reason="OUT_OF_MEMORY"
-            ) from error
+            raise Exhausted(f"there is not enough memory for {source}", reason="OUT_OF_MEMORY") from error
         raise UnsupportedModel(
-            f"{failure} ({type(error).__name__}; the log has the error)",
-            metadata={"source": str(source)},
+            f"{failure} ({type(error).__name__}; the log has the error)", metadata={"source": str(source)}
         ) from error
 
 

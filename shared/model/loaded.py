@@ -138,11 +138,7 @@ def wrap_model(
 
 
 def _accelerate(
-    model: PreTrainedModel,
-    model_id: str,
-    kv_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    facts: Facts,
+    model: PreTrainedModel, model_id: str, kv_dtype: torch.dtype, compute_dtype: torch.dtype, facts: Facts
 ) -> "AccelerationReport | None":
     """What was replaced; None if a quantised model keeps its own modules."""
     from shared.model.substitution.apply import accelerate

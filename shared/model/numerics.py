@@ -61,9 +61,7 @@ def numerics_of(runner: Runner) -> Numerics:
         runner.counters.reset()
         return Numerics(**known["numerics"])
     if known is not None:
-        log.warning(
-            "the model gives other bits than at an earlier start; its promise is tried anew"
-        )
+        log.warning("the model gives other bits than at an earlier start; its promise is tried anew")
     found = _try(runner)
     facts.note(name, {"bits": bits, "numerics": asdict(found)})
     return found
@@ -127,17 +125,13 @@ def _tried_at(runner: Runner, place: int, length: int) -> tuple[Tensor, bool]:
     several passes, the last of them in company."""
     loaded, depth = runner.loaded, runner.num_layers
     prompt = max(1, length - 1 - _FEW)
-    ids = torch.randint(
-        loaded.vocabulary_size, (length + _OTHER,), generator=torch.Generator().manual_seed(0)
-    ).tolist()
+    ids = torch.randint(loaded.vocabulary_size, (length + _OTHER,), generator=torch.Generator().manual_seed(0)).tolist()
     own, others = ids[:length], ids[length:][: loaded.context_length]
     whole, cache, beside = (runner.new_cache(n) for n in (length, length, len(others)))
     whole.origin = cache.origin = place
 
     def run(tokens: list[int], base: int, into: KVCache) -> Tensor:
-        return runner.run(
-            runner.ids(tokens), into, first=0, last=depth, base=base, read_length=place + length
-        )
+        return runner.run(runner.ids(tokens), into, first=0, last=depth, base=base, read_length=place + length)
 
     expected = runner.logits(run(own, 0, whole))[0]
     pieces = pairwise(sorted({0, min(_PIECE, prompt), prompt}))
@@ -154,9 +148,7 @@ def _tried_at(runner: Runner, place: int, length: int) -> tuple[Tensor, bool]:
     elif last:
         parts.append(run(last, prompt + 1, cache))
     rows = expected.split([part.shape[1] for part in parts])
-    return expected, all(
-        torch.equal(own, runner.logits(part)[0]) for own, part in zip(rows, parts, strict=True)
-    )
+    return expected, all(torch.equal(own, runner.logits(part)[0]) for own, part in zip(rows, parts, strict=True))
 
 
 def _facts(runner: Runner) -> dict[str, object]:

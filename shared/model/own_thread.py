@@ -39,9 +39,7 @@ def run_in_own_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
     except BaseException as error:
         if thread.ident is None:  # it had not begun
             raise
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread.ident), ctypes.py_object(type(error))
-        )
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(type(error)))
         thread.join()
         raise
     if errors:

@@ -65,14 +65,7 @@ class StateCheck:
         """
         try:
             states = self._states(run_ragged, new_cache)
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise _not_supported(f"{what}: {type(error).__name__}: {error}") from error
         if why := difference(states, self._expected, self._dtype):
             raise _not_supported(f"{what}: {why}")
@@ -92,9 +85,7 @@ class StateCheck:
             sequences.append(replace(whole, base=held, num_tokens=length - held))
             later.append(ids[:, held:])
         tokens = torch.cat(later, 1)
-        run_ragged(
-            tokens.flip(1), sequences, first=0, last=last
-        )  # wrong tokens; the next pass rolls them back
+        run_ragged(tokens.flip(1), sequences, first=0, last=last)  # wrong tokens; the next pass rolls them back
         if not middle:
             return run_ragged(tokens, sequences, first=0, last=last)[0]
         hidden = run_ragged(tokens, sequences, first=0, last=middle)
@@ -102,6 +93,4 @@ class StateCheck:
 
 
 def _not_supported(why: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"paged KV does not work for this model: {why}", reason="PAGES_NOT_SUPPORTED"
-    )
+    return UnsupportedModel(f"paged KV does not work for this model: {why}", reason="PAGES_NOT_SUPPORTED")

@@ -55,11 +55,7 @@ class BlockPool:
 
     @inference
     def __init__(
-        self,
-        shapes: Sequence[LayerShape],
-        num_blocks: int,
-        context_length: int,
-        device: torch.device,
+        self, shapes: Sequence[LayerShape], num_blocks: int, context_length: int, device: torch.device
     ) -> None:
         self.keys: list[Tensor] = [torch.empty(0)] * len(shapes)
         self.values = list(self.keys)
@@ -77,9 +73,7 @@ class BlockPool:
         self.block_bytes = sum(shape.block_bytes for shape in shapes)
         self.num_blocks = num_blocks
         self._blocks_per_table = num_blocks_of(context_length)
-        self.block_tables = torch.zeros(
-            NUM_BLOCK_TABLES, self._blocks_per_table, dtype=torch.int64, device=device
-        )
+        self.block_tables = torch.zeros(NUM_BLOCK_TABLES, self._blocks_per_table, dtype=torch.int64, device=device)
         # Deques, because whichever thread drops a cache appends to them.
         self._free = deque(range(num_blocks))
         self._closed: deque[int] = deque()
@@ -101,9 +95,7 @@ class BlockPool:
         """
         needed = num_blocks_of(capacity)
         if needed > self._blocks_per_table:
-            raise InvalidInput(
-                f"{capacity} positions are more than the context has", reason="CACHE_CAPACITY"
-            )
+            raise InvalidInput(f"{capacity} positions are more than the context has", reason="CACHE_CAPACITY")
         if needed > self.num_free:
             raise Exhausted(
                 f"{needed} blocks of KV memory are needed, but only {self.num_free} of {self.num_blocks} are free",
@@ -128,10 +120,7 @@ class BlockPool:
         if table is not None:
             self._tables.move_to_end(cache.number)
             return table
-        if self._free_tables:
-            table = self._free_tables.popleft()
-        else:
-            table = self._tables.popitem(last=False)[1]
+        table = self._free_tables.popleft() if self._free_tables else self._tables.popitem(last=False)[1]
         self._tables[cache.number] = table
         listed = torch.tensor(cache.blocks, dtype=torch.int64)
         self.block_tables[table, : len(cache.blocks)].copy_(listed, non_blocking=True)
@@ -190,9 +179,7 @@ class PagedCache(KVCache):
             return
         positions = torch.arange(start, end)
         index, place = positions // BLOCK_TOKENS, positions % BLOCK_TOKENS
-        where = torch.stack(
-            [torch.tensor(self.blocks)[index], torch.tensor(source.blocks)[index], place]
-        )
+        where = torch.stack([torch.tensor(self.blocks)[index], torch.tensor(source.blocks)[index], place])
         device = self._pool.block_tables.device
         mine, theirs, place = where.to(device, non_blocking=True).unbind()
         for store in (*self._pool.keys, *self._pool.values):

@@ -46,11 +46,7 @@ class TokenPlaces:
 
     def cut(self, part: slice) -> "TokenPlaces":
         return TokenPlaces(
-            self.positions[part],
-            self.slot_mapping[part],
-            self.branches[part],
-            self.seen_at[part],
-            self.regimes[part],
+            self.positions[part], self.slot_mapping[part], self.branches[part], self.seen_at[part], self.regimes[part]
         )
 
 
@@ -114,11 +110,7 @@ class PagedForward:
     """Runs passes of one model over one block pool, on one thread. `transform` replaces each layer's own forward."""
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        gates: Gates,
-        pool: BlockPool,
-        transform: LayerTransform | None = None,
+        self, loaded: LoadedModel, gates: Gates, pool: BlockPool, transform: LayerTransform | None = None
     ) -> None:
         paged_attention.register()
         self._gates = gates
@@ -129,9 +121,7 @@ class PagedForward:
         forwards = gates.forwards
         if transform is not None:
             forwards = tuple(transform(index, forward) for index, forward in enumerate(forwards))
-        self._layers = tuple(
-            self._with_blocks(index, forward) for index, forward in enumerate(forwards)
-        )
+        self._layers = tuple(self._with_blocks(index, forward) for index, forward in enumerate(forwards))
         self._tokens: TokenBuffer | None = None
 
     @inference
@@ -155,10 +145,7 @@ class PagedForward:
         counted = self._gates.counters.copy()
         self._tokens = tokens
         try:
-            with (
-                self._attention(),
-                regimes.during(tokens.regimes[None] if regimes.are_several else None),
-            ):
+            with self._attention(), regimes.during(tokens.regimes[None] if regimes.are_several else None):
                 state = self._gates.run(
                     first,
                     last,
@@ -183,13 +170,7 @@ class PagedForward:
             tokens = self._tokens
             assert tokens is not None
             layer = LayerBlocks(
-                keys,
-                values,
-                block_tables,
-                tokens.table_indices,
-                tokens.positions,
-                tokens.slot_mapping,
-                tokens.branches,
+                keys, values, block_tables, tokens.table_indices, tokens.positions, tokens.slot_mapping, tokens.branches
             )
 
             def located(value: Any) -> Any:

@@ -21,14 +21,7 @@ from shared.model.host_syncs import host_syncs
 from shared.model.inference import inference
 from shared.model.loaded import LoadedModel
 from shared.model.paged_check import CHECK_TOKENS, StateCheck
-from shared.model.paged_kv import (
-    BLOCK_TOKENS,
-    BlockPool,
-    LayerShape,
-    PagedCache,
-    as_paged,
-    num_blocks_of,
-)
+from shared.model.paged_kv import BLOCK_TOKENS, BlockPool, LayerShape, PagedCache, as_paged, num_blocks_of
 from shared.model.paged_pass import LayerTransform, PagedForward, TokenBuffer, TokenPlaces
 from shared.model.ragged import Move, RaggedSequence
 from shared.model.recorder import NoRecorder, Recorder, Work
@@ -59,12 +52,7 @@ class PagedRunner:
     block_tokens = BLOCK_TOKENS
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        *,
-        kv_budget_bytes: int,
-        recorder: Recorder,
-        transform: LayerTransform | None = None,
+        self, loaded: LoadedModel, *, kv_budget_bytes: int, recorder: Recorder, transform: LayerTransform | None = None
     ) -> None:
         self.loaded = loaded
         self.num_layers = loaded.num_layers
@@ -175,9 +163,7 @@ class PagedRunner:
     ) -> Tensor:
         assert token_ids.shape[0] == 1
         sequence = RaggedSequence(cache, base, token_ids.shape[1], read_length=read_length)
-        return self.run_ragged(
-            token_ids, [sequence], first=first, last=last, hidden=hidden, captured=captured
-        )
+        return self.run_ragged(token_ids, [sequence], first=first, last=last, hidden=hidden, captured=captured)
 
     @inference
     def run_ragged(
@@ -299,13 +285,7 @@ class PagedRunner:
         entering = self._entering[:bucket] if first else None
         captured = self._model.to_capture(first, last, {})
         state = self._forward.run(
-            self._tokens[bucket],
-            entering,
-            first,
-            last,
-            regimes=self.regimes,
-            captured=captured,
-            checks=self._checks,
+            self._tokens[bucket], entering, first, last, regimes=self.regimes, captured=captured, checks=self._checks
         )
         self._leaving[:bucket].copy_(state)
         for depth, states in (captured or {}).items():
@@ -351,9 +331,7 @@ class PagedRunner:
         if not syncs:
             return ""
         why = f"they wait for the device: {', '.join(sorted(set(syncs)))}"
-        logger.warning(
-            "passes of %s are not recorded, and are slower, because %s", self.loaded.model_id, why
-        )
+        logger.warning("passes of %s are not recorded, and are slower, because %s", self.loaded.model_id, why)
         return why
 
     def _layer_shapes(self) -> list[LayerShape]:
@@ -378,9 +356,7 @@ class PagedRunner:
         self._entering = torch.zeros(BUCKETS[-1], width, dtype=dtype, device=device)
         self._leaving = torch.zeros_like(self._entering)
         # Every pass captures its states, wanted or not: two small copies cost less than recording each pass twice.
-        self._captured = {
-            depth: torch.zeros_like(self._entering) for depth in captured_depths(self.num_layers)
-        }
+        self._captured = {depth: torch.zeros_like(self._entering) for depth in captured_depths(self.num_layers)}
         self._to_head = torch.zeros(HEAD_BUCKETS[-1], width, dtype=dtype, device=device)
         self._logits = torch.zeros(HEAD_BUCKETS[-1], self.loaded.vocabulary_size, device=device)
 

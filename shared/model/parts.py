@@ -34,9 +34,7 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
     refuse_config(model.config, architecture)
     num_layers = config.num_hidden_layers
     if getattr(model, "_is_stateful", False):
-        raise _unsupported(
-            architecture, "it keeps a recurrent state, so a token cannot catch up later"
-        )
+        raise _unsupported(architecture, "it keeps a recurrent state, so a token cannot catch up later")
     path, layers = find_layers(model, num_layers)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is None or not hasattr(embedding, "weight"):
@@ -56,9 +54,7 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
 
 
 def _unsupported(architecture: str, why: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"{architecture} cannot be run in parts: {why}", metadata={"architecture": architecture}
-    )
+    return UnsupportedModel(f"{architecture} cannot be run in parts: {why}", metadata={"architecture": architecture})
 
 
 def refuse_config(whole: PreTrainedConfig, architecture: str | None = None) -> None:
@@ -84,8 +80,7 @@ def find_layers(model: PreTrainedModel, num_layers: int) -> tuple[str, nn.Module
     if not fitting:
         seen = ", ".join(f"{name} ({len(module)})" for name, module in lists) or "none at all"
         raise _unsupported(
-            type(model).__name__,
-            f"no ModuleList of num_hidden_layers = {num_layers} modules; found {seen}",
+            type(model).__name__, f"no ModuleList of num_hidden_layers = {num_layers} modules; found {seen}"
         )
     return min(fitting, key=lambda item: item[0].count("."))
 

@@ -55,11 +55,7 @@ class RaggedSequence:
 
     @property
     def positions(self) -> list[int]:
-        return [
-            position
-            for span in self.spans
-            for position in range(span.base, span.base + span.num_tokens)
-        ]
+        return [position for span in self.spans for position in range(span.base, span.base + span.num_tokens)]
 
     @property
     def lengths(self) -> list[int]:
@@ -101,9 +97,7 @@ class RaggedCache(LengthlessCache):
     ) -> tuple[RaggedStates, RaggedStates]:
         """The new keys and values [1, Hkv, T, Dh] together with the tensors that they belong in.
         Our attention writes them there."""
-        tensors = [
-            cache.layer_tensors(key_states, value_states, layer_idx) for cache in self._caches
-        ]
+        tensors = [cache.layer_tensors(key_states, value_states, layer_idx) for cache in self._caches]
         return (
             RaggedStates(key_states, tuple(keys for keys, _ in tensors), self.spans),
             RaggedStates(value_states, tuple(values for _, values in tensors), self.spans),

@@ -68,12 +68,7 @@ class CudaRecorder:
                 # torch does not restore the current stream; the outer context does.
                 with (
                     torch.cuda.stream(current),
-                    torch.cuda.graph(
-                        graph,
-                        pool=self._memory,
-                        stream=self._stream,
-                        capture_error_mode="thread_local",
-                    ),
+                    torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"),
                 ):
                     work()
             except BaseException:

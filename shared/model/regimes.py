@@ -97,9 +97,7 @@ def find_regimes(model: PreTrainedModel, context_length: int) -> Regimes:
     if not found:
         return Regimes()
     starts = {start for own in found.values() for start in own}
-    regimes = Regimes(
-        (1, *sorted(starts)), tuple(n for n in lengths if n > 1 and _rereads(model, n))
-    )
+    regimes = Regimes((1, *sorted(starts)), tuple(n for n in lengths if n > 1 and _rereads(model, n)))
     for module in found:
         module.forward = _obeying(regimes, module.forward)
     return regimes
@@ -155,10 +153,7 @@ def _starts(module: nn.Module, call: _Call, lengths: Sequence[int]) -> Iterator[
     for previous, length in zip([0, *lengths], lengths, strict=False):
         device = next((v.device for v in call.kwargs.values() if isinstance(v, Tensor)), None)
         positions = torch.tensor([[*range(min(_COMPARED, length - 1)), length - 1]], device=device)
-        angles = [
-            a[..., : min(_COMPARED, length - 1), :]
-            for a in _tensors(call.run(module.forward, positions))
-        ]
+        angles = [a[..., : min(_COMPARED, length - 1), :] for a in _tensors(call.run(module.forward, positions))]
         if before is not None and not all(map(torch.equal, angles, before)):
             if length != previous + 1:
                 raise UnsupportedModel(
@@ -178,9 +173,7 @@ def _tensors(output: Any) -> tuple[Tensor, ...]:
 def _obeying(regimes: Regimes, own: Forward) -> Forward:
     """The forward `own` of a module, but each token gets the angles of its regime."""
 
-    def in_regime(
-        number: int, positions: Tensor, args: Any, kwargs: Any
-    ) -> tuple[Any, tuple[Tensor, ...]]:
+    def in_regime(number: int, positions: Tensor, args: Any, kwargs: Any) -> tuple[Any, tuple[Tensor, ...]]:
         # A module goes by the largest position, so one of the regime is put after the others.
         one = positions.new_full((*positions.shape[:-1], 1), regimes.starts[number] - 1)
         output = own(*args, position_ids=torch.cat([positions, one], -1), **kwargs)
@@ -198,10 +191,7 @@ def _obeying(regimes: Regimes, own: Forward) -> Forward:
             for number in range(1, len(regimes.starts)):
                 is_own = current == number
                 _, later = in_regime(number, torch.where(is_own, position_ids, 0), args, kwargs)
-                parts = tuple(
-                    torch.where(is_own[..., None], new, old)
-                    for new, old in zip(later, parts, strict=True)
-                )
+                parts = tuple(torch.where(is_own[..., None], new, old) for new, old in zip(later, parts, strict=True))
         return parts[0] if isinstance(output, Tensor) else type(output)(parts)
 
     names = list(inspect.signature(own).parameters)

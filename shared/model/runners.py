@@ -15,11 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_runner(
-    loaded: LoadedModel,
-    kv_budget_bytes: int,
-    *,
-    record: bool | None = None,
-    compile_layers: bool | None = None,
+    loaded: LoadedModel, kv_budget_bytes: int, *, record: bool | None = None, compile_layers: bool | None = None
 ) -> Runner:
     """The best runner that works for the model on its device.
 
@@ -48,9 +44,7 @@ def check_runner(runner: Runner, *, record: bool, compile_layers: bool) -> None:
         )
 
 
-def _runner(
-    loaded: LoadedModel, kv_budget_bytes: int, record: bool, compile_layers: bool
-) -> Runner:
+def _runner(loaded: LoadedModel, kv_budget_bytes: int, record: bool, compile_layers: bool) -> Runner:
     if loaded.device.type != "cuda":
         return ContiguousRunner(loaded, "only a GPU does this")
     if not library.runs_on("cuda"):

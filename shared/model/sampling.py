@@ -89,9 +89,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", biases)
         object.__setattr__(self, "bad_words", words)
         if len(biases) > MAX_BIASED_TOKENS:
-            raise InvalidInput(
-                f"logit_bias has {len(biases)} tokens; at most {MAX_BIASED_TOKENS} are allowed"
-            )
+            raise InvalidInput(f"logit_bias has {len(biases)} tokens; at most {MAX_BIASED_TOKENS} are allowed")
         for token, bias in biases.items():
             if not -MAX_BIAS <= bias <= MAX_BIAS:
                 raise InvalidInput(
@@ -115,11 +113,7 @@ class SamplingParams:
     def changes_scores(self) -> bool:
         """Whether other tokens may become the most probable ones."""
         return self.repetition_penalty != 1.0 or bool(
-            self.presence_penalty
-            or self.frequency_penalty
-            or self.logit_bias
-            or self.min_tokens
-            or self.bad_words
+            self.presence_penalty or self.frequency_penalty or self.logit_bias or self.min_tokens or self.bad_words
         )
 
     @cached_property
@@ -136,17 +130,13 @@ class SamplingParams:
         """Whether `forbidden_after` may ever find any."""
         return bool(self.min_tokens or self.bad_words)
 
-    def forbidden_after(
-        self, before: Sequence[int], num_answered: int, end_token_ids: Collection[int]
-    ) -> set[int]:
+    def forbidden_after(self, before: Sequence[int], num_answered: int, end_token_ids: Collection[int]) -> set[int]:
         """The tokens that `min_tokens` and `bad_words` forbid after those before, of which the last MAX_BAD_WORD_TOKENS
         are enough; the answer has `num_answered` so far."""
         found = set(end_token_ids) if num_answered < self.min_tokens else set()
         endings = self.bad_endings
         for words in (endings.get(None, ()), endings.get(before[-1], ()) if before else ()):
-            found.update(
-                last for word, last in words if [*before[len(before) - len(word) :]] == word
-            )
+            found.update(last for word, last in words if [*before[len(before) - len(word) :]] == word)
         return found
 
 
@@ -211,7 +201,5 @@ class Trial:
         return [
             (row, token)
             for row in range(self.num_rows)
-            for token in self.sampling.forbidden_after(
-                before[: num_before + row], first + row, self.end_token_ids
-            )
+            for token in self.sampling.forbidden_after(before[: num_before + row], first + row, self.end_token_ids)
         ]

@@ -27,17 +27,11 @@ def arguments_of(source: str | Path) -> dict[str, Any]:
     """
     path = Path(source)
     # Code that comes with a model is never run. If this were not set, transformers would ask on standard input.
-    arguments: dict[str, Any] = {
-        "pretrained_model_name_or_path": str(source),
-        "trust_remote_code": False,
-    }
+    arguments: dict[str, Any] = {"pretrained_model_name_or_path": str(source), "trust_remote_code": False}
     if path.suffix == ".gguf":
         if not path.is_file():
             raise not_found(source, "there is no such file")
-        return arguments | {
-            "pretrained_model_name_or_path": str(path.parent),
-            "gguf_file": path.name,
-        }
+        return arguments | {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise not_found(source, "the folder has no config.json")
@@ -59,9 +53,7 @@ def size_mb(path: Path) -> float | None:
 
 def not_found(source: str | Path, why: str) -> NotFound:
     return NotFound(
-        f"model {str(source)!r} cannot be loaded: {why}",
-        reason="MODEL_NOT_FOUND",
-        metadata={"source": str(source)},
+        f"model {str(source)!r} cannot be loaded: {why}", reason="MODEL_NOT_FOUND", metadata={"source": str(source)}
     )
 
 
@@ -73,9 +65,7 @@ def _is_only_cached(name: str) -> bool:
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"))
     except (OSError, HTTP_ERROR, EntryNotFoundError, HFValidationError) as error:
-        if isinstance(error, HFValidationError) or not isinstance(
-            try_to_load_from_cache(name, "config.json"), str
-        ):
+        if isinstance(error, HFValidationError) or not isinstance(try_to_load_from_cache(name, "config.json"), str):
             raise _problem_of(name, error) from error
         log.info(
             "the model is read from the hub's cache: the hub does not give it now",

@@ -88,9 +88,7 @@ def packed_rows(packed: Tensor, indices: Tensor) -> Tensor:
     return rows
 
 
-def packed_linear(
-    x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None = None
-) -> Tensor:
+def packed_linear(x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None = None) -> Tensor:
     """x [..., K] float32 times the packed weight [N, K] plus bias [N] -> [..., N], `N = out_features`.
 
     The bits are those of the matmul with the weight dequantised to float32, unless `round_inputs_` was called for the
@@ -103,12 +101,7 @@ def packed_linear(
 
 
 def packed_gated_linear(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    out_features: int,
-    activation: str,
-    bias: Tensor | None = None,
+    x: Tensor, gate: Tensor, up: Tensor, out_features: int, activation: str, bias: Tensor | None = None
 ) -> Tensor:
     """activation(gate(x)) * up(x) in one pass over packed matrices [N, K]: x [..., K] float32 -> [..., N].
 
@@ -116,9 +109,7 @@ def packed_gated_linear(
     """
     load()
     refuse_gradient(x, bias)
-    out: Tensor = torch.ops.neap.packed_gated_linear.default(
-        x, gate, up, out_features, activation, bias
-    )
+    out: Tensor = torch.ops.neap.packed_gated_linear.default(x, gate, up, out_features, activation, bias)
     return out
 
 
@@ -162,9 +153,7 @@ def contiguous_attention(
     load()
     refuse_gradient(q, k, v)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    out: Tensor = torch.ops.neap.contiguous_attention.default(
-        q, k, v, kv_length, mask, causal, scale, softcap
-    )
+    out: Tensor = torch.ops.neap.contiguous_attention.default(q, k, v, kv_length, mask, causal, scale, softcap)
     return out
 
 

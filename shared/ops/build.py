@@ -20,13 +20,7 @@ import torch
 
 from shared.errors import NeapError, NotFound, PreconditionFailed
 from shared.ops.library import LIBRARY
-from shared.ops.toolkit import (
-    SWITCH,
-    Toolkit,
-    architecture_flags,
-    find_toolkit,
-    wanted_architectures,
-)
+from shared.ops.toolkit import SWITCH, Toolkit, architecture_flags, find_toolkit, wanted_architectures
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "csrc"
@@ -80,17 +74,11 @@ def objects(toolkit: Toolkit | None = None) -> list[Object]:
         Object("paged", "paged.cpp", binding),
         *(
             Object(name, source, " ".join(architecture_flags(wanted_architectures())), "nvcc")
-            for name, source in (
-                ("cuda", "cuda/kernels.cu"),
-                ("cuda_paged", "cuda/paged.cu"),
-            )
+            for name, source in (("cuda", "cuda/kernels.cu"), ("cuda_paged", "cuda/paged.cu"))
             if toolkit
         ),
         Object("dispatch", "cpu/dispatch.cpp", "-std=c++20"),
-        *(
-            Object(f"kernels_{isa}", "cpu/kernels.cpp", f"{KERNEL_FLAGS} {ISA_FLAGS[isa]}")
-            for isa in isas
-        ),
+        *(Object(f"kernels_{isa}", "cpu/kernels.cpp", f"{KERNEL_FLAGS} {ISA_FLAGS[isa]}") for isa in isas),
     ]
 
 
@@ -163,13 +151,9 @@ def build(library: Path = LIBRARY, build_dir: Path = BUILD_DIR, *, verbose: bool
         description = build_dir / "build.ninja"
         if not description.exists() or description.read_text() != text:
             description.write_text(text)
-        result = subprocess.run(
-            [find_ninja(), "-C", str(build_dir)], capture_output=True, text=True, check=False
-        )
+        result = subprocess.run([find_ninja(), "-C", str(build_dir)], capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise PreconditionFailed(
-            f"building csrc/ failed:\n{result.stdout}{result.stderr}", reason="OPS_BUILD_FAILED"
-        )
+        raise PreconditionFailed(f"building csrc/ failed:\n{result.stdout}{result.stderr}", reason="OPS_BUILD_FAILED")
     if verbose:
         print(result.stdout, end="")
     return library

@@ -18,9 +18,7 @@ def step(fused: Tensor, weights: ChainWeights) -> Tensor:
     return reference.norm(fused + weights.down @ gated, eps)
 
 
-def draft(
-    output: Tensor, distance: int, weights: ChainWeights, lowest: float, highest: float
-) -> tuple[int, float]:
+def draft(output: Tensor, distance: int, weights: ChainWeights, lowest: float, highest: float) -> tuple[int, float]:
     """The draft of an output [W] and its probability.
     `distance`: tokens of the chain up to the one that gave the output."""
     confidence, adapted = weights.confidence, (output * weights.gain)[None]
@@ -59,11 +57,7 @@ def draft_chain(
         if pending:
             continue
         token, probability = draft(output, distance, weights, lowest, highest)
-        tokens, probabilities, outputs = (
-            [*tokens, token],
-            [*probabilities, probability],
-            [*outputs, output],
-        )
+        tokens, probabilities, outputs = ([*tokens, token], [*probabilities, probability], [*outputs, output])
         survival *= min(probability * start.factor, highest)
         if len(tokens) < start.room and survival >= start.least_survival:
             pending.append(token)

@@ -47,15 +47,7 @@ class ChainWeights:
         confidence = self.confidence
         bias = torch.empty(0) if self.bias is None else self.bias
         features = confidence.features.flatten()
-        return [
-            self.norm,
-            self.gain,
-            bias,
-            confidence.bias,
-            confidence.output,
-            features,
-            confidence.skip,
-        ]
+        return [self.norm, self.gain, bias, confidence.bias, confidence.output, features, confidence.skip]
 
 
 class ChainStart(NamedTuple):

@@ -18,9 +18,7 @@ from shared.ops.library import load
 ROUTE_TOKENS = 8
 
 
-def draft_top(
-    x: Tensor, rows: Tensor, bias: Tensor | None = None, k: int = 2
-) -> tuple[Tensor, Tensor, Tensor]:
+def draft_top(x: Tensor, rows: Tensor, bias: Tensor | None = None, k: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     """The k (at most 8) largest of x [N, W] float32 @ rows [V, W].T + bias [V], and the log of the sum of all their
     exps.
 

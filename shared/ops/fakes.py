@@ -26,15 +26,11 @@ def _round_inputs(packed: Tensor) -> None:
     return None
 
 
-def _packed_linear(
-    x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None = None
-) -> Tensor:
+def _packed_linear(x: Tensor, packed: Tensor, out_features: int, bias: Tensor | None = None) -> Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
 
-def _packed_gated_linear(
-    x: Tensor, gate: Tensor, up: Tensor, out_features: int, *others: Any
-) -> Tensor:
+def _packed_gated_linear(x: Tensor, gate: Tensor, up: Tensor, out_features: int, *others: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
 
@@ -77,9 +73,7 @@ def _decoder_layers(
     return x.new_empty(len(stops) + 1, *x.shape)
 
 
-def _draft_top(
-    x: Tensor, rows: Tensor, bias: Tensor | None, k: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _draft_top(x: Tensor, rows: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor, Tensor]:
     _check(rows.shape[1] == x.shape[1])
     values = x.new_empty(x.shape[0], k)
     return values, values.new_empty(values.shape, dtype=torch.int64), x.new_empty(x.shape[0])
@@ -90,9 +84,7 @@ def _route(x: Tensor, hidden: Tensor, *others: Any) -> Tensor:
     return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
-def _draft_chains(
-    states: Tensor, outputs: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _draft_chains(states: Tensor, outputs: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     count, drafts = states.shape[0] + outputs.shape[0], others[-1]
     probabilities = states.new_empty(count, drafts)
     tokens = probabilities.new_empty(probabilities.shape, dtype=torch.int64)
@@ -109,9 +101,7 @@ def _choose_sampled(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     return _choose_greedy(probabilities)
 
 
-def _paged_attention(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *others: Any
-) -> Tensor:
+def _paged_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, *others: Any) -> Tensor:
     _check(k.shape[2] == q.shape[2])
     _check(keys.shape[3] == k.shape[2])
     _check(values.shape[3] == v.shape[2])

@@ -31,9 +31,7 @@ def runs_on(device_type: str) -> bool:
 @cache
 def _has_kernels(device_type: str) -> bool:
     """As `runs_on`, for a loaded library. Cached, because it is called several times per step."""
-    has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
-        "neap::draft_top", device_type.upper()
-    )
+    has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key("neap::draft_top", device_type.upper())
     return has_kernel
 
 
@@ -51,15 +49,13 @@ def load() -> None:
             return
         if not LIBRARY.exists():
             raise PreconditionFailed(
-                f"neap's kernels are not built ({LIBRARY} is missing): run `make build-ops`",
-                reason="OPS_NOT_BUILT",
+                f"neap's kernels are not built ({LIBRARY} is missing): run `make build-ops`", reason="OPS_NOT_BUILT"
             )
         try:
             torch.ops.load_library(str(LIBRARY))
         except OSError as error:
             raise PreconditionFailed(
-                f"neap's kernels do not load, run `make build-ops`: {error}",
-                reason="OPS_NOT_LOADABLE",
+                f"neap's kernels do not load, run `make build-ops`: {error}", reason="OPS_NOT_LOADABLE"
             ) from error
         from shared.ops import fakes
 

@@ -50,18 +50,6 @@ def paged_attention(
     refuse_gradient(q, k, v)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     out: Tensor = torch.ops.neap.paged_attention.default(
-        q,
-        k,
-        v,
-        keys,
-        values,
-        block_tables,
-        table_indices,
-        positions,
-        slot_mapping,
-        branches,
-        scale,
-        softcap,
-        window,
+        q, k, v, keys, values, block_tables, table_indices, positions, slot_mapping, branches, scale, softcap, window
     )
     return out

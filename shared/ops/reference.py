@@ -16,9 +16,7 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return F.linear(x, weight.float(), bias)
 
 
-def packed_gated_linear(
-    x: Tensor, gate: Tensor, up: Tensor, activation: str, bias: Tensor | None = None
-) -> Tensor:
+def packed_gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
     """activation(x @ gate.T + bias[:N]) * (x @ up.T + bias[N:]) with unpacked weights [N, K]: x [..., K] -> [...,
     N]."""
     gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
@@ -89,21 +87,12 @@ def ragged_contiguous_attention(
         key[:, :, place : place + own_k.shape[2]] = own_k
         value[:, :, place : place + own_v.shape[2]] = own_v
     out = []
-    for key, value, base, place, own, mask in zip(
-        keys, values, bases, kept, parts[0], masks, strict=True
-    ):
+    for key, value, base, place, own, mask in zip(keys, values, bases, kept, parts[0], masks, strict=True):
         count, plain = own.shape[2], mask.numel() == 0
         seen = torch.tensor([*range(base), *range(place, place + count)])
         out.append(
             contiguous_attention(
-                own,
-                key[:, :, seen],
-                value[:, :, seen],
-                base + count,
-                None if plain else mask,
-                plain,
-                scaling,
-                softcap,
+                own, key[:, :, seen], value[:, :, seen], base + count, None if plain else mask, plain, scaling, softcap
             )
         )
     return torch.cat(out, 1)
@@ -220,19 +209,14 @@ def _decoder_layer(
         for part, each in zip(parts, (head_width, head_width, value_width), strict=True)
     )
     if len(norms) == 4:
-        q, k = (
-            rms_norm(x, weight, eps, weight_offset)
-            for x, weight in zip((q, k), norms[2:], strict=True)
-        )
+        q, k = (rms_norm(x, weight, eps, weight_offset) for x, weight in zip((q, k), norms[2:], strict=True))
     rotated = cos.shape[-1]
     turned = rotary(q[..., :rotated], k[..., :rotated], cos, sin)
     q, k = (torch.cat([part, x[..., rotated:]], -1) for part, x in zip(turned, (q, k), strict=True))
     # All tokens in one row, sequence after sequence, as `ragged_contiguous_attention` takes them.
     q, k, v = (part.transpose(0, 1).flatten(1, 2)[None] for part in (q, k, v))
     masks = list(masks) or [torch.empty(0, dtype=torch.bool)] * len(keys)
-    attended = ragged_contiguous_attention(
-        q, k, v, keys, values, bases, kept, counts, masks, scaling, softcap
-    )
+    attended = ragged_contiguous_attention(q, k, v, keys, values, bases, kept, counts, masks, scaling, softcap)
     h = x + project(attended.reshape(batch, queries, -1), matrices[-4], biases[-3])
     gate_bias = biases[-2] if biases[-2].numel() else None
     inner = rms_norm(h, norms[1], eps, weight_offset)
@@ -246,9 +230,7 @@ def norm(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
-def draft_top(
-    x: Tensor, rows: Tensor, bias: Tensor | None = None, k: int = 2
-) -> tuple[Tensor, Tensor, Tensor]:
+def draft_top(x: Tensor, rows: Tensor, bias: Tensor | None = None, k: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     """The k largest logits [N, k], their rows [N, k] and logsumexp [N] of x [N, W] @ rows [V, W].T + bias."""
     logits = F.linear(x, rows.float(), bias)
     values, indices = logits.sort(dim=-1, descending=True, stable=True)
@@ -273,9 +255,7 @@ def route(
     """Probability [N]: see `shared.ops.exits.route`."""
     likelihood = (top - log_mass[:, None]).exp()
     second = likelihood[:, 1] if top.shape[1] > 1 else torch.zeros_like(log_mass)
-    scalars = torch.stack(
-        [top[:, 0] - log_mass, likelihood[:, 0] - second, (distance - 1).float() / 4], -1
-    )
+    scalars = torch.stack([top[:, 0] - log_mass, likelihood[:, 0] - second, (distance - 1).float() / 4], -1)
     inner = F.linear(norm(x, eps), hidden.float(), bias) + scalars @ features
     score = F.silu(inner) @ output + scalars @ skip + shift
     return score.sigmoid().clamp(lowest, highest)

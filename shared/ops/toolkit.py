@@ -76,9 +76,7 @@ def architecture_flags(listed: str) -> list[str]:
     for item in re.split(r"[;,\s]+", listed.strip()):
         match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", item)
         if match is None:
-            raise InvalidInput(
-                f"TORCH_CUDA_ARCH_LIST names {item!r}; it must look like 8.0 or 9.0+PTX"
-            )
+            raise InvalidInput(f"TORCH_CUDA_ARCH_LIST names {item!r}; it must look like 8.0 or 9.0+PTX")
         number = match[1] + match[2] + match[3]
         flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
         if match[4]:

@@ -69,11 +69,7 @@ class RegistryAddress:
         bucket, prefix = _bucket(options.pop("objects", ""))
         _check_endpoint(options.get("endpoint"))
         return cls(
-            bucket,
-            prefix,
-            urlunsplit((transport, parts.netloc, f"/{database or 0}", "", "")),
-            bool(kind),
-            **options,
+            bucket, prefix, urlunsplit((transport, parts.netloc, f"/{database or 0}", "", "")), bool(kind), **options
         )
 
 
@@ -97,9 +93,7 @@ def _bucket(text: str) -> tuple[str, str]:
     if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
         raise _bad("s3://bucket/prefix is missing or does not have this form")
     if "@" in parts.netloc or ":" in parts.netloc:
-        raise _bad(
-            "give the credentials of the bucket in AWS_* variables and its address in endpoint="
-        )
+        raise _bad("give the credentials of the bucket in AWS_* variables and its address in endpoint=")
     segments = [segment for segment in parts.path.split("/") if segment]
     if any(segment in (".", "..") for segment in segments):
         raise _bad("the bucket's prefix must not contain '.' or '..'")
@@ -122,6 +116,4 @@ def _check_endpoint(endpoint: str | None) -> None:
 
 
 def _bad(what: str) -> InvalidInput:
-    return InvalidInput(
-        f"the registry's URL is invalid: {what} (examples: {_EXAMPLES})", reason="BAD_REGISTRY"
-    )
+    return InvalidInput(f"the registry's URL is invalid: {what} (examples: {_EXAMPLES})", reason="BAD_REGISTRY")

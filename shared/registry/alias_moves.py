@@ -29,28 +29,20 @@ class AliasMove:
         check_model_id(self.model_id)
         check_alias_change(self.alias, self.actor, self.reason)
 
-    def change(
-        self, last: AliasChange | None, version: int, canary: Canary | None = None
-    ) -> AliasChange:
+    def change(self, last: AliasChange | None, version: int, canary: Canary | None = None) -> AliasChange:
         """Build the change to `version` and `canary`.
         `last` is the alias' last change, None if the alias does not exist."""
         before = None if last is None else last.to_version
-        return AliasChange(
-            self.model_id, self.alias, before, version, self.actor, self.reason, time.time(), canary
-        )
+        return AliasChange(self.model_id, self.alias, before, version, self.actor, self.reason, time.time(), canary)
 
-    def to_version(
-        self, last: AliasChange | None, version: int, expected_version: int | None
-    ) -> AliasChange:
+    def to_version(self, last: AliasChange | None, version: int, expected_version: int | None) -> AliasChange:
         """See `Registry.set_alias`."""
         check_expected(expected_version, last.to_version if last else 0, self.model_id, self.alias)
         if last is not None and (last.to_version, last.canary) == (version, None):
             return last
         return self.change(last, version)
 
-    def with_canary(
-        self, last: AliasChange, canary: Canary | None, expected_version: int | None
-    ) -> AliasChange:
+    def with_canary(self, last: AliasChange, canary: Canary | None, expected_version: int | None) -> AliasChange:
         """See `Registry.set_canary`."""
         check_expected(expected_version, last.to_version, self.model_id, self.alias)
         if canary is None:
@@ -81,10 +73,7 @@ class AliasMove:
         return self.change(last, canary.version)
 
     def rolled_back(
-        self,
-        last: AliasChange,
-        history: Callable[[], Sequence[AliasChange]],
-        expected_version: int | None,
+        self, last: AliasChange, history: Callable[[], Sequence[AliasChange]], expected_version: int | None
     ) -> AliasChange:
         """See `Registry.rollback_alias`. `history` (newest first) is called only if the last change moved no
         version."""

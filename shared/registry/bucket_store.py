@@ -13,12 +13,7 @@ from http.client import HTTPException
 from typing import TYPE_CHECKING
 
 import obstore
-from obstore.exceptions import (
-    AlreadyExistsError,
-    BaseError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-)
+from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
 from shared.errors import NeapError, PreconditionFailed, Unavailable
@@ -76,9 +71,7 @@ class BucketStore:
     def sync(self, path: str) -> None:
         """Nothing to do: an object that is seen is stored."""
 
-    def get(
-        self, path: str, check_size: Callable[[int], None] = lambda size_bytes: None
-    ) -> bytes | None:
+    def get(self, path: str, check_size: Callable[[int], None] = lambda size_bytes: None) -> bytes | None:
         client = self._large if path.startswith(CONTENTS) else self._small
         with _errors():
             try:
@@ -185,18 +178,9 @@ def _client(address: RegistryAddress, timeout_s: int, stall_s: int) -> S3Store:
         config["endpoint"] = address.endpoint
         options["allow_http"] = address.endpoint.startswith("http://")
     prefix = address.prefix or None
-    retry: RetryConfig = {
-        "max_retries": 1,
-        "retry_timeout": timedelta(seconds=OBJECT_STORE_RETRY_S),
-    }
+    retry: RetryConfig = {"max_retries": 1, "retry_timeout": timedelta(seconds=OBJECT_STORE_RETRY_S)}
     with _errors():
-        return S3Store(
-            address.bucket,
-            prefix=prefix,
-            config=config,
-            client_options=options,
-            retry_config=retry,
-        )
+        return S3Store(address.bucket, prefix=prefix, config=config, client_options=options, retry_config=retry)
 
 
 @contextmanager

@@ -26,14 +26,10 @@ def canonical_json(value: Mapping[str, Any]) -> bytes:
     keys."""
     _check_keys(value, "manifest")
     try:
-        text = json.dumps(
-            value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-        )
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         return text.encode("utf-8")
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidInput(
-            "the manifest contains a value that JSON cannot represent", reason="BAD_MANIFEST"
-        ) from error
+        raise InvalidInput("the manifest contains a value that JSON cannot represent", reason="BAD_MANIFEST") from error
 
 
 def _check_keys(value: Any, where: str) -> None:

@@ -54,9 +54,7 @@ class ContentStore:
         """
         path = content_path(kind, digest)
         try:
-            data = self._store.get(
-                path, lambda found_bytes: check_size(kind, digest, found_bytes, size_bytes)
-            )
+            data = self._store.get(path, lambda found_bytes: check_size(kind, digest, found_bytes, size_bytes))
         except Corrupt as error:
             if error.metadata:
                 raise

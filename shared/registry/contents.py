@@ -3,14 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from shared.errors import (
-    AlreadyExists,
-    Conflict,
-    Corrupt,
-    InvalidInput,
-    NotFound,
-    PreconditionFailed,
-)
+from shared.errors import AlreadyExists, Conflict, Corrupt, InvalidInput, NotFound, PreconditionFailed
 from shared.registry.canonical import DIGEST_PATTERN, canonical_json, digest_of
 from shared.registry.names import check_blob_name
 
@@ -23,22 +16,15 @@ Kind = Literal["blobs", "manifests"]
 
 def blob_entries(blobs: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
     """Return what a registry adds to a manifest as "blobs". Raises InvalidInput (BAD_BLOB_NAME)."""
-    return {
-        check_blob_name(name): {"digest": digest_of(data), "size_bytes": len(data)}
-        for name, data in blobs.items()
-    }
+    return {check_blob_name(name): {"digest": digest_of(data), "size_bytes": len(data)} for name, data in blobs.items()}
 
 
 def encode_manifest(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> bytes:
     """Encode the manifest with its list of blobs as canonical JSON. Raises InvalidInput."""
     if "blobs" in manifest:
-        raise InvalidInput(
-            "the manifest's key 'blobs' is reserved for the registry", reason="BAD_MANIFEST"
-        )
+        raise InvalidInput("the manifest's key 'blobs' is reserved for the registry", reason="BAD_MANIFEST")
     if not 1 <= len(blobs) <= MAX_BLOBS:
-        raise InvalidInput(
-            f"a router has 1 to {MAX_BLOBS} blobs; this one has {len(blobs)}", reason="BAD_BLOBS"
-        )
+        raise InvalidInput(f"a router has 1 to {MAX_BLOBS} blobs; this one has {len(blobs)}", reason="BAD_BLOBS")
     encoded = canonical_json({**manifest, "blobs": blob_entries(blobs)})
     if len(encoded) > MAX_MANIFEST_BYTES:
         raise InvalidInput(
@@ -96,9 +82,7 @@ def failed_checks(manifest: Mapping[str, Any]) -> list[str]:
     if not isinstance(checks, Mapping):
         return ["checks"]
     return sorted(
-        str(name)
-        for name, check in checks.items()
-        if not (isinstance(check, Mapping) and check.get("passed") is True)
+        str(name) for name, check in checks.items() if not (isinstance(check, Mapping) and check.get("passed") is True)
     )
 
 
@@ -160,8 +144,7 @@ def other_contents_error(request_id: str, model_id: str, version: int | None) ->
     if version is not None:
         metadata["version"] = str(version)
     return AlreadyExists(
-        f"request {request_id!r} has already published other contents, as{made} {model_id!r}",
-        metadata=metadata,
+        f"request {request_id!r} has already published other contents, as{made} {model_id!r}", metadata=metadata
     )
 
 

@@ -21,10 +21,7 @@ FOLDER_POLL_S = 0.05
 
 
 def open_registry(
-    url_or_path: str,
-    *,
-    freshness_s: float | None = None,
-    step: StepHook = lambda name: None,
+    url_or_path: str, *, freshness_s: float | None = None, step: StepHook = lambda name: None
 ) -> Registry:
     """Open a registry in a folder (a path or `file:///path`) or in a bucket (`s3://..`, or `redis://..` with an index
     in Redis).
@@ -56,9 +53,7 @@ def folder_of(url_or_path: str) -> Path | None:
     """Return the folder of a registry, None for one in a bucket. Raises InvalidInput (BAD_REGISTRY)."""
     if "://" not in url_or_path:
         if not url_or_path.strip():
-            raise InvalidInput(
-                "no registry is given: give a path or file:///path", reason="BAD_REGISTRY"
-            )
+            raise InvalidInput("no registry is given: give a path or file:///path", reason="BAD_REGISTRY")
         return Path(url_or_path).expanduser()
     scheme = url_or_path.partition("://")[0]
     if scheme in (BUCKET_SCHEME, *REDIS_SCHEMES):
@@ -71,7 +66,5 @@ def folder_of(url_or_path: str) -> Path | None:
         )
     parts = urlsplit(url_or_path)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-        raise InvalidInput(
-            "a file registry must be written file:///absolute/path", reason="BAD_REGISTRY"
-        )
+        raise InvalidInput("a file registry must be written file:///absolute/path", reason="BAD_REGISTRY")
     return Path(unquote(parts.path))

@@ -116,9 +116,7 @@ class FolderStore:
                 return
             raise
 
-    def get(
-        self, path: str, check_size: Callable[[int], None] = lambda size_bytes: None
-    ) -> bytes | None:
+    def get(self, path: str, check_size: Callable[[int], None] = lambda size_bytes: None) -> bytes | None:
         with _errors(path, reads=True):
             try:
                 with (self.root / path).open("rb") as file:

@@ -60,11 +60,7 @@ class IndexKeeper:
             # An empty answer could be wrong.
             if is_fresh or state.applied == 0:
                 raise
-            log.error(
-                "the index was not brought up to the journal",
-                model_id=model_id,
-                problem=error.message,
-            )
+            log.error("the index was not brought up to the journal", model_id=model_id, problem=error.message)
         return state
 
     def _known(self, model_id: str) -> ModelState:
@@ -129,10 +125,7 @@ class IndexKeeper:
         self._journal.sync(model_id)
 
     def commit(
-        self,
-        model_id: str,
-        propose: Callable[[ModelState], Entry | T],
-        give_up_at: float = math.inf,
+        self, model_id: str, propose: Callable[[ModelState], Entry | T], give_up_at: float = math.inf
     ) -> Entry | T:
         """Call `propose` with the newest state, record the Entry it returns and add it to the index.
 
@@ -190,13 +183,8 @@ class IndexKeeper:
 
 
 def _damaged_again_error(model_id: str) -> Unavailable:
-    return Unavailable(
-        f"the index of {model_id!r} was damaged again after its repair; try again",
-        reason="INDEX_LOST",
-    )
+    return Unavailable(f"the index of {model_id!r} was damaged again after its repair; try again", reason="INDEX_LOST")
 
 
 def _busy_error(model_id: str) -> Unavailable:
-    return Unavailable(
-        f"too many concurrent writers in the registry of {model_id!r}", reason="REGISTRY_BUSY"
-    )
+    return Unavailable(f"too many concurrent writers in the registry of {model_id!r}", reason="REGISTRY_BUSY")

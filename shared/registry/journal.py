@@ -135,9 +135,7 @@ def _encode(entry: Entry) -> bytes:
 
 def _decode(record: dict[str, Any]) -> Entry:
     if record.get("schema_version", 0) > _ENTRY_SCHEMA:
-        raise PreconditionFailed(
-            "the registry contains records of a newer neap; upgrade neap", reason="SCHEMA_TOO_NEW"
-        )
+        raise PreconditionFailed("the registry contains records of a newer neap; upgrade neap", reason="SCHEMA_TOO_NEW")
     model_id, published = record["model_id"], record["published"]
     return Entry(
         model_id=model_id,
@@ -158,9 +156,7 @@ def change_to_record(change: AliasChange) -> dict[str, Any]:
     return record
 
 
-def changes_from_records(
-    model_id: str, records: Sequence[dict[str, Any]]
-) -> tuple[AliasChange, ...]:
+def changes_from_records(model_id: str, records: Sequence[dict[str, Any]]) -> tuple[AliasChange, ...]:
     return tuple(change_from_record(model_id, record) for record in records)
 
 

@@ -86,8 +86,7 @@ class Lease:
         written_at_s = self._objects.last_modified_s(PATH)
         if self.ends_at_s is not None and written_at_s > self.ends_at_s:
             raise Unavailable(
-                "the sweep stood still until its lease had run out; it removes nothing more",
-                reason="SWEEP_TOO_SLOW",
+                "the sweep stood still until its lease had run out; it removes nothing more", reason="SWEEP_TOO_SLOW"
             )
         self._renewed_s, self.ends_at_s = now_s, written_at_s + TRUST_S
         return self.ends_at_s

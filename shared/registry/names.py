@@ -59,8 +59,7 @@ def check_request_id(request_id: str) -> str:
     """Check a request id. Raises InvalidInput (BAD_REQUEST_ID)."""
     if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARACTERS or not request_id.isprintable():
         raise InvalidInput(
-            f"request_id must be 1 to {MAX_REQUEST_ID_CHARACTERS} printable characters",
-            reason="BAD_REQUEST_ID",
+            f"request_id must be 1 to {MAX_REQUEST_ID_CHARACTERS} printable characters", reason="BAD_REQUEST_ID"
         )
     return request_id
 
@@ -68,11 +67,7 @@ def check_request_id(request_id: str) -> str:
 def check_note(text: str, field: str) -> str:
     """Check the `actor` or `reason` of a change. Raises InvalidInput (NOTE_TOO_LONG, BAD_NOTE)."""
     return check_plain_text(
-        text,
-        field,
-        max_characters=MAX_NOTE_CHARACTERS,
-        reason="BAD_NOTE",
-        too_long="NOTE_TOO_LONG",
+        text, field, max_characters=MAX_NOTE_CHARACTERS, reason="BAD_NOTE", too_long="NOTE_TOO_LONG"
     )
 
 

@@ -42,22 +42,16 @@ class Publication:
     def record(self, state: ModelState) -> Entry:
         """Build the next record of a model in `state`."""
         number, size_bytes = state.num_versions + 1, sum(map(len, self.blobs.values()))
-        made = VersionRecord(
-            number, self.manifest_digest, time.time(), size_bytes, self.request_id, self.actor
-        )
+        made = VersionRecord(number, self.manifest_digest, time.time(), size_bytes, self.request_id, self.actor)
         changes = [
-            AliasMove(self.model_id, alias, self.actor, "published").change(
-                state.aliases.get(alias), number
-            )
+            AliasMove(self.model_id, alias, self.actor, "published").change(state.aliases.get(alias), number)
             for alias in self.aliases
         ]
         return Entry(self.model_id, state.applied + 1, tuple(changes), made)
 
 
 class Publisher:
-    def __init__(
-        self, store: Store, contents: ContentStore, keeper: IndexKeeper, *, step: StepHook
-    ) -> None:
+    def __init__(self, store: Store, contents: ContentStore, keeper: IndexKeeper, *, step: StepHook) -> None:
         self._store = store
         self._contents = contents
         self._keeper = keeper
@@ -107,9 +101,7 @@ class Publisher:
             asked_at = elapsed_s()
             if sweeps.is_held():
                 if asked_at >= give_up_at:
-                    raise Unavailable(
-                        f"a sweep has been running for {SWEEP_WAIT_S:g} s", reason="REGISTRY_BUSY"
-                    )
+                    raise Unavailable(f"a sweep has been running for {SWEEP_WAIT_S:g} s", reason="REGISTRY_BUSY")
                 time.sleep(SWEEP_POLL_S)
                 continue
             if all(self._contents.has(kind, digest) for kind, digest in contents):

@@ -112,9 +112,7 @@ class RedisIndex:
         except (redis.RedisError, AttributeError):
             return  # not allowed to ask, or a cluster, which answers per node
         if policy != "noeviction":
-            log.warning(
-                "Redis may drop the registry's index; it is restored when missed", policy=policy
-            )
+            log.warning("Redis may drop the registry's index; it is restored when missed", policy=policy)
 
     def check_writable(self) -> None:
         """Write a key that expires at once."""
@@ -158,15 +156,10 @@ class RedisIndex:
     def events(self, model_id: str, after: int) -> list[Event]:
         """Return the next page of events. Raises IndexDamaged if the stream does not match the index."""
         with _errors(), _parsed():
-            expected, found, rows = self._client.eval(
-                _EVENTS, 2, *_keys(model_id), f"{after + 1}-0", EVENT_PAGE
-            )
+            expected, found, rows = self._client.eval(_EVENTS, 2, *_keys(model_id), f"{after + 1}-0", EVENT_PAGE)
             if expected != found:
                 raise IndexDamaged(f"{found} events instead of {expected}")
-            return [
-                (int(number.split(b"-")[0]), _event(model_id, json.loads(values[1])))
-                for number, values in rows
-            ]
+            return [(int(number.split(b"-")[0]), _event(model_id, json.loads(values[1]))) for number, values in rows]
 
     def wait(self, model_id: str, after: int, timeout_s: float) -> None:
         """Wait until there is an event after `after`, for at most `timeout_s` and at most REDIS_WAIT_S."""
@@ -191,9 +184,7 @@ class RedisIndex:
         first_event = state.num_events - len(events) + 1
         arguments = [self._registry_id, before, replaces, state.applied, len(fields), *pairs]
         with _errors():
-            now_at = int(
-                self._client.eval(_ADVANCE, 2, *_keys(model_id), *arguments, first_event, *events)
-            )
+            now_at = int(self._client.eval(_ADVANCE, 2, *_keys(model_id), *arguments, first_event, *events))
         if now_at < 0:
             raise _foreign_index_error()
         return now_at
@@ -249,9 +240,7 @@ def _errors() -> Iterator[None]:
             raise IndexDamaged("a key of another type") from error
         # Within a script Redis 6.2 wraps the code in a longer text.
         if "OOM command not allowed" in str(error) or "MISCONF" in str(error):
-            raise Exhausted(
-                "the registry's Redis cannot store anything now", reason="REDIS_FULL"
-            ) from error
+            raise Exhausted("the registry's Redis cannot store anything now", reason="REDIS_FULL") from error
         raise _unavailable("refused a command", "REDIS_ERROR") from error
     except (redis.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
         raise _unavailable("does not answer", "REDIS_UNAVAILABLE") from error

@@ -14,13 +14,7 @@ from typing import Any
 from shared.errors import Corrupt, InvalidInput
 from shared.files import StepHook
 from shared.registry.alias_moves import AliasMove
-from shared.registry.base import (
-    AliasChange,
-    AliasTarget,
-    Canary,
-    PublishedVersion,
-    RegistryEvent,
-)
+from shared.registry.base import AliasChange, AliasTarget, Canary, PublishedVersion, RegistryEvent
 from shared.registry.content_store import ContentStore
 from shared.registry.contents import (
     blob_digest,
@@ -35,12 +29,7 @@ from shared.registry.contents import (
 from shared.registry.index import Index
 from shared.registry.index_keeper import IndexKeeper
 from shared.registry.journal import Entry, Journal, VersionRecord
-from shared.registry.names import (
-    check_alias,
-    check_model_id,
-    check_publication,
-    unique_aliases,
-)
+from shared.registry.names import check_alias, check_model_id, check_publication, unique_aliases
 from shared.registry.publication import Publication, Publisher
 from shared.registry.state import Event, ModelState
 from shared.registry.store import Store, registry_id
@@ -117,9 +106,7 @@ class Registry:
         state, last = self._last_change(model_id, alias)
         return AliasTarget(self._listed(model_id, last.to_version, state), last.canary)
 
-    def list_versions(
-        self, model_id: str, *, before: int | None = None, limit: int = 100
-    ) -> list[PublishedVersion]:
+    def list_versions(self, model_id: str, *, before: int | None = None, limit: int = 100) -> list[PublishedVersion]:
         """List versions, newest first, only those below `before`. Damaged ones have `damage` set. Empty: unknown model.
 
         `limit` is in [1, 1000]. Raises InvalidInput.
@@ -167,9 +154,7 @@ class Registry:
         Conflict, Corrupt (VERSION_DAMAGED), PreconditionFailed (CHECKS_FAILED: the version records a failed check).
         """
         move = AliasMove(model_id, alias, actor, reason)
-        return self._change(
-            move, lambda last: move.to_version(last, version, expected_version), must_pass=True
-        )
+        return self._change(move, lambda last: move.to_version(last, version, expected_version), must_pass=True)
 
     def set_canary(
         self,
@@ -189,37 +174,21 @@ class Registry:
         """
         move = AliasMove(model_id, alias, actor, reason)
         return self._change(
-            move,
-            lambda last: move.with_canary(self._known(move, last), canary, expected_version),
-            must_pass=True,
+            move, lambda last: move.with_canary(self._known(move, last), canary, expected_version), must_pass=True
         )
 
     def promote_canary(
-        self,
-        model_id: str,
-        alias: str,
-        *,
-        expected_canary: int | None = None,
-        actor: str = "",
-        reason: str = "",
+        self, model_id: str, alias: str, *, expected_canary: int | None = None, actor: str = "", reason: str = ""
     ) -> AliasChange:
         """Point an alias at the version of its canary and end the canary.
 
         Raises NotFound, PreconditionFailed (NO_CANARY), Conflict (CANARY_MOVED), Corrupt (VERSION_DAMAGED).
         """
         move = AliasMove(model_id, alias, actor, reason)
-        return self._change(
-            move, lambda last: move.promoted(self._known(move, last), expected_canary)
-        )
+        return self._change(move, lambda last: move.promoted(self._known(move, last), expected_canary))
 
     def rollback_alias(
-        self,
-        model_id: str,
-        alias: str,
-        *,
-        expected_version: int | None = None,
-        actor: str = "",
-        reason: str = "",
+        self, model_id: str, alias: str, *, expected_version: int | None = None, actor: str = "", reason: str = ""
     ) -> AliasChange:
         """Undo the last change: end the canary, or else return to the previous version, even if its checks failed.
 
@@ -230,9 +199,7 @@ class Registry:
         return self._change(
             move,
             lambda last: move.rolled_back(
-                self._known(move, last),
-                lambda: self.alias_history(model_id, alias),
-                expected_version,
+                self._known(move, last), lambda: self.alias_history(model_id, alias), expected_version
             ),
         )
 
@@ -278,9 +245,7 @@ class Registry:
         changes = [what for _, what in self._events(model_id, 0) if isinstance(what, AliasChange)]
         return [change for change in reversed(changes) if change.alias == alias]
 
-    def events(
-        self, model_id: str, *, after_event: int = 0, timeout_s: float = 0.0
-    ) -> Iterator[RegistryEvent]:
+    def events(self, model_id: str, *, after_event: int = 0, timeout_s: float = 0.0) -> Iterator[RegistryEvent]:
         """Iterate over the events after `after_event`, in order.
         If there is none yet, wait for the first for up to `timeout_s`.
 
@@ -334,9 +299,7 @@ class Registry:
         Raises Corrupt, NotFound, InvalidInput (BAD_REGISTRY) for an index in memory.
         """
         if not self._index.may_forget:
-            raise InvalidInput(
-                "a registry without Redis has no index to rebuild", reason="BAD_REGISTRY"
-            )
+            raise InvalidInput("a registry without Redis has no index to rebuild", reason="BAD_REGISTRY")
         return self._keeper.rebuild(check_model_id(model_id))
 
     def sweep(self, *, grace_s: float = GRACE_S, is_rehearsal: bool = False) -> Sweep:
@@ -368,9 +331,7 @@ class Registry:
         (record,) = self._keeper.records(model_id, [version])
         return record
 
-    def _version(
-        self, model_id: str, record: VersionRecord, *, is_fresh: bool = False
-    ) -> PublishedVersion:
+    def _version(self, model_id: str, record: VersionRecord, *, is_fresh: bool = False) -> PublishedVersion:
         encoded = self._contents.read_manifest(record.manifest_digest, is_fresh=is_fresh)
         return _version_of(model_id, record, encoded)
 
@@ -384,9 +345,7 @@ class Registry:
             return _version_of(model_id, record, b"{}", damage=error.message)
 
 
-def _version_of(
-    model_id: str, record: VersionRecord, manifest: bytes, *, damage: str = ""
-) -> PublishedVersion:
+def _version_of(model_id: str, record: VersionRecord, manifest: bytes, *, damage: str = "") -> PublishedVersion:
     return PublishedVersion(
         model_id,
         record.version,

@@ -27,14 +27,10 @@ class Access:
         self.files: WatchedFiles[tuple[TokenEntry, ...]] | None = None
         if tokens_file is not None:
             self.files = WatchedFiles(
-                "tokens",
-                [tokens_file],
-                lambda contents: parse_tokens(contents[0], str(tokens_file)),
+                "tokens", [tokens_file], lambda contents: parse_tokens(contents[0], str(tokens_file))
             )
 
-    def check_call(
-        self, method: str, metadata: Iterable[tuple[str, str | bytes]]
-    ) -> Caller | NeapError | None:
+    def check_call(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Caller | NeapError | None:
         """Check a call of `method` ("/package.Service/Method").
 
         Returns the caller, or the error with which to refuse the call. None means that no token is required.
@@ -52,15 +48,11 @@ class Access:
 def _caller(entries: Iterable[TokenEntry], metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
     values = [value for key, value in metadata if key == AUTHORIZATION_KEY]
     if not values:
-        raise Unauthenticated(
-            "the call has no token: send 'authorization: Bearer TOKEN'", reason="TOKEN_MISSING"
-        )
+        raise Unauthenticated("the call has no token: send 'authorization: Bearer TOKEN'", reason="TOKEN_MISSING")
     value = values[0]
     # With several values, a proxy in front of the service might check one and the service another.
     if len(values) > 1 or not isinstance(value, str) or not value[:7].lower() == _SCHEME:
-        raise Unauthenticated(
-            "authorization must be a single 'Bearer TOKEN'", reason="TOKEN_MALFORMED"
-        )
+        raise Unauthenticated("authorization must be a single 'Bearer TOKEN'", reason="TOKEN_MALFORMED")
     token = value[len(_SCHEME) :].strip()
     caller = find_caller(entries, token) if len(token) <= MAX_TOKEN_CHARACTERS else None
     if caller is None:
@@ -73,8 +65,6 @@ def _permitted(caller: Caller, method: str) -> Caller:
     if not allowed & caller.roles:
         roles = ", ".join(sorted(allowed)) or "that no token has"
         raise PermissionDenied(
-            f"{method} needs a role: {roles}",
-            reason="ROLE_MISSING",
-            metadata={"roles": roles, "caller": caller.name},
+            f"{method} needs a role: {roles}", reason="ROLE_MISSING", metadata={"roles": roles, "caller": caller.name}
         )
     return caller

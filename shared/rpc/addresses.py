@@ -20,10 +20,7 @@ def bind(server: Any, listen: str, credentials: grpc.ServerCredentials | None = 
     Raises InvalidInput, Unavailable."""
     parse_listen(listen)
     try:
-        if credentials is None:
-            port = server.add_insecure_port(listen)
-        else:
-            port = server.add_secure_port(listen, credentials)
+        port = server.add_insecure_port(listen) if credentials is None else server.add_secure_port(listen, credentials)
     except RuntimeError:
         port = 0
     if port == 0:

@@ -90,6 +90,4 @@ def require_role(role: Role, action: str) -> None:
     """Check a role that only some requests of a method need. Raises PermissionDenied (reason ROLE_MISSING)."""
     caller = current_caller()
     if caller is not None and role not in caller.roles:
-        raise PermissionDenied(
-            f"{action} needs the role {role}", reason="ROLE_MISSING", metadata={"roles": role.value}
-        )
+        raise PermissionDenied(f"{action} needs the role {role}", reason="ROLE_MISSING", metadata={"roles": role.value})

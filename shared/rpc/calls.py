@@ -101,6 +101,4 @@ class OpenCalls:
 
 def stopping_error() -> Unavailable:
     """Return the error for a call that ends because the server stops."""
-    return Unavailable(
-        "the service is stopping; the call may be repeated elsewhere", reason="SHUTTING_DOWN"
-    )
+    return Unavailable("the service is stopping; the call may be repeated elsewhere", reason="SHUTTING_DOWN")

@@ -9,11 +9,7 @@ from typing import Any
 
 import grpc
 from cryptography import x509
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    PublicFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from shared.errors import InvalidInput
 from shared.rpc.watched_files import WatchedFiles
@@ -50,9 +46,7 @@ class ServerCertificate:
     def credentials(self) -> grpc.ServerCredentials:
         """Return credentials for `add_secure_port`. gRPC calls back on its own threads before each handshake."""
         credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
-            self.files.value.configuration,
-            self._changed,
-            require_client_authentication=self.is_mutual,
+            self.files.value.configuration, self._changed, require_client_authentication=self.is_mutual
         )
         return credentials
 
@@ -93,9 +87,7 @@ def _key(path: Path, data: bytes) -> Any:
 
 
 def _public_bytes(holder: Any) -> bytes:
-    public: bytes = holder.public_key().public_bytes(
-        Encoding.DER, PublicFormat.SubjectPublicKeyInfo
-    )
+    public: bytes = holder.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     return public
 
 

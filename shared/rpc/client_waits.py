@@ -51,11 +51,7 @@ class ClientWaits:
     `delivery_timeout_s` bounds each write while the server drains.
     """
 
-    def __init__(
-        self,
-        request_timeout_s: float = 30.0,
-        delivery_timeout_s: float = DELIVERY_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, request_timeout_s: float = 30.0, delivery_timeout_s: float = DELIVERY_TIMEOUT_S) -> None:
         self.unsent: Counter[str] = Counter()
         self.delivery_timeout_s = delivery_timeout_s
         self._deliveries: set[_Wait] = set()
@@ -128,10 +124,7 @@ class ClientWaits:
         try:
             async with wait.timeout:
                 if self._is_draining:
-                    wait.end_by(
-                        wait.began_s + self.delivery_timeout_s,
-                        slow_reader_error(self.delivery_timeout_s),
-                    )
+                    wait.end_by(wait.began_s + self.delivery_timeout_s, slow_reader_error(self.delivery_timeout_s))
                 await write
         except TimeoutError:
             raise wait.error from None
@@ -153,8 +146,7 @@ class ClientWaits:
 
 def _too_late(timeout_s: float) -> DeadlineExceeded:
     return DeadlineExceeded(
-        f"no request arrived within {timeout_s:g} s of the start of the call",
-        reason="REQUEST_TIMEOUT",
+        f"no request arrived within {timeout_s:g} s of the start of the call", reason="REQUEST_TIMEOUT"
     )
 
 

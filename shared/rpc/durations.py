@@ -9,9 +9,7 @@ MAX_DURATION_S = 315_576_000_000
 _NANOS_PER_S = 1_000_000_000
 
 
-def seconds_of(
-    duration: Duration, field: str, *, at_most_s: float = MAX_DURATION_S, reason: str
-) -> float:
+def seconds_of(duration: Duration, field: str, *, at_most_s: float = MAX_DURATION_S, reason: str) -> float:
     """Convert a positive duration to seconds. `field` is its path in the request, for the error.
 
     Raises InvalidInput with `reason`, and the field in its metadata, if the message is not a valid Duration (seconds or
@@ -23,9 +21,7 @@ def seconds_of(
         return InvalidInput(f"{field} is {given}; {why}", reason=reason, metadata={"field": field})
 
     if abs(duration.seconds) > MAX_DURATION_S or abs(duration.nanos) >= _NANOS_PER_S:
-        raise refused(
-            f"a duration has at most {MAX_DURATION_S} seconds and less than 10^9 nanoseconds"
-        )
+        raise refused(f"a duration has at most {MAX_DURATION_S} seconds and less than 10^9 nanoseconds")
     if duration.seconds * duration.nanos < 0:
         raise refused("seconds and nanoseconds of a duration must have the same sign")
     seconds = duration.seconds + duration.nanos / _NANOS_PER_S

@@ -23,12 +23,7 @@ from shared.rpc.access import Access
 from shared.rpc.callers import Caller, certificate_caller, set_current_caller
 from shared.rpc.calls import OpenCalls
 from shared.rpc.client_waits import ClientWaits
-from shared.rpc.status import (
-    code_of_status,
-    to_status,
-    trailing_metadata,
-    unexpected_status,
-)
+from shared.rpc.status import code_of_status, to_status, trailing_metadata, unexpected_status
 from shared.rpc.tracing import end_call_span, start_call_span, trace_id_of
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
@@ -115,12 +110,8 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method = str(handler_call_details.method)
-        access_decision = self._access.check_call(
-            method, handler_call_details.invocation_metadata or ()
-        )
-        wrapped = _Wrapped(
-            method, self.calls, self.waits, access_decision, takes_stream=handler.request_streaming
-        )
+        access_decision = self._access.check_call(method, handler_call_details.invocation_metadata or ())
+        wrapped = _Wrapped(method, self.calls, self.waits, access_decision, takes_stream=handler.request_streaming)
         if handler.response_streaming:
             make = grpc.stream_stream_rpc_method_handler
             inner = handler.stream_stream or handler.unary_stream
@@ -132,9 +123,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         parse = handler.request_deserializer
         return make(
             outer,
-            request_deserializer=_unparsed
-            if isinstance(access_decision, NeapError)
-            else _without_decode_errors(parse),
+            request_deserializer=_unparsed if isinstance(access_decision, NeapError) else _without_decode_errors(parse),
             response_serializer=handler.response_serializer,
         )
 
@@ -220,9 +209,7 @@ def _without_decode_errors(parse: Callable[[bytes], Any]) -> Callable[[bytes], A
 def _well_formed(message: Any) -> Any:
     """Return `message`. Raises InvalidInput if it could not be parsed."""
     if isinstance(message, _Malformed):
-        raise InvalidInput(
-            "the request is not a valid message (text must be UTF-8)", reason="MALFORMED_REQUEST"
-        )
+        raise InvalidInput("the request is not a valid message (text must be UTF-8)", reason="MALFORMED_REQUEST")
     return message
 
 
@@ -279,12 +266,7 @@ async def _observed(call: _Wrapped, context: Any) -> AsyncIterator[None]:
         end_call_span(span, code, {**fields, "request_id": request_id})
         # The ids are passed again because the handler may have changed the bound context variables.
         (log.debug if is_quiet and code == "OK" else log.info)(
-            "call ended",
-            method=method,
-            code=code,
-            duration_s=round(time.monotonic() - started_s, 6),
-            **fields,
-            **ids,
+            "call ended", method=method, code=code, duration_s=round(time.monotonic() - started_s, 6), **fields, **ids
         )
 
 

@@ -40,10 +40,7 @@ def configure_logging(level: str = "info", *, json_lines: bool | None = None) ->
             structlog.processors.JSONRenderer(),
         ]
     else:
-        processors += [
-            _escaped,
-            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
-        ]
+        processors += [_escaped, structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
     number = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
         processors=processors,

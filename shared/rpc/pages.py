@@ -50,9 +50,7 @@ def page_token(request: Any, cursor: str | int) -> str:
     return base64.urlsafe_b64encode(_digest(request) + str(cursor).encode()).decode()
 
 
-def named_page(
-    request: Any, items: Sequence[T], name: Callable[[T], str]
-) -> tuple[Sequence[T], str]:
+def named_page(request: Any, items: Sequence[T], name: Callable[[T], str]) -> tuple[Sequence[T], str]:
     """Return one page of `items`, which are sorted by `name`, and the token of the next page, "" on the last one."""
     limit, after = read_page(request)
     rest = [item for item in items if name(item) > after]
@@ -86,7 +84,5 @@ def _digest(request: Any) -> bytes:
     bare.CopyFrom(request)
     bare.ClearField("page_size")
     bare.ClearField("page_token")
-    contents = (
-        bare.DESCRIPTOR.full_name.encode() + b"\0" + bare.SerializeToString(deterministic=True)
-    )
+    contents = bare.DESCRIPTOR.full_name.encode() + b"\0" + bare.SerializeToString(deterministic=True)
     return hashlib.sha256(contents).digest()[:_DIGEST_BYTES]

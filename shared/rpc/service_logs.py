@@ -15,11 +15,7 @@ from shared.errors import NeapError
 from shared.rpc.logs import configure_logging, is_json
 
 # Libraries with progress bars read these when they are imported.
-_NO_PROGRESS = {
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-    "TQDM_DISABLE": "1",
-}
+_NO_PROGRESS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 # gRPC's C++ core writes directly to the file descriptor. It reads this when the first server or channel is created.
 _NO_GRPC_LINES = {"GRPC_VERBOSITY": "NONE"}
 # Packages whose log lines of every level are passed on. Of other packages only warnings and errors are.
@@ -40,9 +36,7 @@ def log_all_output() -> None:
     _log_through_structlog()
     logging.captureWarnings(True)
     sys.excepthook = _uncaught
-    threading.excepthook = lambda args: _uncaught(
-        args.exc_type, args.exc_value, args.exc_traceback, args.thread
-    )
+    threading.excepthook = lambda args: _uncaught(args.exc_type, args.exc_value, args.exc_traceback, args.thread)
     sys.unraisablehook = lambda args: _uncaught(args.exc_type, args.exc_value, args.exc_traceback)
 
 
@@ -56,9 +50,7 @@ def log_stdout() -> None:
 def report_start_failure(error: NeapError) -> None:
     """Report why a service cannot start: as a log line, or as a sentence on a terminal."""
     if is_json(None):
-        structlog.get_logger("neap").critical(
-            "cannot start", why=error.message, reason=error.reason
-        )
+        structlog.get_logger("neap").critical("cannot start", why=error.message, reason=error.reason)
     else:
         print(f"error: {error.message} ({error.reason})", file=sys.stderr, flush=True)
 
@@ -150,14 +142,9 @@ def _draw_no_progress() -> None:
 
 
 def _uncaught(
-    kind: type[BaseException],
-    error: BaseException | None,
-    traceback: TracebackType | None,
-    thread: Any = None,
+    kind: type[BaseException], error: BaseException | None, traceback: TracebackType | None, thread: Any = None
 ) -> None:
     if error is None or issubclass(kind, KeyboardInterrupt | SystemExit):
         return
     fields = {} if thread is None else {"thread": thread.name}
-    structlog.get_logger("neap").critical(
-        "uncaught exception", exc_info=(kind, error, traceback), **fields
-    )
+    structlog.get_logger("neap").critical("uncaught exception", exc_info=(kind, error, traceback), **fields)

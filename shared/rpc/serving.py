@@ -101,9 +101,7 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server)
-        self.health_port = (
-            HealthPort(health_listen, self._health, interceptor) if health_listen else None
-        )
+        self.health_port = HealthPort(health_listen, self._health, interceptor) if health_listen else None
         self._stop_requested = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -165,19 +163,13 @@ class RpcServer:
         stopping = asyncio.create_task(self.grpc_server.stop(self.drain_timeout_s + 3 * ENDING_S))
         hurried = asyncio.create_task(self._stop_now.wait())
         idle = asyncio.create_task(self._calls.wait_idle(self.waits.delivery_timeout_s))
-        await asyncio.wait(
-            (stopping, hurried, idle),
-            timeout=self.drain_timeout_s,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
+        await asyncio.wait((stopping, hurried, idle), timeout=self.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
         idle.cancel()
         if not stopping.done():
             if not idle.done() or self._stop_now.is_set():
                 return False
-            log.warning(
-                "clients have not read their answers", waited_s=self.waits.delivery_timeout_s
-            )
+            log.warning("clients have not read their answers", waited_s=self.waits.delivery_timeout_s)
             await self.grpc_server.stop(0)
         await stopping
         await self._stop_health()

@@ -57,17 +57,13 @@ def to_status(error: NeapError) -> status_pb2.Status:
         delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
     return status_pb2.Status(
-        code=code_of(error).value[0],
-        message=_shortened(error.message, MAX_MESSAGE_BYTES),
-        details=details,
+        code=code_of(error).value[0], message=_shortened(error.message, MAX_MESSAGE_BYTES), details=details
     )
 
 
 def unexpected_status(error_id: str) -> status_pb2.Status:
     """Build the status of an unexpected exception. It shows only an id, under which the exception is in the log."""
-    info = error_details_pb2.ErrorInfo(
-        reason="INTERNAL", domain=DOMAIN, metadata={ERROR_ID_KEY: error_id}
-    )
+    info = error_details_pb2.ErrorInfo(reason="INTERNAL", domain=DOMAIN, metadata={ERROR_ID_KEY: error_id})
     return status_pb2.Status(
         code=grpc.StatusCode.INTERNAL.value[0],
         message=f"internal error; the log of the service has details under the id {error_id}",
@@ -99,9 +95,7 @@ def _packed(message: Any) -> any_pb2.Any:
 
 
 def _shortened(text: str, limit_bytes: int) -> str:
-    data = text.encode(
-        "utf-8", "replace"
-    )  # protobuf refuses unpaired surrogates, as in names of files
+    data = text.encode("utf-8", "replace")  # protobuf refuses unpaired surrogates, as in names of files
     if len(data) > limit_bytes:
         data = data[: limit_bytes - len(_CUT)].decode("utf-8", "ignore").encode() + _CUT
     return data.decode()

@@ -17,9 +17,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 _tracer = trace.get_tracer("neap")
 # The codes that the conventions count as server errors.
 # The others (CANCELLED, NOT_FOUND, ...) may be the caller's fault.
-_SERVER_ERRORS = frozenset(
-    ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
-)
+_SERVER_ERRORS = frozenset(("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"))
 
 
 def start_call_span(method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Span:
@@ -40,9 +38,7 @@ def start_http_span(method: str, route: str, headers: Iterable[tuple[str, str]])
 
 
 def _start_server_span(
-    name: str,
-    carrier: Iterable[tuple[str, str]] | Iterable[tuple[str, str | bytes]],
-    attributes: Mapping[str, str],
+    name: str, carrier: Iterable[tuple[str, str]] | Iterable[tuple[str, str | bytes]], attributes: Mapping[str, str]
 ) -> Span:
     texts = {key: value for key, value in carrier if isinstance(value, str)}
     parent = _PROPAGATOR.extract(texts, context=otel_context.Context())

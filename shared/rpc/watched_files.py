@@ -26,9 +26,7 @@ class WatchedFiles(Generic[T]):
     `num_refused` refused ones.
     """
 
-    def __init__(
-        self, kind: str, paths: Sequence[Path], parse: Callable[[Sequence[bytes]], T]
-    ) -> None:
+    def __init__(self, kind: str, paths: Sequence[Path], parse: Callable[[Sequence[bytes]], T]) -> None:
         """`kind` names the files in the log, for example "certificate".
 
         Raises InvalidInput, with the reason BAD_CONFIGURATION for files that cannot be read.

@@ -22,9 +22,7 @@ def _run(per_token_s: float, tokens: tuple[int, ...] = TOKENS) -> TimedAnswer:
     return TimedAnswer(tokens, seconds, seconds, 20, 6, 4, verify_passes=5)
 
 
-def test_a_format_is_compared_with_itself_and_with_the_first(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_format_is_compared_with_itself_and_with_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     other = (*TOKENS[:-1], 99)
     results = {
         "QA": {

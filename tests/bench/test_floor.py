@@ -12,9 +12,7 @@ from tests.worker import build_tokenizer
 
 
 @pytest.mark.parametrize(("title", "number_bytes"), [("float32", 4), ("bfloat16", 2)])
-def test_the_floor_has_the_bytes_of_the_format(
-    tmp_path: Path, title: str, number_bytes: int
-) -> None:
+def test_the_floor_has_the_bytes_of_the_format(tmp_path: Path, title: str, number_bytes: int) -> None:
     model = build_family("llama")
     model.save_pretrained(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)

@@ -37,9 +37,7 @@ def test_a_program_says_how_it_is_called(program: str) -> None:
 
 
 def test_documents_call_programs_by_flags_that_they_have() -> None:
-    calls = [
-        call for document in DOCUMENTS for line in code_of(document) for call in CALL.findall(line)
-    ]
+    calls = [call for document in DOCUMENTS for line in code_of(document) for call in CALL.findall(line)]
     assert len(calls) > 30
     for module, arguments in calls:
         program = f"{module}.__main__" if f"{module}.__main__" in PROGRAMS else module

@@ -26,9 +26,7 @@ def base_model():
 
 def test_turns_of_a_base_model_are_paragraphs():
     loaded = base_model()
-    assert loaded.tokenizer.decode(encode_turns(loaded, ["one", "two", "three"])) == (
-        "one\n\ntwo\n\nthree"
-    )
+    assert loaded.tokenizer.decode(encode_turns(loaded, ["one", "two", "three"])) == ("one\n\ntwo\n\nthree")
     loaded.tokenizer.chat_template = build_tokenizer().chat_template
     assert loaded.tokenizer.decode(encode_turns(loaded, ["one", "two", "three"])) == (
         "user: one\nassistant: two\nuser: three\nassistant:"

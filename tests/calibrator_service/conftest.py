@@ -59,12 +59,7 @@ class Service:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, *entry, "--listen", "127.0.0.1:0", "--grace-s", "0"),
-                    *(
-                        "--data-dir",
-                        str(self.folder),
-                        "--registry",
-                        f"file://{self.folder}/registry",
-                    ),
+                    *("--data-dir", str(self.folder), "--registry", f"file://{self.folder}/registry"),
                     *self.flags,
                 ],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},

@@ -57,10 +57,7 @@ def run(
     if behaviour == "bug":
         raise RuntimeError("secret detail")
     if behaviour == "no-model":
-        raise NotFound(
-            f"there is no model at {config.settings.sources['tiny'].source}",
-            reason="MODEL_NOT_FOUND",
-        )
+        raise NotFound(f"there is no model at {config.settings.sources['tiny'].source}", reason="MODEL_NOT_FOUND")
     if behaviour == "unsupported":
         raise UnsupportedModel("no decoder layers were found")
     if behaviour == "no-dataset":

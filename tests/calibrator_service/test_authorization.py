@@ -17,16 +17,12 @@ def tokens(tmp_path: Path) -> dict[str, str]:
 
 
 def _create(request_id: str, *aliases: str) -> pb.CreateCalibrationRequest:
-    spec = pb.CalibrationSpec(
-        model_id="tiny", self_generated=pb.SelfGenerated(), aliases=list(aliases)
-    )
+    spec = pb.CalibrationSpec(model_id="tiny", self_generated=pb.SelfGenerated(), aliases=list(aliases))
     return pb.CreateCalibrationRequest(request_id=request_id, spec=spec)
 
 
 def test_only_admins_move_aliases(start_service, tokens, tmp_path):
-    service = start_service(
-        *("--model", "tiny=/nowhere", "--auth-tokens", str(tmp_path / "tokens"))
-    )
+    service = start_service(*("--model", "tiny=/nowhere", "--auth-tokens", str(tmp_path / "tokens")))
     calibrate, admin = bearer(tokens["calibrate"]), bearer(tokens["admin"])
     create = service.calibrations.CreateCalibration
     assert isinstance(error_of(lambda: create(_create("0"), timeout=60)), Unauthenticated)

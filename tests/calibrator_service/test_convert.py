@@ -17,9 +17,7 @@ from tests.random_ladder import random_ladder
 def test_a_time_budget_keeps_its_fractions(nanoseconds: int) -> None:
     budget = Duration()
     budget.FromNanoseconds(nanoseconds)
-    given = pb.CalibrationSpec(
-        model_id="tiny", self_generated=pb.SelfGenerated(), time_budget=budget
-    )
+    given = pb.CalibrationSpec(model_id="tiny", self_generated=pb.SelfGenerated(), time_budget=budget)
     spec = spec_from_proto(given)
     assert spec.time_budget_s == pytest.approx(nanoseconds / 1e9)
     assert spec_to_proto(spec, []).time_budget == budget

@@ -19,10 +19,7 @@ from shared.registry.factory import open_registry
 from tests.worker import EOS, build_model, build_tokenizer, serving
 
 REQUESTS = [
-    WriteRequest(
-        (40 + i, 60, 70), 24, temperature=float(i % 2), top_p=0.9, seed=i, stop_loops=False
-    )
-    for i in range(20)
+    WriteRequest((40 + i, 60, 70), 24, temperature=float(i % 2), top_p=0.9, seed=i, stop_loops=False) for i in range(20)
 ]
 NOWHERE = "127.0.0.1:9"
 
@@ -66,9 +63,7 @@ def written(writer: FleetWriter, requests: list[WriteRequest] = REQUESTS, **pace
 
 
 def test_workers_write_what_the_model_would(loaded, local, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        local, "write", lambda *_: pytest.fail("written here") if _[0]() else iter(())
-    )
+    monkeypatch.setattr(local, "write", lambda *_: pytest.fail("written here") if _[0]() else iter(()))
     asked: list[GenerationRequest] = []
     real = Engine.submit
 

@@ -70,8 +70,7 @@ def test_only_allowed_datasets_are_read():
 
 
 @pytest.mark.parametrize(
-    ("name", "allowed", "reason"),
-    [("a/b", ("c/*",), "DATASET_NOT_ALLOWED"), ("./here", ("*",), "BAD_DATASET_NAME")],
+    ("name", "allowed", "reason"), [("a/b", ("c/*",), "DATASET_NOT_ALLOWED"), ("./here", ("*",), "BAD_DATASET_NAME")]
 )
 def test_a_job_checks_its_dataset_again(tmp_path, name, allowed, reason):
     """Another version of the service or other settings may have created the job."""

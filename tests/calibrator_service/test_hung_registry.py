@@ -38,13 +38,8 @@ def test_jobs_go_on_while_redis_hangs(service, own_redis):
     second = service.create("wait", "two")
     assert service.get(second).calibration_id == second.calibration_id
     listed = service.calibrations.ListCalibrations(pb.ListCalibrationsRequest(), timeout=60)
-    assert {job.calibration_id for job in listed.calibrations} == {
-        first.calibration_id,
-        second.calibration_id,
-    }
-    service.calibrations.CancelCalibration(
-        pb.CancelCalibrationRequest(calibration_id=first.calibration_id), timeout=60
-    )
+    assert {job.calibration_id for job in listed.calibrations} == {first.calibration_id, second.calibration_id}
+    service.calibrations.CancelCalibration(pb.CancelCalibrationRequest(calibration_id=first.calibration_id), timeout=60)
     *_, last = watch
     assert last.calibration.state == pb.STATE_CANCELLED
 

@@ -163,8 +163,7 @@ def test_a_service_whose_queue_has_died_reports_not_serving(start_service):
 
 def test_a_job_that_cannot_be_supervised_fails_and_the_queue_continues(start_service):
     service = start_service(
-        patch="import subprocess as s\n"
-        "real, s.Popen = s.Popen, lambda *_, **__: (setattr(s, 'Popen', real), 1 / 0)"
+        patch="import subprocess as s\nreal, s.Popen = s.Popen, lambda *_, **__: (setattr(s, 'Popen', real), 1 / 0)"
     )
     end = service.end_of(service.create())
     assert (end.state, end.failure.reason) == (pb.STATE_FAILED, "INTERNAL")

@@ -104,10 +104,7 @@ def test_unreadable_records_do_not_hide_other_jobs(service):
     service.calibrations.CancelCalibration(cancel, timeout=60)
     assert service.end_of(good).state == pb.STATE_SUCCEEDED
     listed = service.calibrations.ListCalibrations(pb.ListCalibrationsRequest(), timeout=60)
-    assert [job.calibration_id for job in listed.calibrations] == [
-        good.calibration_id,
-        blocker.calibration_id,
-    ]
+    assert [job.calibration_id for job in listed.calibrations] == [good.calibration_id, blocker.calibration_id]
     assert [job.calibration_id for job in listed.unreadable] == list(reversed(bad.values()))
     assert {job.reason for job in listed.unreadable} == {"JOB_UNREADABLE"}
     states = {job.calibration_id: job.state for job in listed.unreadable}

@@ -21,11 +21,7 @@ BAD_SPECS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "bad model id": ({"model_id": "../tiny"}, InvalidInput, "BAD_MODEL_ID"),
     "no model id": ({"model_id": ""}, InvalidInput, "BAD_MODEL_ID"),
     "bad alias": ({"aliases": ["No Way"]}, InvalidInput, "BAD_ALIAS"),
-    "too large": (
-        {"self_generated": pb.SelfGenerated(prompts=["x" * 1_000_000] * 9)},
-        InvalidInput,
-        "SPEC_TOO_LARGE",
-    ),
+    "too large": ({"self_generated": pb.SelfGenerated(prompts=["x" * 1_000_000] * 9)}, InvalidInput, "SPEC_TOO_LARGE"),
     "workers, but none are configured": (
         {"self_generated": pb.SelfGenerated(use_workers=True)},
         PreconditionFailed,
@@ -41,52 +37,16 @@ BAD_SPECS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "nanos out of range": ({"time_budget": Duration(nanos=10**9)}, InvalidInput, "BAD_SPEC"),
     "mixed signs": ({"time_budget": Duration(seconds=5, nanos=-1)}, InvalidInput, "BAD_SPEC"),
     "a parent without a name": ({"parent": pb.ParentRouter()}, InvalidInput, "BAD_ALIAS"),
-    "a parent that is not there": (
-        {"parent": pb.ParentRouter(version=9)},
-        NotFound,
-        "ROUTER_VERSION_NOT_FOUND",
-    ),
-    "an alias that is not there": (
-        {"parent": pb.ParentRouter(alias="stable")},
-        NotFound,
-        "ALIAS_NOT_FOUND",
-    ),
+    "a parent that is not there": ({"parent": pb.ParentRouter(version=9)}, NotFound, "ROUTER_VERSION_NOT_FOUND"),
+    "an alias that is not there": ({"parent": pb.ParentRouter(alias="stable")}, NotFound, "ALIAS_NOT_FOUND"),
     "a negative version": ({"parent": pb.ParentRouter(version=-1)}, InvalidInput, "BAD_SPEC"),
-    "a share of nothing": (
-        {"parent": pb.ParentRouter(version=1, share=0.0)},
-        InvalidInput,
-        "BAD_SPEC",
-    ),
-    "a share above all": (
-        {"parent": pb.ParentRouter(version=1, share=1.01)},
-        InvalidInput,
-        "BAD_SPEC",
-    ),
-    "a share that is no number": (
-        {"parent": pb.ParentRouter(version=1, share=float("nan"))},
-        InvalidInput,
-        "BAD_SPEC",
-    ),
-    "no digest": (
-        {"parent": pb.ParentRouter(version=1, manifest_digest="sha256:1")},
-        InvalidInput,
-        "BAD_SPEC",
-    ),
-    "control characters": (
-        {"hub_dataset": pb.HubDataset(name="a\x1b[2J")},
-        InvalidInput,
-        "BAD_SPEC",
-    ),
-    "a long field": (
-        {"text_file": pb.TextFile(path="a", field="x" * 1001)},
-        InvalidInput,
-        "BAD_TEXT_FILE",
-    ),
-    "a line in a path": (
-        {"answer_file": pb.AnswerFile(path="a\u2028.jsonl")},
-        InvalidInput,
-        "BAD_TEXT_FILE",
-    ),
+    "a share of nothing": ({"parent": pb.ParentRouter(version=1, share=0.0)}, InvalidInput, "BAD_SPEC"),
+    "a share above all": ({"parent": pb.ParentRouter(version=1, share=1.01)}, InvalidInput, "BAD_SPEC"),
+    "a share that is no number": ({"parent": pb.ParentRouter(version=1, share=float("nan"))}, InvalidInput, "BAD_SPEC"),
+    "no digest": ({"parent": pb.ParentRouter(version=1, manifest_digest="sha256:1")}, InvalidInput, "BAD_SPEC"),
+    "control characters": ({"hub_dataset": pb.HubDataset(name="a\x1b[2J")}, InvalidInput, "BAD_SPEC"),
+    "a long field": ({"text_file": pb.TextFile(path="a", field="x" * 1001)}, InvalidInput, "BAD_TEXT_FILE"),
+    "a line in a path": ({"answer_file": pb.AnswerFile(path="a\u2028.jsonl")}, InvalidInput, "BAD_TEXT_FILE"),
 }
 
 
@@ -120,10 +80,7 @@ def test_bad_specs_are_refused_at_once(service):
         assert error.reason == "BAD_REQUEST_ID"
     for request, reason in (
         (pb.CreateCalibrationRequest(request_id="x"), "BAD_SPEC"),
-        (
-            pb.CreateCalibrationRequest(request_id="x", spec=pb.CalibrationSpec(model_id="tiny")),
-            "SOURCE_REQUIRED",
-        ),
+        (pb.CreateCalibrationRequest(request_id="x", spec=pb.CalibrationSpec(model_id="tiny")), "SOURCE_REQUIRED"),
     ):
         error = error_of(lambda r=request: service.calibrations.CreateCalibration(r, timeout=60))
         assert (type(error), error.reason) == (InvalidInput, reason)
@@ -162,19 +119,10 @@ def test_datasets_must_be_on_the_hub_and_allowed(service):
     before = num_jobs(service)
 
     def refused(request_id: str, **hub: str) -> tuple[type[Exception], str]:
-        error = error_of(
-            lambda: service.create(hub_dataset=pb.HubDataset(**hub), request_id=request_id)
-        )
+        error = error_of(lambda: service.create(hub_dataset=pb.HubDataset(**hub), request_id=request_id))
         return type(error), error.reason
 
-    for name in (
-        str(service.folder),
-        "./data",
-        "~/data",
-        "hf://datasets/good/a",
-        "text",
-        "good/a/b",
-    ):
+    for name in (str(service.folder), "./data", "~/data", "hf://datasets/good/a", "text", "good/a/b"):
         assert refused(name, name=name) == (InvalidInput, "BAD_DATASET_NAME")
     assert refused("1", name="other/set") == (InvalidInput, "DATASET_NOT_ALLOWED")
     assert refused("2", name="good/a", split="train[:1%]") == (InvalidInput, "BAD_DATASET_SPLIT")

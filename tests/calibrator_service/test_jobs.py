@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from calibrator_service.calibration.progress import Progress
-from calibrator_service.calibration.spec import (
-    AnswerFile,
-    CalibrationSpec,
-    HubDataset,
-    SelfGenerated,
-    TextFile,
-)
+from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, HubDataset, SelfGenerated, TextFile
 from calibrator_service.job import Ended, Job, JobState, Problem
 from calibrator_service.jobs import APPLICATION_ID, MAX_RESUMES, JobStore
 from shared.errors import Corrupt
@@ -39,9 +33,7 @@ def started(store: JobStore) -> str:
     return job.calibration_id
 
 
-@pytest.mark.parametrize(
-    "source", [SPEC.source, TextFile("a", "b"), AnswerFile("a"), HubDataset("a", "b")]
-)
+@pytest.mark.parametrize("source", [SPEC.source, TextFile("a", "b"), AnswerFile("a"), HubDataset("a", "b")])
 def test_a_stored_spec_is_read_back(store, source):
     spec = CalibrationSpec("tiny", source, time_budget_s=1.5, rung_depths=(1, 2))
     job_id = create(store, spec=spec).calibration_id

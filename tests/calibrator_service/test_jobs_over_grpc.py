@@ -109,9 +109,7 @@ def test_killed_service_resumes_its_job(service):
 def test_terminated_service_resumes_its_job(service):
     job = service.create("wait-once")
     service.wait_for(job, pb.PHASE_COLLECTING)
-    stream = service.calibrations.WatchCalibration(
-        pb.WatchCalibrationRequest(calibration_id=job.calibration_id)
-    )
+    stream = service.calibrations.WatchCalibration(pb.WatchCalibrationRequest(calibration_id=job.calibration_id))
     next(stream)
     assert service.terminate() == 0
     assert not service.job_processes()

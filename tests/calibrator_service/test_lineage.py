@@ -31,10 +31,7 @@ def registry(tmp_path: Path) -> Iterator[Registry]:
 
 
 def publish(registry: Registry, number: int, **blobs: bytes) -> PublishedVersion:
-    named = {
-        LADDER_BLOB: b"ladder",
-        **{f"{name}.safetensors": data for name, data in blobs.items()},
-    }
+    named = {LADDER_BLOB: b"ladder", **{f"{name}.safetensors": data for name, data in blobs.items()}}
     return registry.publish("tiny", {"number": number}, named, request_id=str(number))
 
 
@@ -44,10 +41,7 @@ def test_an_alias_becomes_the_version_that_it_names(registry):
     assert found == ParentRouter(1, "latest", first.manifest_digest, 0.5)
     publish(registry, 2, statistics=b"more sums")
     assert find_parent(registry, "tiny", ParentRouter(alias="latest")).version == 2
-    assert (
-        find_parent(registry, "tiny", ParentRouter(version=1)).manifest_digest
-        == first.manifest_digest
-    )
+    assert find_parent(registry, "tiny", ParentRouter(version=1)).manifest_digest == first.manifest_digest
     with pytest.raises(NotFound):
         find_parent(registry, "other", ParentRouter(version=1))
 

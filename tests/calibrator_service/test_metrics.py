@@ -73,9 +73,7 @@ def test_the_document_explains_every_metric_and_its_labels(tmp_path):
         for sample in family.samples:
             name = family.name if family.type == "histogram" else sample.name
             exported[name] = tuple(sorted(set(sample.labels) - {"le"}))
-    rows = re.findall(
-        r"^\| `(neap_calibration_\w+)(?:\{([^}]*)\})?` \| .+? \|", DOCUMENT.read_text(), re.M
-    )
+    rows = re.findall(r"^\| `(neap_calibration_\w+)(?:\{([^}]*)\})?` \| .+? \|", DOCUMENT.read_text(), re.M)
     explained = {name: tuple(sorted(filter(None, labels.split(",")))) for name, labels in rows}
     assert explained == {n: labels for n, labels in exported.items() if n.startswith("neap_")}
     supervisor.stop()

@@ -86,9 +86,7 @@ class Registry:
     """Stands for `publish`: raises `errors` in turn, then publishes.
     `loses_answer`: publishes each time all the same."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *errors: Exception, loses_answer: bool = False
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *errors: Exception, loses_answer: bool = False) -> None:
         self._real, self._errors, self._loses_answer = module.publish, list(errors), loses_answer
         self.num_calls = 0
         monkeypatch.setattr(module, "publish", self)
@@ -112,19 +110,14 @@ def wait_for(store: JobStore, job: Job, state: JobState, reason: str | None = No
     return store.get(job.calibration_id)
 
 
-def check_published(
-    store: JobStore, job: Job, folder: JobFolder, registry: str, *, num_earlier: int = 0
-) -> None:
+def check_published(store: JobStore, job: Job, folder: JobFolder, registry: str, *, num_earlier: int = 0) -> None:
     """Exactly one more version, the job's, with its alias; nothing of it is left on disk."""
     after = wait_for(store, job, JobState.SUCCEEDED)
     with closing(open_registry(registry)) as opened:
         version, *earlier = opened.list_versions("tiny")
         assert len(earlier) == num_earlier
         assert opened.aliases("tiny") == {"latest": version.version}
-    assert (after.router_version, after.manifest_digest) == (
-        version.version,
-        version.manifest_digest,
-    )
+    assert (after.router_version, after.manifest_digest) == (version.version, version.manifest_digest)
     assert (after.failure_reason, after.phase, after.fraction) == ("", "", 1.0)
     wait_until(lambda: not folder.work(job.calibration_id).exists())
 
@@ -143,9 +136,7 @@ def check_published(
     ],
     ids=lambda error: error.reason,
 )
-def test_what_may_pass_is_repeated_by_itself(
-    start, folder, store, job, monkeypatch, tmp_path, error
-):
+def test_what_may_pass_is_repeated_by_itself(start, folder, store, job, monkeypatch, tmp_path, error):
     registry = Registry(monkeypatch, *[error] * 3)
     start()
     check_published(store, job, folder, f"file://{tmp_path}/registry")
@@ -216,9 +207,7 @@ def test_a_redis_that_is_dead_is_waited_for(start, folder, store, job, own_redis
     check_published(store, job, folder, url)
 
 
-def test_a_lost_answer_is_found_out_before_a_job_counts_as_cancelled(
-    start, folder, store, job, monkeypatch, tmp_path
-):
+def test_a_lost_answer_is_found_out_before_a_job_counts_as_cancelled(start, folder, store, job, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 3600.0)
     monkeypatch.setattr(module, "LONGEST_PAUSE_S", 3600.0)
     Registry(monkeypatch, AWAY, loses_answer=True)
@@ -239,10 +228,7 @@ def test_cancel_removes_a_product_that_the_registry_does_not_have(
     Registry(monkeypatch, error)
     publisher = start()
     wait_until(lambda: store.get(job.calibration_id).failure_reason)
-    real, away = (
-        module.find_published,
-        [PreconditionFailed("a newer neap", reason="SCHEMA_TOO_NEW")],
-    )
+    real, away = (module.find_published, [PreconditionFailed("a newer neap", reason="SCHEMA_TOO_NEW")])
 
     def find_published(*given: object) -> PublishedVersion | None:
         if away:
@@ -272,9 +258,7 @@ def test_a_product_that_was_never_sent_is_cancelled_at_once(start, store, job, t
 
 
 @pytest.mark.parametrize("step", ["begin_publishing", "end_publishing"])
-def test_a_full_disk_under_the_job_store_holds_publishing_up(
-    start, folder, store, job, monkeypatch, tmp_path, step
-):
+def test_a_full_disk_under_the_job_store_holds_publishing_up(start, folder, store, job, monkeypatch, tmp_path, step):
     full: list[NeapError] = [Exhausted("no space left for jobs.db", reason="DISK_FULL")] * 3
 
     def unless_full(real: Callable[..., object]) -> Callable[..., object]:
@@ -293,9 +277,7 @@ def test_a_full_disk_under_the_job_store_holds_publishing_up(
     assert not publisher.thread.is_held_up
 
 
-def test_a_removed_product_ends_its_job_unless_it_was_published(
-    start, folder, store, job, monkeypatch, tmp_path
-):
+def test_a_removed_product_ends_its_job_unless_it_was_published(start, folder, store, job, monkeypatch, tmp_path):
     Registry(monkeypatch, AWAY, loses_answer=True)
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 3600.0)
     monkeypatch.setattr(module, "LONGEST_PAUSE_S", 3600.0)
@@ -314,9 +296,7 @@ def test_a_removed_product_that_the_registry_lacks_is_lost(start, folder, store,
     assert after.failure_reason == "PRODUCT_LOST"
 
 
-def test_a_router_that_fails_its_checks_is_published_without_an_alias(
-    start, folder, store, tmp_path
-):
+def test_a_router_that_fails_its_checks_is_published_without_an_alias(start, folder, store, tmp_path):
     checks = {"routers": {"passed": False, "detail": "worse than guessing"}}
     job = finished(folder, store, Product({"checks": checks}, PRODUCT.blobs))
     start()

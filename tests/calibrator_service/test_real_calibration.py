@@ -50,20 +50,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = {"<pad>": 0, "<s>": 1, **{f"w{n}": n for n in range(2, VOCABULARY_SIZE)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>"
-    ).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>").save_pretrained(folder)
     return folder
 
 
-def run(
-    source: Path,
-    spec: CalibrationSpec,
-    work_dir: Path,
-    *,
-    stop: bool = False,
-    **options: str,
-) -> recipe.Product:
+def run(source: Path, spec: CalibrationSpec, work_dir: Path, *, stop: bool = False, **options: str) -> recipe.Product:
     """The work of a job, in this process."""
     settings = CalibratorSettings(models=f"tiny={source}", **options)
     config = ProcessConfig("cal-1", 1, 1, spec, work_dir, settings)
@@ -81,9 +72,7 @@ def real_job(service: Service, request_id: str = "one") -> pb.Calibration:
     )
 
 
-def test_killed_in_each_phase_it_resumes_and_publishes_one_ladder(
-    start_service, model_folder, tmp_path
-):
+def test_killed_in_each_phase_it_resumes_and_publishes_one_ladder(start_service, model_folder, tmp_path):
     stop_in = tmp_path / "stop-in"
     stop_in.write_text(PHASES[0])
     service = start_service("--model", f"tiny={model_folder}", "--threads", "1")
@@ -167,15 +156,12 @@ def test_model_and_dataset_that_do_not_exist(start_service, model_folder, tmp_pa
     """The Hub cannot be reached (offline mode): the job fails and uses no other text."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     service = start_service(
-        *("--model", f"tiny={model_folder}", "--model", f"missing={tmp_path / 'nowhere'}"),
-        real=True,
+        *("--model", f"tiny={model_folder}", "--model", f"missing={tmp_path / 'nowhere'}"), real=True
     )
     hub = pb.HubDataset(name="nobody/no-such-dataset")
     jobs = {
         ("MODEL_NOT_FOUND",): service.create(model_id="missing", request_id="1"),
-        ("DATASET_NOT_FOUND", "DATASET_UNAVAILABLE"): service.create(
-            hub_dataset=hub, request_id="2"
-        ),
+        ("DATASET_NOT_FOUND", "DATASET_UNAVAILABLE"): service.create(hub_dataset=hub, request_id="2"),
     }
     for reasons, job in jobs.items():
         end = service.end_of(job, JOB_TIMEOUT_S)
@@ -202,17 +188,13 @@ def answers_of(path: Path, *seeds: int) -> str:
     for seed in seeds:
         draw = random.Random(seed)
         for _ in range(20):
-            prompt, answer = (
-                [draw.randrange(2, VOCABULARY_SIZE) for _ in range(n)] for n in (6, 24)
-            )
+            prompt, answer = ([draw.randrange(2, VOCABULARY_SIZE) for _ in range(n)] for n in (6, 24))
             lines.append(json.dumps({"prompt": prompt, "answer": answer}))
     path.write_text("\n".join(lines))
     return str(path)
 
 
-def test_a_child_through_grpc_has_the_sums_of_everything_at_once(
-    start_service, model_folder, tmp_path
-):
+def test_a_child_through_grpc_has_the_sums_of_everything_at_once(start_service, model_folder, tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
     flags = ["--model", f"tiny={model_folder}", "--threads", "1", "--text-folder", str(texts)]
@@ -221,11 +203,7 @@ def test_a_child_through_grpc_has_the_sums_of_everything_at_once(
     def calibrated(request_id: str, *seeds: int, **options: Any) -> pb.Calibration:
         path = answers_of(texts / f"{request_id}.jsonl", *seeds)
         job = service.create(
-            request_id=request_id,
-            answer_file=pb.AnswerFile(path=path),
-            max_tokens=5000,
-            rung_depths=[2],
-            **options,
+            request_id=request_id, answer_file=pb.AnswerFile(path=path), max_tokens=5000, rung_depths=[2], **options
         )
         end = service.end_of(job, JOB_TIMEOUT_S)
         assert end.state == pb.STATE_SUCCEEDED, end.failure
@@ -250,16 +228,7 @@ def test_a_child_through_grpc_has_the_sums_of_everything_at_once(
         own, all_at_once = (getattr(s.moments[2], name) for s in (one, other))
         torch.testing.assert_close(own, all_at_once, rtol=1e-3, atol=0.05)
     shown = CliRunner().invoke(
-        app,
-        [
-            "routers",
-            "show",
-            str(child.router_version),
-            "--model",
-            "tiny",
-            "--calibrator",
-            service.target,
-        ],
+        app, ["routers", "show", str(child.router_version), "--model", "tiny", "--calibrator", service.target]
     )
     assert shown.exit_code == 0, shown.output
     line = shown.stdout.split("line, the youngest first\n")[1].split("\n")

@@ -87,9 +87,7 @@ def test_aliases(service, publish, request):
     ).change
     assert not made.HasField("from_version")
     assert (made.alias, made.to_version, made.actor, made.reason) == ("stable", 1, "ann", "first")
-    lost = error_of(
-        lambda: service.routers.SetAlias(pb.SetAliasRequest(**name, version=2, expected_version=0))
-    )
+    lost = error_of(lambda: service.routers.SetAlias(pb.SetAliasRequest(**name, version=2, expected_version=0)))
     assert isinstance(lost, Conflict)
     assert lost.metadata["current_version"] == "1"
     # Without expected_version it is no compare-and-swap.
@@ -112,10 +110,7 @@ def test_aliases_and_their_history_come_in_pages(service, publish, request):
     first = service.routers.ListAliases(asked)
     asked.page_token = first.next_page_token
     second = service.routers.ListAliases(asked)
-    assert [alias.name for page in (first, second) for alias in page.aliases] == [
-        "latest",
-        "stable",
-    ]
+    assert [alias.name for page in (first, second) for alias in page.aliases] == ["latest", "stable"]
     assert not second.next_page_token
 
     asked = pb.GetAliasHistoryRequest(**name, page_size=2)
@@ -140,13 +135,8 @@ def test_canary(service, registry, publish, request):
     assert (begun.from_version, begun.to_version, begun.actor) == (1, 1, "ann")
     assert begun.canary == asked.canary
     aliases = service.routers.ListAliases(pb.ListAliasesRequest(model_id=model(request))).aliases
-    assert [(alias.name, alias.HasField("canary")) for alias in aliases] == [
-        ("latest", False),
-        ("stable", True),
-    ]
-    error = error_of(
-        lambda: service.routers.PromoteCanary(pb.PromoteCanaryRequest(**name, expected_canary=1))
-    )
+    assert [(alias.name, alias.HasField("canary")) for alias in aliases] == [("latest", False), ("stable", True)]
+    error = error_of(lambda: service.routers.PromoteCanary(pb.PromoteCanaryRequest(**name, expected_canary=1)))
     assert (type(error), error.reason) == (Conflict, "CANARY_MOVED")
     ended = service.routers.SetCanary(pb.SetCanaryRequest(**name)).change
     assert not ended.HasField("canary")
@@ -155,9 +145,7 @@ def test_canary(service, registry, publish, request):
     service.routers.SetCanary(asked)
     promoted = service.routers.PromoteCanary(pb.PromoteCanaryRequest(**name)).change
     assert (promoted.to_version, promoted.HasField("canary")) == (2, False)
-    lost = error_of(
-        lambda: service.routers.RollbackAlias(pb.RollbackAliasRequest(**name, expected_version=1))
-    )
+    lost = error_of(lambda: service.routers.RollbackAlias(pb.RollbackAliasRequest(**name, expected_version=1)))
     assert isinstance(lost, Conflict)
 
 
@@ -232,9 +220,7 @@ def test_one_flipped_byte_in_a_manifest(service, registry, publish, request):
     data = bytearray(path.read_bytes())
     data[10] ^= 1
     path.write_bytes(data)
-    error = error_of(
-        lambda: service.routers.GetVersion(pb.GetVersionRequest(model_id=model(request), version=1))
-    )
+    error = error_of(lambda: service.routers.GetVersion(pb.GetVersionRequest(model_id=model(request), version=1)))
     assert isinstance(error, Corrupt)
     assert error.metadata["expected_digest"] == digest
     assert error.metadata["actual_digest"] not in ("", digest)

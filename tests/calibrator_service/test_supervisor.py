@@ -68,9 +68,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(supervisor, monkeypatch
     assert (after.state, after.num_deaths) == (JobState.SUCCEEDED, 0), after.failure_message
 
 
-def test_a_process_that_says_nothing_is_killed_and_one_that_cannot_be_recorded_goes_on(
-    supervisor, monkeypatch
-):
+def test_a_process_that_says_nothing_is_killed_and_one_that_cannot_be_recorded_goes_on(supervisor, monkeypatch):
     """A full disk under the job store costs the records of progress, not the job."""
     full = [Exhausted("full", reason="DISK_FULL")]
     real = supervisor.store.record

@@ -12,7 +12,5 @@ MODULES = ["calibrator_service.__main__", "calibrator_service.worker_process"]
 def test_nothing_heavy_is_imported(module: str) -> None:
     unwanted = {"torch", "transformers", "starlette", "uvicorn"}
     program = f"import sys, {module}; print({unwanted} & sys.modules.keys())"
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert run.stdout.strip() == "set()"

@@ -12,15 +12,7 @@ FENCE = re.compile(r"^\s*```")
 UNBREAKABLE = re.compile(r"\s*(\||!\[)")
 DOCUMENTS = ("*.md", "docs/**/*.md", "bench/*.md", "protos/*.md")
 # Of these the comments.
-SOURCES = (
-    "Makefile",
-    "*.toml",
-    "*.yaml",
-    ".ci/*",
-    "k8s/Dockerfile",
-    "k8s/**/*.yaml",
-    "protos/neap/**/*.proto",
-)
+SOURCES = ("Makefile", "*.toml", "*.yaml", ".ci/*", "k8s/Dockerfile", "k8s/**/*.yaml", "protos/neap/**/*.proto")
 
 
 def found(patterns: tuple[str, ...]) -> list[Path]:
@@ -50,9 +42,7 @@ def test_documents(path: Path) -> None:
 @pytest.mark.parametrize("path", found(SOURCES), ids=lambda path: str(path.relative_to(ROOT)))
 def test_comments(path: Path) -> None:
     comments = [
-        (n, line)
-        for n, line in enumerate(path.read_text().splitlines(), start=1)
-        if line.lstrip()[:1] in ("#", "/")
+        (n, line) for n, line in enumerate(path.read_text().splitlines(), start=1) if line.lstrip()[:1] in ("#", "/")
     ]
     assert not too_long(comments)
 

@@ -27,11 +27,7 @@ DOCUMENTS = [
     )
     if not REPLACED.search(document.read_text())
 ]
-SERVICES = {
-    "worker": WorkerSettings,
-    "calibrator": CalibratorSettings,
-    "gateway": GatewaySettings,
-}
+SERVICES = {"worker": WorkerSettings, "calibrator": CalibratorSettings, "gateway": GatewaySettings}
 FENCE = re.compile(r"^```.*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -39,9 +35,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 COMMAND_START = re.compile(r"(?:^|&& |[;|#] |or: )\s*neap (?=\S)")
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 
-every_document = pytest.mark.parametrize(
-    "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
-)
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 def code_of(document: Path) -> list[str]:
@@ -73,9 +67,7 @@ def test_links_lead_to_files(document):
 @every_document
 def test_paths_lead_to_files(document):
     folders = "|".join(
-        re.escape(entry.name)
-        for entry in ROOT.iterdir()
-        if entry.is_dir() and entry.name not in (".git", ".venv")
+        re.escape(entry.name) for entry in ROOT.iterdir() if entry.is_dir() and entry.name not in (".git", ".venv")
     )
     named = re.findall(rf"(?<![\w/.:-])(?:{folders})/[\w./*-]*[\w*]", document.read_text())
     sources = r"[\w./*-]+/[\w.*-]+\.(?:py|proto|md|json|yaml|cpp|cu|h|cuh)"
@@ -114,11 +106,9 @@ def command_lines(document: Path) -> list[list[str]]:
 def flags_of(command) -> dict[str, bool]:
     """The flags of a command, and whether each stands without a value."""
     options = [option for option in command.params if option.param_type_name == "option"]
-    return {
-        flag: option.is_flag
-        for option in options
-        for flag in (*option.opts, *option.secondary_opts)
-    } | {"--help": True}
+    return {flag: option.is_flag for option in options for flag in (*option.opts, *option.secondary_opts)} | {
+        "--help": True
+    }
 
 
 def subcommands(command) -> dict:
@@ -156,13 +146,7 @@ def test_neap_commands_and_their_flags_exist(document):
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "rooters list",
-        "routers lisst",
-        "generate x --show-dept",
-        "serve worker --max-quue 3",
-        "--tls-sa x generate y",
-    ],
+    ["rooters list", "routers lisst", "generate x --show-dept", "serve worker --max-quue 3", "--tls-sa x generate y"],
 )
 def test_a_command_line_with_a_slip_is_noticed(line):
     with pytest.raises(AssertionError, match="has no"):

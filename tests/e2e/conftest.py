@@ -39,10 +39,6 @@ def worker(engine, registry):
 @pytest.fixture
 def stub(worker):
     # A small window: what a client that does not read lets pile up is then small, too.
-    options = [
-        ("grpc.max_send_message_length", -1),
-        ("grpc.http2.bdp_probe", 0),
-        ("grpc.http2.lookahead_bytes", 4096),
-    ]
+    options = [("grpc.max_send_message_length", -1), ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
     with grpc.insecure_channel(worker.target, options=options) as channel:
         yield inference_pb2_grpc.InferenceServiceStub(channel)

@@ -135,9 +135,7 @@ def test_text_never_splits_a_character(stub, engine):
     for seed in range(6):
         _, tokens, texts, finished = _sampled(stub, seed)
         ids = [token.id for token in tokens]
-        whole = engine.loaded.tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        whole = engine.loaded.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert "".join(texts) + finished.text == whole
         # A character whose bytes may still come is held back, so U+FFFD never ends a chunk.
         assert not any(text.endswith("\ufffd") for text in texts)

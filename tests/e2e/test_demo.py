@@ -98,16 +98,10 @@ def test_demo_runs_reuses_and_leaves_nothing(model_folder: Path, tmp_path: Path)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("place", ["worker serves on", "calibration "])
-def test_an_interrupted_demo_leaves_nothing(
-    model_folder: Path, tmp_path: Path, number: int, place: str
-):
+def test_an_interrupted_demo_leaves_nothing(model_folder: Path, tmp_path: Path, number: int, place: str):
     data_dir = tmp_path / "data"
     with subprocess.Popen(
-        command(model_folder, data_dir),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command(model_folder, data_dir), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as demo:
         assert demo.stdout is not None
         lines = []

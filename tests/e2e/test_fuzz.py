@@ -26,17 +26,9 @@ from tests.worker import serving
 
 pytestmark = pytest.mark.full
 
-SIDE = [
-    *health_pb2.DESCRIPTOR.services_by_name.values(),
-    *reflection_pb2.DESCRIPTOR.services_by_name.values(),
-]
+SIDE = [*health_pb2.DESCRIPTOR.services_by_name.values(), *reflection_pb2.DESCRIPTOR.services_by_name.values()]
 # Nobody's mistake but the service's.
-FAILURES = {
-    grpc.StatusCode.UNKNOWN,
-    grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.UNIMPLEMENTED,
-    grpc.StatusCode.DATA_LOSS,
-}
+FAILURES = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.DATA_LOSS}
 MAX_EVENTS = 20
 NUM_CALLERS, BATCH = 8, 32
 # What pools may still grow by once half of the cases are through.

@@ -72,12 +72,8 @@ def refuses_connections(url):
 
 
 def texts(lines):
-    parts = [
-        json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")
-    ]
-    return "".join(
-        part["choices"][0]["delta"].get("content", "") for part in parts if "choices" in part
-    )
+    parts = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    return "".join(part["choices"][0]["delta"].get("content", "") for part in parts if "choices" in part)
 
 
 def test_sigterm_lets_running_requests_finish():
@@ -105,10 +101,7 @@ def test_sigterm_lets_running_requests_finish():
 def test_what_does_not_finish_in_time_ends_with_an_error():
     with (
         scripted_worker(Held()) as worker,
-        gateway_process(worker.target, "--grace-s", "0", "--drain-timeout-s", "0.3") as (
-            process,
-            url,
-        ),  # fmt: skip
+        gateway_process(worker.target, "--grace-s", "0", "--drain-timeout-s", "0.3") as (process, url),  # fmt: skip
         httpx.stream("POST", f"{url}{CHAT}", json=chat_body(stream=True), timeout=60) as reply,
     ):
         lines = reply.iter_lines()
@@ -146,28 +139,14 @@ def test_curl_streams_events():
     script = Held()
     script.go_on.set()
     with scripted_worker(script) as worker, gateway_to(worker.target) as gateway:
-        command = [
-            "curl",
-            "-sSN",
-            "--noproxy",
-            "*",
-            f"{gateway.url}{CHAT}",
-            "-d",
-            json.dumps(chat_body(stream=True)),
-        ]
+        command = ["curl", "-sSN", "--noproxy", "*", f"{gateway.url}{CHAT}", "-d", json.dumps(chat_body(stream=True))]
         shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     lines = shown.stdout.split("\n\n")
     assert (texts(lines), lines[-2]) == ("ab", "data: [DONE]")
 
 
 def test_a_wrong_setting_ends_the_start_with_a_reason():
-    command = [
-        sys.executable,
-        "-m",
-        "neap_engine.gateway",
-        "--workers",
-        "dns:///worker.example:7071",
-    ]
+    command = [sys.executable, "-m", "neap_engine.gateway", "--workers", "dns:///worker.example:7071"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     assert "TOKENS_OVER_PLAIN_TEXT" in ended.stderr
@@ -182,7 +161,5 @@ def test_a_wrong_setting_ends_the_start_with_a_reason():
 )
 def test_nothing_heavy_is_imported(module, unwanted):
     program = f"import sys, {module}; print({unwanted!r} & sys.modules.keys())"
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert run.stdout.strip() == "set()"

@@ -61,11 +61,7 @@ def _waiting_at_the_crowded(client, log):
         stream, events = client.generate(request_of(7)), []
         thread = threading.Thread(target=lambda s=stream, e=events: e.extend(s))
         thread.start()
-        wait_until(
-            lambda t=thread: (
-                not t.is_alive() or scraped(log)["neap_num_requests_waiting", "tiny"] == 1
-            )
-        )
+        wait_until(lambda t=thread: not t.is_alive() or scraped(log)["neap_num_requests_waiting", "tiny"] == 1)
         if thread.is_alive():
             assert events == []
             return stream, thread, events
@@ -92,10 +88,7 @@ def test_killed_before_the_first_token_another_worker_takes_over(folder, tmp_pat
 
 
 def test_killed_before_the_first_token_a_worker_started_anew_is_found(folder, tmp_path):
-    with (
-        _measured_worker(folder, tmp_path) as (process, address, log),
-        NeapClient(address, num_attempts=100) as client,
-    ):
+    with _measured_worker(folder, tmp_path) as (process, address, log), NeapClient(address, num_attempts=100) as client:
         _ready(address)
         occupied = _occupy(client)
         stream = client.generate(request_of(7))

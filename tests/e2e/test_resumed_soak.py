@@ -51,10 +51,7 @@ def _held(process):
 
 def _answers(target, count, alone):
     """Asks for `count` answers, checks them, and returns how often they were resumed."""
-    with (
-        NeapClient(target, num_attempts=1000) as client,
-        ThreadPoolExecutor(NUM_CLIENTS) as threads,
-    ):
+    with NeapClient(target, num_attempts=1000) as client, ThreadPoolExecutor(NUM_CLIENTS) as threads:
 
         def ask(number):
             prompt = random.Random(number).randrange(NUM_PROMPTS)
@@ -86,9 +83,7 @@ def test_answers_that_are_resumed_leave_nothing(folder, tmp_path):
         before = list(map(_held, both))
         num_lost = losing.num_lost
         num_resumed = _answers(f"127.0.0.1:{port}", NUM_ANSWERS, alone)
-        print(
-            f"{num_resumed} resumptions, {losing.num_lost - num_lost} connections lost; before {before}"
-        )
+        print(f"{num_resumed} resumptions, {losing.num_lost - num_lost} connections lost; before {before}")
         assert num_resumed > NUM_ANSWERS
 
         def are_as_before():

@@ -45,9 +45,7 @@ class Load:
         self.answers: set[tuple[int, ...]] = set()
         self.failures: list[NeapError] = []
         self.served: list[tuple[str, int, int]] = []  # request id, worker, version
-        self._threads = [
-            threading.Thread(target=self._client, args=(number,)) for number in range(NUM_CLIENTS)
-        ]
+        self._threads = [threading.Thread(target=self._client, args=(number,)) for number in range(NUM_CLIENTS)]
 
     def __enter__(self) -> "Load":
         for thread in self._threads:
@@ -78,9 +76,7 @@ class Load:
         with self._lock:
             return self.served[begin:]
 
-    def wait_for(
-        self, holds: Callable[[list[tuple[str, int, int]]], bool], size: int
-    ) -> list[tuple[str, int, int]]:
+    def wait_for(self, holds: Callable[[list[tuple[str, int, int]]], bool], size: int) -> list[tuple[str, int, int]]:
         """The last `size` requests, once `holds` of them."""
         deadline_s = time.monotonic() + STAGE_TIMEOUT_S
         begin = len(self.served)
@@ -133,10 +129,7 @@ def services(url, tmp_path, monkeypatch) -> Iterator[tuple[list[str], NeapClient
             process = ServiceProcess(name, module, arguments, tmp_path / f"{name}.log")
             return stack.enter_context(process)
 
-        workers = [
-            start(f"worker-{number}", "inference_service", "--default-alias", "stable")
-            for number in (1, 2)
-        ]
+        workers = [start(f"worker-{number}", "inference_service", "--default-alias", "stable") for number in (1, 2)]
         calibrator = start("calibrator", "calibrator_service")
         addresses = [worker.wait_serving(READY_TIMEOUT_S) for worker in workers]
         client = NeapClient(calibrator.wait_serving(READY_TIMEOUT_S))
@@ -151,9 +144,7 @@ def test_a_rollout_under_load_fails_nobody(services, own_redis):
         load.wait_for(all_served(1), 20)
 
         canary = router_pb2.Canary(version=2, share_per_mille=SHARE_PER_MILLE)
-        calibrator.set_canary(
-            router_pb2.SetCanaryRequest(model_id="tiny", alias="stable", canary=canary)
-        )
+        calibrator.set_canary(router_pb2.SetCanaryRequest(model_id="tiny", alias="stable", canary=canary))
         chosen = Canary(2, SHARE_PER_MILLE)
 
         def as_chosen(latest: list[tuple[str, int, int]]) -> bool:
@@ -187,9 +178,6 @@ def test_a_rollout_under_load_fails_nobody(services, own_redis):
 
         history = calibrator.alias_history("tiny", "stable")
         assert [change.to_version for change in history[:3]] == [3, 1, 2]
-        assert [(change.actor, change.reason) for change in history[:2]] == [
-            ("bob", "fixed"),
-            ("ann", "slower"),
-        ]
+        assert [(change.actor, change.reason) for change in history[:2]] == [("bob", "fixed"), ("ann", "slower")]
     assert load.failures == []
     assert load.answers == {expected}

@@ -80,10 +80,7 @@ def _provoke(channels, tokens):
         metadata = bearer(token)
         for depth in (full, inference_pb2.DepthPolicy()):
             request = inference_pb2.GenerateRequest(
-                model_id="tiny",
-                text=PROMPT,
-                depth=depth,
-                stopping=inference_pb2.Stopping(max_tokens=2),
+                model_id="tiny", text=PROMPT, depth=depth, stopping=inference_pb2.Stopping(max_tokens=2)
             )
             _attempt(generate, request=request, metadata=metadata)
         _attempt(garbage, request=b"\xff" + token.encode(), metadata=metadata)
@@ -98,9 +95,7 @@ def _provoke(channels, tokens):
 @pytest.fixture
 def redis_with_password(own_redis):
     with own_redis.client() as client:
-        client.acl_setuser(
-            "neap", enabled=True, passwords=["+hunter2-/"], keys=["neap:*"], categories=["+@all"]
-        )
+        client.acl_setuser("neap", enabled=True, passwords=["+hunter2-/"], keys=["neap:*"], categories=["+@all"])
     return own_redis
 
 

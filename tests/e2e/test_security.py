@@ -41,10 +41,7 @@ def worker(tmp_path_factory):
     security = ServerSecurity(certificate, Access(folder / "tokens"))
     registry = open_registry(str(folder / "registry"))
     loaded = load_model(save_model(folder / "model"), model_id="tiny")
-    with (
-        Engine(loaded) as engine,
-        serving(engine, registry, max_active_per_client=1, security=security) as worker,
-    ):
+    with Engine(loaded) as engine, serving(engine, registry, max_active_per_client=1, security=security) as worker:
         worker.security, worker.tokens, worker.folder = security, tokens, folder
         worker.mine, worker.authority = mine, files.authority
         yield worker
@@ -148,9 +145,5 @@ def test_the_document_explains_every_metric(worker):
     registry.register(SecurityCollector(worker.security))
     text = (Path(__file__).resolve().parents[2] / "docs" / "security.md").read_text()
     rows = re.findall(r"^\| `(neap_\w+)(?:\{([^}]*)\})?` \|", text, re.M)
-    exported = {
-        (sample.name, ",".join(sample.labels))
-        for family in registry.collect()
-        for sample in family.samples
-    }
+    exported = {(sample.name, ",".join(sample.labels)) for family in registry.collect() for sample in family.samples}
     assert set(rows) == exported

@@ -169,10 +169,7 @@ def _num_caches():
 
 
 def test_one_client_cannot_take_all_places(engine, registry, handles):
-    with (
-        serving(engine, registry, max_active_per_client=1) as worker,
-        grpc.insecure_channel(worker.target) as channel,
-    ):
+    with serving(engine, registry, max_active_per_client=1) as worker, grpc.insecure_channel(worker.target) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         call = stub.Generate(request_of(2000))
         next(call)
@@ -186,10 +183,7 @@ def test_one_client_cannot_take_all_places(engine, registry, handles):
 
 
 def test_beyond_the_queue_is_refused_with_a_time_to_retry(engine, registry, handles):
-    with (
-        serving(engine, registry, max_active=2) as worker,
-        grpc.insecure_channel(worker.target) as channel,
-    ):
+    with serving(engine, registry, max_active=2) as worker, grpc.insecure_channel(worker.target) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         calls = [stub.Generate(request_of(2000)) for _ in range(2)]
         for call in calls:

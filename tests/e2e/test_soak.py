@@ -60,8 +60,7 @@ class Clients:
         self._over, self._lock = threading.Event(), threading.Lock()
         self.seen, self.wrong, self.num_calls = Counter(), [], 0
         self._threads = [
-            threading.Thread(target=self._run, args=(number,), daemon=True)
-            for number in range(NUM_CLIENTS)
+            threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(NUM_CLIENTS)
         ]
         for thread in self._threads:
             thread.start()

@@ -42,9 +42,7 @@ EQUAL = ("auto", "auto", "auto")
 MIXED = ("auto", "auto", "portable")
 REFUSED = "NUMERICS_DIFFER"
 SAMPLED = pb.Sampling(temperature=1.1, top_p=0.95, seed=5)
-PENALISED = pb.Sampling(
-    temperature=0.8, top_k=50, min_p=0.01, repetition_penalty=1.2, seed=9, frequency_penalty=0.3
-)
+PENALISED = pb.Sampling(temperature=0.8, top_k=50, min_p=0.01, repetition_penalty=1.2, seed=9, frequency_penalty=0.3)
 
 
 def requests():
@@ -134,9 +132,7 @@ class Clients:
         self._over, self._lock = threading.Event(), threading.Lock()
         self.seen, self.failures, self.most_resumed = Counter(), [], 0
         self._some_are_strict = some_are_strict
-        self._threads = [
-            threading.Thread(target=self._run, args=(number,)) for number in range(NUM_STREAMS)
-        ]
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(NUM_STREAMS)]
         for thread in self._threads:
             thread.start()
 
@@ -258,9 +254,7 @@ class Clients:
 def answered_alone(address, asked):
     """Name -> the answer of the worker at `address`."""
     with NeapClient(address, resumes="never") as client, ThreadPoolExecutor(len(asked)) as threads:
-        return dict(
-            zip(asked, threads.map(lambda one: Whole(client, one), asked.values()), strict=True)
-        )
+        return dict(zip(asked, threads.map(lambda one: Whole(client, one), asked.values()), strict=True))
 
 
 def chaos(workers, clients):

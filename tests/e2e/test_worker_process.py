@@ -179,9 +179,7 @@ def test_what_cannot_start_says_why_and_exits_with_2(flags, said, tmp_path, capf
 
 
 @pytest.mark.parametrize("flag", ["--record-passes", "--compile-layers"])
-def test_a_worker_that_must_be_fast_and_cannot_refuses_to_start(
-    flag, folder, tmp_path, capfd, request
-):
+def test_a_worker_that_must_be_fast_and_cannot_refuses_to_start(flag, folder, tmp_path, capfd, request):
     from inference_service.__main__ import main
 
     request.addfinalizer(structlog.reset_defaults)

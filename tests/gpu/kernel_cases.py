@@ -108,17 +108,7 @@ def _paged(
     def inputs() -> Inputs:
         order = torch.randperm(len(lengths))  # the second time, other rows are the long ones
         shuffled = [lengths[i] for i in order]
-        made = drawn_pass(
-            [2] * len(lengths),
-            shuffled,
-            1,
-            heads,
-            widths,
-            16,
-            dtype,
-            transposed=True,
-            num_branches=2,
-        )
+        made = drawn_pass([2] * len(lengths), shuffled, 1, heads, widths, 16, dtype, transposed=True, num_branches=2)
         return [*list(vars(made).values())[:10]]
 
     def run(*tensors: Tensor) -> Outputs:

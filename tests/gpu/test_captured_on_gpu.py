@@ -21,10 +21,7 @@ from tests.scripted_ladder import ScriptedLadder
 NUM_NEW = 20
 PROMPTS = [(5, 17, 3, 44, 8), tuple(range(2, 40)), (9,)]
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 # Of logits, relative to the largest. In bfloat16 what is rounded between a compiled layer's operations is a matter of
@@ -76,9 +73,7 @@ def test_captured_passes_are_the_models_own(family, dtype, compiled):
 def test_company_changes_no_bit_up_to_the_smallest_bucket(loaded):
     runner = captured(loaded)
     ids = [torch.tensor([prompt[:7]]) for prompt in PROMPTS]
-    alone = [
-        runner.run(row, runner.new_cache(9), first=0, last=runner.num_layers, base=0) for row in ids
-    ]
+    alone = [runner.run(row, runner.new_cache(9), first=0, last=runner.num_layers, base=0) for row in ids]
     sequences = [RaggedSequence(runner.new_cache(9), 0, row.shape[1]) for row in ids]
     together = runner.run_ragged(torch.cat(ids, 1), sequences, first=0, last=runner.num_layers)
     assert torch.equal(together, torch.cat(alone, 1))
@@ -87,10 +82,7 @@ def test_company_changes_no_bit_up_to_the_smallest_bucket(loaded):
 def test_exact_is_full_alone_and_in_company(loaded):
     with Engine(loaded, kv_budget_bytes=1 << 24) as engine:
         assert isinstance(engine.runner, PagedRunner)
-        full = {
-            prompt: engine.generate(prompt, policy="full", max_tokens=NUM_NEW).token_ids
-            for prompt in PROMPTS
-        }
+        full = {prompt: engine.generate(prompt, policy="full", max_tokens=NUM_NEW).token_ids for prompt in PROMPTS}
 
     def right(context: list[int]) -> tuple[int, float] | None:
         for prompt, answer in full.items():
@@ -102,9 +94,7 @@ def test_exact_is_full_alone_and_in_company(loaded):
     ladder = ScriptedLadder(right, lambda _: (4, 0.1), depths=(0, 2))
     with Engine(loaded, ladder, kv_budget_bytes=1 << 24) as engine:  # type: ignore[arg-type]
         for prompt, answer in full.items():
-            exact = engine.generate(
-                prompt, policy=DepthPolicy("exact", max_drafts=3), max_tokens=NUM_NEW
-            )
+            exact = engine.generate(prompt, policy=DepthPolicy("exact", max_drafts=3), max_tokens=NUM_NEW)
             assert exact.token_ids == answer
             assert exact.stats.num_accepted > 0
 

@@ -24,14 +24,9 @@ KINDS = [
     SamplingParams(temperature=1.1, top_p=0.9, seed=4),
     SamplingParams(temperature=0.7, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=0.8),
     SamplingParams(presence_penalty=0.6, frequency_penalty=0.3, logit_bias={3: 20.0, 9: -3.0}),
-    SamplingParams(
-        temperature=1.1, seed=6, min_tokens=3, bad_words=((700, 0), (5,)), frequency_penalty=1.0
-    ),
+    SamplingParams(temperature=1.1, seed=6, min_tokens=3, bad_words=((700, 0), (5,)), frequency_penalty=1.0),
 ]
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
 # At an odd width every row starts at another alignment.
 every_size = pytest.mark.parametrize("size", [49152, 50257])
@@ -40,9 +35,7 @@ every_size = pytest.mark.parametrize("size", [49152, 50257])
 def case(size: int, device: str) -> tuple[Tensor, list[Trial]]:
     """Logits [T, V], every third row with ties as from a head in half precision, and trials of one to four rows."""
     trials = [
-        Trial(kind, [5, 9, 5, 700], list(range(count)), None, 2, frozenset({1}))
-        for kind in KINDS
-        for count in (0, 3)
+        Trial(kind, [5, 9, 5, 700], list(range(count)), None, 2, frozenset({1})) for kind in KINDS for count in (0, 3)
     ]
     masks = drawn_masks(size, trials, size)
     trials += [replace(trial, allowed=own) for trial, own in zip(trials, masks, strict=True)]

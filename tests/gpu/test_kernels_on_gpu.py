@@ -15,10 +15,7 @@ from tests.shared.ops.paged_passes import drawn_pass
 
 REPEATS = 100
 
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-]
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
 every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 
@@ -90,9 +87,7 @@ def test_a_hundred_runs_give_the_same_bits(case: Case, device: str) -> None:
 @on_gpu
 @pytest.mark.parametrize("width", [64, 80, 128])
 @pytest.mark.parametrize("group", [1, 4, 8])
-def test_a_token_attends_to_the_same_bits_alone_and_in_company(
-    device: str, width: int, group: int
-) -> None:
+def test_a_token_attends_to_the_same_bits_alone_and_in_company(device: str, width: int, group: int) -> None:
     """Alone, a token's pieces are shared out among many thread blocks; among hundreds, one thread block takes them
     all."""
     made = drawn_pass([1] * 300, [500, 3, 129] * 100, 0, (group, 2), (width, width), 16, torch.float16)  # fmt: skip
@@ -124,8 +119,6 @@ def test_places_that_do_not_exist_give_nan_and_harm_nobody(device: str) -> None:
     made.block_tables[0, 1], made.block_tables[1, 2] = -5, len(made.keys)
     lost = made.table_indices < 3
     made.table_indices[made.table_indices == 2] = 4
-    out = torch.ops.neap.paged_attention.default(
-        *copied(list(vars(made).values())[:10], device), 0.3
-    ).cpu()
+    out = torch.ops.neap.paged_attention.default(*copied(list(vars(made).values())[:10], device), 0.3).cpu()
     assert out[lost].isnan().all()
     torch.testing.assert_close(out[~lost], sound[~lost], atol=1e-4, rtol=1e-3)

@@ -45,9 +45,7 @@ def files(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache").iterdir())
 
 
-def test_a_blob_is_fetched_once_and_read_by_later_processes_without_the_store(
-    store, cache, tmp_path
-):
+def test_a_blob_is_fetched_once_and_read_by_later_processes_without_the_store(store, cache, tmp_path):
     version = store.version(b"weights" * 10)
     assert cache.read_blob(version, "x") == b"weights" * 10
     store.is_away = True
@@ -100,9 +98,7 @@ def test_a_blob_is_written_and_synced_before_it_gets_its_name(store, cache, tmp_
     monkeypatch.setattr(Path, "rename", lambda path, to: order.append("rename") or rename(path, to))
     version = store.version(b"weights")
     cache.read_blob(version, "x")
-    assert order == ["sync", "rename", "sync"], (
-        "the contents, the file and its folder are synced in this order"
-    )
+    assert order == ["sync", "rename", "sync"], "the contents, the file and its folder are synced in this order"
 
 
 def test_if_the_disk_fails_blobs_are_read_without_the_cache(store, cache, tmp_path, monkeypatch):

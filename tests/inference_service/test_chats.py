@@ -31,9 +31,7 @@ SCHEMAS = {
         "additionalProperties": False,
     },
 }  # fmt: skip
-TOOLS = [
-    pb.Tool(name=name, description="d", parameters=json.dumps(own)) for name, own in SCHEMAS.items()
-]
+TOOLS = [pb.Tool(name=name, description="d", parameters=json.dumps(own)) for name, own in SCHEMAS.items()]
 REQUIRED = pb.ToolChoice(required=pb.AnyTool())
 USER = [pb.ChatMessage(role="user", content="hello")]
 SAMPLED = pb.Sampling(temperature=1.0, seed=5)
@@ -95,9 +93,7 @@ def test_a_call_that_is_required_is_there_and_exact_gives_the_tokens_of_full(stu
     sampling = biased(worker, temperature=seed and 1.0, seed=seed)
     asked = chat(single_tool_call=True)
     full, exact = (
-        message(
-            stub.Generate(request_of(chat=asked, depth=depth, sampling=sampling, stopping=STOPPING))
-        )
+        message(stub.Generate(request_of(chat=asked, depth=depth, sampling=sampling, stopping=STOPPING)))
         for depth in (FULL, EXACT)
     )
     assert full[:4] == exact[:4]
@@ -142,11 +138,7 @@ def test_free_text_is_free_and_calls_in_it_are_held_to_the_schema(stub, worker):
     num_reasoning = finished.usage.num_reasoning_tokens
     assert (num_reasoning > 0, num_reasoning < len(tokens)) == (bool(reasoning), bool(text))
     full, exact = (
-        message(
-            stub.Generate(
-                request_of(chat=asked, depth=depth, sampling=biased(worker), stopping=STOPPING)
-            )
-        )
+        message(stub.Generate(request_of(chat=asked, depth=depth, sampling=biased(worker), stopping=STOPPING)))
         for depth in (FULL, EXACT)
     )
     assert full[:4] == exact[:4]
@@ -174,9 +166,7 @@ def test_calls_and_their_results_are_a_prompt(stub, worker):
     result = pb.ChatMessage(role="tool", content="12", tool_call_id="abcdefgh1")
     asked = pb.Chat(messages=[*USER, called, result], tools=TOOLS)
     with NeapClient(worker.target) as client:
-        answer = client.answer(
-            generate_request("tiny", asked, policy="full", seed=1, temperature=1.0, max_tokens=40)
-        )
+        answer = client.answer(generate_request("tiny", asked, policy="full", seed=1, temperature=1.0, max_tokens=40))
     assert answer.started.num_prompt_tokens > 80
     assert answer.text or answer.reasoning or answer.tool_calls
     if not call_format(worker.loaded).takes_text:

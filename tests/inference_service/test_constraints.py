@@ -48,9 +48,7 @@ def ids(tokens):
 def test_every_form_under_every_policy_alone_and_in_company(stub, sampling):
     def ask(job):
         form, depth = job
-        request = request_of(
-            constraint=FORMS[form], depth=depth, sampling=sampling, stopping=STOPPING
-        )
+        request = request_of(constraint=FORMS[form], depth=depth, sampling=sampling, stopping=STOPPING)
         _, tokens, texts, finished = answer(stub, request)
         return ids(tokens), "".join(texts) + finished.text, finished
 
@@ -79,9 +77,7 @@ def test_every_form_under_every_policy_alone_and_in_company(stub, sampling):
 
 
 def test_an_answer_is_cut_where_its_tokens_end(stub):
-    request = request_of(
-        constraint=FORMS["json_schema"], depth=EXACT, stopping=pb.Stopping(max_tokens=7)
-    )
+    request = request_of(constraint=FORMS["json_schema"], depth=EXACT, stopping=pb.Stopping(max_tokens=7))
     _, tokens, _, finished = answer(stub, request)
     assert (len(tokens), finished.reason) == (7, pb.FINISH_REASON_LENGTH)
 
@@ -89,9 +85,7 @@ def test_an_answer_is_cut_where_its_tokens_end(stub):
 @pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
 def test_an_answer_goes_on_in_its_grammar(stub, sampling):
     """As another worker goes on with it."""
-    request = request_of(
-        constraint=FORMS["json_schema"], depth=EXACT, sampling=sampling, stopping=STOPPING
-    )
+    request = request_of(constraint=FORMS["json_schema"], depth=EXACT, sampling=sampling, stopping=STOPPING)
     started, tokens, _, finished = answer(stub, request)
     assert len(tokens) > 20
     request.sampling.seed = started.seed
@@ -117,9 +111,7 @@ def test_an_answer_goes_on_in_its_grammar(stub, sampling):
         (pb.Constraint(), "constraint", "exactly one"),
     ],
 )
-def test_a_bad_constraint_is_refused_with_its_place_before_the_request_starts(
-    stub, constraint, field, place
-):
+def test_a_bad_constraint_is_refused_with_its_place_before_the_request_starts(stub, constraint, field, place):
     with pytest.raises(grpc.RpcError) as caught:
         next(iter(stub.Generate(request_of(constraint=constraint))))
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
@@ -141,11 +133,7 @@ def test_the_end_cannot_be_ignored(stub):
 def test_a_model_without_a_tokenizer_refuses(tmp_path):
     registry = open_registry(str(tmp_path))
     loaded = replace(build_loaded(), tokenizer=None)
-    with (
-        Engine(loaded) as engine,
-        serving(engine, registry) as worker,
-        grpc.insecure_channel(worker.target) as channel,
-    ):
+    with Engine(loaded) as engine, serving(engine, registry) as worker, grpc.insecure_channel(worker.target) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         request = request_of(constraint=FORMS["regex"], token_ids=pb.TokenIds(ids=[1, 2]))
         code, info, _ = refused(stub, request)

@@ -13,13 +13,7 @@ from inference_service.convert import (
     to_stopping,
 )
 from inference_service.routers import RouterChoice
-from shared.engine.request.request import (
-    DepthStatistics,
-    Finished,
-    FinishReason,
-    GeneratedToken,
-    TokenChunk,
-)
+from shared.engine.request.request import DepthStatistics, Finished, FinishReason, GeneratedToken, TokenChunk
 from shared.errors import InvalidInput, PermissionDenied
 from shared.ladder.policy import DepthPolicy
 from shared.model.sampling import SamplingParams
@@ -35,9 +29,7 @@ def test_absent_sampling_fields_switch_their_filter_off():
 
 
 def test_sampling_fields_arrive():
-    message = pb.Sampling(
-        temperature=0.7, top_k=4, top_p=0.9, min_p=0.1, repetition_penalty=1.2, seed=2**64 - 1
-    )
+    message = pb.Sampling(temperature=0.7, top_k=4, top_p=0.9, min_p=0.1, repetition_penalty=1.2, seed=2**64 - 1)
     assert to_sampling(message, BARE) == SamplingParams(0.7, 4, 0.9, 0.1, 1.2, 2**64 - 1)
 
 
@@ -79,9 +71,7 @@ def test_a_bad_word_of_text_needs_a_tokenizer():
 
 
 def test_stopping_fields_arrive():
-    stopping = to_stopping(
-        pb.Stopping(max_tokens=3, stop_strings=["a"], stop_token_ids=[7, 7], ignore_eos=True), 8
-    )
+    stopping = to_stopping(pb.Stopping(max_tokens=3, stop_strings=["a"], stop_token_ids=[7, 7], ignore_eos=True), 8)
     assert stopping.max_tokens == 3
     assert stopping.stop_strings == ("a",)
     assert stopping.stop_token_ids == {7}
@@ -91,12 +81,7 @@ def test_stopping_fields_arrive():
 
 @pytest.mark.parametrize(
     "field",
-    [
-        {"stop_strings": [""]},
-        {"stop_strings": ["x" * 257]},
-        {"stop_strings": ["x"] * 17},
-        {"stop_token_ids": [8]},
-    ],
+    [{"stop_strings": [""]}, {"stop_strings": ["x" * 257]}, {"stop_strings": ["x"] * 17}, {"stop_token_ids": [8]}],
     ids=lambda field: next(iter(field)),
 )
 def test_bad_stopping_is_refused(field):
@@ -109,10 +94,7 @@ def test_bad_stopping_is_refused(field):
     [
         (pb.DepthPolicy(), DepthPolicy("exact")),
         (pb.DepthPolicy(full=pb.Full()), DepthPolicy("full")),
-        (
-            pb.DepthPolicy(exact=pb.Exact(max_drafts=3), min_layers=2),
-            DepthPolicy("exact", max_drafts=3, min_layers=2),
-        ),
+        (pb.DepthPolicy(exact=pb.Exact(max_drafts=3), min_layers=2), DepthPolicy("exact", max_drafts=3, min_layers=2)),
         (pb.DepthPolicy(relaxed=pb.Relaxed()), DepthPolicy("relaxed", threshold=0.85)),
         (
             pb.DepthPolicy(relaxed=pb.Relaxed(threshold=0.5), min_layers=1),
@@ -161,10 +143,7 @@ def _request(loaded, **fields):
 def test_the_three_forms_of_a_prompt(loaded):
     assert _request(loaded, text="hello").prompt_ids == (260,)
     assert _request(loaded, token_ids=pb.TokenIds(ids=[5, 6])).prompt_ids == (5, 6)
-    messages = [
-        pb.ChatMessage(role="system", content="x"),
-        pb.ChatMessage(role="user", content="y"),
-    ]
+    messages = [pb.ChatMessage(role="system", content="x"), pb.ChatMessage(role="user", content="y")]
     chat = _request(loaded, chat=pb.Chat(messages=messages))
     assert chat.prompt_ids == tuple(loaded.tokenizer("system: x\nuser: y\nassistant:")["input_ids"])
     assert chat.request_id == "r"
@@ -181,9 +160,7 @@ def test_the_three_forms_of_a_prompt(loaded):
         ({"low_priority": True, "priority": 7}, 0, 100),
     ],
 )
-def test_a_request_has_the_priority_that_it_asks_for_or_its_callers(
-    loaded, fields, least, priority
-):
+def test_a_request_has_the_priority_that_it_asks_for_or_its_callers(loaded, fields, least, priority):
     request = pb.GenerateRequest(text="x", **fields)
     made, _ = to_generation_request(request, loaded, request_id="r", least_priority=least)
     assert made.priority == priority
@@ -219,20 +196,14 @@ def test_predictions_are_tokenised_without_special_tokens(loaded):
         ({"text": ""}, "EMPTY_PROMPT"),
         ({"token_ids": pb.TokenIds()}, "EMPTY_PROMPT"),
         ({"chat": pb.Chat()}, "EMPTY_PROMPT"),
-        (
-            {"chat": pb.Chat(messages=[pb.ChatMessage(role="robot", content="x")])},
-            "UNKNOWN_ROLE",
-        ),
+        ({"chat": pb.Chat(messages=[pb.ChatMessage(role="robot", content="x")])}, "UNKNOWN_ROLE"),
         ({"token_ids": pb.TokenIds(ids=[263])}, "TOKEN_OUT_OF_RANGE"),
         ({"token_ids": pb.TokenIds(ids=[0] * 2048)}, "PROMPT_TOO_LONG"),
         ({"text": "x", "logprobs": 21}, "INVALID_INPUT"),
         (predicted(token_ids=pb.TokenIds(ids=[263])), "TOKEN_OUT_OF_RANGE"),
         (predicted(token_ids=pb.TokenIds(ids=[0] * 2049)), "PREDICTION_TOO_LONG"),
         (predicted(text="x" * (64 * 2048 + 1)), "PREDICTION_TOO_LONG"),
-        (
-            {**predicted(text="x"), "depth": pb.DepthPolicy(relaxed=pb.Relaxed())},
-            "PREDICTION_NEEDS_EXACT",
-        ),
+        ({**predicted(text="x"), "depth": pb.DepthPolicy(relaxed=pb.Relaxed())}, "PREDICTION_NEEDS_EXACT"),
     ],
 )
 def test_bad_prompts_are_refused(loaded, fields, reason):
@@ -277,10 +248,7 @@ def test_finished_becomes_a_message(reason):
     assert finished.timing.prefill.ToNanoseconds() == 1_500_000_000
     assert finished.timing.decode.ToNanoseconds() == 2_000_000_001
     assert finished.depth == pb.DepthStatistics(
-        exits=[
-            pb.RungCount(rung="suffix", depth=0, num_tokens=2),
-            pb.RungCount(rung="full", depth=4, num_tokens=6),
-        ],
+        exits=[pb.RungCount(rung="suffix", depth=0, num_tokens=2), pb.RungCount(rung="full", depth=4, num_tokens=6)],
         num_drafted=5,
         num_accepted=2,
         num_layer_executions=24,

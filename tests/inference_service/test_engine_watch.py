@@ -42,9 +42,7 @@ def test_a_step_that_does_not_end_is_found_and_named(hung: threading.Event) -> N
     try:
         with (
             capture_logs() as logs,
-            fixed_cost_engine(
-                wrap_model(build_family("llama")), ScriptedLadder(never_drafts)
-            ) as engine,
+            fixed_cost_engine(wrap_model(build_family("llama")), ScriptedLadder(never_drafts)) as engine,
         ):
             engines.append(engine)  # as a worker's model that has loaded
             engine.warm_up()
@@ -61,12 +59,8 @@ def test_a_step_that_does_not_end_is_found_and_named(hung: threading.Event) -> N
     assert engine.turn_began_s is None
 
 
-@pytest.mark.parametrize(
-    "turns", [itertools.repeat(None), itertools.count(), itertools.cycle([None, 7.0])]
-)
-def test_an_engine_that_waits_or_goes_on_is_left_alone(
-    turns: Iterator[float | None], hung: threading.Event
-) -> None:
+@pytest.mark.parametrize("turns", [itertools.repeat(None), itertools.count(), itertools.cycle([None, 7.0])])
+def test_an_engine_that_waits_or_goes_on_is_left_alone(turns: Iterator[float | None], hung: threading.Event) -> None:
     looks = threading.Semaphore(0)
 
     class Going(SimpleNamespace):
@@ -90,7 +84,5 @@ threading.Thread(target=threading.Event().wait).start()
 print("so far", flush=False)
 exit_at_once()
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout) == (EXIT_STATUS, "so far\n")

@@ -182,9 +182,7 @@ def clock():
 
 
 @pytest.mark.parametrize("code", ["CANCELLED", "DEADLINE_EXCEEDED"])
-def test_calls_that_end_early_count_once_and_end_their_spans(
-    stub, worker, clock, metrics, spans, log_lines, code
-):
+def test_calls_that_end_early_count_once_and_end_their_spans(stub, worker, clock, metrics, spans, log_lines, code):
     """The client cancels, or the clock of the engine passes the deadline that the client has set."""
     call = stub.Generate(_request(2000), metadata=METADATA, timeout=1000)
     first, second = next(call), next(call)
@@ -230,8 +228,7 @@ def test_a_call_cancelled_while_it_waits_has_a_queue_span_only(stub, metrics, sp
 def test_concurrent_calls_keep_their_spans_apart(stub, spans):
     traces = [f"{number:032x}" for number in range(1, 5)]
     calls = [
-        stub.Generate(_request(20), metadata=(("traceparent", f"00-{name}-00f067aa0ba902b7-01"),))
-        for name in traces
+        stub.Generate(_request(20), metadata=(("traceparent", f"00-{name}-00f067aa0ba902b7-01"),)) for name in traces
     ]
     for _ in zip(*calls, strict=False):
         pass

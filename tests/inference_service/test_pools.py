@@ -46,10 +46,7 @@ def worker(loaded, tmp_path):
         manifest = {"model": {"fingerprint": loaded.fingerprint}}
         registry.publish("tiny", manifest, {"x": b""}, request_id="one")
         held = Held(registry)
-        options = {
-            "unpack": lambda manifest, blobs: build_ladder(loaded),
-            "max_waiting": MAX_WAITING,
-        }
+        options = {"unpack": lambda manifest, blobs: build_ladder(loaded), "max_waiting": MAX_WAITING}
         with Engine(loaded) as engine, serving(engine, held, **options) as worker:
             try:
                 yield worker
@@ -70,12 +67,8 @@ def test_a_registry_that_hangs_delays_only_requests_that_need_it(worker):
 
         assert served(request())
         worker.registry.go.clear()
-        lookups = [
-            stub.Generate(request(alias=f"unknown-{number}")) for number in range(MAX_WAITING // 2)
-        ]
-        lookups += [
-            stub.Generate(request(version=100 + number)) for number in range(MAX_WAITING // 2)
-        ]
+        lookups = [stub.Generate(request(alias=f"unknown-{number}")) for number in range(MAX_WAITING // 2)]
+        lookups += [stub.Generate(request(version=100 + number)) for number in range(MAX_WAITING // 2)]
         wait_until(lambda: worker.store.num_waiting == MAX_WAITING)
         assert served(request(FULL))
         assert served(request(version=1)), "loaded"

@@ -73,14 +73,10 @@ def stale():
 
 @pytest.fixture
 def store(registry, loaded, stale):
-    return RouterStore(
-        registry, unpack=lambda manifest, blobs: build_ladder(loaded), on_stale=stale.append
-    )
+    return RouterStore(registry, unpack=lambda manifest, blobs: build_ladder(loaded), on_stale=stale.append)
 
 
-async def test_the_last_answer_is_used_while_the_registry_is_away(
-    registry, store, loaded, publish, stale
-):
+async def test_the_last_answer_is_used_while_the_registry_is_away(registry, store, loaded, publish, stale):
     publish("first")
     assert (await store.select(loaded, RouterChoice())).version == 1
     registry.error = Unavailable("away")
@@ -151,9 +147,7 @@ async def test_a_registry_that_hangs_costs_one_wait(registry, resolve, publish):
 
 async def test_an_invalid_alias_is_no_answer_of_a_registry_that_hangs(registry, publish):
     pools = Pools()
-    known = Resolutions(
-        registry.target, pools.known_aliases, pools.new_aliases, patience_s=0.05, ask_again_s=3600.0
-    )
+    known = Resolutions(registry.target, pools.known_aliases, pools.new_aliases, patience_s=0.05, ask_again_s=3600.0)
     publish("first")
     known.keep("tiny", "latest", await known.resolve("tiny", "latest"))
     registry.go.clear()
@@ -169,9 +163,7 @@ async def test_an_invalid_alias_is_no_answer_of_a_registry_that_hangs(registry, 
         pools.close()
 
 
-async def test_an_invalid_alias_is_refused_although_every_lookup_hangs(
-    registry, store, loaded, publish
-):
+async def test_an_invalid_alias_is_refused_although_every_lookup_hangs(registry, store, loaded, publish):
     registry.go.clear()
     lookups = [
         asyncio.create_task(store.select(loaded, RouterChoice(alias=f"a{number}")))
@@ -186,9 +178,7 @@ async def test_an_invalid_alias_is_refused_although_every_lookup_hangs(
         assert isinstance(result, NotFound)
 
 
-async def test_an_alias_that_moved_to_a_version_that_cannot_be_fetched(
-    registry, loaded, publish, monkeypatch
-):
+async def test_an_alias_that_moved_to_a_version_that_cannot_be_fetched(registry, loaded, publish, monkeypatch):
     monkeypatch.setattr(router_loader, "RETRY_AWAY_S", 0.02)
     fallbacks = []
     store = RouterStore(

@@ -23,10 +23,7 @@ SAMPLED = pb.Sampling(temperature=1.2, top_p=0.95, repetition_penalty=1.1, seed=
 def workers(tmp_path_factory):
     """Two workers with the same model in memory of their own, and the same registry."""
     registry = open_registry(str(tmp_path_factory.mktemp("registry")))
-    models = [
-        wrap_model(build_model(), build_tokenizer(), model_id="tiny", accelerate=True)
-        for _ in range(2)
-    ]
+    models = [wrap_model(build_model(), build_tokenizer(), model_id="tiny", accelerate=True) for _ in range(2)]
     with (
         Engine(models[0]) as first,
         Engine(models[1]) as second,
@@ -40,10 +37,7 @@ def workers(tmp_path_factory):
 
 @pytest.fixture
 def stubs(workers):
-    with (
-        grpc.insecure_channel(workers[0].target) as one,
-        grpc.insecure_channel(workers[1].target) as other,
-    ):
+    with grpc.insecure_channel(workers[0].target) as one, grpc.insecure_channel(workers[1].target) as other:
         yield [inference_pb2_grpc.InferenceServiceStub(channel) for channel in (one, other)]
 
 
@@ -71,11 +65,7 @@ def test_the_rest_of_an_answer_is_that_of_an_uninterrupted_run(stubs, depths, sa
         assert [t.id for t in rest] == [t.id for t in tokens[cut:]]
         assert [t.logprob for t in rest] == [t.logprob for t in tokens[cut:]]
         assert rest_texts == texts[cut:]
-        assert (end.reason, end.stop_match, end.text) == (
-            finished.reason,
-            finished.stop_match,
-            finished.text,
-        )
+        assert (end.reason, end.stop_match, end.text) == (finished.reason, finished.stop_match, finished.text)
         assert end.usage.num_completion_tokens == NUM_NEW
         assert end.usage.num_prompt_tokens == finished.usage.num_prompt_tokens
         assert (later.num_resumed_tokens, later.continued_inexactly) == (cut, False)
@@ -84,9 +74,7 @@ def test_the_rest_of_an_answer_is_that_of_an_uninterrupted_run(stubs, depths, sa
 
 def test_scores_of_a_prompt_go_on_where_they_ended(stubs):
     one, other = stubs
-    request = request_of(
-        4, token_ids=pb.TokenIds(ids=[own % 250 for own in range(600)]), prompt_logprobs=1
-    )
+    request = request_of(4, token_ids=pb.TokenIds(ids=[own % 250 for own in range(600)]), prompt_logprobs=1)
     started, *events = one.Generate(request, timeout=60)
     pieces = [event.chunk.prompt_tokens for event in events if event.chunk.prompt_tokens]
     whole = [token for piece in pieces for token in piece]
@@ -95,17 +83,10 @@ def test_scores_of_a_prompt_go_on_where_they_ended(stubs):
     assert [token.HasField("logprob") for token in whole] == [False] + [True] * 599
     for cut in (1, len(pieces[0]), 600):
         again = resumed(request, started.started, [], num_prompt_tokens=cut)
-        rest = [
-            token
-            for event in other.Generate(again, timeout=60)
-            for token in event.chunk.prompt_tokens
-        ]
+        rest = [token for event in other.Generate(again, timeout=60) for token in event.chunk.prompt_tokens]
         assert rest == whole[cut:]
     _, tokens, _, _ = answer(one, request)
-    later = [
-        event.chunk
-        for event in other.Generate(resumed(request, started.started, tokens[:1]), timeout=60)
-    ]
+    later = [event.chunk for event in other.Generate(resumed(request, started.started, tokens[:1]), timeout=60)]
     assert not any(chunk.prompt_tokens for chunk in later)
     assert [token.id for chunk in later for token in chunk.tokens] == [t.id for t in tokens[1:]]
 
@@ -134,9 +115,7 @@ def test_what_may_differ_is_said_and_can_be_refused(stubs):
         code, info, message = refused(other, changed)
         assert (code, info.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NUMERICS_DIFFER")
         assert started.numerics_id in message
-    relaxed = request_of(
-        NUM_NEW, depth=pb.DepthPolicy(relaxed=pb.Relaxed(threshold=0.9)), router=None
-    )
+    relaxed = request_of(NUM_NEW, depth=pb.DepthPolicy(relaxed=pb.Relaxed(threshold=0.9)), router=None)
     assert answer(other, resumed(relaxed, started, tokens[:5]))[0].continued_inexactly
     nothing = resumed(request, started, [], numerics_id="another", only_exactly=True)
     assert not answer(other, nothing)[0].continued_inexactly
@@ -165,9 +144,7 @@ def test_a_stopping_worker_hands_over_only_answers_that_go_on_elsewhere(workers,
     with (
         Engine(loaded) as engine,
         serving(engine, registry) as stopping,
-        NeapClient(
-            f"ipv4:{stopping.target},{workers[1].target}", num_attempts=9, has_affinity=False
-        ) as client,
+        NeapClient(f"ipv4:{stopping.target},{workers[1].target}", num_attempts=9, has_affinity=False) as client,
         NeapClient(stopping.target, resumes="never") as bound,
     ):
         # From then on calls are shared in turn.
@@ -194,9 +171,7 @@ def test_a_stopping_worker_hands_over_only_answers_that_go_on_elsewhere(workers,
     registry.close()
 
 
-def test_a_call_that_is_prepared_while_the_worker_begins_to_stop_is_handed_over(
-    tmp_path, monkeypatch
-):
+def test_a_call_that_is_prepared_while_the_worker_begins_to_stop_is_handed_over(tmp_path, monkeypatch):
     """Nothing of it may be left to wait for."""
     registry = open_registry(str(tmp_path))
     loaded = wrap_model(build_model(), build_tokenizer(), model_id="tiny", accelerate=True)

@@ -39,11 +39,7 @@ def client(tmp_path_factory, loaded):
             report = {"risk": risk, "margin_risk": margin_risk}
             manifest, blobs = pack_ladder(build_ladder(loaded), report)
             registry.publish("tiny", manifest, blobs, request_id=str(number), aliases=["latest"])
-        with (
-            Engine(loaded) as engine,
-            serving(engine, registry) as worker,
-            NeapClient(worker.target) as client,
-        ):
+        with Engine(loaded) as engine, serving(engine, registry) as worker, NeapClient(worker.target) as client:
             yield client
 
 
@@ -77,9 +73,7 @@ def test_the_bound_of_the_requests_margin(client) -> None:
         (0.05, 1, {"temperature": 1.0}, InvalidInput, "MARGIN_NEEDS_GREEDY"),
     ],
 )
-def test_a_margin_is_refused_where_none_is_certified(
-    client, margin, version, sampling, error, reason
-) -> None:
+def test_a_margin_is_refused_where_none_is_certified(client, margin, version, sampling, error, reason) -> None:
     with pytest.raises(error) as refused:
         started(client, within(margin), version, **sampling)
     assert refused.value.reason == reason

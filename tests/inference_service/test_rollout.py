@@ -24,11 +24,7 @@ from tests.scripted_ladder import ScriptedLadder
 from tests.waiting import wait_until
 from tests.worker import serving
 
-RISK = {
-    "loss": "generation_differs",
-    "delta": 0.05,
-    "bounds": [{"threshold": 0.9, "epsilon": 0.05}],
-}
+RISK = {"loss": "generation_differs", "delta": 0.05, "bounds": [{"threshold": 0.9, "epsilon": 0.05}]}
 
 
 class Scripted(ScriptedLadder):
@@ -51,11 +47,7 @@ def rollout(tmp_path, loaded):
             aliases = ["stable"] if number == 1 else []
             registry.publish("tiny", manifest, {"x": b""}, request_id=str(number), aliases=aliases)
         registry.set_canary("tiny", "stable", Canary(2, 300))
-        options = {
-            "unpack": lambda manifest, blobs: Scripted(loaded),
-            "default_alias": "stable",
-            "metrics": metrics,
-        }
+        options = {"unpack": lambda manifest, blobs: Scripted(loaded), "default_alias": "stable", "metrics": metrics}
         with (
             fixed_cost_engine(loaded, shadow_share=1.0) as engine,
             serving(engine, registry, **options) as worker,
@@ -147,9 +139,7 @@ MARGIN_RISK = PublishedRisk(0.05, (RiskBound(0.1, 0.05),), num_tokens=128, setti
 def test_a_margin_without_a_bound_is_refused(margin, published, default, bound):
     """Whatever is certified for thresholds."""
     risks = {"threshold": PublishedRisk(0.05, (RiskBound(0.9, 0.01),))}
-    router = SimpleNamespace(
-        version=3, risks=risks | ({"margin": MARGIN_RISK} if published else {})
-    )
+    router = SimpleNamespace(version=3, risks=risks | ({"margin": MARGIN_RISK} if published else {}))
     policy = DepthPolicy("relaxed", margin=margin)
     request = GenerationRequest(prompt_ids=(1,), policy=policy)
     if bound is None:

@@ -8,14 +8,7 @@ import structlog
 
 from inference_service.router_preload import preload_routers
 from inference_service.routers import RouterChoice, RouterStore
-from shared.errors import (
-    Corrupt,
-    Exhausted,
-    InvalidInput,
-    NotFound,
-    PreconditionFailed,
-    Unavailable,
-)
+from shared.errors import Corrupt, Exhausted, InvalidInput, NotFound, PreconditionFailed, Unavailable
 from shared.registry.base import Canary
 from shared.registry.factory import open_registry
 from tests.registry_damage import content_path
@@ -63,9 +56,7 @@ def registry(tmp_path):
 def publish(loaded, registry):
     def publish(name, *aliases, fingerprint=loaded.fingerprint):
         manifest = {"model": {"fingerprint": fingerprint}}
-        made = registry.registry.publish(
-            "tiny", manifest, {"x": name.encode()}, request_id=name, aliases=aliases
-        )
+        made = registry.registry.publish("tiny", manifest, {"x": name.encode()}, request_id=name, aliases=aliases)
         return made.version
 
     return publish
@@ -76,9 +67,7 @@ def store(registry, loaded):
     def make(**options):
         return RouterStore(
             registry,
-            unpack=lambda manifest, blobs: build_ladder(
-                loaded, fingerprint=manifest["model"]["fingerprint"]
-            ),
+            unpack=lambda manifest, blobs: build_ladder(loaded, fingerprint=manifest["model"]["fingerprint"]),
             max_waiting=1,
             **options,
         )
@@ -92,16 +81,12 @@ def versions(store):
 
 async def burst(store, loaded, choice, count=48):
     """The version that each of so many requests got at once, or its error."""
-    found = await asyncio.gather(
-        *(store.select(loaded, choice) for _ in range(count)), return_exceptions=True
-    )
+    found = await asyncio.gather(*(store.select(loaded, choice) for _ in range(count)), return_exceptions=True)
     return {getattr(result, "version", result) for result in found}
 
 
 @pytest.mark.parametrize("alias", [None, "latest", "stable"])
-async def test_no_request_of_the_first_burst_waits_for_a_router(
-    registry, store, loaded, publish, alias
-):
+async def test_no_request_of_the_first_burst_waits_for_a_router(registry, store, loaded, publish, alias):
     publish("first", "latest", "stable")
     cold = store()
     refused = await burst(cold, loaded, RouterChoice(alias=alias))
@@ -137,9 +122,7 @@ async def test_named_aliases_and_canaries(registry, store, loaded, publish):
     assert versions(full) == [4, 5], "an alias and its canary do not both fit"
 
 
-async def test_an_empty_registry_delays_nothing_and_the_first_publication_is_loaded(
-    store, loaded, publish
-):
+async def test_an_empty_registry_delays_nothing_and_the_first_publication_is_loaded(store, loaded, publish):
     routers = store()
     await preload_routers(routers, [loaded], None, timeout_s=None)
     with pytest.raises(PreconditionFailed):
@@ -150,9 +133,7 @@ async def test_an_empty_registry_delays_nothing_and_the_first_publication_is_loa
 
 
 @pytest.mark.parametrize("damage", ["other model", "truncated"])
-async def test_a_router_that_cannot_be_loaded_does_not_stop_the_worker(
-    store, loaded, publish, damage, tmp_path
-):
+async def test_a_router_that_cannot_be_loaded_does_not_stop_the_worker(store, loaded, publish, damage, tmp_path):
     publish("good", "stable")
     version = publish("bad", "latest", fingerprint="other" if damage == "other model" else "")
     if damage == "truncated":
@@ -184,12 +165,8 @@ async def test_an_unexpected_error_does_not_stop_the_worker(registry, store, loa
     assert [entry["reason"] for entry in logs if "exc_info" in entry] == ["INTERNAL"]
 
 
-@pytest.mark.parametrize(
-    "error", [InvalidInput("bad id"), Corrupt("damaged"), TypeError("a fault")]
-)
-async def test_a_registry_that_refuses_every_question_does_not_stop_the_worker(
-    registry, store, loaded, error
-):
+@pytest.mark.parametrize("error", [InvalidInput("bad id"), Corrupt("damaged"), TypeError("a fault")])
+async def test_a_registry_that_refuses_every_question_does_not_stop_the_worker(registry, store, loaded, error):
     def refuse(*_):
         raise error
 
@@ -204,9 +181,7 @@ async def test_a_worker_waits_for_its_registry(registry, store, loaded, publish,
     publish("first", "latest")
     setattr(registry, part, True)
     routers = store()
-    waiting = asyncio.create_task(
-        preload_routers(routers, [loaded], None, timeout_s=None, pause_s=0.01)
-    )
+    waiting = asyncio.create_task(preload_routers(routers, [loaded], None, timeout_s=None, pause_s=0.01))
     await wait_until_async(lambda: registry.num_asked > 4)
     assert not waiting.done()
     setattr(registry, part, False)

@@ -96,12 +96,7 @@ def test_events_during_an_outage_are_not_missed(registry, watch):
 def test_a_poll_beside_the_stream_at_times_that_differ(registry, watch):
     """By a clock that runs while the stream is waited for."""
     times: list[float] = []
-    watch(
-        lambda: times.append(sum(registry.waits_s)),
-        poll_s=0.1,
-        watch_s=0.002,
-        clock=lambda: sum(registry.waits_s),
-    )
+    watch(lambda: times.append(sum(registry.waits_s)), poll_s=0.1, watch_s=0.002, clock=lambda: sum(registry.waits_s))
     wait_until(lambda: len(times) > 8)
     pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert 0.05 <= min(pauses) <= max(pauses) <= 0.155
@@ -154,7 +149,6 @@ def test_pauses_after_errors_grow_up_to_a_limit(registry, watch, monkeypatch):
     monkeypatch.setattr(begun._stopping, "wait", pauses.append)
     begun._run()
     assert all(
-        0.5 * expected <= pause <= 1.5 * expected
-        for pause, expected in zip(pauses, [1, 2, 4, 8, 8, 8, 8], strict=True)
+        0.5 * expected <= pause <= 1.5 * expected for pause, expected in zip(pauses, [1, 2, 4, 8, 8, 8, 8], strict=True)
     )
     assert set(reasons) == {"UNAVAILABLE"}

@@ -87,13 +87,9 @@ async def served(store, loaded, version, choice=None, **options):
     await wait_until_async(is_served)
 
 
-async def test_an_alias_that_moves_serves_its_old_version_until_the_new_one_is_ready(
-    registry, loaded, publish, unpack
-):
+async def test_an_alias_that_moves_serves_its_old_version_until_the_new_one_is_ready(registry, loaded, publish, unpack):
     fallbacks = []
-    store = RouterStore(
-        registry, unpack=unpack, on_fallback=lambda *labels: fallbacks.append(labels)
-    )
+    store = RouterStore(registry, unpack=unpack, on_fallback=lambda *labels: fallbacks.append(labels))
     prepared = []
     store.prepare_with("tiny", prepared.append)
     publish("first")
@@ -126,10 +122,7 @@ async def test_a_router_with_heads_of_a_former_form_leaves_what_served_before(re
         return fallbacks[-1] == ("tiny", "alias", "FORM_NOT_SUPPORTED")
 
     await wait_until_async(is_refused)
-    for just_started, choice in (
-        (RouterStore(registry), RouterChoice()),
-        (store, RouterChoice(version=2)),
-    ):
+    for just_started, choice in ((RouterStore(registry), RouterChoice()), (store, RouterChoice(version=2))):
         with pytest.raises(PreconditionFailed, match="calibrate the model again") as caught:
             await just_started.select(loaded, choice)
         assert caught.value.reason == "FORM_NOT_SUPPORTED"
@@ -140,9 +133,7 @@ async def test_a_router_that_fails_its_self_test_never_serves(registry, loaded, 
         raise Corrupt("no", reason="SELF_TEST_FAILED")
 
     fallbacks = []
-    store = RouterStore(
-        registry, unpack=unpack, on_fallback=lambda *labels: fallbacks.append(labels)
-    )
+    store = RouterStore(registry, unpack=unpack, on_fallback=lambda *labels: fallbacks.append(labels))
     publish("first")
     await store.select(loaded, RouterChoice())
     store.prepare_with("tiny", refuse)
@@ -163,9 +154,7 @@ async def test_a_router_that_fails_its_self_test_never_serves(registry, loaded, 
 IDS = [f"request-{number}" for number in range(400)]
 
 
-async def test_a_canary_gets_its_share_the_same_ids_on_every_worker(
-    registry, loaded, publish, unpack
-):
+async def test_a_canary_gets_its_share_the_same_ids_on_every_worker(registry, loaded, publish, unpack):
     publish("first", aliases=("stable",))
     publish("second", aliases=())
     registry.set_canary("tiny", "stable", Canary(2, 250))
@@ -185,12 +174,9 @@ async def test_a_canary_gets_its_share_the_same_ids_on_every_worker(
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"),
-    [("fingerprint", "ROUTER_MISMATCH"), ("blob", "CORRUPT"), ("missing", "CORRUPT")],
+    ("fault", "reason"), [("fingerprint", "ROUTER_MISMATCH"), ("blob", "CORRUPT"), ("missing", "CORRUPT")]
 )
-async def test_a_broken_canary_fails_no_request(
-    registry, loaded, publish, unpack, tmp_path, fault, reason
-):
+async def test_a_broken_canary_fails_no_request(registry, loaded, publish, unpack, tmp_path, fault, reason):
     publish("first", aliases=("stable",))
     other = {"fingerprint": "sha256:" + "0" * 64} if fault == "fingerprint" else {}
     publish("second", aliases=(), **other)
@@ -201,10 +187,7 @@ async def test_a_broken_canary_fails_no_request(
     registry.set_canary("tiny", "stable", Canary(2, 500))
     fallbacks = collections.Counter()
     store = RouterStore(
-        registry,
-        unpack=unpack,
-        default_alias="stable",
-        on_fallback=lambda *labels: fallbacks.update([labels]),
+        registry, unpack=unpack, default_alias="stable", on_fallback=lambda *labels: fallbacks.update([labels])
     )
 
     async def is_refused():
@@ -217,9 +200,7 @@ async def test_a_broken_canary_fails_no_request(
     assert set(fallbacks) <= {("tiny", "canary", "LOADING"), ("tiny", "canary", reason)}
 
 
-async def test_a_loaded_router_is_served_although_its_artefact_is_damaged(
-    registry, loaded, publish, unpack, tmp_path
-):
+async def test_a_loaded_router_is_served_although_its_artefact_is_damaged(registry, loaded, publish, unpack, tmp_path):
     digest = publish("first").manifest_digest
     store = RouterStore(registry, unpack=unpack)
     first = await store.select(loaded, RouterChoice())
@@ -236,9 +217,7 @@ async def test_a_loaded_router_is_served_although_its_artefact_is_damaged(
 
 async def test_refreshing_loads_before_a_request_asks(registry, loaded, publish, unpack):
     fallbacks = []
-    store = RouterStore(
-        registry, unpack=unpack, on_fallback=lambda *labels: fallbacks.append(labels)
-    )
+    store = RouterStore(registry, unpack=unpack, on_fallback=lambda *labels: fallbacks.append(labels))
     publish("first")
     await store.select(loaded, RouterChoice())
     publish("second")
@@ -250,9 +229,7 @@ async def test_refreshing_loads_before_a_request_asks(registry, loaded, publish,
     assert fallbacks == []
 
 
-async def test_an_artefact_that_is_too_large_is_not_read(
-    registry, loaded, publish, unpack, monkeypatch
-):
+async def test_an_artefact_that_is_too_large_is_not_read(registry, loaded, publish, unpack, monkeypatch):
     monkeypatch.setattr(router_loader, "MAX_BLOB_BYTES", 10)
     publish("first")
     read = []
@@ -325,9 +302,7 @@ async def test_the_least_recently_used_goes(registry, loaded, publish, unpack):
     assert unpack.num_calls == 4
 
 
-async def test_a_flipped_byte_is_found_and_its_repair_too(
-    registry, loaded, publish, unpack, tmp_path
-):
+async def test_a_flipped_byte_is_found_and_its_repair_too(registry, loaded, publish, unpack, tmp_path):
     publish("first")
     (blob,) = [
         path
@@ -354,9 +329,7 @@ async def test_aliases_hold_no_more_routers_than_are_kept(registry, loaded, publ
     del router
     gc.collect()
     assert sum(reference() is not None for reference in held) == 2
-    assert [router.version for router in store.loaded("tiny")] == [1, 5], (
-        "the default's and the newest"
-    )
+    assert [router.version for router in store.loaded("tiny")] == [1, 5], "the default's and the newest"
     assert (await store.select(loaded, RouterChoice(alias="a2"))).version == 3
 
 
@@ -384,9 +357,7 @@ async def test_versions_that_clients_make_up_leave_nothing_behind(registry, load
     assert loader.get_soon(loaded, num_versions) == "ROUTER_VERSION_NOT_FOUND"
 
 
-async def test_a_router_that_cannot_be_loaded_is_logged_at_intervals(
-    registry, loaded, publish, unpack
-):
+async def test_a_router_that_cannot_be_loaded_is_logged_at_intervals(registry, loaded, publish, unpack):
     publish("other", fingerprint="sha256:" + "0" * 64)
     store = RouterStore(registry, unpack=unpack)
     with structlog.testing.capture_logs() as logs:

@@ -28,11 +28,7 @@ def test_a_larger_share_includes_the_requests_of_a_smaller_one() -> None:
 
 def test_the_requests_of_a_canary_depend_on_version_alias_and_model() -> None:
     here = taken(Canary(2, 100))
-    for other in (
-        taken(Canary(3, 100)),
-        taken(Canary(2, 100), alias="other"),
-        taken(Canary(2, 100), model="other"),
-    ):
+    for other in (taken(Canary(3, 100)), taken(Canary(2, 100), alias="other"), taken(Canary(2, 100), model="other")):
         assert 0.05 < len(here & other) / len(here) < 0.15
 
 
@@ -42,11 +38,7 @@ def test_another_process_chooses_the_same_requests() -> None:
         "from shared.registry.base import Canary; from inference_service.split import takes_canary;"
         "print([n for n in range(200) if takes_canary(f'request-{n}', 'tiny', 'stable', Canary(2, 100))])"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     here = [n for n in range(200) if takes_canary(f"request-{n}", "tiny", "stable", Canary(2, 100))]
     assert told.stdout.strip() == str(here)
-    assert here[:4] == [0, 2, 3, 19], (
-        "workers of different versions of neap may serve at the same time"
-    )
+    assert here[:4] == [0, 2, 3, 19], "workers of different versions of neap may serve at the same time"

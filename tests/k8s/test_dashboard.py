@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.exported_metrics import (
-    HISTOGRAM_SUFFIXES,
-    exported,
-    exported_by_calibrator,
-    exported_by_gateway,
-)
+from tests.exported_metrics import HISTOGRAM_SUFFIXES, exported, exported_by_calibrator, exported_by_gateway
 from tests.promql import grouped_labels, metrics_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,14 +79,9 @@ def test_the_document_explains_every_metric_and_its_labels(exporter):
     ours = {name: labels for name, labels in exporter().items() if name.startswith("neap_")}
     text = DOCUMENT.read_text()
     rows = re.findall(r"^\| `(neap_\w+)(?:\{([^}]*)\})?` \| (.+?) \|", text, re.M)
-    explained = {
-        name: tuple(label for label in sorted(filter(None, labels.split(","))))
-        for name, labels, _ in rows
-    }
+    explained = {name: tuple(label for label in sorted(filter(None, labels.split(",")))) for name, labels, _ in rows}
     assert len(rows) == len(explained)
     # `model_id` is left out where all metrics of a service have it.
-    assert ours == {
-        name: tuple(label for label in explained[name] if label != "model_id") for name in ours
-    }
+    assert ours == {name: tuple(label for label in explained[name] if label != "model_id") for name in ours}
     theirs = {name for other in DASHBOARDS.values() for name in other()}
     assert explained.keys() <= theirs

@@ -15,12 +15,7 @@ from tests.kustomize import COMPOSITIONS, K8S, OVERLAYS, name_of, pods, program,
 ROOT = K8S.parent
 OWN = "k8s/overlays/$NAME"  # the reader's
 PAGE = (ROOT / "docs" / "deployment.md").read_text()
-SHORT = {
-    "statefulset": "StatefulSet",
-    "deployment": "Deployment",
-    "service": "Service",
-    "cronjob": "CronJob",
-}
+SHORT = {"statefulset": "StatefulSet", "deployment": "Deployment", "service": "Service", "cronjob": "CronJob"}
 
 
 def commands() -> list[list[str]]:
@@ -71,9 +66,7 @@ def test_kubectl_commands_name_what_is_rendered():
         assert words[words.index("--namespace") + 1] == "neap", words
         if words[1:4] == ["create", "secret", "generic"]:
             assert words[4] in secrets_used()
-        for kind, name in (
-            word.split("/") for word in words if re.fullmatch(r"[a-z]+/[\w-]+", word)
-        ):
+        for kind, name in (word.split("/") for word in words if re.fullmatch(r"[a-z]+/[\w-]+", word)):
             if kind == "job":
                 assert name in jobs
             else:
@@ -146,11 +139,7 @@ def test_the_example_renders(tmp_path):
     assert "kind: Namespace" in result.stdout
     needed = set(re.findall(r"secretRef:\s+name: (\S+)", result.stdout))
     own = PAGE.partition("## An overlay of your own")[2]
-    assert (
-        needed
-        == set(re.findall(r"create secret generic (\S+)", own))
-        == {"neap-registry", "neap-models"}
-    )
+    assert needed == set(re.findall(r"create secret generic (\S+)", own)) == {"neap-registry", "neap-models"}
 
 
 def test_tables_list_every_overlay_and_component():

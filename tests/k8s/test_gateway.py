@@ -65,9 +65,7 @@ def test_it_calls_the_workers_as_they_expect_it(composition, gateway_in):
         assert secrets == {}
         return
     files = (settings.tls_cert, settings.tls_key, settings.worker_ca)
-    assert [str(path) for path in files] == [
-        f"/etc/neap/tls/{name}" for name in ("tls.crt", "tls.key", "ca.crt")
-    ]
+    assert [str(path) for path in files] == [f"/etc/neap/tls/{name}" for name in ("tls.crt", "tls.key", "ca.crt")]
     assert (settings.worker_cert, settings.worker_key) == (settings.tls_cert, settings.tls_key)
     (mount,) = [one for one in container["volumeMounts"] if one["mountPath"] == "/etc/neap/tls"]
     assert mount["readOnly"] is True

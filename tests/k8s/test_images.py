@@ -25,19 +25,14 @@ def stages() -> dict[str, str]:
 
 def test_the_linter_has_nothing_to_say():
     result = subprocess.run(
-        [program("hadolint"), "--no-color", str(DOCKERFILE)],
-        capture_output=True,
-        text=True,
-        check=False,
+        [program("hadolint"), "--no-color", str(DOCKERFILE)], capture_output=True, text=True, check=False
     )
     assert (result.returncode, result.stdout) == (0, "")
 
 
 def test_one_tag_everywhere():
     tagged = {
-        container["image"]
-        for composition in COMPOSITIONS
-        for _, container, _ in containers(render(*composition))
+        container["image"] for composition in COMPOSITIONS for _, container, _ in containers(render(*composition))
     }
     documents = [DOCKERFILE, ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     for path in documents:

@@ -14,16 +14,12 @@ from tests.worker import save_model
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize(
-    ("overlay", "components"), [("cpu", ""), ("gpu", "")], ids=["surge", "no spare place"]
-)
+@pytest.mark.parametrize(("overlay", "components"), [("cpu", ""), ("gpu", "")], ids=["surge", "no spare place"])
 def test_a_rollout_and_a_scale_down_lose_no_stream(overlay, components, tmp_path):
     save_model(tmp_path / "model")
     before = in_namespace()
     path = os.pathsep.join([str(ROOT), str(ROOT / "protos"), os.environ.get("PYTHONPATH", "")])
-    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | (
-        {IN_NAMESPACE: "1"} if before else {}
-    )
+    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | ({IN_NAMESPACE: "1"} if before else {})
     done = subprocess.run(
         [*before, sys.executable, "-m", "tests.cluster", overlay, components, str(tmp_path)],
         cwd=ROOT,

@@ -12,12 +12,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from shared.rpc.security_metrics import SecurityCollector
-from tests.exported_metrics import (
-    HISTOGRAM_SUFFIXES,
-    busy_calibrator_metrics,
-    busy_gateway_metrics,
-    busy_metrics,
-)
+from tests.exported_metrics import HISTOGRAM_SUFFIXES, busy_calibrator_metrics, busy_gateway_metrics, busy_metrics
 from tests.kustomize import K8S, render
 from tests.promql import grouped_labels, matched_labels, metrics_in
 
@@ -50,11 +45,7 @@ def security_families():
 def exported() -> dict[str, set[str]]:
     """Series -> labels, of both services and the gateway."""
     found: dict[str, set[str]] = {}
-    registries = (
-        busy_metrics().registry,
-        busy_calibrator_metrics().registry,
-        busy_gateway_metrics().registry,
-    )
+    registries = (busy_metrics().registry, busy_calibrator_metrics().registry, busy_gateway_metrics().registry)
     families = [family for registry in registries for family in registry.collect()]
     for family in [*families, *security_families()]:
         for sample in family.samples:
@@ -96,9 +87,7 @@ def test_what_the_documents_advise_to_alert_on_has_an_alert():
     advised = set()
     for name in ("metrics.md", "security.md"):
         rows = re.findall(
-            r"^\| `(neap_\w+)(?:\{[^}]*\})?` \|.*\| ([^|]*) \|$",
-            (ROOT / "docs" / name).read_text(),
-            re.M,
+            r"^\| `(neap_\w+)(?:\{[^}]*\})?` \|.*\| ([^|]*) \|$", (ROOT / "docs" / name).read_text(), re.M
         )
         advised |= {metric for metric, advice in rows if advice.strip()}
     watched = {
@@ -139,7 +128,5 @@ def test_alerts_fire_when_they_should_and_not_before(tmp_path):
     cases = (Path(__file__).parent / "alert_cases.yaml").read_text()
     (tmp_path / "cases.yaml").write_text(cases)
     for command in (["check", "rules", "rules.yaml"], ["test", "rules", "cases.yaml"]):
-        result = subprocess.run(
-            [promtool, *command], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+        result = subprocess.run([promtool, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stdout + result.stderr

@@ -67,8 +67,7 @@ GRPC_ROUTE = {
                     },
                     "backendRefs": {
                         "type": "array",
-                        "items": _REFERENCE
-                        | {"properties": {"name": {"type": "string"}, "port": {"type": "integer"}}},
+                        "items": _REFERENCE | {"properties": {"name": {"type": "string"}, "port": {"type": "integer"}}},
                     },
                 },
             },

@@ -27,10 +27,7 @@ def test_the_services_find_their_files_where_the_secrets_are_mounted(objects, mo
         mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
         volumes = {volume["name"]: volume for volume in spec["volumes"]}
         secrets = {"tls": f"neap-{service}-tls", "tokens": "neap-tokens"}
-        for path in (
-            *(settings.tls_cert, settings.tls_key, settings.tls_client_ca),
-            settings.auth_tokens,
-        ):
+        for path in (*(settings.tls_cert, settings.tls_key, settings.tls_client_ca), settings.auth_tokens):
             mount = mounts[str(PurePosixPath(path).parent)]
             kind = mount["name"].removeprefix(f"{service}-")
             assert mount["readOnly"] is True

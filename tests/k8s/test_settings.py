@@ -14,26 +14,10 @@ from neap_engine.cli.main import app
 from shared.config import settings_from_command_line
 from shared.gateway_settings import GatewaySettings
 from shared.service_settings import CalibratorSettings, WorkerSettings
-from tests.kustomize import (
-    COMPOSITIONS,
-    OVERLAYS,
-    containers,
-    environment,
-    name_of,
-    pods,
-    render,
-    services,
-)
+from tests.kustomize import COMPOSITIONS, OVERLAYS, containers, environment, name_of, pods, render, services
 
-SETTINGS = {
-    "worker": WorkerSettings,
-    "calibrator": CalibratorSettings,
-    "gateway": GatewaySettings,
-}
-SERVICE_NAMES = {
-    "worker": inference_servicer.SERVICE_NAME,
-    "calibrator": calibration_servicer.SERVICE_NAME,
-}
+SETTINGS = {"worker": WorkerSettings, "calibrator": CalibratorSettings, "gateway": GatewaySettings}
+SERVICE_NAMES = {"worker": inference_servicer.SERVICE_NAME, "calibrator": calibration_servicer.SERVICE_NAME}
 # The policy that lets callers and Prometheus in.
 POLICIES = {"worker": "neap", "calibrator": "neap", "gateway": "neap-gateway"}
 # The port that clients call.
@@ -73,9 +57,7 @@ def test_the_services_accept_their_settings(composition, settings_in):
         ports = ports_of(container)
         assert settings.listen == f"0.0.0.0:{ports[CALLED[name]]}"
         assert settings.metrics_listen == f"0.0.0.0:{ports['metrics']}"
-        assert (
-            spec["terminationGracePeriodSeconds"] > settings.grace_s + settings.drain_timeout_s + 5
-        )
+        assert spec["terminationGracePeriodSeconds"] > settings.grace_s + settings.drain_timeout_s + 5
         # Within the notice of a node that is reclaimed, where the worker has a pod of its own.
         if name == "worker" and len(spec["containers"]) == 1:
             assert spec["terminationGracePeriodSeconds"] <= 30
@@ -122,9 +104,7 @@ def test_services_and_routes_lead_to_the_ports_of_their_pods(composition):
             assert (item["spec"].get("clusterIP") == "None") == (not name.endswith("-gateway"))
         if kind == "GRPCRoute":
             own = name.removeprefix("neap-")
-            known = {SERVICE_NAMES[own]} | (
-                {router_servicer.SERVICE_NAME} - {SERVICE_NAMES["worker"]}
-            )
+            known = {SERVICE_NAMES[own]} | ({router_servicer.SERVICE_NAME} - {SERVICE_NAMES["worker"]})
             for rule in item["spec"]["rules"]:
                 asked = {match["method"]["service"] for match in rule["matches"]}
                 assert asked == (known if own == "calibrator" else {SERVICE_NAMES["worker"]})
@@ -161,11 +141,7 @@ def test_metrics_are_served_where_prometheus_looks(composition):
             assert selector.items() <= labels.items()
     for name, template in pods(objects):
         if "annotations" in template["metadata"]:
-            (container,) = [
-                one
-                for one in template["spec"]["containers"]
-                if one["name"] == name.removeprefix("neap-")
-            ]
+            (container,) = [one for one in template["spec"]["containers"] if one["name"] == name.removeprefix("neap-")]
             annotated = template["metadata"]["annotations"]["prometheus.io/port"]
             assert annotated == str(ports_of(container)["metrics"])
 
@@ -236,11 +212,7 @@ def test_the_gpu_overlay_asks_for_the_fast_path(settings_in):
     objects = render("gpu")
     worker, _ = services(objects)["worker"]
     settings = settings_in(objects, "worker", worker)
-    assert (settings.device, settings.record_passes, settings.compile_layers) == (
-        "cuda",
-        "on",
-        "on",
-    )
+    assert (settings.device, settings.record_passes, settings.compile_layers) == ("cuda", "on", "on")
     for overlay in ("local", "cpu"):
         objects = render(overlay)
         settings = settings_in(objects, "worker", services(objects)["worker"][0])
@@ -249,11 +221,7 @@ def test_the_gpu_overlay_asks_for_the_fast_path(settings_in):
 
 def test_a_gpu_is_held_by_workers_and_by_calibrations_that_run(settings_in):
     objects = render("gpu")
-    holders = {
-        name
-        for name, container, _ in containers(objects)
-        if GPU in container["resources"]["limits"]
-    }
+    holders = {name for name, container, _ in containers(objects) if GPU in container["resources"]["limits"]}
     assert holders == {"worker", "calibration"}
     job = objects["CronJob", "neap-calibration"]["spec"]
     assert job["suspend"] is True

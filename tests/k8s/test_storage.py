@@ -39,12 +39,8 @@ def test_no_claim_is_shared(composition):
 def test_a_claim_of_two_workloads_is_noticed():
     objects = render("cpu")
     for _, template in pods(objects):
-        template["spec"]["volumes"].append(
-            {"name": "shared", "persistentVolumeClaim": {"claimName": "neap-data"}}
-        )
-        template["spec"]["containers"][0]["volumeMounts"].append(
-            {"name": "shared", "mountPath": "/shared"}
-        )
+        template["spec"]["volumes"].append({"name": "shared", "persistentVolumeClaim": {"claimName": "neap-data"}})
+        template["spec"]["containers"][0]["volumeMounts"].append({"name": "shared", "mountPath": "/shared"})
     assert set(shared_claims(objects)) == {"neap-data"}
 
 

@@ -51,10 +51,7 @@ def test_the_examples_of_the_document(source):
 
 def test_the_example_for_users_of_tide(source, monkeypatch, capsys):
     monkeypatch.setattr("calibrator_service.calibration.plan.QUICK_BUDGET_S", 3.0)
-    names = {
-        "model": AutoModelForCausalLM.from_pretrained(source),
-        "tokenizer": AutoTokenizer.from_pretrained(source),
-    }
+    names = {"model": AutoModelForCausalLM.from_pretrained(source), "tokenizer": AutoTokenizer.from_pretrained(source)}
     names["input_ids"] = names["tokenizer"]("hello", return_tensors="pt")["input_ids"]
     for text in blocks("from-tide.md", "python"):
         exec(text, names)

@@ -22,9 +22,7 @@ neap_engine.calibrate(neap_engine.load(sys.argv[1]))
 def test_sigterm_removes_the_work_folder_of_a_calibration(tmp_path: Path) -> None:
     model, scratch = save_model(tmp_path / "model"), tmp_path / "scratch"
     scratch.mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(model)], env={**os.environ, "TMPDIR": str(scratch)}
-    )
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(model)], env={**os.environ, "TMPDIR": str(scratch)})
     try:
         wait_until(lambda: any(scratch.glob("neap-calibration-*/*")))
         process.send_signal(signal.SIGTERM)

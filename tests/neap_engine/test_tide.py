@@ -54,9 +54,7 @@ def test_a_calibration_saves_what_the_engine_reads(tmp_path, monkeypatch):
         engine.generate(PROMPT, max_new_tokens=4, temperature=0)
 
 
-def test_a_calibration_of_few_samples_writes_little_text_and_shows_its_progress(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_calibration_of_few_samples_writes_little_text_and_shows_its_progress(tmp_path, monkeypatch, capsys):
     """A sample is 512 tokens. The prompts are written as well, and whole batches, so there are a few times as many."""
     seen = []
     monkeypatch.setattr(tide.ProgressLine, "__call__", _noting(tide.ProgressLine.__call__, seen))
@@ -91,9 +89,7 @@ def _noting(show, seen):
 
 def test_fields_mean_what_the_document_says():
     assert TIDEConfig().policy == DepthPolicy("exact")
-    assert TIDEConfig(exit_threshold=0.7, min_layers=2).policy == DepthPolicy(
-        "relaxed", threshold=0.7, min_layers=2
-    )
+    assert TIDEConfig(exit_threshold=0.7, min_layers=2).policy == DepthPolicy("relaxed", threshold=0.7, min_layers=2)
     assert TIDEConfig().spec(30) == CalibrationSpec()
     config = TIDEConfig(
         checkpoint_interval=4,

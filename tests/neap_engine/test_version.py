@@ -9,9 +9,7 @@ def test_version_of_the_distribution_that_has_the_command(tmp_path, monkeypatch)
     ):
         folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir()
-        (folder / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        )
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         (folder / "entry_points.txt").write_text(f"[console_scripts]\nneap = {target}\n")
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     assert installed_version() == "7.8.9"

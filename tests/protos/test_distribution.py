@@ -60,9 +60,7 @@ def test_the_server_needs_the_client_of_its_own_version():
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of protos/ that has nothing generated in it."""
     folder = tmp_path_factory.mktemp("client") / "protos"
-    shutil.copytree(
-        ROOT / "protos", folder, ignore=shutil.ignore_patterns("*_pb2*", "__pycache__", "dist")
-    )
+    shutil.copytree(ROOT / "protos", folder, ignore=shutil.ignore_patterns("*_pb2*", "__pycache__", "dist"))
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     (wheel,) = (folder / "dist").glob("neap_client-*-py3-none-any.whl")

@@ -45,8 +45,7 @@ def test_flags_win_over_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "allowed"),
-    [("a/b, c/*", ("a/b", "c/*")), ("*", ("*",)), ("none", ()), ("", ()), (None, ("*",))],
+    ("said", "allowed"), [("a/b, c/*", ("a/b", "c/*")), ("*", ("*",)), ("none", ()), ("", ()), (None, ("*",))]
 )
 def test_allowed_datasets(monkeypatch, said, allowed):
     if said is not None:
@@ -148,9 +147,7 @@ def test_settings_are_frozen():
         settings.listen = "x"
 
 
-@pytest.mark.parametrize(
-    ("kind", "flag"), [(WorkerSettings, "--text-folder"), (CalibratorSettings, "--max-queue")]
-)
+@pytest.mark.parametrize(("kind", "flag"), [(WorkerSettings, "--text-folder"), (CalibratorSettings, "--max-queue")])
 def test_each_service_knows_only_its_flags(kind, flag, capsys):
     with pytest.raises(SystemExit):
         settings_from_command_line(kind, "x", [flag, "1"])

@@ -34,16 +34,8 @@ V1 = "4:memory:/x\n3:cpu,cpuacct:{}\n2:cpuset:/\n"
 CASES = {
     "v2 in its own namespace": ({"cpu.max": "250000 100000\n"}, "0::/\n", 3),
     "v2 without a limit": ({"cpu.max": "max 100000\n"}, "0::/\n", 16),
-    "v2 limited above": (
-        {"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "max 100000\n"},
-        "0::/a/b\n",
-        2,
-    ),
-    "v2 limited twice": (
-        {"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "700000 100000\n"},
-        "0::/a/b\n",
-        2,
-    ),
+    "v2 limited above": ({"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "max 100000\n"}, "0::/a/b\n", 2),
+    "v2 limited twice": ({"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "700000 100000\n"}, "0::/a/b\n", 2),
     "v2 with the machine's path": ({"cpu.max": "150000 100000\n"}, "0::/kubepods/pod1/c1\n", 2),
     "v2 less than one": ({"cpu.max": "10000 100000\n"}, "0::/\n", 1),
     "v2 more than allowed": ({"cpu.max": "6400000 100000\n"}, "0::/\n", 16),
@@ -63,11 +55,7 @@ CASES = {
         V1.format("/docker/abc"),
         2,
     ),
-    "v1 beside v2": (
-        {"cpu/cpu.cfs_quota_us": "500000\n", "cpu/cpu.cfs_period_us": "100000\n"},
-        "1:cpu:/\n0::/\n",
-        5,
-    ),
+    "v1 beside v2": ({"cpu/cpu.cfs_quota_us": "500000\n", "cpu/cpu.cfs_period_us": "100000\n"}, "1:cpu:/\n0::/\n", 5),
     "no cgroups": ({}, "", 16),
 }
 
@@ -121,12 +109,7 @@ runpy.run_module("{module}", run_name="__main__")
 """
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     # The calibration service itself imports neither; the processes of its jobs do.
     assert "too early" not in done.stdout

@@ -16,11 +16,7 @@ def terminate(*_: object) -> None:
 
 
 def test_what_is_temporary_is_removed(tmp_path: Path) -> None:
-    with (
-        pytest.raises(SystemExit) as caught,
-        unwinding_on_sigterm(),
-        tempfile.TemporaryDirectory(dir=tmp_path),
-    ):
+    with pytest.raises(SystemExit) as caught, unwinding_on_sigterm(), tempfile.TemporaryDirectory(dir=tmp_path):
         terminate()
     assert caught.value.code == 143
     assert list(tmp_path.iterdir()) == []

@@ -33,10 +33,7 @@ class HuggingFace:
         transformers.logging.disable_progress_bar()
         self._end_ids = frozenset(settings.end_ids)
         self._model: Any = AutoModelForCausalLM.from_pretrained(
-            settings.source,
-            dtype=getattr(torch, settings.weights),
-            use_safetensors=True,
-            trust_remote_code=False,
+            settings.source, dtype=getattr(torch, settings.weights), use_safetensors=True, trust_remote_code=False
         ).eval()
         self.answer([[1] * 8], 2, "")
 

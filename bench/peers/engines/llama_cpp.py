@@ -27,9 +27,7 @@ class LlamaCpp:
     def __init__(self, settings: EngineSettings) -> None:
         api.llama_backend_init()
         self._end_ids = frozenset(settings.end_ids)
-        self._model = api.llama_model_load_from_file(
-            settings.source.encode(), api.llama_model_default_params()
-        )
+        self._model = api.llama_model_load_from_file(settings.source.encode(), api.llama_model_default_params())
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {settings.source}")
         self._vocabulary_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))

@@ -26,9 +26,7 @@ class OpenVino:
         self._looks_up = any(settings.modes)
         if self._looks_up:
             properties["prompt_lookup"] = True
-        self._pipeline = openvino_genai.ContinuousBatchingPipeline(
-            settings.source, scheduler, "CPU", properties
-        )
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(settings.source, scheduler, "CPU", properties)
         self.answer([[1] * 8], 2, "")
 
     def answer(self, prompts: list[list[int]], max_tokens: int, mode: str) -> list[Answer]:

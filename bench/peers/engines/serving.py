@@ -86,10 +86,7 @@ def serve(load: Callable[[EngineSettings], PeerEngine]) -> None:
 def _answers(engine: PeerEngine, call: dict[str, Any]) -> list[dict[str, Any]]:
     start_s = time.perf_counter()
     answers = engine.answer(call["prompts"], call["max_tokens"], call["mode"])
-    return [
-        {"token_ids": a.token_ids, "times_s": [round(at - start_s, 7) for at in a.times_s]}
-        for a in answers
-    ]
+    return [{"token_ids": a.token_ids, "times_s": [round(at - start_s, 7) for at in a.times_s]} for a in answers]
 
 
 def _reserve_stdout() -> TextIO:

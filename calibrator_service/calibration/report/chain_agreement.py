@@ -17,10 +17,7 @@ PASS_SIZE = 1024
 
 
 def chain_agreement(
-    ladder: Ladder,
-    chunks: Sequence[StateChunk],
-    sequences: Sequence[LabelledSequence],
-    vocabulary: DraftVocabulary,
+    ladder: Ladder, chunks: Sequence[StateChunk], sequences: Sequence[LabelledSequence], vocabulary: DraftVocabulary
 ) -> dict[str, dict[str, float]]:
     """By exit: "agreement_1" .. "agreement_4", the share of chains whose first .. fourth draft is the full model's
     choice, and "agreement_1_beside_tables" .., the same where the tables' draft is wrong or missing. "positions" and
@@ -53,10 +50,7 @@ def chain_agreement(
                     right[:, place] += (counted & agrees[known]).sum(1)
                     counts[:, place] += counted.sum(1)
         overall, beside_tables = (right / counts.clamp(min=1)).tolist()
-        own = figures[layer_exit.name] = {
-            "positions": int(counts[0, 0]),
-            "positions_beside_tables": int(counts[1, 0]),
-        }
+        own = figures[layer_exit.name] = {"positions": int(counts[0, 0]), "positions_beside_tables": int(counts[1, 0])}
         for place in range(NUM_PLACES):
             own[f"agreement_{place + 1}"] = overall[place]
             own[f"agreement_{place + 1}_beside_tables"] = beside_tables[place]

@@ -30,10 +30,7 @@ PASS_SIZE = 4096
 
 
 def held_out_report(
-    run: CalibrationRun,
-    material: TrainingData,
-    vocabulary: DraftVocabulary,
-    ladder: Ladder,
+    run: CalibrationRun, material: TrainingData, vocabulary: DraftVocabulary, ladder: Ladder
 ) -> dict[str, Any]:
     """Figures per rung ("rungs") and of the whole ladder, ready for JSON. Raises `Cancelled`."""
     held_out = material.table_sequences["report"]
@@ -60,18 +57,14 @@ def held_out_report(
     }
 
 
-def table_figures(
-    ladder: Ladder, sequences: Sequence[LabelledSequence]
-) -> dict[str, dict[str, object]]:
+def table_figures(ladder: Ladder, sequences: Sequence[LabelledSequence]) -> dict[str, dict[str, object]]:
     """Figures of the table rungs by name, for the first draft at every position; of the n-gram table its best order."""
     found: dict[str, tuple[list[float], list[bool]]] = {SUFFIX: ([], []), SUCCESSOR: ([], [])}
     num_positions = 0
     only_ngrams = Ladder(ladder.model, None, ladder.ngrams, ladder.ngram_confidence)
     for sequence in sequences:
         for (both, _, choice), (ngram, _, _) in zip(
-            labelled_positions(ladder, sequence),
-            labelled_positions(only_ngrams, sequence),
-            strict=True,
+            labelled_positions(ladder, sequence), labelled_positions(only_ngrams, sequence), strict=True
         ):
             num_positions += 1
             lookup, ngrams = both.matches(())
@@ -91,10 +84,7 @@ def table_figures(
 
 
 def exit_figures(
-    ladder: Ladder,
-    chunks: Sequence[StateChunk],
-    vocabulary: DraftVocabulary,
-    label: Label,
+    ladder: Ladder, chunks: Sequence[StateChunk], vocabulary: DraftVocabulary, label: Label
 ) -> dict[str, dict[str, object]]:
     """Figures of the layer exits by name. Agreement is that of the token, whichever label the confidence heads were
     trained with."""

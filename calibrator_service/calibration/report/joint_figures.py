@@ -12,9 +12,7 @@ SURE = 0.5
 SITUATIONS = ("tables_unsure", "agree", "differ")
 
 
-def joint_figures(
-    weights: JointWeights, positions: Iterable[Position]
-) -> dict[str, dict[str, float]]:
+def joint_figures(weights: JointWeights, positions: Iterable[Position]) -> dict[str, dict[str, float]]:
     """Figures of the draft that is chosen, by situation: where the tables are unsure or silent, where tables and exits
     propose the same best token, and where they propose different ones.
 
@@ -30,11 +28,7 @@ def joint_figures(
         right = float(draft.token == choice)
         errors = right, (probability - right) ** 2, (draft.probability - right) ** 2
         table, best_exit = (
-            max(
-                (one for one in drafts if is_exit(one.rung) == wanted),
-                key=lambda one: one.probability,
-                default=None,
-            )
+            max((one for one in drafts if is_exit(one.rung) == wanted), key=lambda one: one.probability, default=None)
             for wanted in (False, True)
         )
         if table is None or table.probability < SURE:

@@ -11,9 +11,7 @@ NUM_BINS = 10
 Floats = npt.NDArray[np.float64]
 
 
-def rung_figures(
-    probability: Floats, agreed: npt.NDArray[np.bool_], num_positions: int
-) -> dict[str, object]:
+def rung_figures(probability: Floats, agreed: npt.NDArray[np.bool_], num_positions: int) -> dict[str, object]:
     """All metrics of one rung. `probability` [N] and `agreed` [N]: its drafts, at N of `num_positions` positions."""
     return {
         "positions": num_positions,

@@ -83,10 +83,7 @@ class Replayer:
 
     @torch.inference_mode()
     def differing(
-        self,
-        sequences: Sequence[TokenSequence],
-        *,
-        on_batch: Callable[[], object] = lambda: None,
+        self, sequences: Sequence[TokenSequence], *, on_batch: Callable[[], object] = lambda: None
     ) -> list[Differing]:
         """Per sequence the thresholds and margins at which `relaxed` may differ from the answer.
 

@@ -29,10 +29,7 @@ from shared.model.dtypes import dtype_name
 
 # Reasons why nothing is certified.
 GIVEN_TEXT, TOO_FEW_PROMPTS = "GIVEN_TEXT", "TOO_FEW_PROMPTS"
-NONE_PASSED: dict[Setting, str] = {
-    "threshold": "NO_THRESHOLD_PASSED",
-    "margin": "NO_MARGIN_PASSED",
-}
+NONE_PASSED: dict[Setting, str] = {"threshold": "NO_THRESHOLD_PASSED", "margin": "NO_MARGIN_PASSED"}
 
 
 def certified_risks(
@@ -40,9 +37,7 @@ def certified_risks(
 ) -> dict[str, Any]:
     """The manifest's "risk" and "margin_risk" (see `shared.ladder.risk`). Without bounds they have a "reason".
     Raises `Cancelled`."""
-    found = Replayer(ladder, runner).differing(
-        answers.sequences, on_batch=lambda: run.report("evaluating", 0.99)
-    )
+    found = Replayer(ladder, runner).differing(answers.sequences, on_batch=lambda: run.report("evaluating", 0.99))
     certified: dict[Setting, tuple[Sequence[float], Certificate]] = {
         "threshold": (THRESHOLDS, certify_thresholds([one.threshold for one in found])),
         "margin": (MARGINS, certify_margins([one.margin for one in found])),
@@ -54,11 +49,7 @@ def certified_risks(
 
 
 def _record(
-    run: CalibrationRun,
-    answers: RiskAnswers,
-    setting: Setting,
-    values: Sequence[float],
-    certificate: Certificate,
+    run: CalibrationRun, answers: RiskAnswers, setting: Setting, values: Sequence[float], certificate: Certificate
 ) -> dict[str, Any]:
     record = {
         "loss": LOSS,

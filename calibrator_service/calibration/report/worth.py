@@ -22,12 +22,7 @@ CONFIDENCE_Z = 1.645
 
 
 def without_unpaid(
-    run: CalibrationRun,
-    runner: ContiguousRunner,
-    ladder: Ladder,
-    report: Mapping[str, Any],
-    *,
-    is_child: bool = False,
+    run: CalibrationRun, runner: ContiguousRunner, ladder: Ladder, report: Mapping[str, Any], *, is_child: bool = False
 ) -> tuple[Ladder, dict[str, str]]:
     """The ladder without the exits that would not pay, and name -> why, of those.
 

@@ -49,9 +49,7 @@ class StateChunks(Sequence[StateChunk]):
     """The chunks of one split. Each access reads a chunk anew, so that one at a time is in memory.
     An access raises `Corrupt`."""
 
-    def __init__(
-        self, paths: Sequence[Path] = (), read: Callable[[Path], StateChunk] | None = None
-    ) -> None:
+    def __init__(self, paths: Sequence[Path] = (), read: Callable[[Path], StateChunk] | None = None) -> None:
         """`read` makes a chunk from one of the files; by default it is `read_chunk`."""
         self.paths = tuple(paths)
         self._read = read or read_chunk
@@ -82,9 +80,7 @@ def chunk_from_tensors(tensors: Mapping[str, Tensor]) -> StateChunk:
         deep=tensors["deep"],
         rows=tensors["rows"][usable],
         choices=tensors["choices"].long()[usable],
-        converged={
-            int(n[10:]): t[usable] for n, t in tensors.items() if n.startswith("converged.")
-        },
+        converged={int(n[10:]): t[usable] for n, t in tensors.items() if n.startswith("converged.")},
         usable=usable,
     )
 

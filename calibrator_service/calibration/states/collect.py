@@ -126,9 +126,7 @@ class Collector:
         if self._keeps_states:
             # The disk is bounded, too. Sequences beyond the bound are not read again.
             is_stored &= own.num_stored_positions < self._max_positions
-        needs_choices = any(
-            _needs_choices(sequence) and sequence.states is None for sequence in sequences
-        )
+        needs_choices = any(_needs_choices(sequence) and sequence.states is None for sequence in sequences)
         if is_stored and not self._keeps_states:
             path = self._folder / f"tokens-{split}-{index:05d}.safetensors"
             if not path.exists():
@@ -206,11 +204,7 @@ class Collector:
 
     @torch.inference_mode()
     def _forward(
-        self,
-        batch: list[int],
-        sequences: list[TokenSequence],
-        parts: list[dict[str, Tensor]],
-        wants_states: bool,
+        self, batch: list[int], sequences: list[TokenSequence], parts: list[dict[str, Tensor]], wants_states: bool
     ) -> None:
         """One pass over the sequences of `batch`; fills their `parts`. States stay on the model's device.
 
@@ -225,9 +219,7 @@ class Collector:
             first = first_position(sequence)
             deep = captured[runner.num_layers][row, start:end]
             if _needs_choices(sequence):
-                part["choices"] = (
-                    greedy_choices(runner, deep[first - start :]).to(torch.int32).cpu()
-                )
+                part["choices"] = greedy_choices(runner, deep[first - start :]).to(torch.int32).cpu()
             else:
                 part["choices"] = torch.tensor(sequence.tokens[first + 1 :], dtype=torch.int32)
             part["counts"] = torch.tensor([len(part["choices"])], dtype=torch.int32)
@@ -244,13 +236,9 @@ class Collector:
         if wants_states:
             # All rows of the pass at once: one sequence at a time, a GPU would mostly wait for launches.
             width = tokens.shape[1]
-            places = [
-                torch.arange(start, end) + row * width for row, (start, end) in enumerate(spans)
-            ]
+            places = [torch.arange(start, end) + row * width for row, (start, end) in enumerate(spans)]
             place = torch.cat(places).to(runner.loaded.device)
-            names = {"deep": runner.num_layers} | {
-                f"state.{depth}": depth for depth in self._depths
-            }
+            names = {"deep": runner.num_layers} | {f"state.{depth}": depth for depth in self._depths}
             for name, depth in names.items():
                 kept = unit(captured[depth].flatten(0, 1)[place]).half()
                 for i, piece in zip(batch, kept.split([len(p) for p in places]), strict=True):
@@ -295,9 +283,7 @@ def padded(sequences: Iterable[TokenSequence]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-def batches(
-    order: list[int], lengths: list[int], pass_tokens: int = PASS_TOKENS
-) -> Iterator[list[int]]:
+def batches(order: list[int], lengths: list[int], pass_tokens: int = PASS_TOKENS) -> Iterator[list[int]]:
     """Splits `order` into batches of at most `pass_tokens` tokens, padding included.
     `lengths` must ascend in that order."""
     batch: list[int] = []

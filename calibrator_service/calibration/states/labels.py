@@ -18,9 +18,7 @@ def greedy_choices(runner: ContiguousRunner, deep: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def cosine_converged(
-    runner: ContiguousRunner, state: Tensor, deep: Tensor, threshold: float
-) -> Tensor:
+def cosine_converged(runner: ContiguousRunner, state: Tensor, deep: Tensor, threshold: float) -> Tensor:
     """The label of TIDE: whether the cosine of the normed state [N, D] and the normed deep state [N, D] exceeds
     `threshold`.
 

@@ -92,30 +92,18 @@ class Moments:
 
     @classmethod
     def from_tensors(
-        cls,
-        tensors: Mapping[str, Tensor],
-        layout: MomentsLayout,
-        device: torch.device | str = "cpu",
+        cls, tensors: Mapping[str, Tensor], layout: MomentsLayout, device: torch.device | str = "cpu"
     ) -> Self:
         """Raises `Corrupt` unless the tensors have the form that `to_tensors` returns, with finite numbers."""
         size = layout.width
-        shapes = {
-            "second": (size * (size + 1) // 2,),
-            "targets": (size, 2 * layout.hidden_size),
-            "count": (1,),
-        }
+        shapes = {"second": (size * (size + 1) // 2,), "targets": (size, 2 * layout.hidden_size), "count": (1,)}
         if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != shapes:
             raise Corrupt("the statistics of an exit have not the shapes of their layout")
-        if not all(
-            tensor.is_floating_point() and bool(tensor.isfinite().all())
-            for tensor in tensors.values()
-        ):
+        if not all(tensor.is_floating_point() and bool(tensor.isfinite().all()) for tensor in tensors.values()):
             raise Corrupt("the statistics of an exit hold what is no finite number")
         found = cls(layout, device)
         rows, columns = torch.triu_indices(size, size)
-        found.second[rows, columns] = found.second[columns, rows] = (
-            tensors["second"].float().to(device)
-        )
+        found.second[rows, columns] = found.second[columns, rows] = tensors["second"].float().to(device)
         found.targets.copy_(tensors["targets"])
         found.count = float(tensors["count"])
         return found

@@ -77,9 +77,7 @@ class NgramTableBuilder:
         is_kept[np.argsort(-counts, kind="stable")[:max_pairs]] = True
         ends = np.cumsum([len(pairs.count) for pairs in self._pairs])[:-1]
         tensors: dict[str, Tensor] = {}
-        for order, (pairs, kept) in enumerate(
-            zip(self._pairs, np.split(is_kept, ends), strict=True), 1
-        ):
+        for order, (pairs, kept) in enumerate(zip(self._pairs, np.split(is_kept, ends), strict=True), 1):
             parents = pairs.parent[kept].astype(np.uint32)
             tensors[f"{order}.pairs"] = torch.from_numpy(pairs.pair[kept].view(np.int64))
             tensors[f"{order}.parents"] = torch.from_numpy(parents.view(np.int32))
@@ -87,14 +85,10 @@ class NgramTableBuilder:
         return tensors
 
     @classmethod
-    def from_tensors(
-        cls, tensors: Mapping[str, Tensor], vocabulary_size: int
-    ) -> "NgramTableBuilder":
+    def from_tensors(cls, tensors: Mapping[str, Tensor], vocabulary_size: int) -> "NgramTableBuilder":
         """Reads what `to_tensors` returned. Raises `Corrupt` for anything else."""
         orders = range(1, MAX_ORDER + 1)
-        if set(tensors) != {
-            f"{n}.{part}" for n in orders for part in ("pairs", "parents", "counts")
-        }:
+        if set(tensors) != {f"{n}.{part}" for n in orders for part in ("pairs", "parents", "counts")}:
             raise Corrupt("the counts of n-grams do not have the tensors of their format")
         builder = cls()
         for order in orders:
@@ -205,10 +199,6 @@ def _redundant(
     if len(shorter["keys"]) == 0:
         return np.zeros(len(tokens), dtype=np.bool_)
     parent = np.searchsorted(shorter["keys"], parents).clip(max=len(shorter["keys"]) - 1)
-    same: npt.NDArray[np.bool_] = (shorter["keys"][parent] == parents) & (
-        shorter["tokens"][parent] == tokens
-    )
-    no_gain: npt.NDArray[np.bool_] = (shorter["shares"][parent] >= shares - MIN_SHARE_GAIN) | (
-        counts < 2
-    )
+    same: npt.NDArray[np.bool_] = (shorter["keys"][parent] == parents) & (shorter["tokens"][parent] == tokens)
+    no_gain: npt.NDArray[np.bool_] = (shorter["shares"][parent] >= shares - MIN_SHARE_GAIN) | (counts < 2)
     return same & no_gain

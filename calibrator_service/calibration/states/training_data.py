@@ -56,10 +56,7 @@ def collect_training_data(
     """
     plan = run.plan
     sums = Sums(
-        layouts_of(run.loaded, plan.depths),
-        final_states(runner),
-        run.loaded.device,
-        run.folder / "sums.safetensors",
+        layouts_of(run.loaded, plan.depths), final_states(runner), run.loaded.device, run.folder / "sums.safetensors"
     )
     collector = Collector(
         runner,
@@ -89,9 +86,7 @@ def collect_training_data(
                 num_table_tokens[split] += len(sequence.tokens)
         if split == "heads" and labelled:
             choices = np.concatenate([s.choices[s.first :] for s in labelled])
-            choice_counts.add_(
-                torch.bincount(torch.from_numpy(choices), minlength=len(choice_counts))
-            )
+            choice_counts.add_(torch.bincount(torch.from_numpy(choices), minlength=len(choice_counts)))
         progress.set_learned(sum(num_tokens.values()))
 
     # Passes run in threads that end, beside the thread of the engine that writes (docs/decisions/004).
@@ -100,9 +95,7 @@ def collect_training_data(
     for split in SPLITS:
         take(split, run_in_own_thread(collector.finish, split))
         if num_tokens[split] == 0:
-            raise too_little_text(
-                run, f"nothing is left for the {split} split", is_cut=progress.is_late()
-            )
+            raise too_little_text(run, f"nothing is left for the {split} split", is_cut=progress.is_late())
     sums.save()
     return TrainingData(
         moments=sums.moments,

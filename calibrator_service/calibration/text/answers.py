@@ -59,10 +59,7 @@ class _Reader:
         tokens = [*prompt, *self._ids(answer, where)][: self._loaded.context_length]
         kind = record.get("kind")
         return TokenSequence(
-            tuple(tokens),
-            min(len(prompt), len(tokens)),
-            is_greedy=False,
-            kind=kind if isinstance(kind, str) else "",
+            tuple(tokens), min(len(prompt), len(tokens)), is_greedy=False, kind=kind if isinstance(kind, str) else ""
         )
 
     def _prompt(self, prompt: Any, where: str) -> list[int]:

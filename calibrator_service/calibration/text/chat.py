@@ -66,9 +66,7 @@ class PromptFormat:
         return rng.randrange(self._vocabulary_size)
 
 
-def find_user_turn(
-    tokenizer: PreTrainedTokenizerBase, eos_token_ids: frozenset[int]
-) -> UserTurn | None:
+def find_user_turn(tokenizer: PreTrainedTokenizerBase, eos_token_ids: frozenset[int]) -> UserTurn | None:
     """How a user's turn begins and ends (Magpie, 2406.08464).
     None if the template does not keep the user's text in one piece."""
     opening, found, ending = render(tokenizer, [("user", SENTINEL)]).partition(SENTINEL)
@@ -90,9 +88,7 @@ def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
     """The chat template's text, up to where the assistant begins to answer."""
     rendered = tokenizer.apply_chat_template(
-        [{"role": role, "content": text} for role, text in messages],
-        add_generation_prompt=True,
-        tokenize=False,
+        [{"role": role, "content": text} for role, text in messages], add_generation_prompt=True, tokenize=False
     )
     assert isinstance(rendered, str)
     return rendered

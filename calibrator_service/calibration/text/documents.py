@@ -50,9 +50,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
             number += 1
             where = f"{path.name}, line {number}"
             if len(line) > MAX_LINE_BYTES:
-                raise InvalidInput(
-                    f"{where} is longer than {MAX_LINE_BYTES >> 20} MiB", reason="LINE_TOO_LONG"
-                )
+                raise InvalidInput(f"{where} is longer than {MAX_LINE_BYTES >> 20} MiB", reason="LINE_TOO_LONG")
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
@@ -72,9 +70,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def _text_pieces(path: Path) -> Iterator[str]:
-    decoder = io.IncrementalNewlineDecoder(
-        codecs.getincrementaldecoder("utf-8-sig")(), translate=True
-    )
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
     rest, num_lines = "", 0
     with _opened(path) as file:
         while True:

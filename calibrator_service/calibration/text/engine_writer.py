@@ -9,13 +9,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
-from calibrator_service.calibration.text.writer import (
-    NUCLEUS_CANDIDATES,
-    Answer,
-    Pace,
-    WriteRequest,
-    Written,
-)
+from calibrator_service.calibration.text.writer import NUCLEUS_CANDIDATES, Answer, Pace, WriteRequest, Written
 from shared.engine.drafting.costs import CostMeter
 from shared.engine.drafting.planner import PassCosts
 from shared.engine.engine import Engine
@@ -39,9 +33,7 @@ PREFIX_CACHE_BYTES = 256 << 20
 class _NoDrafts(CostMeter):
     """Policy full drafts nothing, so nobody asks what a pass costs. Measuring takes seconds with a large model."""
 
-    def measure_passes(
-        self, runner: Runner, *, between: Callable[[], None] = lambda: None
-    ) -> PassCosts:
+    def measure_passes(self, runner: Runner, *, between: Callable[[], None] = lambda: None) -> PassCosts:
         return PassCosts((1.0,))
 
 
@@ -59,9 +51,7 @@ class EngineWriter:
         self._ended: queue.SimpleQueue[_EngineAnswer] = queue.SimpleQueue()
         self._num_counted = 0
 
-    def write(
-        self, next_request: Callable[[], WriteRequest | None], pace: Pace
-    ) -> Iterator[Written]:
+    def write(self, next_request: Callable[[], WriteRequest | None], pace: Pace) -> Iterator[Written]:
         """See `Writer`. Raises also what `Engine.submit` and the engine itself raise."""
         num_requests, is_late = 0, False
         most = self._rows + int(WAITING_SHARE * self._rows)
@@ -170,9 +160,7 @@ class _EngineAnswer(Answer):
 
     handle: GenerationHandle
 
-    def __init__(
-        self, index: int, request: WriteRequest, ended: "queue.SimpleQueue[_EngineAnswer]"
-    ) -> None:
+    def __init__(self, index: int, request: WriteRequest, ended: "queue.SimpleQueue[_EngineAnswer]") -> None:
         super().__init__(index, request)
         self._ended = ended
         self.is_cancelled = False

@@ -14,11 +14,7 @@ from posixpath import basename
 from typing import Any
 
 from huggingface_hub import DatasetCard, HfApi
-from huggingface_hub.errors import (
-    DisabledRepoError,
-    GatedRepoError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import DisabledRepoError, GatedRepoError, RepositoryNotFoundError
 
 from calibrator_service.calibration.spec import HubDataset
 from calibrator_service.hub_datasets import check_hub_dataset
@@ -61,9 +57,7 @@ def hub_texts(source: HubDataset) -> Iterator[str]:
     DATASET_UNREADABLE, FIELD_NOT_FOUND), `NotFound` (DATASET_NOT_FOUND), `PermissionDenied` (DATASET_GATED) and
     `Unavailable` (DATASET_UNAVAILABLE).
     """
-    check_hub_dataset(
-        source.name, config=source.config, split=source.split, field=source.field or "text"
-    )
+    check_hub_dataset(source.name, config=source.config, split=source.split, field=source.field or "text")
     # Imported here: it takes seconds, and most calibrations need no dataset.
     import datasets
 
@@ -89,10 +83,7 @@ def hub_texts(source: HubDataset) -> Iterator[str]:
             return
         text = row.get(field)
         if not isinstance(text, str):
-            raise InvalidInput(
-                f"dataset {source.name!r} has no text in the column {field!r}",
-                reason="FIELD_NOT_FOUND",
-            )
+            raise InvalidInput(f"dataset {source.name!r} has no text in the column {field!r}", reason="FIELD_NOT_FOUND")
         if text.strip():
             yield text
 
@@ -107,9 +98,7 @@ def _resolve_files(source: HubDataset, split: str, token: bool | None) -> HubFil
     root = f"hf://datasets/{info.id}@{info.sha}"
 
     def downloaded(name: str) -> Path:
-        return Path(
-            api.hf_hub_download(info.id, name, repo_type="dataset", revision=info.sha, token=token)
-        )
+        return Path(api.hf_hub_download(info.id, name, repo_type="dataset", revision=info.sha, token=token))
 
     card: dict[str, Any] = {}
     data: Any
@@ -125,10 +114,7 @@ def _resolve_files(source: HubDataset, split: str, token: bool | None) -> HubFil
     if data_dir := str(entry.get("data_dir") or ""):
         folder = f"{root}/{_check_path_inside(source, data_dir)}"
     download = DownloadConfig(token=token)
-    if "data_files" in entry:
-        found = sanitize_patterns(entry["data_files"])
-    else:
-        found = get_data_patterns(folder, download)
+    found = sanitize_patterns(entry["data_files"]) if "data_files" in entry else get_data_patterns(folder, download)
     patterns = {str(name): files for name, files in found.items()}
     if split not in patterns:
         raise InvalidInput(
@@ -167,8 +153,7 @@ def _chosen_config(source: HubDataset, card: Mapping[str, Any]) -> Mapping[str, 
     names = ", ".join(sorted(configs)) or DEFAULT_CONFIG
     problem = f"no configuration {source.config!r}" if source.config else "several configurations"
     raise InvalidInput(
-        f"dataset {source.name!r} has {problem}; name one of: {names}",
-        reason="DATASET_CONFIG_NOT_FOUND",
+        f"dataset {source.name!r} has {problem}; name one of: {names}", reason="DATASET_CONFIG_NOT_FOUND"
     )
 
 
@@ -181,8 +166,7 @@ def _check_path_inside(source: HubDataset, path: str) -> str:
 
 def _outside_files_error(source: HubDataset) -> InvalidInput:
     return InvalidInput(
-        f"the card of dataset {source.name!r} names files outside the dataset",
-        reason="DATASET_UNSUPPORTED",
+        f"the card of dataset {source.name!r} names files outside the dataset", reason="DATASET_UNSUPPORTED"
     )
 
 
@@ -197,14 +181,11 @@ def _choose_reader(source: HubDataset, entry: Mapping[str, Any], urls: Sequence[
             by_reader.setdefault((READERS[found][0], found), []).append(url)
     if not by_reader:
         raise InvalidInput(
-            f"dataset {source.name!r} has no files of these kinds: {', '.join(READERS)}",
-            reason="DATASET_UNSUPPORTED",
+            f"dataset {source.name!r} has no files of these kinds: {', '.join(READERS)}", reason="DATASET_UNSUPPORTED"
         )
     (reader, ending), chosen = max(by_reader.items(), key=lambda item: len(item[1]))
     card_options = {
-        option: value
-        for option in CARD_OPTIONS.get(reader, ())
-        if isinstance(value := entry.get(option), str)
+        option: value for option in CARD_OPTIONS.get(reader, ()) if isinstance(value := entry.get(option), str)
     }
     return HubFiles(reader, {**READERS[ending][1], **card_options}, chosen)
 
@@ -231,17 +212,11 @@ def _translated(name: str, error: Exception) -> NeapError:
         )
     if isinstance(error, RepositoryNotFoundError | DisabledRepoError):
         return NotFound(
-            f"there is no dataset {name!r} on the Hub that this service can read",
-            reason="DATASET_NOT_FOUND",
+            f"there is no dataset {name!r} on the Hub that this service can read", reason="DATASET_NOT_FOUND"
         )
     # EmptyDatasetError of `datasets` is a FileNotFoundError; patterns that match no file raise one, too.
     if isinstance(error, FileNotFoundError) and not isinstance(error, HTTP_ERROR):
-        return InvalidInput(
-            f"dataset {name!r} has no data files where its card says", reason="DATASET_UNSUPPORTED"
-        )
+        return InvalidInput(f"dataset {name!r} has no data files where its card says", reason="DATASET_UNSUPPORTED")
     if isinstance(error, OSError | HTTP_ERROR | RuntimeError):
         return Unavailable(f"dataset {name!r} cannot be reached", reason="DATASET_UNAVAILABLE")
-    return InvalidInput(
-        f"the files of dataset {name!r} cannot be read as text in columns",
-        reason="DATASET_UNREADABLE",
-    )
+    return InvalidInput(f"the files of dataset {name!r} cannot be read as text in columns", reason="DATASET_UNREADABLE")

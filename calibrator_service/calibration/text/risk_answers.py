@@ -64,12 +64,7 @@ class Limits:
 
 
 def write_risk_answers(
-    run: CalibrationRun,
-    text: Text,
-    is_used: Callable[[Prompt], bool],
-    writer: Writer,
-    *,
-    knows_speed: bool = True,
+    run: CalibrationRun, text: Text, is_used: Callable[[Prompt], bool], writer: Writer, *, knows_speed: bool = True
 ) -> RiskAnswers:
     """The risk split of generated text; no answers for given text, which does not show what the model would say, nor if
     there is no time.
@@ -117,11 +112,7 @@ class RiskAnswerGenerator:
     """
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        config: SelfGenerationConfig,
-        folder: Path,
-        is_used: Callable[[Prompt], bool],
+        self, loaded: LoadedModel, config: SelfGenerationConfig, folder: Path, is_used: Callable[[Prompt], bool]
     ) -> None:
         self._loaded = loaded
         self._config = config
@@ -170,10 +161,7 @@ class RiskAnswerGenerator:
             whole = write([self._greedy(prompt) for prompt in prompts])
             if pace.is_late():
                 return answers
-            answers += [
-                TokenSequence((*prompt, *new), len(prompt))
-                for prompt, new in zip(prompts, whole, strict=True)
-            ]
+            answers += [TokenSequence((*prompt, *new), len(prompt)) for prompt, new in zip(prompts, whole, strict=True)]
         return answers
 
     def _greedy(self, prompt: Prompt) -> WriteRequest:
@@ -199,10 +187,7 @@ class RiskAnswerGenerator:
         prompts = [tuple(self._format.encode_user(text)) for text in texts]
         prompts += self._passage_prompts(kinds.count(PASSAGE), write)
         if user_turn and MAGPIE in kinds:
-            asked = [
-                self._sampled(user_turn.opening, USER_TURN_TOKENS)
-                for _ in range(kinds.count(MAGPIE))
-            ]
+            asked = [self._sampled(user_turn.opening, USER_TURN_TOKENS) for _ in range(kinds.count(MAGPIE))]
             turns = write([replace(one, stop_ids=user_turn.stop_ids) for one in asked])
             texts = [t for t in map(self._format.decode, turns) if len(t) >= MIN_USER_CHARACTERS]
             prompts += [tuple(self._format.encode_user(text)) for text in texts]
@@ -225,11 +210,7 @@ class RiskAnswerGenerator:
         for (text, _), new in zip(continued, written, strict=True):
             passage = self._format.decode(new)
             if rng.random() < FOLLOW_UP_SHARE:
-                turns = [
-                    ("user", text),
-                    ("assistant", passage),
-                    ("user", seed_prompts.follow_up(rng)),
-                ]
+                turns = [("user", text), ("assistant", passage), ("user", seed_prompts.follow_up(rng))]
             else:
                 turns = [("user", seed_prompts.passage_task(rng, [passage]))]
             prompts.append(tuple(self._format.encode(turns)))

@@ -13,9 +13,7 @@ PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 @cache
 def _data() -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(
-        Path(__file__).with_name("seed_prompts.json").read_text(encoding="utf-8")
-    )
+    data: dict[str, Any] = json.loads(Path(__file__).with_name("seed_prompts.json").read_text(encoding="utf-8"))
     return data
 
 

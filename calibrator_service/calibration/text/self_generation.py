@@ -108,9 +108,7 @@ class SelfGenerator:
     def path(self, index: int) -> Path:
         return self._folder / f"selfgen-{self._digest}-{index:05d}.safetensors"
 
-    def pieces(
-        self, writer: Writer, pace: Pace, rest: Path, *, rereads: bool = False
-    ) -> Iterator[list[TokenSequence]]:
+    def pieces(self, writer: Writer, pace: Pace, rest: Path, *, rereads: bool = False) -> Iterator[list[TokenSequence]]:
         """Yields pieces in order of their index, read from disk or newly written; endless unless prompts are given. The
         writer is idle whenever a piece is yielded.
 
@@ -128,9 +126,7 @@ class SelfGenerator:
         elif not pace.is_late():
             yield from self._written(index, writer, pace, rest)
 
-    def _written(
-        self, index: int, writer: Writer, pace: Pace, rest: Path
-    ) -> Iterator[list[TokenSequence]]:
+    def _written(self, index: int, writer: Writer, pace: Pace, rest: Path) -> Iterator[list[TokenSequence]]:
         pieces: deque[_Piece] = deque()
         requests: deque[tuple[_Piece, Item, WriteRequest]] = deque()
         asked: dict[int, tuple[_Piece, Item]] = {}
@@ -207,9 +203,7 @@ class SelfGenerator:
             return
         text = ""
         if kind == MAGPIE and user_turn:
-            turn_ids = yield from self._sample(
-                rng, list(user_turn.opening), USER_TURN_TOKENS, user_turn.stop_ids
-            )
+            turn_ids = yield from self._sample(rng, list(user_turn.opening), USER_TURN_TOKENS, user_turn.stop_ids)
             text = self._format.decode(turn_ids)
         if len(text) < MIN_USER_CHARACTERS:  # no turn of Magpie, or one that asks nothing
             text = seed_prompts.seed_prompt(rng, wide=number >= CORE_PROMPTS)
@@ -228,12 +222,7 @@ class SelfGenerator:
             yield from self._answer(found, rng, self._format.encode(turns), longest)
 
     def _answer(
-        self,
-        found: list[TokenSequence],
-        rng: random.Random,
-        prompt: list[int],
-        longest: int,
-        temperature: float = 0.0,
+        self, found: list[TokenSequence], rng: random.Random, prompt: list[int], longest: int, temperature: float = 0.0
     ) -> Generator[WriteRequest, Written, tuple[int, ...]]:
         """The answer to a prompt, which becomes a sequence."""
         kept = tuple(prompt[-self._lengths.max_prompt :])
@@ -258,11 +247,7 @@ class SelfGenerator:
         return written.tokens
 
     def _sample(
-        self,
-        rng: random.Random,
-        prompt: list[int],
-        longest: int,
-        stop_ids: frozenset[int] = frozenset(),
+        self, rng: random.Random, prompt: list[int], longest: int, stop_ids: frozenset[int] = frozenset()
     ) -> Generator[WriteRequest, Written, tuple[int, ...]]:
         """A part of a prompt, which the model writes."""
         written = yield WriteRequest(

@@ -56,9 +56,7 @@ def read_shard(path: Path) -> list[TokenSequence]:
     """Raises `Corrupt` if `write_shard` did not write the file."""
     try:
         with safe_open(path, framework="pt") as file:
-            flat, lengths, starts = (
-                file.get_tensor(name).tolist() for name in ("tokens", "lengths", "answer_starts")
-            )
+            flat, lengths, starts = (file.get_tensor(name).tolist() for name in ("tokens", "lengths", "answer_starts"))
             # Shards of earlier versions hold greedy answers only.
             has_greedy = "is_greedy" in file.keys()  # noqa: SIM118
             greedy = file.get_tensor("is_greedy").tolist() if has_greedy else [1] * len(starts)

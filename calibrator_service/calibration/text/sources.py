@@ -6,12 +6,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from calibrator_service.calibration.spec import HubDataset, TextFile
-from calibrator_service.calibration.text.documents import (
-    Document,
-    json_documents,
-    pieces,
-    text_documents,
-)
+from calibrator_service.calibration.text.documents import Document, json_documents, pieces, text_documents
 from calibrator_service.calibration.text.hub import hub_texts
 from calibrator_service.calibration.text.shards import TokenSequence
 from shared.errors import InvalidInput, NotFound
@@ -31,16 +26,12 @@ def text_sequences(loaded: LoadedModel, source: TextFile | HubDataset) -> Iterat
     """
     if loaded.tokenizer is None:
         raise InvalidInput("text was given, but the model has no tokenizer")
-    documents = (
-        _file_documents(source) if isinstance(source, TextFile) else map(pieces, hub_texts(source))
-    )
+    documents = _file_documents(source) if isinstance(source, TextFile) else map(pieces, hub_texts(source))
     length = min(SEQUENCE_TOKENS, loaded.context_length)
     return _pack(loaded.tokenizer, documents, length)
 
 
-def _pack(
-    tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document], length: int
-) -> Iterator[TokenSequence]:
+def _pack(tokenizer: PreTrainedTokenizerBase, documents: Iterable[Document], length: int) -> Iterator[TokenSequence]:
     buffer: list[int] = []
     separator = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
     for document in documents:
@@ -61,9 +52,7 @@ def _pack(
 def _file_documents(source: TextFile) -> Iterator[Document]:
     path = Path(source.path)
     if path.suffix not in (".txt", ".jsonl"):
-        raise InvalidInput(
-            f"{path.name} is neither .txt nor .jsonl", reason="UNSUPPORTED_FILE_TYPE"
-        )
+        raise InvalidInput(f"{path.name} is neither .txt nor .jsonl", reason="UNSUPPORTED_FILE_TYPE")
     check_is_file(path)
     if path.suffix == ".txt":
         return text_documents(path)

@@ -13,11 +13,7 @@ from calibrator_service.calibration.plan import RISK_PROMPTS
 from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.spec import AnswerFile, HubDataset, SelfGenerated, TextFile
 from calibrator_service.calibration.text.answers import answer_sequences, count_kinds
-from calibrator_service.calibration.text.self_generation import (
-    ROUND_TEMPERATURES,
-    SelfGenerationConfig,
-    SelfGenerator,
-)
+from calibrator_service.calibration.text.self_generation import ROUND_TEMPERATURES, SelfGenerationConfig, SelfGenerator
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.sources import text_sequences
 from calibrator_service.calibration.text.splits import Split, Splitter, held_out_kinds
@@ -72,17 +68,11 @@ def plan_text(run: CalibrationRun) -> Text:
     if not isinstance(source, SelfGenerated):
         return GivenText(source)
     prompts, risk_prompts = hold_out_prompts(source.prompts, run.spec.seed)
-    config = SelfGenerationConfig(
-        seed=run.spec.seed,
-        prompts=prompts,
-        max_new_tokens=run.plan.max_new_tokens,
-    )
+    config = SelfGenerationConfig(seed=run.spec.seed, prompts=prompts, max_new_tokens=run.plan.max_new_tokens)
     return GeneratedText(config, risk_prompts)
 
 
-def hold_out_prompts(
-    prompts: tuple[str, ...], seed: int
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def hold_out_prompts(prompts: tuple[str, ...], seed: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(prompts of the other splits, prompts of the risk split). A prompt that was given twice is on one side only."""
     distinct = sorted(set(prompts))
     random.Random(f"{seed}/apart").shuffle(distinct)
@@ -211,11 +201,7 @@ def _budget_too_short(run: CalibrationRun, found: str, needed_s: float) -> Inval
 
 
 def split_sequences(
-    run: CalibrationRun,
-    text: Text,
-    splitter: Splitter,
-    progress: CollectingProgress,
-    writer: Writer,
+    run: CalibrationRun, text: Text, splitter: Splitter, progress: CollectingProgress, writer: Writer
 ) -> Iterator[tuple[Split, TokenSequence]]:
     """Yields new sequences with their splits until there are enough tokens, the phase's time is over, or nothing new
     comes.

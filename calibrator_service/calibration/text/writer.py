@@ -69,9 +69,7 @@ class Pace:
 class Writer(Protocol):
     """Answers prompts. One call of `write` at a time."""
 
-    def write(
-        self, next_request: Callable[[], WriteRequest | None], pace: Pace
-    ) -> Iterator[Written]:
+    def write(self, next_request: Callable[[], WriteRequest | None], pace: Pace) -> Iterator[Written]:
         """Yields answers as they end, until none is left. `next_request` is called whenever there is room for one more
         request. It returns None if there is none at the moment: the next answer may lead to one.
 
@@ -89,10 +87,7 @@ def write_all(writer: Writer, requests: Sequence[WriteRequest], pace: Pace) -> l
     """The answers to `requests`, in their order. Raises as `Writer.write`."""
     rest = iter(requests)
     found = {written.index: written for written in writer.write(lambda: next(rest, None), pace)}
-    return [
-        found[index] if index in found else Written(index, (), False)
-        for index in range(len(requests))
-    ]
+    return [found[index] if index in found else Written(index, (), False) for index in range(len(requests))]
 
 
 def is_repeating(tokens: Sequence[int]) -> bool:

@@ -31,9 +31,7 @@ class Writers:
     train. `fleet_of`: see `pipeline.calibrate`.
     """
 
-    def __init__(
-        self, run: CalibrationRun, fleet_of: Callable[[Writer], Writer] | None = None
-    ) -> None:
+    def __init__(self, run: CalibrationRun, fleet_of: Callable[[Writer], Writer] | None = None) -> None:
         self.own: Writer = EngineWriter(run.loaded, run.plan.rows)
         self.of_text: Writer = self.own
         if not isinstance(run.spec.source, SelfGenerated):

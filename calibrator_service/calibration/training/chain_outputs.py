@@ -34,12 +34,7 @@ class ExitOutputs:
 
 @torch.no_grad()
 def chain_outputs(
-    depth: int,
-    head: FusedHead,
-    chunk: StateChunk,
-    index: Tensor,
-    vocabulary: DraftVocabulary,
-    num_layers: int,
+    depth: int, head: FusedHead, chunk: StateChunk, index: Tensor, vocabulary: DraftVocabulary, num_layers: int
 ) -> Iterator[ExitOutputs]:
     """The exit's outputs at the places 1 to NUM_PLACES of the chains that begin at the positions `index` of a chunk,
     place by place.

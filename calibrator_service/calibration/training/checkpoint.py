@@ -30,9 +30,7 @@ class Place:
 class TrainingCheckpoint:
     """Weights and optimiser of a training, in one file. `path` None: nothing is kept."""
 
-    def __init__(
-        self, path: Path | None, heads: nn.ModuleDict, optimiser: torch.optim.Optimizer
-    ) -> None:
+    def __init__(self, path: Path | None, heads: nn.ModuleDict, optimiser: torch.optim.Optimizer) -> None:
         self._path, self._heads, self._optimiser = path, heads, optimiser
         self._saved_s = time.monotonic()
 

@@ -39,10 +39,7 @@ PRIOR_SAMPLES = 10
 
 
 def fit_ladder(
-    run: CalibrationRun,
-    material: TrainingData,
-    vocabulary: DraftVocabulary,
-    heads: dict[int, FusedHead],
+    run: CalibrationRun, material: TrainingData, vocabulary: DraftVocabulary, heads: dict[int, FusedHead]
 ) -> Ladder:
     """The ladder of all rungs, with confidence heads trained on the routers split.
     The agreement of its exits is not measured yet.
@@ -53,12 +50,7 @@ def fit_ladder(
     exits = []
     for number, (depth, head) in enumerate(heads.items(), 1):
         samples = exit_samples(
-            depth,
-            head,
-            material.chunks["routers"],
-            vocabulary,
-            run.loaded.num_layers,
-            run.spec.label,
+            depth, head, material.chunks["routers"], vocabulary, run.loaded.num_layers, run.spec.label
         )
         ends = run.schedule
         end_share = ends.heads + (ends.routers - ends.heads) * number / len(heads)
@@ -71,9 +63,7 @@ def fit_ladder(
         )
         exits.append(LayerExit(depth, head, confidence))
         run.report("training_routers", end_share)
-    return replace(
-        tables, exits=tuple(exits), draft_vocabulary=vocabulary.tokens if exits else None
-    )
+    return replace(tables, exits=tuple(exits), draft_vocabulary=vocabulary.tokens if exits else None)
 
 
 @dataclass(frozen=True)
@@ -110,9 +100,7 @@ def exit_samples(
                 reached = torch.zeros_like(one.choices, dtype=torch.bool)
                 if converged is not None:
                     reached = converged[one.positions]
-                labels = agreement(
-                    label, one.logits.argmax(-1).cpu(), one.choices.cpu(), reached.cpu()
-                )
+                labels = agreement(label, one.logits.argmax(-1).cpu(), one.choices.cpu(), reached.cpu())
                 scalars = scalar_features(one.logits, one.chain_places)
                 found.append(ConfidenceSamples(one.adapted.half().cpu(), scalars.cpu(), labels))
                 num_samples += len(labels)
@@ -120,9 +108,7 @@ def exit_samples(
             break
     if not found:
         return ConfidenceSamples(
-            torch.zeros(0, head.hidden_size),
-            torch.zeros(0, NUM_SCALARS),
-            torch.zeros(0, dtype=torch.bool),
+            torch.zeros(0, head.hidden_size), torch.zeros(0, NUM_SCALARS), torch.zeros(0, dtype=torch.bool)
         )
     return ConfidenceSamples(
         torch.cat([one.adapted for one in found]),
@@ -147,10 +133,7 @@ def train_confidence(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         confidence = ConfidenceHead(samples.adapted.shape[1], width)
-    num_held_out = max(
-        len(samples) // HELD_OUT_INTERVAL,
-        min(len(samples) // MIN_HELD_OUT_INTERVAL, MIN_HELD_OUT),
-    )
+    num_held_out = max(len(samples) // HELD_OUT_INTERVAL, min(len(samples) // MIN_HELD_OUT_INTERVAL, MIN_HELD_OUT))
     num_trained = len(samples) - num_held_out
     optimiser = torch.optim.AdamW(confidence.parameters(), lr=LEARNING_RATE, weight_decay=0.05)
     generator = torch.Generator().manual_seed(seed)
@@ -180,9 +163,7 @@ def train_confidence(
 
 
 @torch.no_grad()
-def calibrate_confidence(
-    confidence: ConfidenceHead, samples: ConfidenceSamples, first: int
-) -> None:
+def calibrate_confidence(confidence: ConfidenceHead, samples: ConfidenceSamples, first: int) -> None:
     """Platt scaling on samples[first:]: sets the slope (at least 0) and shift that minimise the log loss.
 
     A weak prior, worth PRIOR_SAMPLES towards slope 1 and one towards shift 0, bounds the influence of a handful of

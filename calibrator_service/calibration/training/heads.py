@@ -36,18 +36,14 @@ LOSS_SHARE = 0.02
 
 
 def fit_heads(
-    run: CalibrationRun,
-    runner: ContiguousRunner,
-    material: TrainingData,
-    vocabulary: DraftVocabulary,
+    run: CalibrationRun, runner: ContiguousRunner, material: TrainingData, vocabulary: DraftVocabulary
 ) -> dict[int, FusedHead]:
     """Depth -> head, rounded as published; trained heads are read from disk if an earlier run has trained them.
     Raises `Cancelled`."""
     ends = run.schedule
     run.report("training_heads", ends.risk_text)
     heads = {
-        depth: solve_head(one, run.plan.mlp_width).to(vocabulary.device)
-        for depth, one in material.moments.items()
+        depth: solve_head(one, run.plan.mlp_width).to(vocabulary.device) for depth, one in material.moments.items()
     }
     if not run.plan.trains:
         return {depth: _published(head) for depth, head in heads.items()}
@@ -117,9 +113,7 @@ def train_heads(
         betas=(0.9, 0.98),
         fused=device.type == "cuda" or None,
     )
-    kept = TrainingCheckpoint(
-        checkpoint, nn.ModuleDict({str(d): h for d, h in heads.items()}), optimiser
-    )
+    kept = TrainingCheckpoint(checkpoint, nn.ModuleDict({str(d): h for d, h in heads.items()}), optimiser)
     start = kept.load()
     start_s = time.monotonic()
     reported_s = -math.inf
@@ -130,9 +124,7 @@ def train_heads(
         for number, index in enumerate(batches):
             if should_stop():
                 raise Cancelled("stopped while the exit heads were trained")
-            share = (
-                place.epoch + (place.chunk + number / len(batches)) / len(chunks)
-            ) / params.epochs
+            share = (place.epoch + (place.chunk + number / len(batches)) / len(chunks)) / params.epochs
             by_time = (time.monotonic() - start_s) / params.seconds
             done = max(share, start.done + (1 - start.done) * by_time)
             if done >= 1.0:

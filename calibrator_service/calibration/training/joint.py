@@ -31,10 +31,7 @@ Position = tuple[list[Draft], int]
 
 
 def said_at(
-    ladder: Ladder,
-    chunks: Sequence[StateChunk],
-    sequences: Sequence[LabelledSequence],
-    vocabulary: DraftVocabulary,
+    ladder: Ladder, chunks: Sequence[StateChunk], sequences: Sequence[LabelledSequence], vocabulary: DraftVocabulary
 ) -> Iterator[Position]:
     """Up to MAX_POSITIONS positions of a split, with every proposer asked. `sequences`: as in `chain_agreement`."""
     exits = _exit_drafts(ladder, chunks, vocabulary) if ladder.exits else repeat(())
@@ -67,9 +64,7 @@ def _exit_drafts(
 
 
 @torch.no_grad()
-def _first_drafts(
-    one: LayerExit, chunk: StateChunk, vocabulary: DraftVocabulary, num_layers: int
-) -> Iterator[Draft]:
+def _first_drafts(one: LayerExit, chunk: StateChunk, vocabulary: DraftVocabulary, num_layers: int) -> Iterator[Draft]:
     device = one.confidence.slope.device
     for index in torch.arange(len(chunk)).split(PASS_SIZE):
         output = next(chain_outputs(one.depth, one.head, chunk, index, vocabulary, num_layers))
@@ -94,8 +89,6 @@ def fit_joint(positions: Iterable[Position]) -> JointWeights:
     fitted = {}
     for case in CASES:
         features = torch.tensor(samples[case], dtype=torch.float64).reshape(-1, 3)
-        found = fit_logistic(
-            features, torch.tensor(right[case]), DEFAULT_WEIGHTS.of(case), (PRECISION,) * 3
-        )
+        found = fit_logistic(features, torch.tensor(right[case]), DEFAULT_WEIGHTS.of(case), (PRECISION,) * 3)
         fitted[case] = [min(max(weight, -MAX_WEIGHT), MAX_WEIGHT) for weight in found]
     return JointWeights.from_json(fitted)

@@ -10,9 +10,7 @@ STEPS, LEAST_STEP = 50, 1e-6
 
 
 @torch.no_grad()
-def fit_logistic(
-    features: Tensor, target: Tensor, prior: Sequence[float], precision: Sequence[float]
-) -> list[float]:
+def fit_logistic(features: Tensor, target: Tensor, prior: Sequence[float], precision: Sequence[float]) -> list[float]:
     """The weights of `features` [N, K] that minimise the log loss of `target` [N] plus precision * (weight - prior)^2 /
     2, by Newton's method.
 

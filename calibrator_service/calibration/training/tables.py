@@ -24,9 +24,7 @@ class TableSample:
     agreed: bool
 
 
-def labelled_positions(
-    ladder: Ladder, sequence: LabelledSequence
-) -> Iterator[tuple[TableProposer, int, int]]:
+def labelled_positions(ladder: Ladder, sequence: LabelledSequence) -> Iterator[tuple[TableProposer, int, int]]:
     """(tables that know the tokens up to the position, the position, the full model's choice after it), for each
     labelled one."""
     tokens, choices = sequence.tokens.tolist(), sequence.choices.tolist()

@@ -6,13 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from shared.engine.drafting.ahead import Ahead
-from shared.engine.drafting.planner import (
-    MAX_TREE_TOKENS,
-    MIN_SURVIVAL,
-    BranchDrafts,
-    PassCosts,
-    least_survival,
-)
+from shared.engine.drafting.planner import MAX_TREE_TOKENS, MIN_SURVIVAL, BranchDrafts, PassCosts, least_survival
 from shared.engine.drafting.speculation import Speculation
 from shared.engine.request.sequence import DecodingSequence
 from shared.errors import Corrupt
@@ -37,13 +31,7 @@ class DraftBuilder:
     """
 
     def __init__(
-        self,
-        sequence: DecodingSequence,
-        costs: PassCosts,
-        num_sequences: int,
-        *,
-        drafts: bool,
-        branches: bool = False,
+        self, sequence: DecodingSequence, costs: PassCosts, num_sequences: int, *, drafts: bool, branches: bool = False
     ) -> None:
         policy = sequence.request.policy
         state_depths = sequence.ladder.state_depths if sequence.ladder else ()
@@ -76,11 +64,7 @@ class DraftBuilder:
         self._only_forced = not drafts and sequence.may_skip_drafting
         # Whether proposers have a say in the next position: not where a constraint leaves no choice.
         self.is_open = not self._only_forced
-        if (
-            policy.name == "full"
-            or sequence.ladder is None
-            or (self._only_forced and sequence.grammar is None)
-        ):
+        if policy.name == "full" or sequence.ladder is None or (self._only_forced and sequence.grammar is None):
             self._room = 0
         # If the caller asked for a fixed number of drafts, they are made whether they pay or not.
         self._least_survival = MIN_SURVIVAL

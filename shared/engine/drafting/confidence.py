@@ -33,9 +33,7 @@ def log_odds(probability: float) -> float:
     return math.log(probability / (1.0 - probability))
 
 
-def cases(
-    drafts: Sequence[Draft], rating: Callable[[Draft], float]
-) -> Iterator[tuple[Draft, str, Draft | None]]:
+def cases(drafts: Sequence[Draft], rating: Callable[[Draft], float]) -> Iterator[tuple[Draft, str, Draft | None]]:
     """Per token that is proposed for a position: its draft, the case (of `JointWeights`, or TABLE_ALONE), and the other
     proposer's draft.
 
@@ -51,9 +49,7 @@ def cases(
         held = own.get(draft.token)
         if held is None or rated > held[0]:
             own[draft.token] = rated, draft
-    best_table, best_exit = (
-        max(own.values(), key=itemgetter(0), default=(0.0, None))[1] for own in (tables, exits)
-    )
+    best_table, best_exit = (max(own.values(), key=itemgetter(0), default=(0.0, None))[1] for own in (tables, exits))
     for token, (_, draft) in (exits | tables).items():
         if token in tables and token in exits:
             yield draft, AGREE, exits[token][1]

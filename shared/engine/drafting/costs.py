@@ -44,18 +44,14 @@ EXIT_TOKENS = 8
 class CostMeter:
     """Measures the costs that the planner weighs. A subclass may return costs that are known already."""
 
-    def measure_passes(
-        self, runner: Runner, *, between: Callable[[], None] = lambda: None
-    ) -> PassCosts:
+    def measure_passes(self, runner: Runner, *, between: Callable[[], None] = lambda: None) -> PassCosts:
         """The costs of passes, without those of exits. Calls `between` before each pass; an exception that it raises
         ends the measurement."""
         verify = measure_verify(runner, between=between)
         trim_heap()  # wide passes take the most memory of a start
         return PassCosts(verify, wide=measure_wide(runner, verify, between=between))
 
-    def measure_exits(
-        self, runner: Runner, ladder: BoundLadder
-    ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
+    def measure_exits(self, runner: Runner, ladder: BoundLadder) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
         """The costs of a ladder's layer exits. See `exit_timings`."""
         return exit_timings(runner, ladder)
 
@@ -64,9 +60,7 @@ class RememberingMeter(CostMeter):
     """Returns the costs of passes that an earlier start has measured, with the same build on the same machine, until
     they are old."""
 
-    def measure_passes(
-        self, runner: Runner, *, between: Callable[[], None] = lambda: None
-    ) -> PassCosts:
+    def measure_passes(self, runner: Runner, *, between: Callable[[], None] = lambda: None) -> PassCosts:
         facts, name = runner.loaded.facts, f"costs, {runner.loaded.context_length}"
         known = facts.earlier.get(name)
         if known is not None and 0 <= time.time() - known["measured_s"] < REMEMBERED_S:
@@ -79,10 +73,7 @@ class RememberingMeter(CostMeter):
 
 
 def measure_verify(
-    runner: Runner,
-    *,
-    most_tokens: int = MAX_PASS_TOKENS,
-    between: Callable[[], None] = lambda: None,
+    runner: Runner, *, most_tokens: int = MAX_PASS_TOKENS, between: Callable[[], None] = lambda: None
 ) -> tuple[float, ...]:
     """Seconds of a pass over 1..`most_tokens` tokens through all layers and the head, smoothed: see `smoothed`.
 
@@ -101,11 +92,7 @@ def measure_verify(
 
     # Interleaved, so that a slow moment of the machine does not affect one width only.
     widths = range(1, widest + 1)
-    rounds = _repeated(
-        lambda: [_seconds(partial(verify_pass, width)) for width in widths],
-        MIN_REPEATS,
-        REPEATS,
-    )
+    rounds = _repeated(lambda: [_seconds(partial(verify_pass, width)) for width in widths], MIN_REPEATS, REPEATS)
     return smoothed([min(column) for column in zip(*rounds, strict=True)])
 
 
@@ -153,10 +140,7 @@ def smoothed(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def exit_timings(
-    runner: Runner,
-    ladder: BoundLadder,
-    *,
-    repeats: int = REPEATS,
+    runner: Runner, ladder: BoundLadder, *, repeats: int = REPEATS
 ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
     """Measures, `repeats` times, the costs of taking tokens from the embedding to each layer exit and through its head
     and confidence head.
@@ -172,18 +156,13 @@ def exit_timings(
     ids = torch.ones(1, context + num_together, dtype=torch.long, device=loaded.device)
     runner.run(ids[:, :context], cache, first=0, last=runner.num_layers, base=0)
     tokens = ids[:, :num_together]
-    settled = torch.randn(
-        num_together, NUM_STATES, loaded.hidden_size, device=loaded.device, dtype=loaded.model.dtype
-    )
+    settled = torch.randn(num_together, NUM_STATES, loaded.hidden_size, device=loaded.device, dtype=loaded.model.dtype)
 
     def ask_exit(index: int, depth: int, count: int) -> list[Draft]:
         entering: Sequence[Tensor | None] = [None] * count
         if depth in ladder.state_depths:
             own = tokens[:, :count]
-            if depth:
-                states = runner.run(own, cache, first=0, last=depth, base=context)
-            else:
-                states = runner.embed(own, context)
+            states = runner.run(own, cache, first=0, last=depth, base=context) if depth else runner.embed(own, context)
             entering = states[0].split(1)
         starts = [
             ChainStart([1], 0, 1, 1.0, 1.0, 0.0, state, begin)

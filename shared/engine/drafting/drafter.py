@@ -6,11 +6,7 @@ from itertools import product
 
 from shared.engine.drafting.builder import DraftBuilder
 from shared.engine.drafting.confidence import Confidence
-from shared.engine.drafting.planner import (
-    PassCosts,
-    exit_gain_s,
-    select_sequences,
-)
+from shared.engine.drafting.planner import PassCosts, exit_gain_s, select_sequences
 from shared.engine.drafting.speculation import Speculation, advance_to
 from shared.engine.failure import attempt, fail_all
 from shared.engine.request.request import GenerationRequest
@@ -39,9 +35,7 @@ class Drafter:
         sampling, margin = request.sampling, request.policy.margin is not None
         return self._confidence[sampling.is_greedy, sampling.changes_scores, margin]
 
-    def builder(
-        self, sequence: DecodingSequence, num_sequences: int, *, drafts: bool
-    ) -> DraftBuilder:
+    def builder(self, sequence: DecodingSequence, num_sequences: int, *, drafts: bool) -> DraftBuilder:
         """The builder of a sequence's chain. See `draft_chains`."""
         branches = self._runner.supports_ragged
         return DraftBuilder(sequence, self.costs, num_sequences, drafts=drafts, branches=branches)
@@ -51,11 +45,7 @@ class Drafter:
         tokens share a pass."""
         assert self.ladder is not None
         for index, depth in enumerate(self.ladder.depths):
-            without = [
-                builder
-                for builder in builders
-                if builder.is_open and not builder.ahead[index].has_drafts
-            ]
+            without = [builder for builder in builders if builder.is_open and not builder.ahead[index].has_drafts]
             asked = self._worth_asking(index, depth, without, num_sequences)
             if asked:
                 self._propose(self.ladder, index, asked)
@@ -65,9 +55,7 @@ class Drafter:
                     said = [head_draft.draft, *head_draft.others]
                     attempt(builder.sequence, builder.consider, said)
 
-    def _propose(
-        self, ladder: BoundLadder, index: int, asked: Sequence[tuple[DraftBuilder, float]]
-    ) -> None:
+    def _propose(self, ladder: BoundLadder, index: int, asked: Sequence[tuple[DraftBuilder, float]]) -> None:
         """The exit drafts the asked chains on in one call, each as long as a draft is expected to save its share of the
         time: what it saves is proportional to survival."""
         depth = ladder.depths[index]
@@ -99,9 +87,7 @@ class Drafter:
         gains_s = [
             exit_gain_s(
                 builder.survival,
-                builder.sequence.confidence.expected_gain(
-                    exit_name(depth), agreement, builder.best_probability
-                ),
+                builder.sequence.confidence.expected_gain(exit_name(depth), agreement, builder.best_probability),
                 self.costs,
                 num_sequences,
                 builder.tokens_per_pass,
@@ -122,9 +108,7 @@ def draft_chains(
     `may_skip_drafting`). There may be several only if the runner supports ragged batches. A sequence that fails has a
     `failure` afterwards: alone if the work was its own, with all that shared an exit if the exit failed.
     """
-    builders = [
-        sequence.drafter.builder(sequence, num_sequences, drafts=drafts) for sequence in sequences
-    ]
+    builders = [sequence.drafter.builder(sequence, num_sequences, drafts=drafts) for sequence in sequences]
     going = [builder for builder in builders if builder.wants_more]
     while going:
         by_drafter: defaultdict[Drafter, list[DraftBuilder]] = defaultdict(list)
@@ -138,9 +122,7 @@ def draft_chains(
             except Exception as error:
                 fail_all([builder.sequence for builder in asking], error, "asking exits failed for")
         going = [
-            builder
-            for builder in going
-            if builder.sequence.failure is None and builder.extend() and builder.wants_more
+            builder for builder in going if builder.sequence.failure is None and builder.extend() and builder.wants_more
         ]
     for builder in builders:
         if builder.sequence.failure is None:
@@ -151,8 +133,6 @@ def draft_chains(
 def keep_embeddings(chains: Sequence[Speculation], runner: Runner) -> None:
     """Completes `kept[0]` of the chains: the states at depth 0 of all their tokens."""
     missing = [(chain, i) for chain in chains for i in range(len(chain.kept[0]), len(chain.tokens))]
-    states = runner.embed_tokens(
-        [chain.tokens[i] for chain, i in missing], [chain.base + i for chain, i in missing]
-    )
+    states = runner.embed_tokens([chain.tokens[i] for chain, i in missing], [chain.base + i for chain, i in missing])
     for (chain, _), state in zip(missing, states, strict=True):
         chain.kept[0].append(state)

@@ -26,10 +26,7 @@ class LadderCache:
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        max_ladders: int = MAX_BOUND_LADDERS,
-        cost_meter: CostMeter | None = None,
+        self, runner: Runner, max_ladders: int = MAX_BOUND_LADDERS, cost_meter: CostMeter | None = None
     ) -> None:
         self.in_use: Callable[[], Collection[int]] = lambda: ()
         self._runner = runner

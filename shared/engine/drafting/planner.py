@@ -75,10 +75,7 @@ def least_survival(costs: PassCosts, num_sequences: int) -> float:
     of many, because costs may rise in steps.
     """
     cost = costs.of_pass(num_sequences)
-    growth = min(
-        (costs.of_pass(num_sequences + count) - cost) / count
-        for count in (1, max(costs.max_drafts, 1))
-    )
+    growth = min((costs.of_pass(num_sequences + count) - cost) / count for count in (1, max(costs.max_drafts, 1)))
     return min(max(num_sequences * growth / cost, MIN_SURVIVAL), 1.0)
 
 

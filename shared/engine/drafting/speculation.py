@@ -94,11 +94,7 @@ class Speculation:
         """A range of the tokens as part of a pass."""
         branches = [Branch(self.base + 1 + b.place, len(b.drafts)) for b in self.branches]
         return RaggedSequence(
-            self.sequence.cache,
-            self.base + part.start,
-            part.stop - part.start,
-            tuple(branches),
-            self.read_length,
+            self.sequence.cache, self.base + part.start, part.stop - part.start, tuple(branches), self.read_length
         )
 
     def tokens_below(self, depth: int) -> tuple[slice, int]:
@@ -143,10 +139,7 @@ class Speculation:
         """Of the verdicts on its trials."""
         of_trunk, *of_branches = verdicts
         for number, branch in enumerate(self.branches):
-            if (
-                branch.place == of_trunk.num_accepted
-                and branch.drafts[0].token == of_trunk.tokens[-1]
-            ):
+            if branch.place == of_trunk.num_accepted and branch.drafts[0].token == of_trunk.tokens[-1]:
                 return of_trunk.with_branch(number, of_branches[number])
         return of_trunk
 
@@ -237,9 +230,7 @@ def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> Captu
     tokens = [token for speculation, part in parts for token in speculation.tokens[part]]
     ids, hidden = runner.ids(tokens), None
     if first:
-        entering = [
-            s for speculation, part in parts for s in speculation.states[part] if s is not None
-        ]
+        entering = [s for speculation, part in parts for s in speculation.states[part] if s is not None]
         hidden = torch.stack(entering)[None]
     wants = any(first < depth < last for speculation, _ in parts for depth in speculation.kept)
     captured: CapturedStates = {}
@@ -258,12 +249,7 @@ def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> Captu
     else:
         sequences = [speculation.part_of_pass(part) for speculation, part in parts]
         states = runner.run_ragged(
-            ids,
-            sequences,
-            first=first,
-            last=last,
-            hidden=hidden,
-            captured=captured if wants else None,
+            ids, sequences, first=first, last=last, hidden=hidden, captured=captured if wants else None
         )
     for speculation, part in parts:
         speculation.num_layer_executions += last - first

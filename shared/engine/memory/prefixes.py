@@ -144,8 +144,7 @@ class Prefixes:
         prompt = self._prompt_of(reader)
         wanted = reader.num_settled + MIN_SHARED
         return self.is_enabled and any(
-            common_prefix(prompt, self._marked(other.given_key, other.read_length)) >= wanted
-            for other in reading
+            common_prefix(prompt, self._marked(other.given_key, other.read_length)) >= wanted for other in reading
         )
 
     def match_length(self, given_key: bytes) -> int:

@@ -26,8 +26,7 @@ def log_evidence(num_checked: int, num_differing: int, bound: float) -> float:
     for step in range(1, _GRID + 1):
         p = bound + (1 - bound) * (step / (_GRID + 1)) ** 2
         logs.append(
-            num_differing * math.log(p / bound)
-            + (num_checked - num_differing) * math.log((1 - p) / (1 - bound))
+            num_differing * math.log(p / bound) + (num_checked - num_differing) * math.log((1 - p) / (1 - bound))
         )
     largest = max(logs)
     return largest + math.log(math.fsum(math.exp(value - largest) for value in logs) / _GRID)

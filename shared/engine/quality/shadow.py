@@ -83,13 +83,7 @@ class Shadow:
     does not improve by itself, and new evidence would need requests that it serves, and would fail again.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        prefixes: Prefixes,
-        *,
-        share: float = 0.0,
-    ) -> None:
+    def __init__(self, runner: Runner, prefixes: Prefixes, *, share: float = 0.0) -> None:
         self.counts: dict[Stratum, ShadowCounts] = {}
         self.num_served_exact: dict[int, int] = {}
         self._runner = runner
@@ -180,9 +174,7 @@ class Shadow:
             self._drop()
             return None
         # Caches that are kept for reuse give way to the check.
-        self._prefixes.shrink_to(
-            max_tokens - round_up_to_blocks(len(tokens), self._runner.block_tokens)
-        )
+        self._prefixes.shrink_to(max_tokens - round_up_to_blocks(len(tokens), self._runner.block_tokens))
         check = self._check = _Check(
             request.given_key,
             tokens,
@@ -211,12 +203,7 @@ class Shadow:
         runner = self._runner
         ids = runner.ids(piece)
         states = runner.run(
-            ids,
-            check.cache,
-            first=0,
-            last=runner.num_layers,
-            base=start,
-            read_length=check.read_length,
+            ids, check.cache, first=0, last=runner.num_layers, base=start, read_length=check.read_length
         )[0]
         check.num_settled += len(piece)
         skipped = max(check.num_prompt_tokens - 1 - start, 0)

@@ -6,11 +6,7 @@ from itertools import chain
 
 from shared.engine.memory.budget import round_up_to_blocks
 from shared.engine.request.prefill_rate import PrefillRate
-from shared.engine.request.prompt import (
-    check_prediction,
-    check_prompt_ids,
-    check_token_ids,
-)
+from shared.engine.request.prompt import check_prediction, check_prompt_ids, check_token_ids
 from shared.engine.request.request import DEFAULT_MAX_TOKENS, GenerationRequest
 from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, PreconditionFailed
 from shared.ladder.ladder import Ladder
@@ -64,9 +60,7 @@ class Admission:
         num_tokens = max_num_tokens(request, self._loaded.context_length)
         return round_up_to_blocks(num_tokens, self._block_tokens)
 
-    def check(
-        self, request: GenerationRequest, ladder: Ladder | None, num_known: Callable[[], int]
-    ) -> None:
+    def check(self, request: GenerationRequest, ladder: Ladder | None, num_known: Callable[[], int]) -> None:
         """`num_known` returns how many tokens of the prompt are cached; it is called only if the deadline is close.
 
         Raises `InvalidInput`, `PromptTooLong`, `PreconditionFailed` (reason ROUTER_REQUIRED), `RouterMismatch`,
@@ -114,9 +108,7 @@ class Admission:
                     )
         most = max_answer_tokens(request, self._loaded.context_length)
         if sampling.min_tokens > most:
-            raise InvalidInput(
-                f"min_tokens is {sampling.min_tokens}; the answer may have {most} tokens"
-            )
+            raise InvalidInput(f"min_tokens is {sampling.min_tokens}; the answer may have {most} tokens")
         ends = request.stopping.end_token_ids(self._loaded.eos_token_ids)
         num_ends = len(ends) if sampling.min_tokens else 0
         # Where nothing is allowed, the model could choose no token.
@@ -137,9 +129,7 @@ class Admission:
                 metadata={"available": str(room)},
             )
         if request.logprobs is not None and request.logprobs > self._loaded.vocabulary_size:
-            raise InvalidInput(
-                f"logprobs is {request.logprobs}; the model has {self._loaded.vocabulary_size} tokens"
-            )
+            raise InvalidInput(f"logprobs is {request.logprobs}; the model has {self._loaded.vocabulary_size} tokens")
         if request.policy.min_layers > self._loaded.num_layers:
             raise InvalidInput(
                 f"min_layers is {request.policy.min_layers}; the model has {self._loaded.num_layers} layers"
@@ -147,7 +137,6 @@ class Admission:
         if request.policy.name != "full":
             if ladder is None:
                 raise PreconditionFailed(
-                    f"policy {request.policy.name} needs a router, and none is loaded",
-                    reason="ROUTER_REQUIRED",
+                    f"policy {request.policy.name} needs a router, and none is loaded", reason="ROUTER_REQUIRED"
                 )
             ladder.check_model(self._loaded)

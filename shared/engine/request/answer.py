@@ -20,10 +20,7 @@ class Answer:
     """
 
     def __init__(
-        self,
-        request: GenerationRequest,
-        loaded: LoadedModel,
-        constraint: ConstraintState | None = None,
+        self, request: GenerationRequest, loaded: LoadedModel, constraint: ConstraintState | None = None
     ) -> None:
         self.max_tokens = max_answer_tokens(request, loaded.context_length)
         self.num_tokens = 0

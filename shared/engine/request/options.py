@@ -37,9 +37,7 @@ _GROUPS = {"sampling": SamplingParams, "policy": DepthPolicy, "constraint": Cons
 _OTHER_NAMES = {"max_new_tokens": "max_tokens", "max_length": "max_tokens", "stop": "stop_strings"}
 
 
-def request_of(
-    loaded: LoadedModel, prompt: Prompt, options: Mapping[str, Any]
-) -> GenerationRequest:
+def request_of(loaded: LoadedModel, prompt: Prompt, options: Mapping[str, Any]) -> GenerationRequest:
     """The request for one prompt. Raises `InvalidInput` (reason UNKNOWN_OPTION, `metadata["option"]`; or another) and
     `PromptTooLong`."""
     known = RequestOptions.__annotations__
@@ -84,8 +82,4 @@ def _unknown(name: str) -> InvalidInput:
         known = list(RequestOptions.__annotations__)
         meant = _OTHER_NAMES.get(name) or next(iter(get_close_matches(name, known, 1)), None)
         hint = f"did you mean {meant}?" if meant else f"there are: {', '.join(known)}"
-    return InvalidInput(
-        f"a request has no option {name}: {hint}",
-        reason="UNKNOWN_OPTION",
-        metadata={"option": name},
-    )
+    return InvalidInput(f"a request has no option {name}: {hint}", reason="UNKNOWN_OPTION", metadata={"option": name})

@@ -44,11 +44,7 @@ def decode_prompt(loaded: LoadedModel, ids: Sequence[int]) -> str:
     """Its text without special tokens. Raises `InvalidInput` (reason NO_TOKENIZER)."""
     if loaded.tokenizer is None:
         raise InvalidInput("this model has no tokenizer, so no text", reason="NO_TOKENIZER")
-    return str(
-        loaded.tokenizer.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-    )
+    return str(loaded.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _as_list(prompt: Any) -> list[Any]:
@@ -136,9 +132,7 @@ def _prediction_too_long(loaded: LoadedModel) -> InvalidInput:
 
 def _encode_chat(loaded: LoadedModel, chat: Chat) -> list[int]:
     if loaded.tokenizer is None or not has_template(loaded.tokenizer):
-        raise InvalidInput(
-            "this model has no chat template; send text or token ids", reason="NO_CHAT_TEMPLATE"
-        )
+        raise InvalidInput("this model has no chat template; send text or token ids", reason="NO_CHAT_TEMPLATE")
     _check_characters(loaded, chat.num_characters)
     return render(loaded.tokenizer, chat)
 

@@ -34,24 +34,18 @@ class StoppingParams:
         if self.max_tokens is not None and self.max_tokens < 0:
             raise InvalidInput(f"max_tokens is {self.max_tokens}; it must be at least 0")
         if isinstance(self.stop_strings, str):
-            raise InvalidInput(
-                f"stop_strings is the text {self.stop_strings!r}; it must be a list of texts"
-            )
+            raise InvalidInput(f"stop_strings is the text {self.stop_strings!r}; it must be a list of texts")
         # Frozen from here on; this is still construction.
         object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
         object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
         if len(self.stop_strings) > MAX_STOP_STRINGS:
-            raise InvalidInput(
-                f"{len(self.stop_strings)} stop strings; at most {MAX_STOP_STRINGS} are allowed"
-            )
+            raise InvalidInput(f"{len(self.stop_strings)} stop strings; at most {MAX_STOP_STRINGS} are allowed")
         for stop in self.stop_strings:
             if not isinstance(stop, str):
                 raise InvalidInput(f"a stop string is {stop!r}; it must be a text")
             # "replace": a lone surrogate has no bytes of its own.
             if not 0 < len(stop.encode(errors="replace")) <= MAX_STOP_STRING_BYTES:
-                raise InvalidInput(
-                    f"a stop string must have 1 to {MAX_STOP_STRING_BYTES} bytes of UTF-8"
-                )
+                raise InvalidInput(f"a stop string must have 1 to {MAX_STOP_STRING_BYTES} bytes of UTF-8")
 
     def end_token_ids(self, eos_token_ids: Collection[int]) -> frozenset[int]:
         """The tokens that end an answer of a model with these end-of-sequence tokens."""
@@ -108,9 +102,7 @@ class GenerationRequest:
                 raise InvalidInput("token ids must be integers") from error
             object.__setattr__(self, name, ids)  # frozen from here on; this is still construction
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
-            raise InvalidInput(
-                f"priority is {self.priority}; it must be in [{-MAX_PRIORITY}, {MAX_PRIORITY}]"
-            )
+            raise InvalidInput(f"priority is {self.priority}; it must be in [{-MAX_PRIORITY}, {MAX_PRIORITY}]")
         if math.isnan(self.deadline_s):
             raise InvalidInput("deadline_s is NaN; it must be a time, or infinite for none")
         for name in ("logprobs", "prompt_logprobs"):
@@ -123,9 +115,7 @@ class GenerationRequest:
         if self.logprobs is not None and is_unverified:
             raise InvalidInput("logprobs need policy full or exact, or relaxed with a margin")
         if self.constraint is not None and self.stopping.ignore_eos:
-            raise InvalidInput(
-                "a constraint and ignore_eos exclude each other: an end-of-sequence token ends the text"
-            )
+            raise InvalidInput("a constraint and ignore_eos exclude each other: an end-of-sequence token ends the text")
         if self.constraint is not None and (self.sampling.min_tokens or self.sampling.bad_words):
             raise InvalidInput(
                 "a constraint excludes min_tokens and bad_words: it may leave only tokens that they forbid"

@@ -10,13 +10,7 @@ from torch import Tensor
 
 from shared.engine.request.answer import Answer
 from shared.engine.request.handle import OnStates
-from shared.engine.request.request import (
-    DepthStatistics,
-    Finished,
-    GeneratedToken,
-    GenerationRequest,
-    TokenChunk,
-)
+from shared.engine.request.request import DepthStatistics, Finished, GeneratedToken, GenerationRequest, TokenChunk
 from shared.engine.statistics import CountedProgress
 from shared.errors import NeapError
 from shared.ladder.grammar_proposer import GrammarProposer

@@ -16,11 +16,7 @@ class Detokenizer:
     Special tokens have no text, apart from `shown_special_ids`.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None,
-        shown_special_ids: Collection[int] = (),
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, shown_special_ids: Collection[int] = ()) -> None:
         # transformers takes ten times as long around the same call of the tokenizer.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._options: dict[str, bool] = {"skip_special_tokens": not shown_special_ids}

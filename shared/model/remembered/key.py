@@ -77,14 +77,10 @@ def sample_of(files: Iterable[Path]) -> str:
 
 def content_of(files: Iterable[Path]) -> str:
     """A digest of the names and all bytes of the files. Raises `OSError`."""
-    pieces = [
-        (path, start) for path in files for start in range(0, path.stat().st_size or 1, _PIECE)
-    ]
+    pieces = [(path, start) for path in files for start in range(0, path.stat().st_size or 1, _PIECE)]
     with ThreadPoolExecutor(usable_cpus()) as pool:
         digests = list(pool.map(_piece_digest, pieces))
-    named = [
-        [path.name, start, digest] for (path, start), digest in zip(pieces, digests, strict=True)
-    ]
+    named = [[path.name, start, digest] for (path, start), digest in zip(pieces, digests, strict=True)]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
@@ -102,9 +98,7 @@ def build_of() -> dict[str, Any]:
         "versions": {name: importlib.metadata.version(name) for name in _DISTRIBUTIONS},
         "torch": torch.version.git_version,
         "python": platform.python_version(),
-        "libc": os.confstr("CS_GNU_LIBC_VERSION")
-        if "CS_GNU_LIBC_VERSION" in os.confstr_names
-        else "",
+        "libc": os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else "",
         "processor": _processor(),
         "paths": [ops.cpu_isa(), torch.backends.cpu.get_cpu_capability()],
         "threads": [torch.get_num_threads(), usable_cpus()],

@@ -90,14 +90,10 @@ class MappedFile:
             ends = [place + count for place, count, _ in table.values()]
             if not ends or max(ends) != size:
                 raise ValueError("it does not have the size that was written")
-            mapped = mmap.mmap(
-                file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
-            )
+            mapped = mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         self._mapped, self._bytes = mapped, torch.frombuffer(mapped, dtype=torch.uint8)
         self._table = table
-        self.matrices = {
-            name: self._bytes[place : place + count] for name, (place, count, _) in table.items()
-        }
+        self.matrices = {name: self._bytes[place : place + count] for name, (place, count, _) in table.items()}
 
     def checked(self) -> "Future[bool]":
         """Begins to compare all checksums. Whether they agree. It reads the whole file, and brings it into the system's

@@ -27,15 +27,7 @@ import structlog
 
 from shared.files import write_atomically
 from shared.model.remembered.facts import Facts
-from shared.model.remembered.key import (
-    State,
-    content_of,
-    files_of,
-    is_settled,
-    key_of,
-    sample_of,
-    state_of,
-)
+from shared.model.remembered.key import State, content_of, files_of, is_settled, key_of, sample_of, state_of
 from shared.model.remembered.packed import MappedFile, PackedMatrices, Table
 
 log = structlog.get_logger("neap.model")
@@ -48,9 +40,7 @@ _ABANDONED_S = 3600.0
 class Entry:
     """What is known of one model, loaded in one way. `facts` and `matrices` are empty if nothing is known yet."""
 
-    def __init__(
-        self, store: "StartStore", folder: Path, files: tuple[Path, ...], state: State
-    ) -> None:
+    def __init__(self, store: "StartStore", folder: Path, files: tuple[Path, ...], state: State) -> None:
         self._store, self._folder, self._files, self._state = store, folder, files, state
         self._table: Table = {}
         self._kept: dict[str, Any] = {}
@@ -90,9 +80,7 @@ class Entry:
 
     def _discard(self, why: Exception) -> None:
         log.warning(
-            "what an earlier start remembered is damaged; it is made anew",
-            folder=str(self._folder),
-            reason=str(why),
+            "what an earlier start remembered is damaged; it is made anew", folder=str(self._folder), reason=str(why)
         )
         shutil.rmtree(self._folder, ignore_errors=True)
         self._table, self._kept, self._mapped = {}, {}, None
@@ -137,11 +125,7 @@ class Entry:
 
     def _write_facts(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        record = {
-            "key": self._folder.name,
-            "facts": self.facts.values,
-            "packed": self._table,
-        }
+        record = {"key": self._folder.name, "facts": self.facts.values, "packed": self._table}
         data = json.dumps(record | {"digest": _digest(record)}).encode()
         write_atomically(self._folder / _FACTS, data)
         self._kept = dict(self.facts.values)

@@ -66,9 +66,7 @@ class AccelerationReport:
     left_alone: Mapping[str, str]
     embeddings: int
     experts: int  # modules whose experts are multiplied one by one
-    row_invariant: (
-        int  # modules that keep their own forward, with torch's functions made row-invariant
-    )
+    row_invariant: int  # modules that keep their own forward, with torch's functions made row-invariant
     formats: Mapping[str, int]
     widened: Mapping[str, str]
 
@@ -99,9 +97,7 @@ def accelerate(
     plain = quantisation(model.config) is None  # modules of other packages are left alone
     for name, parameter in model.named_parameters() if plain else ():
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
-            raise ValueError(
-                f"{name} is {parameter.dtype} on {parameter.device}, want float32 on cpu"
-            )
+            raise ValueError(f"{name} is {parameter.dtype} on {parameter.device}, want float32 on cpu")
     facts = facts or Facts()
     proven: dict[str, Any] = facts.values.get(_PROVEN, {})
     run = Substitutions(model, proven.get("modules"))
@@ -210,9 +206,7 @@ def _dequantise_the_rest(run: Substitutions) -> dict[str, str]:
             stored = lazy(parameter)
             if stored is None or stored.memory:
                 continue
-            if isinstance(
-                module, nn.Embedding
-            ):  # its own forward looks rows up in the packed matrix
+            if isinstance(module, nn.Embedding):  # its own forward looks rows up in the packed matrix
                 run.pack(module)
                 continue
             run.dequantise(name, module, key)
@@ -235,17 +229,13 @@ def _substitute_rotary(run: Substitutions) -> Iterator[str]:
         except Unsuitable as reason:
             run.left_alone[f"{file}.{rotary.FUNCTION}"] = str(reason)
             continue
-        release = weakref.finalize(
-            run.model, rotary.release, file
-        )  # also if `restore` is never called
+        release = weakref.finalize(run.model, rotary.release, file)  # also if `restore` is never called
         release.atexit = False
         run.undo.append(release)
         yield file
 
 
-def _substitute_attention(
-    run: Substitutions, expected: Tensor, calls: Callers
-) -> tuple[bool, float]:
+def _substitute_attention(run: Substitutions, expected: Tensor, calls: Callers) -> tuple[bool, float]:
     """Whether the model runs neap's attention, and the error of its logits with the attention that it runs.
     `calls`: what has been watched, which is to be that of this attention alone."""
     model, before = run.model, run.model.config._attn_implementation
@@ -274,9 +264,7 @@ def _attend_as_proven(run: Substitutions, reason: str | None) -> bool:
         run.left_alone["attention"] = reason
         return False
     attention.register()
-    run.undo.append(
-        partial(run.model.set_attn_implementation, run.model.config._attn_implementation)
-    )
+    run.undo.append(partial(run.model.set_attn_implementation, run.model.config._attn_implementation))
     run.model.set_attn_implementation(attention.NAME)
     return True
 

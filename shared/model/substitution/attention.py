@@ -79,12 +79,7 @@ def _ragged_mask(spans: Sequence[Span], **kwargs: Any) -> RaggedMask:
     masks = []
     for span in spans:
         mask = attention_mask(
-            1,
-            span.num_tokens,
-            span.base + span.num_tokens,
-            q_offset=span.start,
-            kv_offset=span.origin,
-            **kwargs,
+            1, span.num_tokens, span.base + span.num_tokens, q_offset=span.start, kv_offset=span.origin, **kwargs
         )
         assert not isinstance(mask, RaggedMask)
         masks.append(nothing if mask is None else mask)
@@ -104,9 +99,7 @@ def _as_bool(mask: Tensor) -> Tensor:
         return mask
     visible = mask == 0
     if not bool((visible | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
-        raise NotImplementedError(
-            "attention 'neap' supports masks that show or hide a position, but not biases"
-        )
+        raise NotImplementedError("attention 'neap' supports masks that show or hide a position, but not biases")
     return visible
 
 
@@ -148,9 +141,7 @@ def attention(
     else:
         causal, attention_mask = False, _as_bool(attention_mask)
     key, value = _with_contiguous_rows(key), _with_contiguous_rows(value)
-    out = ops.contiguous_attention(
-        query, key, value, key.shape[2], attention_mask, bool(causal), scaling, softcap
-    )
+    out = ops.contiguous_attention(query, key, value, key.shape[2], attention_mask, bool(causal), scaling, softcap)
     return out, None
 
 

@@ -30,17 +30,10 @@ class LayerCompiler:
         forward was replaced."""
         layer = getattr(forward, "__self__", None)
         if layer is None or getattr(forward, "__func__", None) is not type(layer).forward:
-            raise UnsupportedModel(
-                f"layer {index} does not run the forward of its class", reason="PAGES_NOT_SUPPORTED"
-            )
+            raise UnsupportedModel(f"layer {index} does not run the forward of its class", reason="PAGES_NOT_SUPPORTED")
         kind = type(layer)
         if kind not in self._by_class:
-            self._by_class[kind] = torch.compile(
-                kind.forward,
-                fullgraph=True,
-                dynamic=False,
-                backend=self._backend,
-            )
+            self._by_class[kind] = torch.compile(kind.forward, fullgraph=True, dynamic=False, backend=self._backend)
         compiled = partial(self._by_class[kind], layer)
 
         def run(*args: Any, **kwargs: Any) -> LayerOutput:

@@ -13,14 +13,7 @@ from torch import Tensor, nn
 
 from shared import ops
 from shared.model.substitution.linear import pack_matrix
-from shared.model.substitution.match import (
-    Experts,
-    Substitute,
-    Unsuitable,
-    agrees,
-    of_all_sizes,
-    random_input,
-)
+from shared.model.substitution.match import Experts, Substitute, Unsuitable, agrees, of_all_sizes, random_input
 from shared.model.substitution.row_invariant import row_invariant
 from shared.model.weights.lazy import lazy
 from shared.model.weights.stored import Packed, Stacked, Stored
@@ -56,8 +49,7 @@ def experts(module: nn.Module, *, form: object | None = None) -> Substitute:
         raise Unsuitable("stores other matrices than those of transformers' interface of experts")
     stored = tuple(_pack(module.get_parameter(name), settings.is_transposed) for name in names)
     into, out_of = (
-        _Matrices(stack.memory, stack.rows, module, f"{name}_bias")
-        for name, stack in zip(names, stored, strict=True)
+        _Matrices(stack.memory, stack.rows, module, f"{name}_bias") for name, stack in zip(names, stored, strict=True)
     )
     act = row_invariant(settings._apply_gate if settings.has_gate else settings.act_fn)
 
@@ -93,8 +85,7 @@ def _pack(parameter: Tensor, transposed: bool) -> Stacked:
     stored = lazy(parameter)
     if isinstance(stored, Stacked) and stored.transposed == transposed:
         matrices: list[Stored] = [
-            Packed(part.pack(), part.rows, part.columns, part.format, transposed=transposed)
-            for part in stored.parts
+            Packed(part.pack(), part.rows, part.columns, part.format, transposed=transposed) for part in stored.parts
         ]
     else:
         plain = parameter.detach() if stored is None else stored.dequantised()
@@ -108,7 +99,5 @@ def _compare(forward: Any, module: nn.Module, num_experts: int, width: int) -> N
     count = _TOKENS * len(inputs)
     chosen = (num_experts - 1 - torch.arange(count * _CHOICES)) % num_experts
     index, weights = chosen.view(count, _CHOICES), random_input(count, _CHOICES).abs()
-    if not agrees(
-        lambda x: forward(x, index, weights), lambda x: module(x, index, weights), *inputs
-    ):
+    if not agrees(lambda x: forward(x, index, weights), lambda x: module(x, index, weights), *inputs):
         raise Unsuitable("does more than its experts' products, by transformers' interface")

@@ -20,9 +20,7 @@ PASSES = (5, 1, 3)
 assert sum(PASSES) == NUM_CHECKED
 
 
-def substitute_layers(
-    run: Substitutions, ids: Tensor, kv_dtype: torch.dtype, proven: dict[str, Any]
-) -> int:
+def substitute_layers(run: Substitutions, ids: Tensor, kv_dtype: torch.dtype, proven: dict[str, Any]) -> int:
     """Fuses all layers that can be fused, and returns their number. `run.left_alone` says why the others cannot.
 
     `proven`: if it has "layers", what an earlier call for the same model has put there: the names of the layers that
@@ -88,11 +86,7 @@ def _pass(run: Substitutions, cache: ContiguousCache, ids: Tensor, base: int) ->
 
 
 def _find_disagreeing(
-    run: Substitutions,
-    candidates: dict[nn.Module, FusedLayer],
-    ids: Tensor,
-    kv_dtype: torch.dtype,
-    place: int,
+    run: Substitutions, candidates: dict[nn.Module, FusedLayer], ids: Tensor, kv_dtype: torch.dtype, place: int
 ) -> dict[nn.Module, str]:
     """Runs the model at positions from `place` on and, beside each layer, its candidate over a second cache. Returns
     the layers whose candidate differs, and how."""

@@ -10,9 +10,7 @@ class Hooks:
     """The forward hooks of some modules, as they are now and later."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._each = [
-            hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)
-        ]
+        self._each = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         # The number of hooks that PyTorch had registered anywhere when there were last none here.
         self._none_until = -1
 

@@ -16,15 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shared.model.cache_argument import CACHE_ARGUMENTS, cache_among
 from shared.model.substitution.attention import observed
 from shared.model.substitution.hooks import Hooks
-from shared.model.substitution.match import (
-    Embedding,
-    Experts,
-    GatedMlp,
-    PackedLinear,
-    RmsNorm,
-    Substitute,
-    Unsuitable,
-)
+from shared.model.substitution.match import Embedding, Experts, GatedMlp, PackedLinear, RmsNorm, Substitute, Unsuitable
 from shared.model.substitution.ragged import RaggedMask
 from shared.ops.layer import LayerWeights, decoder_layers, stacked
 
@@ -47,9 +39,7 @@ _KNOWN = frozenset(
 
 # What a layer may do beside its modules, rotation and attention: move numbers, and add states. The fused layer would
 # leave anything else out, and a clamp or a scale may have no effect on the tokens with which the layers are compared.
-_MOVES = frozenset(
-    ("alias", "view", "_unsafe_view", "transpose", "slice", "split", "split_with_sizes", "expand")
-)
+_MOVES = frozenset(("alias", "view", "_unsafe_view", "transpose", "slice", "split", "split_with_sizes", "expand"))
 _MOVES |= {"unsqueeze", "clone", "copy_"}
 _SUMS = ["add", "add"]
 
@@ -61,9 +51,7 @@ class _OtherOperations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if func.namespace != "neap" and name not in _MOVES:
             self.names.append(name)
@@ -107,9 +95,7 @@ def stacked_plan(plans: Sequence[LayerPlan]) -> LayerPlan:
     return replace(plans[0], weights=stacked([plan.weights for plan in plans]), indices=indices)
 
 
-def watch(
-    layer: nn.Module, found: Mapping[nn.Module, Substitute], call: Call
-) -> tuple[list[_Event], list[str]]:
+def watch(layer: nn.Module, found: Mapping[nn.Module, Substitute], call: Call) -> tuple[list[_Event], list[str]]:
     """The replaced modules and the attention that `layer` runs in `call`, in order; and the names of other
     operations. Raises `Unsuitable` if the layer returns a tuple."""
     events: list[_Event] = []
@@ -121,9 +107,7 @@ def watch(
 
         return run
 
-    def see(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any
-    ) -> None:
+    def see(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> None:
         if module in inside:
             scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
             scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -191,8 +175,7 @@ def plan(layer: nn.Module, events: Sequence[_Event], others: Sequence[str]) -> L
     if len(numbers) != 1:
         raise Unsuitable(f"has {len(numbers)} different values of layer_idx, not one")
     keys, values = (
-        torch.empty(1, attention.num_kv_heads, 0, width)
-        for width in (attention.width, attention.value_width)
+        torch.empty(1, attention.num_kv_heads, 0, width) for width in (attention.width, attention.value_width)
     )
     return LayerPlan(weights, (numbers[0],), keys, values)
 
@@ -230,10 +213,7 @@ class FusedLayer:
 
 
 def run_plan(
-    plan: LayerPlan,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    captured: dict[int, Tensor] | None = None,
+    plan: LayerPlan, args: tuple[Any, ...], kwargs: dict[str, Any], captured: dict[int, Tensor] | None = None
 ) -> Tensor | None:
     """The output [B, Q, D] of consecutive layers, of which the first is called with these arguments, and the others
     with the same but the state. For a call that the op does not support, does nothing and returns None. `captured` as
@@ -252,9 +232,7 @@ def run_plan(
     if hidden.shape[0] > 1:
         keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
     kv = layers_kv(keys, values, plan.indices)
-    return decoder_layers(
-        hidden, *angles, weights=plan.weights, kv=kv, masks=masks, captured=captured
-    )
+    return decoder_layers(hidden, *angles, weights=plan.weights, kv=kv, masks=masks, captured=captured)
 
 
 class LayerStack:

@@ -62,21 +62,14 @@ def pack_matrix(weight: Tensor, *, transposed: bool = False, rows: slice = ALL_R
         count, columns = matrix.shape
         return Packed(ops.pack_linear(matrix), count, columns, "float32", transposed=transposed)
     if stored.transposed == transposed:
-        packed, form, num_rows, columns = (
-            stored.pack(rows),
-            stored.format,
-            stored.rows,
-            stored.columns,
-        )
+        packed, form, num_rows, columns = (stored.pack(rows), stored.format, stored.rows, stored.columns)
     else:
         (packed, form), num_rows, columns = stored.pack_transpose(rows), stored.columns, stored.rows
     count = len(range(*rows.indices(num_rows)))
     return Packed(packed, count, columns, form, transposed=transposed)
 
 
-def linear(
-    module: nn.Module, *, transposed: bool = False, form: object | None = None
-) -> Substitute:
+def linear(module: nn.Module, *, transposed: bool = False, form: object | None = None) -> Substitute:
     """A module that computes x @ weight.T + bias. `transposed`: whether the weight is stored as [K, N], as in GPT-2's
     Conv1D."""
     weight = pack_matrix(_packable(module), transposed=transposed)
@@ -191,9 +184,7 @@ def _find_form(module: nn.Module, x: Tensor) -> MlpForm:
 def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
     if all(layer.bias is None for layer in layers):
         return None
-    parts: list[Tensor] = [
-        torch.zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers
-    ]
+    parts: list[Tensor] = [torch.zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
     return torch.cat(parts).detach()
 
 
@@ -229,13 +220,6 @@ def gated_mlp(module: nn.Module, *, form: object | None = None) -> Substitute:
 
     if form is None and not agrees(forward, module, *of_all_sizes(x)):
         raise Unsuitable("its fused form differs by more than the tolerance")
-    recipe = GatedMlp(
-        packed_gate,
-        packed_up,
-        width,
-        activation,
-        bias,
-        PackedLinear(packed_down, hidden, down_bias),
-    )
+    recipe = GatedMlp(packed_gate, packed_up, width, activation, bias, PackedLinear(packed_down, hidden, down_bias))
     sources = tuple((layer, "weight") for layer in layers)
     return Substitute(forward, recipe, found, sources, (*held, down))

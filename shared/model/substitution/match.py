@@ -74,13 +74,9 @@ class Substitute:
     """
 
     forward: Callable[..., Tensor]
-    recipe: (
-        PackedLinear | RmsNorm | GatedMlp | Embedding | Experts
-    )  # the weights, for fusing several modules
+    recipe: PackedLinear | RmsNorm | GatedMlp | Embedding | Experts  # the weights, for fusing several modules
     form: object
-    sources: tuple[
-        tuple[nn.Module, str], ...
-    ] = ()  # modules and their parameters that are no longer read
+    sources: tuple[tuple[nn.Module, str], ...] = ()  # modules and their parameters that are no longer read
     packed: tuple[Stored, ...] = ()  # the weights of `sources`, in the same order
 
 
@@ -96,9 +92,7 @@ def signature(module: nn.Module) -> Hashable:
         for name, value in sorted(vars(module).items())
         if name not in _NO_SETTINGS and not name.startswith("_")
     )
-    parameters = tuple(
-        (n, tuple(p.shape), p.dtype) for n, p in module._parameters.items() if p is not None
-    )
+    parameters = tuple((n, tuple(p.shape), p.dtype) for n, p in module._parameters.items() if p is not None)
     buffers = tuple((n, _setting(b)) for n, b in module._buffers.items())
     hooks = bool(module._forward_hooks or module._forward_pre_hooks)
     children = tuple((n, signature(c)) for n, c in module._modules.items() if c is not None)

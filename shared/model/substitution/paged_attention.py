@@ -87,9 +87,7 @@ def attention_mask(
         raise NotImplementedError(f"attention {NAME!r} supports paged passes only")
     window = local_size or 0
     if q_offset.checks and not _is_window(mask_function, window):
-        raise NotImplementedError(
-            f"attention {NAME!r} supports causal masks and sliding windows only"
-        )
+        raise NotImplementedError(f"attention {NAME!r} supports causal masks and sliding windows only")
     return PagedMask(window)
 
 

@@ -32,11 +32,7 @@ class RowInvariant(TorchFunctionMode):
     """Under this mode the bits of a row's result do not depend on the other rows, for the functions in this file."""
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ELEMENTWISE:
@@ -101,11 +97,7 @@ class _Watch(TorchFunctionMode):
         self._callers, self._running = callers, running
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if self._running and func in (*_ELEMENTWISE, F.linear, F.scaled_dot_product_attention):

@@ -20,9 +20,7 @@ LARGEST_READ = 1 << 30
 def corrupt(path: str | Path, why: str) -> Corrupt:
     """The error for a file whose contents contradict its format."""
     return Corrupt(
-        f"{Path(path).name} cannot be read: {why}",
-        reason="MODEL_FILE_CORRUPT",
-        metadata={"file": str(path)},
+        f"{Path(path).name} cannot be read: {why}", reason="MODEL_FILE_CORRUPT", metadata={"file": str(path)}
     )
 
 

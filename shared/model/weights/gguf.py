@@ -24,14 +24,7 @@ from shared.model.weights.files import StableFile
 from shared.model.weights.gguf_file import Field, GgufContents, TensorEntry, read_contents
 from shared.model.weights.lazy import LazyWeight
 from shared.model.weights.reading import CheckpointFiles, Replacement, replaced
-from shared.model.weights.stored import (
-    BLOCK_KINDS,
-    PLAIN_KINDS,
-    Blocks,
-    Plain,
-    Stored,
-    dequantise,
-)
+from shared.model.weights.stored import BLOCK_KINDS, PLAIN_KINDS, Blocks, Plain, Stored, dequantise
 
 header_reader: Any
 try:
@@ -112,8 +105,7 @@ class GgufModel:
         self._movable = frozenset(
             entry.name
             for entry in self.contents.tensors
-            if len(entry.shape) == 2
-            and (entry.kind in PLAIN_KINDS or entry.kind.name in BLOCK_KINDS)
+            if len(entry.shape) == 2 and (entry.kind in PLAIN_KINDS or entry.kind.name in BLOCK_KINDS)
         )
 
     @functools.cached_property
@@ -226,8 +218,7 @@ class GgufModel:
 
 def _may_be_counting_numbers(tensor: Tensor) -> bool:
     return not isinstance(tensor, LazyWeight) and (
-        tensor.dtype == torch.int64
-        or (tensor.dim() > 1 and 2 in (tensor.shape[0], tensor.shape[-1]))
+        tensor.dtype == torch.int64 or (tensor.dim() > 1 and 2 in (tensor.shape[0], tensor.shape[-1]))
     )
 
 

@@ -136,9 +136,7 @@ class _Cursor:
         try:
             return self.take(length).decode()
         except UnicodeDecodeError as error:
-            raise corrupt(
-                self.file.path, f"the text at byte {self.position} is not UTF-8"
-            ) from error
+            raise corrupt(self.file.path, f"the text at byte {self.position} is not UTF-8") from error
 
     def strings(self, count: int) -> list[str]:
         """`count` texts, of which each follows its length. As `string`, but a vocabulary has hundreds of thousands."""
@@ -189,9 +187,7 @@ def _value_type(cursor: _Cursor) -> GGUFValueType:
     try:
         return GGUFValueType(number)
     except ValueError as error:
-        raise corrupt(
-            cursor.file.path, f"its metadata has a value of unknown type {number}"
-        ) from error
+        raise corrupt(cursor.file.path, f"its metadata has a value of unknown type {number}") from error
 
 
 def _values(cursor: _Cursor, kind: GGUFValueType, count: int) -> list[Any]:
@@ -220,13 +216,7 @@ def _table_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _checked_entry(
-    cursor: _Cursor,
-    name: str,
-    shape: tuple[int, ...],
-    number: int,
-    offset: int,
-    data_start: int,
-    alignment: int,
+    cursor: _Cursor, name: str, shape: tuple[int, ...], number: int, offset: int, data_start: int, alignment: int
 ) -> TensorEntry:
     path = cursor.file.path
     try:
@@ -264,9 +254,7 @@ def _check_sizes(cursor: _Cursor, contents: GgufContents) -> None:
     limits = dict.fromkeys(SIZES, widest) | {"block_count": len(contents.tensors)}
     for key, field in contents.fields.items():
         limit = limits.get(key.removeprefix(f"{contents.architecture}."))
-        if limit is not None and any(
-            isinstance(value, int) and not 0 <= value <= limit for value in field.values
-        ):
+        if limit is not None and any(isinstance(value, int) and not 0 <= value <= limit for value in field.values):
             raise corrupt(cursor.file.path, f"its metadata has {key} = {field.values[0]}")
 
 

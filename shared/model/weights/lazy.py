@@ -14,13 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shared.model.weights.stored import Joined, Stacked, Stored
 
-_ALIASES = frozenset(
-    [
-        torch.ops.aten.detach.default,
-        torch.ops.aten.alias.default,
-        torch.ops.aten.lift_fresh.default,
-    ]
-)
+_ALIASES = frozenset([torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default])
 
 
 class LazyWeight(Tensor):
@@ -39,11 +33,7 @@ class LazyWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # upstream leaves its arguments without types
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
@@ -92,10 +82,7 @@ def _side_by_side(stacks: Sequence[Tensor], dim: int = 0) -> Stored | None:
     return Stacked([Joined(each) for each in zip(*(part.parts for part in parts), strict=True)])
 
 
-_ASSEMBLIES: dict[Any, Any] = {
-    torch.ops.aten.stack.default: _stacked,
-    torch.ops.aten.cat.default: _side_by_side,
-}
+_ASSEMBLIES: dict[Any, Any] = {torch.ops.aten.stack.default: _stacked, torch.ops.aten.cat.default: _side_by_side}
 
 
 def _by_parts(x: Tensor, turned: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -135,9 +122,7 @@ def realise(model: nn.Module) -> None:
             if stored is None or parameter is None:
                 continue
             if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(
-                    stored.dequantised(), requires_grad=parameter.requires_grad
-                )
+                made[id(parameter)] = nn.Parameter(stored.dequantised(), requires_grad=parameter.requires_grad)
             setattr(module, name, made[id(parameter)])
 
 
@@ -146,17 +131,11 @@ def _dequantised(value: Any) -> Any:
 
 
 def _is_noop(kwargs: Mapping[str, Any]) -> bool:
-    return kwargs.get("dtype") in (None, torch.float32) and str(kwargs.get("device")) in (
-        "None",
-        "cpu",
-    )
+    return kwargs.get("dtype") in (None, torch.float32) and str(kwargs.get("device")) in ("None", "cpu")
 
 
 def _changes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bool]:
     """Per written argument, whether it contains a lazy weight."""
     values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
     written = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-    return [
-        any(isinstance(leaf, LazyWeight) for leaf in tree_leaves(values.get(name)))
-        for name in written
-    ]
+    return [any(isinstance(leaf, LazyWeight) for leaf in tree_leaves(values.get(name))) for name in written]

@@ -21,9 +21,7 @@ from shared.model.weights.lazy import LazyWeight
 from shared.model.weights.safetensors_file import NAMES, TensorEntry, read_entries
 from shared.model.weights.stored import LAZY_DTYPES, Plain
 
-Replacement = tuple[
-    Any, str, Any
-]  # a module, the name of one of its functions, and what takes its place
+Replacement = tuple[Any, str, Any]  # a module, the name of one of its functions, and what takes its place
 
 # The attributes of modules that are replaced are those of the whole process.
 _lock = threading.RLock()
@@ -134,14 +132,7 @@ class SafetensorsReader:
         if self._lazy and len(shape) == 2 and entry.num_bytes and entry.dtype in LAZY_DTYPES:
             wanted = self._checkpoint.dtype
             return LazyWeight(
-                Plain(
-                    self._file,
-                    entry.offset,
-                    shape,
-                    entry.dtype,
-                    wanted=wanted,
-                    made=self._checkpoint.made,
-                )
+                Plain(self._file, entry.offset, shape, entry.dtype, wanted=wanted, made=self._checkpoint.made)
             )
         data = self._file.read(entry.offset, entry.num_bytes)
         return data.view(entry.dtype).view(shape)

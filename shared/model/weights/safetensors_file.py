@@ -85,9 +85,7 @@ def _entry(file: StableFile, name: str, fields: object, data_start: int) -> Tens
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(
-        type(number) is int and 0 <= number < 1 << 62 for number in value
-    )
+    return isinstance(value, list) and all(type(number) is int and 0 <= number < 1 << 62 for number in value)
 
 
 def _bad_entry(file: StableFile, name: str) -> Corrupt:

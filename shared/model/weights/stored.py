@@ -295,9 +295,7 @@ class Stacked(Stored):
 class Packed(Stored):
     """A matrix in memory, packed for the kernels."""
 
-    def __init__(
-        self, packed: Tensor, rows: int, columns: int, form: str, *, transposed: bool = False
-    ) -> None:
+    def __init__(self, packed: Tensor, rows: int, columns: int, form: str, *, transposed: bool = False) -> None:
         self.packed = packed
         super().__init__(rows, columns, form, transposed=transposed)
 
@@ -341,8 +339,7 @@ def rounded_to(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     rounded = numbers.to(dtype)
     if dtype == torch.float16 and bool((rounded.isinf() & numbers.isfinite()).any()):
         raise UnsupportedModel(
-            "a weight is too large for float16: choose bfloat16 or float32",
-            reason="WEIGHTS_OVERFLOW",
+            "a weight is too large for float16: choose bfloat16 or float32", reason="WEIGHTS_OVERFLOW"
         )
     return rounded
 

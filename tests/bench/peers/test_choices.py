@@ -11,10 +11,7 @@ from shared.errors import InvalidInput
 
 
 def test_a_peer_is_named_with_or_without_formats() -> None:
-    assert parse_choices("llama.cpp:Q8_0,float32") == [
-        Choice("llama.cpp", "Q8_0"),
-        Choice("llama.cpp", "float32"),
-    ]
+    assert parse_choices("llama.cpp:Q8_0,float32") == [Choice("llama.cpp", "Q8_0"), Choice("llama.cpp", "float32")]
     assert [choice.weights for choice in parse_choices("openvino")] == ["float32", "int8"]
     with pytest.raises(InvalidInput, match="not one of"):
         parse_choices("ollama")

@@ -5,15 +5,7 @@ import math
 import pytest
 
 from bench.peers.engines.serving import Answer
-from bench.peers.figures import (
-    Row,
-    batch_decoding_rate,
-    batch_rate,
-    decoding_rate,
-    num_same,
-    print_table,
-    rates,
-)
+from bench.peers.figures import Row, batch_decoding_rate, batch_rate, decoding_rate, num_same, print_table, rates
 
 
 def answer(*times_s: float) -> Answer:

@@ -54,14 +54,9 @@ def test_the_file_is_the_model_of_the_folder(tmp_path: Path, tied: bool) -> None
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"attention_bias": True},
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-    ],
+    [{"attention_bias": True}, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}],
 )
-def test_models_that_would_be_written_wrongly_are_refused(
-    tmp_path: Path, changes: dict[str, object]
-) -> None:
+def test_models_that_would_be_written_wrongly_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
     folder = saved(tmp_path / "folder", **changes)
     with pytest.raises(UnsupportedModel):
         write_gguf(folder, tmp_path / "model.gguf")

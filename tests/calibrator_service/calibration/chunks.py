@@ -20,19 +20,12 @@ def random_chunk(lengths: tuple[int, ...] = (12, 7), seed: int = 0) -> StateChun
     return chunk_of({depth: states() for depth in (0, 2, 4)}, states(), lengths)
 
 
-def chunk_of(
-    states: dict[int, torch.Tensor], deep: torch.Tensor, lengths: tuple[int, ...]
-) -> StateChunk:
+def chunk_of(states: dict[int, torch.Tensor], deep: torch.Tensor, lengths: tuple[int, ...]) -> StateChunk:
     """The chunk of these states [R, D]. `lengths`: rows of each sequence."""
     rows, start = [], 0
     for length in lengths:
         rows += range(start + 1, start + length)
         start += length
     return StateChunk(
-        states,
-        deep,
-        torch.tensor(rows),
-        torch.zeros(len(rows)).long(),
-        {},
-        torch.ones(len(rows), dtype=torch.bool),
+        states, deep, torch.tensor(rows), torch.zeros(len(rows)).long(), {}, torch.ones(len(rows), dtype=torch.bool)
     )

@@ -29,9 +29,7 @@ def make_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_model(
-    chat: bool = True, seed: int = 0, with_tokenizer: bool = True, accelerate: bool = True
-) -> LoadedModel:
+def make_model(chat: bool = True, seed: int = 0, with_tokenizer: bool = True, accelerate: bool = True) -> LoadedModel:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=3,

@@ -60,9 +60,7 @@ def first(counting: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 def parent_of(result: CalibrationResult, share: float = 1.0) -> Parent:
     assert result.statistics is not None
-    return Parent(
-        ParentRouter(version=1, manifest_digest="sha256:1", share=share), result.statistics
-    )
+    return Parent(ParentRouter(version=1, manifest_digest="sha256:1", share=share), result.statistics)
 
 
 def assert_same_sums(one: Statistics | None, two: Statistics | None) -> None:
@@ -132,9 +130,7 @@ def test_a_run_that_is_killed_and_resumed_adds_its_parent_once(first, counting, 
             raise Cancelled("killed")
 
     def run() -> CalibrationResult:
-        return calibrate(
-            counting, spec, parent=parent_of(first), work_dir=tmp_path / "work", progress=kill
-        )
+        return calibrate(counting, spec, parent=parent_of(first), work_dir=tmp_path / "work", progress=kill)
 
     with pytest.raises(Cancelled):
         run()

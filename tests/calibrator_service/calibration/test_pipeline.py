@@ -103,9 +103,7 @@ def test_progress_rises_through_the_phases(finished):
 
 def test_progress_moves_while_the_first_text_is_written(finished):
     _, heard, _ = finished
-    writing = [
-        p.fraction for p in heard if p.figures.get("generated_tokens") and not p.figures["tokens"]
-    ]
+    writing = [p.fraction for p in heard if p.figures.get("generated_tokens") and not p.figures["tokens"]]
     assert len(set(writing)) > 10, "one step of all rows after the other"
     assert writing[-1] > 0.2
 
@@ -118,18 +116,14 @@ def test_the_published_ladder_is_the_measured_one(finished):
     for ours, theirs in zip(result.ladder.exits, again.exits, strict=True):
         assert torch.equal(ours.head(states, entering), theirs.head(states, entering))
     by_name = {rung["name"]: rung for rung in manifest["rungs"]}
-    assert (
-        by_name["depth-2"]["figures"]["agreement"] == result.report["rungs"]["depth-2"]["agreement"]
-    )
+    assert by_name["depth-2"]["figures"]["agreement"] == result.report["rungs"]["depth-2"]["agreement"]
 
 
 class Killed(BaseException):
     """Stands for the death of the process: no handler may catch it."""
 
 
-@pytest.mark.parametrize(
-    "phase", ["collecting", "training_heads", "training_routers", "evaluating"]
-)
+@pytest.mark.parametrize("phase", ["collecting", "training_heads", "training_routers", "evaluating"])
 def test_a_killed_run_continues_to_the_same_ladder(base_model, tmp_path, finished, phase):
     def die(progress: Progress) -> None:
         if progress.phase == phase and progress.fraction > 0.2:
@@ -191,16 +185,12 @@ def test_the_draft_vocabulary_has_the_models_most_frequent_choices(finished, bas
     full = finished[0].report["draft_vocabulary_coverage"]
     assert small.report["draft_vocabulary_coverage"] < full
     # Tokens outside count as disagreement.
-    assert (
-        small.report["rungs"]["depth-2"]["agreement"] <= small.report["draft_vocabulary_coverage"]
-    )
+    assert small.report["rungs"]["depth-2"]["agreement"] <= small.report["draft_vocabulary_coverage"]
 
 
 def test_given_text_and_the_cosine_label(base_model, tmp_path):
     path = tmp_path / "text.txt"
-    path.write_text(
-        "\n".join(" ".join(f"w{(i * j + j) % 24}" for j in range(200)) for i in range(40))
-    )
+    path.write_text("\n".join(" ".join(f"w{(i * j + j) % 24}" for j in range(200)) for i in range(40)))
     spec = CalibrationSpec(
         source=TextFile(str(path)), rung_depths=(2,), label="cosine", cosine_threshold=0.5,
         router_width=8, max_tokens=4000,
@@ -317,9 +307,7 @@ def test_a_model_that_answers_one_token_gets_no_exit(tmp_path, monkeypatch):
     model = build_family("llama")
     torch.nn.init.zeros_(model.lm_head.weight)
     loaded = wrap_model(model, make_tokenizer(chat=False), model_id="one-token")
-    source = answers_file(
-        tmp_path, [[i + 5, *(i * n % 24 + 5 for n in range(1, 24))] for i in range(24)]
-    )
+    source = answers_file(tmp_path, [[i + 5, *(i * n % 24 + 5 for n in range(1, 24))] for i in range(24)])
     result = calibrate(loaded, CalibrationSpec(source=source), work_dir=tmp_path)
     assert result.report["commonest_token"] == 1.0
     assert "commonest token on 100.0%" in result.report["left_out"]["depth-0"]

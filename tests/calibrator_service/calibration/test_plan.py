@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from calibrator_service.calibration import plan as plan_module
-from calibrator_service.calibration.plan import (
-    HeadTraining,
-    head_training,
-    num_decoded_rows,
-    pass_sizes_for,
-    resolve,
-)
+from calibrator_service.calibration.plan import HeadTraining, head_training, num_decoded_rows, pass_sizes_for, resolve
 from calibrator_service.calibration.spec import CalibrationSpec
 from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel, wrap_model

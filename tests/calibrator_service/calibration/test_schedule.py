@@ -24,9 +24,7 @@ def ends(schedule: Schedule) -> list[float]:
 @pytest.mark.parametrize("tokens_per_s", [0.0, 5.0, 500.0, 1e9])
 @pytest.mark.parametrize("num_prompts", [0, 1, 300])
 @pytest.mark.parametrize("budget_s", [5.0, 150.0, 30_000.0])
-def test_phases_follow_each_other_and_text_has_time(
-    trains, solving_s, tokens_per_s, num_prompts, budget_s
-):
+def test_phases_follow_each_other_and_text_has_time(trains, solving_s, tokens_per_s, num_prompts, budget_s):
     schedule = Schedule(budget_s, trains=trains)
     schedule.expect_solving(solving_s)
     schedule.expect_risk(num_prompts, ANSWER_TOKENS, tokens_per_s)

@@ -4,17 +4,8 @@ import hashlib
 
 import pytest
 
-from calibrator_service.calibration.source_record import (
-    published_spec,
-    shown_manifest,
-    source_record,
-)
-from calibrator_service.calibration.spec import (
-    AnswerFile,
-    CalibrationSpec,
-    HubDataset,
-    SelfGenerated,
-)
+from calibrator_service.calibration.source_record import published_spec, shown_manifest, source_record
+from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, HubDataset, SelfGenerated
 from shared.errors import NotFound
 
 PROMPTS = ("the secret plan", "ein Gr\u00fc\u00dfen")
@@ -37,22 +28,12 @@ def test_prompts_become_a_digest_and_a_count():
 
 
 def test_text_that_the_model_wrote_has_no_digest():
-    assert source_record(SelfGenerated()) == {
-        "kind": "SelfGenerated",
-        "max_new_tokens": 0,
-        "use_workers": False,
-    }
+    assert source_record(SelfGenerated()) == {"kind": "SelfGenerated", "max_new_tokens": 0, "use_workers": False}
 
 
 def test_a_dataset_keeps_its_name():
     record = source_record(HubDataset("owner/name", "en", public_only=True))
-    assert record == {
-        "kind": "HubDataset",
-        "name": "owner/name",
-        "config": "en",
-        "split": "train",
-        "field": "text",
-    }
+    assert record == {"kind": "HubDataset", "name": "owner/name", "config": "en", "split": "train", "field": "text"}
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "."])
@@ -64,9 +45,7 @@ def test_a_file_that_is_not_there_is_missed_at_once(tmp_path, name):
 
 def test_manifests_of_earlier_builds_are_shown_without_their_texts():
     old = {"calibration": {"seconds": 1, "spec": {"source": {"prompts": list(PROMPTS)}}}}
-    shown = {
-        "calibration": {"seconds": 1, "spec": {"source": {"digest": DIGEST, "num_prompts": 2}}}
-    }
+    shown = {"calibration": {"seconds": 1, "spec": {"source": {"digest": DIGEST, "num_prompts": 2}}}}
     assert shown_manifest(old) == shown
     assert shown_manifest(shown) is shown
     path = {"calibration": {"spec": {"source": {"path": "/data/secret.txt", "field": "text"}}}}

@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 
-from calibrator_service.calibration.spec import (
-    CalibrationSpec,
-    HubDataset,
-    SelfGenerated,
-    Source,
-    TextFile,
-)
+from calibrator_service.calibration.spec import CalibrationSpec, HubDataset, SelfGenerated, Source, TextFile
 from shared.errors import Corrupt, InvalidInput
 
 # Written by version 0.1.0, but for the last: a store of version 1 has such texts.

@@ -78,19 +78,10 @@ def test_a_share_of_the_parent():
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [
-        replace(LAYOUT, depth=1),
-        replace(LAYOUT, kept_depths=(0, 1)),
-        replace(LAYOUT, hidden_size=8),
-    ],
+    "layout", [replace(LAYOUT, depth=1), replace(LAYOUT, kept_depths=(0, 1)), replace(LAYOUT, hidden_size=8)]
 )
 def test_sums_of_other_states_are_refused(layout, counting: LoadedModel):
-    parent = replace(
-        statistics_of(1, layout),
-        fingerprint=counting.fingerprint,
-        tokenizer=tokenizer_digest(counting),
-    )
+    parent = replace(statistics_of(1, layout), fingerprint=counting.fingerprint, tokenizer=tokenizer_digest(counting))
     parent = replace(parent, moments={layout.depth: parent.moments[0]})
     with pytest.raises(PreconditionFailed) as raised:
         statistics_of(2).plus(parent, 1.0)
@@ -101,9 +92,7 @@ def test_sums_of_other_states_are_refused(layout, counting: LoadedModel):
 
 
 def test_another_model_or_tokenizer_is_refused(counting: LoadedModel):
-    own = replace(
-        statistics_of(1), fingerprint=counting.fingerprint, tokenizer=tokenizer_digest(counting)
-    )
+    own = replace(statistics_of(1), fingerprint=counting.fingerprint, tokenizer=tokenizer_digest(counting))
     own.check(counting, {0: LAYOUT})
     with pytest.raises(RouterMismatch) as raised:
         replace(own, fingerprint="sha256:other").check(counting, {0: LAYOUT})

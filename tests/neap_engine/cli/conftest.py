@@ -80,9 +80,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         started.num_resumed_tokens, started.continued_inexactly = resumed, bool(resumed)
         yield response(started=started)
         first = inference_pb2.Token(id=1, exit_depth=NUM_LAYERS, rung="full")
-        second = inference_pb2.Token(
-            id=2, exit_depth=0 if exact else NUM_LAYERS, rung="suffix" if exact else "full"
-        )
+        second = inference_pb2.Token(id=2, exit_depth=0 if exact else NUM_LAYERS, rung="suffix" if exact else "full")
         if not resumed:
             yield response(chunk=inference_pb2.TokenChunk(text="Héllo", tokens=[first]))
             if self.is_interrupted:
@@ -227,15 +225,11 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
     def SetCanary(self, request: Any, context: Any) -> Any:
         self.requests.append(request)
         self.canary = request.canary if request.HasField("canary") else None
-        return router_pb2.SetCanaryResponse(
-            change=self.change(self.stable, self.stable, request.reason)
-        )
+        return router_pb2.SetCanaryResponse(change=self.change(self.stable, self.stable, request.reason))
 
     def PromoteCanary(self, request: Any, context: Any) -> Any:
         before, self.stable, self.canary = self.stable, self.canary.version, None
-        return router_pb2.PromoteCanaryResponse(
-            change=self.change(before, self.stable, request.reason)
-        )
+        return router_pb2.PromoteCanaryResponse(change=self.change(before, self.stable, request.reason))
 
     def RollbackAlias(self, request: Any, context: Any) -> Any:
         self.requests.append(request)
@@ -247,12 +241,7 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
 
     def change(self, before: int, after: int, reason: str) -> Any:
         return router_pb2.AliasChange(
-            alias="stable",
-            from_version=before,
-            to_version=after,
-            reason=reason,
-            actor="bob",
-            canary=self.canary,
+            alias="stable", from_version=before, to_version=after, reason=reason, actor="bob", canary=self.canary
         )
 
 
@@ -265,9 +254,7 @@ class FakeService:
         self.routers = FakeRouters()
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=4))
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.inference, self._server)
-        calibration_pb2_grpc.add_CalibrationServiceServicer_to_server(
-            self.calibration, self._server
-        )
+        calibration_pb2_grpc.add_CalibrationServiceServicer_to_server(self.calibration, self._server)
         router_pb2_grpc.add_RouterServiceServicer_to_server(self.routers, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()

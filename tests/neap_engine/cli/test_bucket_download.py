@@ -61,9 +61,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
             if num_bytes is None:
                 held.may_end.wait(60)
 
-        def answer(
-            self, status: int, body: bytes, num_bytes: int | None = None, span: str = ""
-        ) -> None:
+        def answer(self, status: int, body: bytes, num_bytes: int | None = None, span: str = "") -> None:
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.send_header("ETag", f'"{held.e_tag}"')
@@ -103,9 +101,7 @@ def test_a_download_goes_on_where_a_connection_broke(bucket, tmp_path):
     assert (tmp_path / "tiny" / "model.safetensors").read_bytes() == WEIGHTS
     assert len(bucket.firsts) >= 4
     # A connection that breaks loses no more than a chunk.
-    steps = [
-        after - before for before, after in zip(bucket.firsts, bucket.firsts[1:], strict=False)
-    ]
+    steps = [after - before for before, after in zip(bucket.firsts, bucket.firsts[1:], strict=False)]
     assert min(steps) >= CONNECTION_BYTES - bucket_download.CHUNK_BYTES
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 

@@ -85,9 +85,7 @@ def test_sources(service, neap, tmp_path):
     assert refused.exit_code == 1
     assert "--workers" in refused.stderr
     assert neap(*base, "--dataset", "org/set:conf", "--field", "body").exit_code == 0
-    assert service.calibration.spec.hub_dataset == pb.HubDataset(
-        name="org/set", config="conf", field="body"
-    )
+    assert service.calibration.spec.hub_dataset == pb.HubDataset(name="org/set", config="conf", field="body")
     assert neap(*base, "--text", "some.txt").exit_code == 0
     assert service.calibration.spec.text_file.path.startswith("/")
     assert neap(*base, "--answers", "some.jsonl").exit_code == 0
@@ -138,9 +136,7 @@ def test_only_a_line_feed_ends_a_prompt(service, neap, tmp_path):
         assert service.calibration.spec is None
 
 
-@pytest.mark.parametrize(
-    ("given", "nanoseconds"), [("1.9", 1_900_000_000), ("90.000000001", 90_000_000_001)]
-)
+@pytest.mark.parametrize(("given", "nanoseconds"), [("1.9", 1_900_000_000), ("90.000000001", 90_000_000_001)])
 def test_fractions_of_a_second_reach_the_service(service, neap, given, nanoseconds):
     flags = ["--model", "tiny", "--calibrator", service.address, "--time-budget", given]
     assert neap("calibrate", *flags).exit_code == 0
@@ -170,9 +166,7 @@ def calibrate(service, neap):
     """Runs `neap calibrate` with `flags`."""
 
     def run(*flags, before=()):
-        return neap(
-            *before, "calibrate", "--model", "tiny", "--calibrator", service.address, *flags
-        )
+        return neap(*before, "calibrate", "--model", "tiny", "--calibrator", service.address, *flags)
 
     return run
 
@@ -305,9 +299,7 @@ def test_a_share_that_is_none_is_refused(service, neap, share):
     assert service.calibration.spec is None
 
 
-def test_a_parent_of_files_is_imported_and_named_by_its_digest(
-    service, neap, tmp_path, monkeypatch
-):
+def test_a_parent_of_files_is_imported_and_named_by_its_digest(service, neap, tmp_path, monkeypatch):
     monkeypatch.setenv("NEAP_REGISTRY", str(tmp_path / "registry"))
     base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
     result = neap(*base, "--from", str(SHIPPED))

@@ -66,9 +66,7 @@ def test_a_calibration_goes_on_from_its_parent(service, catalogue):
     assert not service.calibration.spec.HasField("parent")
 
 
-@pytest.mark.parametrize(
-    ("parent", "digest"), [({"manifest_digest": "sha256:1"}, "sha256:1"), (None, "")]
-)
+@pytest.mark.parametrize(("parent", "digest"), [({"manifest_digest": "sha256:1"}, "sha256:1"), (None, "")])
 def test_a_router_knows_its_parent(service, catalogue, parent, digest):
     manifest = real_manifest()
     manifest["calibration"]["spec"]["parent"] = parent

@@ -9,13 +9,7 @@ from rich.console import Console
 from neap_engine.cli import evaluate, tune
 from neap_engine.cli.evaluate_view import evaluation_table
 
-RUN = {
-    "model_id": "tiny",
-    "router_version": 3,
-    "num_prompts": 4,
-    "max_tokens": 16,
-    "machine": "cpu",
-}
+RUN = {"model_id": "tiny", "router_version": 3, "num_prompts": 4, "max_tokens": 16, "machine": "cpu"}
 
 
 def row(side, speed, **figures):
@@ -55,9 +49,7 @@ def test_the_command_shows_a_table_and_writes_csv_and_picture(neap, monkeypatch,
     code = f"import sys; assert '0.3' in sys.argv; print({json.dumps(event)!r})"
     real = evaluate.measure
     monkeypatch.setattr(
-        evaluate,
-        "measure",
-        lambda command, variables: real([sys.executable, "-c", code, *command[3:]], variables),
+        evaluate, "measure", lambda command, variables: real([sys.executable, "-c", code, *command[3:]], variables)
     )
     table, picture = tmp_path / "out" / "table.csv", tmp_path / "out" / "picture.png"
     flags = ["--model", "tiny=/m", "--margin", "0.3", "--csv", str(table), "--output", str(picture)]

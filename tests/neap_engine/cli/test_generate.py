@@ -33,9 +33,7 @@ def test_control_characters_in_generated_text_are_escaped(service, neap):
     assert result.stdout == "Héllo a\\u001b[2J\\u009b\\u202e\nb\n"
     result = neap("generate", "hi", "--worker", service.address, "--json")
     assert all(line.isprintable() for line in result.stdout.splitlines())
-    texts = [
-        json.loads(line).get("chunk", {}).get("text", "") for line in result.stdout.splitlines()
-    ]
+    texts = [json.loads(line).get("chunk", {}).get("text", "") for line in result.stdout.splitlines()]
     assert "".join(texts) == "Héllo" + service.inference.text
 
 
@@ -84,10 +82,7 @@ def test_a_prediction_comes_from_a_file(service, neap, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (
-            ["--policy", "relaxed", "--threshold", "0.9"],
-            "first 128 tokens on at most 20.0% of prompts",
-        ),
+        (["--policy", "relaxed", "--threshold", "0.9"], "first 128 tokens on at most 20.0% of prompts"),
         (["--policy", "relaxed", "--threshold", "0.8"], "no bound is certified"),
     ],
 )
@@ -141,16 +136,8 @@ def test_show_depth_prints_a_legend(service, neap):
     ("flags", "code", "reason"),
     [
         (["--model", "other"], 1, "no model 'other' [MODEL_NOT_FOUND]"),
-        (
-            ["--policy", "full", "--threshold", "0.5"],
-            1,
-            "threshold applies to the policy relaxed",
-        ),
-        (
-            ["--policy", "exact", "--raw", "--system", "x"],
-            1,
-            "a system message needs the chat template",
-        ),
+        (["--policy", "full", "--threshold", "0.5"], 1, "threshold applies to the policy relaxed"),
+        (["--policy", "exact", "--raw", "--system", "x"], 1, "a system message needs the chat template"),
         (["--policy", "bold"], 2, "'bold' is not one of"),
         (["--no-such-flag"], 2, "--no-such-flag"),
     ],

@@ -39,10 +39,7 @@ def test_watch_ends_with_a_job_that_waits_for_somebody(service, neap, flags):
             "phase": pb.PHASE_PUBLISHING,
             "failure": pb.Failure(reason="REDIS_UNAVAILABLE", message="Redis does not answer"),
         },
-        {
-            "state": pb.STATE_WAITING,
-            "failure": pb.Failure(reason="SCHEMA_TOO_NEW", message="a newer neap"),
-        },
+        {"state": pb.STATE_WAITING, "failure": pb.Failure(reason="SCHEMA_TOO_NEW", message="a newer neap")},
     ]
     service.calibration.may_end.clear()
     result = neap("jobs", "watch", "job-1", *flags, "--calibrator", service.address)
@@ -112,9 +109,7 @@ def test_the_list_is_limited(service, neap):
 
 def test_the_list_names_records_that_cannot_be_read(service, neap):
     service.calibration.unreadable = [
-        pb.UnreadableCalibration(
-            calibration_id="job-0", reason="JOB_UNREADABLE", message="newer \x1b[2J"
-        )
+        pb.UnreadableCalibration(calibration_id="job-0", reason="JOB_UNREADABLE", message="newer \x1b[2J")
     ]
     result = neap("jobs", "list", "--calibrator", service.address)
     assert "job-0 cannot be read: newer \\u001b[2J [JOB_UNREADABLE]" in result.stderr

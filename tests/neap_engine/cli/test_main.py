@@ -47,10 +47,7 @@ def test_completion_scripts_call_the_command(neap, shell):
 
 
 def test_help_imports_nothing_heavy():
-    program = (
-        "import sys, neap_engine.cli.main;"
-        f"print(*[name for name in {HEAVY!r} if name in sys.modules], end='')"
-    )
+    program = f"import sys, neap_engine.cli.main;print(*[name for name in {HEAVY!r} if name in sys.modules], end='')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("", 0), done.stderr
 
@@ -74,8 +71,7 @@ def test_what_is_no_address_is_refused(neap, address):
 
 
 @pytest.mark.parametrize(
-    "address",
-    ["h:1", "[::1]:1", "dns:///a:1", "ipv4:10.0.0.7:1,10.0.0.8:1", "unix:/tmp/s", "xds:///s"],
+    "address", ["h:1", "[::1]:1", "dns:///a:1", "ipv4:10.0.0.7:1,10.0.0.8:1", "unix:/tmp/s", "xds:///s"]
 )
 def test_every_target_of_grpc_is_an_address(address):
     assert checked_address(address) == address

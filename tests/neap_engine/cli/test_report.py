@@ -12,9 +12,7 @@ from neap_engine.cli.measure import PolicyFigures, policy_table
 
 def figures() -> list[PolicyFigures]:
     full = PolicyFigures("full", 20, 2.0, 600, 0, 0, {("full", 30): 20}, {"a": (1, 2)})
-    exact = PolicyFigures(
-        "exact", 20, 1.0, 300, 12, 9, {("full", 30): 11, ("suffix", 0): 9}, {"a": (1, 2)}
-    )
+    exact = PolicyFigures("exact", 20, 1.0, 300, 12, 9, {("full", 30): 11, ("suffix", 0): 9}, {"a": (1, 2)})
     return [full, exact]
 
 
@@ -60,9 +58,7 @@ def test_png_has_the_documented_size(tmp_path):
         {"probability": 0.9, "agreement": 0.8, "count": 9},
         {"probability": 0.0, "agreement": 0.0, "count": 0},
     ]
-    manifest = {
-        "rungs": [{"name": "suffix", "figures": {"reliability": bins}}, {"name": "depth-4"}]
-    }
+    manifest = {"rungs": [{"name": "suffix", "figures": {"reliability": bins}}, {"name": "depth-4"}]}
     path = charts.write_report(
         tmp_path / "new" / "report.png",
         title="tiny",

@@ -43,9 +43,7 @@ def test_the_published_version_has_the_contents_of_the_files(neap, folder, tmp_p
     assert result.stdout == f"published version 1 of tiny ({made.manifest_digest})\n"
     assert registry.aliases("tiny") == {}
     blobs = {name: registry.read_blob(made, name) for name in made.manifest["blobs"]}
-    assert pack_ladder(unpack_ladder(made.manifest, blobs), {}) == pack_ladder(
-        read_ladder(folder), {}
-    )
+    assert pack_ladder(unpack_ladder(made.manifest, blobs), {}) == pack_ladder(read_ladder(folder), {})
 
 
 def test_the_same_files_again_are_the_same_version(neap, folder, tmp_path):
@@ -70,9 +68,7 @@ def test_the_same_files_again_are_the_same_version(neap, folder, tmp_path):
 
 
 @pytest.mark.parametrize("chosen", [[], ["1"]])
-def test_an_exported_router_has_the_same_digest_where_it_is_imported(
-    neap, folder, tmp_path, chosen
-):
+def test_an_exported_router_has_the_same_digest_where_it_is_imported(neap, folder, tmp_path, chosen):
     here, there, files = tmp_path / "here", tmp_path / "there", tmp_path / "files"
     flags = ["--registry", str(here)]
     assert neap("routers", "import", str(folder), *flags, "--alias", "latest").exit_code == 0
@@ -116,10 +112,7 @@ def test_statistics_are_carried_from_registry_to_registry(neap, folder, tmp_path
     assert neap(*command).exit_code == 0
     assert (files / STATISTICS_BLOB).read_bytes() == STATISTICS
     assert neap("routers", "import", str(files), "--registry", str(there)).exit_code == 0
-    first, second = (
-        open_registry(str(here)).get("tiny", 1),
-        open_registry(str(there)).get("tiny", 1),
-    )
+    first, second = (open_registry(str(here)).get("tiny", 1), open_registry(str(there)).get("tiny", 1))
     assert first.manifest_digest == second.manifest_digest
     assert open_registry(str(there)).read_blob(second, STATISTICS_BLOB) == STATISTICS
 
@@ -167,10 +160,7 @@ DAMAGES = {
     "no JSON": (lambda f: (f / MANIFEST).write_text("{"), "is not JSON [CORRUPT]"),
     "no text": (lambda f: (f / MANIFEST).write_bytes(b"\xff\xfe"), "is not JSON [CORRUPT]"),
     "no object": (lambda f: (f / MANIFEST).write_text("[]"), "not a JSON object [CORRUPT]"),
-    "half a blob": (
-        lambda f: (f / BLOB).write_bytes((f / BLOB).read_bytes()[:-9]),
-        "not safetensors [CORRUPT]",
-    ),
+    "half a blob": (lambda f: (f / BLOB).write_bytes((f / BLOB).read_bytes()[:-9]), "not safetensors [CORRUPT]"),
     "another file": (lambda f: (f / BLOB).write_bytes(b"GIF89a"), "not safetensors [CORRUPT]"),
     "fewer rungs": (lambda f: edit(f, rungs=[]), "[CORRUPT]"),
     "another width": (lambda f: edit(f, model={"id": "tiny"}), "[CORRUPT]"),
@@ -198,9 +188,7 @@ DAMAGES = {
 def test_an_invalid_folder_publishes_nothing(neap, folder, tmp_path, damage):
     damage_folder, message = DAMAGES[damage]
     damage_folder(folder)
-    result = neap(
-        "routers", "import", str(folder), "--data-dir", str(tmp_path), "--alias", "latest"
-    )
+    result = neap("routers", "import", str(folder), "--data-dir", str(tmp_path), "--alias", "latest")
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
     assert result.stderr.rstrip().endswith(message)
@@ -209,12 +197,9 @@ def test_an_invalid_folder_publishes_nothing(neap, folder, tmp_path, damage):
 
 
 @pytest.mark.parametrize(
-    ("flags", "reason"),
-    [(["--alias", "No Way"], "BAD_ALIAS"), (["--model", "../tiny"], "BAD_MODEL_ID")],
+    ("flags", "reason"), [(["--alias", "No Way"], "BAD_ALIAS"), (["--model", "../tiny"], "BAD_MODEL_ID")]
 )
-def test_invalid_names_are_refused_before_anything_is_published(
-    neap, folder, tmp_path, flags, reason
-):
+def test_invalid_names_are_refused_before_anything_is_published(neap, folder, tmp_path, flags, reason):
     result = neap("routers", "import", str(folder), "--data-dir", str(tmp_path), *flags)
     assert result.exit_code == 1
     assert reason in result.stderr
@@ -222,9 +207,7 @@ def test_invalid_names_are_refused_before_anything_is_published(
 
 
 def test_the_router_in_this_repository_can_be_imported(neap, tmp_path):
-    result = neap(
-        "routers", "import", str(SHIPPED), "--data-dir", str(tmp_path), "--alias", "latest"
-    )
+    result = neap("routers", "import", str(SHIPPED), "--data-dir", str(tmp_path), "--alias", "latest")
     assert result.exit_code == 0, result.output
     model_id = read_ladder(SHIPPED).model.model_id
     assert open_registry(str(tmp_path / "registry")).aliases(model_id) == {"latest": 1}

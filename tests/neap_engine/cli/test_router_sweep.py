@@ -22,9 +22,7 @@ def test_a_sweep_prints_what_it_found_and_removed(neap, request, monkeypatch, ki
         contents.put("blobs", b"left over")
         result = neap("routers", "sweep")
         assert result.exit_code == 0, result.output
-        expected = (
-            "2 objects in use, 0 unused (0 bytes) removed, 1 unused but within the grace period"
-        )
+        expected = "2 objects in use, 0 unused (0 bytes) removed, 1 unused but within the grace period"
         assert expected in result.stdout
         result = neap("routers", "sweep", "--grace-hours", "0", "--dry-run")
         assert "1 unused (9 bytes) to remove" in result.stdout

@@ -45,9 +45,7 @@ def test_show(service, neap):
     result = neap(*base, "1")
     assert "tiny version 1" in result.stdout
     rows = [line.split("│") for line in result.stdout.split("\n") if "depth-0" in line]
-    figures = next(
-        rung["figures"] for rung in real_manifest()["rungs"] if rung["name"] == "depth-0"
-    )
+    figures = next(rung["figures"] for rung in real_manifest()["rungs"] if rung["name"] == "depth-0")
     names = ("agreement", "coverage", "router_auc", "router_brier", "router_precision")
     shown = [f"{figures[name]:.3f}" for name in names]
     assert [cell.strip() for cell in rows[0][1:-1]] == ["depth-0", "0", *shown]
@@ -109,9 +107,7 @@ def test_promote_rollback_history(service, neap):
     assert "ada" in history
 
 
-@pytest.mark.parametrize(
-    "reason", ["\x1b]0;owned\x07", "\x9b31m", "one\ntwo", "\u202eevil", "[/red][b"]
-)
+@pytest.mark.parametrize("reason", ["\x1b]0;owned\x07", "\x9b31m", "one\ntwo", "\u202eevil", "[/red][b"])
 def test_control_characters_from_a_service_are_escaped(service, neap, reason):
     where = ["--model", "tiny", "--calibrator", service.address]
     service.routers.reason = service.routers.damage[2] = reason
@@ -120,9 +116,7 @@ def test_control_characters_from_a_service_are_escaped(service, neap, reason):
         result = neap("routers", command, *where)
         assert result.exit_code == 0, result.output
         assert all(line.isprintable() for line in result.stdout.splitlines())
-        shown = "".join(
-            letter if letter.isprintable() else f"\\u{ord(letter):04x}" for letter in reason
-        )
+        shown = "".join(letter if letter.isprintable() else f"\\u{ord(letter):04x}" for letter in reason)
         assert shown in result.stdout
 
 
@@ -189,9 +183,7 @@ def test_a_line_that_returns_to_itself_ends(service, neap, monkeypatch):
     assert neap(*show).stdout.count("  version 1, ") == 3
 
 
-@pytest.mark.parametrize(
-    "calibration", [{"spec": []}, {"spec": {"parent": "x", "source": 1}, "tokens": 3}]
-)
+@pytest.mark.parametrize("calibration", [{"spec": []}, {"spec": {"parent": "x", "source": 1}, "tokens": 3}])
 def test_a_manifest_without_a_readable_line_is_shown(service, neap, calibration):
     service.routers.manifests = {1: {"rungs": [], "calibration": calibration}}
     show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]

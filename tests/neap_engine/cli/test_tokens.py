@@ -22,10 +22,7 @@ def test_entries_are_appended_to_a_file_that_only_the_owner_can_read(neap, tmp_p
         assert result.exit_code == 0, result.output
         (made[name],) = result.stdout.splitlines()
     entries = parse_tokens(file.read_bytes(), "tokens")
-    assert {name: find_caller(entries, token).name for name, token in made.items()} == {
-        "ann": "ann",
-        "bob": "bob",
-    }
+    assert {name: find_caller(entries, token).name for name, token in made.items()} == {"ann": "ann", "bob": "bob"}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     listed = neap("tokens", "list", str(file))
     assert "ann" in listed.stdout

@@ -26,11 +26,7 @@ def row(side, num_identical, speed, tokens_per_pass, bound=None):
 
 REPORT = {
     "run": RUN,
-    "rows": [
-        row("full", 2, 10.0, 1.0),
-        row("relaxed 0.9", 1, 30.0, 3.0, 0.25),
-        row("relaxed 0.5", 2, 40.0, 4.0),
-    ],
+    "rows": [row("full", 2, 10.0, 1.0), row("relaxed 0.9", 1, 30.0, 3.0, 0.25), row("relaxed 0.5", 2, 40.0, 4.0)],
 }
 
 
@@ -38,9 +34,7 @@ def script(monkeypatch, *statements):
     """Replaces the measuring process by another one."""
     code = "\n".join(["import json, os, sys", *statements])
     real = tune.measure
-    monkeypatch.setattr(
-        tune, "measure", lambda command, variables: real([sys.executable, "-c", code], variables)
-    )
+    monkeypatch.setattr(tune, "measure", lambda command, variables: real([sys.executable, "-c", code], variables))
 
 
 ARGUMENTS = ["prompts.jsonl", "--model", "tiny=/models/tiny", "--threshold", "0.9"]
@@ -73,10 +67,7 @@ def test_the_registry_is_not_a_flag_of_the_process(neap, monkeypatch, tmp_path):
 
 
 def test_an_error_of_the_process_is_the_commands(neap, monkeypatch):
-    script(
-        monkeypatch,
-        "print(json.dumps({'error': 'no such alias', 'reason': 'ALIAS_NOT_FOUND'})); sys.exit(1)",
-    )
+    script(monkeypatch, "print(json.dumps({'error': 'no such alias', 'reason': 'ALIAS_NOT_FOUND'})); sys.exit(1)")
     result = neap("tune", *ARGUMENTS)
     assert result.exit_code == 1
     assert "no such alias [ALIAS_NOT_FOUND]" in result.stderr

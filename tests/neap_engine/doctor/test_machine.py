@@ -72,9 +72,7 @@ def test_a_compiler_that_does_not_compile(monkeypatch, tmp_path, is_needed, stat
     """Such as one without Python's headers."""
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: object())
     compiler = tmp_path / "cc"
-    compiler.write_text(
-        "#!/bin/sh\necho 'probe.c:1:10: fatal error: Python.h: No such file' >&2\nexit 1\n"
-    )
+    compiler.write_text("#!/bin/sh\necho 'probe.c:1:10: fatal error: Python.h: No such file' >&2\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     found = machine.layer_compiler(is_needed)
@@ -102,9 +100,7 @@ def test_a_compiler_with_headers(monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     headers = "#include <Python.h>\n"
     include = f"-I{machine.sysconfig.get_paths()['include']}"
-    tried = subprocess.run(
-        ["gcc", "-E", include, "-"], input=headers, text=True, capture_output=True
-    )
+    tried = subprocess.run(["gcc", "-E", include, "-"], input=headers, text=True, capture_output=True)
     if tried.returncode != 0:
         pytest.skip("this machine has no gcc with Python's headers")
     assert machine.layer_compiler(True).status == "ok"

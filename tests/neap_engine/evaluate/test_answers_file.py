@@ -40,9 +40,7 @@ def test_the_results_of_another_run_are_kept(tmp_path):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "text", ["a shopping list\n", "a shopping list", '{"model_id": "tiny"}\n{"bread": 2}\n']
-)
+@pytest.mark.parametrize("text", ["a shopping list\n", "a shopping list", '{"model_id": "tiny"}\n{"bread": 2}\n'])
 def test_another_file_is_not_written_to(tmp_path, text):
     path = tmp_path / "list.txt"
     path.write_text(text)

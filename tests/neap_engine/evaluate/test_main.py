@@ -84,12 +84,7 @@ def test_all_sides_answer_all_prompts(report, monkeypatch):
     rows = {row["side"]: row for row in last["report"]["rows"]}
     thin = next(name for name in rows if name.endswith("of 4 layers"))
     same = {"full", "exact", "HF generate", "HF prompt lookup", "HF early exit"}
-    assert rows.keys() == same | {
-        "relaxed, margin 0.5",
-        "relaxed, margin 1000",
-        thin,
-        "TIDE's method",
-    }
+    assert rows.keys() == same | {"relaxed, margin 0.5", "relaxed, margin 1000", thin, "TIDE's method"}
     assert progress == [{"measured": n, "total": 18} for n in range(1, 19)]
     for name in same:
         assert (rows[name]["num_identical"], rows[name]["chosen_share"]) == (2, 1.0), name
@@ -155,9 +150,7 @@ def test_a_second_sweep_measures_only_what_is_missing(sweep):
     assert (progress, len(report["rows"])) == ([], 3)
 
 
-def test_another_dtype_is_measured_as_a_worker_would_serve_it_and_no_bound_holds(
-    sweep, monkeypatch
-):
+def test_another_dtype_is_measured_as_a_worker_would_serve_it_and_no_bound_holds(sweep, monkeypatch):
     monkeypatch.setenv("NEAP_DTYPE", "bfloat16")
     monkeypatch.setenv("NEAP_COMPUTE_DTYPE", "bfloat16")
     _, report, _ = sweep("--threshold", "0.97", "--margin", "0.25")

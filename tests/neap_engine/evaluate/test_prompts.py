@@ -13,9 +13,7 @@ def loaded() -> LoadedModel:
 
 def test_a_prompt_is_text_or_a_chat(loaded, tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text(
-        '{"prompt": "hello"}\n\n{"messages": [{"role": "user", "content": "hello"}], "id": 7}\n'
-    )
+    path.write_text('{"prompt": "hello"}\n\n{"messages": [{"role": "user", "content": "hello"}], "id": 7}\n')
     text, chat = read_prompts(path, loaded)
     decode = loaded.tokenizer.decode
     assert decode(text) == "hello"

@@ -73,12 +73,8 @@ def test_layers_are_left_out_evenly_and_as_many_as_the_speed_needs(source):
     assert thinned(loaded, (0, 3)).num_layers == 2
 
 
-@pytest.mark.parametrize(
-    ("converged", "layers"), [(2.0, (0, 1, 2, 3)), (-2.0, (0,))], ids=["never", "at once"]
-)
-def test_tide_answers_from_the_first_state_that_has_converged(
-    source, sides, monkeypatch, converged, layers
-):
+@pytest.mark.parametrize(("converged", "layers"), [(2.0, (0, 1, 2, 3)), (-2.0, (0,))], ids=["never", "at once"])
+def test_tide_answers_from_the_first_state_that_has_converged(source, sides, monkeypatch, converged, layers):
     monkeypatch.setattr(module, "CHECKPOINT_INTERVAL", 1)
     monkeypatch.setattr(module, "CONVERGED", converged)
     run = sides((TIDE, PROMPT, []))
@@ -124,10 +120,7 @@ def test_a_process_of_its_own_leaves_standard_output_to_its_parent(source, capfd
 
 def test_figures_are_sums_over_prompts():
     full = [Answer(TimedAnswer((1, 2, 3), 0.2, 1.0, 8), Score((0.5, 0.5, 0.5), 3), True)] * 2
-    own = [
-        full[0],
-        Answer(TimedAnswer((1, 2, 4, 5, 6), 0.2, 1.0, 4, num_first=3), Score((0.5,) * 5, 1), False),
-    ]
+    own = [full[0], Answer(TimedAnswer((1, 2, 4, 5, 6), 0.2, 1.0, 4, num_first=3), Score((0.5,) * 5, 1), False)]
     found = row("own", own, full, "note")
     assert (found.num_answers, found.num_identical) == (2, 1)
     assert (found.num_right, found.num_checkable) == (1, 2)

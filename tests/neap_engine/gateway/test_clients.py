@@ -45,10 +45,7 @@ def test_calls_are_cancelled_when_the_client_goes(scripted, is_stream, num_choic
         "neap_gateway_errors_total", {"endpoint": CHAT, "reason": "CLIENT_GONE"}
     )
     url = f"{gateway.url}{CHAT}"
-    with (
-        pytest.raises(httpx.ReadTimeout),
-        httpx.stream("POST", url, json=body, timeout=0.5) as reply,
-    ):
+    with pytest.raises(httpx.ReadTimeout), httpx.stream("POST", url, json=body, timeout=0.5) as reply:
         list(reply.iter_lines())
     assert waiting.acquire(timeout=60)
     assert worker.cancelled.wait(60)

@@ -52,22 +52,13 @@ def secure(tmp_path, go_on):
 
 def head(num_bytes, headers, *more):
     given = [f"{name}: {value}" for name, value in headers.items()]
-    lines = [
-        f"POST {CHAT} HTTP/1.1",
-        "host: x",
-        f"content-length: {num_bytes}",
-        "connection: close",
-        *given,
-        *more,
-    ]
+    lines = [f"POST {CHAT} HTTP/1.1", "host: x", f"content-length: {num_bytes}", "connection: close", *given, *more]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
 @contextmanager
 def connected(gateway, address="127.0.0.1"):
-    with socket.create_connection(
-        ("127.0.0.1", gateway.port), timeout=60, source_address=(address, 0)
-    ) as connection:
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=60, source_address=(address, 0)) as connection:
         yield connection
 
 
@@ -147,20 +138,14 @@ def holding(gateway, headers, num_requests, **fields):
     """`num_requests` that are answered when `go_on` is set, while the block runs."""
     before = gateway.gateway.num_running
     with ThreadPoolExecutor(num_requests) as pool:
-        asked = [
-            pool.submit(status_and_code, gateway, headers, model="held", **fields)
-            for _ in range(num_requests)
-        ]
+        asked = [pool.submit(status_and_code, gateway, headers, model="held", **fields) for _ in range(num_requests)]
         wait_until(lambda: gateway.gateway.num_running == before + num_requests)
         yield asked
 
 
 def test_a_client_has_a_share_of_the_places(secure, go_on):
     worker, headers = secure
-    with (
-        gateway_to(worker.target, max_requests=4) as gateway,
-        holding(gateway, headers["ann"], 2) as of_ann,
-    ):
+    with gateway_to(worker.target, max_requests=4) as gateway, holding(gateway, headers["ann"], 2) as of_ann:
         assert status_and_code(gateway, headers["ann"]) == (429, "client_limit")
         spelt = {"authorization": headers["ann"]["authorization"].replace("Bearer ", "bEaReR  ")}
         assert status_and_code(gateway, spelt) == (429, "client_limit")

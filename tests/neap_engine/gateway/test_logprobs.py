@@ -10,11 +10,7 @@ GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 def test_logprobs_of_a_chat_have_texts_and_bytes(client):
     answer = client.chat.completions.create(
-        **GREEDY,
-        messages=[{"role": "user", "content": "hello"}],
-        max_tokens=6,
-        logprobs=True,
-        top_logprobs=2,
+        **GREEDY, messages=[{"role": "user", "content": "hello"}], max_tokens=6, logprobs=True, top_logprobs=2
     )
     content = answer.choices[0].logprobs.content
     assert len(content) == 6
@@ -59,9 +55,7 @@ def test_a_prompt_is_echoed_with_its_logprobs(client, is_text):
         prompt=prompt, max_tokens=5, echo=True, logprobs=2,
     )  # fmt: skip
     assert full.choices[0].logprobs.tokens == own.tokens
-    assert full.choices[0].logprobs.token_logprobs[1:] == pytest.approx(
-        own.token_logprobs[1:], abs=1e-4
-    )
+    assert full.choices[0].logprobs.token_logprobs[1:] == pytest.approx(own.token_logprobs[1:], abs=1e-4)
     chunks = [
         chunk.choices[0]
         for chunk in client.completions.create(
@@ -75,14 +69,7 @@ def test_a_prompt_is_echoed_with_its_logprobs(client, is_text):
 
 def test_choices_that_share_an_echoed_prompt_have_it_each(client):
     answer = client.completions.create(
-        model="tiny",
-        prompt="hello",
-        n=2,
-        seed=5,
-        max_tokens=3,
-        temperature=2.0,
-        echo=True,
-        logprobs=0,
+        model="tiny", prompt="hello", n=2, seed=5, max_tokens=3, temperature=2.0, echo=True, logprobs=0
     )
     for choice in answer.choices:
         assert choice.text.startswith("hello")

@@ -49,9 +49,7 @@ def test_a_chat_is_the_answer_of_the_worker(client, direct):
 
 
 def test_a_stream_has_the_same_text_and_usage_if_asked_for(client, direct):
-    stream = client.chat.completions.create(
-        **CHAT, max_tokens=12, stream=True, stream_options={"include_usage": True}
-    )
+    stream = client.chat.completions.create(**CHAT, max_tokens=12, stream=True, stream_options={"include_usage": True})
     *chunks, last = stream
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == direct[0]
@@ -133,15 +131,7 @@ def test_the_seed_of_an_answer_can_be_sent_again(client):
         {"logprobs": False, "top_logprobs": 0, "n": 1, "stop": [], "seed": None},
         {"response_format": {"type": "text"}, "prediction": None},
         {"stream_options": {"include_usage": True}, "store": False, "metadata": {}},
-        {
-            "extra_body": {
-                "top_k": -1,
-                "min_p": 0,
-                "repetition_penalty": 1,
-                "min_tokens": 0,
-                "bad_words": [],
-            }
-        },
+        {"extra_body": {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "min_tokens": 0, "bad_words": []}},
         {"extra_body": {"skip_special_tokens": True, "use_beam_search": False}},
     ],
     ids=lambda fields: next(iter(fields)),
@@ -155,10 +145,7 @@ def test_fields_that_ask_for_nothing_change_nothing(client, fields):
     assert answer.usage.prompt_tokens == plain.usage.prompt_tokens
 
 
-PREDICTIONS = {
-    "text": str,
-    "parts": lambda text: [{"type": "text", "text": t} for t in (text[:3], text[3:])],
-}
+PREDICTIONS = {"text": str, "parts": lambda text: [{"type": "text", "text": t} for t in (text[:3], text[3:])]}
 
 
 @pytest.mark.parametrize("form", PREDICTIONS)
@@ -209,18 +196,14 @@ def test_penalties_and_biases_have_their_effect(client):
 
 def test_choices_share_the_keys_and_values_of_their_prompt(client):
     prompt = "the seven sleepers of the long prompt " * 12
-    answer = client.completions.create(
-        model="tiny", prompt=prompt, n=4, seed=5, max_tokens=8, temperature=2.0
-    )
+    answer = client.completions.create(model="tiny", prompt=prompt, n=4, seed=5, max_tokens=8, temperature=2.0)
     assert len({choice.text for choice in answer.choices}) == 4
     of_one = answer.usage.prompt_tokens // 4
     assert of_one > 100
     # All but the last token, which each reads for its own first token.
     assert answer.usage.prompt_tokens_details.cached_tokens >= 3 * (of_one - 16)
     texts = [
-        client.completions.create(
-            model="tiny", prompt=prompt, seed=5 + index, max_tokens=8, temperature=2.0
-        )
+        client.completions.create(model="tiny", prompt=prompt, seed=5 + index, max_tokens=8, temperature=2.0)
         .choices[0]
         .text
         for index in range(4)
@@ -232,9 +215,7 @@ def test_several_streamed_choices_are_told_apart_by_index(client):
     whole = client.completions.create(**GREEDY, prompt=["hello", "th"], max_tokens=6)
     texts = ["", ""]
     reasons = [None, None]
-    for chunk in client.completions.create(
-        **GREEDY, prompt=["hello", "th"], max_tokens=6, stream=True
-    ):
+    for chunk in client.completions.create(**GREEDY, prompt=["hello", "th"], max_tokens=6, stream=True):
         (choice,) = chunk.choices
         texts[choice.index] += choice.text
         reasons[choice.index] = choice.finish_reason or reasons[choice.index]
@@ -348,8 +329,6 @@ def test_a_schema_that_nobody_can_satisfy_is_refused_by_name(client):
     schema = {"name": "none", "schema": {"type": "integer", "minimum": 2, "maximum": 1}}
     with pytest.raises(openai.BadRequestError, match="minimum") as caught:
         client.chat.completions.create(
-            model="tiny",
-            messages=MESSAGES,
-            response_format={"type": "json_schema", "json_schema": schema},
+            model="tiny", messages=MESSAGES, response_format={"type": "json_schema", "json_schema": schema}
         )
     assert caught.value.code == "constraint_invalid"

@@ -14,9 +14,7 @@ from tests.gateways import gateway_to
 from tests.generation import publish
 from tests.worker import serving
 
-TOOLS = [
-    json.loads(line) for line in Path(__file__).with_name("tools.jsonl").read_text().splitlines()
-]
+TOOLS = [json.loads(line) for line in Path(__file__).with_name("tools.jsonl").read_text().splitlines()]
 # Every third in every run.
 CASES = [
     pytest.param(tool, id=tool["name"], marks=[pytest.mark.full] if place % 3 else [])

@@ -30,9 +30,7 @@ def secure(tmp_path_factory):
     authority = trustme.CA()
     files = certificates.write(folder, certificates.issued(authority, "localhost", "127.0.0.1"))
     tokens = write_tokens(folder / "tokens")
-    security = ServerSecurity(
-        ServerCertificate(files.certificate, files.key), Access(folder / "tokens")
-    )
+    security = ServerSecurity(ServerCertificate(files.certificate, files.key), Access(folder / "tokens"))
     with scripted_worker(lambda r: [started(), chunk("a"), finished()], security) as worker:
         yield worker, files, tokens
 
@@ -110,10 +108,7 @@ def test_only_clients_with_a_certificate_can_connect_if_asked_for(tmp_path):
     authority, other = trustme.CA(), trustme.CA()
     files = certificates.mount(tmp_path, certificates.issued(authority, "127.0.0.1"))
     with gateway_to(
-        "127.0.0.1:1",
-        tls_cert=files.certificate,
-        tls_key=files.key,
-        tls_client_ca=files.authority,
+        "127.0.0.1:1", tls_cert=files.certificate, tls_key=files.key, tls_client_ca=files.authority
     ) as gateway:
         assert status_over_tls(gateway, authority, authority.issue_cert("ann")) == 200
         for own in (None, other.issue_cert("ann")):
@@ -137,9 +132,7 @@ def test_files_for_the_workers_may_be_rotated(tmp_path):
     authority, other = trustme.CA(), trustme.CA()
     theirs = certificates.write(tmp_path / "worker", certificates.issued(authority, "localhost"))
     ours = certificates.mount(tmp_path / "gateway", certificates.issued(other, "gateway"))
-    security = ServerSecurity(
-        ServerCertificate(theirs.certificate, theirs.key, theirs.authority), Access()
-    )
+    security = ServerSecurity(ServerCertificate(theirs.certificate, theirs.key, theirs.authority), Access())
     settings = {
         "worker_ca": ours.authority,
         "worker_cert": ours.certificate,
@@ -147,10 +140,7 @@ def test_files_for_the_workers_may_be_rotated(tmp_path):
         "worker_server_name": "localhost",
     }
     script = [started(), chunk("a"), finished()]
-    with (
-        scripted_worker(lambda request: script, security) as worker,
-        gateway_to(worker.target, **settings) as gateway,
-    ):
+    with scripted_worker(lambda request: script, security) as worker, gateway_to(worker.target, **settings) as gateway:
 
         def status():
             return gateway.http.post(CHAT, json=chat_body()).status_code

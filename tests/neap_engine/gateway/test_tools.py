@@ -71,9 +71,7 @@ def test_calls_are_whole_in_an_answer_and_in_pieces_in_a_stream(state, client, c
     assert first.id
     assert {(piece.index, piece.id, piece.function.name) for piece in rest} <= {(0, None, None)}
     assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
-    with client.chat.completions.stream(
-        **asked
-    ) as stream:  # the package's own way to put them together
+    with client.chat.completions.stream(**asked) as stream:  # the package's own way to put them together
         final = stream.get_final_completion().choices[0]
     assert final.message.tool_calls[0].function.arguments == call.function.arguments
 
@@ -99,12 +97,7 @@ def test_reasoning_is_apart_from_the_text(state, client):
 
 
 def test_a_conversation_goes_on_with_a_calls_result(state, client):
-    asked = {
-        **CHAT,
-        "tool_choice": "required",
-        "logit_bias": state.bias,
-        "parallel_tool_calls": False,
-    }
+    asked = {**CHAT, "tool_choice": "required", "logit_bias": state.bias, "parallel_tool_calls": False}
     message = client.chat.completions.create(**asked).choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "12"}
     messages = [*CHAT["messages"], message.model_dump(), result]
@@ -131,12 +124,7 @@ def test_langchain_gets_structured_output_by_every_method(state, method, strict)
     closing = zip(build_tokenizer().convert_tokens_to_ids(['"', "}"]), (100, 60), strict=True)
     bias = {**state.bias, **{str(token): value for token, value in closing}}
     model = ChatOpenAI(
-        model="tiny",
-        base_url=f"{state.url}/v1",
-        api_key="unused",
-        seed=1,
-        max_tokens=400,
-        logit_bias=bias,
+        model="tiny", base_url=f"{state.url}/v1", api_key="unused", seed=1, max_tokens=400, logit_bias=bias
     )
     kind = Anything if method == "json_mode" else Thing
     given = {} if strict is None else {"strict": strict}
@@ -147,9 +135,9 @@ def test_langchain_gets_structured_output_by_every_method(state, method, strict)
 
 
 def test_langchain_binds_tools(state):
-    model = ChatOpenAI(
-        model="tiny", base_url=f"{state.url}/v1", api_key="unused", temperature=0, max_tokens=300
-    ).bind(logit_bias=state.bias, parallel_tool_calls=False)
+    model = ChatOpenAI(model="tiny", base_url=f"{state.url}/v1", api_key="unused", temperature=0, max_tokens=300).bind(
+        logit_bias=state.bias, parallel_tool_calls=False
+    )
     bound = model.bound.bind_tools([TOOL], tool_choice="make").bind(**model.kwargs)
     answer = bound.invoke([HumanMessage("hello")])
     [call] = answer.tool_calls
@@ -184,9 +172,7 @@ def test_langchain_binds_tools(state):
 def test_what_cannot_be_asked_is_refused_by_name(state, fields, reason, param):
     reply = state.http.post("/v1/chat/completions", json=chat_body(**{"tools": [TOOL], **fields}))
     error = reply.json()["error"]
-    assert (reply.status_code, error["neap"]["reason"], error["param"]) == (400, reason, param), (
-        error
-    )
+    assert (reply.status_code, error["neap"]["reason"], error["param"]) == (400, reason, param), error
 
 
 def test_a_model_without_tools_says_so(gateway):

@@ -170,10 +170,7 @@ def test_an_answer_that_a_worker_interrupts_is_resumed(is_stream):
             raise errors.Unavailable("m", reason="HANDED_OVER")
         yield finished()
 
-    with (
-        scripted_worker(interrupted) as worker,
-        gateway_to(worker.target, num_attempts=3) as gateway,
-    ):
+    with scripted_worker(interrupted) as worker, gateway_to(worker.target, num_attempts=3) as gateway:
         reply = gateway.http.post(CHAT, json=chat_body(stream=is_stream))
         assert reply.status_code == 200
         assert "error" not in reply.text
@@ -205,10 +202,7 @@ def test_the_gateway_may_do_without_other_tokens():
     flags = {"num_attempts": 3, "resumes": "exactly"}
     with scripted_worker(interrupted) as worker, gateway_to(worker.target, **flags) as gateway:
         reply = gateway.http.post(CHAT, json=chat_body())
-        assert (reply.status_code, reply.json()["error"]["neap"]["reason"]) == (
-            400,
-            "NUMERICS_DIFFER",
-        )
+        assert (reply.status_code, reply.json()["error"]["neap"]["reason"]) == (400, "NUMERICS_DIFFER")
 
 
 def test_the_clients_trace_and_request_id_reach_the_worker(scripted):

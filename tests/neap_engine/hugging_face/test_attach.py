@@ -85,27 +85,18 @@ def test_a_batch_is_padded_as_by_transformers(plain, model, several, eos):
 
 
 def test_a_batch_may_be_larger_than_the_engine_runs_at_once(plain, model, tokenizer):
-    call = dict(
-        tokenizer(
-            ["hello there"[: 3 + n % 8] for n in range(40)], return_tensors="pt", padding=True
-        )
-    )
+    call = dict(tokenizer(["hello there"[: 3 + n % 8] for n in range(40)], return_tensors="pt", padding=True))
     assert same_answers(plain, model, **call, max_new_tokens=4, do_sample=False)
 
 
 @pytest.mark.parametrize("policy", ["full", "exact"])
-def test_an_eos_that_the_call_does_not_name_is_a_token_like_any_other(
-    plain, tokenizer, one, policy
-):
+def test_an_eos_that_the_call_does_not_name_is_a_token_like_any_other(plain, tokenizer, one, policy):
     call = {**one, "max_new_tokens": 12, "do_sample": False, "eos_token_id": 256}
     expected = plain.generate(**call)
     own = build_model()
     own.generation_config.eos_token_id = expected[0, -5].item()
     loaded = wrap_model(own, tokenizer)
-    with (
-        fixed_cost_engine(loaded, random_ladder(loaded, 0, agreement=0.9)) as engine,
-        attach(engine, policy),
-    ):
+    with fixed_cost_engine(loaded, random_ladder(loaded, 0, agreement=0.9)) as engine, attach(engine, policy):
         assert torch.equal(expected, own.generate(**call))
 
 
@@ -158,9 +149,7 @@ def test_outputs_as_a_record(plain, model, one):
 def test_sampling_repeats_with_torchs_seed(model, one):
     def sampled(seed):
         torch.manual_seed(seed)
-        return model.generate(
-            **one, max_new_tokens=12, do_sample=True, temperature=0.8, num_return_sequences=3
-        )
+        return model.generate(**one, max_new_tokens=12, do_sample=True, temperature=0.8, num_return_sequences=3)
 
     first = sampled(1)
     assert torch.equal(first, sampled(1))
@@ -176,9 +165,7 @@ def test_sampling_options_reach_the_engine(plain, model, one):
         assert torch.equal(greedy, model.generate(**one, max_new_tokens=8, do_sample=True, **call))
 
 
-@pytest.mark.parametrize(
-    "prompt", [TEXTS[0], [{"role": "user", "content": "hello"}]], ids=["text", "chat"]
-)
+@pytest.mark.parametrize("prompt", [TEXTS[0], [{"role": "user", "content": "hello"}]], ids=["text", "chat"])
 def test_a_pipeline_keeps_its_shape(plain, model, tokenizer, prompt):
     def answer(which):
         pipe = hf.pipeline("text-generation", model=which, tokenizer=tokenizer)
@@ -225,9 +212,7 @@ REFUSED = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": {"guidance_scale": 2.0},
     "PrefixConstrainedLogitsProcessor": {"prefix_allowed_tokens_fn": lambda row, ids: [1]},
     "TopKLogitsWarper": {"logits_processor": [hf.TopKLogitsWarper(5)]},
-    "prompt_ignore_length": {
-        "logits_processor": [hf.RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=2)]
-    },
+    "prompt_ignore_length": {"logits_processor": [hf.RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=2)]},
 }
 
 

@@ -85,9 +85,7 @@ def workers():
 
         def ask(self, make_client):
             """Returns prompt -> the worker that answers it, once each is answered by one alone."""
-            target = "ipv4:" + ",".join(
-                f"127.0.0.1:{port}" for port in self.ports[: len(self.seen)]
-            )
+            target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in self.ports[: len(self.seen)])
             places = []
 
             def are_settled():
@@ -185,9 +183,7 @@ def test_workers_of_equal_numerics_are_asked_first(workers, make_client, resumes
                 raise errors.PreconditionFailed("other numerics", reason="NUMERICS_DIFFER")
             num_resumed = len(request.resume.token_ids)
             begun = pb.Started(
-                num_resumed_tokens=num_resumed,
-                numerics_id=numerics_id,
-                exact_promise=pb.EXACT_PROMISE_TOKENS_OF_FULL,
+                num_resumed_tokens=num_resumed, numerics_id=numerics_id, exact_promise=pb.EXACT_PROMISE_TOKENS_OF_FULL
             )
             yield pb.GenerateResponse(started=begun)
             yield CHUNK
@@ -293,9 +289,7 @@ def test_names_are_resolved_and_other_targets_have_no_order():
     wait_until(lambda: {"127.0.0.1:7071", "[::1]:7071"} & known._addresses)
     two = KnownWorkers("ipv6:[::1]:7071,[::2]:7072")
     assert sorted(two.ranked("a")) == ["[::1]:7071", "[::2]:7072"]
-    assert {tuple(two.ranked(str(number))) for number in range(20)} >= {
-        ("[::1]:7071", "[::2]:7072")
-    }
+    assert {tuple(two.ranked(str(number))) for number in range(20)} >= {("[::1]:7071", "[::2]:7072")}
     assert two.ranked("") == KnownWorkers("127.0.0.1:7071").ranked("a") == []
     for target in ("dns://127.0.0.1:53/neap:7071", "unix:/tmp/socket", "xds:///worker"):
         assert KnownWorkers(target).ranked("a") == []

@@ -37,9 +37,7 @@ class Replicas:
         servicer.on_generate = _generate
         address = f"127.0.0.{len(self.servicers) + 2}"
         listen = f"{address}:{self._port}"
-        self._stack.enter_context(
-            running(servicer, listen=listen, max_connection_age_s=max_connection_age_s)
-        )
+        self._stack.enter_context(running(servicer, listen=listen, max_connection_age_s=max_connection_age_s))
         self.servicers.append(servicer)
         self._dns.addresses.append(address)
         return servicer

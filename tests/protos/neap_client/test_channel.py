@@ -127,11 +127,7 @@ def test_a_service_does_not_take_tokens_in_plain_text_beyond_loopback(tmp_path):
     assert _opened("127.0.0.1:0") == []
 
 
-@pytest.mark.parametrize(
-    "given",
-    [{"tls_cert": "/x"}, {"tls_key": "/x"}, {"tls_client_ca": "/x"}],
-    ids=str,
-)
+@pytest.mark.parametrize("given", [{"tls_cert": "/x"}, {"tls_key": "/x"}, {"tls_client_ca": "/x"}], ids=str)
 def test_incomplete_configurations_are_refused(given):
     with pytest.raises(InvalidInput) as caught:
         make_settings(WorkerSettings, **given)

@@ -80,9 +80,7 @@ def test_an_interrupted_answer_is_resumed_as_one_stream(scripted, client):
     """Each call says what the client has, and the caller sees one Started."""
     asked = []
     stopping = errors.Unavailable("gone", reason="SHUTTING_DOWN")
-    begun = pb.Started(
-        seed=5, policy="relaxed", router_version=3, prompt_digest="p", numerics_id="n"
-    )
+    begun = pb.Started(seed=5, policy="relaxed", router_version=3, prompt_digest="p", numerics_id="n")
     second = pb.Started(num_resumed_tokens=2, numerics_id="m", continued_inexactly=True)
     third = pb.Started(num_resumed_tokens=3, numerics_id="o")
     calls = [
@@ -145,11 +143,7 @@ def test_a_worker_that_begins_anew_is_not_taken_for_one_that_resumes(scripted, c
 
 @pytest.mark.parametrize(
     "error",
-    [
-        errors.Exhausted("full", retry_after_s=0.0),
-        errors.NeapError("no"),
-        errors.DeadlineExceeded(""),
-    ],
+    [errors.Exhausted("full", retry_after_s=0.0), errors.NeapError("no"), errors.DeadlineExceeded("")],
     ids=lambda error: type(error).__name__,
 )
 def test_an_answer_whose_request_has_failed_is_not_resumed(scripted, client, error):
@@ -174,10 +168,7 @@ def test_a_client_may_do_without_other_tokens(scripted, server, make_client, res
         raise errors.Unavailable("gone")
 
     scripted.on_generate = generate
-    with (
-        make_client(server.target, resumes=resumes) as client,
-        pytest.raises(errors.NeapError) as caught,
-    ):
+    with make_client(server.target, resumes=resumes) as client, pytest.raises(errors.NeapError) as caught:
         list(client.generate(REQUEST))
     assert caught.value.reason == ("UNAVAILABLE" if resumes == "never" else "NUMERICS_DIFFER")
     assert len(asked) == num_calls
@@ -216,9 +207,7 @@ def test_an_answer_that_is_not_resumed_before_its_deadline_ends_by_it(scripted, 
     with pytest.raises(errors.DeadlineExceeded if is_whole else errors.Exhausted) as caught:
         list(stream)
     assert "full" in caught.value.message
-    assert (caught.value.reason, stream.token_ids) == (
-        ("DEADLINE_EXCEEDED", [97]) if is_whole else ("QUEUE_FULL", [])
-    )
+    assert (caught.value.reason, stream.token_ids) == (("DEADLINE_EXCEEDED", [97]) if is_whole else ("QUEUE_FULL", []))
 
 
 def test_closing_ends_the_wait_before_an_answer_is_resumed(scripted, client):
@@ -240,9 +229,7 @@ def test_an_answer_without_a_token_is_complete(scripted, client):
 
 
 @pytest.mark.parametrize("resumes", ["always", "never"])
-def test_an_answer_whose_connection_is_lost_after_its_end_is_whole(
-    scripted, server, make_client, resumes
-):
+def test_an_answer_whose_connection_is_lost_after_its_end_is_whole(scripted, server, make_client, resumes):
     _script(scripted, [_started(1), _chunk(97), FINISHED, errors.Unavailable("gone")])
     with make_client(server.target, num_attempts=3, resumes=resumes) as client:
         assert client.answer(REQUEST).text == "a!"
@@ -372,9 +359,7 @@ def test_a_worker_that_hangs_before_it_resumes_is_passed_over(scripted, server, 
         if request.resume.token_ids and not num_hung:
             num_hung += 1
             await asyncio.Event().wait()
-        yield pb.GenerateResponse(
-            started=pb.Started(num_resumed_tokens=len(request.resume.token_ids))
-        )
+        yield pb.GenerateResponse(started=pb.Started(num_resumed_tokens=len(request.resume.token_ids)))
         yield _chunk(97)
         if not num_hung:
             raise errors.Unavailable("gone")

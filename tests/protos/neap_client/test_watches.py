@@ -12,14 +12,7 @@ import pytest
 from neap_client import NeapClient, retry
 from neap_client.calibration.v1 import calibration_pb2 as pb
 from neap_client.calibration.v1 import calibration_pb2_grpc
-from neap_client.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    Exhausted,
-    NeapError,
-    NotFound,
-    Unavailable,
-)
+from neap_client.errors import Cancelled, DeadlineExceeded, Exhausted, NeapError, NotFound, Unavailable
 
 from shared.rpc.status import code_of, to_status, trailing_metadata
 
@@ -100,11 +93,7 @@ def test_a_watch_that_never_began_ends_after_the_clients_attempts(make_client):
 
 def test_errors_that_no_restart_mends_end_a_watch(make_client):
     gone = NotFound("no such job", reason="CALIBRATION_NOT_FOUND")
-    with (
-        serving(Watched(STOPPING, gone)) as (target, _),
-        make_client(target) as client,
-        pytest.raises(NotFound),
-    ):
+    with serving(Watched(STOPPING, gone)) as (target, _), make_client(target) as client, pytest.raises(NotFound):
         list(client.watch_calibration("one"))
 
 

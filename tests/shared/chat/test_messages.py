@@ -23,10 +23,7 @@ SCHEMAS = {
         "type": "object",
         "properties": {
             "city": {"type": "string"},
-            "days": {
-                "type": "array",
-                "items": {"anyOf": [{"type": "integer"}, {"type": "object"}]},
-            },
+            "days": {"type": "array", "items": {"anyOf": [{"type": "integer"}, {"type": "object"}]}},
         },
         "required": ["city", "days"],
         "additionalProperties": False,
@@ -37,10 +34,7 @@ SCHEMAS = {
 
 @pytest.fixture(scope="module", params=[False, True], ids=["text", "tokens"])
 def models(request):
-    return {
-        name: build_chat_model(template, own_tokens=request.param)
-        for name, template in TEMPLATES.items()
-    }
+    return {name: build_chat_model(template, own_tokens=request.param) for name, template in TEMPLATES.items()}
 
 
 def written(loaded, text, calls):
@@ -49,10 +43,7 @@ def written(loaded, text, calls):
     said = [
         {
             "id": f"abcdefgh{i}",
-            "function": {
-                "name": name,
-                "arguments": json.dumps(own, ensure_ascii=False) if known.takes_text else own,
-            },
+            "function": {"name": name, "arguments": json.dumps(own, ensure_ascii=False) if known.takes_text else own},
         }
         for i, (name, own) in enumerate(calls)
     ]
@@ -155,14 +146,10 @@ def test_the_grammar_allows_what_the_template_writes_and_holds_arguments(models,
             assert accepts(two, must_call=must_call)
             assert not accepts(two, must_call=must_call, may_repeat=False)
         if tags:
-            thought = (
-                f"<think>\nhm {known.begin}\n</think>\n\n" if known.tag else "<think>hm</think>"
-            )
+            thought = f"<think>\nhm {known.begin}\n</think>\n\n" if known.tag else "<think>hm</think>"
             thought = thought.replace(known.tag, "") if known.tag else thought
             assert accepts(thought + one, must_call=must_call)
-            assert accepts(
-                thought.removeprefix("<think>") + one, must_call=must_call, in_thought=True
-            )
+            assert accepts(thought.removeprefix("<think>") + one, must_call=must_call, in_thought=True)
             assert not accepts(one, must_call=must_call, in_thought=True)
     if known.tag:
         assert accepts("Some\ntext. " + one)
@@ -185,9 +172,7 @@ def test_arguments_of_the_template_reach_it_and_its_own_are_kept_from_clients():
     messages = [{"role": "user", "content": "x"}]
 
     def prompt(**arguments):
-        return loaded.tokenizer.decode(
-            render(loaded.tokenizer, Chat(messages, arguments=arguments))
-        )
+        return loaded.tokenizer.decode(render(loaded.tokenizer, Chat(messages, arguments=arguments)))
 
     assert prompt(enable_thinking=False) == prompt() + "<think>\n\n</think>\n\n"
     for name in ("tools", "messages", "add_generation_prompt", "chat_template", "eos_token"):

@@ -63,22 +63,14 @@ def test_every_form_allows_its_texts_and_no_others(compiler, loaded, constraint,
             "schema: #/properties/b/items/anyOf/1: regex",
         ),
         (Constraint(json_schema='{"type": "string",\n "min'), "line 2"),
-        (
-            Constraint(json_schema='{"properties": {"a": {"not": {}}}}'),
-            '#/properties/a: Unimplemented keys: ["not"]',
-        ),
+        (Constraint(json_schema='{"properties": {"a": {"not": {}}}}'), '#/properties/a: Unimplemented keys: ["not"]'),
         (Constraint(json_schema='{"$ref": "https://example.com/schema"}'), "https://example.com"),
         (Constraint(json_schema='{"items": ' * 3000 + "{}" + "}" * 3000), "recursion"),
         (Constraint(regex="a(b"), "unclosed group"),
         (Constraint(lark='start: "a" b\nc: "x"'), "1(8)"),
         (Constraint(lark=f'start: {"(" * 9000}"a"{")" * 9000}'), "nested"),
         # Nobody can satisfy these.
-        (
-            Constraint(
-                json_schema='{"type": "object", "properties": {"a": false}, "required": ["a"]}'
-            ),
-            "'a'",
-        ),
+        (Constraint(json_schema='{"type": "object", "properties": {"a": false}, "required": ["a"]}'), "'a'"),
         (Constraint(json_schema='{"type": "integer", "minimum": 3, "maximum": 2}'), "minimum (3)"),
         (Constraint(json_schema='{"enum": []}'), "nsatisfiable"),
         (Constraint(lark="start: start"), "no text"),
@@ -145,11 +137,7 @@ def test_threads_may_compile_at_once(compiler):
     states, threads = [], []
     for number in range(8):
         constraint = Constraint(regex=f"a{{{number % 3 + 1}}}")
-        threads.append(
-            threading.Thread(
-                target=lambda own: states.append(compiler.start(own)), args=[constraint]
-            )
-        )
+        threads.append(threading.Thread(target=lambda own: states.append(compiler.start(own)), args=[constraint]))
         threads[-1].start()
     for thread in threads:
         thread.join()

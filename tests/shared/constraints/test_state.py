@@ -146,9 +146,7 @@ def test_a_token_that_is_not_allowed_is_refused(compiler):
         (Constraint(regex="((a{100}){100}){100}"), "CONSTRAINT_TOO_COMPLEX"),
     ],
 )
-def test_a_place_that_leads_nowhere_and_one_that_takes_too_much_work_are_errors(
-    compiler, constraint, reason
-):
+def test_a_place_that_leads_nowhere_and_one_that_takes_too_much_work_are_errors(compiler, constraint, reason):
     state = compiler.start(constraint)
 
     def go_on() -> None:

@@ -34,9 +34,7 @@ def test_one_slice_runs_after_every_few_steps() -> None:
 
 def test_tasks_run_in_order_and_a_failure_reaches_its_own_future() -> None:
     tasks, ran = BackgroundTasks(), []
-    first, failed, last = (
-        tasks.add(task) for task in (slices(ran, "a"), failing(), slices(ran, "b"))
-    )
+    first, failed, last = (tasks.add(task) for task in (slices(ran, "a"), failing(), slices(ran, "b")))
     finish(tasks)
     assert ran == ["a", "a", "b", "b"]
     assert first.result(0) is last.result(0) is None

@@ -37,9 +37,7 @@ SCHEDULES_PER_FAMILY = 30
 DEPTH = 2
 STEM = tuple(random.Random(7).choices(range(2, VOCABULARY_SIZE), k=40))
 # Drafting, exits and mixed lengths all happen: a pass grows a little with every token.
-COSTS = PassCosts(
-    tuple(1.0 + 0.05 * n for n in range(7)), exits=(ExitCost(0.01, 0.002),), wide=((32, 4.0),)
-)
+COSTS = PassCosts(tuple(1.0 + 0.05 * n for n in range(7)), exits=(ExitCost(0.01, 0.002),), wide=((32, 4.0),))
 
 
 class _Drafts:
@@ -98,16 +96,12 @@ def draw_request(draw: random.Random) -> GenerationRequest:
     if draw.random() < 0.6:  # some of these are nothing but the stem
         prompt = (*STEM[: draw.choice([17, 30, 40])], *prompt[1:])
     hot = SamplingParams(temperature=1.3, seed=draw.randrange(100), repetition_penalty=1.1)
-    counted = replace(
-        hot, temperature=draw.choice([0.0, 1.3]), presence_penalty=0.1, frequency_penalty=0.4
-    )
+    counted = replace(hot, temperature=draw.choice([0.0, 1.3]), presence_penalty=0.1, frequency_penalty=0.4)
     return GenerationRequest(
         prompt,
         sampling=draw.choice([SamplingParams(), SamplingParams(), hot, counted]),
         stopping=StoppingParams(max_tokens=draw.choice([1, 4, 13])),
-        policy=DepthPolicy(
-            draw.choice(["exact", "exact", "full"]), max_drafts=draw.choice([0, 0, 3])
-        ),
+        policy=DepthPolicy(draw.choice(["exact", "exact", "full"]), max_drafts=draw.choice([0, 0, 3])),
     )
 
 
@@ -126,9 +120,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     torch.manual_seed(0)
     family, kv_dtype, compute_dtype = request.param
     folder = tmp_path_factory.mktemp("model")
-    loaded = load_family(
-        folder, family, compute_dtype, kv_dtype=kv_dtype, compute_dtype=compute_dtype
-    )
+    loaded = load_family(folder, family, compute_dtype, kv_dtype=kv_dtype, compute_dtype=compute_dtype)
     made = Decoder(ContiguousRunner(loaded), Prefixes(200))
     assert made.runner.supports_ragged
     return made

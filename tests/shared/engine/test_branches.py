@@ -36,16 +36,12 @@ WAYS = {
     "greedy": SamplingParams(),
     "sampled": SamplingParams(temperature=1.1, top_k=40, top_p=0.95, seed=7),
     "penalised": SamplingParams(repetition_penalty=1.3),
-    "counted": SamplingParams(
-        presence_penalty=1.0, frequency_penalty=0.5, bad_words=((3, 44), (9, 9))
-    ),
+    "counted": SamplingParams(presence_penalty=1.0, frequency_penalty=0.5, bad_words=((3, 44), (9, 9))),
 }
 
 
 # Gemma 3's windows hide most of a prompt; its layers are not one op. An accelerated Llama's are.
-@pytest.fixture(
-    scope="module", params=["llama", "gemma3-sliding", "llama paged", "gemma3-sliding paged"]
-)
+@pytest.fixture(scope="module", params=["llama", "gemma3-sliding", "llama paged", "gemma3-sliding paged"])
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     torch.manual_seed(0)
     family, *paged = request.param.split()
@@ -63,19 +59,13 @@ def engine_of(loaded: LoadedModel, ladder: object = None) -> Engine:
 
 
 def generate(
-    loaded: LoadedModel,
-    ladder: object,
-    prompt: tuple[int, ...],
-    way: str,
-    policy: DepthPolicy | str = "exact",
+    loaded: LoadedModel, ladder: object, prompt: tuple[int, ...], way: str, policy: DepthPolicy | str = "exact"
 ) -> Generation:
     with engine_of(loaded, ladder) as engine:
         return answered(engine, prompt, way, policy)
 
 
-def answered(
-    engine: Engine, prompt: tuple[int, ...], way: str, policy: DepthPolicy | str
-) -> Generation:
+def answered(engine: Engine, prompt: tuple[int, ...], way: str, policy: DepthPolicy | str) -> Generation:
     options = {"policy": policy, "max_tokens": NUM_NEW, "ignore_eos": True}
     return engine.generate(prompt, sampling=WAYS[way], logprobs=2, **options)
 
@@ -106,11 +96,7 @@ def scripted(prompt: tuple[int, ...], answer: tuple[int, ...]) -> ScriptedLadder
 
     def exits(context: list[int]) -> tuple[int, float]:
         ahead = len(context) + 2
-        early = (
-            text[ahead]
-            if ahead < len(text) and text[ahead] != right(context)
-            else wrong(context, 2)
-        )
+        early = text[ahead] if ahead < len(text) and text[ahead] != right(context) else wrong(context, 2)
         return (right(context) if len(context) % 4 == 1 else early), 0.3
 
     return ScriptedLadder(table, exits, depths=(0,))
@@ -132,11 +118,7 @@ def test_an_accepted_branch_gives_more_tokens_and_changes_nothing(loaded, full_a
         assert len(begun) >= NUM_NEW // 8
         followers = [rungs[place + 1 : place + 3] for place in begun]
         assert followers.count(["suffix", "full"]) >= 2
-        assert all(
-            after[0] == "full" or after in (["suffix", "full"], ["suffix"])
-            for after in followers
-            if after
-        )
+        assert all(after[0] == "full" or after in (["suffix", "full"], ["suffix"]) for after in followers if after)
         stats = exact.stats
         assert stats.num_accepted == sum(rung != "full" for rung in rungs)
         assert stats.num_tokens == 1 + stats.num_verify_passes + stats.num_accepted
@@ -157,19 +139,14 @@ def test_every_accepted_branch_saves_passes(loaded, full_answer, added):
 
 def test_exact_answers_are_those_of_full_in_company(loaded, added):
     """Whatever random exits say, greedy and sampled, with prefixes of one another."""
-    ladder = replace(
-        random_ladder(loaded, 3, (0,), agreement=0.9),
-        lookup_confidence=fit_table_confidence([], []),
-    )
+    ladder = replace(random_ladder(loaded, 3, (0,), agreement=0.9), lookup_confidence=fit_table_confidence([], []))
     stem = tuple(range(3, 12)) * 4  # so that the tables say something, too
     requests = [(stem[: 6 + 5 * number], way) for number, way in enumerate([*WAYS, *WAYS][:5])]
     with engine_of(loaded, ladder) as engine:
 
         def answer(one: tuple[tuple[int, ...], str], policy: str) -> tuple[int, ...]:
             prompt, way = one
-            found = engine.generate(
-                prompt, sampling=WAYS[way], policy=policy, max_tokens=NUM_NEW, ignore_eos=True
-            )
+            found = engine.generate(prompt, sampling=WAYS[way], policy=policy, max_tokens=NUM_NEW, ignore_eos=True)
             return found.token_ids
 
         alone = [answer(one, "full") for one in requests]
@@ -181,9 +158,7 @@ def test_exact_answers_are_those_of_full_in_company(loaded, added):
         assert [answer(one, "exact") for one in requests] == alone, "also from kept prefixes"
 
 
-@pytest.mark.parametrize(
-    "policy", ["full", DepthPolicy("exact", max_drafts=4), DepthPolicy("relaxed", margin=0.0)]
-)
+@pytest.mark.parametrize("policy", ["full", DepthPolicy("exact", max_drafts=4), DepthPolicy("relaxed", margin=0.0)])
 def test_only_exact_has_branches(loaded, full_answer, policy, added):
     [prompt, *_] = PROMPTS
     answer = full_answer(prompt).token_ids
@@ -227,11 +202,7 @@ def test_states_that_are_shown_are_those_of_the_answer(loaded, full_answer, adde
         shown: list[torch.Tensor] = []
         with engine_of(loaded, ladder) as engine:
             handle = engine.submit(
-                prompt,
-                policy=policy,
-                max_tokens=NUM_NEW,
-                ignore_eos=True,
-                on_states=lambda _, own: shown.append(own),
+                prompt, policy=policy, max_tokens=NUM_NEW, ignore_eos=True, on_states=lambda _, own: shown.append(own)
             )
             tokens = [t.token_id for event in handle.events() for t in getattr(event, "tokens", ())]
         assert tuple(tokens) == answer

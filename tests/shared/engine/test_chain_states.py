@@ -33,9 +33,7 @@ GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.2, top_k=30, se
 REQUESTS = [((*PREFIX, 30), GREEDY), ((*PREFIX, 31), SAMPLED), ((7, 8, 9), GREEDY), ((9, 8), SAMPLED)]  # fmt: skip
 
 
-def request_of(
-    prompt: Sequence[int], sampling: SamplingParams, policy: DepthPolicy
-) -> GenerationRequest:
+def request_of(prompt: Sequence[int], sampling: SamplingParams, policy: DepthPolicy) -> GenerationRequest:
     stopping = StoppingParams(max_tokens=24, ignore_eos=True)
     return GenerationRequest(tuple(prompt), sampling, stopping, policy)
 
@@ -76,9 +74,7 @@ def settled_states(runner: ContiguousRunner, bound: BoundLadder, tokens: list[in
     """The states [3, D] of the last of the tokens, from one pass over all of them."""
     captured: CapturedStates = {}
     cache = runner.new_cache(len(tokens))
-    last = runner.run(
-        runner.ids(tokens), cache, first=0, last=NUM_LAYERS, base=0, captured=captured
-    )
+    last = runner.run(runner.ids(tokens), cache, first=0, last=NUM_LAYERS, base=0, captured=captured)
     return torch.stack([*(captured[depth][0, -1] for depth in bound.kept_depths), last[0, -1]])
 
 

@@ -98,9 +98,7 @@ def decode(
     monkeypatch.setattr(TableProposer, "propose", looked_up)
     monkeypatch.setattr(BoundLadder, "propose", noted)
     decoder = Decoder(runner)
-    request = GenerationRequest(
-        PROMPT, stopping=StoppingParams(max_tokens=NUM_NEW, ignore_eos=True), policy=DRAFTING
-    )
+    request = GenerationRequest(PROMPT, stopping=StoppingParams(max_tokens=NUM_NEW, ignore_eos=True), policy=DRAFTING)
     sequence = decoder.admit(request, _Asking(runner, ladder.bind(runner), gains))
     while not sequence.is_finished:
         if sequence.num_generated:
@@ -119,9 +117,7 @@ def decode(
 
 def plain_answer(runner: Runner) -> list[int]:
     decoder = Decoder(runner)
-    request = GenerationRequest(
-        PROMPT, stopping=StoppingParams(max_tokens=NUM_NEW + 4, ignore_eos=True)
-    )
+    request = GenerationRequest(PROMPT, stopping=StoppingParams(max_tokens=NUM_NEW + 4, ignore_eos=True))
     sequence = decoder.admit(request, Drafter(runner, COSTS))
     while not sequence.is_finished:
         decoder.step([sequence], COSTS)
@@ -218,9 +214,7 @@ def test_exact_answers_are_those_of_full(kind, accelerated):
 
         def answer(request: tuple[tuple[int, ...], SamplingParams], policy: DepthPolicy) -> object:
             prompt, sampling = request
-            return engine.generate(
-                prompt, sampling=sampling, policy=policy, max_tokens=14, ignore_eos=True
-            )
+            return engine.generate(prompt, sampling=sampling, policy=policy, max_tokens=14, ignore_eos=True)
 
         alone = [answer(request, DepthPolicy("full")) for request in requests]
         with ThreadPoolExecutor(len(requests)) as pool:

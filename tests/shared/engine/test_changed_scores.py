@@ -86,9 +86,7 @@ KINDS = tuple(kinds(list(range(5))))
 
 
 def generated(engine: Engine, kind: SamplingParams, policy: str, resumed: list[int]) -> list[int]:
-    found = engine.generate(
-        PROMPT, sampling=kind, policy=policy, max_tokens=NUM_NEW, resumed_ids=resumed
-    )
+    found = engine.generate(PROMPT, sampling=kind, policy=policy, max_tokens=NUM_NEW, resumed_ids=resumed)
     return [*resumed, *found.token_ids]
 
 
@@ -113,9 +111,7 @@ def test_answers_are_those_of_a_plain_loop(loaded, answer, name):
         for policy in ("full", "exact"):
             assert generated(engine, sampling, policy, []) == expected
             for cut in range(1, len(expected)):
-                beside = engine.submit(
-                    [9, 9, cut], sampling=kinds(answer)["all"], policy="full", max_tokens=NUM_NEW
-                )
+                beside = engine.submit([9, 9, cut], sampling=kinds(answer)["all"], policy="full", max_tokens=NUM_NEW)
                 assert generated(engine, sampling, policy, expected[:cut]) == expected, cut
                 beside.cancel()
 
@@ -140,9 +136,7 @@ def test_stop_tokens_and_stop_strings_wait_for_min_tokens(loaded, answer):
         expected = plain_loop(loaded, sampling, stops)
         assert len(expected) >= least
         with fixed_cost_engine(loaded, half_right(expected)) as engine:
-            found = engine.generate(
-                PROMPT, sampling=sampling, max_tokens=NUM_NEW, stop_token_ids=stops
-            )
+            found = engine.generate(PROMPT, sampling=sampling, max_tokens=NUM_NEW, stop_token_ids=stops)
             assert list(found.token_ids) == expected
 
 

@@ -117,9 +117,7 @@ def fulfils(answer: Generation, constraint: Constraint) -> bool:
     return True
 
 
-def test_a_forced_token_takes_no_pass_of_its_own_even_where_drafting_does_not_pay(
-    loaded, ladder, monkeypatch
-):
+def test_a_forced_token_takes_no_pass_of_its_own_even_where_drafting_does_not_pay(loaded, ladder, monkeypatch):
     with fixed_cost_engine(loaded, ladder) as engine:
         full = answer_of(engine, "hello", constraint=JSON, policy="full")
         monkeypatch.setattr(AdaptiveDrafting, "choose", lambda self, shape: False)
@@ -150,9 +148,7 @@ def test_forbidden_drafts_are_cut_before_they_cost_anything(loaded):
     assert exact.token_ids == full.token_ids
     # The exit's draft of the end is allowed at the end only, where it is forced.
     assert exact.stats.num_drafted == exact.stats.num_accepted == accepted_of(exact, "grammar") > 0
-    assert exact.stats.num_token_layers == loaded.num_layers * (
-        exact.stats.num_verify_passes + exact.stats.num_drafted
-    )
+    assert exact.stats.num_token_layers == loaded.num_layers * (exact.stats.num_verify_passes + exact.stats.num_drafted)
 
 
 def test_what_begins_forced_text_is_drafted_and_never_final_by_itself(loaded):
@@ -163,18 +159,14 @@ def test_what_begins_forced_text_is_drafted_and_never_final_by_itself(loaded):
         options = {"constraint": constraint}
         full = answer_of(engine, "hello", policy="full", **options)
         exact = answer_of(engine, "hello", **options)
-        relaxed = answer_of(
-            engine, "hello", policy=DepthPolicy("relaxed", threshold=0.5), **options
-        )
+        relaxed = answer_of(engine, "hello", policy=DepthPolicy("relaxed", threshold=0.5), **options)
     assert exact.token_ids == relaxed.token_ids == full.token_ids
     num_forced = accepted_of(relaxed, "grammar")
     assert accepted_of(exact, "grammar") > num_forced
     assert exact.stats.num_accepted < exact.stats.num_drafted, "some were wrong"
 
 
-@pytest.mark.parametrize(
-    "policy", [DepthPolicy("relaxed", threshold=0.5), DepthPolicy("relaxed", margin=50.0)]
-)
+@pytest.mark.parametrize("policy", [DepthPolicy("relaxed", threshold=0.5), DepthPolicy("relaxed", margin=50.0)])
 def test_relaxed_never_leaves_the_grammar(loaded, policy):
     """Its drafts are final, or nearly so, whatever the model says: wrong tokens, some of which are allowed."""
     script = lambda context: ((context[-1] * 7 + len(context)) % 300, 0.95)  # noqa: E731
@@ -247,13 +239,9 @@ def test_a_request_that_is_put_back_goes_on_in_the_grammar(loaded, ladder, way):
     constraint = Constraint(regex="(([ab][0-9]{2})|([cd][A-Z]{2})){40}")
     options = {"constraint": constraint, "sampling": WAYS[way]}
     kv_budget_bytes = 200 * kv_token_bytes(ContiguousRunner(loaded))
-    with fixed_cost_engine(
-        loaded, ladder, kv_budget_bytes=kv_budget_bytes, max_running=1
-    ) as engine:
+    with fixed_cost_engine(loaded, ladder, kv_budget_bytes=kv_budget_bytes, max_running=1) as engine:
         whole = answer_of(engine, [7, 7], **options)
-        low = GenerationRequest(
-            (7, 7), stopping=StoppingParams(max_tokens=120), priority=100, **options
-        )
+        low = GenerationRequest((7, 7), stopping=StoppingParams(max_tokens=120), priority=100, **options)
         got: list[TokenChunk | Finished] = []
         some, ended = threading.Semaphore(0), threading.Event()
 
@@ -285,9 +273,7 @@ def test_a_grammar_that_takes_too_much_work_ends_its_request_alone(loaded, ladde
         assert tuple(token.token_id for token in tokens) == alone.token_ids
 
 
-def test_constraints_are_compiled_beside_running_streams_and_by_no_thread_of_the_engine(
-    loaded, ladder, monkeypatch
-):
+def test_constraints_are_compiled_beside_running_streams_and_by_no_thread_of_the_engine(loaded, ladder, monkeypatch):
     """While one is compiled, a stream goes on to its end."""
     threads: list[int | None] = []
     compiling, may_go_on = threading.Event(), threading.Event()
@@ -335,9 +321,7 @@ def test_constrained_answers_of_relaxed_are_not_checked_in_idle_time(loaded, lad
         assert not engine.shadow.counts
 
 
-def checked_answers(
-    loaded: Any, ladder: Any, schemas: Sequence[dict[str, Any]], per_schema: int
-) -> tuple[int, int]:
+def checked_answers(loaded: Any, ladder: Any, schemas: Sequence[dict[str, Any]], per_schema: int) -> tuple[int, int]:
     """How many answers to schemas are complete and valid, and how many are cut. There are no others."""
     num_complete = num_cut = 0
 

@@ -8,12 +8,7 @@ import pytest
 
 from shared.engine.request.handle import GenerationHandle
 from shared.engine.request.prefill_rate import TRIAL_INTERVAL_S
-from shared.engine.request.request import (
-    Finished,
-    GenerationRequest,
-    StoppingParams,
-    TokenChunk,
-)
+from shared.engine.request.request import Finished, GenerationRequest, StoppingParams, TokenChunk
 from shared.engine.step import Decoder
 from shared.errors import (
     Cancelled,
@@ -59,10 +54,7 @@ def test_requests_take_turns_and_each_gets_its_own_answer(loaded):
         handles = [engine.submit(request(12, prompt_ids=p)) for p in prompts]
         together = [
             tuple(
-                token.token_id
-                for event in handle.events()
-                if isinstance(event, TokenChunk)
-                for token in event.tokens
+                token.token_id for event in handle.events() if isinstance(event, TokenChunk) for token in event.tokens
             )
             for handle in handles
         ]
@@ -93,9 +85,7 @@ def test_cancel_frees_the_slot_within_one_step(loaded):
     steps_after_cancel: list[int] = []
     with fixed_cost_engine(loaded, runner_of=HookedRunner) as engine:
         handle = engine.submit(request(110))
-        engine.runner.before["run"] = lambda *_: (
-            handle.is_cancelled and steps_after_cancel.append(1)
-        )
+        engine.runner.before["run"] = lambda *_: handle.is_cancelled and steps_after_cancel.append(1)
         assert isinstance(handle.next_event(30), TokenChunk)
         handle.cancel()
         events = []
@@ -163,9 +153,7 @@ def test_the_queue_is_bounded(loaded):
 def test_the_queue_is_bounded_by_the_prompts_tokens_too(loaded):
     length = 2 * len(PROMPT)
     slots = len(PROMPT) + 8
-    with fixed_cost_engine(
-        loaded, max_queue_tokens=length, kv_budget_bytes=slots * KV_TOKEN_BYTES
-    ) as engine:
+    with fixed_cost_engine(loaded, max_queue_tokens=length, kv_budget_bytes=slots * KV_TOKEN_BYTES) as engine:
         running = engine.submit(request())
         running.pause()
         wait_until(lambda: engine.num_running == 1)
@@ -256,8 +244,7 @@ def test_no_more_share_a_step_than_asked_after_all_have_paused(loaded, monkeypat
         for handle in handles:
             handle.resume()
         answers = [
-            [t.token_id for e in handle.events() if isinstance(e, TokenChunk) for t in e.tokens]
-            for handle in handles
+            [t.token_id for e in handle.events() if isinstance(e, TokenChunk) for t in e.tokens] for handle in handles
         ]
     assert max(sizes) == 2
     assert answers == [answers[0]] * 7
@@ -302,10 +289,7 @@ def test_invalid_requests_are_refused_before_they_are_queued(loaded):
         assert engine.num_waiting == engine.num_running == 0
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"prompt_ids": (1, 2.5)}, {"prompt_ids": ("a",)}, {"deadline_s": float("nan")}],
-)
+@pytest.mark.parametrize("changes", [{"prompt_ids": (1, 2.5)}, {"prompt_ids": ("a",)}, {"deadline_s": float("nan")}])
 def test_what_would_harm_others_is_no_request(changes):
     """A number that is no token would fail in a pass that others share; a deadline that compares with nothing would
     hide theirs."""

@@ -16,12 +16,7 @@ from shared.engine.engine import Engine
 from shared.engine.memory.prefixes import Prefixes
 from shared.engine.quality.shadow import Shadow
 from shared.engine.request import answer as answer_module
-from shared.engine.request.request import (
-    Finished,
-    GenerationRequest,
-    StoppingParams,
-    TokenChunk,
-)
+from shared.engine.request.request import Finished, GenerationRequest, StoppingParams, TokenChunk
 from shared.engine.request.text import Detokenizer
 from shared.engine.statistics import EngineStatistics
 from shared.engine.step import Decoder
@@ -149,40 +144,26 @@ def no_stop_strings(patch, engine, alone):
 
 def no_logprobs(patch, engine, alone):
     from_row = verification.logprobs_from_row
-    patch.setattr(
-        verification,
-        "logprobs_from_row",
-        lambda row: fail() if len(row) == 1 + 2 * 7 else from_row(row),
-    )
+    patch.setattr(verification, "logprobs_from_row", lambda row: fail() if len(row) == 1 + 2 * 7 else from_row(row))
     return request(logprobs=7), {}
 
 
 OWN = {
     "bind": Case(with_ladder(ScriptedLadder(), bind=fail)),
     "bind by a NeapError": Case(
-        with_ladder(ScriptedLadder(), bind=lambda runner: throw(Corrupt("bad", reason="BAD"))),
-        Corrupt,
-        "BAD",
+        with_ladder(ScriptedLadder(), bind=lambda runner: throw(Corrupt("bad", reason="BAD"))), Corrupt, "BAD"
     ),
     "a new sequence": Case(with_ladder(ScriptedLadder(), proposers=fail)),
     "tables": Case(with_ladder(ScriptedLadder(lambda context: fail()))),
-    "what tables are told": Case(
-        with_ladder(ScriptedLadder(), proposers=lambda _: (SimpleNamespace(append=fail),))
-    ),
-    "drafting no token": Case(
-        with_ladder(ScriptedLadder(lambda context: (10**6, 0.9))), Corrupt, "DRAFT_OUT_OF_RANGE"
-    ),
-    "asking an exit": Case(
-        with_ladder(ScriptedLadder(exits=lambda context: fail(), depths=(0, 1)))
-    ),
+    "what tables are told": Case(with_ladder(ScriptedLadder(), proposers=lambda _: (SimpleNamespace(append=fail),))),
+    "drafting no token": Case(with_ladder(ScriptedLadder(lambda context: (10**6, 0.9))), Corrupt, "DRAFT_OUT_OF_RANGE"),
+    "asking an exit": Case(with_ladder(ScriptedLadder(exits=lambda context: fail(), depths=(0, 1)))),
     "making a cache": Case(with_error(MemoryError(), "new_cache"), Exhausted, "OUT_OF_MEMORY"),
     "making a cache on a GPU": Case(
         with_error(torch.OutOfMemoryError("CUDA"), "new_cache"), Exhausted, "OUT_OF_MEMORY"
     ),
     "allocating a cache": Case(
-        with_error(RuntimeError("DefaultCPUAllocator: can't"), "reserve"),
-        Exhausted,
-        "OUT_OF_MEMORY",
+        with_error(RuntimeError("DefaultCPUAllocator: can't"), "reserve"), Exhausted, "OUT_OF_MEMORY"
     ),
     "text": Case(no_text),
     "stop strings": Case(no_stop_strings),
@@ -280,12 +261,9 @@ def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(loaded, alon
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"),
-    [(EngineStatistics, "record_step"), (Shadow, "offer"), (Prefixes, "insert")],
+    ("owner", "name"), [(EngineStatistics, "record_step"), (Shadow, "offer"), (Prefixes, "insert")]
 )
-def test_an_error_in_counts_checks_or_reuse_leaves_answers_complete(
-    loaded, alone, monkeypatch, owner, name
-):
+def test_an_error_in_counts_checks_or_reuse_leaves_answers_complete(loaded, alone, monkeypatch, owner, name):
     with fixed_cost_engine(loaded) as engine:
         monkeypatch.setattr(owner, name, fail)
         for handle, expected in zip(start_neighbours(engine), alone, strict=False):

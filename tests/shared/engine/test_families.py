@@ -8,23 +8,12 @@ import torch
 
 from shared.engine import step
 from shared.engine.memory import prefixes
-from shared.engine.request.request import (
-    Finished,
-    GenerationRequest,
-    StoppingParams,
-)
+from shared.engine.request.request import Finished, GenerationRequest, StoppingParams
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.sampling import SamplingParams
 from tests import paged
-from tests.families import (
-    BORDER,
-    BORDERED,
-    DEPENDS_ON_COMPANY,
-    FAMILIES,
-    VOCABULARY_SIZE,
-    build_family,
-)
+from tests.families import BORDER, BORDERED, DEPENDS_ON_COMPANY, FAMILIES, VOCABULARY_SIZE, build_family
 from tests.fixed_costs import fixed_cost_engine
 from tests.scripted_ladder import ScriptedLadder
 
@@ -40,8 +29,7 @@ def family(request: pytest.FixtureRequest) -> str:
 def prompts() -> list[tuple[int, ...]]:
     generator = torch.Generator().manual_seed(7)
     return [
-        tuple(torch.randint(2, VOCABULARY_SIZE, (length,), generator=generator).tolist())
-        for length in PROMPT_LENGTHS
+        tuple(torch.randint(2, VOCABULARY_SIZE, (length,), generator=generator).tolist()) for length in PROMPT_LENGTHS
     ]
 
 
@@ -52,12 +40,7 @@ def hf_generate(family: str, *rows: tuple[int, ...], num_new: int = NUM_NEW) -> 
     padded = torch.tensor([[*[0] * (width - len(row)), *row] for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     out = model.generate(
-        padded,
-        attention_mask=mask,
-        do_sample=False,
-        max_new_tokens=num_new,
-        pad_token_id=0,
-        eos_token_id=None,
+        padded, attention_mask=mask, do_sample=False, max_new_tokens=num_new, pad_token_id=0, eos_token_id=None
     )
     return [row[width:].tolist() for row in out]
 
@@ -150,10 +133,7 @@ def test_beyond_its_border_a_family_gives_the_tokens_of_generate(kind, family, m
             assert answer.stats.num_accepted > 0
         asked = [
             GenerationRequest(
-                row,
-                SamplingParams(),
-                StoppingParams(max_tokens=NUM_NEW_AT_A_BORDER),
-                DepthPolicy("full"),
+                row, SamplingParams(), StoppingParams(max_tokens=NUM_NEW_AT_A_BORDER), DepthPolicy("full")
             )
             for row in rows
         ]

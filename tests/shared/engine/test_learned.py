@@ -58,12 +58,7 @@ def test_answers_draft_for_no_other_client(engine, answer):
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [
-        DepthPolicy("relaxed", threshold=0.5),
-        DepthPolicy("relaxed", margin=0.5),
-        DepthPolicy("full"),
-    ],
+    "policy", [DepthPolicy("relaxed", threshold=0.5), DepthPolicy("relaxed", margin=0.5), DepthPolicy("full")]
 )
 def test_only_exact_answers_teach_and_are_drafted(engine, answer, policy):
     """A draft that is final under relaxed was in no replay that certified the router's bounds."""

@@ -15,12 +15,7 @@ from shared.engine.engine import Engine
 from shared.engine.memory import prefixes as prefixes_module
 from shared.engine.memory.prefixes import Prefixes, key_of
 from shared.engine.quality.shadow import Shadow
-from shared.engine.request.request import (
-    Finished,
-    GenerationRequest,
-    StoppingParams,
-    TokenChunk,
-)
+from shared.engine.request.request import Finished, GenerationRequest, StoppingParams, TokenChunk
 from shared.errors import Cancelled
 from shared.ladder.policy import DepthPolicy
 from shared.model import paged_runner
@@ -50,19 +45,14 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 def own(loaded: LoadedModel) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Answers of the engine without blocks. Only one engine at a time may use the model."""
     with fixed_cost_engine(loaded) as plain:
-        return {
-            prompt: plain.generate(prompt, policy="full", max_tokens=NUM_NEW).token_ids
-            for prompt in prompts(3)
-        }
+        return {prompt: plain.generate(prompt, policy="full", max_tokens=NUM_NEW).token_ids for prompt in prompts(3)}
 
 
 def paged_engine(loaded: LoadedModel, *, shares_prefixes: bool = True) -> Engine:
     """Room for about three of these requests at once, prefixes included."""
     budget = NUM_PAGES * make_runner(loaded).pool.block_bytes
     cached = budget // 3 if shares_prefixes else 0
-    return fixed_cost_engine(
-        loaded, kv_budget_bytes=budget, prefix_cache_bytes=cached, runner_of=make_runner
-    )
+    return fixed_cost_engine(loaded, kv_budget_bytes=budget, prefix_cache_bytes=cached, runner_of=make_runner)
 
 
 @pytest.fixture
@@ -194,11 +184,7 @@ def test_a_shadow_check_takes_blocks_from_kept_caches(loaded):
         kept = runner.new_cache(2 * BLOCK_TOKENS)
         prefixes.insert(
             SimpleNamespace(  # type: ignore[arg-type]
-                tokens=(),
-                given_key=key_of(STEM[start:]),
-                num_settled=30,
-                cache=kept,
-                read_length=30,
+                tokens=(), given_key=key_of(STEM[start:]), num_settled=30, cache=kept, read_length=30
             )
         )
     del kept
@@ -232,15 +218,10 @@ def test_exact_is_full_with_random_exits(own, engine):
 
 def test_right_drafts_are_accepted_in_shared_passes():
     imposed = impose(SHAPES["tiny"], (2,), 0.9, accelerate=False)
-    with fixed_cost_engine(
-        imposed.loaded, imposed.ladder, kv_budget_bytes=1 << 21, runner_of=make_runner
-    ) as engine:
+    with fixed_cost_engine(imposed.loaded, imposed.ladder, kv_budget_bytes=1 << 21, runner_of=make_runner) as engine:
         prompts = [tuple(imposed.prompt(50 * number, 8)) for number in range(5)]
         stopping = StoppingParams(max_tokens=40, ignore_eos=True)
-        handles = [
-            engine.submit(GenerationRequest(prompt, policy=EXACT, stopping=stopping))
-            for prompt in prompts
-        ]
+        handles = [engine.submit(GenerationRequest(prompt, policy=EXACT, stopping=stopping)) for prompt in prompts]
         for prompt, handle in zip(prompts, handles, strict=True):
             *chunks, finished = handle.events()
             tokens = [token.token_id for chunk in chunks for token in chunk.tokens]
@@ -266,12 +247,7 @@ def test_a_caller_that_looks_for_prefixes_holds_no_blocks(loaded, monkeypatch):
 
     caller = threading.Thread(target=ask)
     budget = (-(-(len(STEM) + NUM_NEW) // BLOCK_TOKENS)) * make_runner(loaded).pool.block_bytes
-    with fixed_cost_engine(
-        loaded,
-        kv_budget_bytes=budget,
-        prefix_cache_bytes=budget,
-        runner_of=make_runner,
-    ) as engine:
+    with fixed_cost_engine(loaded, kv_budget_bytes=budget, prefix_cache_bytes=budget, runner_of=make_runner) as engine:
         engine.generate(STEM, policy="full", max_tokens=NUM_NEW, ignore_eos=True)
         monkeypatch.setattr(prefixes_module, "common_prefix", waiting)
         caller.start()

@@ -79,9 +79,7 @@ def test_exact_is_full_whatever_is_predicted(loaded, way):
             counts = full.num_accepted_prediction_tokens, full.num_rejected_prediction_tokens
             assert sum(counts) >= len(prediction)
             for cut in range(0, NUM_NEW, 5):
-                beside = engine.submit(
-                    [9, 9, cut], policy="exact", prediction=answer, max_tokens=20
-                )
+                beside = engine.submit([9, 9, cut], policy="exact", prediction=answer, max_tokens=20)
                 rest, end = generated(engine, resumed_ids=answer[:cut], **options)
                 beside.cancel()
                 assert answer[:cut] + rest == answer, (name, cut)

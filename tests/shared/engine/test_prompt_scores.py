@@ -28,9 +28,7 @@ def loaded() -> LoadedModel:
 
 
 def scores(engine: Engine, prompt: Prompt, policy: str = "full", **options: object) -> list[tuple]:
-    found = engine.generate(
-        prompt, policy=policy, max_tokens=3, ignore_eos=True, prompt_logprobs=2, **options
-    )
+    found = engine.generate(prompt, policy=policy, max_tokens=3, ignore_eos=True, prompt_logprobs=2, **options)
     assert len(found.tokens) == 3
     return [(token.token_id, token.logprob, token.alternatives) for token in found.prompt]
 
@@ -75,8 +73,7 @@ def test_they_are_the_same_under_every_policy_cached_and_in_company(loaded, poli
         alone = [scores(engine, prompt) for prompt in (LONG, other)]
         assert engine.generate(LONG, policy="full", max_tokens=2).finished.num_cached_tokens > 100
         handles = [
-            engine.submit(prompt, policy=policy, max_tokens=40, prompt_logprobs=2)
-            for prompt in (LONG, other, LONG)
+            engine.submit(prompt, policy=policy, max_tokens=40, prompt_logprobs=2) for prompt in (LONG, other, LONG)
         ]
         for handle, expected in zip(handles, (*alone, alone[0]), strict=True):
             *chunks, finished = handle.events()
@@ -104,9 +101,7 @@ def test_what_a_caller_has_is_not_sent_again(loaded, num_scored):
         found = [token for chunk in chunks for token in chunk.prompt]
         assert [(t.token_id, t.logprob, t.alternatives) for t in found] == whole[num_scored:]
         answer = [token.token_id for chunk in chunks for token in chunk.tokens]
-        resumed = engine.generate(
-            LONG, policy="full", max_tokens=2, prompt_logprobs=2, resumed_ids=answer[:1]
-        )
+        resumed = engine.generate(LONG, policy="full", max_tokens=2, prompt_logprobs=2, resumed_ids=answer[:1])
         assert (resumed.prompt, list(resumed.token_ids)) == ((), answer[1:])
 
 

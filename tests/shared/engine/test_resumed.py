@@ -8,13 +8,7 @@ import pytest
 
 from shared.engine.engine import Engine
 from shared.engine.memory.budget import kv_token_bytes
-from shared.engine.request.request import (
-    Finished,
-    FinishReason,
-    GenerationRequest,
-    StoppingParams,
-    TokenChunk,
-)
+from shared.engine.request.request import Finished, FinishReason, GenerationRequest, StoppingParams, TokenChunk
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.model.contiguous_runner import ContiguousRunner
@@ -32,12 +26,8 @@ FAMILIES = ("llama", "mistral-sliding", "phi3-longrope", "llama-longrope", "mini
 SAMPLINGS = {
     "greedy": SamplingParams(),
     "penalised": SamplingParams(repetition_penalty=1.3),
-    "counted": SamplingParams(
-        presence_penalty=0.02, frequency_penalty=0.05, min_tokens=NUM_NEW, bad_words=((8, 3),)
-    ),
-    "counted and sampled": SamplingParams(
-        temperature=1.1, seed=4, frequency_penalty=1.0, logit_bias={3: 2.0}
-    ),
+    "counted": SamplingParams(presence_penalty=0.02, frequency_penalty=0.05, min_tokens=NUM_NEW, bad_words=((8, 3),)),
+    "counted and sampled": SamplingParams(temperature=1.1, seed=4, frequency_penalty=1.0, logit_bias={3: 2.0}),
     "sampled": SamplingParams(temperature=0.9, top_p=0.9, seed=11),
     "both": SamplingParams(temperature=1.1, top_k=20, seed=3, repetition_penalty=1.2),
 }
@@ -107,9 +97,7 @@ def test_a_whole_answer_only_ends(engine):
     assert (rest, end.reason) == ([], FinishReason.LENGTH)
     assert sum(engine.statistics.step_s.counts) == steps
     stopped = tuple(whole[:4])
-    rest, end = generated(
-        engine, SamplingParams(), stopped, policy="full", stop_token_ids={whole[3]}
-    )
+    rest, end = generated(engine, SamplingParams(), stopped, policy="full", stop_token_ids={whole[3]})
     assert (rest, end.reason) == ([], FinishReason.STOP_TOKEN)
 
 
@@ -146,9 +134,7 @@ def test_a_request_that_is_put_back_goes_on_with_the_same_tokens(loaded, way, kv
     order: list[str] = []
     token_bytes = kv_token_bytes(ContiguousRunner(loaded))
     options = {"sampling": sampling, "policy": "exact", "max_tokens": 100}
-    with fixed_cost_engine(
-        loaded, ladder, kv_budget_bytes=kv_tokens * token_bytes, max_running=1
-    ) as engine:
+    with fixed_cost_engine(loaded, ladder, kv_budget_bytes=kv_tokens * token_bytes, max_running=1) as engine:
         whole = engine.generate(list(PROMPT), **options)
         low = GenerationRequest(
             PROMPT,
@@ -188,12 +174,7 @@ def test_a_request_that_is_put_back_goes_on_with_the_same_tokens(loaded, way, kv
 
 def test_a_request_is_not_put_back_for_ever(engine, monkeypatch):
     monkeypatch.setattr("shared.engine.request.job.MAX_PUT_BACK", 0)
-    low = GenerationRequest(
-        PROMPT,
-        stopping=StoppingParams(max_tokens=20),
-        policy=DepthPolicy("full"),
-        priority=100,
-    )
+    low = GenerationRequest(PROMPT, stopping=StoppingParams(max_tokens=20), policy=DepthPolicy("full"), priority=100)
     with fixed_cost_engine(wrap_model(build_family("llama")), max_running=1) as one:
         handle = one.submit(low)
         assert one.generate([7], policy="full", max_tokens=3)

@@ -72,11 +72,7 @@ def test_requests_that_go_on_after_a_pause_take_turns():
 
 
 def test_a_large_request_is_not_overtaken_by_small_ones_behind_it():
-    running, large, small = (
-        Request("a", num_kv_tokens=60),
-        Request("b", num_kv_tokens=50),
-        Request("c"),
-    )
+    running, large, small = (Request("a", num_kv_tokens=60), Request("b", num_kv_tokens=50), Request("c"))
     queue = filled(scheduler(max_running=9), running, large, small)
     assert names(queue.admit()) == "a"
     queue.remove(running)
@@ -84,12 +80,7 @@ def test_a_large_request_is_not_overtaken_by_small_ones_behind_it():
 
 
 def test_the_budget_of_keys_and_values_may_be_used_up_but_not_exceeded():
-    queue = filled(
-        scheduler(max_running=9, budget=20),
-        Request("a"),
-        Request("b"),
-        Request("c", num_kv_tokens=1),
-    )
+    queue = filled(scheduler(max_running=9, budget=20), Request("a"), Request("b"), Request("c", num_kv_tokens=1))
     assert names(queue.admit()) == "ab"
     assert queue.num_free_kv_tokens == 0
 
@@ -201,11 +192,7 @@ def test_requests_of_low_priority_take_no_place_in_the_queue_from_others():
     ("running", "size", "put_back"),
     [
         ("llll", 30, "l3"),
-        (
-            "llll",
-            50,
-            "l3l2",
-        ),  # 20 of 100 are free, and each of them has 20: the last to start go first
+        ("llll", 50, "l3l2"),  # 20 of 100 are free, and each of them has 20: the last to start go first
         ("llll", 20, ""),  # it fits
         ("llll", 100, "l3l2l1l0"),
         ("nlnl", 30, "l3"),
@@ -219,12 +206,7 @@ def test_requests_of_low_priority_take_no_place_in_the_queue_from_others():
 )
 def test_requests_of_low_priority_make_room_for_others(running, size, put_back):
     requests = [
-        Request(
-            f"{kind}{n}",
-            num_kv_tokens=20,
-            priority=PRIORITIES[kind],
-            may_be_put_back=kind != "k",
-        )
+        Request(f"{kind}{n}", num_kv_tokens=20, priority=PRIORITIES[kind], may_be_put_back=kind != "k")
         for n, kind in enumerate(running)
     ]
     queue = scheduler(max_running=9, max_queue=9)
@@ -264,10 +246,7 @@ def test_a_paused_request_gives_up_memory_and_no_place():
 
 
 def test_the_lowest_number_comes_first_and_of_equal_ones_the_first_that_came():
-    asked = [
-        Request(name, priority=number)
-        for name, number in zip("abcdef", (1, 0, -5, 1, 0, -5), strict=True)
-    ]
+    asked = [Request(name, priority=number) for name, number in zip("abcdef", (1, 0, -5, 1, 0, -5), strict=True)]
     queue = filled(scheduler(max_queue=9, max_running=9), *asked)
     assert names(queue.admit()) == "cfbead"
 

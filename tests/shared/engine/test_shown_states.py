@@ -59,10 +59,7 @@ def test_a_copied_prefix_is_not_shown(loaded):
         engine.generate(PROMPT, policy="full", max_tokens=4)
         shown: list[int] = []
         handle = engine.submit(
-            PROMPT,
-            policy="full",
-            max_tokens=4,
-            on_states=lambda position, _: shown.append(position),
+            PROMPT, policy="full", max_tokens=4, on_states=lambda position, _: shown.append(position)
         )
         list(handle.events())
     assert shown[0] > 0

@@ -97,11 +97,7 @@ def test_time_between_steps_is_shared_by_their_tokens() -> None:
     counted = EngineStatistics(NUM_LAYERS)
     seen = CountedProgress(3, 7, delivered_s=time.monotonic() - 900)
     sequence = SimpleNamespace(
-        request=SimpleNamespace(router_version=0),
-        failure=None,
-        num_generated=6,
-        num_layer_executions=11,
-        counted=seen,
+        request=SimpleNamespace(router_version=0), failure=None, num_generated=6, num_layer_executions=11, counted=seen
     )
     counted.record_step(0.25, [sequence], [[]])
     assert sum(counted.inter_token_s.counts) == 3

@@ -5,12 +5,7 @@ import torch
 
 from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.planner import PassCosts
-from shared.engine.request.request import (
-    FinishReason,
-    GeneratedToken,
-    GenerationRequest,
-    TokenChunk,
-)
+from shared.engine.request.request import FinishReason, GeneratedToken, GenerationRequest, TokenChunk
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder, prefill_budget
 from shared.errors import InvalidInput
@@ -30,9 +25,7 @@ COSTS = PassCosts((1.0, 1.1, 1.2, 1.3, 1.4))
 
 def test_right_drafts_save_layer_executions(loaded, answer):
     right_token = right(answer)
-    with fixed_cost_engine(
-        loaded, ScriptedLadder(lambda context: (right_token(context), 0.9))
-    ) as engine:
+    with fixed_cost_engine(loaded, ScriptedLadder(lambda context: (right_token(context), 0.9))) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
         full = engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW)
     assert exact.token_ids == full.token_ids
@@ -123,9 +116,7 @@ def test_relaxed_makes_sure_exits_final_and_completes_their_cache(loaded, answer
     with fixed_cost_engine(loaded, ScriptedLadder(table)) as engine:
         policy = DepthPolicy("relaxed", threshold=0.8)
         relaxed = engine.generate(PROMPT, policy=policy, max_tokens=NUM_NEW)
-        strict = engine.generate(
-            PROMPT, policy=DepthPolicy("relaxed", threshold=0.95), max_tokens=NUM_NEW
-        )
+        strict = engine.generate(PROMPT, policy=DepthPolicy("relaxed", threshold=0.95), max_tokens=NUM_NEW)
     assert list(strict.token_ids) == answer
     tokens = list(relaxed.token_ids)
     assert [tokens[i] for i in (1, 2, 5, 6, 9, 10)] == [7] * 6
@@ -196,16 +187,10 @@ def test_layers_of_exits_count_where_no_verify_pass_follows(loaded, answer):
 
 def test_min_layers_keeps_shallow_rungs_out(loaded, answer):
     right_token = right(answer)
-    ladder = ScriptedLadder(
-        lambda context: (3, 0.2), lambda context: (right_token(context), 0.9), depths=(0, 2)
-    )
+    ladder = ScriptedLadder(lambda context: (3, 0.2), lambda context: (right_token(context), 0.9), depths=(0, 2))
     with fixed_cost_engine(loaded, ladder) as engine:
-        result = engine.generate(
-            PROMPT, policy=DepthPolicy("exact", min_layers=1, max_drafts=3), max_tokens=NUM_NEW
-        )
-        none = engine.generate(
-            PROMPT, policy=DepthPolicy("exact", min_layers=3, max_drafts=3), max_tokens=NUM_NEW
-        )
+        result = engine.generate(PROMPT, policy=DepthPolicy("exact", min_layers=1, max_drafts=3), max_tokens=NUM_NEW)
+        none = engine.generate(PROMPT, policy=DepthPolicy("exact", min_layers=3, max_drafts=3), max_tokens=NUM_NEW)
     assert set(result.stats.exits) == {"depth-2", "full"}
     assert none.stats.num_drafted == 0
     assert list(result.token_ids) == list(none.token_ids) == answer
@@ -221,9 +206,7 @@ def test_sampling_in_exact_gives_the_tokens_of_full_for_the_same_seed(loaded):
     with fixed_cost_engine(loaded, ScriptedLadder(table)) as engine:
         full = engine.generate(PROMPT, policy="full", sampling=sampling, max_tokens=NUM_NEW)
         right = {len(PROMPT) + i: t for i, t in enumerate(full.token_ids)}
-        engine_ladder = ScriptedLadder(
-            lambda c: (right.get(len(c), 0), 0.9) if len(c) % 3 else table(c)
-        )
+        engine_ladder = ScriptedLadder(lambda c: (right.get(len(c), 0), 0.9) if len(c) % 3 else table(c))
     with fixed_cost_engine(loaded, engine_ladder) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, sampling=sampling, max_tokens=NUM_NEW)
     assert exact.token_ids == full.token_ids
@@ -235,15 +218,11 @@ def test_an_eos_among_accepted_drafts_ends_the_answer(loaded, answer, monkeypatc
     stopping = wrap_model(loaded.model)
     right_token = right(answer)
     end = answer.index(answer[3])
-    with fixed_cost_engine(
-        stopping, ScriptedLadder(lambda context: (right_token(context), 0.9))
-    ) as engine:
+    with fixed_cost_engine(stopping, ScriptedLadder(lambda context: (right_token(context), 0.9))) as engine:
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
         full = engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW)
         ignored = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW, ignore_eos=True)
-        stopped = engine.generate(
-            PROMPT, policy="full", max_tokens=NUM_NEW, stop_token_ids=frozenset([answer[1]])
-        )
+        stopped = engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW, stop_token_ids=frozenset([answer[1]]))
     assert exact.finished.reason is FinishReason.EOS
     assert list(exact.token_ids) == list(full.token_ids) == answer[: end + 1]
     assert list(ignored.token_ids) == answer
@@ -253,9 +232,7 @@ def test_an_eos_among_accepted_drafts_ends_the_answer(loaded, answer, monkeypatc
 
 def test_logprobs_are_the_full_models(loaded, answer):
     right_token = right(answer)
-    with fixed_cost_engine(
-        loaded, ScriptedLadder(lambda context: (right_token(context), 0.9))
-    ) as engine:
+    with fixed_cost_engine(loaded, ScriptedLadder(lambda context: (right_token(context), 0.9))) as engine:
         result = engine.generate(PROMPT, policy=DRAFTING, max_tokens=8, logprobs=3)
     with torch.no_grad():
         logits = loaded.model(torch.tensor([[*PROMPT, *answer]])).logits[0]
@@ -296,8 +273,6 @@ def test_a_step_of_mixed_requests_reads_the_device_once(loaded, monkeypatch):
         assert (drafted > len(batch)) == is_decoding
 
 
-@pytest.mark.parametrize(
-    ("num_reading", "num_decoding", "tokens"), [(1, 0, 256), (8, 0, 256), (4, 4, 160), (1, 7, 88)]
-)
+@pytest.mark.parametrize(("num_reading", "num_decoding", "tokens"), [(1, 0, 256), (8, 0, 256), (4, 4, 160), (1, 7, 88)])
 def test_more_prompt_tokens_the_fewer_streams_wait_for_them(num_reading, num_decoding, tokens):
     assert prefill_budget(num_reading, num_decoding) == tokens

@@ -27,9 +27,7 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("_device")
 @pytest.mark.parametrize("has_kernels", [True, False])
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1e-6)])
-def test_each_sequence_keeps_its_longest_right_prefix_and_one_token_more(
-    has_kernels, sampling, monkeypatch
-):
+def test_each_sequence_keeps_its_longest_right_prefix_and_one_token_more(has_kernels, sampling, monkeypatch):
     if not has_kernels:
         monkeypatch.setattr(library, "runs_on", lambda device: False)
 
@@ -48,9 +46,7 @@ def test_each_sequence_keeps_its_longest_right_prefix_and_one_token_more(
 @pytest.mark.usefixtures("_device")
 def test_a_margin_accepts_drafts_that_the_choice_leads_by_no_more():
     """Token 1 leads token 2 by 0.5 and token 3 by 1 in row 0, by 1 and 0.5 in row 1; the last row is a near tie."""
-    logits = torch.tensor(
-        [[0.0, 9.0, 8.5, 8.0, 0.0], [0.0, 9.0, 8.0, 8.5, 0.0], [0.0, 9.0, 8.9, 0.0, 0.0]]
-    )
+    logits = torch.tensor([[0.0, 9.0, 8.5, 8.0, 0.0], [0.0, 9.0, 8.0, 8.5, 0.0], [0.0, 9.0, 8.9, 0.0, 0.0]])
 
     def verdict(margin: float | None, *drafts: int) -> tuple[list[int], int]:
         [found] = verify(logits[: len(drafts) + 1], [Trial(GREEDY, [0], drafts, margin)])
@@ -73,12 +69,7 @@ def test_a_margin_is_that_of_its_own_request():
     strict, lenient = Trial(GREEDY, [0], [1]), Trial(GREEDY, [0], [1], 0.2)
     sampled = Trial(SamplingParams(temperature=1e-6), [0], [1])
     found = verify(torch.cat([near] * 4), [strict, lenient, sampled, lenient])
-    assert [(one.tokens, one.num_relaxed) for one in found] == [
-        ([0], 0),
-        ([1, 0], 1),
-        ([0], 0),
-        ([1, 0], 1),
-    ]
+    assert [(one.tokens, one.num_relaxed) for one in found] == [([0], 0), ([1, 0], 1), ([0], 0), ([1, 0], 1)]
 
 
 def mixed() -> tuple[Tensor, list[Trial], list[int | None]]:
@@ -116,8 +107,7 @@ def test_other_trials_in_the_batch_change_no_verdict():
         assert len(verdict.tokens) == len(trial.drafts) + 1 - num_wrong
         if count is not None:
             assert [own.value for own in verdict.logprobs or ()] == [
-                float(row.log_softmax(-1)[token])
-                for row, token in zip(own, verdict.tokens, strict=False)
+                float(row.log_softmax(-1)[token]) for row, token in zip(own, verdict.tokens, strict=False)
             ]
             for row, found in zip(own, verdict.logprobs or (), strict=False):
                 top = row.log_softmax(-1).topk(count)

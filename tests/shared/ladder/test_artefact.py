@@ -13,13 +13,7 @@ from safetensors.torch import load, save
 
 from calibrator_service.calibration.states.ngram_builder import NgramTableBuilder
 from shared.errors import Corrupt, PreconditionFailed
-from shared.ladder.artefact import (
-    BLOB,
-    SCHEMA_VERSION,
-    pack_ladder,
-    round_weights,
-    unpack_ladder,
-)
+from shared.ladder.artefact import BLOB, SCHEMA_VERSION, pack_ladder, round_weights, unpack_ladder
 from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.exits import LayerExit
 from shared.ladder.fused_head import FusedHead
@@ -46,13 +40,7 @@ def ladder() -> Ladder:
             round_weights(module)
         exits.append(LayerExit(depth, head, confidence_head))
     return Ladder(
-        MODEL,
-        confidence,
-        builder.build(1 << 20),
-        confidence,
-        tuple(exits),
-        torch.tensor([1, 5, 99]),
-        WEIGHTS,
+        MODEL, confidence, builder.build(1 << 20), confidence, tuple(exits), torch.tensor([1, 5, 99]), WEIGHTS
     )
 
 
@@ -93,12 +81,7 @@ def test_cases_without_joint_weights_have_the_defaults() -> None:
 
 def test_figures_go_to_their_rungs() -> None:
     manifest, _ = packed()
-    assert [rung["name"] for rung in manifest["rungs"]] == [
-        "suffix",
-        "successor",
-        "depth-0",
-        "depth-2",
-    ]
+    assert [rung["name"] for rung in manifest["rungs"]] == ["suffix", "successor", "depth-0", "depth-2"]
     assert manifest["rungs"][3]["figures"] == {"agreement": 0.5}
     assert manifest["calibration"] == {"tokens": {"total": 7}}
 
@@ -113,9 +96,7 @@ def test_only_a_risk_with_bounds_becomes_the_manifests_risk() -> None:
     assert manifest["calibration"]["risk"]["reason"] == "WHY"
 
 
-@pytest.mark.parametrize(
-    ("model_id", "published"), [("/models/tiny", "tiny"), ("a/tiny", "a/tiny")]
-)
+@pytest.mark.parametrize(("model_id", "published"), [("/models/tiny", "tiny"), ("a/tiny", "a/tiny")])
 def test_a_path_is_not_published(model_id: str, published: str) -> None:
     named = replace(ladder(), model=replace(MODEL, model_id=model_id))
     assert pack_ladder(named, {})[0]["model"]["id"] == published
@@ -223,9 +204,7 @@ def test_damaged_tensors_are_refused() -> None:
             unpack_ladder(manifest, {BLOB: save({**tensors, **case})})
     for missing in ("depth-2.router.output.bias", "successor.3.keys", "draft_vocabulary"):
         with pytest.raises(Corrupt):
-            unpack_ladder(
-                manifest, {BLOB: save({k: v for k, v in tensors.items() if k != missing})}
-            )
+            unpack_ladder(manifest, {BLOB: save({k: v for k, v in tensors.items() if k != missing})})
 
 
 def test_damaged_blobs_are_refused() -> None:

@@ -47,10 +47,7 @@ def _torch_file(**options: Any) -> bytes:
 PICKLES = {
     "torch": _torch_file(),
     "torch-legacy": _torch_file(_use_new_zipfile_serialization=False),
-    **{
-        f"protocol-{number}": pickle.dumps([_RunsCode()], number)
-        for number in range(pickle.HIGHEST_PROTOCOL + 1)
-    },
+    **{f"protocol-{number}": pickle.dumps([_RunsCode()], number) for number in range(pickle.HIGHEST_PROTOCOL + 1)},
 }
 
 

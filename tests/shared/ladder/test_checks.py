@@ -45,9 +45,6 @@ def test_a_figure_that_is_not_finite_fails_figures(packed):
 
 
 def test_a_malformed_record_counts_as_failed():
-    assert failed_checks({"checks": {"a": {"passed": 1}, "b": True, "c": {"passed": True}}}) == [
-        "a",
-        "b",
-    ]
+    assert failed_checks({"checks": {"a": {"passed": 1}, "b": True, "c": {"passed": True}}}) == ["a", "b"]
     assert failed_checks({"checks": "all fine"}) == ["checks"]
     assert failed_checks({}) == []

@@ -30,14 +30,9 @@ def test_a_head_starts_with_the_final_norms_gain_where_it_fits() -> None:
 def test_the_input_norm_is_part_of_the_confidence_head() -> None:
     confidence = ConfidenceHead(8, 16)
     state, scalars = torch.randn(5, 8), torch.randn(5, 3)
+    torch.testing.assert_close(confidence(state * 100, scalars), confidence(state, scalars), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(
-        confidence(state * 100, scalars), confidence(state, scalars), rtol=1e-4, atol=1e-5
-    )
-    torch.testing.assert_close(
-        confidence.score(state * 0.01, scalars),
-        confidence.score(state, scalars),
-        rtol=1e-2,
-        atol=1e-2,
+        confidence.score(state * 0.01, scalars), confidence.score(state, scalars), rtol=1e-2, atol=1e-2
     )
 
 
@@ -63,10 +58,5 @@ def test_head_rows_are_those_of_the_draft_vocabulary(bias: bool) -> None:
     rows, own_bias = gather_rows(head, vocabulary)
     torch.testing.assert_close(rows, head.weight[vocabulary].detach())
     states = torch.randn(2, 300)
-    torch.testing.assert_close(
-        projection(rows, own_bias)(states),
-        head(states)[:, vocabulary],
-        rtol=1e-4,
-        atol=1e-4,
-    )
+    torch.testing.assert_close(projection(rows, own_bias)(states), head(states)[:, vocabulary], rtol=1e-4, atol=1e-4)
     assert (own_bias is None) == (not bias)

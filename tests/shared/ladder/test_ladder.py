@@ -60,10 +60,7 @@ def test_another_model_is_refused_with_both_fingerprints() -> None:
     mine, other = model(0), model(1)
     with pytest.raises(RouterMismatch) as caught:
         ladder(mine).bind(ContiguousRunner(other))
-    assert caught.value.metadata == {
-        "router_fingerprint": mine.fingerprint,
-        "model_fingerprint": other.fingerprint,
-    }
+    assert caught.value.metadata == {"router_fingerprint": mine.fingerprint, "model_fingerprint": other.fingerprint}
 
 
 def test_an_exit_computes_what_its_modules_compute() -> None:
@@ -75,8 +72,7 @@ def test_an_exit_computes_what_its_modules_compute() -> None:
     cases = ((0, 1), (1, 3), (1, 4), (1, 1))
     states, entering = torch.randn(len(cases), NUM_STATES, 16), torch.randn(len(cases), 16)
     starts = [
-        ChainStart([7], place - 1, 1, 1.0, 1.0, 0.0, entering[row : row + 1])
-        for row, (_, place) in enumerate(cases)
+        ChainStart([7], place - 1, 1, 1.0, 1.0, 0.0, entering[row : row + 1]) for row, (_, place) in enumerate(cases)
     ]
     together = [bound.propose(index, begun(states, starts)) for index in range(2)]
     for row, (index, place) in enumerate(cases):
@@ -86,9 +82,7 @@ def test_an_exit_computes_what_its_modules_compute() -> None:
         head = mine.exits[index].head
         adapted = head.adapted(head(states[row], entering[row]))
         logits = adapted @ loaded.parts.head.weight[VOCABULARY].T
-        expected = mine.exits[index].confidence(
-            adapted, scalar_features(logits, torch.tensor(place))
-        )
+        expected = mine.exits[index].confidence(adapted, scalar_features(logits, torch.tensor(place)))
         assert draft.token == VOCABULARY[logits.argmax()]
         assert draft.probability == pytest.approx(float(expected), abs=2e-3)  # 16 bits
         assert (draft.rung, draft.depth) == (mine.exits[index].name, bound.depths[index])
@@ -142,9 +136,7 @@ def test_each_routers_probability_depends_on_the_other_rung() -> None:
     agreeing = [Evidence(1, 1, 1.0, 0, 2)] * 50
     differing = [Evidence(1, 1, 1.0, 0, 1)] * 50
     confidence = fit_table_confidence(agreeing + differing, [True] * 50 + [False] * 50)
-    mine = replace(
-        ladder(loaded), lookup_confidence=confidence, ngram_confidence=table_confidence(0.01)
-    )
+    mine = replace(ladder(loaded), lookup_confidence=confidence, ngram_confidence=table_confidence(0.01))
     differs = TableProposer(mine, [7, 3, 2, 7]).best()
     agrees = TableProposer(mine, [7, 8, 2, 7]).best()
     assert agrees is not None

@@ -46,9 +46,7 @@ def test_chains_that_begin_and_chains_that_go_on_share_a_call_in_any_order(bound
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_states_of_a_model_in_16_bits_begin_chains(bound, dtype):
     settled, start = torch.randn(3, 32).to(dtype), ChainStart([4], 0, 3, 1.0, 1.0, 0.0)
-    [found], [expected] = (
-        bound.propose(0, [start._replace(begin=each)]) for each in (settled, settled.float())
-    )
+    [found], [expected] = (bound.propose(0, [start._replace(begin=each)]) for each in (settled, settled.float()))
     assert [one.draft for one in found] == [one.draft for one in expected]
 
 

@@ -162,9 +162,7 @@ def test_stored_counts_of_two_texts_add_to_those_of_both():
     total.add_counts(parent)
     total.add_counts(builder_of(*rows[4:]))
     assert stored(total) == stored(builder_of(*rows))
-    assert (
-        total.build(LARGE).to_tensors().keys() == builder_of(*rows).build(LARGE).to_tensors().keys()
-    )
+    assert total.build(LARGE).to_tensors().keys() == builder_of(*rows).build(LARGE).to_tensors().keys()
     for name, tensor in builder_of(*rows).build(LARGE).to_tensors().items():
         assert torch.equal(total.build(LARGE).to_tensors()[name], tensor)
     assert stored(parent) == stored(builder_of(*rows[:4])), "the parent itself has not changed"
@@ -219,9 +217,7 @@ def _foreign_token(tensors: dict[str, torch.Tensor]) -> None:
     tensors["1.pairs"][0] |= 0xFFFFFF
 
 
-@pytest.mark.parametrize(
-    "damage", [_without, _narrow, _short, _nan, _negative, _disordered, _foreign_token]
-)
+@pytest.mark.parametrize("damage", [_without, _narrow, _short, _nan, _negative, _disordered, _foreign_token])
 def test_damaged_counts_are_refused(damage):
     tensors = builder_of([1, 2, 3, 4, 1, 3]).to_tensors()
     damage(tensors)

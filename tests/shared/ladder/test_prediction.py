@@ -30,9 +30,7 @@ def followed(prediction: tuple[int, ...], answer: tuple[int, ...]) -> list[bool]
 
 def test_the_answer_begins_as_the_prediction_does():
     assert all(followed(TEXT, TEXT))
-    assert followed(TEXT[:5], TEXT[:9]) == [True] * 5 + [False] * 4, (
-        "behind its end there is nothing"
-    )
+    assert followed(TEXT[:5], TEXT[:9]) == [True] * 5 + [False] * 4, "behind its end there is nothing"
 
 
 # What the answer has in place of TEXT[20:20 + size], and how many tokens are lost.
@@ -85,9 +83,7 @@ def test_what_is_drafted_does_not_move_it():
     [draft] = one.propose()
     assert draft.token == TEXT[10]
     assert [d.token for d in one.propose(TEXT[10:14])] == [TEXT[14]]
-    assert [d.token for d in one.propose((7, *TEXT[11:13]))] == [TEXT[13]], (
-        "along a draft of another's"
-    )
+    assert [d.token for d in one.propose((7, *TEXT[11:13]))] == [TEXT[13]], "along a draft of another's"
 
 
 @pytest.mark.parametrize("seed", range(20))

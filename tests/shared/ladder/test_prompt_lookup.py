@@ -12,16 +12,11 @@ def brute_force(tokens: list[int], drafted: list[int], max_match: int) -> Lookup
     context = tokens[-max_match:] + drafted
     for length in range(min(max_match, len(context)), 0, -1):
         wanted = context[-length:]
-        followers = [
-            tokens[end]
-            for end in range(length, len(tokens))
-            if tokens[end - length : end] == wanted
-        ][-MAX_OCCURRENCES:]
+        followers = [tokens[end] for end in range(length, len(tokens)) if tokens[end - length : end] == wanted][
+            -MAX_OCCURRENCES:
+        ]
         if followers:
-            best = max(
-                set(followers),
-                key=lambda t: (followers.count(t), len(followers) - followers[::-1].index(t)),
-            )
+            best = max(set(followers), key=lambda t: (followers.count(t), len(followers) - followers[::-1].index(t)))
             count = followers.count(best)
             return LookupMatch(best, length, count, count / len(followers))
     return None
@@ -30,9 +25,7 @@ def brute_force(tokens: list[int], drafted: list[int], max_match: int) -> Lookup
 @settings(max_examples=300, deadline=None)
 @given(TOKENS, st.lists(st.integers(0, 3), max_size=6), st.integers(1, 5))
 def test_equals_brute_force(tokens: list[int], drafted: list[int], max_match: int) -> None:
-    assert PromptLookup(tokens, max_match=max_match).propose(drafted) == brute_force(
-        tokens, drafted, max_match
-    )
+    assert PromptLookup(tokens, max_match=max_match).propose(drafted) == brute_force(tokens, drafted, max_match)
 
 
 def test_drafts_extend_the_context_but_are_not_indexed() -> None:

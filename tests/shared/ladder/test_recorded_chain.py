@@ -77,9 +77,7 @@ def expected_chain(
     return found
 
 
-def check(
-    found: Sequence[HeadDraft], expected: Sequence[tuple[int, float, Tensor]], length: int
-) -> None:
+def check(found: Sequence[HeadDraft], expected: Sequence[tuple[int, float, Tensor]], length: int) -> None:
     assert len(found) == length
     for one, (token, probability, output) in zip(found, expected, strict=False):
         assert (one.draft.token, one.draft.rung, one.draft.depth) == (token, "depth-0", 0)
@@ -157,11 +155,7 @@ def test_a_chain_ends_where_its_survival_does(bound):
 
 def test_the_length_of_a_chain():
     start = ChainStart([4], 0, 4, 0.9, 2.0, 0.5)
-    survivals = [
-        0.72,
-        0.576,
-        0.46,
-    ]  # the draft after which survival is too low is made, and is the last
+    survivals = [0.72, 0.576, 0.46]  # the draft after which survival is too low is made, and is the last
     assert chain_length(start, [0.4] * 9, HIGHEST) == len(survivals)
     assert chain_length(start, [0.1, 0.9], HIGHEST) == 1
     assert chain_length(start, [0.9] * 9, HIGHEST) == 4, "no more than there is room for"

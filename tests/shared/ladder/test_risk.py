@@ -26,13 +26,7 @@ def test_the_smallest_epsilon_that_holds_at_a_margin() -> None:
     manifest = {"risk": TABLE, "margin_risk": {**TABLE, "bounds": bounds}}
     risk = PublishedRisk.of(manifest, "margin")
     assert risk is not None
-    assert [risk.epsilon_at(margin) for margin in (0.0, 0.1, 0.11, 1.5, 1.6)] == [
-        0.05,
-        0.05,
-        0.2,
-        0.2,
-        None,
-    ]
+    assert [risk.epsilon_at(margin) for margin in (0.0, 0.1, 0.11, 1.5, 1.6)] == [0.05, 0.05, 0.2, 0.2, None]
     assert PublishedRisk.of({"risk": TABLE}, "margin") is None
     for damaged in (0, -1.0, float("inf"), float("nan"), True):
         bad = {"margin_risk": {**TABLE, "bounds": [{"margin": damaged, "epsilon": 0.1}]}}
@@ -85,9 +79,7 @@ def test_the_number_of_tokens_covered():
     ],
 )
 def test_a_bound_holds_for_the_engine_for_which_it_was_certified(served, holds: bool) -> None:
-    certified = PublishedRisk.of(
-        {"risk": {**TABLE, "engine": {"dtype": "float32", "device": "cpu"}}}
-    )
+    certified = PublishedRisk.of({"risk": {**TABLE, "engine": {"dtype": "float32", "device": "cpu"}}})
     anywhere = PublishedRisk.of({"risk": TABLE})
     assert certified is not None
     assert anywhere is not None

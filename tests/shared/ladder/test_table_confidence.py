@@ -27,17 +27,9 @@ def fitted() -> tuple[TableConfidence, list[Evidence], list[bool]]:
     evidence, agreed = [], []
     for _ in range(6000):
         item = Evidence(
-            rng.randint(1, 8),
-            rng.choice((1, 2, 5, 30)),
-            rng.random(),
-            rng.randint(0, 6),
-            rng.randint(0, 2),
+            rng.randint(1, 8), rng.choice((1, 2, 5, 30)), rng.random(), rng.randint(0, 6), rng.randint(0, 2)
         )
-        chance = (
-            0.08 * item.length
-            + (0.2 if item.other == AGREES else 0.0)
-            - (0.1 if item.count > 1 else 0.0)
-        )
+        chance = 0.08 * item.length + (0.2 if item.other == AGREES else 0.0) - (0.1 if item.count > 1 else 0.0)
         evidence.append(item)
         agreed.append(rng.random() < chance)
     return fit_table_confidence(evidence, agreed), evidence, agreed
@@ -57,12 +49,7 @@ def test_stronger_evidence_never_lowers_the_probability() -> None:
         here = confidence.probability(Evidence(length, count, share, 0, SILENT))
         assert confidence.probability(Evidence(length + 1, count, share, 0, SILENT)) >= here
         assert confidence.probability(Evidence(length, count * 2, share, 0, SILENT)) >= here
-        assert (
-            confidence.probability(
-                Evidence(length, count, share + 0.15 if share < 0.85 else 1.0, 0, SILENT)
-            )
-            >= here
-        )
+        assert confidence.probability(Evidence(length, count, share + 0.15 if share < 0.85 else 1.0, 0, SILENT)) >= here
 
 
 def test_probabilities_are_bounded_for_any_training_data() -> None:

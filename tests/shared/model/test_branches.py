@@ -18,10 +18,7 @@ from tests.paged import PAGED, load_family, make_runner
 DIFFERS = 1e-4
 # Experts are multiplied group by group, and the tokens in a group depend on all tokens of the pass.
 INEXACT = {"mixtral", "qwen3-moe", "phimoe-longrope"}
-KINDS = [
-    *((family, "contiguous") for family in sorted(FAMILIES)),
-    *((family, "paged") for family in PAGED),
-]
+KINDS = [*((family, "contiguous") for family in sorted(FAMILIES)), *((family, "paged") for family in PAGED)]
 # Longer than the windows of the families. Behind a window or a border, branches are what a chain would be.
 LENGTHS = (3, 30)
 

@@ -32,9 +32,7 @@ def _named(family: str, name: str) -> PreTrainedModel:
     return model
 
 
-def _renamed_model(
-    kind: type[nn.Module], own: str, name: str, running: list[nn.Module]
-) -> type[nn.Module]:
+def _renamed_model(kind: type[nn.Module], own: str, name: str, running: list[nn.Module]) -> type[nn.Module]:
     """`running`: the models whose forward runs now. They call each other, and their layers, by their own name."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -85,9 +83,7 @@ def _run(family: str, name: str) -> tuple[ContiguousRunner, list[Tensor]]:
     for cache in caches:
         outputs.append(runner.run(ids[:, :7], cache, first=0, last=NUM_LAYERS, base=0))
         runner.direct = None
-    sequences = [
-        RaggedSequence(cache, 7, count) for cache, count in zip(caches, (3, 2), strict=False)
-    ]
+    sequences = [RaggedSequence(cache, 7, count) for cache, count in zip(caches, (3, 2), strict=False)]
     outputs.append(runner.run_ragged(ids[:, 7:], sequences, first=0, last=NUM_LAYERS))
     hidden = runner.run(ids[:, 7:], caches[2], first=0, last=2, base=7)
     outputs.append(runner.run(ids[:, 7:], caches[2], first=2, last=6, base=7, hidden=hidden))

@@ -59,9 +59,7 @@ def test_a_token_comes_of_the_most_extreme_parameters(temperature, penalty, scal
 
 def test_the_kernel_draws_what_pytorch_and_the_host_draw(monkeypatch):
     logits = torch.randn(3000, generator=torch.Generator().manual_seed(2)) * 3
-    trials = [
-        Trial(SamplingParams(temperature=1.0, top_k=40 * (s % 2), seed=s), [1]) for s in range(300)
-    ]
+    trials = [Trial(SamplingParams(temperature=1.0, top_k=40 * (s % 2), seed=s), [1]) for s in range(300)]
     assert library.runs_on("cpu")
     on_host = choose(logits.expand(300, -1), trials)
     monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
@@ -94,9 +92,7 @@ def test_what_is_chosen_together_is_chosen_row_by_row_and_alone(has_kernels, cas
 
 @pytest.mark.parametrize("has_kernels", [True, False])
 @pytest.mark.parametrize("lazily", [True, False])
-def test_a_row_that_is_not_finite_chooses_no_token_and_harms_nobody(
-    has_kernels, lazily, monkeypatch
-):
+def test_a_row_that_is_not_finite_chooses_no_token_and_harms_nobody(has_kernels, lazily, monkeypatch):
     if not has_kernels:
         monkeypatch.setattr(library, "runs_on", lambda device: False)
     if not lazily:
@@ -151,9 +147,7 @@ def test_choosing_together_launches_each_kind_once(monkeypatch):
     launched = []
     for name in ("choose_greedy", "choose_sampled"):
         own = getattr(choosing, name)
-        monkeypatch.setattr(
-            choosing, name, lambda *args, own=own, name=name: [launched.append(name), own(*args)][1]
-        )
+        monkeypatch.setattr(choosing, name, lambda *args, own=own, name=name: [launched.append(name), own(*args)][1])
     monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
     logits, trials = mixed()
     with Reads() as reads:

@@ -79,9 +79,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kinds", [KINDS, Kind.Q8_0, Kind.Q4_1], ids=["mixed", "Q8_0", "Q4_1"])
-def test_blocks_are_multiplied_by_bytes_in_passes_of_any_size(
-    kinds: Kind | dict[str, Kind], tmp_path: Path
-) -> None:
+def test_blocks_are_multiplied_by_bytes_in_passes_of_any_size(kinds: Kind | dict[str, Kind], tmp_path: Path) -> None:
     file = write_llama(tmp_path / "tiny.gguf", kinds, width=256, inner=256)
     rounded, plain = (load_model(file, compute_dtype=dtype) for dtype in (None, torch.float32))
     assert rounded.fingerprint == plain.fingerprint == plain.text_fingerprint

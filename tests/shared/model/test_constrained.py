@@ -28,10 +28,7 @@ def test_choices_are_those_of_masked_logits(case, seed, strange):
     generator = torch.Generator().manual_seed(seed)
     if strange is not None:
         logits[torch.rand(logits.shape, generator=generator) < 0.5 / logits.shape[1]] = strange
-    held = [
-        trial if own is None else replace(trial, allowed=own)
-        for trial, own in zip(trials, masks, strict=True)
-    ]
+    held = [trial if own is None else replace(trial, allowed=own) for trial, own in zip(trials, masks, strict=True)]
     before, rows = logits.clone(), iter(logits)
     chosen = choose(logits, held)
     with pytest.MonkeyPatch.context() as patched:

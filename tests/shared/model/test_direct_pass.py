@@ -64,11 +64,7 @@ def test_passes_have_the_bits_of_the_models_own_forward_and_do_not_call_it(famil
         states = []
         for own, cache, seen in zip((runner, other), caches, captured, strict=True):
             middle = own.run(part, cache, first=0, last=3, base=base)
-            states.append(
-                own.run(
-                    part, cache, first=3, last=NUM_LAYERS, base=base, hidden=middle, captured=seen
-                )
-            )
+            states.append(own.run(part, cache, first=3, last=NUM_LAYERS, base=base, hidden=middle, captured=seen))
         assert len(calls) == 2  # both by `other`
         assert torch.equal(*states)
         assert captured[0].keys() == captured[1].keys() == {4}
@@ -82,9 +78,7 @@ def test_several_rows_and_ragged_batches_have_the_same_bits():
     runner = ContiguousRunner(_loaded())
     other = _by_the_model(runner)
     ids = _ids(3, 12)
-    rows = [
-        own.run(ids, own.new_cache(12), first=0, last=NUM_LAYERS, base=0) for own in (runner, other)
-    ]
+    rows = [own.run(ids, own.new_cache(12), first=0, last=NUM_LAYERS, base=0) for own in (runner, other)]
     assert torch.equal(*rows)
     states = []
     calls = _count_forwards(runner)

@@ -43,13 +43,9 @@ def masses(logits: Tensor, trials: list[Trial]) -> Tensor:
         SamplingParams(temperature=1.0, min_p=0.2),
         SamplingParams(temperature=0.9, repetition_penalty=1.4),
         SamplingParams(temperature=0.8, top_k=12, top_p=0.8, min_p=0.05, repetition_penalty=0.7),
-        SamplingParams(
-            temperature=0.8, logit_bias={3: 5.0, 9: -4.0, 12: 1.5}, repetition_penalty=1.3
-        ),
+        SamplingParams(temperature=0.8, logit_bias={3: 5.0, 9: -4.0, 12: 1.5}, repetition_penalty=1.3),
         SamplingParams(temperature=0.8, min_tokens=4),
-        SamplingParams(
-            temperature=0.8, bad_words=((8,), (40, 2), (9, 40, 7, 5), (3, 9, 9, 40, 6), (4, 2))
-        ),
+        SamplingParams(temperature=0.8, bad_words=((8,), (40, 2), (9, 40, 7, 5), (3, 9, 9, 40, 6), (4, 2))),
     ],
 )
 def test_the_distribution_is_hugging_faces(params):
@@ -85,11 +81,7 @@ def test_the_distribution_is_hugging_faces(params):
 def alone(logits: Tensor, trials: list[Trial]) -> list[Tensor]:
     """The masses [1, V] of each row, computed for that row alone."""
     rows = iter(logits.split(1))
-    return [
-        masses(next(rows), [row_alone(trial, row)])
-        for trial in trials
-        for row in range(trial.num_rows)
-    ]
+    return [masses(next(rows), [row_alone(trial, row)]) for trial in trials for row in range(trial.num_rows)]
 
 
 @DRAWN
@@ -150,20 +142,11 @@ def test_sums_in_another_order_are_others():
 
 def test_a_nucleus_is_taken_in_order_of_probability_then_of_tokens():
     logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0]])  # e : e^2, so shares of .117 and .322
-    for top_p, kept in (
-        (0.01, [1]),
-        (0.33, [1, 3]),
-        (0.65, [0, 1, 3]),
-        (0.77, [0, 1, 2, 3]),
-        (0.99, [0, 1, 2, 3, 4]),
-    ):
+    for top_p, kept in ((0.01, [1]), (0.33, [1, 3]), (0.65, [0, 1, 3]), (0.77, [0, 1, 2, 3]), (0.99, [0, 1, 2, 3, 4])):
         found = masses(logits, [Trial(SamplingParams(temperature=1.0, top_p=top_p), [0])])
         assert found[0].nonzero()[:, 0].tolist() == kept
     half = masses(torch.zeros(1, 4), [Trial(SamplingParams(temperature=1.0, top_p=0.5), [0])])
-    assert half[0].nonzero()[:, 0].tolist() == [
-        0,
-        1,
-    ]  # what is before the third is not below a half
+    assert half[0].nonzero()[:, 0].tolist() == [0, 1]  # what is before the third is not below a half
 
 
 def test_the_penalty_counts_a_draft_from_the_row_after_it():

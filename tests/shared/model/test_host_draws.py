@@ -32,17 +32,14 @@ def from_whole_row(logits: Tensor, sampling: SamplingParams) -> list[int]:
     temperature=st.sampled_from([MIN_TEMPERATURE, 0.3, 1.0, 2.0, 1e308]),
     top_k=st.sampled_from([0, 1, 40, 512, 2000]),
     top_p=st.one_of(
-        st.floats(0.0, 1.0, exclude_min=True),
-        st.sampled_from([1e-300, 0.9, math.nextafter(1.0, 0.0), 1.0]),
+        st.floats(0.0, 1.0, exclude_min=True), st.sampled_from([1e-300, 0.9, math.nextafter(1.0, 0.0), 1.0])
     ),
     min_p=st.sampled_from([0.0, 0.05, 1.0]),
     is_coarse=st.booleans(),
     is_masked=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_the_token_is_that_of_the_whole_row(
-    size, scale, temperature, top_k, top_p, min_p, is_coarse, is_masked, seed
-):
+def test_the_token_is_that_of_the_whole_row(size, scale, temperature, top_k, top_p, min_p, is_coarse, is_masked, seed):
     generator = torch.Generator().manual_seed(seed)
     logits = scale * torch.randn(1, size, generator=generator)
     if is_coarse:  # many are equal

@@ -29,9 +29,7 @@ def _load(family: str, kv_dtype: torch.dtype) -> LoadedModel:
 # Llama's layers are one op each, GPT-2's run by modules.
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16])
-def test_keys_and_values_are_rounded_once_so_passes_of_any_size_agree(
-    family: str, kv_dtype: torch.dtype
-) -> None:
+def test_keys_and_values_are_rounded_once_so_passes_of_any_size_agree(family: str, kv_dtype: torch.dtype) -> None:
     runner = ContiguousRunner(_load(family, kv_dtype))
     cache, other = runner.new_cache(20), runner.new_cache(20)
     together = _states(runner, [20], cache)

@@ -30,10 +30,7 @@ def test_an_unexpected_error_is_ascribed_to_whose_it_is(
 ) -> None:
     folder = save_model(tmp_path / "model")
     monkeypatch.setattr(f"shared.model.load.{place}", broken)
-    with (
-        structlog.testing.capture_logs() as lines,
-        pytest.raises(UnsupportedModel, match=says) as caught,
-    ):
+    with structlog.testing.capture_logs() as lines, pytest.raises(UnsupportedModel, match=says) as caught:
         load_model(folder)
     assert "RuntimeError" in caught.value.message
     assert "foreign" not in caught.value.message

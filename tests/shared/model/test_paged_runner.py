@@ -61,10 +61,7 @@ def test_pieces_splits_and_rollback_give_the_models_own_logits(runner):
         span = slice(start, start + size)
         run = partial(runner.run, read_length=60)
         run(random_ids(size), cache, first=0, last=depth, base=start)
-        shallow = [
-            run(ids[:, at : at + 1], cache, first=0, last=SPLIT, base=at)
-            for at in range(start, start + size)
-        ]
+        shallow = [run(ids[:, at : at + 1], cache, first=0, last=SPLIT, base=at) for at in range(start, start + size)]
         hidden = torch.cat(shallow, 1)
         deep = run(ids[:, span], cache, first=SPLIT, last=depth, base=start, hidden=hidden)
         assert distance(runner.logits(deep), expected[:, span]) < TOLERANCE
@@ -157,8 +154,7 @@ def test_half_precision_stays_near_the_models_own(family):
     ids = random_ids(30)
     cache = runner.new_cache(30)
     states = [
-        runner.run(ids[:, at : at + 6], cache, first=0, last=runner.num_layers, base=at)
-        for at in range(0, 30, 6)
+        runner.run(ids[:, at : at + 6], cache, first=0, last=runner.num_layers, base=at) for at in range(0, 30, 6)
     ]
     logits = runner.logits(torch.cat(states, 1))
     assert logits.dtype == torch.float32
@@ -189,11 +185,7 @@ def test_a_window_of_another_kind_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_states_are_refused(monkeypatch, dtype):
-    monkeypatch.setattr(
-        paged_attention.PagedMask,
-        "for_layer",
-        lambda mask, layer: paged_attention.PagedMask(6, layer),
-    )
+    monkeypatch.setattr(paged_attention.PagedMask, "for_layer", lambda mask, layer: paged_attention.PagedMask(6, layer))
     with pytest.raises(UnsupportedModel, match="states differ"):
         make_runner(load_family("mistral-sliding", dtype))
 
@@ -214,9 +206,7 @@ def test_a_model_that_waits_for_the_device_is_served_unrecorded(caplog):
 def test_unrecorded_passes_are_the_recorded_ones(llama):
     plain = make_runner(llama.loaded, recorder=NoRecorder())
     ids = random_ids(20)
-    states = [
-        r.run(ids, r.new_cache(20), first=0, last=r.num_layers, base=0) for r in (llama, plain)
-    ]
+    states = [r.run(ids, r.new_cache(20), first=0, last=r.num_layers, base=0) for r in (llama, plain)]
     assert torch.equal(*states)
 
 
@@ -233,9 +223,7 @@ def test_recording_that_fails_half_way_leaves_nothing_recorded(llama, num_good):
     assert not runner.records
     assert recorder.is_closed
     ids = random_ids(5)
-    states, own = (
-        r.run(ids, r.new_cache(20), first=0, last=r.num_layers, base=0) for r in (runner, llama)
-    )
+    states, own = (r.run(ids, r.new_cache(20), first=0, last=r.num_layers, base=0) for r in (runner, llama))
     torch.testing.assert_close(states, own, rtol=1e-4, atol=1e-4)
 
 

@@ -54,9 +54,7 @@ def test_company_changes_nothing(runner):
     )
     sequences = [RaggedSequence(c, h, n) for c, h, n in zip(caches, held, new, strict=True)]
     wrong = torch.cat([random_ids(n) for n in new], 1)
-    runner.run_ragged(
-        wrong, sequences, first=0, last=depth
-    )  # rolled back by the next pass, which has the same base
+    runner.run_ragged(wrong, sequences, first=0, last=depth)  # rolled back by the next pass, which has the same base
     together = torch.cat([tokens[:, h:] for tokens, h in zip(ids, held, strict=True)], 1)
     shallow = runner.run_ragged(together, sequences, first=0, last=SPLIT)
     deep = runner.run_ragged(together, sequences, first=SPLIT, last=depth, hidden=shallow)
@@ -73,6 +71,4 @@ def test_a_model_whose_attention_is_its_own_goes_one_by_one():
 
 def test_positions_past_a_cache_are_refused():
     with pytest.raises(InvalidInput, match="do not fit"):
-        RaggedCache(
-            [RaggedSequence(ContiguousCache(4), 0, 4), RaggedSequence(ContiguousCache(4), 3, 2)]
-        )
+        RaggedCache([RaggedSequence(ContiguousCache(4), 0, 4), RaggedSequence(ContiguousCache(4), 3, 2)])

@@ -83,10 +83,7 @@ def test_waits_are_found_without_a_gpu():
         assert host_syncs(lambda: (x + 1).cpu()) == ["aten._to_copy.default"]
 
 
-@pytest.mark.parametrize(
-    "work",
-    [lambda x: bool(x[0] > 0), lambda x: x[x > 0], lambda x: torch.where(x > 0)],
-)
+@pytest.mark.parametrize("work", [lambda x: bool(x[0] > 0), lambda x: x[x > 0], lambda x: torch.where(x > 0)])
 def test_waits_are_found_on_a_cpu(work):
     with torch.inference_mode():
         assert len(host_syncs(lambda: work(torch.ones(3)))) >= 1
@@ -149,9 +146,7 @@ def test_a_capture_that_fails_gives_its_memory_back(monkeypatch, ended):
 
     monkeypatch.setattr(torch, "cuda", FakeCuda())
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
-    monkeypatch.setattr(
-        torch._C, "_cuda_releasePool", lambda *args: calls.append(("release", *args))
-    )
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: calls.append(("release", *args)))
     with pytest.raises(RuntimeError, match="capturing has failed"):
         CudaRecorder(torch.device("cpu")).record(lambda: None)
     assert calls == [("end", 0, 7), ("release", 0, 7)][: 1 if ended else 2]
@@ -160,20 +155,8 @@ def test_a_capture_that_fails_gives_its_memory_back(monkeypatch, ended):
 def test_inputs_are_padded_and_leave_nothing_of_the_pass_before():
     tokens = TokenBuffer(4, torch.device("cpu"))
     assert tokens.positions.tolist() == [-1] * 4
-    tokens.fill(
-        torch.tensor([7, 8, 9]),
-        [4, 5, 0],
-        TokenPlaces([1, 1, 2], [4, 6, 0], [1, 0, 2], [8, 8, 9], [0, 1, 1]),
-    )
-    filled = [
-        [7, 8, 9, 0],
-        [4, 5, 0, 0],
-        [1, 1, 2, -1],
-        [4, 6, 0, 0],
-        [1, 0, 2, 0],
-        [8, 8, 9, 0],
-        [0, 1, 1, 0],
-    ]
+    tokens.fill(torch.tensor([7, 8, 9]), [4, 5, 0], TokenPlaces([1, 1, 2], [4, 6, 0], [1, 0, 2], [8, 8, 9], [0, 1, 1]))
+    filled = [[7, 8, 9, 0], [4, 5, 0, 0], [1, 1, 2, -1], [4, 6, 0, 0], [1, 0, 2, 0], [8, 8, 9, 0], [0, 1, 1, 0]]
     assert tokens.stacked.tolist() == filled
     tokens.fill(torch.tensor([3]), [2], TokenPlaces([5], [7], [4], [5], [0]))
     assert tokens.stacked[:, 0].tolist() == [3, 2, 5, 7, 4, 5, 0]

@@ -16,8 +16,7 @@ AGAIN = (BORDER + 1,)
 
 
 @pytest.mark.parametrize(
-    ("family", "rereads"),
-    [("phi3-longrope", AGAIN), ("phimoe-longrope", AGAIN), ("llama-longrope", ())],
+    ("family", "rereads"), [("phi3-longrope", AGAIN), ("phimoe-longrope", AGAIN), ("llama-longrope", ())]
 )
 def test_regimes_begin_behind_the_original_maximum(family, rereads):
     regimes = find_regimes(build_family(family), 128)

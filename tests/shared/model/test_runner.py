@@ -47,17 +47,11 @@ def test_shallow_one_by_one_then_one_verify_pass_gives_the_full_models_logits(ru
     position = 9
     for num_pending in (3, 1, 5, 6):
         shallow = [
-            run(ids[:, p : p + 1], cache, first=0, last=SPLIT, base=p)
-            for p in range(position, position + num_pending)
+            run(ids[:, p : p + 1], cache, first=0, last=SPLIT, base=p) for p in range(position, position + num_pending)
         ]
         span = slice(position, position + num_pending)
         deep = run(
-            ids[:, span],
-            cache,
-            first=SPLIT,
-            last=runner.num_layers,
-            base=position,
-            hidden=torch.cat(shallow, 1),
+            ids[:, span], cache, first=SPLIT, last=runner.num_layers, base=position, hidden=torch.cat(shallow, 1)
         )
         assert relative_error(runner.logits(deep), expected[:, span]) < TOLERANCE
         position += num_pending
@@ -80,10 +74,7 @@ def test_capture_returns_the_state_at_each_depth(runner):
     depths = [0, 2, runner.num_layers]
     states = runner.capture(ids, depths)
     assert sorted(states) == depths
-    assert (
-        relative_error(runner.logits(states[runner.num_layers]), full_logits(runner.loaded, ids))
-        < TOLERANCE
-    )
+    assert relative_error(runner.logits(states[runner.num_layers]), full_logits(runner.loaded, ids)) < TOLERANCE
     cache = runner.new_cache(16)
     assert relative_error(runner.embed(ids[:, 4:], base=4), states[0][:, 4:]) < TOLERANCE
     shallow = runner.run(ids, cache, first=0, last=2, base=0)

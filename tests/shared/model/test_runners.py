@@ -15,11 +15,7 @@ from tests.recorders import NotRecordable, TracingRecorder
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
-    [
-        ({"record": True}, "CANNOT_RECORD"),
-        ({"compile_layers": True}, "CANNOT_COMPILE"),
-    ],
+    ("asked", "reason"), [({"record": True}, "CANNOT_RECORD"), ({"compile_layers": True}, "CANNOT_COMPILE")]
 )
 def test_a_cpu_refuses_what_only_a_gpu_has(asked: dict[str, bool], reason: str) -> None:
     with pytest.raises(PreconditionFailed) as refused:
@@ -36,10 +32,7 @@ def test_a_compiler_that_is_missing_is_named_as_the_reason() -> None:
 
     torch._dynamo.reset()
     runner = PagedRunner(
-        load_family("llama"),
-        kv_budget_bytes=1 << 20,
-        recorder=NoRecorder(),
-        transform=LayerCompiler(no_compiler),
+        load_family("llama"), kv_budget_bytes=1 << 20, recorder=NoRecorder(), transform=LayerCompiler(no_compiler)
     )
     assert not runner.compiles
     check_runner(runner, record=False, compile_layers=False)

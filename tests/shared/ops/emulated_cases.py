@@ -26,20 +26,13 @@ def check_draft_top(program: Path) -> None:
         (9, 8, 66, 3, torch.float32),
         (2, 5, 10, 8, torch.bfloat16),
     ]:
-        x, rows = (
-            torch.randint(-2, 3, (tokens, columns)).float(),
-            torch.randint(-2, 3, (size, columns)).to(dtype),
-        )
+        x, rows = (torch.randint(-2, 3, (tokens, columns)).float(), torch.randint(-2, 3, (size, columns)).to(dtype))
         bias = torch.randint(0, 2, (size,)).float()  # whole numbers: many ties
         expected, places, mass = reference.draft_top(x, rows, bias, k)
         blocks = (size + 63) // 64
         calls = []
         for seed in SEEDS:
-            scratch = (
-                blank(blocks, tokens, k),
-                blank(blocks, tokens, k, dtype=torch.int32),
-                blank(blocks, tokens, 2),
-            )
+            scratch = (blank(blocks, tokens, k), blank(blocks, tokens, k, dtype=torch.int32), blank(blocks, tokens, 2))
             answers = (blank(tokens, k), blank(tokens, k, dtype=torch.int64), blank(tokens))
             numbers = (tokens, CODES[dtype], size, columns, k)
             calls.append(Call("draft_top", numbers, (x, rows, bias, *scratch, *answers), seed))
@@ -68,19 +61,7 @@ def check_route(program: Path) -> None:
         tickets = torch.zeros((tokens + 7) // 8, dtype=torch.int32)
         calls = []
         for seed in SEEDS:
-            numbers = (
-                tokens,
-                CODES[x.dtype],
-                columns,
-                CODES[dtype],
-                width,
-                columns,
-                k,
-                0.1,
-                EPS,
-                0.01,
-                0.99,
-            )
+            numbers = (tokens, CODES[x.dtype], columns, CODES[dtype], width, columns, k, 0.1, EPS, 0.01, 0.99)
             partial = blank(tokens, (width + 3) // 4)
             calls.append(
                 Call(
@@ -122,8 +103,4 @@ def check_choose(program: Path) -> None:
             assert torch.equal(call.buffers[-1], wanted[index // len(SEEDS)][-1])
 
 
-CHECKS: dict[str, Callable[[Path], None]] = {
-    "draft_top": check_draft_top,
-    "route": check_route,
-    "choose": check_choose,
-}
+CHECKS: dict[str, Callable[[Path], None]] = {"draft_top": check_draft_top, "route": check_route, "choose": check_choose}

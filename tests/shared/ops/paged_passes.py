@@ -96,11 +96,7 @@ def drawn_pass(
 
     def made(num_heads: int, size: int) -> Tensor:
         if transposed:  # [1, H, T, D], as transformers hands it
-            return (
-                torch.randn(1, num_heads, len(positions), size + 3)
-                .to(dtype)[0, :, :, :size]
-                .transpose(0, 1)
-            )
+            return torch.randn(1, num_heads, len(positions), size + 3).to(dtype)[0, :, :, :size].transpose(0, 1)
         return torch.randn(len(positions), num_heads, size).to(dtype)
 
     tokens = (made(group * kv_heads, width), made(kv_heads, width), made(kv_heads, value_width))

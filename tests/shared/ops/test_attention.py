@@ -8,11 +8,7 @@ from torch import Tensor
 from shared import ops
 from shared.ops import reference
 
-DRAWN = settings(
-    max_examples=50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+DRAWN = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 KV_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -61,9 +57,7 @@ def test_agrees_with_its_reference(isa: str, p: dict) -> None:
     q, k, v, mask = _inputs(p)
     scale = p["width"] ** -0.5
     out = ops.contiguous_attention(q, k, v, p["keys"], mask, p["causal"], scale, p["softcap"])
-    wanted = reference.contiguous_attention(
-        q, k, v, p["keys"], mask, p["causal"], scale, p["softcap"]
-    )
+    wanted = reference.contiguous_attention(q, k, v, p["keys"], mask, p["causal"], scale, p["softcap"])
     torch.testing.assert_close(out, wanted, atol=2e-5, rtol=1e-4)
 
 
@@ -80,9 +74,7 @@ def test_16_bit_keys_and_values_give_the_bits_of_the_same_numbers_in_float32(
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
-def test_stored_keys_and_values_are_rounded_as_pytorch_rounds(
-    isa: str, kv_dtype: torch.dtype
-) -> None:
+def test_stored_keys_and_values_are_rounded_as_pytorch_rounds(isa: str, kv_dtype: torch.dtype) -> None:
     edges = [65504.0, 65519.9, 65520.0, 3.39e38, 2.0**-14, 2.0**-24, 2.0**-25, 3 * 2.0**-25, 1e-45]
     edges += [0.0, float("inf"), 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11]
     drawn = torch.randn(4000) * 10.0 ** torch.randint(-9, 6, (4000,))
@@ -90,9 +82,7 @@ def test_stored_keys_and_values_are_rounded_as_pytorch_rounds(
     stores = [torch.zeros_like(numbers, dtype=kv_dtype) for _ in range(2)]
     empty = torch.empty(0, dtype=torch.bool)
     q = torch.zeros_like(numbers)
-    ops.ragged_contiguous_attention(
-        q, numbers, -numbers, stores[:1], stores[1:], [0], [0], [1], [empty]
-    )
+    ops.ragged_contiguous_attention(q, numbers, -numbers, stores[:1], stores[1:], [0], [0], [1], [empty])
     for stored, wanted in zip(stores, (numbers, -numbers), strict=True):
         assert torch.equal(stored.view(torch.int16), wanted.to(kv_dtype).view(torch.int16))
     ops.ragged_contiguous_attention(
@@ -109,9 +99,7 @@ def test_a_query_has_the_same_bits_alone_over_a_shorter_view(isa: str, p: dict) 
     for j in range(p["queries"]):
         end = max(0, p["keys"] - p["queries"] + j + 1)
         own = None if mask is None else mask[:, :, j : j + 1, :end]
-        alone = ops.contiguous_attention(
-            q[:, :, j : j + 1], k, v, end, own, True, None, p["softcap"]
-        )
+        alone = ops.contiguous_attention(q[:, :, j : j + 1], k, v, end, own, True, None, p["softcap"])
         assert torch.equal(alone[:, 0], together[:, j])
 
 
@@ -129,17 +117,13 @@ def test_has_the_same_bits_for_any_number_of_threads(queries: int, keys: int) ->
 def test_agrees_with_pytorch_on_a_long_prompt() -> None:
     q, (k, v) = torch.randn(1, 9, 300, 64), torch.randn(2, 1, 3, 300, 64).unbind()
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(
-        ops.contiguous_attention(q, k, v, 300).transpose(1, 2), wanted, atol=1e-5, rtol=1e-4
-    )
+    torch.testing.assert_close(ops.contiguous_attention(q, k, v, 300).transpose(1, 2), wanted, atol=1e-5, rtol=1e-4)
 
 
 def test_a_mask_that_says_causal_gives_the_bits_of_causal() -> None:
     q, (k, v) = torch.randn(2, 6, 8, 16), torch.randn(2, 2, 2, 300, 16).unbind()
     mask = torch.ones(1, 1, 8, 300, dtype=torch.bool).tril(292)
-    assert torch.equal(
-        ops.contiguous_attention(q, k, v, 300, mask, False), ops.contiguous_attention(q, k, v, 300)
-    )
+    assert torch.equal(ops.contiguous_attention(q, k, v, 300, mask, False), ops.contiguous_attention(q, k, v, 300))
 
 
 def test_a_row_that_sees_nothing_is_zero_and_large_scores_do_not_overflow() -> None:
@@ -223,9 +207,7 @@ def test_sequences_of_a_ragged_batch_attend_as_each_does_alone(isa: str, p: dict
     expected = reference.ragged_contiguous_attention(
         q, k, v, expected_keys, expected_values, bases, bases, counts, masks, 0.3, p["softcap"]
     )
-    out = ops.ragged_contiguous_attention(
-        q, k, v, keys, values, bases, bases, counts, masks, 0.3, p["softcap"]
-    )
+    out = ops.ragged_contiguous_attention(q, k, v, keys, values, bases, bases, counts, masks, 0.3, p["softcap"])
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
     start = 0
     for index, (base, count) in enumerate(zip(bases, counts, strict=True)):
@@ -234,14 +216,7 @@ def test_sequences_of_a_ragged_batch_attend_as_each_does_alone(isa: str, p: dict
         own = slice(start, start + count)
         mask = masks[index] if masked[index] else None
         alone = ops.contiguous_attention(
-            q[:, :, own],
-            keys[index],
-            values[index],
-            base + count,
-            mask,
-            mask is None,
-            0.3,
-            p["softcap"],
+            q[:, :, own], keys[index], values[index], base + count, mask, mask is None, 0.3, p["softcap"]
         )
         assert torch.equal(out[:, own], alone)
         start += count

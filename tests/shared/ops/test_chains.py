@@ -14,11 +14,7 @@ from shared.ops import chain_reference
 from shared.ops.chains import Chains, ChainStart, ChainWeights, draft_chains
 from shared.ops.exits import ConfidenceWeights
 
-DRAWN = settings(
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+DRAWN = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 VOCABULARY = 150
 LIMITS = (1e-3, 0.999)
@@ -60,9 +56,7 @@ def plain_weights(
 
 
 def packed(weights: ChainWeights, dtype: torch.dtype = torch.float32) -> ChainWeights:
-    return replace(
-        weights, **{name: ops.pack_linear(getattr(weights, name).to(dtype)) for name in MATRICES}
-    )
+    return replace(weights, **{name: ops.pack_linear(getattr(weights, name).to(dtype)) for name in MATRICES})
 
 
 def rounded(weights: ChainWeights, dtype: torch.dtype) -> ChainWeights:
@@ -150,9 +144,7 @@ def weights() -> ChainWeights:
     return plain_weights(48, 48, 48, 96, 100)
 
 
-def one_chain(
-    weights: ChainWeights, states: Tensor, tokens: list[int], room: int, place: int = 0
-) -> Chains:
+def one_chain(weights: ChainWeights, states: Tensor, tokens: list[int], room: int, place: int = 0) -> Chains:
     """The chain of one sequence, from its states [1, 3, D] or from an output [1, W]."""
     fresh = states if states.dim() == 3 else torch.empty(0, 3, 48)
     begun = torch.empty(0, 48) if states.dim() == 3 else states
@@ -160,9 +152,7 @@ def one_chain(
     return draft_chains(fresh, begun, [start], weights, *LIMITS, room)
 
 
-def test_a_chain_goes_on_from_any_of_its_outputs_as_if_it_had_not_ended(
-    weights: ChainWeights,
-) -> None:
+def test_a_chain_goes_on_from_any_of_its_outputs_as_if_it_had_not_ended(weights: ChainWeights) -> None:
     own, states = packed(weights), torch.randn(1, 3, 48)
     whole = one_chain(own, states, [5], 4)
     tokens = whole.tokens[0].tolist()
@@ -176,15 +166,11 @@ def test_a_chain_goes_on_from_any_of_its_outputs_as_if_it_had_not_ended(
             assert torch.equal(part.outputs[0], whole.outputs[0, done:])
 
 
-def test_matrices_in_any_format_give_the_bits_of_their_float32_numbers(
-    weights: ChainWeights,
-) -> None:
+def test_matrices_in_any_format_give_the_bits_of_their_float32_numbers(weights: ChainWeights) -> None:
     states = torch.randn(1, 3, 48)
     for dtype in DTYPES[1:]:
         narrow, wide = packed(weights, dtype), packed(rounded(weights, dtype))
-        for part, whole in zip(
-            *(one_chain(w, states, [5, 9], 4) for w in (narrow, wide)), strict=True
-        ):
+        for part, whole in zip(*(one_chain(w, states, [5, 9], 4) for w in (narrow, wide)), strict=True):
             assert torch.equal(part, whole)
 
 
@@ -230,18 +216,11 @@ def test_threads_agree_on_which_steps_only_feed() -> None:
         (ChainStart([1, 2, 3], 0, 4, 0.5, 1.0, 0.24), 2),  # tokens that are fed cost no survival
         (ChainStart([1], 0, 4, 1.0, 1.5, 0.26), 4),  # 0.75, 0.56, 0.42
         (ChainStart([1], 0, 4, 1.0, 0.5, 0.05), 3),
-        (
-            ChainStart([1], 0, 4, 1.0, 3.0, 0.9985),
-            2,
-        ),  # a factor makes no draft more probable than 0.999
+        (ChainStart([1], 0, 4, 1.0, 3.0, 0.9985), 2),  # a factor makes no draft more probable than 0.999
     ],
 )
-def test_a_chain_ends_with_the_draft_that_takes_survival_below_the_least(
-    start: ChainStart, length: int
-) -> None:
-    chains = draft_chains(
-        torch.randn(1, 3, 6), torch.empty(0, 8), [start], certain(0.5), *LIMITS, 4
-    )
+def test_a_chain_ends_with_the_draft_that_takes_survival_below_the_least(start: ChainStart, length: int) -> None:
+    chains = draft_chains(torch.randn(1, 3, 6), torch.empty(0, 8), [start], certain(0.5), *LIMITS, 4)
     assert chains.lengths.tolist() == [length]
     assert chains.probabilities[0].tolist() == pytest.approx([0.5] * length + [0.0] * (4 - length))
     assert (chains.tokens[0] >= 0).tolist() == [True] * length + [False] * (4 - length)

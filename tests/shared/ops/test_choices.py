@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 from shared.ops import reference
 from shared.ops.choices import NO_TOKEN, choose_greedy, choose_sampled
 
-DRAWN = settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+DRAWN = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])
 
 
@@ -58,9 +54,7 @@ def test_rows_that_are_not_finite_choose_no_token(isa: str, dtype: torch.dtype) 
 
 @DRAWN
 @given(rows=st.integers(1, 6), vocabulary=st.integers(2, 60), dtype=DTYPES)
-def test_sampled_choices_agree_with_their_reference(
-    isa: str, rows: int, vocabulary: int, dtype: torch.dtype
-) -> None:
+def test_sampled_choices_agree_with_their_reference(isa: str, rows: int, vocabulary: int, dtype: torch.dtype) -> None:
     target = torch.randn(rows, vocabulary).mul(2).softmax(-1).to(dtype)
     uniforms = torch.rand(rows, dtype=torch.float64)
     expected = reference.choose_sampled(target, uniforms)

@@ -41,12 +41,7 @@ BUGS = [
         "position < own[0] ? position : position + own[1]",
         "position",
     ),
-    Bug(
-        "a branch of which a token sees itself alone",
-        KERNELS,
-        "own[0] = (int)branch",
-        "own[0] = (int)position",
-    ),
+    Bug("a branch of which a token sees itself alone", KERNELS, "own[0] = (int)branch", "own[0] = (int)position"),
     Bug(
         "a branch that is kept in its sibling's place",
         KERNELS,
@@ -78,23 +73,11 @@ def paged_call(made: Pass, shares: int, seed: int) -> Call:
     """The call of a pass. Its buffers are copies; the last one is the output."""
     tokens, heads, width = made.q.shape
     kv_heads, value_width = made.v.shape[1:]
-    sizes = (
-        tokens,
-        heads,
-        kv_heads,
-        width,
-        value_width,
-        len(made.keys),
-        made.keys.shape[2],
-        *made.block_tables.shape,
-    )
+    sizes = (tokens, heads, kv_heads, width, value_width, len(made.keys), made.keys.shape[2], *made.block_tables.shape)
     strides = [stride for t in (made.q, made.k, made.v) for stride in t.stride()[:2]]
     numbers = (CODES[made.q.dtype], *sizes, *strides, made.scaling, made.softcap, made.window, shares)  # fmt: skip
     # The whole memory of a view, with the elements that its strides skip.
-    inputs = [
-        t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,))
-        for t in (made.q, made.k, made.v)
-    ]
+    inputs = [t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,)) for t in (made.q, made.k, made.v)]
     others = (
         made.keys,
         made.values,
@@ -109,12 +92,7 @@ def paged_call(made: Pass, shares: int, seed: int) -> Call:
 
 
 def check_paged(program: Path) -> None:
-    short, long, longer, both = (
-        ([1, 1], [3, 40]),
-        ([1, 2], [5, 140]),
-        ([1, 1], [5, 270]),
-        ([2, 2], [270, 270]),
-    )
+    short, long, longer, both = (([1, 1], [3, 40]), ([1, 2], [5, 140]), ([1, 1], [5, 270]), ([2, 2], [270, 270]))
     capped = {"window": 260, "softcap": 2.0}
     # Sequences, padding, (group, kv heads), (width, value width), block size, dtype, transposed, options, shares.
     cases = [
@@ -171,9 +149,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, "Future[Path
     return built
 
 
-def test_paged_attention_equals_its_reference_in_any_order_of_warps(
-    programs: dict[str, "Future[Path]"],
-) -> None:
+def test_paged_attention_equals_its_reference_in_any_order_of_warps(programs: dict[str, "Future[Path]"]) -> None:
     check_paged(programs[""].result())
 
 

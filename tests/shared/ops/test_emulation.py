@@ -51,18 +51,13 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, "Future[Path
     """The programs with the original kernels ("") and with each bug, compiled in parallel."""
     pool = ThreadPoolExecutor(2)
     sound = pool.submit(compiled, tmp_path_factory.mktemp("sound"))
-    broken = {
-        name: pool.submit(compiled, tmp_path_factory.mktemp("bug"), bug, "address")
-        for name, bug in BUGS.items()
-    }
+    broken = {name: pool.submit(compiled, tmp_path_factory.mktemp("bug"), bug, "address") for name, bug in BUGS.items()}
     pool.shutdown(wait=False)
     return {"": sound, **broken}
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_a_kernel_computes_its_reference_in_any_order_of_warps(
-    name: str, programs: dict[str, "Future[Path]"]
-) -> None:
+def test_a_kernel_computes_its_reference_in_any_order_of_warps(name: str, programs: dict[str, "Future[Path]"]) -> None:
     CHECKS[name](programs[""].result())
 
 

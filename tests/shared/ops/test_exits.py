@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 from shared.ops import reference
 from shared.ops.exits import ConfidenceWeights, draft_top, new_tickets, route
 
-DRAWN = settings(
-    max_examples=30,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+DRAWN = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 # The sizes around which the kernels change their path: lanes of 4 to 16, groups of 4 rows and 2 tokens, blocks of 16
 # and 64 rows.
@@ -92,22 +88,9 @@ def referred(x: torch.Tensor, weights: ConfidenceWeights, *others: object) -> to
 
 
 @DRAWN
-@given(
-    tokens=st.integers(0, 20),
-    width=WIDTHS,
-    size=WIDTHS,
-    k=st.integers(1, 3),
-    dtype=DTYPES,
-    mixed=st.booleans(),
-)
+@given(tokens=st.integers(0, 20), width=WIDTHS, size=WIDTHS, k=st.integers(1, 3), dtype=DTYPES, mixed=st.booleans())
 def test_route_agrees_with_its_reference(
-    isa: str,
-    tokens: int,
-    width: int,
-    size: int,
-    k: int,
-    dtype: torch.dtype,
-    mixed: bool,
+    isa: str, tokens: int, width: int, size: int, k: int, dtype: torch.dtype, mixed: bool
 ) -> None:
     x = (torch.randn(tokens, width) + 5).to(torch.float32 if mixed else dtype)
     weights = confidence(width, size, dtype)

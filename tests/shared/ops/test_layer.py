@@ -14,11 +14,7 @@ from shared import ops
 from shared.ops import reference
 from shared.ops.layer import LayerKV, LayerWeights, TensorTable, decoder_layers, stacked
 
-DRAWN = settings(
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+DRAWN = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NOTHING = torch.empty(0)
 PLAIN = torch.empty(0, dtype=torch.bool)
@@ -27,9 +23,7 @@ PLAIN = torch.empty(0, dtype=torch.bool)
 @st.composite
 def layers(draw: st.DrawFn) -> dict:
     head = draw(st.sampled_from([8, 12, 64]))
-    spans = st.tuples(
-        st.sampled_from([0, 1, 20, 255, 300, 600]), st.sampled_from([1, 2, 5, 50]), st.booleans()
-    )
+    spans = st.tuples(st.sampled_from([0, 1, 20, 255, 300, 600]), st.sampled_from([1, 2, 5, 50]), st.booleans())
     return {
         "spans": draw(st.lists(spans, min_size=1, max_size=4)),
         "width": draw(st.sampled_from([5, 48, 300])),
@@ -70,8 +64,7 @@ def _weights(p: dict) -> LayerWeights:
         "no": [],
     }[p["biased"]]
     return LayerWeights(
-        *(norms, packed, biases, kv * p["group"], inner, p["activation"]),
-        *(1e-5, 1.0, 0.3, p["softcap"]),
+        *(norms, packed, biases, kv * p["group"], inner, p["activation"]), *(1e-5, 1.0, 0.3, p["softcap"])
     )
 
 
@@ -94,16 +87,12 @@ def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, LayerKV, list[Tensor]]:
 
 def _kv(keys: list[Tensor], values: list[Tensor], *places: list[int]) -> LayerKV:
     """Of one layer: a tensor per sequence. `places`: bases, kept and counts."""
-    return LayerKV(
-        [TensorTable([own]) for own in keys], [TensorTable([own]) for own in values], *places
-    )
+    return LayerKV([TensorTable([own]) for own in keys], [TensorTable([own]) for own in values], *places)
 
 
 def _stores(tables: Sequence[TensorTable]) -> list[Tensor]:
     """Layer after layer, that of each sequence."""
-    return [
-        own for layer in zip(*(table.tensors for table in tables), strict=True) for own in layer
-    ]
+    return [own for layer in zip(*(table.tensors for table in tables), strict=True) for own in layer]
 
 
 def _copy(kv: LayerKV) -> LayerKV:
@@ -120,9 +109,7 @@ def _flat(weights: LayerWeights, matrices: list[Tensor], kv: LayerKV, masks: lis
     )
 
 
-def _step_by_step(
-    x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, kv: LayerKV, masks: list[Tensor]
-) -> Tensor:
+def _step_by_step(x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, kv: LayerKV, masks: list[Tensor]) -> Tensor:
     """The steps of the reference, with the single ops in place of PyTorch."""
 
     def rows(packed: Tensor) -> int:
@@ -163,10 +150,7 @@ def test_has_the_bits_of_the_single_ops(isa: str, p: dict, threads: int) -> None
 
 @DRAWN
 @given(
-    p=layers(),
-    num_layers=st.sampled_from([2, 5]),
-    threads=st.sampled_from([1, 2]),
-    wanted=st.sets(st.integers(1, 4)),
+    p=layers(), num_layers=st.sampled_from([2, 5]), threads=st.sampled_from([1, 2]), wanted=st.sets(st.integers(1, 4))
 )
 def test_a_stack_has_the_bits_of_its_layers_one_after_another(
     isa: str, p: dict, num_layers: int, threads: int, wanted: set[int]
@@ -245,9 +229,7 @@ def test_a_token_has_the_same_bits_alone(isa: str, p: dict) -> None:
 
 
 @DRAWN
-@given(
-    p=layers(), counts=st.lists(st.integers(1, 3), min_size=1, max_size=2), depth=st.integers(0, 4)
-)
+@given(p=layers(), counts=st.lists(st.integers(1, 3), min_size=1, max_size=2), depth=st.integers(0, 4))
 def test_a_branch_has_the_bits_that_it_would_have_in_its_place(
     isa: str, p: dict, counts: list[int], depth: int
 ) -> None:
@@ -301,9 +283,7 @@ def test_rows_of_a_batch_share_positions_or_have_their_own() -> None:
     x, (cos, sin) = torch.randn(2, 3, 12), torch.randn(2, 2, 3, 8).unbind()
     stores = [torch.zeros(1, 2, 7, 8) for _ in range(4)]
     for angles in ((cos, sin), (cos[:1], sin[:1])):
-        out = decoder_layers(
-            x, *angles, weights, _kv(stores[:2], stores[2:], [4, 1], [4, 1], [3, 3])
-        )
+        out = decoder_layers(x, *angles, weights, _kv(stores[:2], stores[2:], [4, 1], [4, 1], [3, 3]))
         for row, base in enumerate((4, 1)):
             own = [angle[row : row + 1] if len(angle) > 1 else angle for angle in angles]
             own_kv = _kv(stores[row : row + 1], stores[2 + row : 3 + row], [base], [base], [3])

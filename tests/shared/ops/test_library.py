@@ -77,14 +77,7 @@ def _calls() -> dict[str, tuple]:
                     ops.pack_linear(torch.randn(12, 20)),
                 ]
             ),
-            table(
-                [
-                    torch.randn(32),
-                    *(torch.empty(0) for _ in range(3)),
-                    torch.randn(40),
-                    torch.randn(12),
-                ]
-            ),
+            table([torch.randn(32), *(torch.empty(0) for _ in range(3)), torch.randn(40), torch.randn(12)]),
             [table([torch.zeros(1, 2, 7, 8)]) for _ in range(2)],
             [table([torch.zeros(1, 2, 7, 8)]) for _ in range(2)],
             *([5, 0], [5, 4], [2, 1]),
@@ -157,10 +150,7 @@ def test_compiles_as_one_graph(name: str) -> None:
 def test_compiles_for_any_number_of_tokens() -> None:
     packed = ops.pack_linear(torch.randn(20, 12))
     compiled = torch.compile(
-        lambda x: ops.packed_linear(x, packed, 20) + 1,
-        fullgraph=True,
-        dynamic=True,
-        backend="aot_eager",
+        lambda x: ops.packed_linear(x, packed, 20) + 1, fullgraph=True, dynamic=True, backend="aot_eager"
     )
     for rows in (2, 5, 9):
         x = torch.randn(rows, 12)
@@ -178,9 +168,7 @@ NEEDS = {
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="reads the features of an x86 processor")
 def test_the_instruction_set_follows_from_the_processors_features() -> None:
-    features = set(
-        Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
-    )
+    features = set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
     ops.set_cpu_isa("auto")
     assert ops.cpu_isa() == next(isa for isa, needed in NEEDS.items() if needed <= features)
 
@@ -198,9 +186,7 @@ def test_an_unknown_instruction_set_is_refused() -> None:
         ops.set_cpu_isa("mmx")
 
 
-def test_a_missing_library_says_how_to_build_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(library, "_loaded", False)
     monkeypatch.setattr(library, "LIBRARY", tmp_path / "none.so")
     assert not ops.is_available()
@@ -208,9 +194,7 @@ def test_a_missing_library_says_how_to_build_it(
         ops.pack_linear(torch.randn(2, 2))
 
 
-def test_a_broken_library_says_how_to_build_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_broken_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not a library")
     monkeypatch.setattr(library, "_loaded", False)
@@ -222,9 +206,7 @@ def test_a_broken_library_says_how_to_build_it(
 def test_importing_the_package_loads_nothing() -> None:
     code = "import shared.ops, torch; assert not hasattr(torch.ops.neap, 'rms_norm'); print('lazy')"
     root = Path(__file__).resolve().parents[3]
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
-    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert result.stdout == "lazy\n"
 
 
@@ -233,9 +215,7 @@ def test_a_second_build_compiles_nothing(capsys: pytest.CaptureFixture[str]) -> 
     assert "no work to do" in capsys.readouterr().out
 
 
-def test_a_failed_build_shows_what_the_compiler_said(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_failed_build_shows_what_the_compiler_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "broken.cpp").write_text("int main() { return undeclared_name; }\n")
     monkeypatch.setattr(build, "SOURCES", tmp_path / "csrc")
@@ -264,7 +244,5 @@ def test_the_paths_of_wider_instruction_sets_hold(tmp_path: Path) -> None:
         " 'tests/shared/ops/test_linear.py', 'tests/shared/ops/test_attention.py']))"
     )
     root = Path(__file__).resolve().parents[3]
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=root
-    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=root)
     assert result.returncode == 0, result.stdout + result.stderr

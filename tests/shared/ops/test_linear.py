@@ -13,11 +13,7 @@ ROWS = st.one_of(st.integers(1, 40), st.sampled_from([95, 96, 97, 193]))
 DEPTHS = st.one_of(st.integers(1, 70), st.sampled_from([255, 256, 257, 513]))
 WIDTHS = st.one_of(st.integers(1, 70), st.sampled_from([96, 192, 200]))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-DRAWN = settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+DRAWN = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def _row_by_row(run, x: torch.Tensor) -> torch.Tensor:
@@ -36,9 +32,7 @@ def test_packing_keeps_every_weight(n: int, k: int, transposed: bool, dtype: tor
 
 @DRAWN
 @given(m=ROWS, k=DEPTHS, n=WIDTHS, biased=st.booleans())
-def test_linear_agrees_with_pytorch_and_ignores_its_neighbours(
-    isa: str, m: int, k: int, n: int, biased: bool
-) -> None:
+def test_linear_agrees_with_pytorch_and_ignores_its_neighbours(isa: str, m: int, k: int, n: int, biased: bool) -> None:
     x, weight = torch.randn(m, k), torch.randn(n, k)
     bias = torch.randn(n) if biased else None
     packed = ops.pack_linear(weight)
@@ -49,13 +43,7 @@ def test_linear_agrees_with_pytorch_and_ignores_its_neighbours(
 
 
 @DRAWN
-@given(
-    m=ROWS,
-    k=DEPTHS,
-    n=WIDTHS,
-    activation=st.sampled_from(["silu", "gelu_tanh"]),
-    biased=st.booleans(),
-)
+@given(m=ROWS, k=DEPTHS, n=WIDTHS, activation=st.sampled_from(["silu", "gelu_tanh"]), biased=st.booleans())
 def test_gated_linear_agrees_with_its_reference_and_ignores_its_neighbours(
     isa: str, m: int, k: int, n: int, activation: str, biased: bool
 ) -> None:
@@ -78,9 +66,7 @@ def test_activations_hold_over_the_whole_range_of_inputs(isa: str) -> None:
         torch.testing.assert_close(out, expected, atol=1e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("m", "k", "n"), [(1, 576, 1536), (8, 576, 1536), (300, 576, 192), (40, 1536, 576)]
-)
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 576, 1536), (8, 576, 1536), (300, 576, 192), (40, 1536, 576)])
 def test_linear_has_the_same_bits_for_any_number_of_threads(m: int, k: int, n: int) -> None:
     x, packed = torch.randn(m, k), ops.pack_linear(torch.randn(n, k))
     results = []
@@ -96,9 +82,7 @@ def test_leading_dimensions_and_strides_of_x() -> None:
     x = torch.randn(5, 3, 24)[..., ::2].transpose(0, 1)
     out = ops.packed_linear(x, packed, 20)
     assert out.shape == (3, 5, 20)
-    assert torch.equal(
-        out, ops.packed_linear(x.contiguous().view(15, 12), packed, 20).view(3, 5, 20)
-    )
+    assert torch.equal(out, ops.packed_linear(x.contiguous().view(15, 12), packed, 20).view(3, 5, 20))
     assert ops.packed_linear(torch.randn(12), packed, 20).shape == (20,)
 
 
@@ -110,9 +94,7 @@ def test_empty_tensors(shape: tuple[int, ...], n: int) -> None:
 
 def test_no_inputs_at_all_leave_the_bias() -> None:
     packed = ops.pack_linear(torch.empty(5, 0))
-    assert torch.equal(
-        ops.packed_linear(torch.empty(3, 0), packed, 5, torch.ones(5)), torch.ones(3, 5)
-    )
+    assert torch.equal(ops.packed_linear(torch.empty(3, 0), packed, 5, torch.ones(5)), torch.ones(3, 5))
 
 
 def test_nan_and_infinity_stay_in_their_row() -> None:
@@ -134,9 +116,7 @@ def test_nan_and_infinity_stay_in_their_row() -> None:
         (torch.tensor(1.0), 20, None, "at least 1 dimension"),
     ],
 )
-def test_wrong_arguments_are_named(
-    x: torch.Tensor, out_features: int, bias: torch.Tensor | None, message: str
-) -> None:
+def test_wrong_arguments_are_named(x: torch.Tensor, out_features: int, bias: torch.Tensor | None, message: str) -> None:
     packed = ops.pack_linear(torch.randn(20, 8))
     with pytest.raises(RuntimeError, match=message):
         ops.packed_linear(x, packed, out_features, bias)

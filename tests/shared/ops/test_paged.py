@@ -181,14 +181,8 @@ def test_block_table_entries_before_the_window_are_not_read() -> None:
 
 def test_its_fake_works_for_gpus_where_there_is_none() -> None:
     with FakeTensorMode():
-        q, k = (
-            torch.empty(5, 6, 64, dtype=torch.float16, device="cuda"),
-            torch.empty(5, 2, 64, device="cuda"),
-        )
-        pool, places = (
-            torch.empty(9, 2, 16, 64, device="cuda"),
-            torch.zeros(5, dtype=torch.int64, device="cuda"),
-        )
+        q, k = (torch.empty(5, 6, 64, dtype=torch.float16, device="cuda"), torch.empty(5, 2, 64, device="cuda"))
+        pool, places = (torch.empty(9, 2, 16, 64, device="cuda"), torch.zeros(5, dtype=torch.int64, device="cuda"))
         block_tables = torch.zeros(3, 4, dtype=torch.int64, device="cuda")
         out = paged_attention(q, k, k, pool, pool.clone(), block_tables, *[places] * 4)
     assert (out.shape, out.dtype, out.device.type) == ((5, 6, 64), torch.float16, "cuda")

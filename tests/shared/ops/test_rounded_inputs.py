@@ -10,22 +10,12 @@ from hypothesis import strategies as st
 
 from shared import ops
 from shared.ops import reference
-from tests.shared.ops.test_formats import (
-    BLOCKS,
-    KINDS,
-    blocks_of,
-    dequantised_blocks,
-    drawn_blocks,
-)
+from tests.shared.ops.test_formats import BLOCKS, KINDS, blocks_of, dequantised_blocks, drawn_blocks
 
 # The sizes around which the kernels change their path, and odd numbers of inputs: the last pair has one only.
 ROWS = st.one_of(st.integers(1, 40), st.sampled_from([95, 96, 97, 193]))
 DEPTHS = st.one_of(st.integers(1, 70), st.sampled_from([255, 256, 257, 513]))
-DRAWN = settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+DRAWN = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def _rounding(weight: torch.Tensor) -> torch.Tensor:
@@ -36,9 +26,7 @@ def _rounding(weight: torch.Tensor) -> torch.Tensor:
 
 @DRAWN
 @given(m=ROWS, k=DEPTHS, n=st.integers(1, 200), biased=st.booleans())
-def test_inputs_are_rounded_and_rows_ignore_their_neighbours(
-    isa: str, m: int, k: int, n: int, biased: bool
-) -> None:
+def test_inputs_are_rounded_and_rows_ignore_their_neighbours(isa: str, m: int, k: int, n: int, biased: bool) -> None:
     x, weight = torch.randn(m, k), torch.randn(n, k).bfloat16()
     bias = torch.randn(n) if biased else None
     packed = _rounding(weight)

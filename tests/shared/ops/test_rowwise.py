@@ -8,27 +8,16 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from shared import ops
 from shared.ops import reference
 
-DRAWN = settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+DRAWN = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @DRAWN
 @given(rows=st.integers(1, 9), width=st.integers(1, 200), offset=st.sampled_from([0.0, 1.0]))
-def test_rms_norm_agrees_with_its_reference_row_by_row(
-    isa: str, rows: int, width: int, offset: float
-) -> None:
+def test_rms_norm_agrees_with_its_reference_row_by_row(isa: str, rows: int, width: int, offset: float) -> None:
     x, weight = torch.randn(2, rows, width), torch.randn(width)
     out = ops.rms_norm(x, weight, 1e-5, offset)
-    torch.testing.assert_close(
-        out, reference.rms_norm(x, weight, 1e-5, offset), atol=1e-6, rtol=1e-5
-    )
-    assert all(
-        torch.equal(out[:, i : i + 1], ops.rms_norm(x[:, i : i + 1], weight, 1e-5, offset))
-        for i in range(rows)
-    )
+    torch.testing.assert_close(out, reference.rms_norm(x, weight, 1e-5, offset), atol=1e-6, rtol=1e-5)
+    assert all(torch.equal(out[:, i : i + 1], ops.rms_norm(x[:, i : i + 1], weight, 1e-5, offset)) for i in range(rows))
 
 
 def test_rms_norm_agrees_with_hugging_face() -> None:
@@ -37,9 +26,7 @@ def test_rms_norm_agrees_with_hugging_face() -> None:
     gemma.weight.copy_(torch.randn(576))
     llama.weight.copy_(torch.randn(576))
     torch.testing.assert_close(ops.rms_norm(x, llama.weight, 1e-5), llama(x), atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(
-        ops.rms_norm(x, gemma.weight, 1e-6, 1.0), gemma(x), atol=1e-6, rtol=1e-5
-    )
+    torch.testing.assert_close(ops.rms_norm(x, gemma.weight, 1e-6, 1.0), gemma(x), atol=1e-6, rtol=1e-5)
 
 
 def test_rms_norm_of_zeros_and_of_nothing() -> None:
@@ -62,10 +49,7 @@ def test_rotary_has_the_bits_of_hugging_face(
     k = torch.randn(batch, 1, length, 2 * half + 3)[..., : 2 * half]
     cos, sin = torch.randn(2, 1 if shared else batch, length, 2 * half).unbind()
     for actual, wanted, spec in zip(
-        ops.rotary(q, k, cos, sin),
-        apply_rotary_pos_emb(q, k, cos, sin),
-        reference.rotary(q, k, cos, sin),
-        strict=True,
+        ops.rotary(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), reference.rotary(q, k, cos, sin), strict=True
     ):
         assert torch.equal(actual, wanted)
         assert torch.equal(actual, spec)
@@ -75,10 +59,7 @@ def test_rotary_has_the_bits_of_hugging_face(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"cos": torch.randn(1, 3, 6), "sin": torch.randn(1, 3, 6)},
-            r"cos and sin \[B or 1, 3, 8\]",
-        ),
+        ({"cos": torch.randn(1, 3, 6), "sin": torch.randn(1, 3, 6)}, r"cos and sin \[B or 1, 3, 8\]"),
         ({"sin": torch.randn(1, 3, 6)}, "differ in shape"),
         ({"cos": torch.randn(3, 3, 8), "sin": torch.randn(3, 3, 8)}, "3 rows for a batch of 2"),
         ({"q": torch.randn(2, 4, 3, 8).double()}, "q must be float32"),

@@ -10,9 +10,7 @@ from shared.errors import InvalidInput, PreconditionFailed
 from shared.ops import build, toolkit
 
 
-def test_without_a_gpu_every_architecture_is_built_and_ptx_of_the_last(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_gpu_every_architecture_is_built_and_ptx_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     flags = toolkit.architecture_flags(toolkit.wanted_architectures())
@@ -42,9 +40,7 @@ def script(path: Path, text: str) -> None:
     path.chmod(path.stat().st_mode | stat.S_IEXEC)
 
 
-def test_no_compiler_for_gpus_means_the_cpu_alone_and_is_said(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_no_compiler_for_gpus_means_the_cpu_alone_and_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(toolkit.SWITCH, raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert toolkit.find_toolkit() is None
@@ -92,12 +88,7 @@ def test_a_spilled_register_ends_the_build(tmp_path: Path) -> None:
 def test_the_library_carries_the_kernels_and_still_loads_without_a_gpu() -> None:
     library = build.build()
     content = library.read_bytes()
-    for name in (
-        "route_kernel",
-        "draft_block_kernel",
-        "choose_kernel",
-        "paged_attention_kernel",
-    ):
+    for name in ("route_kernel", "draft_block_kernel", "choose_kernel", "paged_attention_kernel"):
         assert name.encode() in content
     for op in ("route", "paged_attention"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"neap::{op}", "CUDA")

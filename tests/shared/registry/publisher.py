@@ -26,9 +26,7 @@ def publish_named(registry: Registry, name: str) -> int:
     return registry.publish("tiny", {"by": name}, blobs, request_id=name).version
 
 
-def run(
-    root: str, request_id: str, count: int, step: str = "", say: Callable[[Any], object] = print
-) -> None:
+def run(root: str, request_id: str, count: int, step: str = "", say: Callable[[Any], object] = print) -> None:
     """With `step`, kills this process at that step. `say` gets what each attempt has come to."""
     # Log lines go elsewhere, because standard output carries the results.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))

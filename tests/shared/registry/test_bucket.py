@@ -76,10 +76,7 @@ def test_what_another_client_changed_is_seen_after_a_while(s3):
 
 def test_writers_and_questions_for_a_request_never_rely_on_an_older_answer(s3):
     url = bucket_url(s3)
-    with (
-        closing(open_registry(url)) as one,
-        closing(open_registry(url, freshness_s=HOUR_S)) as other,
-    ):
+    with closing(open_registry(url)) as one, closing(open_registry(url, freshness_s=HOUR_S)) as other:
         publish(one)
         assert other.aliases("tiny") == {"latest": 1}
         publish(one, "two")
@@ -95,9 +92,7 @@ def test_what_is_known_is_served_while_the_bucket_is_away(s3):
     with (
         cut_off(s3.port) as (port, is_cut),
         closing(
-            open_registry(
-                bucket_url(s3).replace(s3.endpoint, f"http://127.0.0.1:{port}"), freshness_s=0.0
-            )
+            open_registry(bucket_url(s3).replace(s3.endpoint, f"http://127.0.0.1:{port}"), freshness_s=0.0)
         ) as registry,
     ):
         publish(registry)
@@ -105,10 +100,7 @@ def test_what_is_known_is_served_while_the_bucket_is_away(s3):
         is_cut.set()
         assert registry.resolve("tiny", "latest").version == 1
         assert len(list(registry.events("tiny"))) == 2
-        for call in (
-            lambda: registry.set_alias("tiny", "stable", 1),
-            lambda: registry.resolve("other", "latest"),
-        ):
+        for call in (lambda: registry.set_alias("tiny", "stable", 1), lambda: registry.resolve("other", "latest")):
             with pytest.raises(Unavailable) as raised:
                 call()
             assert raised.value.reason == "OBJECT_STORE_UNAVAILABLE"

@@ -21,17 +21,11 @@ REFUSED_BY_ALL = pytest.mark.parametrize("place", ["folder"], indirect=True)
 def publish(registry: Registry, request_id: str, **options: Any) -> PublishedVersion:
     blobs = options.pop("blobs", {"ladder.safetensors": request_id.encode() * 100})
     return registry.publish(
-        options.pop("model_id", MODEL),
-        options.pop("manifest", MANIFEST),
-        blobs,
-        request_id=request_id,
-        **options,
+        options.pop("model_id", MODEL), options.pop("manifest", MANIFEST), blobs, request_id=request_id, **options
     )
 
 
-def test_another_client_reads_what_was_published(
-    registry: Registry, open_again: Callable[[], Registry]
-) -> None:
+def test_another_client_reads_what_was_published(registry: Registry, open_again: Callable[[], Registry]) -> None:
     made = publish(registry, "one", blobs={"a.bin": b"alpha", "b.bin": b""})
     other = open_again()
     assert other.get(MODEL, 1) == made == other.resolve(MODEL, "latest")
@@ -90,12 +84,8 @@ def test_a_publication_is_found_by_its_request(registry: Registry) -> None:
     assert registry.find_publication("other", "one") is None
 
 
-@pytest.mark.parametrize(
-    "other", [{"blobs": {"x": b"2"}}, {"manifest": {"a": 2}}, {"model_id": "other"}]
-)
-def test_a_repeated_request_with_other_contents_is_refused(
-    registry: Registry, other: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("other", [{"blobs": {"x": b"2"}}, {"manifest": {"a": 2}}, {"model_id": "other"}])
+def test_a_repeated_request_with_other_contents_is_refused(registry: Registry, other: dict[str, Any]) -> None:
     publish(registry, "one", blobs={"x": b"1"})
     with pytest.raises(AlreadyExists) as raised:
         publish(registry, "one", **{"blobs": {"x": b"1"}, **other})
@@ -105,8 +95,7 @@ def test_a_repeated_request_with_other_contents_is_refused(
 
 @REFUSED_BY_ALL
 @pytest.mark.parametrize(
-    "model_id",
-    ["", "..", "../up", "a/../b", "/a", "a/", "a//b", ".hidden", "a\n", "a b", "a\x00", "x" * 201],
+    "model_id", ["", "..", "../up", "a/../b", "/a", "a/", "a//b", ".hidden", "a\n", "a b", "a\x00", "x" * 201]
 )
 def test_invalid_model_ids_are_refused(registry: Registry, model_id: str) -> None:
     for call in (
@@ -153,9 +142,7 @@ def test_invalid_aliases_are_refused(registry: Registry, alias: str) -> None:
         ({"actor": "x" * 2001}, "NOTE_TOO_LONG"),
     ],
 )
-def test_invalid_publications_are_refused(
-    registry: Registry, options: dict[str, Any], reason: str
-) -> None:
+def test_invalid_publications_are_refused(registry: Registry, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidInput) as raised:
         publish(registry, "one", **options)
     assert raised.value.reason == reason
@@ -207,9 +194,7 @@ def test_the_error_names_an_unknown_version_alias_or_blob(registry: Registry) ->
 def test_set_alias_is_a_compare_and_swap(registry: Registry) -> None:
     publish(registry, "one")
     publish(registry, "two")
-    change = registry.set_alias(
-        MODEL, "stable", 1, expected_version=0, actor="ann", reason="trial ended"
-    )
+    change = registry.set_alias(MODEL, "stable", 1, expected_version=0, actor="ann", reason="trial ended")
     assert (change.from_version, change.to_version, change.actor) == (None, 1, "ann")
     with pytest.raises(Conflict) as raised:
         registry.set_alias(MODEL, "stable", 2, expected_version=0)
@@ -220,10 +205,7 @@ def test_set_alias_is_a_compare_and_swap(registry: Registry) -> None:
     with pytest.raises(NotFound):
         registry.set_alias(MODEL, "stable", 3)
     assert registry.aliases(MODEL) == {"latest": 2, "stable": 2}
-    assert [(c.from_version, c.to_version) for c in registry.alias_history(MODEL, "stable")] == [
-        (1, 2),
-        (None, 1),
-    ]
+    assert [(c.from_version, c.to_version) for c in registry.alias_history(MODEL, "stable")] == [(1, 2), (None, 1)]
 
 
 def test_setting_an_alias_to_its_own_version_records_no_change(registry: Registry) -> None:
@@ -251,11 +233,7 @@ def test_events_are_all_publications_and_alias_changes_in_order(registry: Regist
     publish(registry, "elsewhere", model_id="other")
     moved = registry.set_alias(MODEL, "stable", 1)
     events = list(registry.events(MODEL))
-    assert [event.change for event in events] == [
-        first,
-        registry.alias_history(MODEL, "latest")[0],
-        moved,
-    ]
+    assert [event.change for event in events] == [first, registry.alias_history(MODEL, "latest")[0], moved]
     numbers = [event.event for event in events]
     assert numbers == sorted(set(numbers))
     assert list(registry.events(MODEL, after_event=numbers[1])) == events[2:]
@@ -271,9 +249,7 @@ def test_events_continue_after_a_full_page(registry: Registry) -> None:
     assert sum(isinstance(change, AliasChange) for change in changes) == 132
 
 
-def test_events_wait_for_another_client(
-    registry: Registry, open_again: Callable[[], Registry]
-) -> None:
+def test_events_wait_for_another_client(registry: Registry, open_again: Callable[[], Registry]) -> None:
     started_s = time.monotonic()
     assert list(registry.events(MODEL, timeout_s=0.2)) == []
     assert time.monotonic() - started_s >= 0.2
@@ -286,9 +262,7 @@ def test_events_wait_for_another_client(
 
 
 def test_several_threads_publish_through_one_client(registry: Registry) -> None:
-    threads = [
-        threading.Thread(target=lambda n=n: publish(registry, f"request-{n}")) for n in range(8)
-    ]
+    threads = [threading.Thread(target=lambda n=n: publish(registry, f"request-{n}")) for n in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -39,9 +39,7 @@ def moves(registry: Registry) -> list[tuple[int | None, int, Canary | None]]:
 def test_other_clients_see_a_canary_and_the_alias_version_is_unchanged(
     stable: Registry, open_again: Callable[[], Registry]
 ) -> None:
-    change = stable.set_canary(
-        MODEL, "stable", Canary(3, 100), expected_version=2, actor="ann", reason="try"
-    )
+    change = stable.set_canary(MODEL, "stable", Canary(3, 100), expected_version=2, actor="ann", reason="try")
     assert (change.from_version, change.to_version, change.canary) == (2, 2, Canary(3, 100))
     other = open_again()
     target = other.target(MODEL, "stable")
@@ -55,9 +53,7 @@ def test_other_clients_see_a_canary_and_the_alias_version_is_unchanged(
     assert (last.change, last.event) == (change, other.last_event(MODEL))
 
 
-def test_a_canarys_share_can_change_and_setting_the_same_share_records_nothing(
-    stable: Registry,
-) -> None:
+def test_a_canarys_share_can_change_and_setting_the_same_share_records_nothing(stable: Registry) -> None:
     first = stable.set_canary(MODEL, "stable", Canary(3, 10))
     assert stable.set_canary(MODEL, "stable", Canary(3, 10)) == first
     stable.set_canary(MODEL, "stable", Canary(3, 500))
@@ -65,9 +61,7 @@ def test_a_canarys_share_can_change_and_setting_the_same_share_records_nothing(
     assert moves(stable)[:2] == [(2, 2, Canary(3, 500)), (2, 2, Canary(3, 10))]
 
 
-def test_promotion_moves_the_alias_to_the_canary_and_one_rollback_undoes_it(
-    stable: Registry,
-) -> None:
+def test_promotion_moves_the_alias_to_the_canary_and_one_rollback_undoes_it(stable: Registry) -> None:
     stable.set_canary(MODEL, "stable", Canary(3, 100))
     with pytest.raises(Conflict) as raised:
         stable.promote_canary(MODEL, "stable", expected_canary=1)
@@ -80,9 +74,7 @@ def test_promotion_moves_the_alias_to_the_canary_and_one_rollback_undoes_it(
     assert stable.target(MODEL, "stable").canary is None, "a rollback does not restore the canary"
 
 
-def test_a_rollback_ends_the_canary_and_the_next_returns_to_the_version_before(
-    stable: Registry,
-) -> None:
+def test_a_rollback_ends_the_canary_and_the_next_returns_to_the_version_before(stable: Registry) -> None:
     stable.set_canary(MODEL, "stable", Canary(3, 10))
     stable.set_canary(MODEL, "stable", Canary(3, 100))
     ended = stable.rollback_alias(MODEL, "stable", expected_version=2)
@@ -93,9 +85,7 @@ def test_a_rollback_ends_the_canary_and_the_next_returns_to_the_version_before(
     assert (back.from_version, back.to_version) == (2, 1)
 
 
-def test_an_alias_that_never_moved_cannot_be_rolled_back_beyond_its_canary(
-    registry: Registry,
-) -> None:
+def test_an_alias_that_never_moved_cannot_be_rolled_back_beyond_its_canary(registry: Registry) -> None:
     publish(registry, 1)
     publish(registry, 2)
     registry.set_alias(MODEL, "stable", 1)
@@ -109,10 +99,7 @@ def test_an_alias_that_never_moved_cannot_be_rolled_back_beyond_its_canary(
 def test_ending_a_canary_keeps_the_alias_version(stable: Registry) -> None:
     stable.set_canary(MODEL, "stable", Canary(3, 10))
     assert stable.set_canary(MODEL, "stable", None).to_version == 2
-    for call in (
-        lambda: stable.set_canary(MODEL, "stable", None),
-        lambda: stable.promote_canary(MODEL, "stable"),
-    ):
+    for call in (lambda: stable.set_canary(MODEL, "stable", None), lambda: stable.promote_canary(MODEL, "stable")):
         with pytest.raises(PreconditionFailed) as raised:
             call()
         assert raised.value.reason == "NO_CANARY"
@@ -163,17 +150,12 @@ def test_no_alias_is_set_to_a_version_with_a_failed_check(registry: Registry) ->
     ):
         with pytest.raises(PreconditionFailed) as raised:
             call()
-        assert (raised.value.reason, raised.value.metadata) == (
-            "CHECKS_FAILED",
-            {"failed": "routers"},
-        )
+        assert (raised.value.reason, raised.value.metadata) == ("CHECKS_FAILED", {"failed": "routers"})
     assert registry.aliases(MODEL) == {"stable": 1}
     assert len(registry.list_versions(MODEL)) == 2
 
 
-def test_of_concurrent_compare_and_swaps_one_succeeds(
-    stable: Registry, open_again: Callable[[], Registry]
-) -> None:
+def test_of_concurrent_compare_and_swaps_one_succeeds(stable: Registry, open_again: Callable[[], Registry]) -> None:
     won: list[AliasChange] = []
     lost: list[Conflict] = []
 
@@ -185,8 +167,7 @@ def test_of_concurrent_compare_and_swaps_one_succeeds(
 
     clients = [open_again() for _ in range(4)]
     threads = [
-        threading.Thread(target=change, args=(client, 1 + 2 * (number % 2)))
-        for number, client in enumerate(clients)
+        threading.Thread(target=change, args=(client, 1 + 2 * (number % 2))) for number, client in enumerate(clients)
     ]
     for thread in threads:
         thread.start()
@@ -203,6 +184,4 @@ def test_last_event_is_the_number_of_the_newest_event(registry: Registry) -> Non
     seen = registry.last_event(MODEL)
     assert list(registry.events(MODEL, after_event=seen)) == []
     registry.set_alias(MODEL, "new", 1)
-    assert [e.event for e in registry.events(MODEL, after_event=seen)] == [
-        registry.last_event(MODEL)
-    ]
+    assert [e.event for e in registry.events(MODEL, after_event=seen)] == [registry.last_event(MODEL)]

@@ -14,15 +14,11 @@ MODEL = "acme/tiny"
 
 def publish(registry: Registry, number: int) -> PublishedVersion:
     blobs = {"x": str(number).encode() * 100}
-    return registry.publish(
-        MODEL, {"number": number}, blobs, request_id=f"request-{number}", aliases=["stable"]
-    )
+    return registry.publish(MODEL, {"number": number}, blobs, request_id=f"request-{number}", aliases=["stable"])
 
 
 @pytest.fixture
-def broken(
-    open_again: Callable[[], Registry], harm: Callable[[str, str], None]
-) -> Callable[[int, str], Registry]:
+def broken(open_again: Callable[[], Registry], harm: Callable[[str, str], None]) -> Callable[[int, str], Registry]:
     """A client of a registry with versions 1 to 3, of which one manifest is damaged.
     "stable" was moved from each version to the next."""
     first = open_again()
@@ -84,9 +80,7 @@ def test_no_alias_is_set_to_a_damaged_version(broken):
         assert raised.value.reason == "VERSION_DAMAGED"
         assert raised.value.metadata["version"] == "2"
     assert registry.aliases(MODEL) == {"stable": 3}
-    assert registry.rollback_alias(MODEL, "stable").canary is None, (
-        "ending a canary does not move the alias"
-    )
+    assert registry.rollback_alias(MODEL, "stable").canary is None, "ending a canary does not move the alias"
     with pytest.raises(Corrupt) as raised:
         registry.rollback_alias(MODEL, "stable")
     assert raised.value.reason == "VERSION_DAMAGED"
@@ -118,9 +112,7 @@ def test_a_client_that_has_read_the_manifest_before_notices_later_damage(registr
 def test_publishing_still_works_and_the_same_contents_repair_the_manifest(broken):
     registry = broken(2)
     assert publish(registry, 4).version == 4
-    again = registry.publish(
-        MODEL, {"number": 2}, {"x": b"2" * 100}, request_id="again", aliases=()
-    )
+    again = registry.publish(MODEL, {"number": 2}, {"x": b"2" * 100}, request_id="again", aliases=())
     assert again.version == 5
     assert not any(version.damage for version in registry.list_versions(MODEL))
     assert registry.set_alias(MODEL, "stable", 2).to_version == 2
@@ -143,9 +135,7 @@ RECORD = "models/acme!tiny/journal/00000000000000000002.json"
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "delete"])
-def test_a_damaged_record_stops_new_clients_without_an_index_and_nobody_else(
-    place, registry, open_again, harm, how
-):
+def test_a_damaged_record_stops_new_clients_without_an_index_and_nobody_else(place, registry, open_again, harm, how):
     for number in (1, 2, 3):
         publish(registry, number)
     before = registry.list_versions(MODEL)
@@ -165,9 +155,7 @@ def test_a_damaged_record_stops_new_clients_without_an_index_and_nobody_else(
     assert publish(registry, 5).version == 4
 
 
-def test_a_record_damaged_before_it_was_read_stops_writers_but_not_readers(
-    place, registry, open_again, harm
-):
+def test_a_record_damaged_before_it_was_read_stops_writers_but_not_readers(place, registry, open_again, harm):
     publish(registry, 1)
     other = open_again()
     assert other.aliases(MODEL) == {"stable": 1}

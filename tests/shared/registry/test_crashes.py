@@ -21,9 +21,7 @@ BEFORE_THE_RECORD = [
 ] + ["claimed", "journal:begin"]
 # In a folder, files get their names when they are complete, and the record's name is the commit.
 IN_A_FOLDER = [
-    f"{step}:{kind}"
-    for kind in ("blobs", "manifests", "requests")
-    for step in ("part", "synced", "linked")
+    f"{step}:{kind}" for kind in ("blobs", "manifests", "requests") for step in ("part", "synced", "linked")
 ] + ["part:models", "synced:models"]
 
 
@@ -152,9 +150,7 @@ def test_a_record_is_written_once_if_the_answer_to_the_write_is_lost(open_again,
     assert publish(registry) == 1
     assert registry._store.names("models/tiny/journal") == ["00000000000000000001.json"]
     change = registry.set_alias("tiny", "stable", 1, expected_version=0)
-    assert (change.from_version, change.to_version) == (None, 1), (
-        "its own successful write is not a conflict"
-    )
+    assert (change.from_version, change.to_version) == (None, 1), "its own successful write is not a conflict"
 
 
 def test_a_slow_publisher_does_not_return_an_index_to_an_older_state(place, open_again):

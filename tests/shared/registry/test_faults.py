@@ -17,9 +17,7 @@ from tests.servers import RedisServer, S3Server, free_ports, redis_programs
 
 
 def publish(registry: Registry, request_id: str = "one") -> int:
-    return registry.publish(
-        "tiny", {"a": 1}, {"x": b"weights" * 1000}, request_id=request_id
-    ).version
+    return registry.publish("tiny", {"a": 1}, {"x": b"weights" * 1000}, request_id=request_id).version
 
 
 def calls(registry: Registry) -> list[Callable[[], object]]:
@@ -117,28 +115,21 @@ def test_a_watcher_misses_no_event_when_redis_is_restarted(tmp_path, s3, how):
         server.kill()
 
 
-def test_if_redis_dies_between_record_and_index_a_retry_returns_the_same_version(
-    url, registry, own_redis
-):
+def test_if_redis_dies_between_record_and_index_a_retry_returns_the_same_version(url, registry, own_redis):
     """The publication succeeds although its publisher gets Unavailable. Repeating the request finds it."""
 
     def step(name: str) -> None:
         if name == "journal:written":
             own_redis.kill()
 
-    with (
-        closing(open_registry(url, step=step)) as dying,
-        fails(Unavailable, "REDIS_UNAVAILABLE"),
-    ):
+    with closing(open_registry(url, step=step)) as dying, fails(Unavailable, "REDIS_UNAVAILABLE"):
         publish(dying)
     own_redis.start()
     assert publish(registry) == 1
     assert len(registry.list_versions("tiny")) == 1
 
 
-def test_if_redis_loses_its_data_between_record_and_index_the_publication_succeeds(
-    url, registry, own_redis
-):
+def test_if_redis_loses_its_data_between_record_and_index_the_publication_succeeds(url, registry, own_redis):
     publish(registry, "before")
 
     def step(name: str) -> None:
@@ -166,9 +157,7 @@ def test_a_redis_with_full_memory_is_reported_and_works_when_it_has_room(registr
 
 def test_missing_permissions_and_wrong_passwords_of_redis_are_reported(own_redis, s3):
     with own_redis.client() as client:
-        client.acl_setuser(
-            "neap", enabled=True, passwords=["+s3cr3t@/"], keys=["neap:*"], categories=["+@all"]
-        )
+        client.acl_setuser("neap", enabled=True, passwords=["+s3cr3t@/"], keys=["neap:*"], categories=["+@all"])
     with closing(open_registry(shared_url(own_redis, s3).replace("//", "//neap:s3cr3t%40%2F@", 1))):
         pass
     wrong = shared_url(own_redis, s3).replace("//", "//neap:hunter2@", 1)
@@ -186,10 +175,7 @@ def test_missing_permissions_and_wrong_passwords_of_redis_are_reported(own_redis
 def test_a_redis_that_may_evict_keys_causes_a_warning(own_redis, s3):
     with own_redis.client() as client:
         client.config_set("maxmemory-policy", "allkeys-lru")
-    with (
-        structlog.testing.capture_logs() as logs,
-        closing(open_registry(shared_url(own_redis, s3))),
-    ):
+    with structlog.testing.capture_logs() as logs, closing(open_registry(shared_url(own_redis, s3))):
         pass
     assert any(entry.get("policy") == "allkeys-lru" for entry in logs)
 
@@ -200,9 +186,7 @@ def test_calls_fail_while_s3_is_down_and_work_when_it_is_back(own_redis, own_s3)
     with closing(registry):
         made = registry.get("tiny", publish(registry))
         own_s3.kill()
-        assert registry.resolve("tiny", "latest") == made, (
-            "the index and cached contents are still served"
-        )
+        assert registry.resolve("tiny", "latest") == made, "the index and cached contents are still served"
         for call in (
             lambda: registry.read_blob(made, "x"),
             lambda: registry.set_alias("tiny", "stable", 1),
@@ -261,9 +245,7 @@ def test_calls_end_within_their_timeout_if_s3_hangs(own_redis, own_s3, monkeypat
 
 
 @pytest.mark.parametrize("has_redis", [False, True])
-def test_if_s3_is_lost_at_any_step_of_a_publication_a_retry_publishes_once(
-    own_redis, s3, has_redis
-):
+def test_if_s3_is_lost_at_any_step_of_a_publication_a_retry_publishes_once(own_redis, s3, has_redis):
     """The proxy drops its connections and accepts no new ones. Readers see the whole publication or nothing of it.
     Repeating the request succeeds."""
     url = shared_url(own_redis, s3) if has_redis else bucket_url(s3)
@@ -271,9 +253,7 @@ def test_if_s3_is_lost_at_any_step_of_a_publication_a_retry_publishes_once(
     with (
         cut_off(s3.port) as (port, is_cut),
         closing(open_registry(url, freshness_s=0.0)) as registry,
-        closing(
-            open_registry(url.replace(s3.endpoint, f"http://127.0.0.1:{port}"), step=steps)
-        ) as cut,
+        closing(open_registry(url.replace(s3.endpoint, f"http://127.0.0.1:{port}"), step=steps)) as cut,
     ):
         for number, step in enumerate(PUBLICATION_STEPS):
             model_id = f"model-{number}"

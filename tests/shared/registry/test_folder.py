@@ -12,14 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import (
-    Corrupt,
-    Exhausted,
-    InvalidInput,
-    NotFound,
-    PreconditionFailed,
-    Unavailable,
-)
+from shared.errors import Corrupt, Exhausted, InvalidInput, NotFound, PreconditionFailed, Unavailable
 from shared.registry import folder_store
 from shared.registry.factory import open_registry
 from shared.registry.registry import Registry
@@ -29,9 +22,7 @@ from tests.small_disk import run_on_small_disk
 PUBLISHER = Path(__file__).with_name("publisher.py")
 REPOSITORY = Path(__file__).parents[3]
 STEPS = [
-    f"{step}:{kind}"
-    for kind in ("blobs", "manifests", "requests", "models")
-    for step in ("part", "synced", "linked")
+    f"{step}:{kind}" for kind in ("blobs", "manifests", "requests", "models") for step in ("part", "synced", "linked")
 ]
 
 
@@ -112,12 +103,8 @@ def test_an_alias_that_another_process_is_just_moving_survives_a_power_cut(tmp_p
     assert open_registry(str(tmp_path / "left")).aliases("tiny") == {"latest": 1, "stable": 1}
 
 
-@pytest.mark.parametrize(
-    "step", ["linked:blobs", "linked:manifests", "linked:requests", "linked:models"]
-)
-def test_what_rests_on_objects_of_a_process_that_stands_still_survives_a_power_cut(
-    tmp_path, monkeypatch, step
-):
+@pytest.mark.parametrize("step", ["linked:blobs", "linked:manifests", "linked:requests", "linked:models"])
+def test_what_rests_on_objects_of_a_process_that_stands_still_survives_a_power_cut(tmp_path, monkeypatch, step):
     """The first publisher has linked an object and not yet synced its folder.
     The second one finds the object and answers."""
     disk = Disk(monkeypatch)
@@ -156,11 +143,7 @@ def test_a_full_disk_at_any_step_leaves_no_version(tmp_path: Path, step: str) ->
 
 def test_a_file_size_limit_while_publishing_is_reported_as_a_full_disk(tmp_path: Path) -> None:
     """The kernel refuses the write (EFBIG): RLIMIT_FSIZE in the publisher's process is below the blob's size."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'protos'}",
-        "FILE_SIZE_LIMIT": "300000",
-    }
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'protos'}", "FILE_SIZE_LIMIT": "300000"}
     command = [sys.executable, str(PUBLISHER), str(tmp_path), "one", "1"]
     said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=60, check=True)
     assert json.loads(said.stdout) == {"error": "Exhausted", "reason": "DISK_FULL"}
@@ -256,9 +239,7 @@ def test_parts_of_killed_processes_are_removed_after_a_day(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("damage", ["huge", "folder"])
-def test_a_manifest_that_is_too_large_or_a_folder_is_reported_as_damaged(
-    tmp_path: Path, damage: str
-) -> None:
+def test_a_manifest_that_is_too_large_or_a_folder_is_reported_as_damaged(tmp_path: Path, damage: str) -> None:
     registry = open_registry(str(tmp_path))
     publish(registry)
     path = tmp_path / content_path("manifests", registry.list_versions("tiny")[0].manifest_digest)
@@ -296,19 +277,14 @@ def test_a_folder_that_is_moved_while_it_is_used_is_reported(tmp_path: Path) -> 
     assert not (tmp_path / "registry").exists()
 
 
-def test_a_folder_restored_from_a_backup_under_a_running_process_gets_no_gap(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_restored_from_a_backup_under_a_running_process_gets_no_gap(tmp_path: Path) -> None:
     registry = open_registry(str(tmp_path / "registry"))
     publish(registry)
     shutil.copytree(tmp_path / "registry", tmp_path / "backup")
     publish(registry, "two")
     shutil.rmtree(tmp_path / "registry")
     shutil.copytree(tmp_path / "backup", tmp_path / "registry")
-    for call in (
-        lambda: registry.set_alias("tiny", "stable", 1),
-        lambda: publish(registry, "three"),
-    ):
+    for call in (lambda: registry.set_alias("tiny", "stable", 1), lambda: publish(registry, "three")):
         with pytest.raises(Corrupt) as raised:
             call()
         assert raised.value.reason == "JOURNAL_INCOMPLETE"
@@ -318,11 +294,7 @@ def test_a_folder_restored_from_a_backup_under_a_running_process_gets_no_gap(
 
 def test_open_registry_accepts_paths_and_file_urls(tmp_path: Path) -> None:
     made = publish(open_registry(str(tmp_path / "a b")))
-    for name in (
-        str(tmp_path / "a b"),
-        f"file://{tmp_path}/a%20b",
-        f"file://localhost{tmp_path}/a b",
-    ):
+    for name in (str(tmp_path / "a b"), f"file://{tmp_path}/a%20b", f"file://localhost{tmp_path}/a b"):
         with closing(open_registry(name)) as registry:
             assert registry.resolve("tiny", "latest").version == made
     for name in ("redis://localhost", "http://bucket", "", "file://elsewhere/path", "file://"):

@@ -29,9 +29,7 @@ def _bounds(monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["own_redis kill start", "own_redis hold resume", "own_s3 hold resume"])  # fmt: skip
-def test_a_publication_is_whole_or_nothing_and_its_repetition_succeeds_once(
-    own_redis, request, fault
-):
+def test_a_publication_is_whole_or_nothing_and_its_repetition_succeeds_once(own_redis, request, fault):
     lost, go, back = fault.split()
     server = request.getfixturevalue(lost)
     s3 = server if lost == "own_s3" else request.getfixturevalue("s3")

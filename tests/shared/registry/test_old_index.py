@@ -54,8 +54,7 @@ def contents(root: Path) -> dict[str, object]:
                             change.actor,
                             change.reason,
                             change.change_time_s,
-                            change.canary
-                            and [change.canary.version, change.canary.share_per_mille],
+                            change.canary and [change.canary.version, change.canary.share_per_mille],
                         ]
                         for change in registry.alias_history(model_id, alias)
                     ]
@@ -96,18 +95,9 @@ def damage_a_record(root: Path) -> None:
 
 @pytest.mark.parametrize(
     "lose",
-    [
-        keep_all,
-        lose_the_index,
-        lose_the_journal,
-        lose_the_last_records,
-        lose_a_record_in_between,
-        damage_a_record,
-    ],
+    [keep_all, lose_the_index, lose_the_journal, lose_the_last_records, lose_a_record_in_between, damage_a_record],
 )
-def test_an_old_folder_opens_with_all_that_it_holds(
-    root: Path, lose: Callable[[Path], None]
-) -> None:
+def test_an_old_folder_opens_with_all_that_it_holds(root: Path, lose: Callable[[Path], None]) -> None:
     lose(root)
     assert contents(root) == OLD["known"]
     assert not (root / "index.db").exists()
@@ -152,9 +142,7 @@ def test_what_is_only_in_the_log_of_a_killed_process_is_read(root: Path, tmp_pat
     """SQLite moves it from index.db-wal to index.db when the last process ends, unless that is killed."""
     with closing(sqlite3.connect(root / "index.db", isolation_level=None)) as old:
         old.execute("BEGIN")
-        old.execute(
-            "INSERT INTO alias_changes VALUES (8, 'other', 'stable', 1, 1, 'eve', '', 1.0, NULL, NULL)"
-        )
+        old.execute("INSERT INTO alias_changes VALUES (8, 'other', 'stable', 1, 1, 'eve', '', 1.0, NULL, NULL)")
         old.execute("INSERT INTO events VALUES (11, 'other', NULL, 8)")
         old.execute("COMMIT")
         assert (root / "index.db-wal").stat().st_size
@@ -203,20 +191,13 @@ def test_a_damaged_index_is_refused_until_it_is_moved_away(root: Path, damage: s
     with closing(open_registry(str(root))) as registry:
         # A malformed row is one of those that the journal lacks, and what comes before it was taken over.
         num_events = 7 if damage == "row" else 6
-        assert (
-            registry.last_event("acme/tiny") == OLD["known"]["acme/tiny"]["events"][num_events - 1]
-        )
+        assert registry.last_event("acme/tiny") == OLD["known"]["acme/tiny"]["events"][num_events - 1]
 
 
 def test_an_older_process_stops_using_the_folder(root: Path) -> None:
     """It would otherwise give out numbers of its own."""
     with closing(
-        Database(
-            root / "index.db",
-            schema="",
-            schema_version=2,
-            application_id=OLD["pragmas"]["application_id"],
-        )
+        Database(root / "index.db", schema="", schema_version=2, application_id=OLD["pragmas"]["application_id"])
     ) as old:
         assert old.rows("SELECT * FROM events")
         open_registry(str(root)).close()
@@ -235,9 +216,7 @@ def test_a_change_that_an_older_process_is_making_is_waited_for(root: Path) -> N
         old.execute("BEGIN IMMEDIATE")
         command = [sys.executable, "-c", script, str(root)]
         opening = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        old.execute(
-            "INSERT INTO alias_changes VALUES (8, 'other', 'stable', 1, 1, '', '', 1.0, NULL, NULL)"
-        )
+        old.execute("INSERT INTO alias_changes VALUES (8, 'other', 'stable', 1, 1, '', '', 1.0, NULL, NULL)")
         old.execute("INSERT INTO events VALUES (11, 'other', NULL, 8)")
         with pytest.raises(subprocess.TimeoutExpired):
             opening.wait(2)

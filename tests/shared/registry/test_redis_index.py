@@ -33,9 +33,7 @@ def bucket(url: str, s3: S3Server) -> S3Store:
 
 
 def publish(registry: Registry, request_id: str = "one") -> int:
-    return registry.publish(
-        "tiny", {"a": 1}, {"x": b"weights" * 1000}, request_id=request_id
-    ).version
+    return registry.publish("tiny", {"a": 1}, {"x": b"weights" * 1000}, request_id=request_id).version
 
 
 def names(bucket: S3Store, folder: str) -> list[str]:
@@ -66,9 +64,7 @@ def test_readers_get_the_same_answers_after_redis_lost_all_data(registry, redis_
         registry.resolve("other", "latest")
 
 
-def test_rebuilding_restores_the_index_and_continues_its_numbers(
-    url, registry, redis_server, bucket
-):
+def test_rebuilding_restores_the_index_and_continues_its_numbers(url, registry, redis_server, bucket):
     publish(registry, "one")
     publish(registry, "two")
     registry.set_alias("tiny", "stable", 1)
@@ -140,9 +136,7 @@ def test_garbage_in_redis_is_replaced_from_the_journal(registry, redis_server, g
 
 
 @pytest.mark.parametrize("is_rebuilt", [False, True])
-def test_what_a_newer_build_added_is_left_out_and_logged_once(
-    url, registry, redis_server, bucket, is_rebuilt
-):
+def test_what_a_newer_build_added_is_left_out_and_logged_once(url, registry, redis_server, bucket, is_rebuilt):
     """As in a rolling upgrade: fields in the index, in events and in journal records."""
     publish(registry, "one")
     registry.set_alias("tiny", "stable", 1, actor="ann")
@@ -201,9 +195,7 @@ def test_an_event_of_a_kind_that_a_newer_build_added_is_passed_over(registry, re
     assert len(registry.alias_history("tiny", "stable")) == 1
 
 
-def test_garbage_in_redis_is_not_replaced_while_the_journal_is_damaged(
-    registry, redis_server, bucket
-):
+def test_garbage_in_redis_is_not_replaced_while_the_journal_is_damaged(registry, redis_server, bucket):
     publish(registry)
     harm(bucket, "models/tiny/journal/00000000000000000001.json", "truncate")
     with redis_server.client() as client:
@@ -230,11 +222,7 @@ def test_a_redis_restored_from_an_old_copy_is_brought_up_to_date(url, registry, 
 def test_the_redis_of_another_registry_is_refused(url, registry, redis_server, s3):
     publish(registry)
     with closing(open_registry(shared_url(redis_server, s3))) as other:
-        for call in (
-            lambda: other.resolve("tiny", "latest"),
-            lambda: publish(other),
-            lambda: other.rebuild("tiny"),
-        ):
+        for call in (lambda: other.resolve("tiny", "latest"), lambda: publish(other), lambda: other.rebuild("tiny")):
             with pytest.raises((PreconditionFailed, NotFound)) as raised:
                 call()
             assert raised.value.reason in ("INDEX_OF_ANOTHER_REGISTRY", "NOT_FOUND")

@@ -62,9 +62,7 @@ def test_publishers_with_wrong_clocks_keep_the_order_and_all_versions(registry, 
     for request, shift_s in enumerate((HOUR_S * 1e4, -HOUR_S * 1e4, 0.0), start=1):
         with monkeypatch.context() as patch:
             patch.setattr(publication.time, "time", lambda now=1.7e9 + shift_s: now)
-            made = registry.publish(
-                MODEL, {"n": request}, {"x": b"%d" % request}, request_id=str(request)
-            )
+            made = registry.publish(MODEL, {"n": request}, {"x": b"%d" % request}, request_id=str(request))
             assert made.version == request
             # The age of an object is measured by the store's clock, not by the clock of this process.
             found = sweep(objects, grace_s=HOUR_S, settle_s=0, dead_s=1.0)

@@ -36,9 +36,7 @@ def test_unused_objects_are_removed_and_used_ones_kept(registry, store, contents
     contents.put("blobs", b"left over")
     contents.put("manifests", b"{}")
     rehearsed = sweep(store, grace_s=0, settle_s=0, is_rehearsal=True)
-    assert rehearsed == Sweep(
-        num_in_use=2, num_removed=2, num_removed_bytes=11, num_in_grace_period=0
-    )
+    assert rehearsed == Sweep(num_in_use=2, num_removed=2, num_removed_bytes=11, num_in_grace_period=0)
     assert contents.read("blobs", digest_of(b"left over")) == b"left over"
     assert sweep(store, grace_s=0, settle_s=0) == rehearsed
     assert registry.read_blob(version, "x") == WEIGHTS

@@ -9,12 +9,7 @@ import obstore
 import pytest
 from obstore.store import S3Store
 
-from shared.errors import (
-    Conflict,
-    NeapError,
-    PreconditionFailed,
-    Unavailable,
-)
+from shared.errors import Conflict, NeapError, PreconditionFailed, Unavailable
 from shared.registry import bucket_store, index_keeper, publication
 from shared.registry import sweep as sweep_module
 from shared.registry.address import RegistryAddress
@@ -57,9 +52,7 @@ def publish(registry: Registry, data: bytes = WEIGHTS, request_id: str = "one"):
     return registry.publish("acme/tiny", {"a": 1}, {"x": data}, request_id=request_id)
 
 
-def test_a_publisher_waits_for_a_sweep_and_stores_again_what_it_removed(
-    registry, objects, contents
-):
+def test_a_publisher_waits_for_a_sweep_and_stores_again_what_it_removed(registry, objects, contents):
     # The object exists but is unused, so a publisher of the same contents would read it and not write it again.
     contents.put("blobs", WEIGHTS)
     done: list[object] = []
@@ -101,9 +94,7 @@ def test_a_lease_that_is_not_renewed_can_be_taken(registry, objects):
     assert objects.get(PATH) is None
 
 
-def test_a_second_sweep_is_refused_and_a_sweep_that_lost_its_lease_stops(
-    objects, contents, monkeypatch
-):
+def test_a_second_sweep_is_refused_and_a_sweep_that_lost_its_lease_stops(objects, contents, monkeypatch):
     contents.put("blobs", b"left over")
     with Lease(objects).held() as lease:
         stop = threading.Event()
@@ -203,8 +194,7 @@ def test_a_sweep_that_stood_still_removes_nothing_of_what_was_published_meanwhil
             monkeypatch.setattr(bucket_store, "signed_removal", signed)
         elif standstill == "lease checked":
             in_use = then(
-                sweep_module._digests_in_use,
-                lambda: monkeypatch.setattr(Lease, "_is_own", then(Lease._is_own, pause)),
+                sweep_module._digests_in_use, lambda: monkeypatch.setattr(Lease, "_is_own", then(Lease._is_own, pause))
             )
             monkeypatch.setattr(sweep_module, "_digests_in_use", in_use)
             monkeypatch.setattr("shared.registry.lease.RENEW_S", 0.0)
@@ -285,9 +275,7 @@ def test_a_store_that_accepts_late_removals_is_refused(url, s3, objects, bucket,
     assert caught.value.reason == "NO_EXPIRING_REQUESTS"
 
 
-def test_a_removal_that_fails_is_repeated_and_one_that_may_not_be_is_refused(
-    url, s3, objects, contents
-):
+def test_a_removal_that_fails_is_repeated_and_one_that_may_not_be_is_refused(url, s3, objects, contents):
     contents.put("blobs", b"left over")
     digest, answers = digest_of(b"left over"), [503, 503]
     with s3_gate(s3.port, lambda method, *_: answers.pop() if method == "DELETE" else None) as at:
@@ -300,9 +288,7 @@ def test_a_removal_that_fails_is_repeated_and_one_that_may_not_be_is_refused(
             failing.remove_before(content_path("blobs", digest), time.time() + 30)
         assert caught.value.reason == "OBJECT_STORE_REFUSED"
     answers += [0, 503]
-    with s3_gate(
-        s3.port, lambda method, *_: (answers.pop() or None) if method == "DELETE" else None
-    ) as at:
+    with s3_gate(s3.port, lambda method, *_: (answers.pop() or None) if method == "DELETE" else None) as at:
         failing = BucketStore(RegistryAddress.parse(url.replace(s3.endpoint, at)))
         failing.remove_before(content_path("blobs", digest), time.time() + 30)
     assert not contents.has("blobs", digest)

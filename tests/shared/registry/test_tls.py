@@ -38,9 +38,7 @@ def tls_before(port: int, certificate: Path) -> AbstractContextManager[int]:
 def test_the_registry_works_over_tls_with_a_user_and_a_password(own_redis, s3, certificate):
     with own_redis.client() as client:
         rights = ["+@read", "+@write", "+@scripting", "+@connection"]
-        client.acl_setuser(
-            "neap", enabled=True, passwords=["+s3cr3t@/"], keys=["neap:*"], categories=rights
-        )
+        client.acl_setuser("neap", enabled=True, passwords=["+s3cr3t@/"], keys=["neap:*"], categories=rights)
     with tls_before(own_redis.port, certificate) as port:
         url = shared_url(own_redis, s3).replace(
             f"redis://127.0.0.1:{own_redis.port}", f"rediss://neap:s3cr3t%40%2F@127.0.0.1:{port}"

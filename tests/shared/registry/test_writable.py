@@ -54,9 +54,7 @@ def test_credentials_that_may_only_read_are_found(
 
 def test_a_password_is_not_shown(own_redis: RedisServer, s3: S3Server) -> None:
     with own_redis.client() as client:
-        client.acl_setuser(
-            "neap", enabled=True, passwords=["+hunter2"], keys=["neap:*"], categories=["+@all"]
-        )
+        client.acl_setuser("neap", enabled=True, passwords=["+hunter2"], keys=["neap:*"], categories=["+@all"])
     url = shared_url(own_redis, s3).replace("//", "//neap:hunter2@", 1)
     found = examine(url, [])
     assert found.status == "ok"

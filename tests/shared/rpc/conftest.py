@@ -38,9 +38,7 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
 
 
 @contextmanager
-def running(
-    servicer: Any, *, listen: str = "127.0.0.1:0", **server_options: Any
-) -> Iterator[SimpleNamespace]:
+def running(servicer: Any, *, listen: str = "127.0.0.1:0", **server_options: Any) -> Iterator[SimpleNamespace]:
     """Run a server in a thread; yields its target, the server and its event loop."""
     state = SimpleNamespace()
     started, finish = threading.Event(), None
@@ -50,9 +48,7 @@ def running(
         finish = asyncio.Event()
         state.loop = asyncio.get_running_loop()
         state.server = RpcServer(listen, [SERVICE], **server_options)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            servicer, state.server.grpc_server
-        )
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, state.server.grpc_server)
         state.target = f"{listen.rpartition(':')[0]}:{await state.server.start()}"
         started.set()
         await finish.wait()

@@ -31,13 +31,7 @@ ONLY = {
     "calibrate": {"CreateCalibration"},
     "admin": {"SetAlias", "SetCanary", "PromoteCanary", "RollbackAlias"},
 }
-JOBS = {
-    "GetCalibration",
-    "ListCalibrations",
-    "CancelCalibration",
-    "RetryCalibration",
-    "WatchCalibration",
-}
+JOBS = {"GetCalibration", "ListCalibrations", "CancelCalibration", "RetryCalibration", "WatchCalibration"}
 
 
 def methods():
@@ -107,9 +101,7 @@ def _refusal(call):
 
 
 def _get(server, metadata=()):
-    return server.stub.GetModel(
-        inference_pb2.GetModelRequest(model_id="x"), metadata=metadata, timeout=60
-    )
+    return server.stub.GetModel(inference_pb2.GetModelRequest(model_id="x"), metadata=metadata, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +116,7 @@ def _get(server, metadata=()):
         (bearer("x" * 4000), "TOKEN_UNKNOWN"),
     ],
 )
-def test_unauthenticated_callers_are_refused_before_their_message_is_read(
-    guarded, scripted, metadata, reason
-):
+def test_unauthenticated_callers_are_refused_before_their_message_is_read(guarded, scripted, metadata, reason):
     assert _refusal(lambda: _get(guarded, metadata)) == (Code.UNAUTHENTICATED, reason)
     garbage = guarded.channel.unary_unary("/neap.inference.v1.InferenceService/GetModel")
     refused = _refusal(lambda: garbage(b"\xff\xff", metadata=metadata, timeout=60))
@@ -158,9 +148,7 @@ async def test_only_a_callers_message_is_parsed(tmp_path, name):
 
 
 def test_a_caller_without_the_role_is_told_which(guarded, scripted):
-    call = guarded.stub.Generate(
-        inference_pb2.GenerateRequest(), metadata=bearer(guarded.tokens["admin"]), timeout=60
-    )
+    call = guarded.stub.Generate(inference_pb2.GenerateRequest(), metadata=bearer(guarded.tokens["admin"]), timeout=60)
     assert _refusal(lambda: list(call)) == (Code.PERMISSION_DENIED, "ROLE_MISSING")
     assert "generate" in call.details()
     assert scripted.num_calls == 0

@@ -35,9 +35,7 @@ def other():
 
 
 def _security(files, *, mutual=False):
-    return ServerSecurity(
-        ServerCertificate(files.certificate, files.key, files.authority if mutual else None)
-    )
+    return ServerSecurity(ServerCertificate(files.certificate, files.key, files.authority if mutual else None))
 
 
 def _client(server, **security):
@@ -92,17 +90,12 @@ def test_mutual_tls_wants_a_certificate_of_the_right_authority_and_names_the_cal
     assert caller.roles == set(Role)
 
 
-def test_a_mounted_secret_that_is_swapped_holds_for_new_connections(
-    scripted, tmp_path, authority, other
-):
+def test_a_mounted_secret_that_is_swapped_holds_for_new_connections(scripted, tmp_path, authority, other):
     old, new = issued(authority, HOST), issued(other, HOST)
     files = mount(tmp_path / "secret", old)
     trusts = {name: write(tmp_path / name, c).authority for name, c in (("old", old), ("new", new))}
     security = _security(files)
-    with (
-        running(scripted, security=security) as server,
-        _client(server, ca=trusts["old"]) as early,
-    ):
+    with running(scripted, security=security) as server, _client(server, ca=trusts["old"]) as early:
         early.get_model("tiny")
         expiry_time_s = security.certificate.expiry_time_s
         mount(tmp_path / "secret", new)
@@ -110,13 +103,8 @@ def test_a_mounted_secret_that_is_swapped_holds_for_new_connections(
             assert _reaches(server, ca=trusts["new"])
         assert not _reaches(server, ca=trusts["old"])
         early.get_model("tiny")  # its connection was opened before the rotation
-    assert [line["event"] for line in logs if "certificate" in line["event"]] == [
-        "certificate reloaded"
-    ]
-    assert (security.certificate.files.num_reloads, security.certificate.files.num_refused) == (
-        1,
-        0,
-    )
+    assert [line["event"] for line in logs if "certificate" in line["event"]] == ["certificate reloaded"]
+    assert (security.certificate.files.num_reloads, security.certificate.files.num_refused) == (1, 0)
     assert security.certificate.expiry_time_s == expiry_time_s  # trustme's are all alike
 
 
@@ -147,9 +135,7 @@ def _cut(data):
     ],
     ids=["certificate", "key", "half-certificate", "half-key", "no-authority", "no-key"],
 )
-def test_files_that_do_not_match_leave_the_old_certificate_in_use(
-    scripted, tmp_path, authority, damage
-):
+def test_files_that_do_not_match_leave_the_old_certificate_in_use(scripted, tmp_path, authority, damage):
     old, new = issued(authority, HOST), issued(authority, HOST)
     files = write(tmp_path / "server", old)
     trust = write(tmp_path / "trust", old)
@@ -163,10 +149,7 @@ def test_files_that_do_not_match_leave_the_old_certificate_in_use(
             path.unlink() if data is None else path.write_bytes(data)
         assert _reaches(server, **identity)
         assert _reaches(server, **identity)
-        assert (counts.num_reloads, counts.num_refused) == (
-            0,
-            1,
-        )  # counted once, however often it is read
+        assert (counts.num_reloads, counts.num_refused) == (0, 1)  # counted once, however often it is read
         write(tmp_path / "server", new)
         assert _reaches(server, **identity)
         assert (counts.num_reloads, counts.num_refused) == (1, 1)
@@ -177,9 +160,7 @@ def test_files_that_do_not_match_leave_the_old_certificate_in_use(
 
 def _encrypted(key):
     encryption = BestAvailableEncryption(b"x")
-    return load_pem_private_key(key, None).private_bytes(
-        Encoding.PEM, PrivateFormat.PKCS8, encryption
-    )
+    return load_pem_private_key(key, None).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
 
 
 @pytest.mark.parametrize(
@@ -223,9 +204,6 @@ def test_streams_go_over_tls(scripted, tmp_path, authority):
 
     scripted.on_generate = generate
     files = _files(tmp_path, "server", authority, HOST)
-    with (
-        running(scripted, security=_security(files)) as server,
-        _client(server, ca=files.authority) as client,
-    ):
+    with running(scripted, security=_security(files)) as server, _client(server, ca=files.authority) as client:
         stream = client.generate(inference_pb2.GenerateRequest())
         assert [event.chunk.text for event in stream] == ["0", "1", "2"]

@@ -152,9 +152,7 @@ def test_a_client_that_does_not_read_does_not_hold_a_drain(scripted, num_respons
         running(scripted, delivery_timeout_s=0.3, grace_s=0.0, drain_timeout_s=300.0) as server,
         grpc.insecure_channel(server.target, options=options) as channel,
     ):
-        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
-            inference_pb2.GenerateRequest()
-        )
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest())
         assert written.wait(60)
         asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop).result(60)
         call.cancel()
@@ -173,9 +171,7 @@ def test_a_client_that_reads_gets_all_of_its_answer_during_a_drain(scripted):
         running(scripted, delivery_timeout_s=60.0, grace_s=0.0, drain_timeout_s=300.0) as server,
         grpc.insecure_channel(server.target) as channel,
     ):
-        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
-            inference_pb2.GenerateRequest()
-        )
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest())
         assert begun.wait(60)
         draining = asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop)
         num_read = 0

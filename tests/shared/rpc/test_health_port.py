@@ -23,9 +23,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 def server(scripted, tmp_path):
     files = write(tmp_path, issued(trustme.CA(), "127.0.0.1"))
     certificate = ServerCertificate(files.certificate, files.key, files.authority)
-    with running(
-        scripted, security=ServerSecurity(certificate), health_listen="127.0.0.1:0"
-    ) as server:
+    with running(scripted, security=ServerSecurity(certificate), health_listen="127.0.0.1:0") as server:
         server.health_target = f"127.0.0.1:{server.server.health_port.port}"
         yield server
 
@@ -38,10 +36,7 @@ def channel(server):
 
 def _check(channel):
     stub = health_pb2_grpc.HealthStub(channel)
-    return [
-        stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=60).status
-        for name in ("", SERVICE)
-    ]
+    return [stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=60).status for name in ("", SERVICE)]
 
 
 def test_a_probe_without_a_certificate_sees_the_health_of_the_server(server, channel):
@@ -63,9 +58,7 @@ def test_it_answers_nothing_but_health(channel, scripted):
         list(channel.stream_stream(reflect)(iter([b""]), timeout=60))
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     with pytest.raises(grpc.RpcError) as caught:
-        health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(service="x" * 10_000), timeout=60
-        )
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="x" * 10_000), timeout=60)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert scripted.num_calls == 0
 

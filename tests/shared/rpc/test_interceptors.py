@@ -100,9 +100,7 @@ def test_an_unparsable_message_is_invalid_input(scripted, server, streaming):
 def test_request_ids_are_taken_made_and_returned(scripted, stub):
     seen = []
     scripted.on_get_model = lambda request, context: seen.append(current_request_id())
-    _, call = stub.GetModel.with_call(
-        inference_pb2.GetModelRequest(), metadata=(("x-request-id", "abc-1"),)
-    )
+    _, call = stub.GetModel.with_call(inference_pb2.GetModelRequest(), metadata=(("x-request-id", "abc-1"),))
     assert ("x-request-id", "abc-1") in [tuple(item) for item in call.trailing_metadata()]
     stub.GetModel(inference_pb2.GetModelRequest())
     stub.GetModel(inference_pb2.GetModelRequest(), metadata=(("x-request-id", "b ad\x21" * 99),))
@@ -150,9 +148,7 @@ def test_deadline_and_cancel_are_told_apart_in_the_log(scripted, stub, code):
 def test_a_write_that_fails_because_the_client_is_gone_is_not_an_error(scripted, stub):
     async def handle(request, context):
         yield inference_pb2.GenerateResponse()
-        raise grpc.aio.InternalError(
-            'Failed "execute_batch"'
-        )  # as `context.write` may, before it is cancelled
+        raise grpc.aio.InternalError('Failed "execute_batch"')  # as `context.write` may, before it is cancelled
 
     scripted.on_generate = handle
     with capture_logs() as logs:
@@ -177,9 +173,7 @@ async def test_a_call_that_ends_while_its_first_response_is_written_is_told_why(
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
-                inference_pb2.GenerateRequest()
-            )
+            call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest())
             with pytest.raises(grpc.aio.AioRpcError, match="is stopping") as caught:
                 async for _ in call:
                     pass

@@ -44,9 +44,7 @@ fail("in the main thread")
 
 
 def test_every_line_is_json_whatever_code_writes_it():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stdout == ""
     lines = [json.loads(line) for line in done.stderr.splitlines()]

@@ -46,10 +46,7 @@ def test_health_of_each_service_is_not_serving_until_set(server, channel):
 def test_health_lists_all_services(server, channel):
     server.run(server.server.set_serving())
     listed = health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest(), timeout=60)
-    assert {name: reply.status for name, reply in listed.statuses.items()} == {
-        "": SERVING,
-        SERVICE: SERVING,
-    }
+    assert {name: reply.status for name, reply in listed.statuses.items()} == {"": SERVING, SERVICE: SERVING}
 
 
 def test_messages_beyond_the_cap_are_refused_by_grpc(scripted, channel):
@@ -88,12 +85,8 @@ def test_grpcs_own_retry_policy_heeds_the_pushback(scripted, server, retry_after
 
     scripted.on_generate = full_at_first
     started_s = time.monotonic()
-    with grpc.insecure_channel(
-        server.target, options=[("grpc.service_config", RETRY_POLICY)]
-    ) as channel:
-        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
-            inference_pb2.GenerateRequest()
-        )
+    with grpc.insecure_channel(server.target, options=[("grpc.service_config", RETRY_POLICY)]) as channel:
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest())
         if retry_after_s is None:
             with pytest.raises(grpc.RpcError):
                 list(call)
@@ -184,9 +177,7 @@ def test_drain_ends_streams_that_outlast_the_timeout(scripted, server, channel):
 def test_health_watchers_do_not_delay_the_drain(server, channel):
     server.server.grace_s, server.server.drain_timeout_s = 0.0, 3600.0
     server.run(server.server.set_serving())
-    watch = health_pb2_grpc.HealthStub(channel).Watch(
-        health_pb2.HealthCheckRequest(service=SERVICE)
-    )
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
     assert next(watch).status == SERVING
     server.run(server.server.drain())
     assert next(watch).status == NOT_SERVING

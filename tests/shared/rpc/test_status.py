@@ -4,13 +4,7 @@ from google.rpc import error_details_pb2
 from neap_client.status import LOCALLY_CANCELLED, from_rpc_error
 
 from shared import errors
-from shared.rpc.status import (
-    MAX_MESSAGE_BYTES,
-    PUSHBACK_KEY,
-    code_of,
-    to_status,
-    trailing_metadata,
-)
+from shared.rpc.status import MAX_MESSAGE_BYTES, PUSHBACK_KEY, code_of, to_status, trailing_metadata
 
 TABLE = {
     errors.InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
@@ -44,9 +38,7 @@ def test_every_error_of_the_tree_has_its_code():
 
 
 def test_error_info_carries_reason_domain_and_metadata():
-    status = to_status(
-        errors.RouterMismatch("no", metadata={"router_fingerprint": "a", "model_fingerprint": "b"})
-    )
+    status = to_status(errors.RouterMismatch("no", metadata={"router_fingerprint": "a", "model_fingerprint": "b"}))
     (detail,) = status.details
     info = error_details_pb2.ErrorInfo()
     assert detail.Unpack(info)

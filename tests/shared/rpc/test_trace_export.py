@@ -43,13 +43,9 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def Export(self, request, context):  # noqa: N802
         for resource in request.resource_spans:
             (service,) = [
-                item.value.string_value
-                for item in resource.resource.attributes
-                if item.key == "service.name"
+                item.value.string_value for item in resource.resource.attributes if item.key == "service.name"
             ]
-            self.received += [
-                (service, span.name) for scope in resource.scope_spans for span in scope.spans
-            ]
+            self.received += [(service, span.name) for scope in resource.scope_spans for span in scope.spans]
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
@@ -106,11 +102,7 @@ ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
 
 @pytest.mark.parametrize(
     "variables",
-    [
-        {"OTEL_EXPORTER_OTLP_ENDPOINT": ""},
-        {"OTEL_TRACES_EXPORTER": "none"},
-        {"OTEL_SDK_DISABLED": "true"},
-    ],
+    [{"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, {"OTEL_TRACES_EXPORTER": "none"}, {"OTEL_SDK_DISABLED": "true"}],
     ids=str,
 )
 def test_nothing_is_exported_unless_an_endpoint_asks(settings_of, variables):
@@ -120,8 +112,7 @@ def test_nothing_is_exported_unless_an_endpoint_asks(settings_of, variables):
 
 
 @pytest.mark.parametrize(
-    "variables",
-    [{"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, {"OTEL_TRACES_EXPORTER": "zipkin"}],
+    "variables", [{"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, {"OTEL_TRACES_EXPORTER": "zipkin"}]
 )
 def test_other_exporters_are_refused_only_where_one_is_wanted(settings_of, variables):
     assert not settings_of(variables).exports_traces

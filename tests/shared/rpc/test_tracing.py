@@ -85,9 +85,7 @@ def test_without_a_usable_traceparent_a_trace_begins(stub, spans, traceparent):
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
-def test_errors_end_the_span_with_their_code(
-    scripted, stub, spans, error, code, is_servers, streaming
-):
+def test_errors_end_the_span_with_their_code(scripted, stub, spans, error, code, is_servers, streaming):
     def get_model(request, context):
         raise error
 
@@ -174,9 +172,7 @@ def test_interleaved_streams_keep_their_spans_and_fields_apart(scripted, stub, s
         for number in range(20):
             (child,) = spans.named(f"{name} {number}")
             assert child.parent.span_id == servers[name].context.span_id
-    lines = [
-        json.loads(line) for line in capfd.readouterr().err.splitlines() if "call ended" in line
-    ]
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if "call ended" in line]
     assert {(line["request_id"], line["model_id"], line["trace_id"]) for line in lines} == {
         (name, name, trace_id) for name, trace_id in traces.items()
     }
@@ -250,9 +246,7 @@ def test_the_client_passes_its_span_on_and_nothing_without_one(scripted, server,
         yield EVENT
 
     scripted.on_generate = generate
-    scripted.on_get_model = lambda request, context: received.append(
-        dict(context.invocation_metadata())
-    )
+    scripted.on_get_model = lambda request, context: received.append(dict(context.invocation_metadata()))
     with NeapClient(server.target) as client:
         client.get_model("m")
         assert "traceparent" not in received[0]

@@ -89,8 +89,7 @@ def test_all_bounds_together_are_wrong_no_more_often_than_promised():
         place = np.searchsorted(risks, rng.random(120))
         highest = [THRESHOLDS[at] if at < len(THRESHOLDS) else 0.0 for at in place]
         num_wrong += any(
-            risks[THRESHOLDS.index(bound.value)] > bound.epsilon
-            for bound in certify_thresholds(highest).bounds
+            risks[THRESHOLDS.index(bound.value)] > bound.epsilon for bound in certify_thresholds(highest).bounds
         )
     # Three standard deviations; testing every epsilon at delta itself would be wrong in 14 % of runs.
     assert 0 < num_wrong <= (DELTA + 3 * math.sqrt(DELTA * (1 - DELTA) / num_runs)) * num_runs

@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from calibrator_service.calibration.report.replay import (
-    ROUNDING,
-    Differing,
-    Drafts,
-    Replayer,
-    _Replay,
-)
+from calibrator_service.calibration.report.replay import ROUNDING, Differing, Drafts, Replayer, _Replay
 from calibrator_service.calibration.states.ngram_builder import NgramTableBuilder
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
@@ -189,9 +183,7 @@ def random_ladder(loaded: LoadedModel, seed: int) -> Ladder:
     )
 
 
-def by_the_book(
-    loaded: LoadedModel, ladder: Ladder, sequence: TokenSequence
-) -> tuple[float, DraftsByPlace]:
+def by_the_book(loaded: LoadedModel, ladder: Ladder, sequence: TokenSequence) -> tuple[float, DraftsByPlace]:
     """The same result from the worker's drafter, one chain and one exit at a time, and all drafts."""
     runner = ContiguousRunner(loaded)
     bound = ladder.bind(runner)

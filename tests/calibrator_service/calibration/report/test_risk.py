@@ -24,10 +24,7 @@ from calibrator_service.calibration.text.risk_answers import (
 )
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig
 from calibrator_service.calibration.text.shards import TokenSequence
-from calibrator_service.calibration.text.stream import (
-    GeneratedText,
-    GivenText,
-)
+from calibrator_service.calibration.text.stream import GeneratedText, GivenText
 from calibrator_service.calibration.text.writer import Pace
 from shared.engine.drafting.adaptive import AdaptiveDrafting
 from shared.ladder.artefact import pack_ladder
@@ -47,10 +44,7 @@ POLICIES = [
     *(DepthPolicy("relaxed", margin=margin) for margin in (0.01, 0.1, 1.0)),
 ]
 SPEC = CalibrationSpec(
-    source=SelfGenerated(PROMPTS, max_new_tokens=NUM_NEW),
-    max_tokens=3000,
-    rung_depths=(0, 2),
-    router_width=16,
+    source=SelfGenerated(PROMPTS, max_new_tokens=NUM_NEW), max_tokens=3000, rung_depths=(0, 2), router_width=16
 )
 
 
@@ -135,10 +129,7 @@ def check_replay(loaded: LoadedModel, result: CalibrationResult, folder: Path) -
 
     answers, replayed = run_in_own_thread(written)
     num_differing = {"threshold": 0, "margin": 0}
-    with (
-        patch.object(AdaptiveDrafting, "choose", lambda *_: True),
-        fixed_cost_engine(loaded, result.ladder) as engine,
-    ):
+    with patch.object(AdaptiveDrafting, "choose", lambda *_: True), fixed_cost_engine(loaded, result.ladder) as engine:
         for policy in POLICIES:
             for answer, found in zip(answers, replayed, strict=True):
                 prompt = answer.tokens[: answer.answer_start]
@@ -174,18 +165,14 @@ def test_without_answers_nothing_is_certified(base_model, result, text, reason):
     assert manifest["calibration"]["risk"]["reason"] == reason
 
 
-def test_answers_that_were_given_before_leave_too_few_prompts_but_are_no_given_text(
-    base_model, result
-):
+def test_answers_that_were_given_before_leave_too_few_prompts_but_are_no_given_text(base_model, result):
     runner = run_in_own_thread(ContiguousRunner, base_model)
     answers = RiskAnswers(GivenText(AnswerFile("a.jsonl")))
     record = certified_risks(some_run(base_model), runner, result.ladder, answers)["risk"]
     assert record["reason"] == "TOO_FEW_PROMPTS"
 
 
-def test_a_router_that_is_too_often_wrong_is_published_without_a_bound(
-    base_model, result, monkeypatch
-):
+def test_a_router_that_is_too_often_wrong_is_published_without_a_bound(base_model, result, monkeypatch):
     monkeypatch.setattr(Replayer, "differing", lambda *_, **__: [Differing(1.0, 0.0)] * 100)
     sequences = (TokenSequence((0, 5, 6), 2),) * 100
     answers = RiskAnswers(GeneratedText(SelfGenerationConfig(), ()), sequences, NUM_NEW)

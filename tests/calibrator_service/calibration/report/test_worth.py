@@ -36,11 +36,7 @@ def judged(counting: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Judge:
             return PassCosts(DEEP, exits=tuple(ExitCost(one, one) for one in seconds))
 
         monkeypatch.setattr(worth, "measured_costs", costs)
-        figures = {
-            "positions": positions,
-            "agreement_1": agreement,
-            "agreement_1_beside_tables": agreement / 2,
-        }
+        figures = {"positions": positions, "agreement_1": agreement, "agreement_1_beside_tables": agreement / 2}
         report = {"rungs": {"depth-0": figures, "depth-2": figures}, "commonest_token": commonest}
         run: Any = SimpleNamespace(spec=CalibrationSpec(rung_depths=named))
         ladder = random_ladder(counting, seed=0)
@@ -108,9 +104,7 @@ def test_costs_are_measured_with_the_ladder(counting):
 
 def test_other_processes_do_not_make_an_exit_seem_expensive(counting, monkeypatch):
     """Two measurements of three are disturbed: what counts is what the work takes undisturbed."""
-    now = itertools.accumulate(
-        itertools.chain((0.0,), itertools.cycle((1.0, 0.0, 60.0, 0.0, 60.0, 0.0)))
-    )
+    now = itertools.accumulate(itertools.chain((0.0,), itertools.cycle((1.0, 0.0, 60.0, 0.0, 60.0, 0.0))))
     monkeypatch.setattr("shared.engine.drafting.costs.time.perf_counter", lambda: next(now))
     run: Any = SimpleNamespace(report=lambda *_: None)
     costs = worth.measured_costs(run, ContiguousRunner(counting), random_ladder(counting, seed=0))

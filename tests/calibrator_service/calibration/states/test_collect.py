@@ -19,9 +19,7 @@ TEXT = TokenSequence(tuple(range(5, 15)), 10)
 
 
 def answer(loaded: LoadedModel, prompt: list[int], count: int) -> TokenSequence:
-    output = loaded.model.generate(
-        torch.tensor([prompt]), do_sample=False, max_new_tokens=count, pad_token_id=1
-    )
+    output = loaded.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count, pad_token_id=1)
     return TokenSequence(tuple(output[0].tolist()), len(prompt))
 
 
@@ -50,8 +48,7 @@ def test_choices_do_not_depend_on_whether_states_are_kept(counting, tmp_path):
     """Beyond the limit on disk, answers do not go through the model: their tokens are the labels."""
     own = answer(counting, [0, 7, 9], 12)
     keeping, tables_only = (
-        Collector(ContiguousRunner(counting), depths, tmp_path, max_state_bytes=1 << 20)
-        for depths in ([0, 2], [])
+        Collector(ContiguousRunner(counting), depths, tmp_path, max_state_bytes=1 << 20) for depths in ([0, 2], [])
     )
     for mine in (keeping, tables_only):
         assert mine.add("heads", own) == []
@@ -78,14 +75,10 @@ def test_states_belong_to_their_positions(counting, tmp_path):
             own = int(chunk.rows[at])
             for depth in (0, 2):
                 expected = unit(captured[depth][0, position])
-                torch.testing.assert_close(
-                    chunk.states[depth][own].float(), expected, rtol=2e-3, atol=2e-3
-                )
+                torch.testing.assert_close(chunk.states[depth][own].float(), expected, rtol=2e-3, atol=2e-3)
             for back in (0, 1):  # the token before may be the last settled one
                 expected = unit(captured[3][0, position - back])
-                torch.testing.assert_close(
-                    chunk.deep[own - back].float(), expected, rtol=2e-3, atol=2e-3
-                )
+                torch.testing.assert_close(chunk.deep[own - back].float(), expected, rtol=2e-3, atol=2e-3)
             assert int(chunk.choices[at]) == sequence.choices[position]
             at += 1
     assert at == len(chunk)
@@ -107,13 +100,7 @@ def test_a_stored_chunk_is_not_captured_again(counting, tmp_path, monkeypatch):
 
 
 def test_states_on_disk_are_bounded(counting, tmp_path):
-    mine = Collector(
-        ContiguousRunner(counting),
-        [0],
-        tmp_path,
-        max_state_bytes=2 * 32 * 2 * 25,
-        chunk_positions=10,
-    )
+    mine = Collector(ContiguousRunner(counting), [0], tmp_path, max_state_bytes=2 * 32 * 2 * 25, chunk_positions=10)
     labelled = [mine.add("heads", TokenSequence((*TEXT.tokens[1:], i), 10)) for i in range(8)]
     assert all(len(part) == 1 for part in labelled)
     assert len(mine.chunks("heads")) == 3

@@ -28,10 +28,7 @@ def answers(folder: Path, *records: Any) -> AnswerFile:
 
 def test_texts_messages_and_ids_give_the_same_sequence(counting, tmp_path):
     [user] = [[{"role": "user", "content": "w3 w4"}]]
-    records = [
-        {"prompt": "w3 w4", "answer": "w5 w6", "kind": "a"},
-        {"prompt": user, "answer": "w5 w6"},
-    ]
+    records = [{"prompt": "w3 w4", "answer": "w5 w6", "kind": "a"}, {"prompt": user, "answer": "w5 w6"}]
     by_text, by_message = answer_sequences(counting, answers(tmp_path, *records))
     ids = {"prompt": list(by_text.prompt), "answer": list(by_text.tokens[by_text.answer_start :])}
     [by_ids] = answer_sequences(counting, answers(tmp_path, ids))
@@ -87,9 +84,7 @@ def test_a_shard_keeps_whether_answers_are_greedy(tmp_path):
 
 def test_whole_kinds_are_held_out_for_the_report(tmp_path):
     kinds = [f"kind-{number % 10}" for number in range(200)]
-    source = answers(
-        tmp_path, *({"prompt": [n], "answer": [1], "kind": k} for n, k in enumerate(kinds))
-    )
+    source = answers(tmp_path, *({"prompt": [n], "answer": [1], "kind": k} for n, k in enumerate(kinds)))
     held_out = held_out_kinds(count_kinds(source), seed=0)
     assert 1 <= len(held_out) <= 2
     splitter = Splitter(held_out)

@@ -34,9 +34,7 @@ def answers(writer: EngineWriter, requests: list[WriteRequest], **pace) -> list[
 
 
 def alone(loaded: LoadedModel, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-    output = loaded.model.generate(
-        torch.tensor([prompt]), do_sample=False, max_new_tokens=count, pad_token_id=1
-    )
+    output = loaded.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count, pad_token_id=1)
     return tuple(output[0, len(prompt) :].tolist())
 
 
@@ -59,9 +57,7 @@ def test_a_stop_token_ends_an_answer_without_changing_the_others(writer):
 
 def test_sampling_is_repeatable_whatever_runs_beside_it(counting, writer):
     def sampled(first: int) -> list[WriteRequest]:
-        return [
-            WriteRequest((0,), 10, temperature=2.0, top_p=0.95, seed=first + i) for i in range(8)
-        ]
+        return [WriteRequest((0,), 10, temperature=2.0, top_p=0.95, seed=first + i) for i in range(8)]
 
     found = answers(writer, sampled(1))
     assert len(set(found)) > 4
@@ -133,8 +129,7 @@ def test_cancelled(writer):
 
 def test_an_error_of_the_engine_is_raised(writer, monkeypatch):
     monkeypatch.setattr(
-        "shared.engine.request.admission.Admission.check",
-        lambda *_: (_ for _ in ()).throw(Exhausted("full")),
+        "shared.engine.request.admission.Admission.check", lambda *_: (_ for _ in ()).throw(Exhausted("full"))
     )
     with pytest.raises(Exhausted):
         answers(writer, [WriteRequest((0, 7), 2)])

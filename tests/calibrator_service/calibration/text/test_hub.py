@@ -60,9 +60,7 @@ def served(disk: Path) -> Iterator[Hub]:
         "owner/path": {"README.md": card({"config_name": "a", "data_files": f"{disk}/*.jsonl"})},
         "owner/url": {"README.md": card({"config_name": "a", "data_files": "http://127.0.0.1:9/"})},
         "owner/up": {"README.md": card({"config_name": "a", "data_files": "../plain/*.jsonl"})},
-        "owner/chain": {
-            "README.md": card({"config_name": "a", "data_files": f"x.zip::{disk}/secret.jsonl"})
-        },
+        "owner/chain": {"README.md": card({"config_name": "a", "data_files": f"x.zip::{disk}/secret.jsonl"})},
         "owner/folder": {"README.md": card({"config_name": "a", "data_dir": str(disk)})},
         "owner/images": {"a.png": b"x"},
         "owner/empty": {"README.md": b"nothing"},
@@ -78,17 +76,11 @@ def served(disk: Path) -> Iterator[Hub]:
 
 SOURCES: dict[str, tuple[dict[str, Any], Any]] = {
     "a dataset, not the folder of its name": ({"name": "owner/plain"}, ["one", "two"]),
-    "a split and a column": (
-        {"name": "owner/many", "config": "b", "split": "dev", "field": "body"},
-        ["hello"],
-    ),
+    "a split and a column": ({"name": "owner/many", "config": "b", "split": "dev", "field": "body"}, ["hello"]),
     "a text file, whole": ({"name": "owner/plain", "split": "test"}, ["a\nb\n"]),
     "a compressed file in a folder": ({"name": "owner/many", "config": "a"}, ["one", "two"]),
     "several configurations": ({"name": "owner/many"}, "DATASET_CONFIG_NOT_FOUND"),
-    "no such configuration": (
-        {"name": "owner/plain", "config": "../../x"},
-        "DATASET_CONFIG_NOT_FOUND",
-    ),
+    "no such configuration": ({"name": "owner/plain", "config": "../../x"}, "DATASET_CONFIG_NOT_FOUND"),
     "no such split": ({"name": "owner/plain", "split": "dev"}, "DATASET_SPLIT_NOT_FOUND"),
     "no such column": ({"name": "owner/plain", "field": "n"}, "FIELD_NOT_FOUND"),
     "a folder of that name": ({"name": "owner/local"}, "DATASET_NOT_FOUND"),

@@ -8,10 +8,7 @@ import torch
 
 from calibrator_service.calibration.text import risk_answers
 from calibrator_service.calibration.text.engine_writer import EngineWriter
-from calibrator_service.calibration.text.risk_answers import (
-    Limits,
-    RiskAnswerGenerator,
-)
+from calibrator_service.calibration.text.risk_answers import Limits, RiskAnswerGenerator
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig, SelfGenerator
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.splits import Splitter
@@ -60,9 +57,7 @@ def test_answers_are_greedy_and_whole(counting, base_model, tmp_path, chat):
     assert 10 < len(found) <= ENDLESS.num_prompts
     for sequence in found[:6]:
         prompt = torch.tensor([prompt_of(sequence)])
-        expected = loaded.model.generate(
-            prompt, do_sample=False, max_new_tokens=20, pad_token_id=1
-        )[0].tolist()
+        expected = loaded.model.generate(prompt, do_sample=False, max_new_tokens=20, pad_token_id=1)[0].tolist()
         assert list(sequence.tokens) == expected
         assert sequence.num_answer_tokens == 20 or sequence.tokens[-1] in loaded.eos_token_ids
 
@@ -72,9 +67,7 @@ def test_loops_do_not_end_an_answer(counting, tmp_path):
     config = SelfGenerationConfig(max_new_tokens=60, prompts=tuple(WORDS))
     free = learnt(counting, tmp_path, config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "calibrator_service.calibration.text.writer.is_repeating", lambda tokens: True
-        )
+        patch.setattr("calibrator_service.calibration.text.writer.is_repeating", lambda tokens: True)
         cut = learnt(counting, tmp_path / "cut", config)
         judged = answers(counting, tmp_path, config)
     longest = max(sequence.num_answer_tokens for sequence in free)

@@ -171,9 +171,7 @@ def test_another_seed_or_length_gives_another_text(counting, base_model, tmp_pat
     }
     # Both fixtures have the same weights, so the same fingerprint.
     assert len(paths) == 3
-    assert first(counting, tmp_path / "x", 1) != first(
-        counting, tmp_path / "x", 1, replace(CONFIG, seed=1)
-    )
+    assert first(counting, tmp_path / "x", 1) != first(counting, tmp_path / "x", 1, replace(CONFIG, seed=1))
 
 
 def test_late_text_is_used_up_to_where_it_is_and_read_again(counting, tmp_path):
@@ -230,8 +228,6 @@ def test_later_prompts_are_of_more_kinds(counting, tmp_path, monkeypatch):
     asked: list[bool] = []
     monkeypatch.setattr(self_generation, "CORE_PROMPTS", 10)
     monkeypatch.setattr(self_generation, "KINDS", (self_generation.TEMPLATE,))
-    monkeypatch.setattr(
-        seed_prompts, "seed_prompt", lambda rng, *, wide: asked.append(wide) or f"w{len(asked)}"
-    )
+    monkeypatch.setattr(seed_prompts, "seed_prompt", lambda rng, *, wide: asked.append(wide) or f"w{len(asked)}")
     first(counting, tmp_path, 4)
     assert asked[:20] == [False] * 10 + [True] * 10

@@ -88,9 +88,7 @@ def test_a_budget_that_is_too_short_is_named_early_with_one_that_would_do(
     ("tokens_per_s", "knows_speed", "certifies"),
     [(30, True, False), (2000, True, True), (30, False, True), (0, True, True)],
 )
-def test_the_risk_split_needs_time_for_enough_answers(
-    counting, tmp_path, clock, tokens_per_s, knows_speed, certifies
-):
+def test_the_risk_split_needs_time_for_enough_answers(counting, tmp_path, clock, tokens_per_s, knows_speed, certifies):
     """Unless the speed is unknown: others write the text, or a killed run has written all of it."""
     run, progress = progress_of(counting, tmp_path, knows_speed=knows_speed, time_budget_s=100.0)
     progress.num_assigned = stream.MIN_WRITTEN_TOKENS

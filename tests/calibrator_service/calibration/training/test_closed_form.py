@@ -7,19 +7,14 @@ from torch import Tensor
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.moments import Moments
 from calibrator_service.calibration.training import closed_form
-from calibrator_service.calibration.training.closed_form import (
-    seconds_to_solve,
-    solve_head,
-    solve_ridge,
-)
+from calibrator_service.calibration.training.closed_form import seconds_to_solve, solve_head, solve_ridge
 from shared.ladder.fused_head import FusedHead, chained
 from shared.ladder.unit import unit
 from tests.calibrator_service.calibration.chunks import LAYOUT, SIZE, chunk_of
 
 # The state before and the one entering decide a deep state, and noise that no exit can know.
 FROM_DEEP, FROM_ENTERING = (
-    torch.linalg.qr(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(seed)))[0]
-    for seed in (1, 2)
+    torch.linalg.qr(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(seed)))[0] for seed in (1, 2)
 )
 
 
@@ -59,10 +54,7 @@ def likeness(head: FusedHead, chunk: StateChunk) -> tuple[float, float]:
     """Mean cosine of the two steps' outputs with the deep states that they stand for."""
     first, further = outputs(head, chunk)
     goals = chunk.deep[1:-1], chunk.deep[2:]
-    found = [
-        torch.cosine_similarity(o, g, -1).mean()
-        for o, g in zip((first, further), goals, strict=True)
-    ]
+    found = [torch.cosine_similarity(o, g, -1).mean() for o, g in zip((first, further), goals, strict=True)]
     return float(found[0]), float(found[1])
 
 
@@ -114,9 +106,7 @@ def test_the_further_map_is_solved_for_the_outputs_of_the_first():
 
 
 @pytest.mark.parametrize(("hidden_size", "seconds"), [(16, 1.3), (256, 1.3), (512, 8 * 1.3)])
-def test_the_time_to_solve_grows_with_the_cube_of_what_is_not_tried(
-    hidden_size, seconds, monkeypatch
-):
+def test_the_time_to_solve_grows_with_the_cube_of_what_is_not_tried(hidden_size, seconds, monkeypatch):
     """By a clock of which one second passes while a ridge is solved."""
     ticks = iter([5.0, 6.0])
     monkeypatch.setattr(closed_form.time, "perf_counter", lambda: next(ticks))

@@ -46,9 +46,7 @@ def test_an_overfitted_router_is_calibrated_on_held_out_samples() -> None:
         torch.rand(600, generator=generator) < 0.3,
     )
     confidence = train_confidence(noise, 64, seed=0, epochs=100)
-    fresh = ConfidenceSamples(
-        torch.randn(2000, 16).half(), torch.zeros(2000, 3), torch.rand(2000) < 0.3
-    )
+    fresh = ConfidenceSamples(torch.randn(2000, 16).half(), torch.zeros(2000, 3), torch.rand(2000) < 0.3)
     assert calibration_error(probabilities(confidence, fresh), fresh.label.numpy()) < 0.12
 
 

@@ -40,9 +40,7 @@ def collector(counting: LoadedModel, tmp_path: Path) -> Collector:
 def test_recomputed_states_equal_stored_ones(counting, collector, tmp_path):
     """Also if the passes have other sizes."""
     (recomputed,) = collector.chunks("heads")
-    keeping = Collector(
-        ContiguousRunner(counting), [0, 2], tmp_path / "kept", max_state_bytes=1 << 20
-    )
+    keeping = Collector(ContiguousRunner(counting), [0, 2], tmp_path / "kept", max_state_bytes=1 << 20)
     generator = torch.Generator().manual_seed(0)
     for length in (9, 30, 14, 25):
         tokens = torch.randint(5, 29, (length,), generator=generator).tolist()
@@ -52,10 +50,7 @@ def test_recomputed_states_equal_stored_ones(counting, collector, tmp_path):
     assert len(kept) == len(recomputed) == 9 + 30 + 14 + 25 - 4 * 3
     for name in ("rows", "choices"):
         assert torch.equal(getattr(kept, name), getattr(recomputed, name))
-    for ours, theirs in (
-        (kept.deep, recomputed.deep),
-        *((kept.states[d], recomputed.states[d]) for d in (0, 2)),
-    ):
+    for ours, theirs in ((kept.deep, recomputed.deep), *((kept.states[d], recomputed.states[d]) for d in (0, 2))):
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
 
 
@@ -114,9 +109,7 @@ def test_a_killed_training_continues_to_the_same_weights(counting, tmp_path, mon
     """With the optimiser's state, chunk by chunk."""
     monkeypatch.setattr("calibrator_service.calibration.training.checkpoint.SAVE_INTERVAL_S", 0.0)
     runner = ContiguousRunner(counting)
-    collector = Collector(
-        runner, [0, *captured_depths(3)], tmp_path, max_state_bytes=1 << 20, chunk_positions=30
-    )
+    collector = Collector(runner, [0, *captured_depths(3)], tmp_path, max_state_bytes=1 << 20, chunk_positions=30)
     for row in torch.randint(5, 29, (9, 20)).tolist():
         collector.add("heads", TokenSequence(tuple(row), 3))
     chunks = collector.chunks("heads")
@@ -174,9 +167,7 @@ def test_a_chain_begins_behind_its_settled_prefix_and_ends_with_the_sequence(cou
     [chunk] = collector.chunks("heads")
     captured = runner.capture(rows, [0, low, middle, 3])
     index = torch.tensor([0, 6, 8])  # positions 3 and 9 of the first sequence, 3 of the second
-    batch = gather_chains(
-        chunk, index, 3, [0], (low, middle), torch.arange(32), torch.device("cpu")
-    )
+    batch = gather_chains(chunk, index, 3, [0], (low, middle), torch.arange(32), torch.device("cpu"))
     assert batch.exists.T.tolist() == [[True] * 3, [True, True, False], [True] * 3]
     assert (batch.choices >= 0).equal(batch.exists)
     for column, (row, position) in enumerate([(0, 3), (0, 9), (1, 3)]):

@@ -150,9 +150,7 @@ def test_every_proposer_is_asked_at_each_position_as_it_is_served(counting, tmp_
     kept = captured_depths(runner.num_layers)
     answers = []
     for prompt in ([0, 7, 9], [0, *range(5, 12)]):
-        output = counting.model.generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=20, pad_token_id=1
-        )
+        output = counting.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20, pad_token_id=1)
         answers.append(TokenSequence(tuple(output[0].tolist()), len(prompt)))
     # Nothing is settled before the first token of given text. So it is left out, and what follows stays in step.
     text = TokenSequence(tuple(range(5, 15)), 10)
@@ -204,9 +202,7 @@ def test_every_proposer_is_asked_at_each_position_as_it_is_served(counting, tmp_
 
 def test_weights_are_measured_on_text_that_they_were_not_learned_from(monkeypatch) -> None:
     said = {"routers": list(positions(200)), "report": list(positions(100, seed=1))}
-    monkeypatch.setattr(
-        pipeline, "said_at", lambda ladder, chunks, sequences, vocabulary: said[chunks]
-    )
+    monkeypatch.setattr(pipeline, "said_at", lambda ladder, chunks, sequences, vocabulary: said[chunks])
     splits = {split: split for split in said}
     material = SimpleNamespace(chunks=splits, table_sequences=splits)
     model = ModelIdentity("tiny", "sha256:0", "LlamaForCausalLM", 4, 16, 100)

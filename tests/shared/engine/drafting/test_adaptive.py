@@ -29,9 +29,7 @@ def run(
     return sum_tokens / sum_seconds, choices
 
 
-@pytest.mark.parametrize(
-    ("drafting", "plain"), [(1.9, 1.0), (1.2, 1.0), (0.9, 1.0), (0.5, 1.0), (1.0, 1.0)]
-)
+@pytest.mark.parametrize(("drafting", "plain"), [(1.9, 1.0), (1.2, 1.0), (0.9, 1.0), (0.5, 1.0), (1.0, 1.0)])
 def test_the_rate_comes_close_to_that_of_the_faster_kind(drafting: float, plain: float) -> None:
     adaptive = AdaptiveDrafting()
     tokens, seconds = {True: 16 * drafting, False: 16 * plain}, {True: 1.0, False: 1.0}
@@ -42,9 +40,7 @@ def test_the_rate_comes_close_to_that_of_the_faster_kind(drafting: float, plain:
 
 
 def test_a_first_request_drafts() -> None:
-    _, choices = run(
-        AdaptiveDrafting(), {True: 2.0, False: 1.0}, {True: 1.0, False: 1.0}, MIN_STEPS
-    )
+    _, choices = run(AdaptiveDrafting(), {True: 2.0, False: 1.0}, {True: 1.0, False: 1.0}, MIN_STEPS)
     assert all(choices)
 
 

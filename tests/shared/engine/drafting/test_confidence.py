@@ -20,9 +20,7 @@ def probabilities(confidence: Confidence, *drafts: Draft) -> dict[int, float]:
 
 
 def test_tables_alone_are_believed() -> None:
-    rated = Confidence().rate(
-        [draft(7, 0.4), draft(8, 0.6, "successor"), draft(7, 0.5, "successor")]
-    )
+    rated = Confidence().rate([draft(7, 0.4), draft(8, 0.6, "successor"), draft(7, 0.5, "successor")])
     assert [(one.token, one.rung, probability) for one, probability in rated] == [
         (8, "successor", 0.6),
         (7, "successor", pytest.approx(0.104, abs=0.001)),
@@ -49,8 +47,7 @@ def test_agreement_raises_and_disagreement_lowers_what_is_said() -> None:
 def test_who_says_more_is_believed_more() -> None:
     for head in (0.2, 0.6):
         rising = [
-            probabilities(Confidence(), draft(7, table), draft(8, head, EXIT))
-            for table in (0.1, 0.3, 0.5, 0.7, 0.9)
+            probabilities(Confidence(), draft(7, table), draft(8, head, EXIT)) for table in (0.1, 0.3, 0.5, 0.7, 0.9)
         ]
         assert all(low[7] < high[7] and low[8] > high[8] for low, high in pairwise(rising))
 
@@ -80,10 +77,7 @@ def test_no_draft_is_certain() -> None:
         confidence.record([draft(7, 0.5)], 7)
     assert probabilities(confidence, draft(7, 0.999)) == {7: MOST}
     for extreme in (1e-9, 1.0):
-        assert all(
-            0.0 < p < 1.0
-            for p in probabilities(confidence, draft(7, extreme), draft(8, 1.0, EXIT)).values()
-        )
+        assert all(0.0 < p < 1.0 for p in probabilities(confidence, draft(7, extreme), draft(8, 1.0, EXIT)).values())
 
 
 def test_an_exits_chains_end_by_how_often_it_is_right_at_all() -> None:

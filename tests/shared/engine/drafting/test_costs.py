@@ -54,9 +54,7 @@ def test_no_measurement_starts_while_a_pass_is_under_way(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("pass_s", [0.0, 10.0])
-def test_slow_passes_are_measured_less_often(
-    monkeypatch: pytest.MonkeyPatch, pass_s: float
-) -> None:
+def test_slow_passes_are_measured_less_often(monkeypatch: pytest.MonkeyPatch, pass_s: float) -> None:
     runner, now, passes = ContiguousRunner(load_family("llama")), [0.0], [0]
     clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
     monkeypatch.setattr(costs, "time", clock)
@@ -84,9 +82,7 @@ def test_exits_are_measured_after_a_context_that_has_been_read() -> None:
         assert all(math.isfinite(draft.probability) for draft in drafts)
 
 
-def test_other_work_beside_a_measurement_does_not_change_what_it_finds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_other_work_beside_a_measurement_does_not_change_what_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker measures once, at its start, and goes by it for as long as it lives.
     Here two repeats of three are slowed down."""
     now, counts = [0.0], {"passes": 0, "exits": 0}

@@ -44,10 +44,7 @@ def runner() -> Runner:
 
 
 def prefilled(
-    runner: Runner,
-    ladders: Sequence[Ladder],
-    policies: Sequence[DepthPolicy],
-    costs: PassCosts = COSTS,
+    runner: Runner, ladders: Sequence[Ladder], policies: Sequence[DepthPolicy], costs: PassCosts = COSTS
 ) -> list[DecodingSequence]:
     """Sequences after the prefill of their own prompts, each with its ladder's drafter."""
     decoder = Decoder(runner)
@@ -148,9 +145,7 @@ def test_an_exit_whose_probability_is_no_number_loses_that_draft_alone(runner):
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("exact", 9), ("relaxed", 8)])
-def test_only_exact_prefers_a_table_that_was_right_more_often_than_it_said(
-    runner, monkeypatch, policy, expected
-):
+def test_only_exact_prefers_a_table_that_was_right_more_often_than_it_said(runner, monkeypatch, policy, expected):
     """The bounds of relaxed are certified for the draft of which its confidence head is surest."""
     one = DepthPolicy(policy, **({"threshold": 0.99} if policy == "relaxed" else {}))
     [sequence] = prefilled(runner, [random_ladder(runner.loaded, 1, DEPTHS)], [one])

@@ -215,9 +215,7 @@ def test_a_cancelled_request_leaves_no_binding_behind(loaded):
     class NeverPrepared(SlowlyPrepared):
         num_slices = 1 << 62
 
-    with fixed_cost_engine(
-        loaded, runner_of=lambda loaded, _: NeverPrepared(loaded, started.set)
-    ) as engine:
+    with fixed_cost_engine(loaded, runner_of=lambda loaded, _: NeverPrepared(loaded, started.set)) as engine:
         ladder = exits()
         alive = weakref.ref(ladder)
         waiting = engine.submit(request(100, policy=EXACT), ladder)

@@ -37,15 +37,11 @@ def rate(probabilities: list[float], costs: PassCosts, count: int) -> float:
 
 
 @pytest.mark.parametrize("costs", [FLAT, STEEP, STEP])
-@pytest.mark.parametrize(
-    "probabilities", [[], [0.9] * 8, [0.5] * 8, [0.1] * 8, [0.9, 0.1, 0.9, 0.9], [0.99] * 20]
-)
+@pytest.mark.parametrize("probabilities", [[], [0.9] * 8, [0.5] * 8, [0.1] * 8, [0.9, 0.1, 0.9, 0.9], [0.99] * 20])
 def test_the_length_is_the_best_of_all(probabilities: list[float], costs: PassCosts) -> None:
     [chosen] = lengths_of([probabilities], costs)
     lengths = range(min(len(probabilities), costs.max_drafts) + 1)
-    assert rate(probabilities, costs, chosen) == max(
-        rate(probabilities, costs, count) for count in lengths
-    )
+    assert rate(probabilities, costs, chosen) == max(rate(probabilities, costs, count) for count in lengths)
 
 
 def test_where_tokens_cost_as_much_as_passes_nothing_is_drafted() -> None:
@@ -161,10 +157,7 @@ def tree_rate(
 
 def all_trees(trunk: list[float], branches: list[BranchDrafts]) -> Iterator[Tree]:
     for length in range(len(trunk) + 1):
-        lengths = [
-            range(len(branch.probabilities) + 1) if branch.place <= length else range(1)
-            for branch in branches
-        ]
+        lengths = [range(len(branch.probabilities) + 1) if branch.place <= length else range(1) for branch in branches]
         yield from (Tree(length, picked) for picked in product(*lengths))
 
 

@@ -96,14 +96,9 @@ def prefilled(
     return sequences
 
 
-def drafted(
-    runner: Runner, ladder: Ladder, policies: Sequence[DepthPolicy]
-) -> list[list[tuple[int, str]]]:
+def drafted(runner: Runner, ladder: Ladder, policies: Sequence[DepthPolicy]) -> list[list[tuple[int, str]]]:
     sequences = prefilled(runner, ladder.bind(runner), policies)
-    return [
-        [(draft.token, draft.rung) for draft in chain.drafts]
-        for chain in draft_chains(sequences, len(sequences))
-    ]
+    return [[(draft.token, draft.rung) for draft in chain.drafts] for chain in draft_chains(sequences, len(sequences))]
 
 
 @pytest.fixture
@@ -131,11 +126,7 @@ def table_of(*positions: int, probability: float = 0.9999) -> Callable[..., list
 
 
 def single_steps(
-    one: LayerExit,
-    rows: torch.Tensor,
-    bias: torch.Tensor | None,
-    vocabulary: torch.Tensor,
-    _: Runner,
+    one: LayerExit, rows: torch.Tensor, bias: torch.Tensor | None, vocabulary: torch.Tensor, _: Runner
 ) -> SteppedChain:
     return SteppedChain(ChainSteps(one.head, one.confidence, rows, bias), vocabulary, one.depth)
 
@@ -161,9 +152,7 @@ def test_a_whole_chain_has_the_drafts_of_its_single_steps(
         assert from_tables == [i for i in positions if i < len(drafts)]
 
 
-def test_one_call_drafts_all_chains_while_the_tables_are_silent(
-    runner: Runner, noted: list
-) -> None:
+def test_one_call_drafts_all_chains_while_the_tables_are_silent(runner: Runner, noted: list) -> None:
     policies = [DepthPolicy("exact", max_drafts=n) for n in (NUM_DRAFTS, 3)]
     drafted(runner, fused_ladder(runner), policies)
     assert [[start.room for start in starts] for starts in noted] == [[NUM_DRAFTS, 3]]
@@ -197,9 +186,7 @@ def test_a_table_that_drafts_the_same_token_costs_no_call(
     assert len(noted) == 1
 
 
-def test_a_chain_is_drafted_on_while_the_next_draft_is_expected_to_pay(
-    runner: Runner, noted: list
-) -> None:
+def test_a_chain_is_drafted_on_while_the_next_draft_is_expected_to_pay(runner: Runner, noted: list) -> None:
     bound = fused_ladder(runner).bind(runner)
     leasts = []
     for alone_s in (0.1, 0.2, 0.4):

@@ -60,9 +60,7 @@ CASES: dict[str, tuple[dict[str, dict[str, str]], str, int | None]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_limits_of_cgroups_count(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_limits_of_cgroups_count(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups, process, left = CASES[name]
     for folder, files in groups.items():
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
@@ -79,9 +77,7 @@ def test_the_limits_of_cgroups_count(
 
 
 @pytest.mark.parametrize(("kv_dtype", "number_bytes"), [(None, 4), (torch.bfloat16, 2)])
-def test_a_token_takes_the_bytes_of_the_kv_dtype(
-    kv_dtype: torch.dtype | None, number_bytes: int
-) -> None:
+def test_a_token_takes_the_bytes_of_the_kv_dtype(kv_dtype: torch.dtype | None, number_bytes: int) -> None:
     runner = ContiguousRunner(wrap_model(build_family("llama"), accelerate=True, kv_dtype=kv_dtype))
     kv_heads, width = 2, 8
     assert budget.kv_token_bytes(runner) == 2 * NUM_LAYERS * kv_heads * width * number_bytes

@@ -11,13 +11,7 @@ from shared.engine import step as step_module
 from shared.engine.drafting.planner import PassCosts
 from shared.engine.engine import Engine
 from shared.engine.memory.prefixes import MIN_SHARED, Prefixes, common_prefix, key_of
-from shared.engine.request.request import (
-    Finished,
-    GenerationEvent,
-    GenerationRequest,
-    StoppingParams,
-    TokenChunk,
-)
+from shared.engine.request.request import Finished, GenerationEvent, GenerationRequest, StoppingParams, TokenChunk
 from shared.ladder.policy import DepthPolicy
 from shared.model.cache import ContiguousCache
 from shared.model.loaded import LoadedModel, wrap_model
@@ -41,9 +35,7 @@ class _Sequence:
     num_cached: int = 0
 
 
-def sequence(
-    tokens: list[int], *, num_settled: int = 0, fill: float = 0.0, read_length: int = 0
-) -> _Sequence:
+def sequence(tokens: list[int], *, num_settled: int = 0, fill: float = 0.0, read_length: int = 0) -> _Sequence:
     """With a cache of one position per token. Settled positions have keys `fill` and values -`fill`."""
     cache = ContiguousCache(len(tokens))
     states = torch.full((1, 1, 1, 2), fill)
@@ -69,9 +61,7 @@ def test_only_keys_and_values_of_the_common_prefix_are_copied():
     ("read_length", "num_prompt_tokens", "num_copied"),
     [(20, 30, 29), (20, 40, 39), (45, 30, 0), (20, 60, 0), (45, 60, 59)],
 )
-def test_keys_are_shared_within_a_regime_only(
-    read_length, num_prompt_tokens, num_copied, is_running
-):
+def test_keys_are_shared_within_a_regime_only(read_length, num_prompt_tokens, num_copied, is_running):
     prefixes, tokens = Prefixes(1000, Regimes(starts=(1, 41))), list(range(2, 62))
     donor = sequence(tokens, num_settled=60, read_length=read_length)
     if not is_running:
@@ -245,8 +235,7 @@ def test_concurrent_requests_compute_their_common_prefix_once(loaded):
     long_stem = STEM * 2
     with fixed_cost_engine(loaded) as engine:
         requests = [
-            GenerationRequest((*long_stem, 91 + i), stopping=stopping, policy=DepthPolicy("full"))
-            for i in range(6)
+            GenerationRequest((*long_stem, 91 + i), stopping=stopping, policy=DepthPolicy("full")) for i in range(6)
         ]
         handles = [engine.submit(request) for request in requests]
         finished = [list(handle.events())[-1] for handle in handles]

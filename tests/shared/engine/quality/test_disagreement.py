@@ -44,8 +44,7 @@ def test_the_expected_evidence_at_the_bound_is_one() -> None:
     """The expected evidence after n checks is 1 if the rate equals the bound."""
     n, bound = 12, 0.2
     expected = sum(
-        math.comb(n, k) * bound**k * (1 - bound) ** (n - k) * math.exp(log_evidence(n, k, bound))
-        for k in range(n + 1)
+        math.comb(n, k) * bound**k * (1 - bound) ** (n - k) * math.exp(log_evidence(n, k, bound)) for k in range(n + 1)
     )
     assert expected == pytest.approx(1.0)
 

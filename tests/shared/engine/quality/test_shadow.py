@@ -190,11 +190,7 @@ def test_a_check_gives_its_memory_back_to_requests(loaded, answer, monkeypatch):
         token_bytes = engine.kv_token_bytes
     num_tokens = len(PROMPT) + NUM_NEW
     with fixed_cost_engine(
-        loaded,
-        shadow_share=1.0,
-        kv_budget_bytes=num_tokens * token_bytes,
-        prefix_cache_bytes=0,
-        runner_of=HookedRunner,
+        loaded, shadow_share=1.0, kv_budget_bytes=num_tokens * token_bytes, prefix_cache_bytes=0, runner_of=HookedRunner
     ) as engine:
         started = threading.Event()
         go = threading.Event()

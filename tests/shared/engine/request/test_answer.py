@@ -16,17 +16,10 @@ __all__ = ["bytes_tokenizer"]
 EOS = 0
 
 
-def answer(
-    tokenizer: Any, tokens: tuple[int, ...] = (), min_tokens: int = 0, **stopping: Any
-) -> Answer:
-    loaded: Any = SimpleNamespace(
-        context_length=200, tokenizer=tokenizer, eos_token_ids=frozenset({EOS})
-    )
+def answer(tokenizer: Any, tokens: tuple[int, ...] = (), min_tokens: int = 0, **stopping: Any) -> Answer:
+    loaded: Any = SimpleNamespace(context_length=200, tokenizer=tokenizer, eos_token_ids=frozenset({EOS}))
     request = GenerationRequest(
-        (1, 2),
-        resumed_ids=tokens,
-        stopping=StoppingParams(**stopping),
-        sampling=SamplingParams(min_tokens=min_tokens),
+        (1, 2), resumed_ids=tokens, stopping=StoppingParams(**stopping), sampling=SamplingParams(min_tokens=min_tokens)
     )
     return Answer(request, loaded)
 

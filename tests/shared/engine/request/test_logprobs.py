@@ -12,9 +12,7 @@ def test_unpacked_reads_the_rows_of_logprobs() -> None:
         assert packed.shape == (2, 1 + 2 * count)
         for row, token in enumerate([0, 2]):
             alternatives = tuple((other, float(expected[row, other])) for other in order[row])
-            assert logprobs_from_row(packed[row].tolist()) == Logprobs(
-                float(expected[row, token]), alternatives
-            )
+            assert logprobs_from_row(packed[row].tolist()) == Logprobs(float(expected[row, token]), alternatives)
 
 
 @pytest.mark.parametrize("token", [2**24 + 1, 2**31])

@@ -82,9 +82,7 @@ def _cut(path: Path) -> None:
 def test_a_later_start_gives_the_same_bits_and_does_nothing_again(
     tmp_path: Path, folder: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = (
-        write_llama(tmp_path / "tiny.gguf") if form == "gguf" else save_model(tmp_path / "folder")
-    )
+    path = write_llama(tmp_path / "tiny.gguf") if form == "gguf" else save_model(tmp_path / "folder")
     first = _start(path, folder)
     for owner, name in (
         (ops, "pack_blocks"),
@@ -121,9 +119,7 @@ def load_plain(path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     ],
     ids=["flipped", "header", "cut", "gone", "facts flipped", "facts cut", "facts of another kind"],
 )
-def test_what_is_damaged_is_made_anew(
-    model: Path, folder: Path, damage: Callable[[Path], object]
-) -> None:
+def test_what_is_damaged_is_made_anew(model: Path, folder: Path, damage: Callable[[Path], object]) -> None:
     expected = _logits(_start(model, folder))
     damage(_entry(folder))
     anew = _start(model, folder)
@@ -132,9 +128,7 @@ def test_what_is_damaged_is_made_anew(
     assert _remembers(_start(model, folder))
 
 
-def test_an_entry_under_a_foreign_name_is_not_believed(
-    tmp_path: Path, model: Path, folder: Path
-) -> None:
+def test_an_entry_under_a_foreign_name_is_not_believed(tmp_path: Path, model: Path, folder: Path) -> None:
     other = write_llama(tmp_path / "other.gguf", inner=128)
     expected = _logits(_start(other, folder))
     theirs = _entry(folder)
@@ -146,9 +140,7 @@ def test_an_entry_under_a_foreign_name_is_not_believed(
         loaded = _start(other, folder)
     assert not _remembers(loaded)
     assert torch.equal(_logits(loaded), expected)
-    assert [line["reason"] for line in logs if "damaged" in line["event"]] == [
-        "it belongs to something else"
-    ]
+    assert [line["reason"] for line in logs if "damaged" in line["event"]] == ["it belongs to something else"]
 
 
 @pytest.mark.parametrize("part", ["code", "versions", "processor", "threads", "variables"])
@@ -164,9 +156,7 @@ def test_another_build_or_machine_proves_anew(
     assert _remembers(_start(model, folder))
 
 
-def test_a_change_of_a_source_file_changes_the_build(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_of_a_source_file_changes_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "a.py").write_text("x = 1")
@@ -238,9 +228,7 @@ def test_a_folder_that_cannot_be_written_costs_one_line(
     ]
 
 
-def test_a_full_disk_leaves_nothing_behind(
-    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_nothing_behind(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "full")
 
@@ -292,9 +280,7 @@ def test_a_start_that_ends_before_it_keeps_is_not_believed(model: Path, folder: 
 
 def test_two_workers_at_once_both_start(model: Path, folder: Path) -> None:
     expected, made = _logits(load_model(model)), []
-    threads = [
-        threading.Thread(target=lambda: made.append(_start(model, folder))) for _ in range(2)
-    ]
+    threads = [threading.Thread(target=lambda: made.append(_start(model, folder))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -305,9 +291,7 @@ def test_two_workers_at_once_both_start(model: Path, folder: Path) -> None:
     assert list(folder.rglob("*.part")) == []
 
 
-def test_a_model_that_is_mapped_survives_the_removal_of_its_entry(
-    model: Path, folder: Path
-) -> None:
+def test_a_model_that_is_mapped_survives_the_removal_of_its_entry(model: Path, folder: Path) -> None:
     expected = _logits(_start(model, folder))
     loaded = _start(model, folder)
     shutil.rmtree(folder)
@@ -346,9 +330,7 @@ def test_the_promise_is_tried_again_if_the_bits_are_others(model: Path, folder: 
     assert any("other bits" in line["event"] for line in logs)
 
 
-def test_costs_are_measured_again_when_they_are_old(
-    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_costs_are_measured_again_when_they_are_old(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _start(model, folder)
     (name,) = (name for name in first.facts.values if name.startswith("costs"))
     monkeypatch.setattr("shared.engine.drafting.costs.REMEMBERED_S", 0.0)

@@ -48,12 +48,7 @@ def _ids(*shape: int) -> Tensor:
 
 def _generate(model: PreTrainedModel, ids: Tensor, seen: Tensor) -> Tensor:
     return model.generate(
-        ids,
-        attention_mask=seen,
-        do_sample=False,
-        max_new_tokens=12,
-        pad_token_id=0,
-        eos_token_id=None,
+        ids, attention_mask=seen, do_sample=False, max_new_tokens=12, pad_token_id=0, eos_token_id=None
     )
 
 
@@ -199,10 +194,7 @@ def test_a_second_time_training_and_gradients_are_refused():
     accelerate(model.eval())
     with pytest.raises(ValueError, match="already"):
         accelerate(model)
-    with (
-        torch.enable_grad(),
-        pytest.raises((RuntimeError, ValueError), match=r"no gradient|no_grad"),
-    ):
+    with torch.enable_grad(), pytest.raises((RuntimeError, ValueError), match=r"no gradient|no_grad"):
         model(input_ids=_ids(1, 3))
 
 

@@ -48,17 +48,13 @@ def test_one_compilation_per_kind_of_layer_and_size(family: str, kinds: int) -> 
         states.append(hidden)
     torch.testing.assert_close(*states)
     assert backend.num_compiled == before  # the check has had all layers at this size
-    hidden = runner.run(
-        torch.randint(2, 90, (1, 100)), runner.new_cache(100), first=0, last=2, base=0
-    )
+    hidden = runner.run(torch.randint(2, 90, (1, 100)), runner.new_cache(100), first=0, last=2, base=0)
     assert hidden.shape[1] == 100
     assert backend.num_compiled == before + kinds
 
 
 def test_what_changes_a_cache_in_place_does_so_when_compiled() -> None:
-    runner = make_runner(
-        load_family("llama"), recorder=NoRecorder(), transform=LayerCompiler("aot_eager")
-    )
+    runner = make_runner(load_family("llama"), recorder=NoRecorder(), transform=LayerCompiler("aot_eager"))
     assert runner.compiles
 
 

@@ -96,9 +96,7 @@ def test_layers_are_one_op_over_16_bit_caches_too(kv_dtype, fused_calls):
 
 def test_bits_are_compared_over_caches_of_the_dtype_that_will_be_used(monkeypatch):
     def wrong_in_16_bits(*args: Any, kv: LayerKV, **kwargs: Any) -> Tensor:
-        return decoder_layers(*args, kv=kv, **kwargs) + (
-            kv.keys[0].tensors[0].dtype == torch.bfloat16
-        )
+        return decoder_layers(*args, kv=kv, **kwargs) + (kv.keys[0].tensors[0].dtype == torch.bfloat16)
 
     monkeypatch.setattr(layer_module, "decoder_layers", wrong_in_16_bits)
     assert accelerate(build_family("llama"), torch.float32).layers == NUM_LAYERS
@@ -130,9 +128,7 @@ def test_a_layer_with_the_weights_of_its_neighbour_keeps_its_modules(monkeypatch
     monkeypatch.setattr(fused_layers, "plan", mistaken)
     report = accelerate(build_family("llama"))
     assert report.layers == 1
-    assert len([why for why in report.left_alone.values() if "something else" in why]) == (
-        NUM_LAYERS - 1
-    )
+    assert len([why for why in report.left_alone.values() if "something else" in why]) == (NUM_LAYERS - 1)
 
 
 def test_a_ragged_batch_runs_as_one_op_with_the_bits_of_each_sequence_alone(fused_calls):
@@ -191,9 +187,7 @@ def test_what_has_no_effect_on_the_compared_tokens_is_seen():
     layer = model.model.layers[2]
     own = layer.forward
     layer.forward = lambda *args, **kwargs: own(*args, **kwargs).clamp(-1e6, 1e6)
-    assert accelerate(model).left_alone == {
-        "model.layers.2": "not one op: beside its modules runs clamp"
-    }
+    assert accelerate(model).left_alone == {"model.layers.2": "not one op: beside its modules runs clamp"}
     # Its scale of queries is 1 up to the original maximum.
     scaled = accelerate(build_family("ministral3"))
     assert scaled.layers == 0
@@ -224,11 +218,7 @@ def test_what_the_op_cannot_do_is_left_to_the_modules(fused_calls):
     expected = model(input_ids=ids, **with_cache(model, cache))
     fused_calls.clear()
     for changes in (
-        {
-            "attention_mask": torch.zeros(1, 1, 4, 4).masked_fill(
-                ~torch.ones(4, 4).tril().bool(), -3e38
-            )
-        },
+        {"attention_mask": torch.zeros(1, 1, 4, 4).masked_fill(~torch.ones(4, 4).tril().bool(), -3e38)},
         {"something": 1},
     ):
         cache.begin(0, 4)

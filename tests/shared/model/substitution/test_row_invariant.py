@@ -71,9 +71,7 @@ def test_attention_gives_a_query_the_bits_that_it_gets_alone(masked: bool) -> No
         alone = attend(q[:, :, row : row + 1], k[:, :, :seen], v[:, :, :seen], attn_mask=own)
         assert torch.equal(alone, out[:, :, row : row + 1])
     biased = torch.zeros(1, 4, 6, 9)
-    torch.testing.assert_close(
-        attend(q, k, v, attn_mask=biased), F.scaled_dot_product_attention(q, k, v)
-    )
+    torch.testing.assert_close(attend(q, k, v, attn_mask=biased), F.scaled_dot_product_attention(q, k, v))
 
 
 def test_the_modules_that_call_such_functions_themselves_are_found() -> None:

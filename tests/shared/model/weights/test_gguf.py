@@ -97,16 +97,12 @@ def test_a_matrix_in_blocks_is_read_once(file: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kinds", [*SMALL, LARGE, MIXED], ids=lambda k: getattr(k, "name", "K"))
-def test_a_model_in_blocks_is_the_dequantised_model(
-    tmp_path: Path, kinds: Kind | dict[str, Kind], tied: bool
-) -> None:
+def test_a_model_in_blocks_is_the_dequantised_model(tmp_path: Path, kinds: Kind | dict[str, Kind], tied: bool) -> None:
     size = {"width": 256, "inner": 256} if isinstance(kinds, dict) else {}
     path = write_llama(tmp_path / "tiny.gguf", kinds, tied=tied, **size)
     own = load_model(path, compute_dtype=torch.float32)
     dequantised = load_model(path, dtype=torch.float32)
-    theirs = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
+    theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     names = {kind.name for kind in kinds.values()} if isinstance(kinds, dict) else {kinds.name}
     plain = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
     assert _formats(own) >= {plain.get(name, name) for name in names}

@@ -20,10 +20,7 @@ from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 from shared.model.weights.quantised import dequantises
 
-SETTINGS = {
-    "bitnet": {"quant_method": "bitnet"},
-    "fp8": {"quant_method": "fp8", "weight_block_size": [16, 16]},
-}
+SETTINGS = {"bitnet": {"quant_method": "bitnet"}, "fp8": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
 
 
 @pytest.fixture(autouse=True)
@@ -156,22 +153,14 @@ class Late(nn.Module):
 @pytest.mark.parametrize("late", [True, False])
 def test_weights_that_dequantise_when_the_model_first_runs_are_noticed(late: bool) -> None:
     model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=8,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-        )
+        LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     )
     model.config.quantization_config = {"quant_method": "late"}
     model.lm_head = Late(model.lm_head, late)
     assert dequantises(model) == late
 
 
-def test_modules_that_do_not_run_here_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_that_do_not_run_here_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> Tensor:
         raise RuntimeError("no kernel for this device")
 

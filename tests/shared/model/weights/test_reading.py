@@ -24,17 +24,7 @@ from tests.families import build_family
 from tests.gguf_files import write_llama
 
 # Families without a kernel for everything keep those weights as float32.
-SAVED = [
-    "llama",
-    "llama-tied",
-    "qwen2.5",
-    "qwen3",
-    "gemma3-sliding",
-    "phi3",
-    "gpt2",
-    "mixtral",
-    "opt",
-]
+SAVED = ["llama", "llama-tied", "qwen2.5", "qwen3", "gemma3-sliding", "phi3", "gpt2", "mixtral", "opt"]
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +52,7 @@ def _formats(loaded: LoadedModel) -> set[str]:
 
 
 @pytest.mark.parametrize("family", SAVED)
-def test_a_bfloat16_checkpoint_computes_the_bits_of_its_float32_build(
-    tmp_path: Path, family: str
-) -> None:
+def test_a_bfloat16_checkpoint_computes_the_bits_of_its_float32_build(tmp_path: Path, family: str) -> None:
     folder = save(tmp_path, family, torch.bfloat16)
     own, dequantised = load_model(folder), load_model(folder, dtype=torch.float32)
     assert _formats(own) == {"bfloat16"}
@@ -94,9 +82,7 @@ def test_a_weight_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
     assert caught.value.reason == "WEIGHTS_OVERFLOW"
 
 
-def test_no_matrix_is_read_before_it_is_packed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_matrix_is_read_before_it_is_packed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While transformers builds the model, no matrix is in memory. Afterwards none is left in its file."""
     given: list[str] = []
     get_tensor = SafetensorsReader.get_tensor
@@ -115,9 +101,7 @@ def test_no_matrix_is_read_before_it_is_packed(
     assert all(lazy(p).memory for p in matrices)
 
 
-def test_other_threads_load_as_ever_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_threads_load_as_ever_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads load the same files at once: one with neap, the other with transformers alone."""
     file = write_llama(tmp_path / "tiny.gguf")
     folder = save(tmp_path / "plain", "llama", torch.bfloat16)
@@ -141,9 +125,7 @@ def test_other_threads_load_as_ever_meanwhile(
         assert _formats(load_model(source))
         for model, wanted in zip(beside, expected, strict=True):
             assert all(type(p) is torch.nn.Parameter for p in model.parameters())
-            assert all(
-                torch.equal(value, wanted[name]) for name, value in model.state_dict().items()
-            )
+            assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
 
 
 def test_experts_stay_in_their_file_until_each_is_packed(tmp_path: Path) -> None:
@@ -184,9 +166,7 @@ def test_biases_of_experts_leave_their_file_with_it(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded.model(ids).logits, own(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_what_has_no_kernel_is_dequantised_and_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_no_kernel_is_dequantised_and_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsuitable(module: object, **_: object) -> object:
         raise Unsuitable("does more than x @ weight.T + bias")
 
@@ -223,9 +203,7 @@ def test_a_checkpoint_without_some_of_its_weights_is_refused(tmp_path: Path) -> 
     assert caught.value.reason == "WEIGHTS_MISSING"
 
 
-def test_a_file_that_is_written_to_meanwhile_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_written_to_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, "llama", torch.float32) / "model.safetensors"
     read = StableFile.read
 
@@ -279,9 +257,7 @@ def test_a_file_that_is_cut_is_refused(folder: Path, tmp_path: Path, share: floa
     ],
     ids=str,
 )
-def test_a_table_that_lies_is_refused(
-    folder: Path, tmp_path: Path, change: dict[str, object]
-) -> None:
+def test_a_table_that_lies_is_refused(folder: Path, tmp_path: Path, change: dict[str, object]) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     path = tmp_path / "model.safetensors"
@@ -325,9 +301,7 @@ def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
     assert caught.value.reason == "MODEL_NOT_FOUND"
 
 
-def test_a_shard_that_is_replaced_meanwhile_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_is_replaced_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shards opened before would be those of another version than the shards opened later."""
     shard = _shards(tmp_path)[0]
     opened = SafetensorsReader.__init__
@@ -344,9 +318,7 @@ def test_a_shard_that_is_replaced_meanwhile_is_refused(
     assert caught.value.reason == "MODEL_FILE_CHANGED"
 
 
-def test_an_error_that_a_changed_file_causes_names_the_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_a_changed_file_causes_names_the_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights that were compared with the packed ones are not those that were packed."""
     path = save(tmp_path, "llama", torch.float32) / "model.safetensors"
 
@@ -363,9 +335,7 @@ def test_an_error_that_a_changed_file_causes_names_the_change(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_model_keeps_its_fingerprint_in_another_format(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_a_model_keeps_its_fingerprint_in_another_format(tmp_path: Path, dtype: torch.dtype) -> None:
     """Rounded to float16 and then to bfloat16, many weights are not what they are if they are rounded once."""
     save(tmp_path, "llama", torch.float32)
     assert load_model(tmp_path, dtype=dtype).fingerprint == load_model(tmp_path).fingerprint

@@ -16,9 +16,7 @@ from shared.model.weights.stored import Blocks, Plain, Stored
 ROWS, COLUMNS, OFFSET = 40, 64, 7
 
 
-@pytest.fixture(
-    params=[torch.float32, torch.bfloat16, torch.float16, Kind.Q8_0, Kind.Q4_1], ids=str
-)
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16, Kind.Q8_0, Kind.Q4_1], ids=str)
 def form(request: pytest.FixtureRequest) -> torch.dtype | Kind:
     form: torch.dtype | Kind = request.param
     return form
@@ -44,11 +42,7 @@ def _stored(
 @pytest.mark.parametrize("wanted", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_look_up_reads_its_rows_alone(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    form: torch.dtype | Kind,
-    wanted: torch.dtype | None,
-    ordered: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: torch.dtype | Kind, wanted: torch.dtype | None, ordered: bool
 ) -> None:
     stored, file = _stored(tmp_path / "weights", form, wanted=wanted, ordered=ordered)
     whole = stored.dequantised_rows()
