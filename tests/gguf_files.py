@@ -1,6 +1,6 @@
 """Small .gguf files: a random Llama with a byte vocabulary."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
@@ -30,10 +30,16 @@ def blocks(rows: int, columns: int, kind: Kind, seed: int) -> np.ndarray:
 
 
 def write_llama(
-    path: Path, kinds: Mapping[str, Kind] | Kind = Kind.Q8_0, *, width: int = 64, inner: int = 96, tied: bool = True
+    path: Path,
+    kinds: Mapping[str, Kind] | Kind = Kind.Q8_0,
+    *,
+    width: int = 64,
+    inner: int = 96,
+    tied: bool = True,
+    add_more: Callable[[GGUFWriter], object] = lambda _: None,
 ) -> Path:
     """Writes the file. `kinds`: that of all matrices, or by the last part of their names, such as "attn_q"; others are
-    Q8_0."""
+    Q8_0. `add_more` adds metadata and tensors."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*letters, "<eos>", "he"]
     writer = GGUFWriter(path, "llama")
@@ -78,6 +84,7 @@ def write_llama(
             ("ffn_down", width, inner),
         ):
             add(f"blk.{layer}.{name}.weight", rows, columns)
+    add_more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 from transformers import modeling_gguf_pytorch_utils as checkpoints
 
-from shared.errors import NeapError
+from shared.errors import NeapError, UnsupportedModel
 from shared.model.weights.files import StableFile
 from shared.model.weights.gguf_file import Field, GgufContents, TensorEntry, read_contents
+from shared.model.weights.gguf_rope import TENSORS as ROPE_TENSORS
+from shared.model.weights.gguf_rope import rope_scaling
 from shared.model.weights.lazy import LazyWeight
 from shared.model.weights.reading import CheckpointFiles, Replacement, replaced
 from shared.model.weights.stored import BLOCK_KINDS, PLAIN_KINDS, Blocks, Plain, Stored, dequantise
@@ -32,7 +34,9 @@ try:
 except ImportError:  # an older version of transformers
     header_reader = None
 
-_load_gguf_checkpoint: Any = checkpoints.load_gguf_checkpoint  # transformers' own
+# Transformers' own.
+_load_gguf_checkpoint: Any = checkpoints.load_gguf_checkpoint
+_weights_map: Any = checkpoints.get_gguf_hf_weights_map
 
 
 def gguf_replacements(checkpoint: CheckpointFiles) -> list[Replacement]:
@@ -102,6 +106,8 @@ class GgufModel:
         self._first_rows: dict[str, int] = {}
         self._next_row = 0
         self._read_as_numbers: set[str] = set()
+        # What transformers had no place for; None is a tensor that its processor has placed itself.
+        self._left_out: set[str | None] = set()
         self._movable = frozenset(
             entry.name
             for entry in self.contents.tensors
@@ -110,8 +116,14 @@ class GgufModel:
 
     @functools.cached_property
     def metadata(self) -> Any:
-        """Config and tokenizer, as transformers' `load_gguf_checkpoint` returns them."""
-        return self._run(return_tensors=False)
+        """Config and tokenizer, as transformers' `load_gguf_checkpoint` returns them, with the scaling of rotary
+        embeddings."""
+        parsed = self._run(return_tensors=False)
+        config: dict[str, Any] = parsed["config"]
+        if config.keys().isdisjoint(("rope_scaling", "rope_parameters")):
+            scaling = rope_scaling(self.contents, self._dequantised)
+            config |= {"rope_scaling": scaling} if scaling else {}
+        return parsed
 
     def load(self, model_to_load: Any = None, torch_dtype: torch.dtype | None = None) -> Any:
         """What `load_gguf_checkpoint` returns with `return_tensors`, with lazy weights among the tensors."""
@@ -126,6 +138,12 @@ class GgufModel:
     def _load(self, model_to_load: Any, torch_dtype: torch.dtype | None) -> Any:
         while True:
             parsed = self._run(return_tensors=True, model_to_load=model_to_load)
+            if left_out := self._left_out - ROPE_TENSORS - {None}:
+                raise UnsupportedModel(
+                    f"{type(model_to_load).__name__} of transformers has no place for {len(left_out)} tensors of the "
+                    f"file, such as {min(filter(None, left_out))}",
+                    reason="TENSORS_LEFT_OUT",
+                )
             tensors: dict[str, Tensor] = parsed["tensors"]
             unmoved = set(self._first_rows)
             for name, tensor in tensors.items():
@@ -146,8 +164,9 @@ class GgufModel:
 
     def _run(self, **options: Any) -> Any:
         """Transformers' own `load_gguf_checkpoint` over this file's contents."""
-        self._first_rows, self._next_row = {}, 0
+        self._first_rows, self._next_row, self._left_out = {}, 0, set()
         own: list[Replacement] = [
+            (checkpoints, "get_gguf_hf_weights_map", self._weights_map),
             (gguf, "GGUFReader", lambda _: _Reader(self.contents)),
             (gguf, "dequantize", lambda data, _: self._numbers(str(data))),
             (checkpoints, "_gguf_parse_value", lambda value, _: value),
@@ -165,8 +184,16 @@ class GgufModel:
             return np.arange(2 * self._first_rows[name], 2 * self._next_row).reshape(-1, 2)
         if len(entry.shape) > 1 and entry.kind not in PLAIN_KINDS:
             self._checkpoint.dequantised.setdefault(name, f"no kernel reads {entry.kind.name}")
+        return self._dequantised(name)
+
+    def _dequantised(self, name: str) -> np.ndarray:
+        entry = self._entries[name]
         data = self._file.read(entry.offset, entry.num_bytes)
         return dequantise(data, entry.kind, entry.shape).numpy()
+
+    def _weights_map(self, *args: Any, **options: Any) -> "_NotingNames":
+        """As transformers' `get_gguf_hf_weights_map`, which calls itself for each module within a module."""
+        return _NotingNames(_weights_map(*args, **options), self._left_out)
 
     def _entry_of(self, numbers: Tensor) -> TensorEntry:
         """The matrix in whose place `_numbers` gave these numbers."""
@@ -220,6 +247,20 @@ def _may_be_counting_numbers(tensor: Tensor) -> bool:
     return not isinstance(tensor, LazyWeight) and (
         tensor.dtype == torch.int64 or (tensor.dim() > 1 and 2 in (tensor.shape[0], tensor.shape[-1]))
     )
+
+
+class _NotingNames(dict[str, str]):
+    """The names of parameters by those of tensors. Notes what is asked for and not there."""
+
+    def __init__(self, names: dict[str, str], absent: set[str | None]) -> None:
+        super().__init__(names)
+        self._absent = absent
+
+    def __contains__(self, name: object) -> bool:
+        is_there = super().__contains__(name)
+        if not is_there:
+            self._absent.add(name if isinstance(name, str) else None)
+        return is_there
 
 
 class _Reader:
