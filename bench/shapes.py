@@ -1,0 +1,180 @@
+"""Writes a .gguf file of a published model's shape with random weights: for starts, memory and speed at real sizes.
+
+    python -m bench.shapes llama-8b FILE.gguf --tokenizer OTHER.gguf [--format BF16]
+
+Blocks of 4 and 6 bits get random bits and scales with which weights are about as large as those of a fresh model, so
+numbers stay finite, and every matrix has the format that llama.cpp's Q4_K_M gives it. The vocabulary is that of
+--tokenizer, cut or filled up to the model's size. What such a model writes means nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from gguf.constants import GGML_QUANT_SIZES
+
+from bench.options import make_parser
+from shared.model.weights.files import StableFile
+from shared.model.weights.gguf_file import read_contents
+
+NORM = 1e-5
+# The scales of a block, by its kind: their places, and their values where a row has one input. Of 4 bits the second one
+# is that of what is subtracted, so that the mean is 0; the deviations of random blocks were counted.
+SCALES = {Kind.Q4_K: ((0, 1 / 258), (2, 7.5 / 258)), Kind.Q6_K: ((208, 1 / 1368),)}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """As in a Hugging Face config. `has_qk_norm`: whether each head's queries and keys are normalised.
+    `llama3_factor`: that of Llama 3.1's scaling of rotary embeddings; 0: there is none."""
+
+    architecture: str
+    num_layers: int
+    width: int
+    inner: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocabulary: int
+    context: int
+    rope_theta: float
+    has_qk_norm: bool = False
+    llama3_factor: float = 0.0
+
+
+SHAPES = {
+    # DeepSeek-R1-Distill-Llama-8B, which is Llama 3.1 8B.
+    "llama-8b": Shape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 500000.0, llama3_factor=8.0),
+    "qwen3-8b": Shape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 40960, 1000000.0, has_qk_norm=True),
+}
+
+Tensor = tuple[str, tuple[int, ...], Kind]
+
+
+def tensors(shape: Shape, plain: Kind | None) -> Iterator[Tensor]:
+    """All of the file. `plain`: the format of all matrices; None: those of Q4_K_M."""
+
+    def matrix(name: str, rows: int, columns: int, kind: Kind = Kind.Q4_K) -> Tensor:
+        return f"{name}.weight", (rows, columns), plain or kind
+
+    def norm(name: str, size: int = shape.width) -> Tensor:
+        return f"{name}.weight", (size,), Kind.F32
+
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    yield matrix("token_embd", shape.vocabulary, shape.width)
+    yield matrix("output", shape.vocabulary, shape.width, Kind.Q6_K)
+    yield norm("output_norm")
+    if shape.llama3_factor:
+        yield norm("rope_freqs", shape.head_dim // 2)
+    eighth = shape.num_layers // 8
+    for layer in range(shape.num_layers):
+        # llama.cpp's rule for the layers whose values and last products get more bits.
+        more = layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
+        block, precise = f"blk.{layer}.", Kind.Q6_K if more else Kind.Q4_K
+        yield norm(f"{block}attn_norm")
+        yield norm(f"{block}ffn_norm")
+        if shape.has_qk_norm:
+            yield norm(f"{block}attn_q_norm", shape.head_dim)
+            yield norm(f"{block}attn_k_norm", shape.head_dim)
+        yield matrix(f"{block}attn_q", queries, shape.width)
+        yield matrix(f"{block}attn_k", keys, shape.width)
+        yield matrix(f"{block}attn_v", keys, shape.width, precise)
+        yield matrix(f"{block}attn_output", shape.width, queries)
+        yield matrix(f"{block}ffn_gate", shape.inner, shape.width)
+        yield matrix(f"{block}ffn_up", shape.inner, shape.width)
+        yield matrix(f"{block}ffn_down", shape.width, shape.inner, precise)
+
+
+def numbers(shape: Shape, tensor: Tensor, generator: np.random.Generator) -> np.ndarray:
+    """float32 [N] of a norm; bytes [rows, bytes per row] of a matrix."""
+    name, size, kind = tensor
+    if name == "rope_freqs.weight":
+        return llama3_factors(shape)
+    if len(size) == 1:
+        return np.ones(size, np.float32)
+    rows, columns = size
+    per_block, block_bytes = GGML_QUANT_SIZES[kind]
+    if kind not in SCALES:
+        weights = generator.standard_normal(size, np.float32) / np.float32(columns**0.5)
+        quantised: np.ndarray = gguf.quantize(weights, kind)
+        return quantised
+    blocks = generator.integers(0, 256, (rows * columns // per_block, block_bytes), np.uint8)
+    for place, scale in SCALES[kind]:
+        blocks[:, place : place + 2] = np.frombuffer(np.float16(scale / columns**0.5).tobytes(), np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def llama3_factors(shape: Shape) -> np.ndarray:
+    """By how much Llama 3.1 lowers each frequency."""
+    places = np.arange(0, shape.head_dim, 2) / shape.head_dim
+    turns = 8192 * shape.rope_theta**-places / (2 * np.pi)
+    smooth = ((turns - 1.0) / 3.0).clip(0.0, 1.0)
+    return (1.0 / ((1.0 - smooth) / shape.llama3_factor + smooth)).astype(np.float32)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, source: Path, size: int) -> None:
+    with closing(StableFile(source)) as file:
+        fields = read_contents(file).fields
+    values: dict[str, list[Any]] = {key.removeprefix("tokenizer.ggml."): field.values for key, field in fields.items()}
+    texts = values["tokens"][:size]
+    known = set(texts)
+    writer.add_tokenizer_model(values["model"][0])
+    writer.add_tokenizer_pre(values["pre"][0])
+    writer.add_token_list([*texts, *(f"[PAD{number}]" for number in range(len(texts), size))])
+    writer.add_token_types([*values["token_type"][:size], *[gguf.TokenType.UNUSED] * (size - len(texts))])
+    merges = (merge for merge in values["merges"] if merge.replace(" ", "") in known)
+    writer.add_token_merges([merge for merge in merges if known.issuperset(merge.split(" "))])
+    writer.add_eos_token_id(min(values["eos_token_id"][0], size - 1))
+
+
+def write(shape: Shape, target: Path, tokenizer: Path, plain: Kind | None) -> None:
+    writer = gguf.GGUFWriter(target, shape.architecture)
+    writer.add_name(f"random {target.stem}")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M if plain is None else gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.width)
+    writer.add_block_count(shape.num_layers)
+    writer.add_feed_forward_length(shape.inner)
+    writer.add_head_count(shape.num_heads)
+    writer.add_head_count_kv(shape.num_kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(shape.rope_theta)
+    writer.add_layer_norm_rms_eps(NORM)
+    writer.add_vocab_size(shape.vocabulary)
+    add_tokenizer(writer, tokenizer, shape.vocabulary)
+    every = [*tensors(shape, plain)]
+    for name, size, kind in every:
+        per_block, block_bytes = GGML_QUANT_SIZES[kind]
+        num_bytes = int(np.prod(size)) // per_block * block_bytes
+        stored = size if len(size) == 1 else (size[0], size[1] // per_block * block_bytes)
+        dtype = np.dtype(np.float32 if kind is Kind.F32 else np.uint8)
+        writer.add_tensor_info(name, stored, dtype, num_bytes, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    generator = np.random.default_rng(0)
+    for tensor in every:
+        writer.write_tensor_data(numbers(shape, tensor, generator))
+    writer.close()
+
+
+def main() -> None:
+    parser = make_parser(__doc__, model=False)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--format", choices=("Q4_K_M", "BF16"), default="Q4_K_M")
+    options = parser.parse_args()
+    plain = None if options.format == "Q4_K_M" else Kind.BF16
+    write(SHAPES[options.shape], options.target, options.tokenizer, plain)
+
+
+if __name__ == "__main__":
+    main()
