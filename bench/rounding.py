@@ -2,24 +2,30 @@
 
     python -m bench.rounding --model FILE.gguf --text FILE [--windows 16] [--per-task 2] [--new-tokens 64]
     python -m bench.rounding --model DIR --dtype bfloat16 --compute-dtype bfloat16 --text FILE
+    python -m bench.rounding --model FILE.gguf --text FILE --peers-cache DIR
 
 Both sides have the same weights, and are loaded one after the other. Perplexity is that of the second half of windows
 of 512 tokens, spread evenly over the text. "same choices" is the share of these positions after which both sides rank
 the same token first. Answers are greedy and of full depth. Costs are multiples of the pass over one token without
-rounding.
+rounding. --peers-cache: the cache of `bench.peers`, for llama.cpp's perplexity on the same windows.
 """
 
 import gc
 import math
+import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bench.batch import closed_loop
 from bench.machine import described
 from bench.options import add_dtypes, add_prompts, each_model, load, make_parser
+from bench.peers.catalogue import PEERS
+from bench.peers.environment import Environment, worker_environment
 from bench.prompts import first_turns
 from bench.table import head, row
 from shared.configured_model import dtype_named
@@ -64,6 +70,20 @@ def read(runner: ContiguousRunner, windows: Tensor) -> tuple[Tensor, float]:
     return torch.cat(choices), torch.stack(surprises).mean().item()
 
 
+def llama_cpp_surprise(cache: Path, model: str, windows: Tensor) -> float:
+    """llama.cpp's surprise over the second halves, in nats. It is installed in `cache` if it is not there."""
+    peer = PEERS["llama.cpp"]
+    assert peer.requirements is not None
+    environment = Environment(cache / "peers" / peer.folder, peer.requirements)
+    environment.ensure(print)
+    with tempfile.NamedTemporaryFile(suffix=".npy") as file:
+        np.save(file, windows.numpy())
+        file.flush()
+        command = [*environment.command(peer.module), "surprise", model, file.name, str(torch.get_num_threads())]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=worker_environment())
+    return float(done.stdout.split()[-1])
+
+
 def measured(loaded: LoadedModel, windows: Tensor, prompts: list[list[int]], new_tokens: int) -> Side:
     runner = ContiguousRunner(loaded)
     verify = measure_verify(runner)
@@ -81,6 +101,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--peers-cache", type=Path)
     add_prompts(parser, 2)
     for options in each_model(parser):
         print(described("cpu"))
@@ -105,6 +126,8 @@ def main() -> None:
                 f"{answers} of {len(side.answers)}",
                 *(f"{side.seconds[width] / first.seconds[1]:.2f}" for width in WIDTHS),
             )
+        if options.peers_cache:
+            row("llama.cpp", f"{math.exp(llama_cpp_surprise(options.peers_cache, options.model, windows)):.3f}")
         print(f"a pass over one token without rounding: {1000 * first.seconds[1]:.1f} ms")
 
 

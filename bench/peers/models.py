@@ -68,7 +68,7 @@ class Models:
             environment = self._environments[LLAMA_CPP]
             environment.ensure(self._say)
             command = environment.command(PEERS[LLAMA_CPP].module)
-            command += [str(self._gguf(FLOAT32)), str(path), QUANTISED[weights]]
+            command += ["quantise", str(self._gguf(FLOAT32)), str(path), QUANTISED[weights]]
             environment.run(command, f"quantise-{weights}")
 
         return self._made(f"{weights}.gguf", quantise)

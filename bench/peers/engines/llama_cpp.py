@@ -1,11 +1,16 @@
 """llama.cpp by its C API: greedy decoding of sequences that share each `llama_decode`. With prompt look-up: by its
 Python package, which answers one prompt after the other.
 
-With the arguments SOURCE TARGET TYPE, TYPE as in Q4_K_M, it quantises a .gguf file instead.
+With the arguments quantise SOURCE TARGET TYPE, TYPE as in Q4_K_M, it quantises a .gguf file instead. With the arguments
+surprise SOURCE WINDOWS THREADS it prints by how many nats the second half of windows of text surprises a model on
+average; WINDOWS is a .npy file of token ids.
 """
 
 import ctypes
+import math
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import llama_cpp as api
 import numpy
@@ -54,7 +59,7 @@ class LlamaCpp:
             for position, token in enumerate(ids)
         ]
         while entries:
-            self._decode(entries, answers)
+            self._decode(entries, lambda index, entry: answers[entry[2]].add(int(self._logits(index).argmax())))
             entries = [
                 (answer.token_ids[-1], len(ids) + len(answer.token_ids) - 1, number, True)
                 for number, (ids, answer) in enumerate(zip(prompts, answers, strict=True))
@@ -62,7 +67,8 @@ class LlamaCpp:
             ]
         return answers
 
-    def _decode(self, entries: list[Entry], answers: list[Answer]) -> None:
+    def _decode(self, entries: list[Entry], look: Callable[[int, Entry], object]) -> None:
+        """Shows `look` each entry whose logits are needed, and its place in the batch."""
         for first in range(0, len(entries), self._batch_tokens):
             part = entries[first : first + self._batch_tokens]
             batch = self._batch
@@ -75,14 +81,28 @@ class LlamaCpp:
                 batch.logits[index] = needs_logits
             if status := api.llama_decode(self._context, batch):
                 raise RuntimeError(f"llama_decode returned {status}")
-            for index, (_, _, number, needs_logits) in enumerate(part):
-                if needs_logits:
-                    answers[number].add(self._best(index))
+            for index, entry in enumerate(part):
+                if entry[3]:
+                    look(index, entry)
 
-    def _best(self, index: int) -> int:
+    def surprises(self, ids: list[int]) -> list[float]:
+        """In nats, of the tokens of the second half of a window."""
+        api.llama_memory_clear(api.llama_get_memory(self._context), True)
+        half, found = len(ids) // 2, []
+        entries = [(token, position, 0, position >= half) for position, token in enumerate(ids[:-1])]
+
+        def look(index: int, entry: Entry) -> None:
+            logits = self._logits(index).astype(numpy.float64)
+            top = logits.max()
+            found.append(top + math.log(numpy.exp(logits - top).sum()) - logits[ids[entry[1] + 1]])
+
+        self._decode(entries, look)
+        return found
+
+    def _logits(self, index: int) -> Any:
         logits = api.llama_get_logits_ith(self._context, index)
         address = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
-        return int(numpy.ctypeslib.as_array(address, (self._vocabulary_size,)).argmax())
+        return numpy.ctypeslib.as_array(address, (self._vocabulary_size,))
 
 
 class LookUp:
@@ -123,5 +143,12 @@ def quantise(source: str, target: str, file_type: str) -> None:
         raise SystemExit(f"llama_model_quantize returned {status}")
 
 
+def surprise(source: str, windows: str, num_threads: str) -> None:
+    rows = numpy.load(windows)
+    engine = LlamaCpp(EngineSettings(source, "", int(num_threads), 1, rows.shape[1], ()))
+    print(numpy.mean([engine.surprises(row.tolist()) for row in rows]))
+
+
 if __name__ == "__main__":
-    quantise(*sys.argv[1:]) if sys.argv[1:] else serve(load)
+    commands = {"quantise": quantise, "surprise": surprise}
+    commands[sys.argv[1]](*sys.argv[2:]) if sys.argv[1:] else serve(load)
