@@ -1,6 +1,7 @@
 """A whole calibration, from top to bottom: text, states, training, report. Streaming, in bounded memory, resumable."""
 
 import hashlib
+import math
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from calibrator_service.calibration.text.stream import (
 )
 from calibrator_service.calibration.text.writer import Writer
 from calibrator_service.calibration.text.writers import Writers
-from calibrator_service.calibration.training.closed_form import seconds_to_solve
+from calibrator_service.calibration.training.closed_form import seconds_to_solve, share_to_solve
 from calibrator_service.calibration.training.confidence import fit_ladder
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary, choose_draft_vocabulary
 from calibrator_service.calibration.training.heads import fit_heads
@@ -127,7 +128,12 @@ def run_phases(
     """All phases in order, in the calling thread. Raises as `calibrate`."""
     run.report("loading", 0.0)
     runner = ContiguousRunner(run.loaded)
-    run.schedule.expect_solving(len(run.plan.depths) * seconds_to_solve(run.loaded.hidden_size, run.loaded.device))
+    hidden_size = run.loaded.hidden_size
+    solving_s = len(run.plan.depths) * seconds_to_solve(hidden_size, run.loaded.device)
+    # What a parent has learned from is known by its sums alone.
+    run.schedule.expect_solving(
+        lambda count: solving_s * share_to_solve(hidden_size, count if parent is None else math.inf)
+    )
 
     with run.phase("collecting"), closing(Writers(run, fleet_of)) as writers:
         knows_speed = writers.of_text is writers.own

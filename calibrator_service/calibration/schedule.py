@@ -2,6 +2,7 @@
 machine."""
 
 import math
+from collections.abc import Callable
 
 # Share of the budget for the answers of the risk split, at most.
 # Certifying reads them again, which takes as long as writing them.
@@ -26,12 +27,18 @@ class Schedule:
     def __init__(self, budget_s: float, *, trains: bool) -> None:
         self._budget_s = budget_s
         self._training_share = TRAINING_SHARE if trains else 0.0
+        self._seconds_to_solve: Callable[[float], float] = lambda _: 0.0
         self._solving_share = 0.0
         self._risk_share = RISK_SHARE
 
-    def expect_solving(self, seconds: float) -> None:
-        """Solving all heads takes `seconds` here."""
-        self._solving_share = min(seconds / self._budget_s, MAX_SOLVING_SHARE)
+    def expect_solving(self, seconds: Callable[[float], float]) -> None:
+        """Solving all heads from so many positions takes `seconds(positions)` here."""
+        self._seconds_to_solve = seconds
+        self.expect_positions(math.inf)
+
+    def expect_positions(self, count: float) -> None:
+        """Heads will be solved from at most `count` positions."""
+        self._solving_share = min(self._seconds_to_solve(count) / self._budget_s, MAX_SOLVING_SHARE)
 
     def expect_risk(self, num_prompts: int, answer_tokens: int, tokens_per_s: float) -> None:
         """The risk split can have up to `num_prompts` prompts with answers of `answer_tokens` tokens; the model writes

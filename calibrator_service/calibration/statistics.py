@@ -67,7 +67,7 @@ class Statistics:
         """
         moments: dict[int, Moments] = {}
         for depth, own in self.moments.items():
-            total = Moments(own.layout, own.second.device)
+            total = Moments(own.layout, own.device)
             total.merge(own)
             total.merge(_moments_at(parent, depth), share)
             moments[depth] = total
@@ -106,6 +106,8 @@ class Statistics:
 
     def to_bytes(self) -> bytes | None:
         """A safetensors file, which `read_statistics` reads; None if it had more than MAX_BYTES."""
+        if 4 * sum(own.layout.num_sums for own in self.moments.values()) > MAX_BYTES:
+            return None
         tensors = {"choice_counts": self.choice_counts, "learned": self.learned}
         for depth, moments in self.moments.items():
             for name, tensor in moments.to_tensors().items():

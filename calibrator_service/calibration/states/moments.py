@@ -1,5 +1,5 @@
 """What a linear exit head is solved from: sums of products over positions.
-They add, over texts, machines and calibrations."""
+They add, over texts, machines and calibrations. Few positions are kept themselves, which takes less memory and time."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ from shared.ladder.unit import unit
 
 # Positions of one matrix product. It bounds the memory for their states in float32.
 PIECE = 2048
+# Positions that are kept, per number of one position. With more of them, solving from sums takes no longer.
+KEPT_PER_WIDTH = 0.25
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,11 @@ class MomentsLayout:
         exit."""
         return (NUM_STATES + 2) * self.hidden_size
 
+    @property
+    def num_sums(self) -> int:
+        """Numbers that `Moments.to_tensors` returns."""
+        return self.width * (self.width + 1) // 2 + self.width * 2 * self.hidden_size
+
 
 class Moments:
     """Sums over `count` positions t of a text, of which x = (settled states of t [3D], state entering at t + 1 [D], and
@@ -41,12 +48,45 @@ class Moments:
     which the full model chooses: as the LM head reads them. All other states are scaled to a root mean square of 1. The
     second step of a chain begins with the head's output for t + 1, which is linear in x: its sums follow from these, so
     one pass over the text is enough, and parts of a text may be summed apart.
+
+    While positions are few, `kept` has them, and each access to a sum computes it anew.
     """
 
     def __init__(self, layout: MomentsLayout, device: torch.device | str = "cpu") -> None:
-        self.layout, self.count = layout, 0.0
-        self.second = torch.zeros(layout.width, layout.width, device=device)
-        self.targets = torch.zeros(layout.width, 2 * layout.hidden_size, device=device)
+        self.layout, self.count, self.device = layout, 0.0, torch.device(device)
+        # The numbers of x [W] and z [2D] of each position, as long as there are few.
+        self._kept: list[tuple[Tensor, Tensor]] | None = []
+        self._sums: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def kept(self) -> tuple[Tensor, Tensor] | None:
+        """x [N, 5D] and z [N, 2D] of all positions; None if only their sums are left."""
+        if self._kept is None:
+            return None
+        width, num_finals = self.layout.width, 2 * self.layout.hidden_size
+        empty = torch.zeros(0, width, device=self.device), torch.zeros(0, num_finals, device=self.device)
+        states, finals = zip(empty, *self._kept, strict=True)
+        return torch.cat(states), torch.cat(finals)
+
+    @property
+    def second(self) -> Tensor:
+        return self._summed()[0]
+
+    @property
+    def targets(self) -> Tensor:
+        return self._summed()[1]
+
+    def _summed(self) -> tuple[Tensor, Tensor]:
+        if self._sums is not None:
+            return self._sums
+        assert self.kept is not None
+        states, finals = self.kept
+        return states.T @ states, states.T @ finals
+
+    def _forget_positions(self) -> tuple[Tensor, Tensor]:
+        """The sums, which are all that is left from here on."""
+        self._sums, self._kept = self._summed(), None
+        return self._sums
 
     @torch.no_grad()
     def add(self, chunk: StateChunk, final: Callable[[Tensor], Tensor]) -> None:
@@ -63,10 +103,16 @@ class Moments:
             states = torch.cat([unit(part) for part in parts], -1)
             finals = torch.cat([final(chunk.deep[piece]), final(chunk.deep[piece + 1])], -1).float()
             sane = torch.cat([states, finals], -1).isfinite().all(-1)
-            states, finals = states[sane], finals[sane]
-            self.second.addmm_(states.T, states)
-            self.targets.addmm_(states.T, finals)
-            self.count += len(states)
+            self._add(states[sane], finals[sane])
+
+    def _add(self, states: Tensor, finals: Tensor) -> None:
+        self.count += len(states)
+        if self._kept is not None and self.count <= KEPT_PER_WIDTH * self.layout.width:
+            self._kept.append((states, finals))
+            return
+        second, targets = self._forget_positions() if self._sums is None else self._sums
+        second.addmm_(states.T, states)
+        targets.addmm_(states.T, finals)
 
     def merge(self, other: "Moments", share: float = 1.0) -> None:
         """Adds `share` of the other's sums. Raises `PreconditionFailed` (LAYOUT_MISMATCH) if they are of other
@@ -76,34 +122,44 @@ class Moments:
                 f"the statistics are of {other.layout}, and those of this calibration of {self.layout}",
                 reason="LAYOUT_MISMATCH",
             )
-        self.second.add_(other.second.to(self.second.device), alpha=share)
-        self.targets.add_(other.targets.to(self.targets.device), alpha=share)
+        for own, more in zip(self._forget_positions(), (other.second, other.targets), strict=True):
+            own.add_(more.to(self.device), alpha=share)
         self.count += share * other.count
 
-    def to_tensors(self) -> dict[str, Tensor]:
-        """Tensors for safetensors: `second` as its upper triangle, row by row, `targets` and `count`."""
-        size = self.layout.width
-        rows, columns = torch.triu_indices(size, size)
-        return {
-            "second": self.second.cpu()[rows, columns],
-            "targets": self.targets.cpu(),
-            "count": torch.tensor([self.count], dtype=torch.float64),
-        }
+    def to_tensors(self, *, with_positions: bool = False) -> dict[str, Tensor]:
+        """Tensors for safetensors: `second` as its upper triangle, row by row, `targets` and `count`.
+
+        `with_positions`: x and z of each position instead, while there are few. They tell of the text.
+        """
+        count = torch.tensor([self.count], dtype=torch.float64)
+        if with_positions and (kept := self.kept) is not None:
+            return {"states": kept[0].cpu(), "finals": kept[1].cpu(), "count": count}
+        second = self.second.cpu()
+        triangle = torch.cat([second[row, row:] for row in range(self.layout.width)])
+        return {"second": triangle, "targets": self.targets.cpu(), "count": count}
 
     @classmethod
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], layout: MomentsLayout, device: torch.device | str = "cpu"
     ) -> Self:
         """Raises `Corrupt` unless the tensors have the form that `to_tensors` returns, with finite numbers."""
-        size = layout.width
-        shapes = {"second": (size * (size + 1) // 2,), "targets": (size, 2 * layout.hidden_size), "count": (1,)}
+        size, num_finals, found = layout.width, 2 * layout.hidden_size, cls(layout, device)
+        has_positions = "states" in tensors
+        count = len(tensors["states"]) if has_positions else 0
+        shapes = {"states": (count, size), "finals": (count, num_finals), "count": (1,)}
+        if not has_positions:
+            shapes = {"second": (size * (size + 1) // 2,), "targets": (size, num_finals), "count": (1,)}
         if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != shapes:
             raise Corrupt("the statistics of an exit have not the shapes of their layout")
         if not all(tensor.is_floating_point() and bool(tensor.isfinite().all()) for tensor in tensors.values()):
             raise Corrupt("the statistics of an exit hold what is no finite number")
-        found = cls(layout, device)
-        rows, columns = torch.triu_indices(size, size)
-        found.second[rows, columns] = found.second[columns, rows] = tensors["second"].float().to(device)
-        found.targets.copy_(tensors["targets"])
+        if has_positions:
+            found._add(tensors["states"].float().to(device), tensors["finals"].float().to(device))
+            return found
+        second, targets = found._forget_positions()
+        rest = tensors["second"].float().to(device).split([*range(size, 0, -1)])
+        for row, numbers in enumerate(rest):
+            second[row, row:] = second[row:, row] = numbers
+        targets.copy_(tensors["targets"])
         found.count = float(tensors["count"])
         return found

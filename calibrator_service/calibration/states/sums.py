@@ -50,7 +50,7 @@ class Sums:
         tensors = {
             f"{depth}.{name}": tensor
             for depth, moments in self.moments.items()
-            for name, tensor in moments.to_tensors().items()
+            for name, tensor in moments.to_tensors(with_positions=True).items()
         }
         tensors["num_chunks"] = torch.tensor([self.num_chunks])
         write_atomically(self._path, save(tensors))
@@ -63,5 +63,5 @@ class Sums:
         except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
             raise Corrupt(f"{path.name} does not hold the sums of this calibration") from error
         for depth, moments in self.moments.items():
-            own, device = take_part(tensors, str(depth)), moments.second.device
-            self.moments[depth] = Moments.from_tensors(own, moments.layout, device)
+            own = take_part(tensors, str(depth))
+            self.moments[depth] = Moments.from_tensors(own, moments.layout, moments.device)

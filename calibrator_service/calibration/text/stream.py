@@ -154,6 +154,7 @@ class CollectingProgress:
         elapsed_s, written = self._run.elapsed_s(), max(self._num_written, self.num_assigned)
         left_s = max(self._text_s - elapsed_s, 0.0)
         expected = written + written / seconds * left_s
+        self._run.schedule.expect_positions(expected)
         slack = EARLY_SLACK if left_s else 1.0
         if slack * expected >= MIN_WRITTEN_TOKENS:
             return

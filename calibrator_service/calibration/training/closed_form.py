@@ -1,12 +1,12 @@
 """Exit heads in closed form: the linear maps from states to final states with the least squared error, solved from
-`Moments`."""
+`Moments`. Few positions are solved in the dual form, with one equation per position instead of one per input."""
 
 import time
 
 import torch
 from torch import Tensor
 
-from calibrator_service.calibration.states.moments import Moments
+from calibrator_service.calibration.states.moments import KEPT_PER_WIDTH, Moments
 from shared.ladder.fused_head import NUM_STATES, FusedHead
 
 # The ridge is this share of the mean square of an input, times inputs per position, within these bounds: measured on a
@@ -21,13 +21,21 @@ SOLVES_PER_HEAD = 1.3
 
 @torch.no_grad()
 def seconds_to_solve(hidden_size: int, device: torch.device) -> float:
-    """About what `solve_head` takes on this machine."""
+    """About what `solve_head` takes on this machine from sums: see `share_to_solve`."""
     num_inputs = (NUM_STATES + 1) * hidden_size
     tried = min(num_inputs, TRIED_INPUTS)
     second, targets = (torch.eye(tried, columns, device=device) for columns in (tried, tried // 4))
     start_s = time.perf_counter()
     float(solve_ridge(second, targets, 1.0)[0].sum())
     return SOLVES_PER_HEAD * (time.perf_counter() - start_s) * (num_inputs / tried) ** 3
+
+
+def share_to_solve(hidden_size: int, num_positions: float) -> float:
+    """Of `seconds_to_solve`, what so few positions take: by the products of `_from_positions` and `_from_sums`."""
+    if num_positions > KEPT_PER_WIDTH * (NUM_STATES + 2) * hidden_size:
+        return 1.0
+    ratio = num_positions / hidden_size
+    return min(1.0, ratio / 4 + ratio**2 / 8)
 
 
 @torch.no_grad()
@@ -39,8 +47,19 @@ def solve_head(moments: Moments, mlp_width: int) -> FusedHead:
     head's output and the state entering. The second is solved for what the first one says, which is never as good as
     settled states. Needs at least one position.
     """
+    head = FusedHead(moments.layout.hidden_size, mlp_width).to(moments.device)
+    first, further, mean_square = _from_sums(moments) if moments.kept is None else _from_positions(moments)
+    head.fuse.copy_(torch.cat([first, further]).T)
+    torch.nn.init.zeros_(head.down)
+    # Logits of the size that the map's own outputs would have.
+    head.gain.fill_(float(mean_square.sqrt()))
+    return head
+
+
+def _from_sums(moments: Moments) -> tuple[Tensor, Tensor, Tensor]:
+    """The maps of a chain's first step [4D, D] and of further steps [2D, D], and the mean square of the first one's
+    outputs."""
     size = moments.layout.hidden_size
-    head = FusedHead(size, mlp_width).to(moments.second.device)
     num_first = (NUM_STATES + 1) * size
     second, targets = moments.second, moments.targets
     inputs, aims = second[:num_first, :num_first], targets[:num_first, :size]
@@ -53,26 +72,59 @@ def solve_head(moments: Moments, mlp_width: int) -> FusedHead:
     seen[size:, :size] = seen[:size, size:].T
     seen[size:, size:] = second[num_first:, num_first:]
     aimed = torch.cat([first.T @ targets[:num_first, size:], targets[num_first:, size:]])
-    # A chain goes on from outputs that are scaled to a root mean square of 1.
-    # What is solved here knows their mean alone.
     mean_square = seen.diagonal()[:size].mean() / max(moments.count, 1.0)
-    scale = torch.ones(2 * size, device=second.device)
-    scale[:size] = mean_square.clamp_min(1e-12).rsqrt()
+    scale = _scale(mean_square, size)
     further, _ = solve_ridge(seen * scale[:, None] * scale, aimed * scale[:, None], moments.count)
-    head.fuse.copy_(torch.cat([first, further]).T)
-    torch.nn.init.zeros_(head.down)
-    # Logits of the size that the map's own outputs would have.
-    head.gain.fill_(float(mean_square.sqrt()))
-    return head
+    return first, further, mean_square
+
+
+def _from_positions(moments: Moments) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_from_sums`, from the positions themselves."""
+    assert moments.kept is not None
+    states, finals = moments.kept
+    size = moments.layout.hidden_size
+    inputs, entering = states.split([(NUM_STATES + 1) * size, size], 1)
+    first = solve_ridge_of(inputs, finals[:, :size])
+    outputs = inputs @ first
+    mean_square = outputs.square().sum() / max(moments.count * size, 1.0)
+    seen = torch.cat([outputs, entering], 1) * _scale(mean_square, size)
+    return first, solve_ridge_of(seen, finals[:, size:]), mean_square
+
+
+def _scale(mean_square: Tensor, size: int) -> Tensor:
+    """[2D]: a chain goes on from outputs that are scaled to a root mean square of 1.
+    What is solved here knows their mean alone."""
+    scale = torch.ones(2 * size, device=mean_square.device)
+    scale[:size] = mean_square.clamp_min(1e-12).rsqrt()
+    return scale
 
 
 def solve_ridge(second: Tensor, targets: Tensor, count: float) -> tuple[Tensor, float]:
     """The matrix W [I, O] with the least squared error |x W - z|^2 plus the ridge, from the sums of x x' [I, I] and of
     x z' [I, O]; and the ridge: (sums + ridge) W = targets."""
-    size = len(second)
-    share = min(max(RIDGE_PER_LOAD * size / max(count, 1.0), LEAST_RIDGE), MOST_RIDGE)
-    ridge = share * float(second.diagonal().double().mean()) + 1e-9
-    damped = second.double()
-    damped.diagonal().add_(ridge)
-    factor = torch.linalg.cholesky(damped)
-    return torch.cholesky_solve(targets.double(), factor).float(), ridge
+    ridge = _ridge(len(second), count, float(second.diagonal().double().mean()))
+    return _solve(second.double(), targets.double(), ridge).float(), ridge
+
+
+def solve_ridge_of(inputs: Tensor, aims: Tensor) -> Tensor:
+    """The matrix W [I, O] of `solve_ridge`, from positions x [N, I] and z [N, O]. By far faster for N << I.
+
+    W = x' (x x' + ridge)^-1 z (Saunders et al., Ridge regression learning algorithm in dual variables, 1998).
+    """
+    count, size = inputs.shape
+    exact = inputs.double()
+    ridge = _ridge(size, count, float(exact.square().sum()) / size)
+    return inputs.T @ _solve(exact @ exact.T, aims.double(), ridge).float()
+
+
+def _ridge(num_inputs: int, count: float, mean_square: float) -> float:
+    """`mean_square`: the mean over inputs of the sum of their squares over the positions."""
+    share = min(max(RIDGE_PER_LOAD * num_inputs / max(count, 1.0), LEAST_RIDGE), MOST_RIDGE)
+    return share * mean_square + 1e-9
+
+
+def _solve(matrix: Tensor, targets: Tensor, ridge: float) -> Tensor:
+    """(matrix + ridge)^-1 targets in float64. Overwrites `matrix`, which may be all the memory that there is."""
+    matrix.diagonal().add_(ridge)
+    torch.linalg.cholesky(matrix, out=matrix)
+    return torch.cholesky_solve(targets, matrix)

@@ -26,7 +26,7 @@ def ends(schedule: Schedule) -> list[float]:
 @pytest.mark.parametrize("budget_s", [5.0, 150.0, 30_000.0])
 def test_phases_follow_each_other_and_text_has_time(trains, solving_s, tokens_per_s, num_prompts, budget_s):
     schedule = Schedule(budget_s, trains=trains)
-    schedule.expect_solving(solving_s)
+    schedule.expect_solving(lambda _: solving_s)
     schedule.expect_risk(num_prompts, ANSWER_TOKENS, tokens_per_s)
     assert [0.2, *ends(schedule), 1.0] == sorted([0.2, *ends(schedule), 1.0])
     # Certifying reads the answers again, which takes as long as writing them.
@@ -62,16 +62,26 @@ def test_a_long_calibration_takes_no_more_time_for_answers_than_they_need():
 def test_solving_takes_its_time_from_the_text():
     schedule = Schedule(150.0, trains=False)
     before = ends(schedule)
-    schedule.expect_solving(15.0)
+    schedule.expect_solving(lambda _: 15.0)
     assert ends(schedule) == [*(pytest.approx(end - 0.1) for end in before[:2]), *before[2:]]
-    schedule.expect_solving(1500.0)
+    schedule.expect_solving(lambda _: 1500.0)
     assert schedule.risk_text == pytest.approx(before[1] - MAX_SOLVING_SHARE)
+
+
+def test_fewer_positions_than_expected_leave_time_for_text():
+    schedule = Schedule(150.0, trains=False)
+    schedule.expect_solving(lambda count: 15.0 if count > 1000 else 0.0)
+    late = schedule.collecting
+    schedule.expect_positions(1000)
+    assert schedule.collecting == pytest.approx(late + 0.1)
+    schedule.expect_positions(1001)
+    assert schedule.collecting == late
 
 
 def test_without_a_budget_nothing_is_left_out():
     schedule = Schedule(math.inf, trains=True)
     before = ends(schedule)
-    schedule.expect_solving(1e6)
+    schedule.expect_solving(lambda _: 1e6)
     schedule.expect_risk(300, ANSWER_TOKENS, 1e-3)
     assert ends(schedule) == before
     assert schedule.certifies

@@ -11,6 +11,13 @@ from shared.ladder.unit import unit
 from tests.calibrator_service.calibration.chunks import LAYOUT, SIZE, random_chunk
 
 
+@pytest.fixture(autouse=True, params=[0.0, 0.2, 1e9], ids=["sums", "positions, then sums", "positions"])
+def kept_per_width(request, monkeypatch):
+    """The chunks here have 15 and 38 positions, and 8 of width 40 are few."""
+    monkeypatch.setattr(moments_module, "KEPT_PER_WIDTH", request.param)
+    return request.param
+
+
 def final(deep: torch.Tensor) -> torch.Tensor:
     return 2 * deep
 
@@ -84,14 +91,40 @@ def test_positions_with_states_that_are_not_finite_are_left_out():
     assert found.targets.isfinite().all()
 
 
-def test_stored_sums_are_read_again():
-    sums = sums_of(random_chunk())
-    assert_equal(Moments.from_tensors(sums.to_tensors(), LAYOUT), sums)
+@pytest.mark.parametrize("with_positions", [False, True])
+def test_stored_sums_are_read_again(with_positions):
+    sums = sums_of(random_chunk(lengths=(5,)), random_chunk(lengths=(6,)))
+    read = Moments.from_tensors(sums.to_tensors(with_positions=with_positions), LAYOUT)
+    assert_equal(read, sums)
+    assert (read.kept is None) == (sums.kept is None or not with_positions)
+    for moments in (read, sums):
+        moments.add(random_chunk(seed=3), final)
+    assert_equal(read, sums)
 
 
-@pytest.mark.parametrize("name", ["second", "targets", "count"])
-def test_damaged_sums_are_refused(name):
-    tensors = sums_of(random_chunk()).to_tensors()
+def test_positions_are_kept_while_they_are_few(kept_per_width):
+    sums = sums_of(random_chunk(lengths=(5,)), random_chunk(lengths=(6,)))
+    if sums.count > kept_per_width * LAYOUT.width:
+        assert sums.kept is None
+        return
+    assert sums.kept is not None
+    states, finals = sums.kept
+    assert states.shape == (7, LAYOUT.width)
+    assert finals.shape == (7, 2 * SIZE)
+
+
+def test_sums_to_be_published_tell_of_no_position():
+    sums = sums_of(random_chunk(lengths=(5,)))
+    assert sums.to_tensors().keys() == {"second", "targets", "count"}
+    assert sum(tensor.numel() for tensor in sums.to_tensors().values()) == LAYOUT.num_sums + 1
+
+
+@pytest.mark.parametrize("with_positions", [False, True])
+@pytest.mark.parametrize("name", ["second", "targets", "count", "states", "finals"])
+def test_damaged_sums_are_refused(name, with_positions):
+    tensors = sums_of(random_chunk(lengths=(5,))).to_tensors(with_positions=with_positions)
+    if name not in tensors:
+        return
     for damaged in (
         {n: t for n, t in tensors.items() if n != name},
         tensors | {name: tensors[name][:-1]},

@@ -1,13 +1,21 @@
 """Heads in closed form, on states of which the best map is known."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
+from calibrator_service.calibration.states import moments as moments_module
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.moments import Moments
 from calibrator_service.calibration.training import closed_form
-from calibrator_service.calibration.training.closed_form import seconds_to_solve, solve_head, solve_ridge
+from calibrator_service.calibration.training.closed_form import (
+    seconds_to_solve,
+    share_to_solve,
+    solve_head,
+    solve_ridge,
+)
 from shared.ladder.fused_head import FusedHead, chained
 from shared.ladder.unit import unit
 from tests.calibrator_service.calibration.chunks import LAYOUT, SIZE, chunk_of
@@ -128,6 +136,27 @@ def test_fewer_tokens_than_features_give_a_sane_head(monkeypatch):
     except torch.linalg.LinAlgError:
         return
     assert likeness(without_ridge, held_out)[0] < first - 0.02
+
+
+@pytest.mark.parametrize("length", [3, 12, 30, 60])
+def test_a_head_from_positions_is_that_from_their_sums(length, monkeypatch):
+    """Fewer and more positions than inputs, of which there are 32 and 16."""
+    heads = []
+    for few in (0.0, 1e9):
+        monkeypatch.setattr(moments_module, "KEPT_PER_WIDTH", few)
+        moments = moments_of(planted(length, noise=0.3, seed=0))
+        assert (moments.kept is None) == (few == 0.0)
+        heads.append(solve_head(moments, 16))
+    torch.testing.assert_close(heads[0].fuse, heads[1].fuse, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(heads[0].gain, heads[1].gain, rtol=1e-3, atol=1e-4)
+
+
+def test_few_positions_are_expected_to_take_little_time():
+    sizes = [share_to_solve(4096, count) for count in (0, 1024, 4096, 5120, 5121, math.inf)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 0.0
+    assert sizes[1] < 0.1
+    assert sizes[-2:] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("length", [2, 3, 50])
