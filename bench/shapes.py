@@ -114,7 +114,8 @@ def llama3_factors(shape: Shape) -> np.ndarray:
     places = np.arange(0, shape.head_dim, 2) / shape.head_dim
     turns = 8192 * shape.rope_theta**-places / (2 * np.pi)
     smooth = ((turns - 1.0) / 3.0).clip(0.0, 1.0)
-    return (1.0 / ((1.0 - smooth) / shape.llama3_factor + smooth)).astype(np.float32)
+    factors: np.ndarray = 1.0 / ((1.0 - smooth) / shape.llama3_factor + smooth)
+    return factors.astype(np.float32)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, source: Path, size: int) -> None:
