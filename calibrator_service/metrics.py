@@ -131,12 +131,12 @@ def _of_counts(counts: Sequence[JobCount]) -> Iterator[Metric]:
         labels=["model_id"],
     )
     for model_id in sorted({count.model_id for count in counts}):
-        own = [count for count in counts if count.model_id == model_id]
-        for count in own:
+        of_model = [count for count in counts if count.model_id == model_id]
+        for count in of_model:
             if not count.num_jobs:  # jobs that were removed
                 continue
             jobs.add_metric([model_id, count.state], count.num_jobs)
-        num_waiting = sum(count.num_jobs for count in own if count.state == JobState.QUEUED)
+        num_waiting = sum(count.num_jobs for count in of_model if count.state == JobState.QUEUED)
         waiting.add_metric([model_id], num_waiting)
-        resumes.add_metric([model_id], sum(count.num_resumes for count in own))
+        resumes.add_metric([model_id], sum(count.num_resumes for count in of_model))
     yield from (jobs, waiting, resumes)

@@ -187,7 +187,7 @@ def _load_engine(
     say("reading")
     loaded = load_configured(source, settings)
     budget = None if settings.kv_budget_mb is None else settings.kv_budget_mb << 20
-    kept = None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20
+    prefix_cache = None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20
     engine = Engine(
         loaded,
         max_running=settings.max_running,
@@ -195,7 +195,7 @@ def _load_engine(
         max_queue_tokens=settings.max_queue_tokens,
         max_ladders=settings.max_routers,
         kv_budget_bytes=budget,
-        prefix_cache_bytes=kept,
+        prefix_cache_bytes=prefix_cache,
         learned_bytes=settings.learned_table_mb << 20,
         shadow_share=settings.shadow_share,
         on_failure=on_failure,

@@ -15,8 +15,8 @@ def bounds_that_hold(manifest: Mapping[str, Any], loaded: LoadedModel) -> dict[S
 
 def published_bounds(manifest: Mapping[str, Any]) -> dict[Setting, PublishedRisk]:
     """All bounds of a router's manifest. Raises `Corrupt`."""
-    found = {setting: PublishedRisk.of(manifest, setting) for setting in RISK_KEYS}
-    return {setting: risk for setting, risk in found.items() if risk is not None}
+    bounds = {setting: PublishedRisk.of(manifest, setting) for setting in RISK_KEYS}
+    return {setting: risk for setting, risk in bounds.items() if risk is not None}
 
 
 def holds_for(risk: PublishedRisk, loaded: LoadedModel) -> bool:

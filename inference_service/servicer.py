@@ -55,9 +55,9 @@ class _Served:
         """Counts a call as active. Raises Exhausted if there are too many. Only on the event loop's thread."""
         if self.active.total() >= self.max_active:
             self._refuse(f"{self.active.total()} requests are waiting or running", "QUEUE_FULL")
-        own = self.active[client]
-        if self.max_active_per_client is not None and own >= self.max_active_per_client:
-            self._refuse(f"{own} requests of this client are waiting or running", "CLIENT_LIMIT")
+        num_active = self.active[client]
+        if self.max_active_per_client is not None and num_active >= self.max_active_per_client:
+            self._refuse(f"{num_active} requests of this client are waiting or running", "CLIENT_LIMIT")
         self.active[client] += 1
         try:
             yield

@@ -54,10 +54,10 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
     """
     parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
     add_flags(parser, kind)
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     if problems := unknown_variables():
         raise InvalidInput("; ".join(problems), reason="BAD_CONFIGURATION")
-    return make_settings(kind, **given)
+    return make_settings(kind, **flags)
 
 
 def known_variables() -> frozenset[str]:
@@ -86,10 +86,10 @@ def unknown_variables() -> list[str]:
     return problems
 
 
-def make_settings(kind: type[B], **given: Any) -> B:
+def make_settings(kind: type[B], **values: Any) -> B:
     """Build `kind` from keyword values, then environment variables. Raises InvalidInput (reason BAD_CONFIGURATION)."""
     try:
-        return kind(**given)
+        return kind(**values)
     except ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(map(str, problem['loc'])) or 'settings'}: {problem['msg']}" for problem in error.errors()

@@ -267,10 +267,10 @@ def parent_of(name: str, model: str, share: float) -> pb.ParentRouter:
     folder = Path(name)
     if not folder.is_dir():
         return pb.ParentRouter(**selector(name), share=share)
-    made = publish_folder(folder, model, aliases=())
-    note(f"{folder} is version {made.version} of {model}")
+    published = publish_folder(folder, model, aliases=())
+    note(f"{folder} is version {published.version} of {model}")
     # The service may have another registry, where the number belongs to another router: it compares the digests.
-    return pb.ParentRouter(version=made.version, manifest_digest=made.manifest_digest, share=share)
+    return pb.ParentRouter(version=published.version, manifest_digest=published.manifest_digest, share=share)
 
 
 def set_source(

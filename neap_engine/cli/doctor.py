@@ -56,8 +56,8 @@ def doctor(
     ok: it works. off: it does not, and these settings do not need it. broken: these settings need it. The exit status
     is 1 if anything is broken.
     """
-    given = {"models": model, "registry": registry, "data_dir": data_dir, "device": device}
-    settings = make_settings(WorkerSettings, **{name: value for name, value in given.items() if value is not None})
+    flags = {"models": model, "registry": registry, "data_dir": data_dir, "device": device}
+    settings = make_settings(WorkerSettings, **{name: value for name, value in flags.items() if value is not None})
     findings = examine(settings, loads_models=not skip_models)
     if as_json:
         print_json(findings)

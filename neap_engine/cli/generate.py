@@ -106,9 +106,9 @@ def print_text(
 
 def say_inexact(stream: GenerationStream) -> None:
     """Say on standard error where the answer went on at a worker whose tokens may be others."""
-    for one in stream.resumptions:
-        if one.continued_inexactly:
-            say(f"after {one.num_resumed_tokens} tokens another worker went on, whose tokens may be others")
+    for resumption in stream.resumptions:
+        if resumption.continued_inexactly:
+            say(f"after {resumption.num_resumed_tokens} tokens another worker went on, whose tokens may be others")
 
 
 def served_model(client: NeapClient, model_id: str) -> pb.Model:

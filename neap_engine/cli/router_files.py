@@ -47,10 +47,10 @@ def import_router(
 
     Importing the same files again publishes no second version; it only points the given aliases at the existing one.
     """
-    made = publish_folder(folder, model, alias or (), registry=registry, data_dir=data_dir)
-    print_line(f"published version {made.version} of {made.model_id} ({made.manifest_digest})")
+    published = publish_folder(folder, model, alias or (), registry=registry, data_dir=data_dir)
+    print_line(f"published version {published.version} of {published.model_id} ({published.manifest_digest})")
     for name in alias or ():
-        print_line(f"{name}: {made.version}")
+        print_line(f"{name}: {published.version}")
 
 
 def publish_folder(
@@ -85,7 +85,7 @@ def publish_folder(
         "blobs": {name: digest_of(data) for name, data in blobs.items()},
     }
     with opened_registry(registry, data_dir) as opened:
-        made = opened.publish(
+        published = opened.publish(
             model_id,
             manifest,
             blobs,
@@ -95,8 +95,8 @@ def publish_folder(
         )
         for name in aliases:
             # `publish` moves no alias if the version already existed.
-            opened.set_alias(model_id, name, made.version, actor=current_user(), reason="imported")
-    return made
+            opened.set_alias(model_id, name, published.version, actor=current_user(), reason="imported")
+    return published
 
 
 @exit_on_error
@@ -117,11 +117,11 @@ def export_router(
         raise AlreadyExists(f"{folder} exists; name a new folder")
     with opened_registry(registry, data_dir) as opened:
         chosen = selector(version)
-        found = opened.get(model, chosen["version"]) if "version" in chosen else opened.resolve(model, chosen["alias"])
-        blobs = {name: opened.read_blob(found, name) for name in found.manifest["blobs"]}
-    manifest = {name: value for name, value in found.manifest.items() if name != "blobs"}
+        router = opened.get(model, chosen["version"]) if "version" in chosen else opened.resolve(model, chosen["alias"])
+        blobs = {name: opened.read_blob(router, name) for name in router.manifest["blobs"]}
+    manifest = {name: value for name, value in router.manifest.items() if name != "blobs"}
     write_router_folder(folder, manifest, blobs)
-    print_line(f"wrote version {found.version} of {model} ({found.manifest_digest}) to {folder}")
+    print_line(f"wrote version {router.version} of {model} ({router.manifest_digest}) to {folder}")
 
 
 @contextmanager
@@ -130,8 +130,8 @@ def opened_registry(url: str | None, data_dir: Path | None) -> Iterator["Registr
     from shared.registry.factory import open_registry
     from shared.rpc.logs import configure_logging
 
-    given: dict[str, Any] = {"registry": url, "data_dir": data_dir}
-    settings = make_settings(ServiceSettings, **{name: value for name, value in given.items() if value is not None})
+    flags: dict[str, Any] = {"registry": url, "data_dir": data_dir}
+    settings = make_settings(ServiceSettings, **{name: value for name, value in flags.items() if value is not None})
     configure_logging("warning")  # to standard error
     with closing(open_registry(settings.registry)) as opened:
         yield opened

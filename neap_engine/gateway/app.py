@@ -257,6 +257,6 @@ async def _alive(request: Request) -> JSONResponse:
 
 async def _path_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    found = path_error(error.status_code, request.url.path)
-    headers = {**error_headers(found), **(error.headers or {})}
-    return JSONResponse({"error": error_object(found)}, error.status_code, headers)
+    neap_error = path_error(error.status_code, request.url.path)
+    headers = {**error_headers(neap_error), **(error.headers or {})}
+    return JSONResponse({"error": error_object(neap_error)}, error.status_code, headers)

@@ -202,10 +202,10 @@ def _common(request: ChatRequest | CompletionRequest) -> pb.GenerateRequest:
 
 def _sampling(request: GenerationFields) -> pb.Sampling:
     """Return all fields but the seed, which each choice has for itself. They have the same names in a body."""
-    given = request.model_dump(include=SAMPLING, exclude_none=True)
-    if "bad_words" in given:
-        given["bad_words"] = [pb.BadWord(text=word) for word in given["bad_words"]]
-    return pb.Sampling(**{"temperature": TEMPERATURE, **given})
+    fields = request.model_dump(include=SAMPLING, exclude_none=True)
+    if "bad_words" in fields:
+        fields["bad_words"] = [pb.BadWord(text=word) for word in fields["bad_words"]]
+    return pb.Sampling(**{"temperature": TEMPERATURE, **fields})
 
 
 def _stopping(request: ChatRequest | CompletionRequest) -> pb.Stopping:
@@ -245,15 +245,15 @@ def _depth(options: DepthOptions) -> pb.DepthPolicy:
     return depth
 
 
-def _constraint(wanted: ResponseFormat | None) -> pb.Constraint | None:
-    if wanted is None or wanted.type == "text":
+def _constraint(response_format: ResponseFormat | None) -> pb.Constraint | None:
+    if response_format is None or response_format.type == "text":
         return None
-    if wanted.type == "json_object":
+    if response_format.type == "json_object":
         return pb.Constraint(json_object=pb.JsonObject())
-    if wanted.json_schema is None:
+    if response_format.json_schema is None:
         field = "response_format.json_schema"
         raise refused(f"the type json_schema needs {field}", field)
-    schema = wanted.json_schema.schema_
+    schema = response_format.json_schema.schema_
     if schema is None:
         return pb.Constraint(json_object=pb.JsonObject())
     return pb.Constraint(json_schema=_json(schema))

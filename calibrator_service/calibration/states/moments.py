@@ -101,9 +101,9 @@ class Moments:
             raise Corrupt("the statistics of an exit have not the shapes of their layout")
         if not all(tensor.is_floating_point() and bool(tensor.isfinite().all()) for tensor in tensors.values()):
             raise Corrupt("the statistics of an exit hold what is no finite number")
-        found = cls(layout, device)
+        moments = cls(layout, device)
         rows, columns = torch.triu_indices(size, size)
-        found.second[rows, columns] = found.second[columns, rows] = tensors["second"].float().to(device)
-        found.targets.copy_(tensors["targets"])
-        found.count = float(tensors["count"])
-        return found
+        moments.second[rows, columns] = moments.second[columns, rows] = tensors["second"].float().to(device)
+        moments.targets.copy_(tensors["targets"])
+        moments.count = float(tensors["count"])
+        return moments

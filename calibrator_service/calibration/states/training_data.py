@@ -100,7 +100,7 @@ def collect_training_data(
     return TrainingData(
         moments=sums.moments,
         chunks={split: collector.chunks(split) for split in SPLITS},
-        table_sequences={split: tuple(own) for split, own in table_sequences.items()},
+        table_sequences={split: tuple(of_split) for split, of_split in table_sequences.items()},
         choice_counts=choice_counts,
         ngrams=ngrams,
         num_tokens=num_tokens,
@@ -109,8 +109,8 @@ def collect_training_data(
 
 def layouts_of(loaded: LoadedModel, depths: Iterable[int]) -> dict[int, MomentsLayout]:
     """Which states each exit is solved from, by its depth."""
-    kept, size = captured_depths(loaded.num_layers), loaded.hidden_size
-    return {depth: MomentsLayout(size, depth, kept) for depth in depths}
+    captured, size = captured_depths(loaded.num_layers), loaded.hidden_size
+    return {depth: MomentsLayout(size, depth, captured) for depth in depths}
 
 
 def final_states(runner: ContiguousRunner) -> Callable[[Tensor], Tensor]:

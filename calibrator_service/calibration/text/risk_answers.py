@@ -143,7 +143,7 @@ class RiskAnswerGenerator:
     def _write(self, limits: Limits, writer: Writer, pace: Pace) -> list[TokenSequence]:
         answers: list[TokenSequence] = []
         num_left = limits.num_prompts
-        given = list(self._config.prompts)
+        texts = list(self._config.prompts)
 
         def write(requests: Sequence[WriteRequest]) -> list[tuple[int, ...]]:
             return [written.tokens for written in write_all(writer, requests, pace)]
@@ -152,8 +152,8 @@ class RiskAnswerGenerator:
             count = min(num_left, ROUND_ROWS * limits.rows)
             num_left -= count
             if self._config.prompts:
-                prompts = [tuple(self._format.encode_user(text)) for text in given[:count]]
-                del given[:count]
+                prompts = [tuple(self._format.encode_user(text)) for text in texts[:count]]
+                del texts[:count]
             else:
                 prompts = self._draw(count, write)
             prompts = [prompt[-self._lengths.max_prompt :] for prompt in prompts]
@@ -188,7 +188,7 @@ class RiskAnswerGenerator:
         prompts += self._passage_prompts(kinds.count(PASSAGE), write)
         if user_turn and MAGPIE in kinds:
             asked = [self._sampled(user_turn.opening, USER_TURN_TOKENS) for _ in range(kinds.count(MAGPIE))]
-            turns = write([replace(one, stop_ids=user_turn.stop_ids) for one in asked])
+            turns = write([replace(request, stop_ids=user_turn.stop_ids) for request in asked])
             texts = [t for t in map(self._format.decode, turns) if len(t) >= MIN_USER_CHARACTERS]
             prompts += [tuple(self._format.encode_user(text)) for text in texts]
         return prompts

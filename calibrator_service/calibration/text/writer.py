@@ -86,8 +86,8 @@ class Writer(Protocol):
 def write_all(writer: Writer, requests: Sequence[WriteRequest], pace: Pace) -> list[Written]:
     """The answers to `requests`, in their order. Raises as `Writer.write`."""
     rest = iter(requests)
-    found = {written.index: written for written in writer.write(lambda: next(rest, None), pace)}
-    return [found[index] if index in found else Written(index, (), False) for index in range(len(requests))]
+    by_index = {written.index: written for written in writer.write(lambda: next(rest, None), pace)}
+    return [by_index[index] if index in by_index else Written(index, (), False) for index in range(len(requests))]
 
 
 def is_repeating(tokens: Sequence[int]) -> bool:
