@@ -226,12 +226,6 @@ def canary_to_proto(canary: Canary | None) -> router_pb2.Canary | None:
     return router_pb2.Canary(version=canary.version, share_per_mille=canary.share_per_mille)
 
 
-def canary_from_proto(request: router_pb2.SetCanaryRequest) -> Canary | None:
-    if not request.HasField("canary"):
-        return None
-    return Canary(request.canary.version, request.canary.share_per_mille)
-
-
 def event_to_proto(event: RegistryEvent) -> router_pb2.WatchResponse:
     """A publication or an alias change."""
     if isinstance(event.change, PublishedVersion):

@@ -1,7 +1,7 @@
 """The Prometheus metrics of a calibration service, described in docs/metrics.md."""
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import prometheus_client
 import structlog
@@ -10,25 +10,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from calibrator_service.job import Job, JobState
-from calibrator_service.jobs import JobCount, JobStore
+from calibrator_service.jobs import JobCount
 from shared.errors import NeapError
+
+if TYPE_CHECKING:  # it imports this module
+    from calibrator_service.supervisor import Supervisor
 
 DURATION_BOUNDS_S = (30, 60, 120, 180, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400)
 
 # Creation times of counters would double the number of series, and nothing uses them.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 log = structlog.get_logger("neap.calibration")
-
-
-class ObservedQueue(Protocol):
-    """What a scrape reads of the queue, from any thread."""
-
-    store: JobStore
-
-    @property
-    def is_alive(self) -> bool: ...
-    @property
-    def is_held_up(self) -> bool: ...
 
 
 class CalibratorMetrics:
@@ -69,7 +61,7 @@ class CalibratorMetrics:
             registry=self.registry,
         )
 
-    def observe(self, queue: ObservedQueue) -> None:
+    def observe(self, queue: "Supervisor") -> None:
         """Adds the metrics of `queue`."""
         self.registry.register(_QueueCollector(queue))
 
@@ -87,7 +79,7 @@ class CalibratorMetrics:
 class _QueueCollector(Collector):
     """Reads the queue and the job store at each scrape. If the store cannot be read, its metrics are left out."""
 
-    def __init__(self, queue: ObservedQueue) -> None:
+    def __init__(self, queue: "Supervisor") -> None:
         self._queue = queue
 
     def describe(self) -> list[Metric]:

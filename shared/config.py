@@ -54,7 +54,7 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
     """
     parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
     add_flags(parser, kind)
-    flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    flags = vars(parser.parse_args(argv))
     if problems := unknown_variables():
         raise InvalidInput("; ".join(problems), reason="BAD_CONFIGURATION")
     return make_settings(kind, **flags)
@@ -87,9 +87,10 @@ def unknown_variables() -> list[str]:
 
 
 def make_settings(kind: type[B], **values: Any) -> B:
-    """Build `kind` from keyword values, then environment variables. Raises InvalidInput (reason BAD_CONFIGURATION)."""
+    """Build `kind` from keyword values that are not None, then environment variables, then defaults.
+    Raises InvalidInput (reason BAD_CONFIGURATION)."""
     try:
-        return kind(**values)
+        return kind(**{name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(map(str, problem['loc'])) or 'settings'}: {problem['msg']}" for problem in error.errors()

@@ -86,13 +86,11 @@ def print_text(
     for event in events:
         if reasoning := event.chunk.reasoning + event.finished.reasoning:
             err.print(Text(reasoning, style="dim"), end="")
-        if event.HasField("chunk"):
-            view.chunk(event.chunk)
-        elif event.HasField("started"):
+        view.show(event)
+        if event.HasField("started"):
             started = event.started
         elif event.HasField("finished"):
             finished = event.finished
-            view.text(finished.text)
     out.print()
     if coloured:
         err.print(view.legend())

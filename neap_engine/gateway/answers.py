@@ -207,21 +207,19 @@ class Response:
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
     """Sum the usage of the choices. A prompt counts once for each choice that it was run for."""
     finished = [choice.finished for choice in choices if choice.finished is not None]
-    prompt = sum(finish.usage.num_prompt_tokens for finish in finished)
-    completion = sum(finish.usage.num_completion_tokens for finish in finished)
-    cached = sum(finish.usage.num_cached_tokens for finish in finished)
+
+    def total(kind: str) -> int:
+        return sum(getattr(finish.usage, f"num_{kind}_tokens") for finish in finished)
+
+    prompt, completion = total("prompt"), total("completion")
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": total("cached")},
         "completion_tokens_details": {
-            f"{kind}_prediction_tokens": sum(
-                getattr(finish.usage, f"num_{kind}_prediction_tokens") for finish in finished
-            )
-            for kind in ("accepted", "rejected")
-        }
-        | {"reasoning_tokens": sum(finish.usage.num_reasoning_tokens for finish in finished)},
+            f"{kind}_tokens": total(kind) for kind in ("accepted_prediction", "rejected_prediction", "reasoning")
+        },
         "neap": depth_figures(finished),
     }
 

@@ -48,22 +48,14 @@ class Written:
     states_start: int = 0
 
 
-def _never() -> bool:
-    return False
-
-
-def _ignore(_: int) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Pace:
     """How long to write. Once `is_late`, answers end where they are.
     `on_tokens` gets how many tokens were written since its last call."""
 
-    should_stop: Callable[[], bool] = _never
-    is_late: Callable[[], bool] = _never
-    on_tokens: Callable[[int], None] = _ignore
+    should_stop: Callable[[], bool] = lambda: False
+    is_late: Callable[[], bool] = lambda: False
+    on_tokens: Callable[[int], None] = lambda num_tokens: None
 
 
 class Writer(Protocol):
