@@ -80,7 +80,7 @@ class Lengths:
 
 @dataclass
 class _Piece:
-    """`found[i]`: the sequences of its item i so far. `num_open`: items that are not complete."""
+    """`by_item[i]`: the sequences of its item i so far. `num_open`: items that are not complete."""
 
     index: int
     by_item: list[list[TokenSequence]] = field(default_factory=list)
