@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
     policies = engine_policies(options.threshold, options.margin)
     subject = load_subject(options.model, options.router)
     prompts = read_prompts(options.prompts, subject.loaded)
-    bounds = bounds_that_hold(subject.published.manifest, subject.loaded)
+    bounds = bounds_that_hold(subject.published, subject.loaded)
     description = described(subject, prompts, options.max_tokens, bounds)
     answers: MutableMapping[Key, TimedAnswer] = {}
     if options.results is not None:
