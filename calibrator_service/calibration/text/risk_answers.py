@@ -96,13 +96,13 @@ def _risk_limits(run: CalibrationRun, text: Text, max_new_tokens: int, knows_spe
     seconds = run.seconds_until(run.schedule.risk_text)
     most = most_risk_prompts(run, text) if run.schedule.certifies else 0
     if seconds == float("inf"):
-        return Limits(most, run.plan.rows, seconds)
+        return Limits(most, run.plan.sizes.rows, seconds)
     # A run that was killed may have found all its text on disk.
     # Then the speed is unknown, and half the rows are assumed to fit.
-    fitting = run.plan.rows // 2
+    fitting = run.plan.sizes.rows // 2
     if knows_speed and (tokens_per_s := run.figures.get("tokens_per_s", 0.0)):
         fitting = int(seconds * tokens_per_s / (ANSWERS_PER_PROMPT * max_new_tokens))
-    return Limits(min(fitting, most), run.plan.rows, OVERTIME_FACTOR * seconds)
+    return Limits(min(fitting, most), run.plan.sizes.rows, OVERTIME_FACTOR * seconds)
 
 
 class RiskAnswerGenerator:

@@ -220,7 +220,7 @@ def split_sequences(
             yield split, sequence
         # Generated text ends by itself once it is late: what the last answers have is used.
         is_over = isinstance(text, GivenText) and progress.is_late()
-        is_stale = num_stale >= max(MAX_STALE_SEQUENCES, 2 * run.plan.rows)
+        is_stale = num_stale >= max(MAX_STALE_SEQUENCES, 2 * run.plan.sizes.rows)
         if progress.num_assigned >= run.plan.max_tokens or is_stale or is_over:
             return
 

@@ -32,7 +32,7 @@ class Writers:
     """
 
     def __init__(self, run: CalibrationRun, fleet_of: Callable[[Writer], Writer] | None = None) -> None:
-        self.of_model: Writer = EngineWriter(run.loaded, run.plan.rows)
+        self.of_model: Writer = EngineWriter(run.loaded, run.plan.sizes.rows)
         self.of_text: Writer = self.of_model
         if not isinstance(run.spec.source, SelfGenerated):
             return
@@ -40,7 +40,7 @@ class Writers:
             self.of_text = fleet_of(self.of_model)
         elif not run.has_collected and pays_for_copy(run):
             log.info("text is written with a copy of the model in bfloat16")
-            self.of_text = EngineWriter(bfloat16_copy(run.loaded), run.plan.rows, is_own=False)
+            self.of_text = EngineWriter(bfloat16_copy(run.loaded), run.plan.sizes.rows, is_own=False)
 
     def close(self) -> None:
         self.of_text.close()
