@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     spec = spec_of(options)
     plan = resolve(spec, loaded)
     training = f"at most {MAX_EPOCHS} epochs of training" if plan.trains else "no training"
-    print(f"{loaded.model.dtype}, {plan.rows} rows decoded together, {training}")
+    print(f"{loaded.model.dtype}, {plan.sizes.rows} rows decoded together, {training}")
     result = calibrate(loaded, spec, work_dir=options.work_dir, progress=ProgressLine())
     replace(result, report={**result.report, "made_by": made_by(options)}).save(options.out)
     manifest, blobs = read_router_folder(options.out)

@@ -16,18 +16,16 @@ from calibrator_service.process_config import JobFolder
 from calibrator_service.supervisor import Supervisor
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
-from shared.config import make_settings, settings_from_command_line
+from shared.config import make_settings
 from shared.cpus import size_thread_pools
-from shared.errors import NeapError
 from shared.metrics_server import serve_metrics
 from shared.registry.factory import open_registry
-from shared.rpc.logs import configure_logging
 from shared.rpc.security import ServerSecurity, open_security
 from shared.rpc.security_metrics import SecurityCollector
-from shared.rpc.service_logs import log_all_output, log_stdout, report_start_failure
+from shared.rpc.service_logs import log_all_output
 from shared.rpc.serving import RpcServer
-from shared.rpc.trace_export import export_traces
 from shared.security_settings import ClientSettings
+from shared.service_main import run_service
 from shared.service_settings import CalibratorSettings
 from shared.timeouts import ROUTER_CALL_WAIT_S
 
@@ -112,17 +110,8 @@ def _stop_soon(loop: asyncio.AbstractEventLoop, server: RpcServer) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 after a requested stop, 1 if the queue has died, 2 for a configuration that cannot
-    work."""
-    try:
-        settings = settings_from_command_line(CalibratorSettings, "python -m calibrator_service", argv)
-        configure_logging(settings.log_level)
-        log_stdout()
-        with export_traces(settings.exports_traces, "neap-calibrator"):
-            return asyncio.run(serve(settings))
-    except NeapError as error:
-        report_start_failure(error)
-        return 2
+    """Returns the exit status: that of `serve`, or 2 for a configuration that cannot work."""
+    return run_service(CalibratorSettings, "python -m calibrator_service", "neap-calibrator", serve, argv)
 
 
 if __name__ == "__main__":

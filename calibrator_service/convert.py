@@ -116,8 +116,8 @@ def _source(spec: calibration_pb2.CalibrationSpec) -> Source:
     for field, text in values.items():
         # They are shown to people unchanged, so they must be short plain text.
         check_plain_text(text, field, max_characters=MAX_SOURCE_CHARACTERS, reason=reason, too_long=reason)
-    given = {field: text for field, text in values.items() if text or field in ("path", "name")}
-    return _SOURCES[name](**given)
+    arguments = {field: text for field, text in values.items() if text or field in ("path", "name")}
+    return _SOURCES[name](**arguments)
 
 
 def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_pb2.CalibrationSpec:
@@ -224,12 +224,6 @@ def canary_to_proto(canary: Canary | None) -> router_pb2.Canary | None:
     if canary is None:
         return None
     return router_pb2.Canary(version=canary.version, share_per_mille=canary.share_per_mille)
-
-
-def canary_from_proto(request: router_pb2.SetCanaryRequest) -> Canary | None:
-    if not request.HasField("canary"):
-        return None
-    return Canary(request.canary.version, request.canary.share_per_mille)
 
 
 def event_to_proto(event: RegistryEvent) -> router_pb2.WatchResponse:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
 from sqlite3 import Row
@@ -46,13 +46,6 @@ UPDATE jobs SET spec = json_remove(spec, '$.source.prompts') WHERE json_valid(sp
 UPDATE jobs SET state = 'publishing', phase = 'publishing' WHERE publishing AND state IN ('queued', 'running');
 """
 }
-# What a Job is read from.
-JOB_COLUMNS = (
-    "number, calibration_id, request_id, model_id, spec AS spec_text, aliases AS aliases_text, state AS state_text, "
-    "phase, fraction, figures AS figures_text, create_time_s, end_time_s, failure_reason, failure_message, "
-    "router_version, manifest_digest, num_starts, num_resumes, num_deaths, cancel_requested, publishing, revision, "
-    "num_prompts"
-)
 
 
 class JobState(StrEnum):
@@ -164,6 +157,12 @@ class Job:
             return {str(name): float(n) for name, n in json.loads(self.figures_text).items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise unreadable_job_error(self, "its figures cannot be read") from error
+
+
+# What a Job is read from. Its prompts are in another table.
+JOB_COLUMNS = ", ".join(
+    f"{field.name.removesuffix('_text')} AS {field.name}" for field in fields(Job) if field.name != "prompts_text"
+)
 
 
 def unreadable_job_error(job: Job, why: str) -> Corrupt:

@@ -1,37 +1,27 @@
 """The Prometheus metrics of a calibration service, described in docs/metrics.md."""
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-import prometheus_client
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import GCCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from calibrator_service.job import Job, JobState
-from calibrator_service.jobs import JobCount, JobStore
+from calibrator_service.jobs import JobCount
 from shared.errors import NeapError
+from shared.service_metrics import ServiceMetrics
+
+if TYPE_CHECKING:  # it imports this module
+    from calibrator_service.supervisor import Supervisor
 
 DURATION_BOUNDS_S = (30, 60, 120, 180, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400)
 
-# Creation times of counters would double the number of series, and nothing uses them.
-prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 log = structlog.get_logger("neap.calibration")
 
 
-class ObservedQueue(Protocol):
-    """What a scrape reads of the queue, from any thread."""
-
-    store: JobStore
-
-    @property
-    def is_alive(self) -> bool: ...
-    @property
-    def is_held_up(self) -> bool: ...
-
-
-class CalibratorMetrics:
+class CalibratorMetrics(ServiceMetrics):
     """One registry with the metrics of jobs, their queue and this process. Safe to use from any thread.
 
     The number of label values is bounded: models that were configured when a job was created, states, phases, and error
@@ -39,37 +29,27 @@ class CalibratorMetrics:
     """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        prometheus_client.ProcessCollector(registry=self.registry)
-        prometheus_client.PlatformCollector(registry=self.registry)
-        prometheus_client.GCCollector(registry=self.registry)
-        self.process_deaths = Counter(
+        super().__init__()
+        GCCollector(registry=self.registry)
+        self.process_deaths = self.counter(
             "neap_calibration_process_deaths",
             "Processes of jobs that died by themselves; not those that this service stopped or that died with it.",
             ["model_id"],
-            registry=self.registry,
         )
-        self.publications = Counter(
-            "neap_calibration_publications",
-            "Jobs that ended with a published router version.",
-            ["model_id"],
-            registry=self.registry,
+        self.publications = self.counter(
+            "neap_calibration_publications", "Jobs that ended with a published router version.", ["model_id"]
         )
-        self.failures = Counter(
-            "neap_calibration_failures",
-            "Jobs that failed, by the reason of their failure.",
-            ["model_id", "reason"],
-            registry=self.registry,
+        self.failures = self.counter(
+            "neap_calibration_failures", "Jobs that failed, by the reason of their failure.", ["model_id", "reason"]
         )
-        self.duration = Histogram(
+        self.duration = self.histogram(
             "neap_calibration_duration_seconds",
             "From a job's creation until its end, time in the queue included, by how it ended.",
             ["model_id", "state"],
             buckets=DURATION_BOUNDS_S,
-            registry=self.registry,
         )
 
-    def observe(self, queue: ObservedQueue) -> None:
+    def observe(self, queue: "Supervisor") -> None:
         """Adds the metrics of `queue`."""
         self.registry.register(_QueueCollector(queue))
 
@@ -87,7 +67,7 @@ class CalibratorMetrics:
 class _QueueCollector(Collector):
     """Reads the queue and the job store at each scrape. If the store cannot be read, its metrics are left out."""
 
-    def __init__(self, queue: ObservedQueue) -> None:
+    def __init__(self, queue: "Supervisor") -> None:
         self._queue = queue
 
     def describe(self) -> list[Metric]:
@@ -131,12 +111,12 @@ def _of_counts(counts: Sequence[JobCount]) -> Iterator[Metric]:
         labels=["model_id"],
     )
     for model_id in sorted({count.model_id for count in counts}):
-        own = [count for count in counts if count.model_id == model_id]
-        for count in own:
+        of_model = [count for count in counts if count.model_id == model_id]
+        for count in of_model:
             if not count.num_jobs:  # jobs that were removed
                 continue
             jobs.add_metric([model_id, count.state], count.num_jobs)
-        num_waiting = sum(count.num_jobs for count in own if count.state == JobState.QUEUED)
+        num_waiting = sum(count.num_jobs for count in of_model if count.state == JobState.QUEUED)
         waiting.add_metric([model_id], num_waiting)
-        resumes.add_metric([model_id], sum(count.num_resumes for count in own))
+        resumes.add_metric([model_id], sum(count.num_resumes for count in of_model))
     yield from (jobs, waiting, resumes)

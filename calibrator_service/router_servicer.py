@@ -7,18 +7,12 @@ from typing import Any
 from neap_client.router.v1 import router_pb2 as pb
 from neap_client.router.v1 import router_pb2_grpc
 
-from calibrator_service.convert import (
-    canary_from_proto,
-    canary_to_proto,
-    change_to_proto,
-    event_to_proto,
-    version_to_proto,
-)
+from calibrator_service.convert import canary_to_proto, change_to_proto, event_to_proto, version_to_proto
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
 from shared.errors import Corrupt, InvalidInput
 from shared.ladder.blob_names import served_blobs
-from shared.registry.base import AliasChange, PublishedVersion, RegistryEvent
+from shared.registry.base import AliasChange, Canary, PublishedVersion, RegistryEvent
 from shared.registry.contents import version_damaged_error
 from shared.registry.registry import Registry
 from shared.rpc.callers import recorded_actor
@@ -78,37 +72,35 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: pb.SetAliasRequest, context: Any
     ) -> pb.SetAliasResponse:
         await self._pool.call(self._check_contents, request.model_id, request.version)
-        expected = _optional_int(request, "expected_version")
-        change = await self._change(request, self._registry.set_alias, request.version, expected_version=expected)
-        return pb.SetAliasResponse(change=change)
+        return pb.SetAliasResponse(change=await self._change(request, self._registry.set_alias, request.version))
 
     async def SetCanary(  # noqa: N802
         self, request: pb.SetCanaryRequest, context: Any
     ) -> pb.SetCanaryResponse:
-        canary = canary_from_proto(request)
-        if canary is not None:
+        canary = None
+        if request.HasField("canary"):
+            canary = Canary(request.canary.version, request.canary.share_per_mille)
             await self._pool.call(self._check_contents, request.model_id, canary.version)
-        expected = _optional_int(request, "expected_version")
-        change = await self._change(request, self._registry.set_canary, canary, expected_version=expected)
-        return pb.SetCanaryResponse(change=change)
+        return pb.SetCanaryResponse(change=await self._change(request, self._registry.set_canary, canary))
 
     async def PromoteCanary(  # noqa: N802
         self, request: pb.PromoteCanaryRequest, context: Any
     ) -> pb.PromoteCanaryResponse:
-        expected = _optional_int(request, "expected_canary")
-        change = await self._change(request, self._registry.promote_canary, expected_canary=expected)
+        change = await self._change(request, self._registry.promote_canary, expects="expected_canary")
         return pb.PromoteCanaryResponse(change=change)
 
     async def _change(
-        self, request: Any, method: Callable[..., AliasChange], *target: object, **expected: object
+        self, request: Any, method: Callable[..., AliasChange], *target: object, expects: str = "expected_version"
     ) -> pb.AliasChange:
-        """Calls a method of the registry that changes the alias of `request`, in the caller's name."""
+        """Calls a method of the registry that changes the alias of `request`, in the caller's name.
+        `expects`: the optional field of `request`, and the argument, that makes it a compare-and-swap."""
+        expected = int(getattr(request, expects)) if request.HasField(expects) else None
         change = await self._pool.call(
             method,
             request.model_id,
             request.alias,
             *target,
-            **expected,
+            **{expects: expected},
             actor=recorded_actor(request.actor),
             reason=request.reason,
         )
@@ -127,9 +119,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def RollbackAlias(  # noqa: N802
         self, request: pb.RollbackAliasRequest, context: Any
     ) -> pb.RollbackAliasResponse:
-        expected = _optional_int(request, "expected_version")
-        change = await self._change(request, self._registry.rollback_alias, expected_version=expected)
-        return pb.RollbackAliasResponse(change=change)
+        return pb.RollbackAliasResponse(change=await self._change(request, self._registry.rollback_alias))
 
     async def GetAliasHistory(  # noqa: N802
         self, request: pb.GetAliasHistoryRequest, context: Any
@@ -162,8 +152,3 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     def _next_events(self, model_id: str, after_event: int) -> list[RegistryEvent]:
         return list(islice(self._registry.events(model_id, after_event=after_event), WATCH_PAGE))
-
-
-def _optional_int(request: Any, field: str) -> int | None:
-    """The value of an optional integer field; None if it is absent."""
-    return int(getattr(request, field)) if request.HasField(field) else None

@@ -41,8 +41,8 @@ def find_text_file(path: str, folders: Sequence[Path]) -> Path:
     roots = [folder.resolve() for folder in folders]
     try:
         candidates = [(root / path).resolve() for root in roots]
-        allowed = [found for found in candidates if any(map(found.is_relative_to, roots))]
-        files = [found for found in allowed if found.is_file()]
+        allowed = [candidate for candidate in candidates if any(map(candidate.is_relative_to, roots))]
+        files = [candidate for candidate in allowed if candidate.is_file()]
     except (OSError, RuntimeError) as error:  # the name is too long, or symlinks form a loop
         raise InvalidInput("the text file has no valid path", reason="BAD_TEXT_FILE") from error
     if not allowed:

@@ -36,9 +36,9 @@ def run_job(config: ProcessConfig, service: ServiceLink) -> Ended:
     """Runs the job, which leaves its finished product in its folder, from where the service publishes it."""
     try:
         config.work_dir.mkdir(parents=True, exist_ok=True)
-        taken = Unavailable("another process still works on this calibration", reason="JOB_LOCKED")
+        locked = Unavailable("another process still works on this calibration", reason="JOB_LOCKED")
         # Waits, because the process that this one replaces may take a moment to die.
-        with file_lock(config.work_dir / "lock", timeout_s=LOCK_TIMEOUT_S, locked=taken):
+        with file_lock(config.work_dir / "lock", timeout_s=LOCK_TIMEOUT_S, locked=locked):
             _make_product(config, service)
     except Cancelled:
         log.info("cancelled")

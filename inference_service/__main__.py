@@ -7,7 +7,7 @@ if __name__ == "__main__":
 
 from inference_service.light_imports import import_transformers_lightly
 from shared.cpus import size_thread_pools, usable_cpus
-from shared.rpc.service_logs import log_all_output, log_stdout, report_start_failure
+from shared.rpc.service_logs import log_all_output
 
 if __name__ == "__main__":  # before anything below imports torch
     log_all_output()
@@ -33,22 +33,20 @@ from inference_service.router_preload import preload_routers
 from inference_service.router_watch import RouterWatch
 from inference_service.routers import MAX_WAITING, RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
-from shared.config import settings_from_command_line
 from shared.configured_model import load_configured
 from shared.engine.drafting.costs import RememberingMeter
 from shared.engine.engine import Engine
-from shared.errors import InvalidInput, NeapError, PreconditionFailed
+from shared.errors import InvalidInput, PreconditionFailed
 from shared.memory import release_free_memory
 from shared.metrics_server import serve_metrics
 from shared.model.loaded import LoadedModel
 from shared.model.runners import make_runner
 from shared.registry.factory import folder_of, open_registry
 from shared.rpc.callers import Role
-from shared.rpc.logs import configure_logging
 from shared.rpc.security import open_security
 from shared.rpc.security_metrics import SecurityCollector
 from shared.rpc.serving import RpcServer
-from shared.rpc.trace_export import export_traces
+from shared.service_main import run_service
 from shared.service_settings import ModelSource, WorkerSettings
 
 log = structlog.get_logger("neap.worker")
@@ -58,17 +56,8 @@ SWITCH = {"auto": None, "on": True, "off": False}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until SIGTERM. Returns the process' exit status: 0, or 2 if it cannot start with these settings."""
-    configure_logging()
-    try:
-        settings = settings_from_command_line(WorkerSettings, "python -m inference_service", argv)
-        configure_logging(settings.log_level)
-        log_stdout()
-        with export_traces(settings.exports_traces, "neap-worker"):
-            return asyncio.run(serve(settings))
-    except NeapError as error:
-        report_start_failure(error)
-        return 2
+    """Serves until SIGTERM. Returns the process' exit status."""
+    return run_service(WorkerSettings, "python -m inference_service", "neap-worker", serve, argv)
 
 
 async def serve(settings: WorkerSettings) -> int:
@@ -187,7 +176,7 @@ def _load_engine(
     say("reading")
     loaded = load_configured(source, settings)
     budget = None if settings.kv_budget_mb is None else settings.kv_budget_mb << 20
-    kept = None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20
+    prefix_cache = None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20
     engine = Engine(
         loaded,
         max_running=settings.max_running,
@@ -195,7 +184,7 @@ def _load_engine(
         max_queue_tokens=settings.max_queue_tokens,
         max_ladders=settings.max_routers,
         kv_budget_bytes=budget,
-        prefix_cache_bytes=kept,
+        prefix_cache_bytes=prefix_cache,
         learned_bytes=settings.learned_table_mb << 20,
         shadow_share=settings.shadow_share,
         on_failure=on_failure,

@@ -71,13 +71,13 @@ class BlobCache:
             write_atomically(path, data)
 
     def _make_room(self, num_bytes: int) -> None:
-        found = []
+        entries = []
         for path in self._folder.iterdir():
             with suppress(FileNotFoundError):  # removed by another process
                 status = path.stat()
-                found.append((status.st_mtime_ns, status.st_size, path))
-        total = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
+                entries.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
             if total + num_bytes <= self._max_bytes:
                 return
             path.unlink(missing_ok=True)

@@ -95,19 +95,19 @@ class ChatRequest:
         )
 
     def _message(self, message: pb.ChatMessage, place: int) -> dict[str, Any]:
-        said: dict[str, Any] = {"role": message.role, "content": message.content}
+        fields: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.reasoning:
-            said["reasoning_content"] = message.reasoning
+            fields["reasoning_content"] = message.reasoning
         if message.tool_call_id:
-            said["tool_call_id"] = message.tool_call_id
+            fields["tool_call_id"] = message.tool_call_id
             for other in self._chat.messages[:place]:
                 for call in other.tool_calls:
                     if call.id == message.tool_call_id:  # some templates name the tool of a result
-                        said["name"] = call.name
+                        fields["name"] = call.name
         if message.tool_calls:
             assert self._format is not None
             where = f"messages[{place}].tool_calls"
-            said["tool_calls"] = [
+            fields["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
@@ -120,16 +120,16 @@ class ChatRequest:
                 }
                 for call in message.tool_calls
             ]
-        return said
+        return fields
 
 
 def _tools(tools: Sequence[pb.Tool]) -> dict[str, Any]:
     """By name, as templates take them."""
     if len(tools) > MAX_TOOLS:
         raise InvalidInput(f"{len(tools)} tools; at most {MAX_TOOLS} are allowed")
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for i, tool in enumerate(tools):
-        if not re.fullmatch(f"{NAME_CHARACTERS}{{1,64}}", tool.name) or tool.name in found:
+        if not re.fullmatch(f"{NAME_CHARACTERS}{{1,64}}", tool.name) or tool.name in by_name:
             raise InvalidInput(
                 f"a tool's name is {tool.name[:64]!r}; it must have 1 to 64 of a-z, A-Z, 0-9, _ and -, and be its own",
                 metadata={"field": f"tools[{i}].name"},
@@ -142,8 +142,8 @@ def _tools(tools: Sequence[pb.Tool]) -> dict[str, Any]:
                     "the parameters of a tool must be those of an object", metadata={"field": f"tools[{i}].parameters"}
                 )
         told = {"name": tool.name, "description": tool.description, "parameters": parameters}
-        found[tool.name] = {"type": "function", "function": told}
-    return found
+        by_name[tool.name] = {"type": "function", "function": told}
+    return by_name
 
 
 def _object(text: str, field: str, max_bytes: int | None = None) -> dict[str, Any]:

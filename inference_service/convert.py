@@ -129,26 +129,26 @@ def to_sampling(sampling: inference_pb2.Sampling, loaded: LoadedModel) -> Sampli
     """An absent field switches its rule off. Raises InvalidInput."""
     if sampling.HasField("top_k") and sampling.top_k == 0:
         raise InvalidInput("top_k is 0; it must be at least 1, or absent")
-    given = {field.name: value for field, value in sampling.ListFields()}
+    fields = {field.name: value for field, value in sampling.ListFields()}
     if sampling.bad_words:
-        given["bad_words"] = _bad_words(sampling.bad_words, loaded)
-    return SamplingParams(**{"seed": secrets.randbits(64), **given})
+        fields["bad_words"] = _bad_words(sampling.bad_words, loaded)
+    return SamplingParams(**{"seed": secrets.randbits(64), **fields})
 
 
 def _bad_words(words: Sequence[inference_pb2.BadWord], loaded: LoadedModel) -> list[Sequence[int]]:
     if len(words) > MAX_BAD_WORDS:
         raise InvalidInput(f"{len(words)} bad_words; at most {MAX_BAD_WORDS} are allowed")
-    found: list[Sequence[int]] = []
+    sequences: list[Sequence[int]] = []
     for word in words:
         if word.WhichOneof("word") == "token_ids":
-            found.append(word.token_ids.ids)
+            sequences.append(word.token_ids.ids)
         elif len(word.text) > MAX_BAD_WORD_CHARACTERS:
             raise InvalidInput(
                 f"one of bad_words has {len(word.text)} characters; at most {MAX_BAD_WORD_CHARACTERS} are allowed"
             )
         else:
-            found += encode_bad_word(loaded, word.text)
-    return found
+            sequences += encode_bad_word(loaded, word.text)
+    return sequences
 
 
 def to_stopping(stopping: inference_pb2.Stopping, vocabulary_size: int) -> StoppingParams:
@@ -171,10 +171,10 @@ def to_policy(depth: inference_pb2.DepthPolicy) -> DepthPolicy:
         return DepthPolicy("full", min_layers=depth.min_layers)
     if kind == "relaxed":
         relaxed = depth.relaxed
-        given = {name: getattr(relaxed, name) for name in ("threshold", "margin") if relaxed.HasField(name)}
-        if len(given) > 1:
+        limits = {name: getattr(relaxed, name) for name in ("threshold", "margin") if relaxed.HasField(name)}
+        if len(limits) > 1:
             raise InvalidInput("relaxed has a threshold or a margin, not both")
-        return DepthPolicy("relaxed", min_layers=depth.min_layers, **given)
+        return DepthPolicy("relaxed", min_layers=depth.min_layers, **limits)
     return DepthPolicy("exact", min_layers=depth.min_layers, max_drafts=depth.exact.max_drafts)
 
 
@@ -209,16 +209,16 @@ def from_event(
             part = message.finish(event.text)
         else:
             part = message.push(event.text, len(event.tokens))
-    said: dict[str, Any] = {
+    content: dict[str, Any] = {
         "text": part.text,
         "reasoning": part.reasoning,
         "tool_calls": [inference_pb2.ToolCallChunk(**vars(call)) for call in part.calls],
     }
     if isinstance(event, Finished):
         num_reasoning = message.num_reasoning_tokens if message is not None else 0
-        return inference_pb2.GenerateResponse(finished=_finished(event, said, num_reasoning))
-    tokens, prompt = ([_token(token, text_of) for token in own] for own in (event.tokens, event.prompt))
-    chunk = inference_pb2.TokenChunk(tokens=tokens, prompt_tokens=prompt, **said)
+        return inference_pb2.GenerateResponse(finished=_finished(event, content, num_reasoning))
+    tokens, prompt = ([_token(token, text_of) for token in group] for group in (event.tokens, event.prompt))
+    chunk = inference_pb2.TokenChunk(tokens=tokens, prompt_tokens=prompt, **content)
     return inference_pb2.GenerateResponse(chunk=chunk)
 
 
@@ -236,9 +236,9 @@ def _token(token: GeneratedToken, text_of: Callable[[int], str]) -> inference_pb
     )
 
 
-def _finished(event: Finished, said: dict[str, Any], num_reasoning_tokens: int) -> inference_pb2.Finished:
+def _finished(event: Finished, content: dict[str, Any], num_reasoning_tokens: int) -> inference_pb2.Finished:
     return inference_pb2.Finished(
-        **said,
+        **content,
         reason=_REASONS[event.reason],
         stop_match=event.stop_match,
         usage=inference_pb2.Usage(

@@ -96,12 +96,12 @@ class _LateCompiler(ModuleType):
         return function
 
     def disable(self, function: Function | None = None, *args: Any, **options: Any) -> Function:
-        def late(own: Function) -> Function:
-            @functools.wraps(own)
-            def run(*given: Any, **named: Any) -> Any:
+        def late(target: Function) -> Function:
+            @functools.wraps(target)
+            def run(*positional: Any, **named: Any) -> Any:
                 if isinstance(self, _LateCompiler):  # nothing is compiled yet
-                    return own(*given, **named)
-                return self.disable(own, *args, **options)(*given, **named)
+                    return target(*positional, **named)
+                return self.disable(target, *args, **options)(*positional, **named)
 
             return run
 

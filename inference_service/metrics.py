@@ -1,48 +1,21 @@
 """The worker's Prometheus metrics. Names follow vLLM's if they mean the same. docs/metrics.md explains each."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Protocol
 
-import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import GCCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from inference_service.router_metrics import read_versions, version_families
-from shared.engine.quality.shadow import Shadow
-from shared.engine.statistics import Distribution, EngineStatistics
-from shared.model.loaded import LoadedModel
-from shared.model.numerics import Numerics
+from shared.engine.engine import Engine
+from shared.engine.statistics import Distribution
+from shared.service_metrics import ServiceMetrics
 
 FIRST_TOKEN_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
 REQUEST_BOUNDS_S = (0.1, 0.25, 0.5, 1, 1.5, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960)
 
-# Creation times of counters would double the number of series, and nothing here uses them.
-prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
-
-class ObservedEngine(Protocol):
-    """The figures of an engine that a scrape reads, from any thread."""
-
-    @property
-    def loaded(self) -> LoadedModel: ...
-    @property
-    def numerics(self) -> Numerics: ...
-    @property
-    def statistics(self) -> EngineStatistics: ...
-    @property
-    def shadow(self) -> Shadow: ...
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def kv_usage_ratio(self) -> float: ...
-    @property
-    def num_learned_contexts(self) -> int: ...
-
-
-class WorkerMetrics:
+class WorkerMetrics(ServiceMetrics):
     """One registry with the metrics of calls, engines and this process.
 
     Labels have few values: models that this worker serves ("" for any other), rungs (at most one per layer and four
@@ -50,84 +23,67 @@ class WorkerMetrics:
     """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        super().__init__()
+        GCCollector(registry=self.registry)
         self._engines = _EngineCollector()
         self.registry.register(self._engines)
-        prometheus_client.ProcessCollector(registry=self.registry)
-        prometheus_client.PlatformCollector(registry=self.registry)
-        prometheus_client.GCCollector(registry=self.registry)
-        self.time_to_first_token = Histogram(
+        self.time_to_first_token = self.histogram(
             "neap_time_to_first_token_seconds",
             "From a Generate call's arrival until its first token is handed to gRPC.",
             ["model_id"],
             buckets=FIRST_TOKEN_BOUNDS_S,
-            registry=self.registry,
         )
-        self.e2e_request_latency = Histogram(
+        self.e2e_request_latency = self.histogram(
             "neap_e2e_request_latency_seconds",
             "From a Generate call's arrival until all of its answer is handed to gRPC; calls that succeeded.",
             ["model_id"],
             buckets=REQUEST_BOUNDS_S,
-            registry=self.registry,
         )
-        self.request_success = Counter(
+        self.request_success = self.counter(
             "neap_request_success",
             "Generate calls that got a whole answer, by the reason why it ended.",
             ["model_id", "finished_reason"],
-            registry=self.registry,
         )
-        self.requests_rejected = Counter(
+        self.requests_rejected = self.counter(
             "neap_requests_rejected",
             "Generate calls refused before the engine accepted them, by the reason in their ErrorInfo.",
             ["model_id", "reason"],
-            registry=self.registry,
         )
-        self.requests_resumed = Counter(
+        self.requests_resumed = self.counter(
             "neap_requests_resumed",
             "Generate calls that went on with an answer that another call had begun.",
             ["model_id"],
-            registry=self.registry,
         )
-        self.request_failures = Counter(
+        self.request_failures = self.counter(
             "neap_request_failures",
             "Generate calls that ended early: cancelled, past their deadline, or failed, by reason.",
             ["model_id", "reason"],
-            registry=self.registry,
         )
-        self.router_version = Gauge(
-            "neap_router_version",
-            "Router version of the latest request that named none.",
-            ["model_id"],
-            registry=self.registry,
+        self.router_version = self.gauge(
+            "neap_router_version", "Router version of the latest request that named none.", ["model_id"]
         )
-
-        self.stale_resolutions = Counter(
+        self.stale_resolutions = self.counter(
             "neap_stale_router_resolutions",
             "Requests served by their alias' last known version because the registry did not answer.",
             ["model_id"],
-            registry=self.registry,
         )
-
-        self.router_fallbacks = Counter(
+        self.router_fallbacks = self.counter(
             "neap_router_fallbacks",
             "Requests served by their alias' previous version, or not by its canary, because the wanted version was "
             "not ready, by kind (alias or canary) and reason.",
             ["model_id", "wanted", "reason"],
-            registry=self.registry,
         )
-
-        self.router_watch_errors = Counter(
+        self.router_watch_errors = self.counter(
             "neap_router_watch_errors",
             "Failed attempts to learn of published routers and moved aliases, by reason; INTERNAL is a fault of the "
             "worker.",
             ["model_id", "reason"],
-            registry=self.registry,
         )
 
     def count_watch_error(self, model_id: str, reason: str) -> None:
         self.router_watch_errors.labels(model_id, reason).inc()
 
-    def add_engine(self, engine: ObservedEngine, *, versions: Callable[[], Collection[int]] = tuple) -> None:
+    def add_engine(self, engine: Engine, *, versions: Callable[[], Collection[int]] = tuple) -> None:
         """Reports `engine` from now on, under its model's id. `versions` returns the router versions to report.
         Any thread may call it."""
         self._engines.engines.append((engine, versions))
@@ -137,7 +93,7 @@ class _EngineCollector(Collector):
     """Reads the engines' counters at each scrape, so that counting needs no lock in their threads."""
 
     def __init__(self) -> None:
-        self.engines: list[tuple[ObservedEngine, Callable[[], Collection[int]]]] = []
+        self.engines: list[tuple[Engine, Callable[[], Collection[int]]]] = []
 
     def collect(self) -> Iterator[Metric]:
         families, of_versions = _families(), version_families()
@@ -205,7 +161,7 @@ def _families() -> dict[str, Metric]:
     return families
 
 
-def _read(engine: ObservedEngine, families: Mapping[str, Metric]) -> None:
+def _read(engine: Engine, families: Mapping[str, Metric]) -> None:
     model_id, statistics = engine.loaded.model_id, engine.statistics
 
     def put(name: str, value: float, *labels: str) -> None:

@@ -12,7 +12,7 @@ import structlog
 
 from inference_service.lru_cache import LruCache
 from inference_service.pools import Pools
-from inference_service.published_bounds import arithmetic, holds_for, published_bounds
+from inference_service.published_bounds import bounds_that_hold
 from shared.errors import Corrupt, NeapError, NotFound, Unavailable
 from shared.ladder.artefact import MAX_BLOB_BYTES, unpack_ladder
 from shared.ladder.blob_names import served_blobs
@@ -170,7 +170,7 @@ class RouterLoader:
     ) -> LoadedRouter:
         ladder = self._unpack(published.manifest, blobs)
         ladder.check_model(loaded)
-        risks = _risks_that_hold(published, loaded)
+        risks = bounds_that_hold(published, loaded)
         prepare = self._prepare.get(loaded.model_id)
         if prepare is not None:
             prepare(ladder)
@@ -226,21 +226,3 @@ class RouterLoader:
             num_not_logged=self._num_unlogged,
         )
         self._num_unlogged = 0
-
-
-def _risks_that_hold(published: PublishedVersion, loaded: LoadedModel) -> dict[Setting, PublishedRisk]:
-    holding: dict[Setting, PublishedRisk] = {}
-    for setting, risk in published_bounds(published.manifest).items():
-        if holds_for(risk, loaded):
-            holding[setting] = risk
-        else:
-            log.warning(
-                "the router's bound does not hold here: it was certified with keys and values of another dtype, in "
-                "another arithmetic, or on another device",
-                model_id=loaded.model_id,
-                version=published.version,
-                bound_of=setting,
-                certified=(risk.kv_dtype, risk.compute_dtype, risk.device),
-                served=arithmetic(loaded),
-            )
-    return holding

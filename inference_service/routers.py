@@ -69,7 +69,7 @@ class RouterStore:
         pools: Pools | None = None,
         max_waiting: int = MAX_WAITING,
         on_stale: Callable[[str], object] = lambda model_id: None,
-        on_fallback: Callable[[str, str, str], object] = lambda model_id, wanted, reason: None,
+        on_fallback: Callable[[str, str, str], object] = lambda model_id, asked, reason: None,
     ) -> None:
         self._pools = pools or Pools()
         self._loader = RouterLoader(
@@ -135,10 +135,10 @@ class RouterStore:
                     await self._preload_or_log(loaded, alias)
 
     async def _all_aliases(self, model_id: str) -> list[str]:
-        found: Mapping[str, int] = {}
+        versions: Mapping[str, int] = {}
         with _logged(model_id, alias="all"):
-            found = await self._pools.fetches.call(self._registry.aliases, model_id)
-        return sorted(found, key=lambda alias: found[alias], reverse=True)
+            versions = await self._pools.fetches.call(self._registry.aliases, model_id)
+        return sorted(versions, key=lambda alias: versions[alias], reverse=True)
 
     async def _preload_or_log(self, loaded: LoadedModel, alias: str) -> None:
         with _logged(loaded.model_id, alias):
@@ -188,11 +188,11 @@ class RouterStore:
         elif serving.version == published.version:
             router = serving
         else:
-            found = self._loader.get_soon(loaded, published.version, published)
-            if not isinstance(found, LoadedRouter):
-                self._on_fallback(loaded.model_id, ALIAS, found)
+            outcome = self._loader.get_soon(loaded, published.version, published)
+            if not isinstance(outcome, LoadedRouter):
+                self._on_fallback(loaded.model_id, ALIAS, outcome)
                 return serving
-            router = found
+            router = outcome
         self._serving.set(key, router.version)
         self._resolutions.keep(loaded.model_id, alias, resolution)
         return router

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -19,7 +19,7 @@ from inference_service.pools import Pools
 from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
 from inference_service.served_request import published_bound, with_router
 from inference_service.stream import EventStream
-from inference_service.token_texts import TokenTexts
+from inference_service.token_texts import token_texts
 from shared.chat.parser import MessageParser
 from shared.engine.engine import Engine
 from shared.engine.request.handle import GenerationHandle
@@ -42,7 +42,7 @@ class _Served:
     engine: Engine
     max_active: int
     max_active_per_client: int | None
-    text_of: TokenTexts
+    text_of: Callable[[int], str]
     active: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -55,9 +55,9 @@ class _Served:
         """Counts a call as active. Raises Exhausted if there are too many. Only on the event loop's thread."""
         if self.active.total() >= self.max_active:
             self._refuse(f"{self.active.total()} requests are waiting or running", "QUEUE_FULL")
-        own = self.active[client]
-        if self.max_active_per_client is not None and own >= self.max_active_per_client:
-            self._refuse(f"{own} requests of this client are waiting or running", "CLIENT_LIMIT")
+        num_active = self.active[client]
+        if self.max_active_per_client is not None and num_active >= self.max_active_per_client:
+            self._refuse(f"{num_active} requests of this client are waiting or running", "CLIENT_LIMIT")
         self.active[client] += 1
         try:
             yield
@@ -118,7 +118,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         `max_active_per_client` only if clients do not share a proxy.
         """
         self._served[engine.loaded.model_id] = _Served(
-            engine, max_active, max_active_per_client, TokenTexts(engine.loaded.tokenizer)
+            engine, max_active, max_active_per_client, token_texts(engine.loaded.tokenizer)
         )
         self._routers.prepare_with(engine.loaded.model_id, engine.prepare)
         model_id = engine.loaded.model_id

@@ -1,28 +1,21 @@
 """The text of single tokens, which log-probabilities carry."""
 
+from collections.abc import Callable
+from functools import cache
+
 from transformers import PreTrainedTokenizerBase
 
 
-class TokenTexts:
-    """Decodes tokens one by one and remembers the results, at most one for each token of the vocabulary.
-    For one thread.
+def token_texts(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[int], str]:
+    """A function that decodes one token and remembers the results, at most one for each token of the vocabulary.
 
     Special tokens keep their names. Without a tokenizer every text is empty.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
-
-    def __call__(self, token_id: int) -> str:
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self._decode(token_id)
-        return text
-
-    def _decode(self, token_id: int) -> str:
-        if self._tokenizer is None:
+    @cache
+    def text_of(token_id: int) -> str:
+        if tokenizer is None:
             return ""
-        text = self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+        return str(tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    return text_of

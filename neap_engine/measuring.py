@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,14 +70,11 @@ def load_subject(model: str, router: str) -> Subject:
 def published_router(registry: str, model_id: str, router: str) -> tuple[PublishedVersion, Ladder]:
     """A router by version number or alias. Raises as `open_registry`, `Registry.get`, `Registry.resolve` and
     `unpack_ladder`."""
-    opened = open_registry(registry)
-    try:
+    with closing(open_registry(registry)) as opened:
         by_number = router.isdecimal()
         published = opened.get(model_id, int(router)) if by_number else opened.resolve(model_id, router)
         names = served_blobs(published.manifest["blobs"])
         blobs = {name: opened.read_blob(published, name) for name in names}
-    finally:
-        opened.close()
     return published, unpack_ladder(published.manifest, blobs)
 
 

@@ -54,10 +54,10 @@ def settings_from_command_line(kind: type[S], program: str, argv: Sequence[str] 
     """
     parser = argparse.ArgumentParser(prog=program, allow_abbrev=False)
     add_flags(parser, kind)
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    flags = vars(parser.parse_args(argv))
     if problems := unknown_variables():
         raise InvalidInput("; ".join(problems), reason="BAD_CONFIGURATION")
-    return make_settings(kind, **given)
+    return make_settings(kind, **flags)
 
 
 def known_variables() -> frozenset[str]:
@@ -86,10 +86,11 @@ def unknown_variables() -> list[str]:
     return problems
 
 
-def make_settings(kind: type[B], **given: Any) -> B:
-    """Build `kind` from keyword values, then environment variables. Raises InvalidInput (reason BAD_CONFIGURATION)."""
+def make_settings(kind: type[B], **values: Any) -> B:
+    """Build `kind` from keyword values that are not None, then environment variables, then defaults.
+    Raises InvalidInput (reason BAD_CONFIGURATION)."""
     try:
-        return kind(**given)
+        return kind(**{name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(map(str, problem['loc'])) or 'settings'}: {problem['msg']}" for problem in error.errors()

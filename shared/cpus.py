@@ -38,9 +38,9 @@ def size_thread_pools(environment: MutableMapping[str, str] = os.environ) -> Non
     The number is that of the setting NEAP_THREADS, else `usable_cpus`. Variables that are already set are kept. If this
     process may use all CPUs, nothing is set, because libraries choose better defaults for CPUs that share a core.
     """
-    wanted = environment.get(THREADS_VARIABLE, "")
+    setting = environment.get(THREADS_VARIABLE, "")
     # The service itself refuses other values.
-    num_threads = int(wanted) if wanted.isdecimal() and int(wanted) else usable_cpus()
+    num_threads = int(setting) if setting.isdecimal() and int(setting) else usable_cpus()
     if num_threads < (os.cpu_count() or 1):
         for name in POOL_VARIABLES:
             environment.setdefault(name, str(num_threads))

@@ -24,10 +24,10 @@ def check_plain_text(
     """
     if len(text) > max_characters:
         raise InvalidInput(f"{field} has {len(text)} characters; at most {max_characters} are allowed", reason=too_long)
-    found = _FORBIDDEN.search(text)
-    if found is not None:
+    match = _FORBIDDEN.search(text)
+    if match is not None:
         raise InvalidInput(
-            f"{field} contains U+{ord(found.group()):04X} at position {found.start()}: control characters, line breaks "
+            f"{field} contains U+{ord(match.group()):04X} at position {match.start()}: control characters, line breaks "
             "and right-to-left overrides are not allowed",
             reason=reason,
         )
@@ -40,7 +40,7 @@ def printable(text: str, *, keep: str = "\n\t") -> str:
     An escaped JSON document means the same as the original, because JSON has the same escapes.
     """
     return _FORBIDDEN.sub(
-        lambda found: found.group() if found.group() in keep else f"\\u{ord(found.group()):04x}", text
+        lambda match: match.group() if match.group() in keep else f"\\u{ord(match.group()):04x}", text
     )
 
 

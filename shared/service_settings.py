@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from platformdirs import user_data_path
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from shared.process_settings import METRICS_LISTEN, METRICS_LISTEN_PATTERN, ProcessSettings
 from shared.security_settings import HEALTH_LISTEN, SecuritySettings
 
 Alias = Annotated[str, StringConstraints(pattern=r"^[a-z0-9._-]{1,64}$")]
+T = TypeVar("T")
 RolePriority = Annotated[str, StringConstraints(pattern=r"^(generate|calibrate|admin)=(0|-?[1-9][0-9]?|-?100)$")]
 
 
@@ -36,6 +37,10 @@ def _listed(value: Any) -> Any:
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     return value
+
+
+# Several values; a variable has them as a comma-separated list.
+Listed = Annotated[tuple[T, ...], NoDecode, BeforeValidator(_listed)]
 
 
 class ServiceSettings(ProcessSettings, SecuritySettings):
@@ -218,7 +223,7 @@ class WorkerSettings(ServiceSettings):
         description="Seconds for which a client may stop reading its stream. The call then ends with "
         "RESOURCE_EXHAUSTED (SLOW_READER).",
     )
-    priority_of_roles: Annotated[tuple[RolePriority, ...], NoDecode] = Field(
+    priority_of_roles: Listed[RolePriority] = Field(
         default=(),
         description="Priority, in [-100, 100], of the requests of callers with a role; lower numbers come first. A "
         "caller with several roles has the lowest of theirs, and may ask for higher numbers. Other roles have 0. May "
@@ -248,7 +253,7 @@ class WorkerSettings(ServiceSettings):
         "nothing.",
     )
     default_alias: Alias = Field(default="latest", description="Alias of the router for requests that name none.")
-    preload_aliases: Annotated[tuple[Alias, ...], NoDecode] = Field(
+    preload_aliases: Listed[Alias] = Field(
         default=(),
         description="An alias whose router is loaded before the worker is ready, besides the default alias. May be "
         "repeated; the variable takes a comma-separated list. Unset: all aliases, the newest versions first, as far as "
@@ -281,11 +286,6 @@ class WorkerSettings(ServiceSettings):
         json_schema_extra={"metavar": "SHARE"},
     )
 
-    @field_validator("preload_aliases", "priority_of_roles", mode="before")
-    @classmethod
-    def _lists_from_text(cls, value: Any) -> Any:
-        return _listed(value)
-
 
 class CalibratorSettings(ServiceSettings):
     """Settings of the calibration service."""
@@ -296,7 +296,7 @@ class CalibratorSettings(ServiceSettings):
         description="Address to listen on for gRPC. Port 0 picks a free port.",
     )
     health_listen: str = Field(default="", validation_alias="NEAP_CALIBRATOR_HEALTH_LISTEN", description=HEALTH_LISTEN)
-    text_folders: Annotated[tuple[Path, ...], NoDecode] = Field(
+    text_folders: Listed[Path] = Field(
         default=(),
         description="Folder from which a calibration may read text files. May be repeated; the variable takes a "
         "comma-separated list. Unset: no file may be read.",
@@ -309,7 +309,7 @@ class CalibratorSettings(ServiceSettings):
         "takes a comma-separated list.",
         json_schema_extra={"metavar": "PATTERN"},
     )
-    text_workers: Annotated[tuple[str, ...], NoDecode] = Field(
+    text_workers: Listed[str] = Field(
         default=(),
         description="Address of inference workers that may write a calibration's text, at low priority, if its request "
         "asks for that: HOST:PORT or any other form that gRPC accepts. Requests cannot name addresses. The variables "
@@ -339,11 +339,6 @@ class CalibratorSettings(ServiceSettings):
         description="Longest duration in seconds that a job may ask for. Jobs that ask for more are refused. The "
         "default is a week.",
     )
-
-    @field_validator("text_folders", "text_workers", mode="before")
-    @classmethod
-    def _folders_from_text(cls, value: Any) -> Any:
-        return _listed(value)
 
     @field_validator("hub_datasets", mode="before")
     @classmethod

@@ -29,8 +29,8 @@ def fields_by_group(kind: type[BaseSettings]) -> list[tuple[str, dict[str, Field
     for declaring in kind.__mro__:
         if not issubclass(declaring, BaseSettings) or declaring is BaseSettings:
             continue
-        own = inspect.get_annotations(declaring)
-        fields = {name: field for name, field in kind.model_fields.items() if name in own}
+        declared = inspect.get_annotations(declaring)
+        fields = {name: field for name, field in kind.model_fields.items() if name in declared}
         title = (declaring.__doc__ or declaring.__name__).splitlines()[0].rstrip(".")
         groups.append((title, fields))
     return groups

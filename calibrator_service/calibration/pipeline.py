@@ -38,7 +38,7 @@ from calibrator_service.calibration.training.closed_form import seconds_to_solve
 from calibrator_service.calibration.training.confidence import fit_ladder
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary, choose_draft_vocabulary
 from calibrator_service.calibration.training.heads import fit_heads
-from calibrator_service.calibration.training.joint import fit_joint, said_at
+from calibrator_service.calibration.training.joint import fit_joint, joint_positions
 from shared.errors import InvalidInput
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.blob_names import STATISTICS_BLOB
@@ -136,7 +136,7 @@ def run_phases(
     )
 
     with run.phase("collecting"), closing(Writers(run, fleet_of)) as writers:
-        knows_speed = writers.of_text is writers.own
+        knows_speed = writers.of_text is writers.of_model
         source = source_record(run.spec.source)
         text = plan_text(run)
         splitter = Splitter(
@@ -154,7 +154,7 @@ def run_phases(
                 material, moments=statistics.moments, ngrams=statistics.ngrams, choice_counts=statistics.choice_counts
             )
         is_used = splitter.has_assigned
-        risk_answers = write_risk_answers(run, text, is_used, writers.own, knows_speed=knows_speed)
+        risk_answers = write_risk_answers(run, text, is_used, writers.of_model, knows_speed=knows_speed)
 
     with run.phase("training_heads"):
         vocabulary = choose_draft_vocabulary(run, material)
@@ -188,7 +188,7 @@ def with_joint_weights(
     the report split."""
     splits: tuple[Split, Split] = ("routers", "report")
     learned_from, measured_on = (
-        said_at(ladder, material.chunks[split], material.table_sequences[split], vocabulary) for split in splits
+        joint_positions(ladder, material.chunks[split], material.table_sequences[split], vocabulary) for split in splits
     )
     weights = fit_joint(learned_from)
     return replace(ladder, joint_weights=weights), joint_figures(weights, measured_on)

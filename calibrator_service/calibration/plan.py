@@ -66,7 +66,8 @@ class HeadTraining:
 
 @dataclass(frozen=True)
 class PassSizes:
-    """How much goes through the model at once, and whether states are kept on disk (see `states.collect.Collector`)."""
+    """How much goes through the model at once, and whether states are kept on disk (see `states.collect.Collector`).
+    `rows`: those that are decoded together."""
 
     rows: int
     pass_tokens: int = PASS_TOKENS
@@ -100,11 +101,6 @@ class Plan:
     def captured_depths(self, num_layers: int) -> tuple[int, ...]:
         """The depths below L whose states heads learn from."""
         return tuple(sorted({*self.depths, *captured_depths(num_layers)})) if self.depths else ()
-
-    @property
-    def rows(self) -> int:
-        """Rows decoded together."""
-        return self.sizes.rows
 
 
 def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:

@@ -32,7 +32,7 @@ class CalibrationRun:
         progress: Callable[[Progress], None],
         should_stop: Callable[[], bool],
     ) -> None:
-        self._start_s = self._phase_start_s = time.monotonic()
+        self._start_s = time.monotonic()
         self.loaded, self.plan, self.spec = loaded, plan, plan.spec
         # The scale depends on the device, and what was written at another scale cannot be continued.
         identity = {
@@ -61,10 +61,6 @@ class CalibrationRun:
         """Whether an earlier run of this calibration has finished its collecting phase."""
         return self._spent_before_s > 0.0
 
-    def phase_s(self) -> float:
-        """Seconds since the current phase began in this process."""
-        return time.monotonic() - self._phase_start_s
-
     def seconds_until(self, share: float) -> float:
         """Seconds until `share` of the budget is spent; at least 0.05, so that every phase does some work."""
         return max(share * self.plan.budget_s - self.elapsed_s(), 0.05)
@@ -79,9 +75,9 @@ class CalibrationRun:
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Scope of one phase. Records how long it took, and writes the time spent to disk."""
-        self._phase_start_s = time.monotonic()
+        start_s = time.monotonic()
         yield
-        self.seconds[phase] = self.phase_s()
+        self.seconds[phase] = time.monotonic() - start_s
         spent = json.dumps({"elapsed_s": self.elapsed_s()})
         write_atomically(self._state_file, spent.encode())
 

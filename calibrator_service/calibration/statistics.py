@@ -66,9 +66,9 @@ class Statistics:
         other states.
         """
         moments: dict[int, Moments] = {}
-        for depth, own in self.moments.items():
-            total = Moments(own.layout, own.device)
-            total.merge(own)
+        for depth, sums in self.moments.items():
+            total = Moments(sums.layout, sums.device)
+            total.merge(sums)
             total.merge(_moments_at(parent, depth), share)
             moments[depth] = total
         ngrams = NgramTableBuilder()
@@ -96,17 +96,17 @@ class Statistics:
         if self.tokenizer != tokenizer_digest(loaded):
             raise RouterMismatch("the parent's statistics are of another tokenizer", reason="TOKENIZER_MISMATCH")
         for depth, layout in layouts.items():
-            found = _moments_at(self, depth).layout
-            if found != layout:
+            parent_layout = _moments_at(self, depth).layout
+            if parent_layout != layout:
                 raise PreconditionFailed(
-                    f"the parent's exit at depth {depth} is made of the states of {found}, that of this calibration of "
-                    f"{layout}",
+                    f"the parent's exit at depth {depth} is made of the states of {parent_layout}, that of this "
+                    f"calibration of {layout}",
                     reason="LAYOUT_MISMATCH",
                 )
 
     def to_bytes(self) -> bytes | None:
         """A safetensors file, which `read_statistics` reads; None if it had more than MAX_BYTES."""
-        if 4 * sum(own.layout.num_sums for own in self.moments.values()) > MAX_BYTES:
+        if 4 * sum(sums.layout.num_sums for sums in self.moments.values()) > MAX_BYTES:
             return None
         tensors = {"choice_counts": self.choice_counts, "learned": self.learned}
         for depth, moments in self.moments.items():
@@ -122,7 +122,9 @@ class Statistics:
             "tokenizer": self.tokenizer,
             "num_tokens": self.num_tokens,
             "generation": self.generation,
-            "exits": [[depth, own.layout.hidden_size, own.layout.kept_depths] for depth, own in self.moments.items()],
+            "exits": [
+                [depth, sums.layout.hidden_size, sums.layout.kept_depths] for depth, sums in self.moments.items()
+            ],
         }
         return save(tensors, metadata={_HEADER: json.dumps(header)})
 
@@ -150,12 +152,12 @@ def read_statistics(path: Path) -> Statistics:
 def _statistics(header: Mapping[str, Any], tensors: dict[str, Tensor]) -> Statistics:
     choice_counts, learned = tensors.pop("choice_counts"), tensors.pop("learned")
     moments = {}
-    for depth, hidden_size, kept in header["exits"]:
-        own, layout = (take_part(tensors, exit_name(depth)), MomentsLayout(hidden_size, depth, tuple(kept)))
+    for depth, hidden_size, kept_depths in header["exits"]:
+        part, layout = (take_part(tensors, exit_name(depth)), MomentsLayout(hidden_size, depth, tuple(kept_depths)))
         # Memory is allocated by it.
-        if hidden_size < 1 or own["targets"].shape != (layout.width, 2 * hidden_size):
+        if hidden_size < 1 or part["targets"].shape != (layout.width, 2 * hidden_size):
             raise Corrupt("the statistics of an exit have not the shapes of their layout")
-        moments[depth] = Moments.from_tensors(own, layout)
+        moments[depth] = Moments.from_tensors(part, layout)
     ngrams = NgramTableBuilder.from_tensors(take_part(tensors, "successors"), len(choice_counts))
     numbers = torch.tensor([header["num_tokens"], header["generation"]], dtype=torch.float64)
     if (

@@ -16,7 +16,7 @@ from neap_engine.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, print
 from neap_engine.cli.interruption import interruptible_call
 from neap_engine.cli.job_progress import cancel_and_follow, follow, how_to_watch, leave, note, print_result
 from neap_engine.cli.own_service import calibration_service
-from neap_engine.cli.router_files import publish_folder
+from neap_engine.cli.registry_commands import publish_folder
 from neap_engine.cli.routers import selector
 from shared.errors import InvalidInput
 from shared.rpc.durations import duration_of
@@ -267,10 +267,10 @@ def parent_of(name: str, model: str, share: float) -> pb.ParentRouter:
     folder = Path(name)
     if not folder.is_dir():
         return pb.ParentRouter(**selector(name), share=share)
-    made = publish_folder(folder, model, aliases=())
-    note(f"{folder} is version {made.version} of {model}")
+    published = publish_folder(folder, model, aliases=())
+    note(f"{folder} is version {published.version} of {model}")
     # The service may have another registry, where the number belongs to another router: it compares the digests.
-    return pb.ParentRouter(version=made.version, manifest_digest=made.manifest_digest, share=share)
+    return pb.ParentRouter(version=published.version, manifest_digest=published.manifest_digest, share=share)
 
 
 def set_source(

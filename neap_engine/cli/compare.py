@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from neap_client import NeapClient, generate_request
+from neap_client import Answer, NeapClient, generate_request
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.requests import Policy
 
 from neap_engine.cli.console import out
 from neap_engine.cli.depth_view import DepthView
 from neap_engine.cli.generate import NO_CHAT_TEMPLATE, PLAIN_TEXT_NOTE
-from neap_engine.cli.measure import PolicyFigures, run_one, statistics_line
+from neap_engine.cli.measure import PolicyFigures, statistics_line
 from shared.errors import NeapError
 
 WARM_UP_TOKENS = 8
@@ -44,34 +44,30 @@ def compare(
     is_chat = has_chat_template(worker, model_id)
     for side in sides:
         # The first request of each side includes loading and warm-up, so it is not counted.
-        request = request_for(model_id, "Hello", side, WARM_UP_TOKENS, is_chat)
-        run_one(worker, request, lambda _: None)
+        worker.answer(request_for(model_id, "Hello", side, WARM_UP_TOKENS, is_chat))
     for name, prompt in prompts.items():
         for side in sides:
             request = request_for(model_id, prompt, side, max_tokens, is_chat)
             if streams:
                 out.print(f"\n[bold]{name}[/] under [bold]{side.name}[/]")
-                tokens, finished = stream(worker, request, num_layers)
+                answer = stream(worker, request, num_layers)
             else:
-                tokens, finished = run_one(worker, request, lambda _: None)
-            figures[side].add(name, tokens, finished)
+                answer = worker.answer(request)
+            figures[side].add(name, answer.token_ids, answer.finished)
     return list(figures.values())
 
 
-def stream(worker: NeapClient, request: pb.GenerateRequest, num_layers: int) -> tuple[list[int], pb.Finished]:
-    """Print an answer as it arrives, its tokens coloured by depth. Returns its token ids and its Finished event."""
+def stream(worker: NeapClient, request: pb.GenerateRequest, num_layers: int) -> Answer:
+    """Print an answer as it arrives, its tokens coloured by depth, and return it."""
     view = DepthView(out, num_layers, coloured=True)
-
-    def show(event: pb.GenerateResponse) -> None:
-        if event.HasField("chunk"):
-            view.chunk(event.chunk)
-
-    tokens, finished = run_one(worker, request, show)
-    view.text(finished.text)
+    with worker.generate(request) as events:
+        for event in events:
+            view.show(event)
+        answer = events.answer()
     out.print()
     out.print(view.legend())
-    out.print(statistics_line(finished), style="dim", markup=False)
-    return tokens, finished
+    out.print(statistics_line(answer.finished), style="dim", markup=False)
+    return answer
 
 
 def request_for(model_id: str, prompt: str, side: Side, max_tokens: int, is_chat: bool) -> pb.GenerateRequest:
@@ -89,7 +85,7 @@ def request_for(model_id: str, prompt: str, side: Side, max_tokens: int, is_chat
 def has_chat_template(worker: NeapClient, model_id: str) -> bool:
     """Return whether the model has a chat template. Prints a note if it has none, as a base model may."""
     try:
-        run_one(worker, request_for(model_id, "Hi", FULL, 1, True), lambda _: None)
+        worker.answer(request_for(model_id, "Hi", FULL, 1, True))
     except NeapError as error:
         if error.reason != NO_CHAT_TEMPLATE:
             raise

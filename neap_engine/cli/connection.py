@@ -133,7 +133,7 @@ def _wait_until_serving(client: NeapClient, wait_s: float | None) -> None:
     began_s = time.monotonic()
     limits_s = (START_S, math.inf) if wait_s is None else (wait_s, wait_s)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    said = ""
+    last_state = ""
     progress = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
     task = progress.add_task("")
     try:
@@ -151,8 +151,8 @@ def _wait_until_serving(client: NeapClient, wait_s: float | None) -> None:
                 return
             if time.monotonic() - began_s >= limit_s:
                 return
-            if state != said:
-                said = state
+            if state != last_state:
+                last_state = state
                 say(f"waiting for {client.target}: {state} (--wait 0 does not wait)")
                 progress.update(task, description=state)
                 progress.start()

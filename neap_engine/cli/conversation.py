@@ -29,10 +29,10 @@ class Conversation:
 
     def messages(self, question: str) -> list[ChatMessage]:
         """Return the prompt of the next turn."""
-        said = [("system", self.system)] if self.system else []
+        history = [("system", self.system)] if self.system else []
         for turn in self.turns:
-            said += [("user", turn.question), ("assistant", turn.answer)]
-        return [ChatMessage(role=role, content=text) for role, text in (*said, ("user", question))]
+            history += [("user", turn.question), ("assistant", turn.answer)]
+        return [ChatMessage(role=role, content=text) for role, text in (*history, ("user", question))]
 
     def add(self, question: str, answer: str, num_tokens: int) -> None:
         """Add a turn. `num_tokens`: those of the whole conversation, its answer included."""

@@ -77,8 +77,8 @@ def demo(
     with services(model_id, source, folder) as (calibrator, worker):
         stories = Stories(calibrator, worker, model_id, folder, max_tokens)
         stories.shipped()
-        own = stories.from_nothing(calibration_budget, recalibrate=recalibrate)
-        stories.one_kind(own, calibration_budget)
+        router = stories.from_nothing(calibration_budget, recalibrate=recalibrate)
+        stories.one_kind(router, calibration_budget)
         step("result")
         picture = charts.write_stories(
             folder / "demo-report.png", title=f"{model_id}, tokens per second", stories=stories.told
@@ -156,22 +156,22 @@ class Stories:
         self._compare(f"calibrated in {manifest['calibration']['seconds']['total']:.0f} s", sides)
         return router
 
-    def one_kind(self, own: RouterVersion, budget_s: int) -> None:
-        """The router `own` before and after requests of one kind are added to it, measured on other requests of that
+    def one_kind(self, parent: RouterVersion, budget_s: int) -> None:
+        """The router `parent` before and after requests of one kind are added to it, measured on other requests of that
         kind."""
-        step(f"3. {len(LEARNED)} requests of one kind are added to version {own.version}")
+        step(f"3. {len(LEARNED)} requests of one kind are added to version {parent.version}")
         say("each asks for the facts of a passage as JSON")
-        if "statistics" not in json.loads(own.manifest_json)["calibration"]:
+        if "statistics" not in json.loads(parent.manifest_json)["calibration"]:
             say("this model's statistics are too large to be kept with its router: nothing can be added")
             return
         router = self._catalogue.published(ADDED)
-        if router is not None and parent_digest(router) == own.manifest_digest:
+        if router is not None and parent_digest(router) == parent.manifest_digest:
             say(f"reusing version {router.version}, published before")
         else:
             text = calibration_pb2.SelfGenerated(prompts=LEARNED)
-            router = self._catalogue.calibrated(text, budget_s, (ADDED,), parent=own)
+            router = self._catalogue.calibrated(text, budget_s, (ADDED,), parent=parent)
         say(f"{len(MEASURED)} other requests of the kind, from which neither version has learned")
-        before = Side("exact before", "exact", str(own.version))
+        before = Side("exact before", "exact", str(parent.version))
         after = Side("exact after", "exact", str(router.version))
         self._compare(f"{len(LEARNED)} requests of one kind added", [FULL, before, after], MEASURED)
 

@@ -31,19 +31,17 @@ class DepthView:
     counts: dict[tuple[str, int], int] = field(default_factory=dict)
     _pending: list[tuple[str, int]] = field(default_factory=list)
 
-    def chunk(self, chunk: pb.TokenChunk) -> None:
-        """Print the text of a chunk.
+    def show(self, event: pb.GenerateResponse) -> None:
+        """Print the text of an event.
 
         Text may lag behind tokens, because one character may span two tokens. A chunk of several tokens does not say
         which token wrote which text, so all its text has the colour of the deepest token.
         """
-        for token in chunk.tokens:
+        for token in event.chunk.tokens:
             key = (token.rung, token.exit_depth)
             self.counts[key] = self.counts.get(key, 0) + 1
             self._pending.append(key)
-        self.text(chunk.text)
-
-    def text(self, text: str) -> None:
+        text = event.chunk.text + event.finished.text
         if not text:
             return
         style = FULL_STYLE

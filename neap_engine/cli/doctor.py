@@ -1,17 +1,16 @@
 """`neap doctor`: says what this machine can do with the settings of the services, and why not."""
 
 import dataclasses
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from neap_engine.cli.console import RegistryUrl, err, exit_on_error, fail, out
+from neap_engine.cli.console import DataDir, RegistryUrl, err, exit_on_error, fail, out
+from neap_engine.cli.json_lines import print_json
 from shared.config import make_settings
-from shared.plain_text import one_line, printable
+from shared.plain_text import one_line
 from shared.service_settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -31,12 +30,7 @@ def doctor(
         ),
     ] = None,
     registry: RegistryUrl = None,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--data-dir", help="Data folder of the services. Default: NEAP_DATA_DIR, or the user's data folder."
-        ),
-    ] = None,
+    data_dir: DataDir = None,
     device: Annotated[
         str | None, typer.Option("--device", help="Device of the services: cpu or cuda. Default: NEAP_DEVICE, or cpu.")
     ] = None,
@@ -56,14 +50,13 @@ def doctor(
     ok: it works. off: it does not, and these settings do not need it. broken: these settings need it. The exit status
     is 1 if anything is broken.
     """
-    given = {"models": model, "registry": registry, "data_dir": data_dir, "device": device}
-    settings = make_settings(WorkerSettings, **{name: value for name, value in given.items() if value is not None})
+    settings = make_settings(WorkerSettings, models=model, registry=registry, data_dir=data_dir, device=device)
     findings = examine(settings, loads_models=not skip_models)
+    broken = [finding.name for finding in findings if finding.status == "broken"]
     if as_json:
-        print_json(findings)
+        print_json({"is_broken": bool(broken), "findings": [dataclasses.asdict(finding) for finding in findings]})
     else:
         out.print(table(findings))
-    broken = [finding.name for finding in findings if finding.status == "broken"]
     if broken:
         fail(f"broken: {', '.join(broken)}")
 
@@ -96,11 +89,3 @@ def table(findings: "list[Finding]") -> Table:
         status = Text(finding.status, style=STYLES[finding.status])
         shown.add_row(status, Text(one_line(finding.name)), text)
     return shown
-
-
-def print_json(findings: "list[Finding]") -> None:
-    document = {
-        "is_broken": any(finding.status == "broken" for finding in findings),
-        "findings": [dataclasses.asdict(finding) for finding in findings],
-    }
-    print(printable(json.dumps(document, ensure_ascii=False)), flush=True)

@@ -13,9 +13,9 @@ def with_flags(
 ) -> Callable[..., T]:
     """Return `run` with the name, the help and the parameters of `command`, except for `without`, and with `flags`."""
     functools.update_wrapper(run, command)
-    own = inspect.signature(command).parameters.values()
-    kept = [one for one in own if one.name != without]
-    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*kept, *flags)]
-    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    of_command = inspect.signature(command).parameters.values()
+    inherited = [parameter for parameter in of_command if parameter.name != without]
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*inherited, *flags)]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run

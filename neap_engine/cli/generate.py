@@ -86,13 +86,11 @@ def print_text(
     for event in events:
         if reasoning := event.chunk.reasoning + event.finished.reasoning:
             err.print(Text(reasoning, style="dim"), end="")
-        if event.HasField("chunk"):
-            view.chunk(event.chunk)
-        elif event.HasField("started"):
+        view.show(event)
+        if event.HasField("started"):
             started = event.started
         elif event.HasField("finished"):
             finished = event.finished
-            view.text(finished.text)
     out.print()
     if coloured:
         err.print(view.legend())
@@ -106,9 +104,9 @@ def print_text(
 
 def say_inexact(stream: GenerationStream) -> None:
     """Say on standard error where the answer went on at a worker whose tokens may be others."""
-    for one in stream.resumptions:
-        if one.continued_inexactly:
-            say(f"after {one.num_resumed_tokens} tokens another worker went on, whose tokens may be others")
+    for resumption in stream.resumptions:
+        if resumption.continued_inexactly:
+            say(f"after {resumption.num_resumed_tokens} tokens another worker went on, whose tokens may be others")
 
 
 def served_model(client: NeapClient, model_id: str) -> pb.Model:

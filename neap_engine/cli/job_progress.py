@@ -55,17 +55,17 @@ def follow(client: NeapClient, calibration_id: str) -> pb.Calibration:
     # Where the output is no terminal, there is no live bar: one line per phase and per tenth of the work.
     with Progress(*columns, console=out, disable=not out.is_terminal) as progress:
         task = progress.add_task("queued", total=1.0, figures="")
-        last_said, last_problem = ("", 0), ""
+        last_stage, last_problem = ("", 0), ""
         job = pb.Calibration()
         for job in interruptible(client.watch_calibration(calibration_id, on_lost=say_lost)):
             phase = phase_name(job)
             progress.update(
                 task, description=phase, completed=job.fraction, figures=escape(one_line(figures_line(job)))
             )
-            said = (phase, int(10 * job.fraction))
-            if not out.is_terminal and said != last_said:
+            stage = (phase, int(10 * job.fraction))
+            if not out.is_terminal and stage != last_stage:
                 print_line(f"   {phase} {job.fraction:.0%} {figures_line(job)}".rstrip())
-            last_said = said
+            last_stage = stage
             if job.state in SETTLED:
                 break
             if job.failure.reason not in ("", last_problem):

@@ -41,8 +41,8 @@ def list_jobs(
     """List jobs, newest first: what runs, what waits, and how the others ended."""
     unreadable: list[pb.UnreadableCalibration] = []
     with connect(calibrator) as client:
-        found = client.list_calibrations(model, on_unreadable=unreadable.append)
-        jobs = list(islice(found, limit))
+        listing = client.list_calibrations(model, on_unreadable=unreadable.append)
+        jobs = list(islice(listing, limit))
     if as_json:
         for job in jobs:
             print_message(job)

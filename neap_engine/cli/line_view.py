@@ -36,8 +36,8 @@ def ancestry(client: NeapClient, router: pb.RouterVersion) -> Iterator[str]:
             return
         digest = str(parent.get("manifest_digest", ""))
         if numbers is None:
-            found = client.list_versions(router.model_id)
-            numbers = {version.manifest_digest: version.version for version in found}
+            versions = client.list_versions(router.model_id)
+            numbers = {version.manifest_digest: version.version for version in versions}
         if digest not in numbers:
             yield f"a router that is not in this registry, {digest or 'of files'}"
             return
@@ -47,15 +47,15 @@ def ancestry(client: NeapClient, router: pb.RouterVersion) -> Iterator[str]:
 def _describe(router: pb.RouterVersion, spec: Mapping[str, Any]) -> str:
     calibration = _calibration(router)
     tokens = as_mapping(calibration.get("tokens")).get("total")
-    said = f"version {router.version}, {format_time(router.create_time)}"
-    said += f": {tokens:,} tokens of {_source(spec)}" if isinstance(tokens, int) else ""
+    line = f"version {router.version}, {format_time(router.create_time)}"
+    line += f": {tokens:,} tokens of {_source(spec)}" if isinstance(tokens, int) else ""
     parent = as_mapping(spec.get("parent"))
     if not parent:
-        return said
-    said += ", added to the next"
-    said += f", which was {parent['alias']} then" if parent.get("alias") else ""
+        return line
+    line += ", added to the next"
+    line += f", which was {parent['alias']} then" if parent.get("alias") else ""
     share = parent.get("share")
-    return f"{said} (share {share:g})" if isinstance(share, float) and share < 1 else said
+    return f"{line} (share {share:g})" if isinstance(share, float) and share < 1 else line
 
 
 def _source(spec: Mapping[str, Any]) -> str:

@@ -13,10 +13,8 @@ from neap_engine.cli import (
     jobs,
     loaded_models,
     models,
+    registry_commands,
     report,
-    router_files,
-    router_rebuild,
-    router_sweep,
     routers,
     serve,
     tokens,
@@ -41,10 +39,10 @@ app.command("tune")(tune.tune)
 app.command("evaluate")(evaluate.evaluate)
 app.add_typer(serve.app, name="serve")
 models.app.command("list")(loaded_models.list_models)
-routers.app.command("export")(router_files.export_router)
-routers.app.command("import")(router_files.import_router)
-routers.app.command("rebuild-index")(router_rebuild.rebuild_index)
-routers.app.command("sweep")(router_sweep.sweep)
+routers.app.command("export")(registry_commands.export_router)
+routers.app.command("import")(registry_commands.import_router)
+routers.app.command("rebuild-index")(registry_commands.rebuild_index)
+routers.app.command("sweep")(registry_commands.sweep)
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(models.app, name="models")
 app.add_typer(routers.app, name="routers")

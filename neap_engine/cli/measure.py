@@ -1,10 +1,9 @@
-"""Runs a request and sums up tokens, time and layer executions per policy."""
+"""Sums up tokens, time and layer executions per policy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf.duration_pb2 import Duration
-from neap_client import NeapClient
 from neap_client.inference.v1 import inference_pb2 as pb
 from rich.table import Table
 
@@ -25,8 +24,6 @@ PROMPTS: dict[str, str] = {
         "out step by step."
     ),
 }
-
-OnEvent = Callable[[pb.GenerateResponse], None]
 
 
 @dataclass
@@ -66,20 +63,6 @@ class PolicyFigures:
             key = (count.rung, count.depth)
             self.exits[key] = self.exits.get(key, 0) + count.num_tokens
         self.outputs[name] = tuple(tokens)
-
-
-def run_one(client: NeapClient, request: pb.GenerateRequest, on_event: OnEvent) -> tuple[list[int], pb.Finished]:
-    """Run one generation and return its token ids and its Finished event.
-    `on_event` is called for every event as it arrives."""
-    tokens: list[int] = []
-    finished = pb.Finished()
-    for event in client.generate(request):
-        on_event(event)
-        if event.HasField("chunk"):
-            tokens += [token.id for token in event.chunk.tokens]
-        elif event.HasField("finished"):
-            finished = event.finished
-    return tokens, finished
 
 
 def policy_table(figures: Sequence[PolicyFigures]) -> Table:

@@ -102,15 +102,15 @@ def fetch_from_bucket(source: str, work: Path) -> None:
     bucket, _, prefix = source.removeprefix(S3).strip("/").partition("/")
     try:
         store = open_bucket(bucket, prefix)
-        found = [item for batch in obstore.list(store) for item in batch]
+        objects = [item for batch in obstore.list(store) for item in batch]
     except FileNotFoundError as error:
         raise NotFound(f"there is no bucket {bucket}", reason="MODEL_NOT_FOUND") from error
     except obstore.exceptions.BaseError as error:
         raise Unavailable(f"{source} cannot be fetched: {summary(error)}", reason="BUCKET_UNAVAILABLE") from error
-    wanted = [item for item in found if any(Path(item["path"]).match(one) for one in PATTERNS)]
-    listing = [(item["path"], item["size"], item["e_tag"]) for item in wanted]
+    selected = [item for item in objects if any(Path(item["path"]).match(pattern) for pattern in PATTERNS)]
+    listing = [(item["path"], item["size"], item["e_tag"]) for item in selected]
     begin(work, json.dumps([source, *sorted(listing)]))
-    for item in wanted:
+    for item in selected:
         target = work / item["path"]
         target.parent.mkdir(parents=True, exist_ok=True)
         download(store, item, target, print_line)

@@ -166,33 +166,14 @@ def request_options(
     ] = None,
 ) -> dict[str, Any]:
     """Return the flags as arguments of `generate_request`."""
-    constraint = None
-    if json_schema is not None:
-        constraint = pb.Constraint(json_schema=json_schema.read_text(encoding="utf-8"))
-    return {
-        "policy": policy,
-        "threshold": threshold,
-        "margin": margin,
-        "max_drafts": max_drafts,
-        "min_layers": min_layers,
-        "router": router,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
+    options = locals()  # most flags are arguments of that name
+    schema: Path | None = options.pop("json_schema")
+    return options | {
         "logit_bias": dict(map(_bias, logit_bias or ())),
-        "min_tokens": min_tokens,
         "bad_words": bad_words or (),
         "stop": stop or (),
         "prediction": prediction.read_text(encoding="utf-8") if prediction else "",
-        "ignore_eos": ignore_eos,
-        "priority": priority,
-        "constraint": constraint,
+        "constraint": pb.Constraint(json_schema=schema.read_text(encoding="utf-8")) if schema else None,
     }
 
 

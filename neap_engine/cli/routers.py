@@ -209,12 +209,12 @@ def history(model: Model, alias: Alias = "stable", calibrator: Calibrator = DEFA
 
 def positions_by_rung(contents: dict[str, Any]) -> dict[str, int]:
     """Return the numbers of held-out positions that a manifest's figures stand on. Older manifests do not tell them."""
-    found = {}
+    positions = {}
     for rung in contents.get("rungs", []):
         figures = rung.get("figures")
         if isinstance(figures, dict) and isinstance(figures.get("positions"), int):
-            found[rung.get("name")] = figures["positions"]
-    return found
+            positions[rung.get("name")] = figures["positions"]
+    return positions
 
 
 def selector(version: str) -> dict[str, Any]:

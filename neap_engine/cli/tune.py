@@ -107,8 +107,8 @@ def measuring_command(
 def variables(registry: str | None, data_dir: Path | None) -> dict[str, str]:
     """The measuring process' registry, as variables: a URL may hold a password, which flags would show in process
     lists."""
-    given = {"NEAP_REGISTRY": registry, "NEAP_DATA_DIR": data_dir}
-    return {name: str(value) for name, value in given.items() if value is not None}
+    settings = {"NEAP_REGISTRY": registry, "NEAP_DATA_DIR": data_dir}
+    return {name: str(value) for name, value in settings.items() if value is not None}
 
 
 def measure(command: list[str], variables: dict[str, str]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _measured(command: list[str], variables: dict[str, str]) -> dict[str, Any]:
         Progress(*columns, console=out, disable=not out.is_terminal) as progress,
     ):
         task = progress.add_task("measuring", total=None)
-        said = -1
+        last_tenths = -1
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -145,9 +145,9 @@ def _measured(command: list[str], variables: dict[str, str]) -> dict[str, Any]:
                 measured, total = int(event["measured"]), int(event["total"])
                 progress.update(task, completed=measured, total=total)
                 tenths = 10 * measured // total
-                if not out.is_terminal and tenths > said:
+                if not out.is_terminal and tenths > last_tenths:
                     print_line(f"   {measured} of {total} answers")
-                said = tenths
+                last_tenths = tenths
         except BaseException:
             process.terminate()
             raise

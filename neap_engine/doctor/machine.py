@@ -77,28 +77,28 @@ def gpu(is_needed: bool) -> Finding:
             advice = "install a torch that is built for CUDA (docs/running.md, TORCH_INDEX_URL)"
         has_driver = f"; the machine has NVIDIA's driver {driver}" if driver else ""
         return missing("GPU", is_needed, error.message + has_driver, advice)
-    one = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(0)
     facts = {
-        "name": one.name,
+        "name": properties.name,
         "count": torch.cuda.device_count(),
-        "capability": f"{one.major}.{one.minor}",
-        "memory_bytes": one.total_memory,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_bytes": properties.total_memory,
         "driver": driver,
         "cuda": torch.version.cuda,
     }
     detail = (
-        f"{facts['count']} x {one.name}, capability {facts['capability']}, {one.total_memory / 2**30:.0f} GiB,"
-        f" driver {driver or 'unknown'}, torch for CUDA {torch.version.cuda}"
+        f"{facts['count']} x {properties.name}, capability {facts['capability']},"
+        f" {properties.total_memory / 2**30:.0f} GiB, driver {driver or 'unknown'}, torch for CUDA {torch.version.cuda}"
     )
     return Finding("GPU", "ok", detail, facts=facts)
 
 
 def _driver_version() -> str | None:
     try:
-        found = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", DRIVER.read_text())
+        match = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", DRIVER.read_text())
     except OSError:
         return None
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def cuda_kernels(is_needed: bool) -> Finding:

@@ -49,13 +49,13 @@ def model(source: ModelSource, settings: WorkerSettings) -> Finding:
 
 def described_runner(runner: Runner, settings: WorkerSettings) -> tuple[Status, str]:
     """Say whether passes are recorded and layers compiled. Broken if a setting demands what the runner does not do."""
-    wanted = settings.record_passes, settings.compile_layers
+    demanded = settings.record_passes, settings.compile_layers
     does = runner.records, runner.compiles
     reasons = runner.why_not_recorded, runner.why_not_compiled
     says: list[str] = []
     status: Status = "ok"
     for name, is_wanted, is_done, reason in zip(
-        ("passes recorded", "layers compiled"), wanted, does, reasons, strict=True
+        ("passes recorded", "layers compiled"), demanded, does, reasons, strict=True
     ):
         says.append(name if is_done else f"not {name} ({reason})")
         if is_wanted == "on" and not is_done:

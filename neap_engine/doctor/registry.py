@@ -23,10 +23,10 @@ def registry(url: str, model_ids: Sequence[str]) -> Finding:
         newest = {model_id: _newest(opened, model_id) for model_id in model_ids}
         opened.check_writable()
     where = str(folder) if folder is not None else _described(RegistryAddress.parse(url))
-    found = [
+    routers = [
         f"{model_id} has {f'version {number}' if number else 'no router yet'}" for model_id, number in newest.items()
     ]
-    detail = "; ".join([f"{where} can be read and written", *found])
+    detail = "; ".join([f"{where} can be read and written", *routers])
     return Finding("registry", "ok", detail, facts={"newest_versions": newest})
 
 

@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
     policies = engine_policies(options.threshold, options.margin)
     subject = load_subject(options.model, options.router)
     prompts = read_prompts(options.prompts, subject.loaded)
-    bounds = bounds_that_hold(subject.published.manifest, subject.loaded)
+    bounds = bounds_that_hold(subject.published, subject.loaded)
     description = described(subject, prompts, options.max_tokens, bounds)
     answers: MutableMapping[Key, TimedAnswer] = {}
     if options.results is not None:
@@ -95,10 +95,10 @@ def run(options: argparse.Namespace) -> None:
         def engine_sides(max_tokens: int) -> dict[str, Side]:
             return {name: neap(engine, policy, subject.ladder, max_tokens) for name, policy in policies.items()}
 
-        own, others = engine_sides(options.max_tokens), Others()
+        neap_sides, others = engine_sides(options.max_tokens), Others()
         if options.results is None:
-            others = other_sides(stack, subject, own, prompts, options)
-        sides = {**own, **others.sides}
+            others = other_sides(stack, subject, neap_sides, prompts, options)
+        sides = {**neap_sides, **others.sides}
         measure(sides, {**engine_sides(WARM_UP_TOKENS), **others.sides}, prompts, answers)
         judged = judge(others.score, subject.loaded, expected_answers(options.prompts))
         by_side = {
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> None:
         row(name, of_side, by_side[FULL], *certified(bounds, policies.get(name))) for name, of_side in by_side.items()
     ]
     rows += [Row(name, f"not measured: {why}") for name, why in others.refused.items()]
-    say(report={"run": description, "rows": [asdict(one) for one in rows]})
+    say(report={"run": description, "rows": [asdict(entry) for entry in rows]})
 
 
 def engine_policies(thresholds: Sequence[float], margins: Sequence[float]) -> dict[str, DepthPolicy]:
@@ -138,7 +138,7 @@ def described(
 
 
 def other_sides(
-    stack: ExitStack, subject: Subject, own: Mapping[str, Side], prompts: Prompts, options: argparse.Namespace
+    stack: ExitStack, subject: Subject, neap_sides: Mapping[str, Side], prompts: Prompts, options: argparse.Namespace
 ) -> Others:
     """Starts the processes of the other sides, which end with `stack`. Raises `InvalidInput`."""
     loaded, max_tokens = subject.loaded, options.max_tokens
@@ -150,13 +150,13 @@ def other_sides(
         raise InvalidInput("a prompt and its answer do not fit into the context")
     model = subject.source, subject.load_options
     others = stack.enter_context(in_process(transformers_sides, *model, max_tokens))
-    num_kept = options.layers or kept_at_speed(loaded, speed_up(own, prompts[:PILOT_PROMPTS]))
-    kept = evenly_kept(loaded.num_layers, num_kept)
-    thinned = stack.enter_context(in_process(thinned_side, *model, kept, max_tokens))
+    num_kept = options.layers or kept_at_speed(loaded, speed_up(neap_sides, prompts[:PILOT_PROMPTS]))
+    layers = evenly_kept(loaded.num_layers, num_kept)
+    thinned = stack.enter_context(in_process(thinned_side, *model, layers, max_tokens))
     refused = others("refusals")
     sides = {name: asking(others, name) for name in OTHERS if name not in refused}
     return Others(
-        {f"{len(kept)} of {loaded.num_layers} layers": thinned, **sides},
+        {f"{len(layers)} of {loaded.num_layers} layers": thinned, **sides},
         lambda prompt, answer: others(("score", prompt, answer)),
         refused,
     )
@@ -171,7 +171,8 @@ def speed_up(sides: Mapping[str, Side], prompts: Prompts) -> float:
     """How many times as fast exact is as full."""
     runs = {name: [sides[name](list(ids)) for ids in prompts] for name in (FULL, EXACT)}
     full, exact = (
-        sum(run.num_decoded for run in own) / max(sum(run.decode_s for run in own), 1e-9) for own in runs.values()
+        sum(run.num_decoded for run in side_runs) / max(sum(run.decode_s for run in side_runs), 1e-9)
+        for side_runs in runs.values()
     )
     return max(exact / max(full, 1e-9), 1.0)
 

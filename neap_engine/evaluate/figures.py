@@ -58,18 +58,18 @@ class Row:
 def row(
     side: str, answers: Sequence[Answer], baseline: Sequence[Answer], note: str = "", bound: float | None = None
 ) -> Row:
-    runs, scores = [one.run for one in answers], [one.score for one in answers]
+    runs, scores = [answer.run for answer in answers], [answer.score for answer in answers]
     nats = [nat for score in scores for nat in score.nats]
     num_decoded, seconds = sum(run.num_decoded for run in runs), sum(run.decode_s for run in runs)
     return Row(
         side,
         note,
         len(answers),
-        sum(one.run.token_ids == other.run.token_ids for one, other in zip(answers, baseline, strict=True)),
+        sum(answer.run.token_ids == other.run.token_ids for answer, other in zip(answers, baseline, strict=True)),
         sum(score.num_chosen for score in scores) / max(len(nats), 1),
         math.exp(sum(nats) / max(len(nats), 1)),
-        sum(one.is_right is True for one in answers),
-        sum(one.is_right is not None for one in answers),
+        sum(answer.is_right is True for answer in answers),
+        sum(answer.is_right is not None for answer in answers),
         *lost(answers, baseline),
         num_decoded / seconds if seconds else 0.0,
         sum(run.layer_executions for run in runs) / max(num_decoded, 1),
@@ -97,10 +97,10 @@ def expected_answers(path: Path) -> list[str | None]:
 
 def is_right(text: str, expected: str | None) -> bool | None:
     """Whether both texts end with the same number. None if there is nothing to expect."""
-    wanted = None if expected is None else final_number(expected)
-    return None if wanted is None else final_number(text) == wanted
+    number = None if expected is None else final_number(expected)
+    return None if number is None else final_number(text) == number
 
 
 def final_number(text: str) -> Decimal | None:
-    found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    numbers = NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None

@@ -29,22 +29,24 @@ def kept_at_speed(loaded: LoadedModel, speed_up: float) -> int:
     return max(2, min(loaded.num_layers, round((whole / speed_up - head) / max(layer, 1))))
 
 
-def thinned(loaded: LoadedModel, kept: tuple[int, ...]) -> LoadedModel:
-    """The model with the layers `kept` only, in place: `loaded` must not be used afterwards."""
+def thinned(loaded: LoadedModel, kept_layers: tuple[int, ...]) -> LoadedModel:
+    """The model with the layers `kept_layers` only, in place: `loaded` must not be used afterwards."""
     model, layers = loaded.model, loaded.parts.layers
     whole: Any = model.config.get_text_config(decoder=True)
     if types := getattr(whole, "layer_types", None):
-        whole.layer_types = [types[index] for index in kept]
-    whole.num_hidden_layers = len(kept)
+        whole.layer_types = [types[index] for index in kept_layers]
+    whole.num_hidden_layers = len(kept_layers)
     path, _, name = loaded.parts.layers_path.rpartition(".")
     # Each layer keeps its number, under which caches hold its keys and values.
-    setattr(model.get_submodule(path), name, nn.ModuleList(layers[index] for index in kept))
+    setattr(model.get_submodule(path), name, nn.ModuleList(layers[index] for index in kept_layers))
     return replace(loaded, parts=find_parts(model))
 
 
-def thinned_side(source: str, options: dict[str, Any], kept: tuple[int, ...], max_tokens: int) -> Callable[[Any], Any]:
+def thinned_side(
+    source: str, options: dict[str, Any], kept_layers: tuple[int, ...], max_tokens: int
+) -> Callable[[Any], Any]:
     """A `Side` that answers with a thinned model, for a process of its own: see `in_process`.
     `options`: of `load_model`."""
-    engine = Engine(thinned(load_model(source, **options), kept), prefix_cache_bytes=0)
+    engine = Engine(thinned(load_model(source, **options), kept_layers), prefix_cache_bytes=0)
     side: Side = neap(engine, DepthPolicy("full"), None, max_tokens)
     return side

@@ -156,15 +156,15 @@ class TransformersSides:
         """What the full model says of the answer, in one pass."""
         ids = torch.tensor([[*prompt, *answer]], device=self._model.device)
         logits = self._model(ids[:, :-1]).logits[0, len(prompt) - 1 :].float()
-        said = ids[0, len(prompt) :]
-        nats = F.cross_entropy(logits, said, reduction="none")
-        return Score(tuple(nats.tolist()), int((logits.argmax(-1) == said).sum()))
+        answer_ids = ids[0, len(prompt) :]
+        nats = F.cross_entropy(logits, answer_ids, reduction="none")
+        return Score(tuple(nats.tolist()), int((logits.argmax(-1) == answer_ids).sum()))
 
     def refusals(self) -> dict[str, str]:
         """Why a side cannot run with this model, by side."""
-        found = {}
+        reasons = {}
         if self._loaded.parts.final_norm is None:
-            found[TIDE] = "the model has no final norm"
+            reasons[TIDE] = "the model has no final norm"
         config = self._model.base_model.config
         whole, before = config.num_hidden_layers, self._num_calls
         config.num_hidden_layers = self._exit_depth
@@ -174,8 +174,8 @@ class TransformersSides:
         finally:
             config.num_hidden_layers = whole
         if self._num_calls - before != self._exit_depth:
-            found[EARLY_EXIT] = "the model's forward runs all layers, whatever its config says"
-        return found
+            reasons[EARLY_EXIT] = "the model's forward runs all layers, whatever its config says"
+        return reasons
 
 
 def transformers_sides(source: str, options: dict[str, Any], max_tokens: int) -> Callable[[Any], Any]:

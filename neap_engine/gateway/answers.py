@@ -154,7 +154,8 @@ class Choice:
             "prefill_s": timing.prefill.ToNanoseconds() / 1e9,
             "decode_s": timing.decode.ToNanoseconds() / 1e9,
             "resumptions": [
-                {"token": one.num_resumed_tokens, "inexact": one.continued_inexactly} for one in self._resumptions
+                {"token": resumption.num_resumed_tokens, "inexact": resumption.continued_inexactly}
+                for resumption in self._resumptions
             ],
         }
 
@@ -206,19 +207,19 @@ class Response:
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
     """Sum the usage of the choices. A prompt counts once for each choice that it was run for."""
     finished = [choice.finished for choice in choices if choice.finished is not None]
-    prompt = sum(one.usage.num_prompt_tokens for one in finished)
-    completion = sum(one.usage.num_completion_tokens for one in finished)
-    cached = sum(one.usage.num_cached_tokens for one in finished)
+
+    def total(kind: str) -> int:
+        return sum(getattr(finish.usage, f"num_{kind}_tokens") for finish in finished)
+
+    prompt, completion = total("prompt"), total("completion")
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": total("cached")},
         "completion_tokens_details": {
-            f"{kind}_prediction_tokens": sum(getattr(one.usage, f"num_{kind}_prediction_tokens") for one in finished)
-            for kind in ("accepted", "rejected")
-        }
-        | {"reasoning_tokens": sum(one.usage.num_reasoning_tokens for one in finished)},
+            f"{kind}_tokens": total(kind) for kind in ("accepted_prediction", "rejected_prediction", "reasoning")
+        },
         "neap": depth_figures(finished),
     }
 
@@ -226,18 +227,18 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
 def depth_figures(finished: Sequence[pb.Finished]) -> dict[str, Any]:
     """Sum what depth execution did. The mean number of layers is per generated token, while decoding."""
     exits: dict[str, int] = {}
-    for one in finished:
-        for count in one.depth.exits:
+    for finish in finished:
+        for count in finish.depth.exits:
             exits[count.rung] = exits.get(count.rung, 0) + count.num_tokens
-    num_tokens = sum(one.usage.num_completion_tokens for one in finished)
-    weighted = sum(one.depth.mean_layers_per_token * one.usage.num_completion_tokens for one in finished)
+    num_tokens = sum(finish.usage.num_completion_tokens for finish in finished)
+    weighted = sum(finish.depth.mean_layers_per_token * finish.usage.num_completion_tokens for finish in finished)
     return {
         "mean_layers_per_token": weighted / max(num_tokens, 1),
-        "layer_executions": sum(one.depth.num_layer_executions for one in finished),
-        "deep_passes": sum(one.depth.num_deep_passes for one in finished),
-        "drafted_tokens": sum(one.depth.num_drafted for one in finished),
-        "accepted_tokens": sum(one.depth.num_accepted for one in finished),
-        "relaxed_tokens": sum(one.depth.num_relaxed for one in finished),
+        "layer_executions": sum(finish.depth.num_layer_executions for finish in finished),
+        "deep_passes": sum(finish.depth.num_deep_passes for finish in finished),
+        "drafted_tokens": sum(finish.depth.num_drafted for finish in finished),
+        "accepted_tokens": sum(finish.depth.num_accepted for finish in finished),
+        "relaxed_tokens": sum(finish.depth.num_relaxed for finish in finished),
         "exits": exits,
     }
 

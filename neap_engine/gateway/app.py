@@ -2,10 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Any
 
 import structlog
 from neap_client import AsyncNeapClient
@@ -107,15 +106,16 @@ class Gateway:
         finally:
             if error is not None:
                 await exchange.fail(error)
-            self._record(endpoint, exchange, error, time.monotonic() - started_s)
+            status = exchange.status or CLIENT_CLOSED_REQUEST
             reason = {"reason": error.reason} if error is not None else {}
-            end_http_span(span, exchange.status or CLIENT_CLOSED_REQUEST, reason)
+            self._record(endpoint, exchange, status, reason, time.monotonic() - started_s)
+            end_http_span(span, status, reason)
 
-    def _record(self, endpoint: str, exchange: Exchange, error: NeapError | None, duration_s: float) -> None:
-        status = exchange.status or CLIENT_CLOSED_REQUEST
-        fields: dict[str, Any] = {"reason": error.reason} if error is not None else {}
-        if error is not None:
-            self._metrics.errors.labels(endpoint, error.reason).inc()
+    def _record(
+        self, endpoint: str, exchange: Exchange, status: int, reason: Mapping[str, str], duration_s: float
+    ) -> None:
+        if reason:
+            self._metrics.errors.labels(endpoint, reason["reason"]).inc()
         self._metrics.requests.labels(endpoint, str(status)).inc()
         self._metrics.duration.labels(endpoint).observe(duration_s)
         log.info(
@@ -124,7 +124,7 @@ class Gateway:
             status=status,
             duration_s=round(duration_s, 6),
             request_id=exchange.request_id,
-            **fields,
+            **reason,
             **exchange.log_fields,
         )
 
@@ -257,6 +257,6 @@ async def _alive(request: Request) -> JSONResponse:
 
 async def _path_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    found = path_error(error.status_code, request.url.path)
-    headers = {**error_headers(found), **(error.headers or {})}
-    return JSONResponse({"error": error_object(found)}, error.status_code, headers)
+    neap_error = path_error(error.status_code, request.url.path)
+    headers = {**error_headers(neap_error), **(error.headers or {})}
+    return JSONResponse({"error": error_object(neap_error)}, error.status_code, headers)

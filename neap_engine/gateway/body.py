@@ -102,8 +102,8 @@ def validated(kind: type[M], fields: dict[str, Any]) -> M:
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
     # A value that fits no member of a union has an error for each. The deepest one is about the member that was meant.
-    of_first_field = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
-    first = max(of_first_field, key=lambda one: len(one["loc"]))
+    of_first_field = [problem for problem in errors if problem["loc"][:1] == errors[0]["loc"][:1]]
+    first = max(of_first_field, key=lambda problem: len(problem["loc"]))
     if first["type"] == "unsupported_field":
         field = _path((*first["loc"], first["msg"]))
         raise refused(f"{field} is not supported here with this value; leave it out", field, reason="UNSUPPORTED_FIELD")

@@ -132,7 +132,7 @@ class Exchange:
 
     def _headers(self, name: str) -> list[str]:
         key = name.encode()
-        return [value.decode("latin-1") for found, value in self.scope["headers"] if found == key]
+        return [value.decode("latin-1") for header, value in self.scope["headers"] if header == key]
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:
         self.status = status

@@ -6,6 +6,7 @@ from typing import Any
 
 from neap_client.affinity import prefix_key
 from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.requests import depth_policy
 
 from neap_engine.gateway.body import parse_object, validated
 from neap_engine.gateway.errors import refused
@@ -19,12 +20,15 @@ from neap_engine.gateway.schema import (
     ResponseFormat,
     TextPart,
 )
+from shared.errors import InvalidInput
 
 # OpenAI's default for completions. Chats without a limit get the worker's default.
 COMPLETION_TOKENS = 16
 # OpenAI's default. An absent temperature would mean greedy decoding to a worker.
 TEMPERATURE = 1.0
 UINT64 = 2**64 - 1
+# Fields of DepthOptions that are arguments of `depth_policy`.
+DEPTH = {"policy", "threshold", "margin", "max_drafts", "min_layers"}
 SAMPLING = {field.name for field in pb.Sampling.DESCRIPTOR.fields} - {"seed"}
 
 
@@ -202,10 +206,10 @@ def _common(request: ChatRequest | CompletionRequest) -> pb.GenerateRequest:
 
 def _sampling(request: GenerationFields) -> pb.Sampling:
     """Return all fields but the seed, which each choice has for itself. They have the same names in a body."""
-    given = request.model_dump(include=SAMPLING, exclude_none=True)
-    if "bad_words" in given:
-        given["bad_words"] = [pb.BadWord(text=word) for word in given["bad_words"]]
-    return pb.Sampling(**{"temperature": TEMPERATURE, **given})
+    fields = request.model_dump(include=SAMPLING, exclude_none=True)
+    if "bad_words" in fields:
+        fields["bad_words"] = [pb.BadWord(text=word) for word in fields["bad_words"]]
+    return pb.Sampling(**{"temperature": TEMPERATURE, **fields})
 
 
 def _stopping(request: ChatRequest | CompletionRequest) -> pb.Stopping:
@@ -226,34 +230,22 @@ def _stopping(request: ChatRequest | CompletionRequest) -> pb.Stopping:
 
 
 def _depth(options: DepthOptions) -> pb.DepthPolicy:
-    policy = options.policy or "exact"
-    for name in ("threshold", "margin"):
-        if getattr(options, name) is not None and policy != "relaxed":
-            raise refused(f"{name} needs the policy relaxed", f"neap.{name}")
-    if options.threshold is not None and options.margin is not None:
-        raise refused("threshold and margin exclude each other", "neap.margin")
-    if options.max_drafts is not None and policy != "exact":
-        raise refused("max_drafts needs the policy exact", "neap.max_drafts")
-    depth = pb.DepthPolicy(min_layers=options.min_layers or 0)
-    if policy == "full":
-        depth.full.SetInParent()
-    elif policy == "relaxed":
-        depth.relaxed.CopyFrom(pb.Relaxed(threshold=options.threshold, margin=options.margin))
-    else:
-        depth.exact.max_drafts = options.max_drafts or 0
-        depth.exact.SetInParent()
-    return depth
+    fields = {"policy": "exact", **options.model_dump(include=DEPTH, exclude_none=True)}
+    try:
+        return depth_policy(**fields)
+    except InvalidInput as error:
+        raise refused(error.message, f"neap.{error.metadata['field']}") from error
 
 
-def _constraint(wanted: ResponseFormat | None) -> pb.Constraint | None:
-    if wanted is None or wanted.type == "text":
+def _constraint(response_format: ResponseFormat | None) -> pb.Constraint | None:
+    if response_format is None or response_format.type == "text":
         return None
-    if wanted.type == "json_object":
+    if response_format.type == "json_object":
         return pb.Constraint(json_object=pb.JsonObject())
-    if wanted.json_schema is None:
+    if response_format.json_schema is None:
         field = "response_format.json_schema"
         raise refused(f"the type json_schema needs {field}", field)
-    schema = wanted.json_schema.schema_
+    schema = response_format.json_schema.schema_
     if schema is None:
         return pb.Constraint(json_object=pb.JsonObject())
     return pb.Constraint(json_schema=_json(schema))

@@ -88,13 +88,13 @@ class Strict(BaseModel):
         Raises PydanticCustomError (unsupported_field) if one asks for something."""
         if not isinstance(fields, dict):
             return fields
-        kept = {}
+        remaining = {}
         for name, value in fields.items():
             if name not in cls.unsupported:
-                kept[name] = value
+                remaining[name] = value
             elif value is not None and not any(_same(value, ok) for ok in cls.unsupported[name]):
                 raise PydanticCustomError("unsupported_field", "{field}", {"field": name})
-        return kept
+        return remaining
 
 
 class DepthOptions(Strict):

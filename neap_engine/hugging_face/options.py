@@ -95,7 +95,7 @@ def prompts_of(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None)
         counted = (seen.long().cumsum(-1) - 1).expand_as(seen)
         if not torch.equal(positions.expand_as(seen)[seen], counted[seen]):
             raise unsupported("position_ids", "the positions of a prompt count from 0")
-    return [tuple(ids[own].tolist()) for ids, own in zip(input_ids, seen, strict=True)]
+    return [tuple(ids[is_seen].tolist()) for ids, is_seen in zip(input_ids, seen, strict=True)]
 
 
 def sampling_of(

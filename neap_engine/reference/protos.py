@@ -111,8 +111,8 @@ class _File:
 
     def _link(self, name: str) -> str:
         """Return a link to a message or enum of this file; the protos of neap refer to no other file of theirs."""
-        own = f".{self._file.package}."
-        if not name.startswith(own):
+        package = f".{self._file.package}."
+        if not name.startswith(package):
             return f"`{name.removeprefix('.')}`"
-        short = name.removeprefix(own)
+        short = name.removeprefix(package)
         return f"[{short}](#{short.lower()})"

@@ -33,12 +33,12 @@ def collect_reasons() -> dict[str, Reason]:
         kind = ERRORS.get(place.callee)
         if kind is not None:
             reader.read(place, kind)
-    return dict(sorted(reader.found.items()))
+    return dict(sorted(reader.reasons.items()))
 
 
 class _Reader:
     def __init__(self) -> None:
-        self.found: dict[str, Reason] = defaultdict(Reason)
+        self.reasons: dict[str, Reason] = defaultdict(Reason)
         self.places = list(calls())
         self._callers: dict[str, list[Place]] = defaultdict(list)
         for place in self.places:
@@ -46,12 +46,12 @@ class _Reader:
 
     def read(self, place: Place, kind: type[errors.NeapError]) -> None:
         """Add the reasons of the error that is made at `place`."""
-        given = _keyword(place.call, "reason")
+        argument = _keyword(place.call, "reason")
         message = place.call.args[0] if place.call.args else _keyword(place.call, "message")
-        if given is None:
+        if argument is None:
             self._add(kind.default_reason, kind, text_of(message), place)
         else:
-            self._follow(given, message, kind, place)
+            self._follow(argument, message, kind, place)
 
     def _follow(self, reason: ast.expr, message: ast.expr | None, kind: type[errors.NeapError], place: Place) -> None:
         text = text_of(reason)
@@ -88,11 +88,11 @@ class _Reader:
             for caller in self._callers[function.name]:
                 if function.name.startswith("_") and caller.module != place.module:
                     continue
-                given = _keyword(caller.call, name)
-                if given is None and name in names and len(caller.call.args) > names.index(name):
-                    given = caller.call.args[names.index(name)]
-                if given is not None:
-                    self._follow(given, _substituted(message, names, caller), kind, caller)
+                argument = _keyword(caller.call, name)
+                if argument is None and name in names and len(caller.call.args) > names.index(name):
+                    argument = caller.call.args[names.index(name)]
+                if argument is not None:
+                    self._follow(argument, _substituted(message, names, caller), kind, caller)
                 else:
                     default = _default(function, name)
                     if default is not None:
@@ -104,12 +104,12 @@ class _Reader:
             self._follow(value, message, kind, place)
 
     def _add(self, reason: str, kind: type[errors.NeapError], message: str | None, place: Place) -> None:
-        found = self.found[reason]
+        entry = self.reasons[reason]
         code = next((CODES[base].name for base in kind.__mro__ if base in CODES), "INTERNAL")
-        found.codes.add(code)
-        found.modules.add(place.module)
+        entry.codes.add(code)
+        entry.modules.add(place.module)
         if message:
-            found.messages.add(" ".join(message.split()))
+            entry.messages.add(" ".join(message.split()))
 
 
 def _keyword(call: ast.Call, name: str) -> ast.expr | None:

@@ -115,7 +115,7 @@ class KnownWorkers:
     def _resolved(self, flags: int = 0) -> Iterator[str]:
         """Raises OSError for what is not resolved."""
         for host, port in self._hosts:
-            found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
-            for family, *_, place in found:
+            addresses: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+            for family, *_, place in addresses:
                 address = f"[{place[0]}]" if family == socket.AF_INET6 else place[0]
                 yield f"{address}:{place[1]}"

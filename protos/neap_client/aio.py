@@ -216,28 +216,28 @@ class AsyncNeapClient(ClientBase):
             request.after_event = reply.event
             yield reply
 
-    async def _unary(self, method: Method[Request, Response], request: Request, given: Metadata = ()) -> Response:
-        return await repeat_async(lambda: self._call(method, request, given), self._attempts(method))
+    async def _unary(self, method: Method[Request, Response], request: Request, metadata: Metadata = ()) -> Response:
+        return await repeat_async(lambda: self._call(method, request, metadata), self._attempts(method))
 
     async def _call(
         self,
         method: Method[Request, Response],
         request: Request,
-        given: Metadata = (),
+        metadata: Metadata = (),
         *,
         timeout_s: float | None = None,
     ) -> Response:
         """Make one attempt. `timeout_s`: None means the client's."""
-        reply: Response = await _called(self._start(method, request, given, timeout_s))
+        reply: Response = await _called(self._start(method, request, metadata, timeout_s))
         return reply
 
     async def _pages(
-        self, method: Method[Request, Response], request: Request, given: Metadata = ()
+        self, method: Method[Request, Response], request: Request, metadata: Metadata = ()
     ) -> AsyncIterator[Response]:
         """Yield the reply to `request` and those with the pages after it."""
         asked: Any = request
         while True:
-            reply: Any = await self._unary(method, request, given)
+            reply: Any = await self._unary(method, request, metadata)
             yield reply
             asked.page_token = reply.next_page_token
             if not asked.page_token:

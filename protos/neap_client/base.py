@@ -93,28 +93,28 @@ class ClientBase:
         raise NotImplementedError
 
     def _start(
-        self, method: Method[Any, Any], request: Any, given: Metadata = (), timeout_s: float | None = None
+        self, method: Method[Any, Any], request: Any, metadata: Metadata = (), timeout_s: float | None = None
     ) -> Any:
         """Call a method with one response. Returns the response, or with asyncio an awaitable of it.
         `timeout_s`: None means the client's."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         call = method.unary(self._channel.current())
-        return call(request, timeout=timeout_s, metadata=self._metadata(given))
+        return call(request, timeout=timeout_s, metadata=self._metadata(metadata))
 
     def _start_stream(
-        self, method: Method[Any, Any], request: Any, given: Metadata = (), timeout_s: float | None = None
+        self, method: Method[Any, Any], request: Any, metadata: Metadata = (), timeout_s: float | None = None
     ) -> Any:
-        """Call a method with a stream of responses. `timeout_s`: None means no deadline. With WORKER_KEY in `given`,
+        """Call a method with a stream of responses. `timeout_s`: None means no deadline. With WORKER_KEY in `metadata`,
         its value is the address."""
-        is_addressed = any(key == WORKER_KEY for key, _ in given)
+        is_addressed = any(key == WORKER_KEY for key, _ in metadata)
         call = method.stream(self._channels[is_addressed].current())
-        return call(request, timeout=timeout_s, metadata=self._metadata(given))
+        return call(request, timeout=timeout_s, metadata=self._metadata(metadata))
 
-    def _metadata(self, given: Metadata) -> Metadata:
+    def _metadata(self, metadata: Metadata) -> Metadata:
         """Return the metadata of one call. Raises InvalidInput if the token cannot be read."""
         token = self._security.read_token()
-        own = ((AUTHORIZATION_KEY, f"Bearer {token}"),) if token else ()
-        return (*own, *trace_context().items(), *given)
+        authorization = ((AUTHORIZATION_KEY, f"Bearer {token}"),) if token else ()
+        return (*authorization, *trace_context().items(), *metadata)
 
     def _attempts(self, method: Method[Any, Any]) -> Attempts:
         return Attempts(is_unavailable, num_attempts=self._num_attempts if method.repeatable else 1)
@@ -135,13 +135,13 @@ class ClientBase:
     ) -> dict[str, Any]:
         """Return the arguments of a generation's stream.
         All attempts have the same request id; None makes a new one."""
-        own = ((REQUEST_ID_KEY, request_id or secrets.token_hex(8)), *metadata)
+        common = ((REQUEST_ID_KEY, request_id or secrets.token_hex(8)), *metadata)
         if prefix is None and not isinstance(request, bytes):
             prefix = prefix_key(request)
 
         def open_call(asked: bytes, left_s: float | None, address: str) -> Any:
-            given = ((WORKER_KEY, f"{address}_0"), *own) if address else own
-            call = self._start_stream(methods.GENERATE, asked, given, left_s)
+            addressed = ((WORKER_KEY, f"{address}_0"), *common) if address else common
+            call = self._start_stream(methods.GENERATE, asked, addressed, left_s)
             if address and self._known:
                 self._known.count(address, call)
             return call

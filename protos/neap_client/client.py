@@ -209,26 +209,28 @@ class NeapClient(ClientBase):
             request.after_event = reply.event
             yield reply
 
-    def _unary(self, method: Method[Request, Response], request: Request, given: Metadata = ()) -> Response:
-        return repeat(lambda: self._call(method, request, given), self._attempts(method))
+    def _unary(self, method: Method[Request, Response], request: Request, metadata: Metadata = ()) -> Response:
+        return repeat(lambda: self._call(method, request, metadata), self._attempts(method))
 
     def _call(
         self,
         method: Method[Request, Response],
         request: Request,
-        given: Metadata = (),
+        metadata: Metadata = (),
         *,
         timeout_s: float | None = None,
     ) -> Response:
         """Make one attempt. `timeout_s`: None means the client's."""
-        reply: Response = _called(lambda: self._start(method, request, given, timeout_s))
+        reply: Response = _called(lambda: self._start(method, request, metadata, timeout_s))
         return reply
 
-    def _pages(self, method: Method[Request, Response], request: Request, given: Metadata = ()) -> Iterator[Response]:
+    def _pages(
+        self, method: Method[Request, Response], request: Request, metadata: Metadata = ()
+    ) -> Iterator[Response]:
         """Yield the reply to `request` and those with the pages after it."""
         asked: Any = request
         while True:
-            reply: Any = self._unary(method, request, given)
+            reply: Any = self._unary(method, request, metadata)
             yield reply
             asked.page_token = reply.next_page_token
             if not asked.page_token:

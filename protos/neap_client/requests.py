@@ -111,22 +111,26 @@ def depth_policy(
     min_layers: int = 0,
 ) -> pb.DepthPolicy:
     """Build the DepthPolicy message. Raises InvalidInput for an unknown policy or a setting that the policy does not
-    have."""
+    have; its metadata names the argument as "field"."""
     for name, value in (("threshold", threshold), ("margin", margin)):
         if value is not None and policy != "relaxed":
-            raise InvalidInput(f"{name} applies to the policy relaxed, not to {policy}")
+            raise _bad_depth(name, f"{name} applies to the policy relaxed, not to {policy}")
     if max_drafts and policy != "exact":
-        raise InvalidInput(f"max_drafts applies to the policy exact, not to {policy}")
+        raise _bad_depth("max_drafts", f"max_drafts applies to the policy exact, not to {policy}")
     if policy == "full":
         return pb.DepthPolicy(full=pb.Full(), min_layers=min_layers)
     if policy == "exact":
         return pb.DepthPolicy(exact=pb.Exact(max_drafts=max_drafts), min_layers=min_layers)
     if policy == "relaxed":
         if threshold is not None and margin is not None:
-            raise InvalidInput("relaxed has a threshold or a margin, not both")
+            raise _bad_depth("margin", "relaxed has a threshold or a margin, not both")
         relaxed = pb.Relaxed(threshold=threshold, margin=margin)
         return pb.DepthPolicy(relaxed=relaxed, min_layers=min_layers)
-    raise InvalidInput(f"policy is {policy!r}; it must be full, exact or relaxed")
+    raise _bad_depth("policy", f"policy is {policy!r}; it must be full, exact or relaxed")
+
+
+def _bad_depth(field: str, message: str) -> InvalidInput:
+    return InvalidInput(message, metadata={"field": field})
 
 
 def set_prompt(request: pb.GenerateRequest, text: str, *, raw: bool, system: str = "") -> None:

@@ -81,10 +81,12 @@ def call_format(loaded: LoadedModel) -> CallFormat:
     if loaded.tokenizer is None or not has_template(loaded.tokenizer):
         raise InvalidInput("this model has no chat template", reason="NO_CHAT_TEMPLATE")
     ends = frozenset(str(loaded.tokenizer.decode([token])) for token in loaded.eos_token_ids)
-    found = _probe(loaded.tokenizer, str(loaded.tokenizer.chat_template), ends)
-    if isinstance(found, str):
-        raise InvalidInput(f"this model cannot be given tools: its chat template {found}", reason="TOOLS_NOT_SUPPORTED")
-    return found
+    probed = _probe(loaded.tokenizer, str(loaded.tokenizer.chat_template), ends)
+    if isinstance(probed, str):
+        raise InvalidInput(
+            f"this model cannot be given tools: its chat template {probed}", reason="TOOLS_NOT_SUPPORTED"
+        )
+    return probed
 
 
 def shown_special_ids(loaded: LoadedModel, texts: Iterable[str]) -> frozenset[int]:
@@ -112,15 +114,15 @@ def _probe(tokenizer: PreTrainedTokenizerBase, template: str, ends: frozenset[st
     for takes_text in (False, True):
         arguments = json.dumps(_ARGUMENTS) if takes_text else _ARGUMENTS
         try:
-            one, two = (_rendered(tokenizer, _calling(arguments, number), _TOOLS) for number in (1, 2))
+            with_one, with_two = (_rendered(tokenizer, _calling(arguments, number), _TOOLS) for number in (1, 2))
         except Exception:
             try:  # one that allows a single call
-                one, two = _rendered(tokenizer, _calling(arguments, 1), _TOOLS), ""
+                with_one, with_two = _rendered(tokenizer, _calling(arguments, 1), _TOOLS), ""
             except Exception:
                 continue
         # Where the assistant's turn has a call instead of text.
-        start = next(i for i, (a, b) in enumerate(zip(shown, one, strict=False)) if a != b)
-        begin, name, rest = one[start:].partition(_NAMES[0])
+        start = next(i for i, (a, b) in enumerate(zip(shown, with_one, strict=False)) if a != b)
+        begin, name, rest = with_one[start:].partition(_NAMES[0])
         middle, tail = _around_arguments(rest)
         cuts = [tail.index(end) for end in ends if end in tail]
         if not name or not middle or re.match(NAME_CHARACTERS, middle) or not cuts:
@@ -129,7 +131,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, template: str, ends: frozenset[st
         return CallFormat(
             begin=begin,
             middle=middle,
-            between=_between(two[start:], middle, ends),
+            between=_between(with_two[start:], middle, ends),
             end=tail[: min(cuts)].replace(_IDS[0], ID),
             tag=_tag(tokenizer, begin),
             takes_text=takes_text,
@@ -145,9 +147,10 @@ def _calling(arguments: Any, number: int) -> list[dict[str, Any]]:
     """A conversation with that many calls at once, which goes on: some templates treat last messages differently."""
     called = list(zip(_NAMES, _IDS, strict=True))[:number]
     calls = [
-        {"id": own, "type": "function", "function": {"name": name, "arguments": arguments}} for name, own in called
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, call_id in called
     ]
-    results = [{"role": "tool", "tool_call_id": own, "name": name, "content": _TEXT} for name, own in called]
+    results = [{"role": "tool", "tool_call_id": call_id, "name": name, "content": _TEXT} for name, call_id in called]
     return [
         _user(),
         {"role": "assistant", "content": "", "tool_calls": calls},
@@ -165,10 +168,10 @@ def _around_arguments(text: str) -> tuple[str, str]:
     """What is before and after the first JSON object of `text`; nothing unless it is the arguments."""
     start = text.find("{")
     try:
-        found, end = json.JSONDecoder().raw_decode(text, max(start, 0))
+        arguments, end = json.JSONDecoder().raw_decode(text, max(start, 0))
     except json.JSONDecodeError:
         return "", ""
-    return (text[:start], text[end:]) if found == _ARGUMENTS else ("", "")
+    return (text[:start], text[end:]) if arguments == _ARGUMENTS else ("", "")
 
 
 def _between(calls: str, middle: str, ends: frozenset[str]) -> str | None:

@@ -123,8 +123,8 @@ class MessageParser:
             self._buffer = self._buffer.lstrip()
             if not self._buffer:
                 return False
-            char, wanted = self._buffer[0], self._expected.pop(0)
-            if not (char.isalnum() if wanted == ID else char == wanted):
+            char, expected = self._buffer[0], self._expected.pop(0)
+            if not (char.isalnum() if expected == ID else char == expected):
                 self._next = self._rest
                 break
             self._buffer = self._buffer[1:]
@@ -133,13 +133,13 @@ class MessageParser:
 
     def _name(self, part: MessagePart) -> bool:
         assert self._calls is not None
-        found = re.match(rf"\s*({NAME_CHARACTERS}*)", self._buffer)
-        assert found is not None
-        if found.end() == len(self._buffer):  # it may go on
+        match = re.match(rf"\s*({NAME_CHARACTERS}*)", self._buffer)
+        assert match is not None
+        if match.end() == len(self._buffer):  # it may go on
             return False
-        self._buffer = self._buffer[found.end() :]
+        self._buffer = self._buffer[match.end() :]
         call_id = secrets.token_hex(NUM_ID_CHARACTERS)[:NUM_ID_CHARACTERS]
-        part.calls.append(CallPart(self._num_calls, call_id, found[1]))
+        part.calls.append(CallPart(self._num_calls, call_id, match[1]))
         return self._expect(self._calls.middle, self._arguments)
 
     def _arguments(self, part: MessagePart) -> bool:

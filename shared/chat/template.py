@@ -50,9 +50,9 @@ def has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
 def render(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
     """The token ids of the prompt. Raises `InvalidInput` (reason CHAT_TEMPLATE_REFUSED; or another for arguments that
     are not the client's to set)."""
-    own = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map, "messages"}
-    if taken := own.intersection(chat.arguments):
-        raise InvalidInput(f"the chat template's argument {min(taken)} is set by the worker")
+    reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map, "messages"}
+    if clashes := reserved.intersection(chat.arguments):
+        raise InvalidInput(f"the chat template's argument {min(clashes)} is set by the worker")
     try:
         encoded: Any = tokenizer.apply_chat_template(
             [dict(message) for message in chat.messages],

@@ -64,9 +64,9 @@ class ConstraintCompiler:
             if why.startswith(DEAD_END):
                 raise invalid("no text fulfils it", constraint.field)
             for where, schema in constraint.schemas:
-                if own := self._error_of_schema(schema):
-                    place = place_of_error(schema, own, self._error_of_schema)
-                    raise invalid(_shortened(f"{place}: {own}"), where)
+                if problem := self._error_of_schema(schema):
+                    place = place_of_error(schema, problem, self._error_of_schema)
+                    raise invalid(_shortened(f"{place}: {problem}"), where)
             raise invalid(_shortened(why), constraint.field)
         return matcher
 
@@ -79,7 +79,7 @@ class ConstraintCompiler:
         """Those that the library tells apart from the text that they stand for."""
         assert self._loaded.tokenizer is not None
         added = self._loaded.tokenizer.get_added_vocab()
-        return {text: own for text, own in added.items() if tokenizer.is_special_token(own)}
+        return {text: token for text, token in added.items() if tokenizer.is_special_token(token)}
 
     def _tokenizer_of_model(self) -> LLTokenizer:
         """Made at the first use, which takes about a second."""

@@ -25,10 +25,10 @@ class Constraint:
     json_object: bool = False
 
     def __post_init__(self) -> None:
-        given = [own.name for own in fields(self) if getattr(self, own.name) not in (None, False)]
-        if len(given) != 1:
-            found = " and ".join(given) or "nothing"
-            raise invalid(f"a constraint has exactly one form; this one has {found}", "constraint")
+        forms = [form.name for form in fields(self) if getattr(self, form.name) not in (None, False)]
+        if len(forms) != 1:
+            listed = " and ".join(forms) or "nothing"
+            raise invalid(f"a constraint has exactly one form; this one has {listed}", "constraint")
         if self.choice is not None:
             # Frozen from here on; this is still construction.
             object.__setattr__(self, "choice", tuple(self.choice))
@@ -47,7 +47,7 @@ class Constraint:
     @property
     def form(self) -> str:
         """The name of the field that is set."""
-        return next(own.name for own in fields(self) if getattr(self, own.name) not in (None, False))
+        return next(form.name for form in fields(self) if getattr(self, form.name) not in (None, False))
 
     @property
     def field(self) -> str:
@@ -83,8 +83,8 @@ class MessageConstraint:
     @property
     def schemas(self) -> list[tuple[str, str]]:
         """Where in a request each JSON Schema is, and the schema."""
-        own = [(f"tools[{i}].parameters", schema) for i, (_, schema) in enumerate(self.tools)]
-        return own + (self.answer.schemas if self.answer else [])
+        of_tools = [(f"tools[{i}].parameters", schema) for i, (_, schema) in enumerate(self.tools)]
+        return of_tools + (self.answer.schemas if self.answer else [])
 
     @property
     def field(self) -> str:

@@ -15,7 +15,7 @@ ANY = r"/(.|\n)*/"
 
 
 def message_grammar(
-    wanted: MessageConstraint, grammar_of: Callable[[Constraint], str], special: Mapping[str, int]
+    message: MessageConstraint, grammar_of: Callable[[Constraint], str], special: Mapping[str, int]
 ) -> str:
     """In the library's own format, with a grammar of its own for each schema. `special`: tokens that are no text."""
 
@@ -40,23 +40,23 @@ def message_grammar(
     def other(name: str, constraint: Constraint) -> str:
         """A reference to another grammar."""
         text = grammar_of(constraint)
-        own = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
-        grammars.append({**own, "name": name})
+        grammar = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+        grammars.append({**grammar, "name": name})
         return f"@{name}"
 
-    answer = other("answer", wanted.answer) if wanted.answer else "FREE"
+    answer = other("answer", message.answer) if message.answer else "FREE"
     rules, free = [f"ANY: {ANY}"], ANY
-    forms = [] if wanted.must_call else [answer]
-    if wanted.calls:
-        calls, names = wanted.calls, []
-        for i, (name, schema) in enumerate(wanted.tools):
+    forms = [] if message.must_call else [answer]
+    if message.calls:
+        calls, names = message.calls, []
+        for i, (name, schema) in enumerate(message.tools):
             arguments = other(f"tool_{i}", Constraint(json_schema=schema))
             names.append(f"{literal(name + calls.middle)} {arguments}")
         rules.append(f"call: {' | '.join(names)}")
-        more = calls.between if wanted.may_repeat else None
+        more = calls.between if message.may_repeat else None
         repeated = f"({literal(more)} call)*" if more else ""
         calls_rule = f"call {repeated} {literal(calls.end)}"
-        if wanted.must_call or not calls.tag or wanted.answer:
+        if message.must_call or not calls.tag or message.answer:
             forms.append(f"{literal(calls.begin)} {calls_rule}")
         else:
             rules.append(up_to("to_calls", calls.tag))
@@ -66,12 +66,12 @@ def message_grammar(
             free = rf"{ANY} & ~/\s*{begin}(.|\n)*/"
     rules.append(f"FREE: {free}")
     thought = ""
-    if wanted.thinking:
-        begin, end = wanted.thinking
+    if message.thinking:
+        begin, end = message.thinking
         rules.append(up_to("thought", end))
         # Models set their answer apart by an empty line.
-        gap = "" if answer == "FREE" and not wanted.must_call else r"/\n{0,2}/"
-        thought = f"thought {gap}" if wanted.in_thought else f"({literal(begin)} thought {gap})?"
+        gap = "" if answer == "FREE" and not message.must_call else r"/\n{0,2}/"
+        thought = f"thought {gap}" if message.in_thought else f"({literal(begin)} thought {gap})?"
     lark = "\n".join([f"start: {thought} ({' | '.join(forms)})", *rules])
     grammars[0]["lark_grammar"] = lark
     return json.dumps({"grammars": grammars})

@@ -32,11 +32,11 @@ def _inner(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The schemas directly within one, with their places in it."""
     for name, value in schema.items():
         if name in ONE:
-            found = [(name, value)]
+            places = [(name, value)]
         elif name in SEVERAL and isinstance(value, list):
-            found = [(f"{name}/{number}", own) for number, own in enumerate(value)]
+            places = [(f"{name}/{number}", inner) for number, inner in enumerate(value)]
         elif name in NAMED and isinstance(value, dict):
-            found = [(f"{name}/{key}", own) for key, own in value.items()]
+            places = [(f"{name}/{key}", inner) for key, inner in value.items()]
         else:
             continue
-        yield from ((where, own) for where, own in found if isinstance(own, dict))
+        yield from ((where, inner) for where, inner in places if isinstance(inner, dict))

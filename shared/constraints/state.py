@@ -141,7 +141,7 @@ class ConstraintState:
             return
         pairs = enumerate(zip(self._path, path, strict=False))
         shorter = min(len(self._path), len(path))
-        same = next((place for place, (own, other) in pairs if own != other), shorter)
+        same = next((place for place, (consumed, draft) in pairs if consumed != draft), shorter)
         self._matcher.rollback(len(self._path) - same)
         self._path = list(path)
         num_consumed = self._matcher.try_consume_tokens(self._path[same:])
@@ -180,4 +180,4 @@ class Rows:
 
 def _after(token: int, known: Mapping[tuple[int, ...], Known]) -> dict[tuple[int, ...], Known]:
     """What is known of the paths that begin with `token`, by what follows it."""
-    return {path[1:]: own for path, own in known.items() if path[:1] == (token,)}
+    return {path[1:]: entry for path, entry in known.items() if path[:1] == (token,)}

@@ -152,16 +152,16 @@ class BucketStore:
 
     def names(self, folder: str, *, after: str = "") -> list[str]:
         with _errors():
-            found: list[str] = []
+            names: list[str] = []
             offset = f"{folder}/{after}" if after else None
             for page in obstore.list(self._small, f"{folder}/", offset=offset):
-                found.extend(entry["path"].rpartition("/")[2] for entry in page)
-            return sorted(found)
+                names.extend(entry["path"].rpartition("/")[2] for entry in page)
+            return sorted(names)
 
     def folders(self, folder: str) -> list[str]:
         with _errors():
-            found = obstore.list_with_delimiter(self._small, f"{folder}/")["common_prefixes"]
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+            prefixes = obstore.list_with_delimiter(self._small, f"{folder}/")["common_prefixes"]
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in prefixes)
 
 
 def _client(address: RegistryAddress, timeout_s: int, stall_s: int) -> S3Store:

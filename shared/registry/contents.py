@@ -139,12 +139,12 @@ def blob_size_bytes(manifest: Mapping[str, Any], name: str) -> int:
 
 def other_contents_error(request_id: str, model_id: str, version: int | None) -> AlreadyExists:
     """The error for a `request_id` in use. `version` is None if it belongs to a publication that has not ended."""
-    made = "" if version is None else f" version {version} of"
+    as_version = "" if version is None else f" version {version} of"
     metadata = {"model_id": model_id}
     if version is not None:
         metadata["version"] = str(version)
     return AlreadyExists(
-        f"request {request_id!r} has already published other contents, as{made} {model_id!r}", metadata=metadata
+        f"request {request_id!r} has already published other contents, as{as_version} {model_id!r}", metadata=metadata
     )
 
 

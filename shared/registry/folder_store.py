@@ -155,8 +155,8 @@ class FolderStore:
     def _entries(self, folder: str) -> list[os.DirEntry[str]]:
         with _errors(folder):
             try:
-                with os.scandir(self.root / folder) as found:
-                    return list(found)
+                with os.scandir(self.root / folder) as entries:
+                    return list(entries)
             except FileNotFoundError:
                 return []
 

@@ -85,8 +85,8 @@ class Journal:
         """Return all records after `sequence`. Raises Corrupt, also if a record in between is missing."""
         names = self._store.names(_folder(model_id), after=_name(sequence))
         numbers = [int(name.partition(".")[0]) for name in names if _NAME.fullmatch(name)]
-        wanted = range(sequence + 1, sequence + 1 + len(numbers))
-        if missing := sorted(set(wanted) - set(numbers)):
+        expected = range(sequence + 1, sequence + 1 + len(numbers))
+        if missing := sorted(set(expected) - set(numbers)):
             raise Corrupt(
                 f"the journal of {model_id!r} lacks {_name(missing[0])}, although later records exist",
                 reason="JOURNAL_INCOMPLETE",

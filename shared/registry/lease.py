@@ -68,8 +68,8 @@ class Lease:
         return seal({"lease_id": self._id, "beat": self._beat})
 
     def _is_own(self) -> bool:
-        found = self._objects.get(PATH)
-        return found is not None and open_sealed(found, PATH)["lease_id"] == self._id
+        record = self._objects.get(PATH)
+        return record is not None and open_sealed(record, PATH)["lease_id"] == self._id
 
     def renew(self) -> float:
         """Renew the lease if that is due, and return `ends_at_s`. Call it before every removal, and every few seconds.

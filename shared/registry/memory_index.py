@@ -69,7 +69,7 @@ class MemoryIndex:
             new = _Model() if replace_at is not None else old
             # The state last: what it names is there when it is read.
             new.versions.extend(step.versions)
-            new.requests.update({made.request_id: made.version for made in step.versions})
+            new.requests.update({version.request_id: version.version for version in step.versions})
             new.events.extend(step.events)
             new.state = step.state
             self._models[model_id] = new

@@ -50,9 +50,9 @@ def take_over(store: FolderStore) -> None:
                 path.rename(path.with_name("index.db.old"))
         log.info("the index of an older neap was taken over", records=num_records)
     except (sqlite3.Error, TypeError) as error:
-        found = sqlite_error(error, path) if isinstance(error, sqlite3.Error) else None
-        if found is not None and not isinstance(found, Corrupt):
-            raise found from error
+        problem = sqlite_error(error, path) if isinstance(error, sqlite3.Error) else None
+        if problem is not None and not isinstance(problem, Corrupt):
+            raise problem from error
         raise Corrupt(
             f"{path} of an older neap is damaged. Move it away to use the folder without it: the journal has the same "
             "contents, except for a last change just before a crash"
@@ -63,9 +63,9 @@ def take_over(store: FolderStore) -> None:
 
 def _copy(old: sqlite3.Connection, store: FolderStore) -> int:
     """Returns the number of records that were written."""
-    (found,) = old.execute("PRAGMA quick_check(1)").fetchone()
-    if found != "ok":
-        raise sqlite3.DatabaseError(found)
+    (verdict,) = old.execute("PRAGMA quick_check(1)").fetchone()
+    if verdict != "ok":
+        raise sqlite3.DatabaseError(verdict)
     journal = Journal(store)
     num_records = 0
     for entry in _entries(old):
@@ -92,16 +92,16 @@ def _entries(old: sqlite3.Connection) -> Iterator[Entry]:
             yield Entry(model_id, sequence, changes, None, f"event-{event}", event)
         else:
             query = "SELECT * FROM versions WHERE model_id = ? AND version = ?"
-            made = _version(old.execute(query, (model_id, row["version"])).fetchone())
-            yield Entry(model_id, sequence, (), made, f"event-{event}", event)
+            version = _version(old.execute(query, (model_id, row["version"])).fetchone())
+            yield Entry(model_id, sequence, (), version, f"event-{event}", event)
 
 
 def _version(row: sqlite3.Row) -> VersionRecord:
-    made = VersionRecord(*(row[field.name] for field in fields(VersionRecord)))
+    version = VersionRecord(*(row[field.name] for field in fields(VersionRecord)))
     # SQLite columns may hold any type.
-    if not isinstance(made.create_time_s, float) or not isinstance(made.manifest_digest, str):
+    if not isinstance(version.create_time_s, float) or not isinstance(version.manifest_digest, str):
         raise TypeError("a malformed version")
-    return made
+    return version
 
 
 def _change(row: sqlite3.Row) -> AliasChange:

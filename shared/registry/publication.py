@@ -42,12 +42,12 @@ class Publication:
     def record(self, state: ModelState) -> Entry:
         """Build the next record of a model in `state`."""
         number, size_bytes = state.num_versions + 1, sum(map(len, self.blobs.values()))
-        made = VersionRecord(number, self.manifest_digest, time.time(), size_bytes, self.request_id, self.actor)
+        version = VersionRecord(number, self.manifest_digest, time.time(), size_bytes, self.request_id, self.actor)
         changes = [
             AliasMove(self.model_id, alias, self.actor, "published").change(state.aliases.get(alias), number)
             for alias in self.aliases
         ]
-        return Entry(self.model_id, state.applied + 1, tuple(changes), made)
+        return Entry(self.model_id, state.applied + 1, tuple(changes), version)
 
 
 class Publisher:

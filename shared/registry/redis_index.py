@@ -143,22 +143,22 @@ class RedisIndex:
             return []
         fields = [f"version:{number}" for number in numbers]
         with _errors(), _parsed():
-            owner, *found = self._client.hmget(_keys(model_id)[0], ["registry", *fields])
+            owner, *texts = self._client.hmget(_keys(model_id)[0], ["registry", *fields])
             if owner is not None:
                 self._check_owner(owner)
-            return [version_from_record(json.loads(text)) for text in found]
+            return [version_from_record(json.loads(text)) for text in texts]
 
     def version_of_request(self, model_id: str, request_id: str) -> int | None:
         with _errors(), _parsed():
-            found = self._client.hget(_keys(model_id)[0], f"request:{request_id}")
-            return None if found is None else int(found)
+            number = self._client.hget(_keys(model_id)[0], f"request:{request_id}")
+            return None if number is None else int(number)
 
     def events(self, model_id: str, after: int) -> list[Event]:
         """Return the next page of events. Raises IndexDamaged if the stream does not match the index."""
         with _errors(), _parsed():
-            expected, found, rows = self._client.eval(_EVENTS, 2, *_keys(model_id), f"{after + 1}-0", EVENT_PAGE)
-            if expected != found:
-                raise IndexDamaged(f"{found} events instead of {expected}")
+            expected, actual, rows = self._client.eval(_EVENTS, 2, *_keys(model_id), f"{after + 1}-0", EVENT_PAGE)
+            if expected != actual:
+                raise IndexDamaged(f"{actual} events instead of {expected}")
             return [(int(number.split(b"-")[0]), _event(model_id, json.loads(values[1]))) for number, values in rows]
 
     def wait(self, model_id: str, after: int, timeout_s: float) -> None:
@@ -175,9 +175,9 @@ class RedisIndex:
             "events": str(state.num_events),
             "aliases": json.dumps(list(map(change_to_record, state.aliases.values()))),
         }
-        for made in step.versions:
-            fields[f"version:{made.version}"] = json.dumps(asdict(made))
-            fields[f"request:{made.request_id}"] = str(made.version)
+        for version in step.versions:
+            fields[f"version:{version.version}"] = json.dumps(asdict(version))
+            fields[f"request:{version.request_id}"] = str(version.version)
         events = [json.dumps(_encoded(what)) for _, what in step.events]
         pairs = [text for pair in fields.items() for text in pair]
         before, replaces = (step.before, "0") if replace_at is None else (replace_at, "1")

@@ -135,8 +135,8 @@ class Registry:
     def canaries(self, model_id: str) -> dict[str, Canary]:
         """Return alias -> canary for the aliases that have one, in alphabetical order."""
         known = self._state(model_id).aliases
-        found = {alias: known[alias].canary for alias in sorted(known)}
-        return {alias: canary for alias, canary in found.items() if canary is not None}
+        canaries = {alias: known[alias].canary for alias in sorted(known)}
+        return {alias: canary for alias, canary in canaries.items() if canary is not None}
 
     def set_alias(
         self,

@@ -45,11 +45,11 @@ def advance(state: ModelState, entries: Sequence[Entry]) -> Advance:
     for sequence, entry in enumerate(entries, start=before + 1):
         fits = entry.sequence == sequence
         last_event = max(last_event, (entry.event or 0) - 1)
-        if (made := entry.published) is not None:
+        if (published := entry.published) is not None:
             num_versions += 1
-            fits = fits and made.version == num_versions
-            versions.append(made)
-            events.append((last_event := last_event + 1, made.version))
+            fits = fits and published.version == num_versions
+            versions.append(published)
+            events.append((last_event := last_event + 1, published.version))
         for change in entry.changes:
             last = aliases.get(change.alias)
             fits = fits and change.from_version == (None if last is None else last.to_version)

@@ -113,16 +113,16 @@ def registry_id(store: Store) -> str:
 
     Raises PreconditionFailed (SCHEMA_TOO_NEW, NO_CONDITIONAL_WRITES), Corrupt.
     """
-    found = store.get(_MARKER)
-    if found is None:
-        made = seal({"schema_version": SCHEMA_VERSION, "registry_id": uuid.uuid4().hex})
-        if store.create(_MARKER, made) and store.create(_MARKER, made):
+    marker = store.get(_MARKER)
+    if marker is None:
+        new_marker = seal({"schema_version": SCHEMA_VERSION, "registry_id": uuid.uuid4().hex})
+        if store.create(_MARKER, new_marker) and store.create(_MARKER, new_marker):
             raise PreconditionFailed(
                 "the object store ignores If-None-Match and overwrites objects; a registry needs conditional writes",
                 reason="NO_CONDITIONAL_WRITES",
             )
-        found = store.get(_MARKER)
-    record = open_sealed(found or b"", _MARKER)
+        marker = store.get(_MARKER)
+    record = open_sealed(marker or b"", _MARKER)
     if record["schema_version"] > SCHEMA_VERSION:
         raise PreconditionFailed(
             "the registry was written by a newer neap; upgrade neap, or use another folder, bucket or prefix",

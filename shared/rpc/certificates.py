@@ -56,12 +56,12 @@ class ServerCertificate:
 
 
 def _checked(paths: Sequence[Path], contents: Sequence[bytes]) -> Certificate:
-    own = _certificates(paths[0], contents[0])[0]
-    if _public_bytes(_key(paths[1], contents[1])) != _public_bytes(own):
+    certificate = _certificates(paths[0], contents[0])[0]
+    if _public_bytes(_key(paths[1], contents[1])) != _public_bytes(certificate):
         raise _bad(f"{paths[1]} is not the key of the first certificate in {paths[0]}")
-    expiry_time_s = own.not_valid_after_utc.timestamp()
+    expiry_time_s = certificate.not_valid_after_utc.timestamp()
     if expiry_time_s <= time.time():
-        raise _bad(f"the certificate in {paths[0]} expired on {own.not_valid_after_utc:%F %T} UTC")
+        raise _bad(f"the certificate in {paths[0]} expired on {certificate.not_valid_after_utc:%F %T} UTC")
     roots: bytes | None = None
     if len(contents) > 2:
         _certificates(paths[2], contents[2])

@@ -17,8 +17,8 @@ def seconds_of(duration: Duration, field: str, *, at_most_s: float = MAX_DURATIO
     """
 
     def refused(why: str) -> InvalidInput:
-        given = f"{duration.seconds} s and {duration.nanos} ns"
-        return InvalidInput(f"{field} is {given}; {why}", reason=reason, metadata={"field": field})
+        value = f"{duration.seconds} s and {duration.nanos} ns"
+        return InvalidInput(f"{field} is {value}; {why}", reason=reason, metadata={"field": field})
 
     if abs(duration.seconds) > MAX_DURATION_S or abs(duration.nanos) >= _NANOS_PER_S:
         raise refused(f"a duration has at most {MAX_DURATION_S} seconds and less than 10^9 nanoseconds")

@@ -79,11 +79,11 @@ def parse_tokens(data: bytes, name: str) -> tuple[TokenEntry, ...]:
 def find_caller(entries: Iterable[TokenEntry], token: str) -> Caller | None:
     """Return the owner of `token`, or None. The time does not depend on whether or where the token is found."""
     presented = digest_of_token(token).encode()
-    found: Caller | None = None
+    caller: Caller | None = None
     for entry in entries:
         if hmac.compare_digest(presented, entry.digest.encode()):
-            found = entry.caller
-    return found
+            caller = entry.caller
+    return caller
 
 
 def _entry(name: str, roles: str, digest: str, where: str) -> TokenEntry:

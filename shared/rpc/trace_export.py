@@ -12,15 +12,15 @@ log = structlog.get_logger("neap.rpc")
 
 
 @contextmanager
-def export_traces(wanted: bool, service_name: str) -> Iterator[None]:
+def export_traces(enabled: bool, service_name: str) -> Iterator[None]:
     """Export this process' spans until the block is left, then flush. Only once per process.
-    Does nothing if not `wanted`.
+    Does nothing if not `enabled`.
 
     The SDK itself reads the endpoint, interval, sampling and headers from the standard OTEL_* variables. These are
     many, their number grows with its versions, and they mean the same in every program. They may also override
     `service_name`. Raises InvalidInput (reason BAD_CONFIGURATION) if the extra `neap-server[otel]` is not installed.
     """
-    if not wanted:
+    if not enabled:
         yield
         return
     try:

@@ -78,5 +78,5 @@ def record_span(name: str, start_s: float, end_s: float) -> None:
 
 def trace_id_of(span: Span) -> str:
     """Return the trace id as 32 hexadecimal digits, or "" if there is no trace."""
-    found = span.get_span_context()
-    return trace.format_trace_id(found.trace_id) if found.is_valid else ""
+    context = span.get_span_context()
+    return trace.format_trace_id(context.trace_id) if context.is_valid else ""

@@ -139,5 +139,5 @@ def _pmf(num_trials: int, probability: float) -> Floats:
     log_factorials = _log_factorials(num_trials)
     successes = np.arange(num_trials + 1)
     logs = log_factorials[-1] - log_factorials - log_factorials[::-1]
-    found: Floats = np.exp(logs + successes * math.log(probability) + successes[::-1] * math.log1p(-probability))
-    return found
+    pmf: Floats = np.exp(logs + successes * math.log(probability) + successes[::-1] * math.log1p(-probability))
+    return pmf

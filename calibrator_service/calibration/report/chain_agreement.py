@@ -41,26 +41,29 @@ def chain_agreement(
                 outputs = chain_outputs(
                     layer_exit.depth, layer_exit.head, chunk, index, vocabulary, ladder.model.num_layers
                 )  # fmt: skip
-                for place, one in enumerate(outputs):
-                    positions = one.positions.cpu()
-                    agrees = (one.logits.argmax(-1) == one.choices).cpu()
+                for place, output in enumerate(outputs):
+                    positions = output.positions.cpu()
+                    agrees = (output.logits.argmax(-1) == output.choices).cpu()
                     known = positions < len(beside)
                     is_beside = beside[positions[known]]
                     counted = torch.stack([torch.ones_like(is_beside), is_beside])
                     right[:, place] += (counted & agrees[known]).sum(1)
                     counts[:, place] += counted.sum(1)
         overall, beside_tables = (right / counts.clamp(min=1)).tolist()
-        own = figures[layer_exit.name] = {"positions": int(counts[0, 0]), "positions_beside_tables": int(counts[1, 0])}
+        exit_figures = figures[layer_exit.name] = {
+            "positions": int(counts[0, 0]),
+            "positions_beside_tables": int(counts[1, 0]),
+        }
         for place in range(NUM_PLACES):
-            own[f"agreement_{place + 1}"] = overall[place]
-            own[f"agreement_{place + 1}_beside_tables"] = beside_tables[place]
+            exit_figures[f"agreement_{place + 1}"] = overall[place]
+            exit_figures[f"agreement_{place + 1}_beside_tables"] = beside_tables[place]
     return figures
 
 
 def _tables_are_right(ladder: Ladder, sequence: LabelledSequence) -> Tensor:
     """Whether the tables' draft is the full model's choice, for the sequence's labelled positions [N] bool."""
-    found = []
+    is_right = []
     for drafts, choice in table_positions(ladder, sequence):
         best = max(drafts, key=lambda draft: draft.probability, default=None)
-        found.append(best is not None and best.token == choice)
-    return torch.tensor(found, dtype=torch.bool)
+        is_right.append(best is not None and best.token == choice)
+    return torch.tensor(is_right, dtype=torch.bool)

@@ -59,7 +59,7 @@ def held_out_report(
 
 def table_figures(ladder: Ladder, sequences: Sequence[LabelledSequence]) -> dict[str, dict[str, object]]:
     """Figures of the table rungs by name, for the first draft at every position; of the n-gram table its best order."""
-    found: dict[str, tuple[list[float], list[bool]]] = {SUFFIX: ([], []), SUCCESSOR: ([], [])}
+    samples: dict[str, tuple[list[float], list[bool]]] = {SUFFIX: ([], []), SUCCESSOR: ([], [])}
     num_positions = 0
     only_ngrams = Ladder(ladder.model, None, ladder.ngrams, ladder.ngram_confidence)
     for sequence in sequences:
@@ -70,15 +70,15 @@ def table_figures(ladder: Ladder, sequences: Sequence[LabelledSequence]) -> dict
             lookup, ngrams = both.matches(())
             if lookup is not None and ladder.lookup_confidence is not None:
                 evidence = lookup_evidence(lookup, ngrams, 0)
-                found[SUFFIX][0].append(ladder.lookup_confidence.probability(evidence))
-                found[SUFFIX][1].append(lookup.token == choice)
+                samples[SUFFIX][0].append(ladder.lookup_confidence.probability(evidence))
+                samples[SUFFIX][1].append(lookup.token == choice)
             draft = ngram.best(())
             if draft is not None:
-                found[SUCCESSOR][0].append(draft.probability)
-                found[SUCCESSOR][1].append(draft.token == choice)
+                samples[SUCCESSOR][0].append(draft.probability)
+                samples[SUCCESSOR][1].append(draft.token == choice)
     return {
         name: rung_figures(np.array(probability), np.array(agreed, dtype=np.bool_), num_positions)
-        for name, (probability, agreed) in found.items()
+        for name, (probability, agreed) in samples.items()
         if name in ladder.rung_names
     }
 

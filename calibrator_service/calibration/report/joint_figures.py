@@ -20,7 +20,7 @@ def joint_figures(weights: JointWeights, positions: Iterable[Position]) -> dict[
     and of what the draft's own proposer says, "brier_alone". Only "positions" where there are none.
     """
     confidence = Confidence(weights=weights)
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SITUATIONS}
+    by_situation: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SITUATIONS}
     for drafts, choice in positions:
         if not drafts:
             continue
@@ -28,15 +28,19 @@ def joint_figures(weights: JointWeights, positions: Iterable[Position]) -> dict[
         right = float(draft.token == choice)
         errors = right, (probability - right) ** 2, (draft.probability - right) ** 2
         table, best_exit = (
-            max((one for one in drafts if is_exit(one.rung) == wanted), key=lambda one: one.probability, default=None)
-            for wanted in (False, True)
+            max(
+                (candidate for candidate in drafts if is_exit(candidate.rung) == of_exit),
+                key=lambda candidate: candidate.probability,
+                default=None,
+            )
+            for of_exit in (False, True)
         )
         if table is None or table.probability < SURE:
-            found["tables_unsure"].append(errors)
+            by_situation["tables_unsure"].append(errors)
         if table is not None and best_exit is not None:
-            found["agree" if table.token == best_exit.token else "differ"].append(errors)
+            by_situation["agree" if table.token == best_exit.token else "differ"].append(errors)
     figures: dict[str, dict[str, float]] = {}
-    for name, rows in found.items():
+    for name, rows in by_situation.items():
         means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
         keys = ("agreement", "brier", "brier_alone")
         figures[name] = {"positions": len(rows), **dict(zip(keys, means, strict=False))}

@@ -56,7 +56,7 @@ def calibration_error(probability: Floats, agreed: npt.NDArray[np.bool_]) -> flo
     """Expected calibration error: mean difference of probability and share of agreement over the bins, weighted by
     their size."""
     bins = reliability(probability, agreed)
-    errors = (one["count"] * abs(one["probability"] - one["agreement"]) for one in bins)
+    errors = (row["count"] * abs(row["probability"] - row["agreement"]) for row in bins)
     return sum(errors) / max(len(agreed), 1)
 
 

@@ -90,7 +90,7 @@ class Replayer:
         These are all, for an answer that differs from the greedy choices of the runner's own passes: then the answer of
         a worker's full model is unknown.
         """
-        found = [Differing(1.0, 0.0)] * len(sequences)
+        differing = [Differing(1.0, 0.0)] * len(sequences)
         lengths = [len(sequence.tokens) for sequence in sequences]
         for batch in batches(sorted(range(len(sequences)), key=lengths.__getitem__), lengths):
             on_batch()
@@ -99,11 +99,11 @@ class Replayer:
                 _Replay(sequences[i], {depth: states[depth][row] for depth in states}, deep[row])
                 for row, i in enumerate(batch)
             ]
-            known = {i: one for i, one in zip(batch, replays, strict=True) if self._is_known(one)}
+            known = {i: replay for i, replay in zip(batch, replays, strict=True) if self._is_known(replay)}
             self._follow_chains(list(known.values()))
             for i, replay in known.items():
-                found[i] = Differing(replay.highest, self._least_margin(replay))
-        return found
+                differing[i] = Differing(replay.highest, self._least_margin(replay))
+        return differing
 
     def _is_known(self, replay: _Replay) -> bool:
         """Whether the answer is what the runner's own passes choose."""
@@ -154,25 +154,25 @@ class Replayer:
     def _table_drafts(self, replay: _Replay, chained: int) -> list[Drafts]:
         """The table rungs' drafts for each chain of one replay."""
         tokens, end = replay.sequence.tokens, replay.sequence.answer_start
-        drafter, found = TableProposer(self._ladder.ladder, tokens[:end]), []
+        drafter, drafts = TableProposer(self._ladder.ladder, tokens[:end]), []
         for settled in replay.reach:
             drafter.append(tokens[end : settled + 1])
             end = settled + 1
             draft = drafter.best(tokens[end : end + chained])
-            found.append([(draft.token, draft.probability)] if draft else [])
-        return found
+            drafts.append([(draft.token, draft.probability)] if draft else [])
+        return drafts
 
     def _exit_drafts(self, places: Sequence[tuple[_Replay, int]], chained: int) -> list[Drafts]:
         """The layer exits' drafts for each (replay, settled position)."""
-        found: list[Drafts] = [[] for _ in places]
+        by_place: list[Drafts] = [[] for _ in places]
         if not self._ladder.depths:
-            return found
+            return by_place
         for index, depth in enumerate(self._ladder.depths):
             states = torch.stack([r.states[depth][settled + chained] for r, settled in places])
             drafts = self._continue_chains(index, places, states, chained)
-            for own, draft in zip(found, drafts, strict=True):
-                own.append((draft.token, draft.probability + ROUNDING))
-        return found
+            for of_place, draft in zip(by_place, drafts, strict=True):
+                of_place.append((draft.token, draft.probability + ROUNDING))
+        return by_place
 
     def _continue_chains(
         self, index: int, places: Sequence[tuple[_Replay, int]], states: Tensor, chained: int
@@ -191,12 +191,12 @@ class Replayer:
             for (r, s), state, begin in zip(places, states.split(1), begins, strict=True)
         ]
         single = [draft for [draft] in self._ladder.propose(index, starts)]
-        drafts, outputs = [one.draft for one in single], [one.output for one in single]
+        drafts, outputs = [proposal.draft for proposal in single], [proposal.output for proposal in single]
         for (replay, settled), output in zip(places, outputs, strict=True):
             replay.outputs[settled, index] = output
         return drafts
 
     def _settled_states(self, replay: _Replay, settled: int) -> Tensor:
         """States of the last settled token at the depths that chains begin with [3, D]."""
-        kept = [replay.states[depth][settled - 1] for depth in self._ladder.kept_depths]
-        return torch.stack([*kept, replay.deep[settled - 1]])
+        captured = [replay.states[depth][settled - 1] for depth in self._ladder.kept_depths]
+        return torch.stack([*captured, replay.deep[settled - 1]])

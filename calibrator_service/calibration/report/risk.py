@@ -37,10 +37,10 @@ def certified_risks(
 ) -> dict[str, Any]:
     """The manifest's "risk" and "margin_risk" (see `shared.ladder.risk`). Without bounds they have a "reason".
     Raises `Cancelled`."""
-    found = Replayer(ladder, runner).differing(answers.sequences, on_batch=lambda: run.report("evaluating", 0.99))
+    differing = Replayer(ladder, runner).differing(answers.sequences, on_batch=lambda: run.report("evaluating", 0.99))
     certified: dict[Setting, tuple[Sequence[float], Certificate]] = {
-        "threshold": (THRESHOLDS, certify_thresholds([one.threshold for one in found])),
-        "margin": (MARGINS, certify_margins([one.margin for one in found])),
+        "threshold": (THRESHOLDS, certify_thresholds([answer.threshold for answer in differing])),
+        "margin": (MARGINS, certify_margins([answer.margin for answer in differing])),
     }
     return {
         RISK_KEYS[setting]: _record(run, answers, setting, values, certificate)
@@ -58,7 +58,7 @@ def _record(
         "max_new_tokens": answers.max_new_tokens,
         "max_drafts": MAX_CHAIN,
         "level": certificate.level,
-        "bounds": [{setting: one.value, "epsilon": one.epsilon} for one in certificate.bounds],
+        "bounds": [{setting: bound.value, "epsilon": bound.epsilon} for bound in certificate.bounds],
         "differing": [
             {setting: value, "num_prompts": count}
             for value, count in zip(values, certificate.num_differing, strict=True)

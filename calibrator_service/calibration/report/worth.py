@@ -33,25 +33,25 @@ def without_unpaid(
     `Cancelled`.
     """
     reasons: dict[str, str] = {}
-    for one in ladder.exits:
-        figures = report["rungs"][one.name]
+    for layer_exit in ladder.exits:
+        figures = report["rungs"][layer_exit.name]
         if is_child and figures["positions"] < LEAST_POSITIONS:
             continue
         if why := _why_unproven(figures, report["commonest_token"]):
-            reasons[one.name] = why
-    proven = tuple(one for one in ladder.exits if one.name not in reasons)
+            reasons[layer_exit.name] = why
+    proven = tuple(layer_exit for layer_exit in ladder.exits if layer_exit.name not in reasons)
     if proven and not run.spec.rung_depths:
         costs = measured_costs(run, runner, with_exits(ladder, proven))
-        for index, one in enumerate(proven):
-            figures = report["rungs"][one.name]
+        for index, layer_exit in enumerate(proven):
+            figures = report["rungs"][layer_exit.name]
             if figures["positions"] < LEAST_POSITIONS:
                 continue
             if why := _why_too_slow(figures, costs, index):
-                reasons[one.name] = why
+                reasons[layer_exit.name] = why
     for name, why in reasons.items():
         log.info("an exit is left out", rung=name, why=why)
-    kept = tuple(one for one in proven if one.name not in reasons)
-    return with_exits(ladder, kept), reasons
+    paying = tuple(layer_exit for layer_exit in proven if layer_exit.name not in reasons)
+    return with_exits(ladder, paying), reasons
 
 
 def with_exits(ladder: Ladder, exits: tuple[LayerExit, ...]) -> Ladder:

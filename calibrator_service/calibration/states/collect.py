@@ -96,42 +96,42 @@ class Collector:
     def add(self, split: Split, sequence: TokenSequence) -> list[LabelledSequence]:
         """Buffers a sequence. Returns the sequences that were labelled by this call: none, or those of a whole
         chunk."""
-        own = self._splits.setdefault(split, _SplitBuffer())
+        buffer = self._splits.setdefault(split, _SplitBuffer())
         if split == "report" and not sequence.is_greedy:
             # A copy of the model may teach, but figures are those of the model itself.
             sequence = replace(sequence, states=None)
-        own.waiting.append(sequence)
-        own.num_waiting_positions += len(sequence.tokens) - first_position(sequence)
-        return self._flush(split, own) if own.num_waiting_positions >= self._chunk_positions else []
+        buffer.waiting.append(sequence)
+        buffer.num_waiting_positions += len(sequence.tokens) - first_position(sequence)
+        return self._flush(split, buffer) if buffer.num_waiting_positions >= self._chunk_positions else []
 
     def finish(self, split: Split) -> list[LabelledSequence]:
         """Labels the rest of a split."""
-        own = self._splits.get(split)
-        return self._flush(split, own) if own is not None and own.waiting else []
+        buffer = self._splits.get(split)
+        return self._flush(split, buffer) if buffer is not None and buffer.waiting else []
 
     def chunks(self, split: Split) -> StateChunks:
         """The split's chunks so far."""
-        own = self._splits.get(split)
+        buffer = self._splits.get(split)
         read = read_chunk if self._keeps_states else self._recompute
-        return StateChunks(own.files if own is not None else (), read)
+        return StateChunks(buffer.files if buffer is not None else (), read)
 
     def _recompute(self, path: Path) -> StateChunk:
         return chunk_from_tensors(self._capture(read_shard(path), wants_states=True))
 
-    def _flush(self, split: Split, own: _SplitBuffer) -> list[LabelledSequence]:
-        sequences, index = own.waiting, own.num_chunks
-        own.waiting, own.num_waiting_positions, own.num_chunks = [], 0, index + 1
+    def _flush(self, split: Split, buffer: _SplitBuffer) -> list[LabelledSequence]:
+        sequences, index = buffer.waiting, buffer.num_chunks
+        buffer.waiting, buffer.num_waiting_positions, buffer.num_chunks = [], 0, index + 1
         is_summed = self._sums is not None and split == "heads" and index >= self._sums.num_chunks
         is_stored = bool(self._depths) and split in self._stored
         if self._keeps_states:
             # The disk is bounded, too. Sequences beyond the bound are not read again.
-            is_stored &= own.num_stored_positions < self._max_positions
+            is_stored &= buffer.num_stored_positions < self._max_positions
         needs_choices = any(_needs_choices(sequence) and sequence.states is None for sequence in sequences)
         if is_stored and not self._keeps_states:
             path = self._folder / f"tokens-{split}-{index:05d}.safetensors"
             if not path.exists():
                 write_shard(path, sequences)
-            own.files.append(path)
+            buffer.files.append(path)
             is_stored = False
         if not is_stored and not is_summed and not needs_choices:
             return [_labelled(s, None) for s in sequences]
@@ -146,8 +146,8 @@ class Collector:
             assert self._sums is not None
             self._sums.add(chunk_from_tensors(tensors))
         if is_stored:
-            own.num_stored_positions += len(tensors["rows"])
-            own.files.append(path)
+            buffer.num_stored_positions += len(tensors["rows"])
+            buffer.files.append(path)
         choices = tensors["choices"].long().split(tensors["counts"].tolist())
         return [_labelled(s, part.numpy()) for s, part in zip(sequences, choices, strict=True)]
 
@@ -188,8 +188,8 @@ class Collector:
         states = sequence.states[start - sequence.states_start : end - sequence.states_start]
         tokens = torch.tensor(sequence.tokens[start:end]).to(self._runner.loaded.device)
         low, middle = captured_depths(self._runner.num_layers)
-        found = {0: unit(self._runner.embed(tokens[None], start)[0]).half()}
-        found |= {low: states[:, 0], middle: states[:, 1]}
+        by_depth = {0: unit(self._runner.embed(tokens[None], start)[0]).half()}
+        by_depth |= {low: states[:, 0], middle: states[:, 1]}
         positions = torch.arange(first, end)
         choices = torch.tensor(sequence.tokens[first + 1 :], dtype=torch.int32)
         return {
@@ -199,7 +199,7 @@ class Collector:
             # No position is settled before the first that was shown.
             "usable": positions > start,
             "deep": states[:, 2],
-            **{f"state.{depth}": found[depth] for depth in self._depths},
+            **{f"state.{depth}": by_depth[depth] for depth in self._depths},
         }
 
     @torch.inference_mode()
@@ -225,14 +225,14 @@ class Collector:
             part["counts"] = torch.tensor([len(part["choices"])], dtype=torch.int32)
             if not wants_states:
                 continue
-            own = torch.arange(first - start, end - start)
+            rows = torch.arange(first - start, end - start)
             # No position is settled before the first token of a sequence.
-            part["rows"], part["usable"] = own, own > 0
+            part["rows"], part["usable"] = rows, rows > 0
             if self._cosine_threshold is not None:
                 for depth in self._depths:
                     state = captured[depth][row, start:end]
                     converged = cosine_converged(runner, state, deep, self._cosine_threshold)
-                    part[f"converged.{depth}"] = converged.cpu()[own]
+                    part[f"converged.{depth}"] = converged.cpu()[rows]
         if wants_states:
             # All rows of the pass at once: one sequence at a time, a GPU would mostly wait for launches.
             width = tokens.shape[1]
@@ -240,8 +240,8 @@ class Collector:
             place = torch.cat(places).to(runner.loaded.device)
             names = {"deep": runner.num_layers} | {f"state.{depth}": depth for depth in self._depths}
             for name, depth in names.items():
-                kept = unit(captured[depth].flatten(0, 1)[place]).half()
-                for i, piece in zip(batch, kept.split([len(p) for p in places]), strict=True):
+                states = unit(captured[depth].flatten(0, 1)[place]).half()
+                for i, piece in zip(batch, states.split([len(p) for p in places]), strict=True):
                     parts[i][name] = piece
 
 

@@ -24,8 +24,8 @@ def cosine_converged(runner: ContiguousRunner, state: Tensor, deep: Tensor, thre
 
     Returns bool [N]. Both states go through the final norm.
     """
-    own, final = runner.normed(state).float(), runner.normed(deep).float()
-    return F.cosine_similarity(own, final, dim=-1) > threshold
+    early, final = runner.normed(state).float(), runner.normed(deep).float()
+    return F.cosine_similarity(early, final, dim=-1) > threshold
 
 
 def agreement(label: Label, predicted: Tensor, choices: Tensor, converged: Tensor) -> Tensor:

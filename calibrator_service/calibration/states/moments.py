@@ -79,8 +79,9 @@ class Moments:
     def _summed(self) -> tuple[Tensor, Tensor]:
         if self._sums is not None:
             return self._sums
-        assert self.kept is not None
-        states, finals = self.kept
+        kept = self.kept
+        assert kept is not None
+        states, finals = kept
         return states.T @ states, states.T @ finals
 
     def _forget_positions(self) -> tuple[Tensor, Tensor]:
@@ -143,7 +144,7 @@ class Moments:
         cls, tensors: Mapping[str, Tensor], layout: MomentsLayout, device: torch.device | str = "cpu"
     ) -> Self:
         """Raises `Corrupt` unless the tensors have the form that `to_tensors` returns, with finite numbers."""
-        size, num_finals, found = layout.width, 2 * layout.hidden_size, cls(layout, device)
+        size, num_finals, moments = layout.width, 2 * layout.hidden_size, cls(layout, device)
         has_positions = "states" in tensors
         count = len(tensors["states"]) if has_positions else 0
         shapes = {"states": (count, size), "finals": (count, num_finals), "count": (1,)}
@@ -154,12 +155,12 @@ class Moments:
         if not all(tensor.is_floating_point() and bool(tensor.isfinite().all()) for tensor in tensors.values()):
             raise Corrupt("the statistics of an exit hold what is no finite number")
         if has_positions:
-            found._add(tensors["states"].float().to(device), tensors["finals"].float().to(device))
-            return found
-        second, targets = found._forget_positions()
+            moments._add(tensors["states"].float().to(device), tensors["finals"].float().to(device))
+            return moments
+        second, targets = moments._forget_positions()
         rest = tensors["second"].float().to(device).split([*range(size, 0, -1)])
         for row, numbers in enumerate(rest):
             second[row, row:] = second[row:, row] = numbers
         targets.copy_(tensors["targets"])
-        found.count = float(tensors["count"])
-        return found
+        moments.count = float(tensors["count"])
+        return moments

@@ -49,9 +49,9 @@ class NgramTableBuilder:
             start = max(first, order - 1)
             if start >= len(tokens):
                 break
-            own = keys[order - 1][start - order + 1 :]
-            parent = keys[order - 2][start - order + 2 :] if order > 1 else np.zeros_like(own)
-            pair = (own << np.uint64(32)) | choices[start:].astype(np.uint64)
+            key = keys[order - 1][start - order + 1 :]
+            parent = keys[order - 2][start - order + 2 :] if order > 1 else np.zeros_like(key)
+            pair = (key << np.uint64(32)) | choices[start:].astype(np.uint64)
             self._pending[order - 1].append(_Pairs(pair, parent, np.ones(len(pair))))
         self._num_pending += len(tokens) - first
         if self._num_pending > MAX_PENDING:
@@ -77,11 +77,11 @@ class NgramTableBuilder:
         is_kept[np.argsort(-counts, kind="stable")[:max_pairs]] = True
         ends = np.cumsum([len(pairs.count) for pairs in self._pairs])[:-1]
         tensors: dict[str, Tensor] = {}
-        for order, (pairs, kept) in enumerate(zip(self._pairs, np.split(is_kept, ends), strict=True), 1):
-            parents = pairs.parent[kept].astype(np.uint32)
-            tensors[f"{order}.pairs"] = torch.from_numpy(pairs.pair[kept].view(np.int64))
+        for order, (pairs, mask) in enumerate(zip(self._pairs, np.split(is_kept, ends), strict=True), 1):
+            parents = pairs.parent[mask].astype(np.uint32)
+            tensors[f"{order}.pairs"] = torch.from_numpy(pairs.pair[mask].view(np.int64))
             tensors[f"{order}.parents"] = torch.from_numpy(parents.view(np.int32))
-            tensors[f"{order}.counts"] = torch.from_numpy(pairs.count[kept])
+            tensors[f"{order}.counts"] = torch.from_numpy(pairs.count[mask])
         return tensors
 
     @classmethod
@@ -125,11 +125,11 @@ class NgramTableBuilder:
         for index in range(MAX_ORDER):
             keys, tokens, counts, totals, parents = _best(self._pairs[index])
             shares = counts / totals
-            kept = np.ones(len(counts), dtype=np.bool_)
+            is_kept = np.ones(len(counts), dtype=np.bool_)
             if index:
-                kept = ~_redundant(tokens, counts, shares, parents, best_of_parent)
+                is_kept = ~_redundant(tokens, counts, shares, parents, best_of_parent)
             best_of_parent = {"keys": keys, "tokens": tokens, "shares": shares}
-            columns.append((keys[kept], tokens[kept], counts[kept], shares[kept]))
+            columns.append((keys[is_kept], tokens[is_kept], counts[is_kept], shares[is_kept]))
         narrow = all(len(c[1]) == 0 or c[1].max() < 1 << 16 for c in columns)
         budget = max_bytes // BYTES_PER_ENTRY[narrow]
         all_counts = np.concatenate([c[2] * c[3] for c in columns])
@@ -171,8 +171,8 @@ def _merged(parts: list[_Pairs], capacity: int) -> _Pairs:
     weights = np.concatenate([part.count for part in parts])
     counts = np.bincount(inverse, weights=weights, minlength=len(pairs)).astype(np.float64)
     if len(pairs) > capacity:
-        kept = np.sort(np.argsort(-counts, kind="stable")[:capacity])
-        pairs, parents, counts = pairs[kept], parents[kept], counts[kept]
+        commonest = np.sort(np.argsort(-counts, kind="stable")[:capacity])
+        pairs, parents, counts = pairs[commonest], parents[commonest], counts[commonest]
     return _Pairs(pairs, parents, counts)
 
 

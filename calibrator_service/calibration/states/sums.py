@@ -63,5 +63,5 @@ class Sums:
         except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
             raise Corrupt(f"{path.name} does not hold the sums of this calibration") from error
         for depth, moments in self.moments.items():
-            own = take_part(tensors, str(depth))
-            self.moments[depth] = Moments.from_tensors(own, moments.layout, moments.device)
+            part = take_part(tensors, str(depth))
+            self.moments[depth] = Moments.from_tensors(part, moments.layout, moments.device)

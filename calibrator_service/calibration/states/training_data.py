@@ -1,6 +1,6 @@
 """What a calibration learns from and is evaluated on: the labelled text and the states of each split."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,8 +55,13 @@ def collect_training_data(
     `Cancelled`.
     """
     plan = run.plan
+    # What the LM head reads: deep states after the final norm, or, without one, scaled to a root mean square of 1.
+    dtype = run.loaded.model.dtype
     sums = Sums(
-        layouts_of(run.loaded, plan.depths), final_states(runner), run.loaded.device, run.folder / "sums.safetensors"
+        layouts_of(run.loaded, plan.depths),
+        lambda deep: runner.normed(deep.to(dtype)),
+        run.loaded.device,
+        run.folder / "sums.safetensors",
     )
     collector = Collector(
         runner,
@@ -100,7 +105,7 @@ def collect_training_data(
     return TrainingData(
         moments=sums.moments,
         chunks={split: collector.chunks(split) for split in SPLITS},
-        table_sequences={split: tuple(own) for split, own in table_sequences.items()},
+        table_sequences={split: tuple(of_split) for split, of_split in table_sequences.items()},
         choice_counts=choice_counts,
         ngrams=ngrams,
         num_tokens=num_tokens,
@@ -109,15 +114,5 @@ def collect_training_data(
 
 def layouts_of(loaded: LoadedModel, depths: Iterable[int]) -> dict[int, MomentsLayout]:
     """Which states each exit is solved from, by its depth."""
-    kept, size = captured_depths(loaded.num_layers), loaded.hidden_size
-    return {depth: MomentsLayout(size, depth, kept) for depth in depths}
-
-
-def final_states(runner: ContiguousRunner) -> Callable[[Tensor], Tensor]:
-    """Deep states of a chunk [N, D] -> what the LM head reads [N, D].
-    A model without a final norm has them scaled to a root mean square of 1."""
-
-    def final(deep: Tensor) -> Tensor:
-        return runner.normed(deep.to(runner.loaded.model.dtype))
-
-    return final
+    captured, size = captured_depths(loaded.num_layers), loaded.hidden_size
+    return {depth: MomentsLayout(size, depth, captured) for depth in depths}

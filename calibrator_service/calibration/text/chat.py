@@ -69,9 +69,9 @@ class PromptFormat:
 def find_user_turn(tokenizer: PreTrainedTokenizerBase, eos_token_ids: frozenset[int]) -> UserTurn | None:
     """How a user's turn begins and ends (Magpie, 2406.08464).
     None if the template does not keep the user's text in one piece."""
-    opening, found, ending = render(tokenizer, [("user", SENTINEL)]).partition(SENTINEL)
+    opening, separator, ending = render(tokenizer, [("user", SENTINEL)]).partition(SENTINEL)
     opening_ids = encode_rendered(tokenizer, opening)
-    if not found or not opening_ids:
+    if not separator or not opening_ids:
         return None
     after = encode_rendered(tokenizer, ending)
     # Templates without an end marker continue with an ordinary word, which must not end every turn that contains it.

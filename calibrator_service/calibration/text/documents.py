@@ -89,10 +89,10 @@ def _text_pieces(path: Path) -> Iterator[str]:
 
 
 def _text_of_line(line: bytes, field: str, where: str) -> str:
-    found = json_object(line, where, parse_int=_skip_number, parse_float=_skip_number).get(field)
-    if not isinstance(found, str):
+    text = json_object(line, where, parse_int=_skip_number, parse_float=_skip_number).get(field)
+    if not isinstance(text, str):
         raise InvalidInput(f"{where} has no text in the field {field!r}", reason="FIELD_NOT_FOUND")
-    return checked_text(found, field, where)
+    return checked_text(text, field, where)
 
 
 def json_object(line: bytes, where: str, **options: Any) -> dict[str, Any]:

@@ -114,8 +114,10 @@ def _resolve_files(source: HubDataset, split: str, token: bool | None) -> HubFil
     if data_dir := str(entry.get("data_dir") or ""):
         folder = f"{root}/{_check_path_inside(source, data_dir)}"
     download = DownloadConfig(token=token)
-    found = sanitize_patterns(entry["data_files"]) if "data_files" in entry else get_data_patterns(folder, download)
-    patterns = {str(name): files for name, files in found.items()}
+    data_files = (
+        sanitize_patterns(entry["data_files"]) if "data_files" in entry else get_data_patterns(folder, download)
+    )
+    patterns = {str(name): files for name, files in data_files.items()}
     if split not in patterns:
         raise InvalidInput(
             f"dataset {source.name!r} has no split {split!r}; it has: {', '.join(sorted(patterns))}",
@@ -176,9 +178,9 @@ def _choose_reader(source: HubDataset, entry: Mapping[str, Any], urls: Sequence[
     for url in urls:
         name = basename(url)
         endings = name.split(".")[1:]
-        found = next((ending for ending in endings if ending in READERS), None)
-        if found is not None and endings[-1] not in ("zip", "tar"):
-            by_reader.setdefault((READERS[found][0], found), []).append(url)
+        extension = next((ending for ending in endings if ending in READERS), None)
+        if extension is not None and endings[-1] not in ("zip", "tar"):
+            by_reader.setdefault((READERS[extension][0], extension), []).append(url)
     if not by_reader:
         raise InvalidInput(
             f"dataset {source.name!r} has no files of these kinds: {', '.join(READERS)}", reason="DATASET_UNSUPPORTED"

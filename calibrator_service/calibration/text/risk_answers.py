@@ -96,13 +96,13 @@ def _risk_limits(run: CalibrationRun, text: Text, max_new_tokens: int, knows_spe
     seconds = run.seconds_until(run.schedule.risk_text)
     most = most_risk_prompts(run, text) if run.schedule.certifies else 0
     if seconds == float("inf"):
-        return Limits(most, run.plan.rows, seconds)
+        return Limits(most, run.plan.sizes.rows, seconds)
     # A run that was killed may have found all its text on disk.
     # Then the speed is unknown, and half the rows are assumed to fit.
-    fitting = run.plan.rows // 2
+    fitting = run.plan.sizes.rows // 2
     if knows_speed and (tokens_per_s := run.figures.get("tokens_per_s", 0.0)):
         fitting = int(seconds * tokens_per_s / (ANSWERS_PER_PROMPT * max_new_tokens))
-    return Limits(min(fitting, most), run.plan.rows, OVERTIME_FACTOR * seconds)
+    return Limits(min(fitting, most), run.plan.sizes.rows, OVERTIME_FACTOR * seconds)
 
 
 class RiskAnswerGenerator:
@@ -143,7 +143,7 @@ class RiskAnswerGenerator:
     def _write(self, limits: Limits, writer: Writer, pace: Pace) -> list[TokenSequence]:
         answers: list[TokenSequence] = []
         num_left = limits.num_prompts
-        given = list(self._config.prompts)
+        texts = list(self._config.prompts)
 
         def write(requests: Sequence[WriteRequest]) -> list[tuple[int, ...]]:
             return [written.tokens for written in write_all(writer, requests, pace)]
@@ -152,8 +152,8 @@ class RiskAnswerGenerator:
             count = min(num_left, ROUND_ROWS * limits.rows)
             num_left -= count
             if self._config.prompts:
-                prompts = [tuple(self._format.encode_user(text)) for text in given[:count]]
-                del given[:count]
+                prompts = [tuple(self._format.encode_user(text)) for text in texts[:count]]
+                del texts[:count]
             else:
                 prompts = self._draw(count, write)
             prompts = [prompt[-self._lengths.max_prompt :] for prompt in prompts]
@@ -188,7 +188,7 @@ class RiskAnswerGenerator:
         prompts += self._passage_prompts(kinds.count(PASSAGE), write)
         if user_turn and MAGPIE in kinds:
             asked = [self._sampled(user_turn.opening, USER_TURN_TOKENS) for _ in range(kinds.count(MAGPIE))]
-            turns = write([replace(one, stop_ids=user_turn.stop_ids) for one in asked])
+            turns = write([replace(request, stop_ids=user_turn.stop_ids) for request in asked])
             texts = [t for t in map(self._format.decode, turns) if len(t) >= MIN_USER_CHARACTERS]
             prompts += [tuple(self._format.encode_user(text)) for text in texts]
         return prompts

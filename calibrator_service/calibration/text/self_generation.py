@@ -80,16 +80,16 @@ class Lengths:
 
 @dataclass
 class _Piece:
-    """`found[i]`: the sequences of its item i so far. `num_open`: items that are not complete."""
+    """`by_item[i]`: the sequences of its item i so far. `num_open`: items that are not complete."""
 
     index: int
-    found: list[list[TokenSequence]] = field(default_factory=list)
+    by_item: list[list[TokenSequence]] = field(default_factory=list)
     num_open: int = 0
     is_new: bool = True
 
     @property
     def sequences(self) -> list[TokenSequence]:
-        return [sequence for own in self.found for sequence in own]
+        return [sequence for of_item in self.by_item for sequence in of_item]
 
 
 class SelfGenerator:
@@ -175,31 +175,31 @@ class SelfGenerator:
         piece = _Piece(index)
         end = (index + 1) * PIECE_ITEMS
         for number in range(index * PIECE_ITEMS, min(end, self._num_given or end)):
-            piece.found.append([])
-            item = self._item(number, piece.found[-1])
+            piece.by_item.append([])
+            item = self._item(number, piece.by_item[-1])
             requests.append((piece, item, next(item)))
             piece.num_open += 1
         return piece
 
-    def _item(self, number: int, found: list[TokenSequence]) -> Item:
-        """Asks for what item `number` needs, and adds its sequences to `found`."""
+    def _item(self, number: int, sequences: list[TokenSequence]) -> Item:
+        """Asks for what item `number` needs, and adds them to `sequences`."""
         rng = random.Random(f"{self._config.seed}/{number}")
         if self._config.prompts:
             turn, place = divmod(number, len(self._config.prompts))
             prompt = self._format.encode_user(self._config.prompts[place])
             longest = self._lengths.max_new_tokens
-            yield from self._answer(found, rng, prompt, longest, ROUND_TEMPERATURES[turn])
+            yield from self._answer(sequences, rng, prompt, longest, ROUND_TEMPERATURES[turn])
             return
         longest = FIRST_ANSWER_TOKENS * (1 + number // GROWTH_ITEMS)
         longest = min(longest, self._lengths.max_new_tokens)
         if not self._format.has_chat_template:
             start = [self._format.first_token(rng)]
             start += yield from self._sample(rng, start, START_TOKENS)
-            yield from self._answer(found, rng, start, longest)
+            yield from self._answer(sequences, rng, start, longest)
             return
         kind, user_turn = KINDS[number % len(KINDS)], self._format.user_turn
         if kind == PASSAGE:
-            yield from self._passage(found, rng, longest)
+            yield from self._passage(sequences, rng, longest)
             return
         text = ""
         if kind == MAGPIE and user_turn:
@@ -207,27 +207,32 @@ class SelfGenerator:
             text = self._format.decode(turn_ids)
         if len(text) < MIN_USER_CHARACTERS:  # no turn of Magpie, or one that asks nothing
             text = seed_prompts.seed_prompt(rng, wide=number >= CORE_PROMPTS)
-        yield from self._answer(found, rng, self._format.encode_user(text), longest)
+        yield from self._answer(sequences, rng, self._format.encode_user(text), longest)
 
-    def _passage(self, found: list[TokenSequence], rng: random.Random, longest: int) -> Item:
+    def _passage(self, sequences: list[TokenSequence], rng: random.Random, longest: int) -> Item:
         """A passage, then follow-up turns and tasks about it."""
         text = seed_prompts.passage_prompt(rng)
         request = self._format.encode_user(text)
-        passage = self._format.decode((yield from self._answer(found, rng, request, longest)))
+        passage = self._format.decode((yield from self._answer(sequences, rng, request, longest)))
         for _ in range(TASKS_PER_PASSAGE):
             turns = [("user", seed_prompts.passage_task(rng, [passage]))]
             if rng.random() < FOLLOW_UP_SHARE:
                 follow_up = ("user", seed_prompts.follow_up(rng))
                 turns = [("user", text), ("assistant", passage), follow_up]
-            yield from self._answer(found, rng, self._format.encode(turns), longest)
+            yield from self._answer(sequences, rng, self._format.encode(turns), longest)
 
     def _answer(
-        self, found: list[TokenSequence], rng: random.Random, prompt: list[int], longest: int, temperature: float = 0.0
+        self,
+        sequences: list[TokenSequence],
+        rng: random.Random,
+        prompt: list[int],
+        longest: int,
+        temperature: float = 0.0,
     ) -> Generator[WriteRequest, Written, tuple[int, ...]]:
         """The answer to a prompt, which becomes a sequence."""
-        kept = tuple(prompt[-self._lengths.max_prompt :])
+        context = tuple(prompt[-self._lengths.max_prompt :])
         written = yield WriteRequest(
-            kept,
+            context,
             longest,
             temperature=temperature,
             top_p=self._config.top_p,
@@ -235,10 +240,10 @@ class SelfGenerator:
             shows_states=True,
         )
         if written.tokens:
-            found.append(
+            sequences.append(
                 TokenSequence(
-                    (*kept, *written.tokens),
-                    len(kept),
+                    (*context, *written.tokens),
+                    len(context),
                     written.is_choice,
                     states=written.states,
                     states_start=written.states_start,

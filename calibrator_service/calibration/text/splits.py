@@ -87,9 +87,9 @@ def held_out_kinds(counts: Mapping[str, int], seed: int) -> frozenset[str]:
         return frozenset()
     kinds = sorted(counts)
     random.Random(f"{seed}/kinds").shuffle(kinds)
-    wanted = sum(counts.values()) * SPLIT_PATTERN.count("report") / len(SPLIT_PATTERN)
+    target = sum(counts.values()) * SPLIT_PATTERN.count("report") / len(SPLIT_PATTERN)
     chosen: set[str] = set()
     for kind in kinds:
-        if not chosen or sum(counts[k] for k in chosen) + counts[kind] <= wanted:
+        if not chosen or sum(counts[k] for k in chosen) + counts[kind] <= target:
             chosen.add(kind)
     return frozenset(chosen)

@@ -161,8 +161,8 @@ class CollectingProgress:
         # Before the writer is ready, and then what it needs for twice the least text.
         enough_s = elapsed_s - seconds + 2 * MIN_WRITTEN_TOKENS * seconds / max(written, 1)
         needed_s = max(enough_s, 0.0) / (TEXT_SHARE * self._run.schedule.collecting)
-        found = f"it had written {written} tokens after {elapsed_s:.0f} seconds"
-        raise _budget_too_short(self._run, found, needed_s)
+        finding = f"it had written {written} tokens after {elapsed_s:.0f} seconds"
+        raise _budget_too_short(self._run, finding, needed_s)
 
     def set_learned(self, num_tokens: int) -> None:
         """`num_tokens` in total, over all splits, have gone through the model. Raises `Cancelled`."""
@@ -191,10 +191,10 @@ def too_little_text(run: CalibrationRun, lacks: str, *, is_cut: bool) -> Invalid
     return InvalidInput(f"the source gave too little text: {lacks}", reason="TOO_LITTLE_TEXT")
 
 
-def _budget_too_short(run: CalibrationRun, found: str, needed_s: float) -> InvalidInput:
+def _budget_too_short(run: CalibrationRun, finding: str, needed_s: float) -> InvalidInput:
     # The caller may not have asked for that budget: it may be the default.
     return InvalidInput(
-        f"{run.plan.budget_s:.0f} seconds were too short a time budget for this model on this machine: {found}. Give "
+        f"{run.plan.budget_s:.0f} seconds were too short a time budget for this model on this machine: {finding}. Give "
         f"it about {needed_s:.0f} seconds, or max_tokens",
         reason="BUDGET_TOO_SHORT",
         metadata={"needed_s": f"{needed_s:.0f}"},
@@ -221,7 +221,7 @@ def split_sequences(
             yield split, sequence
         # Generated text ends by itself once it is late: what the last answers have is used.
         is_over = isinstance(text, GivenText) and progress.is_late()
-        is_stale = num_stale >= max(MAX_STALE_SEQUENCES, 2 * run.plan.rows)
+        is_stale = num_stale >= max(MAX_STALE_SEQUENCES, 2 * run.plan.sizes.rows)
         if progress.num_assigned >= run.plan.max_tokens or is_stale or is_over:
             return
 

@@ -48,22 +48,14 @@ class Written:
     states_start: int = 0
 
 
-def _never() -> bool:
-    return False
-
-
-def _ignore(_: int) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Pace:
     """How long to write. Once `is_late`, answers end where they are.
     `on_tokens` gets how many tokens were written since its last call."""
 
-    should_stop: Callable[[], bool] = _never
-    is_late: Callable[[], bool] = _never
-    on_tokens: Callable[[int], None] = _ignore
+    should_stop: Callable[[], bool] = lambda: False
+    is_late: Callable[[], bool] = lambda: False
+    on_tokens: Callable[[int], None] = lambda num_tokens: None
 
 
 class Writer(Protocol):
@@ -86,8 +78,8 @@ class Writer(Protocol):
 def write_all(writer: Writer, requests: Sequence[WriteRequest], pace: Pace) -> list[Written]:
     """The answers to `requests`, in their order. Raises as `Writer.write`."""
     rest = iter(requests)
-    found = {written.index: written for written in writer.write(lambda: next(rest, None), pace)}
-    return [found[index] if index in found else Written(index, (), False) for index in range(len(requests))]
+    by_index = {written.index: written for written in writer.write(lambda: next(rest, None), pace)}
+    return [by_index[index] if index in by_index else Written(index, (), False) for index in range(len(requests))]
 
 
 def is_repeating(tokens: Sequence[int]) -> bool:

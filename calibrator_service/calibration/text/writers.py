@@ -27,24 +27,24 @@ log = structlog.get_logger("neap.calibration")
 
 
 class Writers:
-    """To be closed. `own` writes with the model itself; `of_text` is who writes the text of the splits that
+    """To be closed. `of_model` writes with the model itself; `of_text` is who writes the text of the splits that
     train. `fleet_of`: see `pipeline.calibrate`.
     """
 
     def __init__(self, run: CalibrationRun, fleet_of: Callable[[Writer], Writer] | None = None) -> None:
-        self.own: Writer = EngineWriter(run.loaded, run.plan.rows)
-        self.of_text: Writer = self.own
+        self.of_model: Writer = EngineWriter(run.loaded, run.plan.sizes.rows)
+        self.of_text: Writer = self.of_model
         if not isinstance(run.spec.source, SelfGenerated):
             return
         if fleet_of is not None:
-            self.of_text = fleet_of(self.own)
+            self.of_text = fleet_of(self.of_model)
         elif not run.has_collected and pays_for_copy(run):
             log.info("text is written with a copy of the model in bfloat16")
-            self.of_text = EngineWriter(bfloat16_copy(run.loaded), run.plan.rows, is_own=False)
+            self.of_text = EngineWriter(bfloat16_copy(run.loaded), run.plan.sizes.rows, is_own=False)
 
     def close(self) -> None:
         self.of_text.close()
-        self.own.close()
+        self.of_model.close()
 
 
 def pays_for_copy(run: CalibrationRun) -> bool:

@@ -48,10 +48,10 @@ def gather_chains(
     exists = chunk.rows[places] == chunk.rows[first] + steps
     places = torch.where(exists, places, first)
     rows, settled = chunk.rows[places], chunk.rows[first] - 1
-    kept = [chunk.states[depth][settled].float() for depth in kept_depths]
+    captured = [chunk.states[depth][settled].float() for depth in kept_depths]
     choices = lookup[chunk.choices[places]]
     return ChainBatch(
-        states=torch.stack([*kept, chunk.deep[settled].float()], -2),
+        states=torch.stack([*captured, chunk.deep[settled].float()], -2),
         entering={depth: chunk.states[depth][rows].float() for depth in depths},
         deep=chunk.deep[rows],
         choices=torch.where(exists, choices, -1),

@@ -42,8 +42,8 @@ def chain_outputs(
     Chains that the sequence's end cuts off are left out. `chunk` must be on the vocabulary's device.
     """
     device, lookup = vocabulary.device, vocabulary.lookup.to(vocabulary.device)
-    kept = captured_depths(num_layers)
-    chains = gather_chains(chunk, index, NUM_PLACES, (depth,), kept, lookup, device)
+    captured = captured_depths(num_layers)
+    chains = gather_chains(chunk, index, NUM_PLACES, (depth,), captured, lookup, device)
     states = chains.states
     for step in range(NUM_PLACES):
         exists = chains.exists[step]

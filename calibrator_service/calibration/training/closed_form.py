@@ -48,7 +48,8 @@ def solve_head(moments: Moments, mlp_width: int) -> FusedHead:
     settled states. Needs at least one position.
     """
     head = FusedHead(moments.layout.hidden_size, mlp_width).to(moments.device)
-    first, further, mean_square = _from_sums(moments) if moments.kept is None else _from_positions(moments)
+    kept = moments.kept
+    first, further, mean_square = _from_sums(moments) if kept is None else _from_positions(*kept)
     head.fuse.copy_(torch.cat([first, further]).T)
     torch.nn.init.zeros_(head.down)
     # Logits of the size that the map's own outputs would have.
@@ -78,15 +79,13 @@ def _from_sums(moments: Moments) -> tuple[Tensor, Tensor, Tensor]:
     return first, further, mean_square
 
 
-def _from_positions(moments: Moments) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_from_sums`, from the positions themselves."""
-    assert moments.kept is not None
-    states, finals = moments.kept
-    size = moments.layout.hidden_size
+def _from_positions(states: Tensor, finals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_from_sums`, from the positions themselves: states [N, 5D], finals [N, 2D]."""
+    size = finals.shape[1] // 2
     inputs, entering = states.split([(NUM_STATES + 1) * size, size], 1)
     first = solve_ridge_of(inputs, finals[:, :size])
     outputs = inputs @ first
-    mean_square = outputs.square().sum() / max(moments.count * size, 1.0)
+    mean_square = outputs.square().sum() / max(outputs.numel(), 1)
     seen = torch.cat([outputs, entering], 1) * _scale(mean_square, size)
     return first, solve_ridge_of(seen, finals[:, size:]), mean_square
 

@@ -88,7 +88,7 @@ def exit_samples(
     label: Label,
 ) -> ConfidenceSamples:
     """Runs one exit as it will be served, along chains from up to MAX_SAMPLES positions of `chunks`."""
-    found: list[ConfidenceSamples] = []
+    parts: list[ConfidenceSamples] = []
     num_samples = 0
     for stored in chunks:
         chunk = stored.to(vocabulary.device)
@@ -96,24 +96,24 @@ def exit_samples(
         for index in torch.arange(len(chunk)).split(PASS_SIZE):
             if num_samples >= MAX_SAMPLES:
                 break
-            for one in chain_outputs(depth, head, chunk, index, vocabulary, num_layers):
-                reached = torch.zeros_like(one.choices, dtype=torch.bool)
+            for output in chain_outputs(depth, head, chunk, index, vocabulary, num_layers):
+                reached = torch.zeros_like(output.choices, dtype=torch.bool)
                 if converged is not None:
-                    reached = converged[one.positions]
-                labels = agreement(label, one.logits.argmax(-1).cpu(), one.choices.cpu(), reached.cpu())
-                scalars = scalar_features(one.logits, one.chain_places)
-                found.append(ConfidenceSamples(one.adapted.half().cpu(), scalars.cpu(), labels))
+                    reached = converged[output.positions]
+                labels = agreement(label, output.logits.argmax(-1).cpu(), output.choices.cpu(), reached.cpu())
+                scalars = scalar_features(output.logits, output.chain_places)
+                parts.append(ConfidenceSamples(output.adapted.half().cpu(), scalars.cpu(), labels))
                 num_samples += len(labels)
         if num_samples >= MAX_SAMPLES:
             break
-    if not found:
+    if not parts:
         return ConfidenceSamples(
             torch.zeros(0, head.hidden_size), torch.zeros(0, NUM_SCALARS), torch.zeros(0, dtype=torch.bool)
         )
     return ConfidenceSamples(
-        torch.cat([one.adapted for one in found]),
-        torch.cat([one.scalars for one in found]),
-        torch.cat([one.label for one in found]),
+        torch.cat([part.adapted for part in parts]),
+        torch.cat([part.scalars for part in parts]),
+        torch.cat([part.label for part in parts]),
     )
 
 

@@ -43,7 +43,8 @@ def fit_heads(
     ends = run.schedule
     run.report("training_heads", ends.risk_text)
     heads = {
-        depth: solve_head(one, run.plan.mlp_width).to(vocabulary.device) for depth, one in material.moments.items()
+        depth: solve_head(moments, run.plan.mlp_width).to(vocabulary.device)
+        for depth, moments in material.moments.items()
     }
     if not run.plan.trains:
         return {depth: _published(head) for depth, head in heads.items()}
@@ -113,8 +114,8 @@ def train_heads(
         betas=(0.9, 0.98),
         fused=device.type == "cuda" or None,
     )
-    kept = TrainingCheckpoint(checkpoint, nn.ModuleDict({str(d): h for d, h in heads.items()}), optimiser)
-    start = kept.load()
+    saved = TrainingCheckpoint(checkpoint, nn.ModuleDict({str(d): h for d, h in heads.items()}), optimiser)
+    start = saved.load()
     start_s = time.monotonic()
     reported_s = -math.inf
     # Running means, which begin with the first step's losses.
@@ -134,10 +135,10 @@ def train_heads(
                 group["lr"] = params.learning_rate * warm_up * 0.5 * (1 + math.cos(math.pi * done))
             with torch.enable_grad():
                 with _fast_matmuls(device):
-                    found = objective.losses(chunk, index)
+                    step_losses = objective.losses(chunk, index)
                 optimiser.zero_grad()
-                torch.stack(list(found.values())).sum().backward()
-            for depth, loss in found.items():
+                torch.stack(list(step_losses.values())).sum().backward()
+            for depth, loss in step_losses.items():
                 losses.setdefault(depth, loss.detach().clone()).lerp_(loss.detach(), LOSS_SHARE)
             torch.nn.utils.clip_grad_norm_(weights, GRADIENT_NORM)
             optimiser.step()
@@ -146,8 +147,8 @@ def train_heads(
                 on_step(done, {f"depth-{d}.loss": float(value) for d, value in losses.items()})
         if done >= 1.0:
             break
-        kept.save(replace(place, chunk=place.chunk + 1, done=done))
-    kept.delete()
+        saved.save(replace(place, chunk=place.chunk + 1, done=done))
+    saved.delete()
 
 
 @contextmanager

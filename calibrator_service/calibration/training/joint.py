@@ -30,15 +30,15 @@ PASS_SIZE = 1024
 Position = tuple[list[Draft], int]
 
 
-def said_at(
+def joint_positions(
     ladder: Ladder, chunks: Sequence[StateChunk], sequences: Sequence[LabelledSequence], vocabulary: DraftVocabulary
 ) -> Iterator[Position]:
     """Up to MAX_POSITIONS positions of a split, with every proposer asked. `sequences`: as in `chain_agreement`."""
     exits = _exit_drafts(ladder, chunks, vocabulary) if ladder.exits else repeat(())
-    tables = (one for sequence in sequences for one in table_positions(ladder, sequence))
+    tables = (draft for sequence in sequences for draft in table_positions(ladder, sequence))
     known = (
         # An exit's numbers may overflow.
-        ([one for one in (*drafts, *others) if one.probability > 0.0], choice)
+        ([draft for draft in (*drafts, *others) if draft.probability > 0.0], choice)
         for (drafts, choice), others in zip(tables, exits, strict=False)
         if others is not None
     )
@@ -58,21 +58,23 @@ def _exit_drafts(
     None: nothing is settled before it."""
     for stored in chunks:
         chunk, layers = stored.to(vocabulary.device), ladder.model.num_layers
-        by_exit = [_first_drafts(one, chunk, vocabulary, layers) for one in ladder.exits]
-        said = zip(*by_exit, strict=True)
-        yield from (next(said) if is_usable else None for is_usable in chunk.usable.tolist())
+        by_exit = [_first_drafts(layer_exit, chunk, vocabulary, layers) for layer_exit in ladder.exits]
+        drafts = zip(*by_exit, strict=True)
+        yield from (next(drafts) if is_usable else None for is_usable in chunk.usable.tolist())
 
 
 @torch.no_grad()
-def _first_drafts(one: LayerExit, chunk: StateChunk, vocabulary: DraftVocabulary, num_layers: int) -> Iterator[Draft]:
-    device = one.confidence.slope.device
+def _first_drafts(
+    layer_exit: LayerExit, chunk: StateChunk, vocabulary: DraftVocabulary, num_layers: int
+) -> Iterator[Draft]:
+    device = layer_exit.confidence.slope.device
     for index in torch.arange(len(chunk)).split(PASS_SIZE):
-        output = next(chain_outputs(one.depth, one.head, chunk, index, vocabulary, num_layers))
+        output = next(chain_outputs(layer_exit.depth, layer_exit.head, chunk, index, vocabulary, num_layers))
         scalars = scalar_features(output.logits, output.chain_places)
-        said = one.confidence(output.adapted.to(device), scalars.to(device)).tolist()
+        probabilities = layer_exit.confidence(output.adapted.to(device), scalars.to(device)).tolist()
         tokens = vocabulary.tokens[output.logits.argmax(-1).cpu()].tolist()
-        for token, probability in zip(tokens, said, strict=True):
-            yield Draft(token, probability, one.name, one.depth)
+        for token, probability in zip(tokens, probabilities, strict=True):
+            yield Draft(token, probability, layer_exit.name, layer_exit.depth)
 
 
 def fit_joint(positions: Iterable[Position]) -> JointWeights:
@@ -81,7 +83,7 @@ def fit_joint(positions: Iterable[Position]) -> JointWeights:
     samples: dict[str, list[tuple[float, float, float]]] = {case: [] for case in CASES}
     right: dict[str, list[bool]] = {case: [] for case in CASES}
     for drafts, choice in positions:
-        for draft, case, other in cases(drafts, lambda one: one.probability):
+        for draft, case, other in cases(drafts, lambda candidate: candidate.probability):
             if case != TABLE_ALONE:
                 of_other = log_odds(other.probability) if other is not None else 0.0
                 samples[case].append((1.0, log_odds(draft.probability), of_other))
@@ -89,6 +91,6 @@ def fit_joint(positions: Iterable[Position]) -> JointWeights:
     fitted = {}
     for case in CASES:
         features = torch.tensor(samples[case], dtype=torch.float64).reshape(-1, 3)
-        found = fit_logistic(features, torch.tensor(right[case]), DEFAULT_WEIGHTS.of(case), (PRECISION,) * 3)
-        fitted[case] = [min(max(weight, -MAX_WEIGHT), MAX_WEIGHT) for weight in found]
+        weights = fit_logistic(features, torch.tensor(right[case]), DEFAULT_WEIGHTS.of(case), (PRECISION,) * 3)
+        fitted[case] = [min(max(weight, -MAX_WEIGHT), MAX_WEIGHT) for weight in weights]
     return JointWeights.from_json(fitted)

@@ -18,7 +18,7 @@ def fit_logistic(features: Tensor, target: Tensor, prior: Sequence[float], preci
     weights are the prior's.
     """
     rows, target = features.double(), target.double()
-    middle, ridge = (torch.tensor(own, dtype=torch.float64) for own in (prior, precision))
+    middle, ridge = (torch.tensor(values, dtype=torch.float64) for values in (prior, precision))
 
     def loss(weights: Tensor) -> float:
         score = rows @ weights
@@ -37,5 +37,5 @@ def fit_logistic(features: Tensor, target: Tensor, prior: Sequence[float], preci
         weights = weights - step
         if float(step.abs().max()) < LEAST_STEP:
             break
-    found: list[float] = weights.tolist()
-    return found
+    fitted: list[float] = weights.tolist()
+    return fitted

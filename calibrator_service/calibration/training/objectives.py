@@ -56,7 +56,7 @@ class ChainObjective:
         if self._teacher is not None and self._hard_share < 1.0:
             with torch.no_grad():
                 goals = torch.softmax(self._teacher(batch.deep).float(), -1)
-        found = {}
+        by_depth = {}
         for depth, head in self._heads.items():
             states, losses = batch.states, []
             for step, entering in enumerate(batch.entering[depth]):
@@ -65,17 +65,17 @@ class ChainObjective:
                 choices = batch.choices[step]
                 losses.append(self._loss(logits, choices, None if goals is None else goals[step]))
                 states = chained(output)
-            found[depth] = torch.stack(losses).mean()
-        return found
+            by_depth[depth] = torch.stack(losses).mean()
+        return by_depth
 
     def _loss(self, logits: Tensor, choices: Tensor, goals: Tensor | None) -> Tensor:
         """Mean over the positions whose choice is in the draft vocabulary: the others' distributions are mostly outside
         it."""
-        found = torch.log_softmax(logits, -1)
+        log_probabilities = torch.log_softmax(logits, -1)
         counts = (choices >= 0).float()
-        loss = -self._hard_share * found.gather(-1, choices.clamp(min=0)[:, None])[:, 0]
+        loss = -self._hard_share * log_probabilities.gather(-1, choices.clamp(min=0)[:, None])[:, 0]
         if goals is not None:
-            loss = loss - (1 - self._hard_share) * (goals * found).sum(-1)
+            loss = loss - (1 - self._hard_share) * (goals * log_probabilities).sum(-1)
         return (loss * counts).sum() / counts.sum().clamp(min=1)
 
 

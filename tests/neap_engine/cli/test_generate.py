@@ -165,8 +165,8 @@ def test_text_is_coloured_by_its_token_and_late_text_by_the_deepest(capsys):
     console = Console(force_terminal=True, color_system="standard", width=80)
     view = DepthView(console, num_layers=4, coloured=True)
     with console.capture() as capture:
-        view.chunk(pb.TokenChunk(text="a", tokens=[pb.Token(exit_depth=0, rung="suffix")]))
-        view.chunk(pb.TokenChunk(text="", tokens=[pb.Token(exit_depth=0, rung="suffix")]))
-        view.chunk(pb.TokenChunk(text="é", tokens=[pb.Token(exit_depth=4, rung="full")]))
+        view.show(pb.GenerateResponse(chunk=pb.TokenChunk(text="a", tokens=[pb.Token(exit_depth=0, rung="suffix")])))
+        view.show(pb.GenerateResponse(chunk=pb.TokenChunk(text="", tokens=[pb.Token(exit_depth=0, rung="suffix")])))
+        view.show(pb.GenerateResponse(chunk=pb.TokenChunk(text="é", tokens=[pb.Token(exit_depth=4, rung="full")])))
     assert capture.get() == "\x1b[92ma\x1b[0m\x1b[39mé\x1b[0m"
     assert view.counts == {("suffix", 0): 2, ("full", 4): 1}

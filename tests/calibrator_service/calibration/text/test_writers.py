@@ -66,8 +66,8 @@ def test_the_text_of_a_copy_is_not_the_models_own_choice(loaded, tmp_path):
     run = run_of(loaded, tmp_path, max_tokens=20_000)
     requests = [WriteRequest((50, 60), 8)]
     with closing(Writers(run)) as both:
-        assert both.of_text is not both.own
-        [by_copy], [by_model] = (write_all(w, requests, Pace()) for w in (both.of_text, both.own))
+        assert both.of_text is not both.of_model
+        [by_copy], [by_model] = (write_all(w, requests, Pace()) for w in (both.of_text, both.of_model))
     assert by_copy.tokens
     assert (by_copy.is_choice, by_model.is_choice) == (False, True)
 
@@ -75,7 +75,7 @@ def test_the_text_of_a_copy_is_not_the_models_own_choice(loaded, tmp_path):
 def test_given_text_needs_no_copy_and_a_fleet_replaces_it(loaded, tmp_path):
     run = run_of(loaded, tmp_path, max_tokens=20_000, source=TextFile("a.txt"))
     with closing(Writers(run)) as both:
-        assert both.of_text is both.own
+        assert both.of_text is both.of_model
     fleet: Any = SimpleNamespace(close=lambda: None)
     with closing(Writers(run_of(loaded, tmp_path, max_tokens=20_000), lambda _: fleet)) as both:
         assert both.of_text is fleet

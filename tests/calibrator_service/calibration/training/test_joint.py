@@ -15,7 +15,7 @@ from calibrator_service.calibration.report.joint_figures import joint_figures
 from calibrator_service.calibration.states.collect import Collector
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
-from calibrator_service.calibration.training.joint import Position, fit_joint, said_at
+from calibrator_service.calibration.training.joint import Position, fit_joint, joint_positions
 from shared.engine.drafting.confidence import Confidence, log_odds
 from shared.ladder.joint_weights import CASES, DEFAULT_WEIGHTS, MAX_WEIGHT, JointWeights, Weights
 from shared.ladder.ladder import Ladder, ModelIdentity
@@ -161,7 +161,7 @@ def test_every_proposer_is_asked_at_each_position_as_it_is_served(counting, tmp_
     labelled = collector.finish("routers")
     assert ladder.draft_vocabulary is not None
     vocabulary = DraftVocabulary.of(counting, ladder.draft_vocabulary)
-    found = list(said_at(ladder, collector.chunks("routers"), labelled, vocabulary))
+    found = list(joint_positions(ladder, collector.chunks("routers"), labelled, vocabulary))
 
     bound, wanted = ladder.bind(runner), []
     for sequence in labelled:
@@ -202,7 +202,7 @@ def test_every_proposer_is_asked_at_each_position_as_it_is_served(counting, tmp_
 
 def test_weights_are_measured_on_text_that_they_were_not_learned_from(monkeypatch) -> None:
     said = {"routers": list(positions(200)), "report": list(positions(100, seed=1))}
-    monkeypatch.setattr(pipeline, "said_at", lambda ladder, chunks, sequences, vocabulary: said[chunks])
+    monkeypatch.setattr(pipeline, "joint_positions", lambda ladder, chunks, sequences, vocabulary: said[chunks])
     splits = {split: split for split in said}
     material = SimpleNamespace(chunks=splits, table_sequences=splits)
     model = ModelIdentity("tiny", "sha256:0", "LlamaForCausalLM", 4, 16, 100)

@@ -1,14 +1,13 @@
-"""`neap routers export` and `import`: routers as files.
-Both open the registry directly, as `sweep` and `rebuild-index` do."""
+"""`neap routers export`, `import`, `sweep` and `rebuild-index`: commands that open the registry directly."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from neap_engine.cli.console import DataDir, Model, RegistryUrl, exit_on_error, print_line
+from neap_engine.cli.console import DataDir, Model, RegistryUrl, exit_on_error, out, print_line
 from neap_engine.cli.routers import current_user, selector
 from shared.config import make_settings
 from shared.errors import AlreadyExists, Corrupt
@@ -47,10 +46,10 @@ def import_router(
 
     Importing the same files again publishes no second version; it only points the given aliases at the existing one.
     """
-    made = publish_folder(folder, model, alias or (), registry=registry, data_dir=data_dir)
-    print_line(f"published version {made.version} of {made.model_id} ({made.manifest_digest})")
+    published = publish_folder(folder, model, alias or (), registry=registry, data_dir=data_dir)
+    print_line(f"published version {published.version} of {published.model_id} ({published.manifest_digest})")
     for name in alias or ():
-        print_line(f"{name}: {made.version}")
+        print_line(f"{name}: {published.version}")
 
 
 def publish_folder(
@@ -85,7 +84,7 @@ def publish_folder(
         "blobs": {name: digest_of(data) for name, data in blobs.items()},
     }
     with opened_registry(registry, data_dir) as opened:
-        made = opened.publish(
+        published = opened.publish(
             model_id,
             manifest,
             blobs,
@@ -95,8 +94,8 @@ def publish_folder(
         )
         for name in aliases:
             # `publish` moves no alias if the version already existed.
-            opened.set_alias(model_id, name, made.version, actor=current_user(), reason="imported")
-    return made
+            opened.set_alias(model_id, name, published.version, actor=current_user(), reason="imported")
+    return published
 
 
 @exit_on_error
@@ -117,11 +116,58 @@ def export_router(
         raise AlreadyExists(f"{folder} exists; name a new folder")
     with opened_registry(registry, data_dir) as opened:
         chosen = selector(version)
-        found = opened.get(model, chosen["version"]) if "version" in chosen else opened.resolve(model, chosen["alias"])
-        blobs = {name: opened.read_blob(found, name) for name in found.manifest["blobs"]}
-    manifest = {name: value for name, value in found.manifest.items() if name != "blobs"}
+        router = opened.get(model, chosen["version"]) if "version" in chosen else opened.resolve(model, chosen["alias"])
+        blobs = {name: opened.read_blob(router, name) for name in router.manifest["blobs"]}
+    manifest = {name: value for name, value in router.manifest.items() if name != "blobs"}
     write_router_folder(folder, manifest, blobs)
-    print_line(f"wrote version {found.version} of {model} ({found.manifest_digest}) to {folder}")
+    print_line(f"wrote version {router.version} of {model} ({router.manifest_digest}) to {folder}")
+
+
+@exit_on_error
+def sweep(
+    registry: RegistryUrl = None,
+    grace_hours: Annotated[
+        float, typer.Option("--grace-hours", min=0, help="Keep objects written within this many hours.")
+    ] = 24.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing, only count.")] = False,
+) -> None:
+    """Remove objects that no publication refers to from a registry's bucket or folder.
+
+    The command may run while the services run. Publications wait until it ends, which can take minutes for a bucket.
+    """
+    with opened_registry(registry, None) as opened:
+        done = opened.sweep(grace_s=grace_hours * 3600, is_rehearsal=dry_run)
+    out.print(
+        f"{done.num_in_use} objects in use, {done.num_removed} unused ({done.num_removed_bytes} bytes)"
+        f" {'to remove' if dry_run else 'removed'}, {done.num_in_grace_period} unused but within the grace period",
+        markup=False,
+    )
+    if done.num_damaged:
+        out.print(
+            f"{done.num_damaged} manifests are damaged, so {done.num_kept} blobs that may belong to them were kept."
+            " `neap routers list` shows the damaged versions; publishing their contents again repairs them.",
+            markup=False,
+        )
+
+
+@exit_on_error
+def rebuild_index(
+    registry: RegistryUrl = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="Rebuild only this model. May be given several times. Default: all models."),
+    ] = None,
+) -> None:
+    """Rebuild versions, aliases and their history in Redis from the registry's journal.
+
+    The command may be repeated and may run while the services run. Registries without Redis have no index to rebuild.
+    """
+    with opened_registry(registry, None) as opened:
+        for model_id in model or opened.models():
+            state = opened.rebuild(model_id)
+            print_line(
+                f"{model_id}: {state.num_versions} versions, {len(state.aliases)} aliases, {state.num_events} events"
+            )
 
 
 @contextmanager
@@ -130,8 +176,7 @@ def opened_registry(url: str | None, data_dir: Path | None) -> Iterator["Registr
     from shared.registry.factory import open_registry
     from shared.rpc.logs import configure_logging
 
-    given: dict[str, Any] = {"registry": url, "data_dir": data_dir}
-    settings = make_settings(ServiceSettings, **{name: value for name, value in given.items() if value is not None})
+    settings = make_settings(ServiceSettings, registry=url, data_dir=data_dir)
     configure_logging("warning")  # to standard error
     with closing(open_registry(settings.registry)) as opened:
         yield opened
