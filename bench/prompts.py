@@ -54,7 +54,7 @@ def read_prompts(path: Path = DEFAULT_FILE, per_task: int = 0) -> list[BenchProm
 def read_texts(path: Path, count: int) -> Sequence[str]:
     """`count` prompts, evenly spaced over a file of JSON lines; the first turn of several. Raises `InvalidInput`."""
     lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    texts = []
+    texts: list[str] = []
     for record in map(json.loads, lines):
         texts += _turns(record)[:1]
     if not texts or len(texts) < len(lines):
@@ -94,9 +94,9 @@ def plain_text(turns: Sequence[str]) -> str:
     return "\n\n".join(turns)
 
 
-def _turns(record: Mapping[str, Any]) -> Sequence[str]:
+def _turns(record: Mapping[str, Any]) -> list[str]:
     fields = [record[name] for name in ("prompt", "question") if name in record]
-    return record.get("turns", fields)
+    return list(record.get("turns", fields))
 
 
 def _spread(prompts: Sequence[Prompt], count: int) -> Sequence[Prompt]:
