@@ -5,15 +5,14 @@
 
 Closed loops keep B requests running (`bench.batch`), greedy, at most 64 new tokens, prompts from the prefix cache. All
 sides answer the same 2 * B prompts in turn, in an order that rotates, then the next 2 * B. Each has a copy of the
-router and a record of its own of whether drafting pays, so each learns for itself; the first round is not timed. An
-answer that differs from the one at full depth ends the program. Printed: tokens per second as shares of those of
-`exact` with everything for the same prompts, medians over prompts and rounds.
+router, so each learns for itself; the first round is not timed. An answer that differs from the one at full depth ends
+the program. Printed: tokens per second as shares of those of `exact` with everything for the same prompts, medians over
+prompts and rounds.
 """
 
 import argparse
 import dataclasses
 import statistics
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -26,7 +25,6 @@ from bench.prompts import first_turns
 from bench.table import head, row
 from shared.engine import step
 from shared.engine.drafting import builder, drafter
-from shared.engine.drafting.adaptive import AdaptiveDrafting
 from shared.engine.drafting.builder import DraftBuilder
 from shared.engine.drafting.confidence import Confidence
 from shared.engine.drafting.planner import MIN_SURVIVAL, BranchDrafts, Tree
@@ -62,7 +60,6 @@ WITHOUT: dict[str, tuple[Any, str, Any]] = {
     "what other proposers say": (Confidence, "_combined", each_alone),
     "corrected probabilities": (Confidence, "_ratio", lambda self, case, rung: 1.0),
     "exits asked if they pay": (drafter, "exit_gain_s", lambda *_: 1.0),
-    "drafting only if faster": (AdaptiveDrafting, "choose", lambda self, shape: True),
     "no look-up that cannot pay": (builder, "least_survival", lambda *_: MIN_SURVIVAL),
     "planned lengths": (step, "best_trees", all_drafts),
     "branches": (DraftBuilder, "grow_branches", lambda self: None),
@@ -119,7 +116,6 @@ def measure(options: argparse.Namespace) -> None:
         left = [FULL, ALL, *(f"without {name}" for name in options.without)]
         sides = {name: sides[name] for name in left}
     shares: dict[tuple[str, int], list[float]] = {}
-    adaptive: defaultdict[str, AdaptiveDrafting] = defaultdict(AdaptiveDrafting)
     with Engine(loaded, max_ladders=len(sides), max_running=max(MAX_RUNNING, *options.batch)) as engine:
         prompts = first_turns(loaded, options.prompts, options.per_task)
         if len(prompts) < 2 * max(options.batch):
@@ -134,8 +130,7 @@ def measure(options: argparse.Namespace) -> None:
                     turn += 1
                     for name in turned(list(sides), turn):
                         ladder, left_out = sides[name]
-                        record = mock.patch.object(engine._decoder, "_adaptive", adaptive[name])
-                        with without(left_out), record:
+                        with without(left_out):
                             policy: Any = "exact" if ladder else "full"
                             loop = closed_loop(engine, policy, ladder, prompts[own], batch)
                         rates[name], answers = loop

@@ -1,4 +1,5 @@
-"""Spec-Bench prompts: 120 of the 480, those of every fourth id (Xia et al., 2401.07851; Apache-2.0)."""
+"""Spec-Bench prompts: 120 of the 480, those of every fourth id (Xia et al., 2401.07851; Apache-2.0). Or prompts of
+another file, which are of one kind if they have no category."""
 
 import json
 from collections import defaultdict
@@ -6,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shared.engine.request.prompt import encode_prompt
 from shared.errors import InvalidInput
@@ -20,7 +21,7 @@ TASKS = {
     "math_reasoning": "maths",
     "rag": "RAG",
 }
-MULTI_TURN = "multi-turn"
+MULTI_TURN, ONE_KIND = "multi-turn", "one kind"
 MAX_CHARACTERS = 600
 PLAIN_TEXT_NOTE = "the model has no chat template: prompts are sent as plain text"
 
@@ -43,8 +44,8 @@ def read_prompts(path: Path = DEFAULT_FILE, per_task: int = 0) -> list[BenchProm
         if not line.strip():
             continue
         record = json.loads(line)
-        task = TASKS.get(record["category"], MULTI_TURN)
-        by_task[task].append(BenchPrompt(task, tuple(record["turns"])))
+        task = TASKS.get(record["category"], MULTI_TURN) if "category" in record else ONE_KIND
+        by_task[task].append(BenchPrompt(task, tuple(_turns(record))))
     chosen = [_spread(prompts, per_task) for prompts in by_task.values()]
     # Tasks alternate, so that a run that is cut short covers all of them.
     return [prompt for turn in zip_longest(*chosen) for prompt in turn if prompt is not None]
@@ -53,10 +54,9 @@ def read_prompts(path: Path = DEFAULT_FILE, per_task: int = 0) -> list[BenchProm
 def read_texts(path: Path, count: int) -> Sequence[str]:
     """`count` prompts, evenly spaced over a file of JSON lines; the first turn of several. Raises `InvalidInput`."""
     lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    texts = []
+    texts: list[str] = []
     for record in map(json.loads, lines):
-        fields = [record[name] for name in ("prompt", "question") if name in record]
-        texts += record.get("turns", fields)[:1]
+        texts += _turns(record)[:1]
     if not texts or len(texts) < len(lines):
         raise InvalidInput(f"{path} has no prompts, or a line without turns, prompt or question")
     return _spread(texts, count)
@@ -92,6 +92,11 @@ def takes_chat(loaded: LoadedModel) -> bool:
 def plain_text(turns: Sequence[str]) -> str:
     """The turns as paragraphs."""
     return "\n\n".join(turns)
+
+
+def _turns(record: Mapping[str, Any]) -> list[str]:
+    fields = [record[name] for name in ("prompt", "question") if name in record]
+    return list(record.get("turns", fields))
 
 
 def _spread(prompts: Sequence[Prompt], count: int) -> Sequence[Prompt]:

@@ -13,13 +13,13 @@ from shared.model.runner import Runner
 
 
 class FixedCosts(CostMeter):
-    """Measures nothing. With these costs drafting always pays."""
+    """Measures nothing. With these costs drafting always pays, unless each token lets a pass grow by much more."""
 
-    def __init__(self, wide: tuple[tuple[int, float], ...] = ()) -> None:
-        self._wide = wide
+    def __init__(self, wide: tuple[tuple[int, float], ...] = (), growth: float = 0.001) -> None:
+        self._wide, self._growth = wide, growth
 
     def measure_passes(self, runner: Runner, *, between: Callable[[], None] = lambda: None) -> PassCosts:
-        return PassCosts(tuple(1.0 + 0.001 * n for n in range(9)), wide=self._wide)
+        return PassCosts(tuple(1.0 + self._growth * n for n in range(9)), wide=self._wide)
 
     def measure_exits(self, runner: Runner, ladder: BoundLadder) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
         yield from ()

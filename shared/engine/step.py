@@ -9,7 +9,6 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from shared.engine.drafting.adaptive import AdaptiveDrafting
 from shared.engine.drafting.drafter import Drafter, draft_chains
 from shared.engine.drafting.planner import PassCosts, best_trees
 from shared.engine.drafting.speculation import Speculation, settle
@@ -67,7 +66,6 @@ class Decoder:
         self.learned = learned
         self.statistics = EngineStatistics(runner.num_layers)
         self.prefill_rate = PrefillRate()
-        self._adaptive = AdaptiveDrafting()
 
     def admit(
         self,
@@ -149,13 +147,9 @@ class Decoder:
         start_s = time.perf_counter()
         decoding = [sequence for sequence in batch if not sequence.is_reading]
         reading = [sequence for sequence in batch if sequence.is_reading]
-        # Sequences for which the engine may choose whether to draft. The choice changes the speed, never the output.
-        num_adaptive = sum(sequence.may_skip_drafting for sequence in decoding)
-        shape = (num_adaptive, len(decoding))
-        drafts = num_adaptive == 0 or self._adaptive.choose(shape)
 
         prefills = self._prefill(reading, running, len(decoding))
-        drafted = self._draft(decoding, drafts=drafts)
+        drafted = self._draft(decoding)
         self._plan(drafted, prefills, costs)
         parts = [*self._commit_final(drafted), *prefills]
         self._verify_and_commit(parts)
@@ -166,9 +160,6 @@ class Decoder:
         # Where nothing is read from the device, the time is not that of the pass.
         if any(part.num_logits and part.sequence.failure is None for part in parts):
             self.prefill_rate.record(sum(len(part.tokens) for part in prefills), seconds)
-        if num_adaptive and not reading:
-            num_tokens = sum(len(chunk.tokens) for chunks in results for chunk in chunks)
-            self._adaptive.record(shape, drafts, num_tokens, seconds)
         return results
 
     # Prefill.
@@ -222,9 +213,9 @@ class Decoder:
 
     # Draft.
 
-    def _draft(self, decoding: Sequence[DecodingSequence], *, drafts: bool) -> list[Speculation]:
+    def _draft(self, decoding: Sequence[DecodingSequence]) -> list[Speculation]:
         """Each sequence's last token and the drafts after it; sequences that want the same exit share its pass."""
-        drafted = draft_chains(decoding, len(decoding), drafts=drafts)
+        drafted = draft_chains(decoding, len(decoding))
         return [part for part in drafted if part.sequence.failure is None]
 
     # Plan.
@@ -330,9 +321,7 @@ class Decoder:
             sequence.num_verify_passes += 1
             sequence.num_accepted += len(verdict.tokens) - 1
             sequence.num_relaxed += verdict.num_relaxed
-            tested = part.said[part.num_final :][: verdict.num_accepted + 1]
-            for said, token in zip(tested, verdict.tokens, strict=False):
-                sequence.confidence.record(said, token)
+            sequence.confidence.record(part.said[part.num_final :], verdict.tokens[: verdict.num_accepted + 1])
             self._record_drafts(part, verdict)
         through = part.through(None if part.is_prefill else verdict)
         sequence.num_settled = part.base + len(through)

@@ -78,6 +78,7 @@ def test_prompts_are_spread_over_the_file(tmp_path):
     records = [{"turns": ["a", "b"]}, {"prompt": "c"}, {"question": "d"}, {"prompt": "e"}]
     path.write_text("\n".join(map(json.dumps, records)) + "\n")
     assert read_texts(path, 2) == ["a", "d"]
+    assert read_prompts(path)[:2] == [BenchPrompt("one kind", ("a", "b")), BenchPrompt("one kind", ("c",))]
     assert read_texts(path, 9) == ["a", "c", "d", "e"]
     path.write_text('{"answer": 1}\n')
     with pytest.raises(InvalidInput, match="without turns, prompt or question"):

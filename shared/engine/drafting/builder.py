@@ -31,7 +31,7 @@ class DraftBuilder:
     """
 
     def __init__(
-        self, sequence: DecodingSequence, costs: PassCosts, num_sequences: int, *, drafts: bool, branches: bool = False
+        self, sequence: DecodingSequence, costs: PassCosts, num_sequences: int, *, branches: bool = False
     ) -> None:
         policy = sequence.request.policy
         state_depths = sequence.ladder.state_depths if sequence.ladder else ()
@@ -60,11 +60,9 @@ class DraftBuilder:
             self._room = min(self._room, CERTIFIED_DRAFTS)
         if policy.max_drafts:
             self._room = min(self._room, policy.max_drafts)
-        # What a constraint forces pays even where drafting does not.
-        self._only_forced = not drafts and sequence.may_skip_drafting
         # Whether proposers have a say in the next position: not where a constraint leaves no choice.
-        self.is_open = not self._only_forced
-        if policy.name == "full" or sequence.ladder is None or (self._only_forced and sequence.grammar is None):
+        self.is_open = True
+        if policy.name == "full" or sequence.ladder is None:
             self._room = 0
         # If the caller asked for a fixed number of drafts, they are made whether they pay or not.
         self._least_survival = MIN_SURVIVAL
@@ -80,8 +78,9 @@ class DraftBuilder:
 
     @property
     def wants_more(self) -> bool:
-        """Whether another draft may be worth its place in the verify pass."""
-        return len(self.chain.drafts) < self._room and self.survival >= self._least_survival
+        """Whether another draft may be worth its place in the verify pass. Not the first one, where so many sequences
+        share the pass that even a sure draft would not pay."""
+        return len(self.chain.drafts) < self._room and self.survival > self._least_survival
 
     @property
     def tokens_per_pass(self) -> float:
@@ -110,7 +109,7 @@ class DraftBuilder:
         self._said.clear()
         path = [draft.token for draft in self.chain.drafts]
         forced = self._forced(path)
-        self.is_open = forced is None and not self._only_forced
+        self.is_open = forced is None
         if not self.is_open:
             self._rated, self.best, self.best_probability = [], forced, 1.0
             return

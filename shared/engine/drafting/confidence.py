@@ -92,13 +92,15 @@ class Confidence:
         """
         return agreement * self.factor(rung) - before
 
-    def record(self, drafts: Sequence[Draft], token: int) -> None:
-        """Records that `token` was the full model's choice where these drafts were proposed."""
-        for draft, case, probability in self._combined(drafts):
-            self._add(case, draft.rung, probability, draft.token == token)
-        for draft in drafts:
-            if is_exit(draft.rung):
-                self._add("", draft.rung, draft.probability, draft.token == token)
+    def record(self, said: Sequence[Sequence[Draft]], tokens: Sequence[int]) -> None:
+        """Records what a pass has shown: that `tokens` were the full model's choices at successive places, for which
+        these drafts were proposed. The rest of the longer one does not count."""
+        for drafts, token in zip(said, tokens, strict=False):
+            for draft, case, probability in self._combined(drafts):
+                self._add(case, draft.rung, probability, draft.token == token)
+            for draft in drafts:
+                if is_exit(draft.rung):
+                    self._add("", draft.rung, draft.probability, draft.token == token)
 
     def _ratio(self, case: str, rung: str) -> float:
         expected, right = self._sums.get((case, rung), (0.0, 0.0))

@@ -35,10 +35,10 @@ class Drafter:
         sampling, margin = request.sampling, request.policy.margin is not None
         return self._confidence[sampling.is_greedy, sampling.changes_scores, margin]
 
-    def builder(self, sequence: DecodingSequence, num_sequences: int, *, drafts: bool) -> DraftBuilder:
+    def builder(self, sequence: DecodingSequence, num_sequences: int) -> DraftBuilder:
         """The builder of a sequence's chain. See `draft_chains`."""
         branches = self._runner.supports_ragged
-        return DraftBuilder(sequence, self.costs, num_sequences, drafts=drafts, branches=branches)
+        return DraftBuilder(sequence, self.costs, num_sequences, branches=branches)
 
     def ask_exits(self, builders: Sequence[DraftBuilder], num_sequences: int) -> None:
         """Takes the chains' last tokens to the layer exits that are expected to pay, shallowest first. Each exit's
@@ -98,17 +98,14 @@ class Drafter:
         return [(allowed[place], gains_s[place]) for place in chosen]
 
 
-def draft_chains(
-    sequences: Iterable[DecodingSequence], num_sequences: int, *, drafts: bool = True
-) -> list[Speculation]:
+def draft_chains(sequences: Iterable[DecodingSequence], num_sequences: int) -> list[Speculation]:
     """Each sequence's last final token and its drafts. `num_sequences` sequences will share the verify pass.
 
     Drafts in rounds of one draft per sequence, so that all sequences that ask the same exit share one shallow pass, one
-    launch and one read-back. If `drafts` is false, only requests draft for which the engine may not choose (see
-    `may_skip_drafting`). There may be several only if the runner supports ragged batches. A sequence that fails has a
-    `failure` afterwards: alone if the work was its own, with all that shared an exit if the exit failed.
+    launch and one read-back. There may be several only if the runner supports ragged batches. A sequence that fails has
+    a `failure` afterwards: alone if the work was its own, with all that shared an exit if the exit failed.
     """
-    builders = [sequence.drafter.builder(sequence, num_sequences, drafts=drafts) for sequence in sequences]
+    builders = [sequence.drafter.builder(sequence, num_sequences) for sequence in sequences]
     going = [builder for builder in builders if builder.wants_more]
     while going:
         by_drafter: defaultdict[Drafter, list[DraftBuilder]] = defaultdict(list)

@@ -102,13 +102,6 @@ class DecodingSequence:
         self.vocabulary_size = loaded.vocabulary_size
 
     @property
-    def may_skip_drafting(self) -> bool:
-        """Whether the engine may choose not to draft for this request.
-        The choice changes the speed only, never the output."""
-        policy = self.request.policy
-        return self.ladder is not None and policy.name == "exact" and not policy.max_drafts
-
-    @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_ids)
 

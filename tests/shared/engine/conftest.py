@@ -2,7 +2,6 @@
 
 import pytest
 
-from shared.engine.drafting.adaptive import AdaptiveDrafting
 from shared.engine.drafting.planner import BranchDrafts, Tree
 from shared.engine.drafting.speculation import Speculation
 from shared.model.loaded import LoadedModel, wrap_model
@@ -23,12 +22,6 @@ def loaded() -> LoadedModel:
 def answer(loaded: LoadedModel) -> list[int]:
     with fixed_cost_engine(loaded) as engine:
         return list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
-
-
-@pytest.fixture
-def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the time of steps on this machine says."""
-    monkeypatch.setattr(AdaptiveDrafting, "choose", lambda self, shape: True)
 
 
 @pytest.fixture

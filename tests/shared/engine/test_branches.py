@@ -25,8 +25,6 @@ from tests.paged import load_family, make_runner
 from tests.random_ladder import random_ladder
 from tests.scripted_ladder import ScriptedLadder
 
-pytestmark = pytest.mark.usefixtures("always_drafts")
-
 PROMPTS = [(5, 17, 3, 44, 8), tuple(range(2, 34)), (9, 9)]
 NUM_NEW = 24
 EXIT = "depth-0"
@@ -222,9 +220,9 @@ def test_every_verified_position_is_learned_from_once(loaded, full_answer, added
     learned: list[int] = []
     record = Confidence.record
 
-    def noted(self: Confidence, drafts: list[Draft], token: int) -> None:
-        learned.append(token)
-        record(self, drafts, token)
+    def noted(self: Confidence, said: list[list[Draft]], tokens: list[int]) -> None:
+        learned.extend(token for _, token in zip(said, tokens, strict=False))
+        record(self, said, tokens)
 
     monkeypatch.setattr(Confidence, "record", noted)
     generate(loaded, scripted(prompt, answer), prompt, "greedy")

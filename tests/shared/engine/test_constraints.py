@@ -11,7 +11,6 @@ import pytest
 
 from shared.constraints import compiler
 from shared.constraints.constraint import Constraint
-from shared.engine.drafting.adaptive import AdaptiveDrafting
 from shared.engine.memory.budget import kv_token_bytes
 from shared.engine.request.request import (
     Finished,
@@ -34,11 +33,9 @@ from tests.constrained import (
     build_random_ladder,
     kubernetes_schemas,
 )
-from tests.fixed_costs import fixed_cost_engine
+from tests.fixed_costs import FixedCosts, fixed_cost_engine
 from tests.scripted_ladder import ScriptedLadder
 from tests.worker import EOS
-
-pytestmark = pytest.mark.usefixtures("always_drafts")
 
 PROMPTS = ("hello", "a b a b a b", '{"hello": "')
 WAYS = {
@@ -117,10 +114,9 @@ def fulfils(answer: Generation, constraint: Constraint) -> bool:
     return True
 
 
-def test_a_forced_token_takes_no_pass_of_its_own_even_where_drafting_does_not_pay(loaded, ladder, monkeypatch):
-    with fixed_cost_engine(loaded, ladder) as engine:
+def test_a_forced_token_takes_no_pass_of_its_own_where_only_sure_drafts_pay(loaded, ladder):
+    with fixed_cost_engine(loaded, ladder, cost_meter=FixedCosts(growth=0.98)) as engine:
         full = answer_of(engine, "hello", constraint=JSON, policy="full")
-        monkeypatch.setattr(AdaptiveDrafting, "choose", lambda self, shape: False)
         exact = answer_of(engine, "hello", constraint=JSON, logprobs=1)
     assert exact.token_ids == full.token_ids
     assert full.finished.reason is FinishReason.EOS

@@ -16,8 +16,6 @@ from tests.families import VOCABULARY_SIZE, build_family
 from tests.fixed_costs import fixed_cost_engine
 from tests.scripted_ladder import ScriptedLadder
 
-pytestmark = pytest.mark.usefixtures("always_drafts")
-
 PROMPT = (5, 17, 3, 44, 8)
 NUM_NEW = 48
 SAMPLINGS = {

@@ -26,7 +26,6 @@ from calibrator_service.calibration.text.self_generation import SelfGenerationCo
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.stream import GeneratedText, GivenText
 from calibrator_service.calibration.text.writer import Pace
-from shared.engine.drafting.adaptive import AdaptiveDrafting
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.risk import PublishedRisk
@@ -114,10 +113,7 @@ def test_rounded_matmuls_are_certified_as_they_are_served(tmp_path):
 
 
 def check_replay(loaded: LoadedModel, result: CalibrationResult, folder: Path) -> None:
-    """The engine runs `relaxed` on new prompts, with thresholds so low and margins so wide that answers differ.
-
-    It drafts in every step, however fast this machine is at the moment.
-    """
+    """The engine runs `relaxed` on new prompts, with thresholds so low and margins so wide that answers differ."""
     config = SelfGenerationConfig(seed=99, max_new_tokens=NUM_NEW)
 
     def written() -> Any:
@@ -129,7 +125,7 @@ def check_replay(loaded: LoadedModel, result: CalibrationResult, folder: Path) -
 
     answers, replayed = run_in_own_thread(written)
     num_differing = {"threshold": 0, "margin": 0}
-    with patch.object(AdaptiveDrafting, "choose", lambda *_: True), fixed_cost_engine(loaded, result.ladder) as engine:
+    with fixed_cost_engine(loaded, result.ladder) as engine:
         for policy in POLICIES:
             for answer, found in zip(answers, replayed, strict=True):
                 prompt = answer.tokens[: answer.answer_start]

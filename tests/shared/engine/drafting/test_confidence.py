@@ -63,7 +63,7 @@ def test_what_is_really_right_is_learnt_apart_for_each_case(share: float) -> Non
     apart = [draft(7, 0.5), draft(8, 0.5, EXIT)]
     before = probabilities(confidence, draft(7, 0.5), draft(7, 0.5, EXIT))
     for _ in range(4000):
-        confidence.record(apart, 8 if draw.random() < share else 9)
+        confidence.record([apart], [8 if draw.random() < share else 9])
     found = probabilities(confidence, *apart)
     assert found[8] == pytest.approx(share, abs=0.04)
     assert found[7] < 0.02, "a draft that was not chosen is learnt from, too"
@@ -74,7 +74,7 @@ def test_what_is_really_right_is_learnt_apart_for_each_case(share: float) -> Non
 def test_no_draft_is_certain() -> None:
     confidence = Confidence()
     for _ in range(200):
-        confidence.record([draft(7, 0.5)], 7)
+        confidence.record([[draft(7, 0.5)]], [7])
     assert probabilities(confidence, draft(7, 0.999)) == {7: MOST}
     for extreme in (1e-9, 1.0):
         assert all(0.0 < p < 1.0 for p in probabilities(confidence, draft(7, extreme), draft(8, 1.0, EXIT)).values())
@@ -84,10 +84,10 @@ def test_an_exits_chains_end_by_how_often_it_is_right_at_all() -> None:
     confidence = Confidence()
     assert confidence.factor(EXIT) == 1.0
     for _ in range(500):
-        confidence.record([draft(7, 0.9), draft(8, 0.8, EXIT)], 7)
+        confidence.record([[draft(7, 0.9), draft(8, 0.8, EXIT)]], [7])
     assert confidence.factor(EXIT) < 0.1
     for _ in range(4000):
-        confidence.record([draft(7, 0.9), draft(8, 0.8, EXIT)], 8)
+        confidence.record([[draft(7, 0.9), draft(8, 0.8, EXIT)]], [8])
     assert confidence.factor(EXIT) > 1.1, "the old sums have faded"
 
 
@@ -96,7 +96,7 @@ def test_an_exits_expected_gain_follows_how_often_it_was_right() -> None:
     assert confidence.expected_gain(EXIT, 0.4, 0.1) == pytest.approx(0.3)
     assert confidence.expected_gain(EXIT, 0.4, 0.9) < 0.0
     for _ in range(500):
-        confidence.record([draft(7, 0.9), draft(8, 0.8, EXIT)], 7)
+        confidence.record([[draft(7, 0.9), draft(8, 0.8, EXIT)]], [7])
     assert confidence.expected_gain(EXIT, 0.4, 0.1) < 0.0
     assert confidence.expected_gain(EXIT, 0.4, 0.0) > 0.0, "so it is asked where tables are silent"
     assert confidence.expected_gain("depth-9", 0.4, 0.1) == pytest.approx(0.3)

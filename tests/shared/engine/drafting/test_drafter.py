@@ -108,7 +108,7 @@ def test_drafts_that_a_margin_accepts_do_not_count_for_other_requests(runner, sa
     drafter = sequence.drafter
     before = [drafter.confidence(request).factor("depth-0") for request in (near, exact)]
     for _ in range(40):
-        drafter.confidence(sequence.request).record([Draft(5, 0.5, "depth-0", 0)], 5)
+        drafter.confidence(sequence.request).record([[Draft(5, 0.5, "depth-0", 0)]], [5])
     after = [drafter.confidence(request).factor("depth-0") for request in (near, exact)]
     assert after[0] > before[0] + 0.3
     assert after[1] == before[1]
@@ -122,6 +122,16 @@ def test_relaxed_drafts_as_many_as_its_bounds_count(runner, monkeypatch, limit):
     [sequence] = prefilled(runner, [random_ladder(runner.loaded, 1)], [all_final], costs)
     [chain] = draft_chains([sequence], 1)
     assert len(chain.drafts) == limit
+
+
+@pytest.mark.parametrize(("growth", "is_asked"), [(0.9, True), (1.0, False)])
+def test_nobody_is_asked_where_even_a_sure_draft_would_not_pay(runner, monkeypatch, growth, is_asked):
+    asked: list[Sequence[int]] = []
+    monkeypatch.setattr(TableProposer, "propose", lambda self, drafted=(): asked.append(drafted) or [])
+    costs = replace(COSTS, verify=tuple(1.0 + growth * n for n in range(7)))
+    [sequence] = prefilled(runner, [random_ladder(runner.loaded, 1)], [DepthPolicy("exact")], costs)
+    draft_chains([sequence], 1)
+    assert bool(asked) == is_asked
 
 
 def test_an_exit_that_is_too_expensive_is_not_asked(runner, monkeypatch):
@@ -151,7 +161,7 @@ def test_only_exact_prefers_a_table_that_was_right_more_often_than_it_said(runne
     [sequence] = prefilled(runner, [random_ladder(runner.loaded, 1, DEPTHS)], [one])
     said = [Draft(8, 0.6, "suffix", 0), Draft(9, 0.5, "successor", 0)]
     for _ in range(100):
-        sequence.confidence.record(said[:1], 7)
+        sequence.confidence.record([said[:1]], [7])
     monkeypatch.setattr(TableProposer, "propose", lambda self, drafted=(): said)
     monkeypatch.setattr(Confidence, "expected_gain", lambda self, rung, agreement, before: 0.0)
     [chain] = draft_chains([sequence], 1)
