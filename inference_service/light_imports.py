@@ -41,7 +41,7 @@ def import_transformers_lightly() -> None:
         importlib.import_module(_NEEDED)
         del late.__path__  # to import any other module loads the compiler
     if _TENSORS not in sys.modules:
-        sys.modules[_TENSORS] = _LateTensors(_TENSORS)
+        torch.distributed.tensor = sys.modules[_TENSORS] = _LateTensors(_TENSORS)
     if _LISTING not in sys.modules:
         sys.meta_path.insert(0, _ListsOnce())
     from transformers import utils
