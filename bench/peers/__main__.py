@@ -45,7 +45,7 @@ from bench.peers.catalogue import FLOAT32, OURS, PEERS, REFERENCE, USUAL, Choice
 from bench.peers.engines.serving import EngineSettings
 from bench.peers.figures import print_table
 from bench.peers.models import Models, environments, fetched_gguf
-from bench.peers.run import Planned, first_tokens, measure, start
+from bench.peers.run import Planned, contenders_of, first_tokens, measure, start
 from bench.peers.worker import EngineFailed
 from bench.prompts import DEFAULT_FILE, read_texts
 from bench.table import head, row
@@ -167,7 +167,8 @@ def main() -> None:
             sizes = (options.max_tokens, options.batch, options.rounds)
             try:
                 if options.read:
-                    seconds = first_tokens(started, prompts, options.read, options.rounds, failures, say)
+                    answering = contenders_of(started, 1)
+                    seconds = first_tokens(answering, prompts, options.read, options.rounds, failures, say)
                 else:
                     rows = measure(started, prompts, *sizes, failures, say)
             except EngineFailed as error:

@@ -125,17 +125,16 @@ def contenders_of(
 
 
 def first_tokens(
-    started: Sequence[tuple[Planned, Worker]],
+    contenders: Mapping[str, Callable[[Prompts], list[Answer]]],
     prompts: Prompts,
     lengths: Sequence[int],
     num_rounds: int,
     failures: dict[str, str],
     say: Say,
 ) -> dict[str, list[float]]:
-    """Seconds until the first token after a prompt of each length, in tokens, by the name of the row: medians over
+    """Seconds until the first token of answers to a prompt of each length, in tokens, by contender: medians over
     rounds. Such a prompt is all `prompts` one after another, as often as needed. An untimed turn comes before."""
     tasks: list[Prompts] = [[[*islice(cycle(chain(*prompts)), length)]] for length in lengths]
-    contenders = contenders_of(started, 1)
     take_turns(contenders, tasks[:1], 1, failures)
     rounds = take_turns(contenders, tasks, num_rounds, failures, say)
     return {
