@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import Thread, get_native_id
 
 import structlog
 import torch
@@ -50,6 +51,8 @@ from shared.service_main import run_service
 from shared.service_settings import ModelSource, WorkerSettings
 
 log = structlog.get_logger("neap.worker")
+
+_LEAST_PRIORITY = 19  # of a thread: the highest niceness
 
 # Settings with three values, as arguments of `make_runner`.
 SWITCH = {"auto": None, "on": True, "off": False}
@@ -175,6 +178,7 @@ def _load_engine(
 ) -> Engine:
     say("reading")
     loaded = load_configured(source, settings)
+    gc.freeze()  # no later collection looks at the model
     budget = None if settings.kv_budget_mb is None else settings.kv_budget_mb << 20
     prefix_cache = None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20
     engine = Engine(
@@ -203,10 +207,17 @@ def _load_engine(
     release_free_memory()  # of the checks
     say("warming up")
     engine.warm_up()
-    loaded.facts.keep()
     release_free_memory()
     log.info("model warm", model_id=source.model_id)
+    Thread(target=_remember, args=(loaded,), name="neap-remember").start()
     return engine
+
+
+def _remember(loaded: LoadedModel) -> None:
+    """Writes what the next start will not find out again. Requests that run meanwhile go first."""
+    if sys.platform == "linux":  # elsewhere this would be the priority of the whole process
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), _LEAST_PRIORITY)
+    loaded.facts.keep()
 
 
 if __name__ == "__main__":

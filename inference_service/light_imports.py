@@ -22,6 +22,8 @@ _NEEDED = f"{_COMPILER}._trace_wrapped_higher_order_op"
 # Transformers asks these before it imports distributed tensors and scipy.
 _NOT_NEEDED = ("is_torch_distributed_available", "is_scipy_available")
 
+_TENSORS = "torch.distributed.tensor"
+
 _LISTING = "transformers.utils.import_utils"
 
 Function = Callable[..., Any]
@@ -34,8 +36,12 @@ def import_transformers_lightly() -> None:
     if _COMPILER not in sys.modules:
         late = _LateCompiler()
         torch._dynamo = sys.modules[_COMPILER] = late
+        assert late.__spec__ is not None
+        late.__path__ = late.__spec__.submodule_search_locations or []
         importlib.import_module(_NEEDED)
         del late.__path__  # to import any other module loads the compiler
+    if _TENSORS not in sys.modules:
+        torch.distributed.tensor = sys.modules[_TENSORS] = _LateTensors(_TENSORS)
     if _LISTING not in sys.modules:
         sys.meta_path.insert(0, _ListsOnce())
     from transformers import utils
@@ -76,15 +82,43 @@ def _no() -> bool:
     return False
 
 
-class _LateCompiler(ModuleType):
-    """Torch's compiler, which is loaded when something needs more of it than a mark on a function.
-    It then marks those functions."""
+class _LateModule(ModuleType):
+    """A module that is loaded when something needs more of it than it has been given."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        self.__spec__ = spec
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # to import a part of it loads it
+            raise AttributeError(name)
+        self._load()
+        return getattr(self, name)
+
+    def _load(self) -> None:
+        spec = self.__spec__
+        assert spec is not None
+        assert spec.loader is not None
+        self.__class__ = ModuleType  # type: ignore[assignment]  # this object becomes the module
+        self.__path__, self.__file__ = list(spec.submodule_search_locations or ()), spec.origin
+        spec.loader.exec_module(self)
+
+
+class _LateTensors(_LateModule):
+    """Torch's distributed tensors. Torch asks for their class at the first call of a tensor's `__torch_dispatch__`,
+    because it has a quicker way for them. No tensor is of the class that it gets here."""
+
+    class DTensor:
+        """Nothing is one before the module is loaded."""
+
+
+class _LateCompiler(_LateModule):
+    """Torch's compiler. It marks functions once it is loaded."""
 
     def __init__(self) -> None:
         super().__init__(_COMPILER)
-        spec = importlib.util.find_spec(_COMPILER)
-        assert spec is not None
-        self.__spec__, self.__path__ = spec, list(spec.submodule_search_locations or ())
         self._marked: list[tuple[str, Function]] = []
 
     def allow_in_graph(self, function: Function) -> Function:
@@ -107,18 +141,8 @@ class _LateCompiler(ModuleType):
 
         return late if function is None else late(function)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":
-            raise AttributeError(name)
-        self._load()
-        return getattr(self, name)
-
     def _load(self) -> None:
-        spec, marked = self.__spec__, self._marked
-        assert spec is not None
-        assert spec.loader is not None
-        self.__class__ = ModuleType  # type: ignore[assignment]  # this object becomes the module
-        self.__path__, self.__file__ = list(spec.submodule_search_locations or ()), spec.origin
-        spec.loader.exec_module(self)
+        marked = self._marked
+        super()._load()
         for mark, function in marked:
             getattr(self, mark)(function)

@@ -21,6 +21,7 @@ another engine is measured. For each prompt all engines take turns, in an order 
   what is measured first where there is none.
 - ready: from the start of the process to the end of the first short answer, with the files in the page cache.
   RSS: after all rounds.
+- with `--read 512 2048`, instead: seconds until the first token of a prompt of so many tokens.
 - full / it and exact / it: neap's tokens/s over this engine's, with the same format of weights. Engines that keep
   weights in bfloat16 round inputs to it, too, so they are compared with bfloat16-products of ours if that was measured.
 
@@ -44,9 +45,10 @@ from bench.peers.catalogue import FLOAT32, OURS, PEERS, REFERENCE, USUAL, Choice
 from bench.peers.engines.serving import EngineSettings
 from bench.peers.figures import print_table
 from bench.peers.models import Models, environments, fetched_gguf
-from bench.peers.run import Planned, measure, start
+from bench.peers.run import Planned, contenders_of, first_tokens, measure, start
 from bench.peers.worker import EngineFailed
 from bench.prompts import DEFAULT_FILE, read_texts
+from bench.table import head, row
 from neap_engine.cli.demo_model import demo_model
 from shared.errors import InvalidInput, NeapError
 
@@ -72,6 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="requests at once")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--read", type=int, nargs="+", default=[], help="only time first tokens after so many tokens")
     add_cache(parser)
     parser.add_argument("--build-jobs", type=int, default=1, help="compilers at once")
     parser.add_argument("--set-up-only", action="store_true")
@@ -115,7 +118,7 @@ def planned_workers(options: argparse.Namespace, failures: dict[str, str]) -> tu
     texts = read_texts(options.prompts, options.num_prompts)
     prompts = [encode(tokenizer, text) for text in texts]
     end_ids = [] if end is None else [end] if isinstance(end, int) else end
-    context_tokens = max(map(len, prompts)) + options.max_tokens
+    context_tokens = max(max(map(len, prompts)), *options.read, 0) + options.max_tokens
     found = environments(cache, options.build_jobs)
     models = Models(model, given, cache / "models", found, say)
     planned = []
@@ -163,11 +166,20 @@ def main() -> None:
                 sys.exit("the reference, which is measured first, does not run")
             sizes = (options.max_tokens, options.batch, options.rounds)
             try:
-                rows = measure(started, prompts, *sizes, failures, say)
+                if options.read:
+                    answering = contenders_of(started, 1)
+                    seconds = first_tokens(answering, prompts, options.read, options.rounds, failures, say)
+                else:
+                    rows = measure(started, prompts, *sizes, failures, say)
             except EngineFailed as error:
                 sys.exit(f"no reference answers: {error.message}")
         say(f"\n{described('cpu')}; {len(prompts)} prompts, {options.rounds} rounds")
-        print_table(rows, options.batch, rows[0].name)
+        if options.read:
+            head("seconds until the first token", *(f"of {length} tokens" for length in options.read))
+            for name, own in seconds.items():
+                row(name, *(f"{each:.2f}" for each in own))
+        else:
+            print_table(rows, options.batch, rows[0].name)
     for name, why in failures.items():
         say(f"{name} failed: {why}")
     sys.exit(bool(failures))

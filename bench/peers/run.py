@@ -1,9 +1,11 @@
 """Starts the workers and lets them take turns, prompt by prompt, so that a busy machine slows all of them alike."""
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -79,13 +81,7 @@ def measure(
     An untimed turn comes before each part, so that nothing is used for the first time while it is measured.
     """
     owners = {plan.name(mode): (plan, worker, mode) for plan, worker in started for mode in plan.settings.modes}
-
-    def ask(worker: Worker, mode: str, task: Prompts) -> list[Answer]:
-        return worker.answer(task, max_tokens, mode, ANSWER_TIMEOUT_S)
-
-    contenders: dict[str, Callable[[Prompts], list[Answer]]] = {
-        name: partial(ask, worker, mode) for name, (_, worker, mode) in owners.items()
-    }
+    contenders = contenders_of(started, max_tokens)
     say("reference answers")
     first = next(iter(contenders.values()))
     reference = [first([ids])[0] for ids in prompts]
@@ -115,6 +111,36 @@ def measure(
             )
         )
     return rows
+
+
+def contenders_of(
+    started: Sequence[tuple[Planned, Worker]], max_tokens: int
+) -> dict[str, Callable[[Prompts], list[Answer]]]:
+    """By the name of its row, what answers prompts in each mode of each worker."""
+
+    def ask(worker: Worker, mode: str, task: Prompts) -> list[Answer]:
+        return worker.answer(task, max_tokens, mode, ANSWER_TIMEOUT_S)
+
+    return {plan.name(mode): partial(ask, worker, mode) for plan, worker in started for mode in plan.settings.modes}
+
+
+def first_tokens(
+    contenders: Mapping[str, Callable[[Prompts], list[Answer]]],
+    prompts: Prompts,
+    lengths: Sequence[int],
+    num_rounds: int,
+    failures: dict[str, str],
+    say: Say,
+) -> dict[str, list[float]]:
+    """Seconds until the first token of answers to a prompt of each length, in tokens, by contender: medians over
+    rounds. Such a prompt is all `prompts` one after another, as often as needed. An untimed turn comes before."""
+    tasks: list[Prompts] = [[[*islice(cycle(chain(*prompts)), length)]] for length in lengths]
+    take_turns(contenders, tasks[:1], 1, failures)
+    rounds = take_turns(contenders, tasks, num_rounds, failures, say)
+    return {
+        name: [statistics.median(answer.times_s[0] for (answer,) in calls) for calls in zip(*own, strict=True)]
+        for name, own in rounds.items()
+    }
 
 
 def groups(lengths: Sequence[int], size: int) -> list[list[int]]:

@@ -18,7 +18,7 @@ HEAVY = (
     "pandas",
     "sklearn",
     "scipy",
-    "torch.distributed.tensor",
+    "torch.distributed.tensor._api",
     "torch._inductor",
     "torch._dynamo.utils",
 )
@@ -37,6 +37,12 @@ import torch
 import inference_service.__main__
 from transformers import LlamaConfig, LlamaForCausalLM
 sizes = {{"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 9}}
+class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {{}}))
+
+with Calls():
+    torch.ones(2) + 1
 with torch.device("meta"):
     LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
 print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))
@@ -56,6 +62,17 @@ known = once(folder)
 print(json.dumps([known is once(folder / "__init__.py"), len(known) > 100, known == each_time(str(folder))]))
 """
     assert _run(program) == [True, True, True]
+
+
+def test_distributed_tensors_come_when_they_are_needed() -> None:
+    program = """
+late = sys.modules["torch.distributed.tensor"]
+import torch.distributed.tensor as tensors
+before = "torch.distributed.tensor._api" in sys.modules
+from torch.distributed.tensor import DTensor, Shard
+print(json.dumps([before, tensors is late, DTensor is tensors._api.DTensor, Shard(1).dim]))
+"""
+    assert _run(program) == [False, True, True, 1]
 
 
 def test_the_compiler_comes_when_it_is_needed_and_knows_what_was_marked() -> None:

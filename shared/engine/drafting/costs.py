@@ -66,7 +66,6 @@ class RememberingMeter(CostMeter):
         if known is not None and 0 <= time.time() - known["measured_s"] < REMEMBERED_S:
             wide = tuple((count, seconds) for count, seconds in known["wide"])
             return PassCosts(tuple(known["deep"]), wide=wide)
-        facts.settle()  # writing takes the processor and the memory's bandwidth
         costs = super().measure_passes(runner, between=between)
         facts.note(name, {"deep": costs.verify, "wide": costs.wide, "measured_s": time.time()})
         return costs

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 class Facts:
     """`earlier`: what an earlier start has found out, as JSON gives it. What this one finds out is in `values`, too.
-    `keep` writes them for the next start; `settle` waits until nothing is written in the background. Thread-safe.
+    `keep` writes them for the next start. Thread-safe.
 
     Facts of another model, build or machine must never get here: see `remembered.key`.
     """
@@ -18,9 +18,8 @@ class Facts:
         self,
         earlier: dict[str, Any] | None = None,
         keep: Callable[[], object] = lambda: None,
-        settle: Callable[[], object] = lambda: None,
     ) -> None:
-        self.keep, self.settle = keep, settle
+        self.keep = keep
         self.earlier = dict(earlier or {})
         self.values = dict(self.earlier)
         self._lock = threading.Lock()
@@ -42,6 +41,11 @@ class Facts:
     def note(self, name: str, value: Any) -> None:
         with self._lock:
             self.values[name] = value
+
+    def known(self) -> dict[str, Any]:
+        """All of them, as they are now."""
+        with self._lock:
+            return dict(self.values)
 
     def forget(self) -> None:
         """Forgets everything."""

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -45,8 +44,8 @@ class Entry:
         self._table: Table = {}
         self._kept: dict[str, Any] = {}
         self._mapped: MappedFile | None = None
-        self._writing: threading.Thread | None = None
-        self.facts = Facts(keep=self.keep, settle=self.settle)
+        self._unwritten: PackedMatrices | None = None
+        self.facts = Facts(keep=self.keep)
         self.matrices = PackedMatrices()
         try:
             self._read()
@@ -66,8 +65,8 @@ class Entry:
         if table:
             self._mapped = MappedFile(self._folder / _PACKED, table)
             self.matrices = PackedMatrices(self._mapped.matrices)
-        self._table, self.facts = table, Facts(record["facts"], self.keep, self.settle)
-        self._kept = dict(self.facts.values)
+        self._table, self.facts = table, Facts(record["facts"], self.keep)
+        self._kept = self.facts.known()
         with suppress(OSError):
             os.utime(self._folder / _FACTS)  # marks it as recently used
 
@@ -88,20 +87,10 @@ class Entry:
         self.matrices.forget()
 
     def keep_matrices(self) -> None:
-        """Begins to write the packed matrices, if this start has made them: a disk takes seconds for them.
-        To be called before they are dropped; `keep` makes them count."""
+        """Has `keep` write the packed matrices, if this start has made them. To be called before they are dropped."""
         matrices, self.matrices = self.matrices, PackedMatrices()  # the model has them
-        is_new = self._mapped is None and 0 < matrices.num_bytes <= self._store.max_bytes
-        if is_new and self._is_unchanged():
-            write = partial(self._store.attempt, partial(self._write_matrices, matrices))
-            # A process that ends meanwhile does not wait: what it leaves is removed later, as after a crash.
-            self._writing = threading.Thread(target=write, name="neap-packed", daemon=True)
-            self._writing.start()
-
-    def settle(self) -> None:
-        """Waits until the packed matrices are written, or the disk has refused them."""
-        if self._writing is not None:
-            self._writing.join()
+        if self._mapped is None and 0 < matrices.num_bytes <= self._store.max_bytes:
+            self._unwritten = matrices
 
     def _write_matrices(self, matrices: PackedMatrices) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -118,17 +107,20 @@ class Entry:
         self._table = table
 
     def keep(self) -> None:
-        """Writes what this start has found out, for the next one."""
-        self.settle()
-        if self.facts.values != self._kept and self._is_unchanged():
-            self._store.attempt(self._write_facts)
+        """Writes what this start has made and found out, for the next one. A disk takes seconds for the matrices."""
+        facts, matrices, self._unwritten = self.facts.known(), self._unwritten, None
+        if (facts == self._kept and matrices is None) or not self._is_unchanged():
+            return
+        if matrices is not None:
+            self._store.attempt(partial(self._write_matrices, matrices))
+        self._store.attempt(partial(self._write_facts, facts))
 
-    def _write_facts(self) -> None:
+    def _write_facts(self, facts: dict[str, Any]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        record = {"key": self._folder.name, "facts": self.facts.values, "packed": self._table}
+        record = {"key": self._folder.name, "facts": facts, "packed": self._table}
         data = json.dumps(record | {"digest": _digest(record)}).encode()
         write_atomically(self._folder / _FACTS, data)
-        self._kept = dict(self.facts.values)
+        self._kept = facts
         self._store.make_room(self._folder)
 
     def _is_unchanged(self) -> bool:

@@ -1,9 +1,9 @@
 """Turns: each contender does a task before any does the next. Which of our rows an engine is compared with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from bench.peers.engines.serving import EngineSettings
-from bench.peers.run import Planned, base_of, groups, take_turns
+from bench.peers.engines.serving import Answer, EngineSettings
+from bench.peers.run import Planned, base_of, first_tokens, groups, take_turns
 from bench.peers.worker import EngineFailed
 
 
@@ -45,6 +45,20 @@ def test_contenders_alternate_and_the_first_changes() -> None:
     assert results == {name: [[10, 20], [10, 20]] for name in "abc"}
     assert [name for name, _ in order] == [*"abc", *"bca", *"bca", *"cab"]
     assert [task for _, task in order] == [1, 1, 1, 2, 2, 2] * 2
+
+
+def test_first_tokens_are_of_prompts_of_the_lengths_that_are_asked_for() -> None:
+    asked, calls = [], 0
+
+    def answering(prompts: Sequence[list[int]]) -> list[Answer]:
+        nonlocal calls
+        calls += 1
+        asked.append(prompts[0])
+        return [Answer([1, 1], [float(calls), 99.0])]
+
+    seconds = first_tokens({"one": answering}, [[1, 2], [3]], [2, 5], 3, {}, lambda line: None)
+    assert asked == [[1, 2], *[[1, 2], [1, 2, 3, 1, 2]] * 3]
+    assert seconds == {"one": [4.0, 5.0]}
 
 
 def test_a_contender_that_fails_is_left_out_for_good() -> None:

@@ -8,7 +8,6 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import structlog
@@ -240,39 +239,26 @@ def test_a_full_disk_leaves_nothing_behind(model: Path, folder: Path, monkeypatc
     assert torch.equal(_logits(loaded), _logits(_start(model, folder)))
 
 
-def test_loading_does_not_wait_for_the_disk_and_measuring_does(
-    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_end, fsync, measure = threading.Event(), os.fsync, CostMeter.measure_passes
-    seen: list[object] = []
-
-    def slow(file: int) -> None:
-        assert may_end.wait(60)
-        fsync(file)
-
-    def noted(*arguments: Any, **options: Any) -> Any:
-        seen.append([path.name for path in _entry(folder).iterdir()])
-        return measure(*arguments, **options)
-
-    monkeypatch.setattr(os, "fsync", slow)
-    monkeypatch.setattr(CostMeter, "measure_passes", noted)
+def test_matrices_are_written_after_everything_is_measured(model: Path, folder: Path) -> None:
     loaded = load_model(model, store=StartStore(folder, MAX_BYTES))
-    assert [path.name for path in folder.rglob("packed")] == []
-    settle = loaded.facts.settle
-
-    def settled() -> None:
-        may_end.set()
-        settle()
-
-    loaded.facts.settle = settled
     with Engine(loaded, cost_meter=RememberingMeter()) as engine:
         engine.warm_up()
-    assert seen == [["packed"]]
+    assert [path.name for path in folder.rglob("packed")] == []
+    loaded.facts.keep()
+    assert sorted(path.name for path in _entry(folder).iterdir()) == ["facts.json", "packed"]
 
 
-def test_a_start_that_ends_before_it_keeps_is_not_believed(model: Path, folder: Path) -> None:
+def test_a_start_that_ends_while_it_writes_is_not_believed(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
     loaded = load_model(model, store=StartStore(folder, MAX_BYTES))
-    loaded.facts.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write_atomically", killed)
+        with pytest.raises(KeyboardInterrupt):
+            loaded.facts.keep()
     assert [path.name for path in _entry(folder).iterdir()] == ["packed"]
     assert not _remembers(_start(model, folder))
     assert _remembers(_start(model, folder))
