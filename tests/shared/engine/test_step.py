@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from shared.engine.drafting.confidence import Confidence
 from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.planner import PassCosts
 from shared.engine.request.request import FinishReason, GeneratedToken, GenerationRequest, TokenChunk
@@ -44,6 +45,22 @@ def test_wrong_drafts_change_nothing_but_the_counts(loaded, answer):
         exact = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW)
     assert list(exact.token_ids) == answer
     assert exact.stats.num_drafted > exact.stats.num_accepted
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_each_verified_place_is_recorded_once(loaded, answer, is_right, monkeypatch):
+    right_token, num_places = right(answer), []
+
+    def record(_, said, tokens):
+        num_places.append(min(len(said), len(tokens)))
+
+    monkeypatch.setattr(Confidence, "record", record)
+    ladder = ScriptedLadder(lambda context: ((right_token(context) + (not is_right)) % VOCABULARY_SIZE, 0.9))
+    with fixed_cost_engine(loaded, ladder) as engine:
+        stats = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW).stats
+    assert len(num_places) == stats.num_verify_passes
+    # Behind a wrong draft nothing is known. The last pass has room for no draft.
+    assert sum(num_places) == (stats.num_accepted if is_right else NUM_NEW - 2)
 
 
 def test_an_exit_sees_the_models_own_states(loaded, answer):
