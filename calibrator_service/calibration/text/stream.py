@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from calibrator_service.calibration.plan import RISK_PROMPTS
+from calibrator_service.calibration.plan import HEADS_SHARE, RISK_PROMPTS
 from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.spec import AnswerFile, HubDataset, SelfGenerated, TextFile
 from calibrator_service.calibration.text.answers import answer_sequences, count_kinds
@@ -154,7 +154,7 @@ class CollectingProgress:
         elapsed_s, written = self._run.elapsed_s(), max(self._num_written, self.num_assigned)
         left_s = max(self._text_s - elapsed_s, 0.0)
         expected = written + written / seconds * left_s
-        self._run.schedule.expect_positions(expected)
+        self._run.schedule.expect_positions(HEADS_SHARE * expected)
         slack = EARLY_SLACK if left_s else 1.0
         if slack * expected >= MIN_WRITTEN_TOKENS:
             return
