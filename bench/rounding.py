@@ -25,7 +25,8 @@ from bench.batch import closed_loop
 from bench.machine import described
 from bench.options import add_dtypes, add_prompts, each_model, load, make_parser
 from bench.peers.catalogue import PEERS
-from bench.peers.environment import Environment, worker_environment
+from bench.peers.environment import worker_environment
+from bench.peers.models import LLAMA_CPP, environments
 from bench.prompts import first_turns
 from bench.table import head, row
 from shared.configured_model import dtype_named
@@ -72,14 +73,18 @@ def read(runner: ContiguousRunner, windows: Tensor) -> tuple[Tensor, float]:
 
 def llama_cpp_surprise(cache: Path, model: str, windows: Tensor) -> float:
     """llama.cpp's surprise over the second halves, in nats. It is installed in `cache` if it is not there."""
-    peer = PEERS["llama.cpp"]
-    assert peer.requirements is not None
-    environment = Environment(cache / "peers" / peer.folder, peer.requirements)
+    environment = environments(cache, 1)[LLAMA_CPP]
     environment.ensure(print)
     with tempfile.NamedTemporaryFile(suffix=".npy") as file:
         np.save(file, windows.numpy())
         file.flush()
-        command = [*environment.command(peer.module), "surprise", model, file.name, str(torch.get_num_threads())]
+        command = [
+            *environment.command(PEERS[LLAMA_CPP].module),
+            "surprise",
+            model,
+            file.name,
+            str(torch.get_num_threads()),
+        ]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=worker_environment())
     return float(done.stdout.split()[-1])
 

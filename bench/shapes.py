@@ -21,6 +21,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from bench.options import make_parser
 from shared.model.weights.files import StableFile
 from shared.model.weights.gguf_file import read_contents
+from shared.model.weights.gguf_rope import llama3_factors
 
 NORM = 1e-5
 # The scales of a block, by its kind: their places, and their values where a row has one input. Of 4 bits the second one
@@ -94,7 +95,7 @@ def numbers(shape: Shape, tensor: Tensor, generator: np.random.Generator) -> np.
     """float32 [N] of a norm; bytes [rows, bytes per row] of a matrix."""
     name, size, kind = tensor
     if name == "rope_freqs.weight":
-        return llama3_factors(shape)
+        return llama3_factors(shape.rope_theta, shape.head_dim // 2, shape.llama3_factor).astype(np.float32)
     if len(size) == 1:
         return np.ones(size, np.float32)
     rows, columns = size
@@ -107,15 +108,6 @@ def numbers(shape: Shape, tensor: Tensor, generator: np.random.Generator) -> np.
     for place, scale in SCALES[kind]:
         blocks[:, place : place + 2] = np.frombuffer(np.float16(scale / columns**0.5).tobytes(), np.uint8)
     return blocks.reshape(rows, -1)
-
-
-def llama3_factors(shape: Shape) -> np.ndarray:
-    """By how much Llama 3.1 lowers each frequency."""
-    places = np.arange(0, shape.head_dim, 2) / shape.head_dim
-    turns = 8192 * shape.rope_theta**-places / (2 * np.pi)
-    smooth = ((turns - 1.0) / 3.0).clip(0.0, 1.0)
-    factors: np.ndarray = 1.0 / ((1.0 - smooth) / shape.llama3_factor + smooth)
-    return factors.astype(np.float32)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, source: Path, size: int) -> None:

@@ -106,8 +106,8 @@ class GgufModel:
         self._first_rows: dict[str, int] = {}
         self._next_row = 0
         self._read_as_numbers: set[str] = set()
-        # What transformers had no place for; None is a tensor that its processor has placed itself.
-        self._left_out: set[str | None] = set()
+        # What transformers had no place for.
+        self._left_out: set[str] = set()
         self._movable = frozenset(
             entry.name
             for entry in self.contents.tensors
@@ -121,7 +121,7 @@ class GgufModel:
         parsed = self._run(return_tensors=False)
         config: dict[str, Any] = parsed["config"]
         if config.keys().isdisjoint(("rope_scaling", "rope_parameters")):
-            scaling = rope_scaling(self.contents, self._dequantised)
+            scaling = rope_scaling(self.contents, self._weights)
             config |= {"rope_scaling": scaling} if scaling else {}
         return parsed
 
@@ -138,10 +138,10 @@ class GgufModel:
     def _load(self, model_to_load: Any, torch_dtype: torch.dtype | None) -> Any:
         while True:
             parsed = self._run(return_tensors=True, model_to_load=model_to_load)
-            if left_out := self._left_out - ROPE_TENSORS - {None}:
+            if left_out := self._left_out - ROPE_TENSORS:
                 raise UnsupportedModel(
                     f"{type(model_to_load).__name__} of transformers has no place for {len(left_out)} tensors of the "
-                    f"file, such as {min(filter(None, left_out))}",
+                    f"file, such as {min(left_out)}",
                     reason="TENSORS_LEFT_OUT",
                 )
             tensors: dict[str, Tensor] = parsed["tensors"]
@@ -184,9 +184,9 @@ class GgufModel:
             return np.arange(2 * self._first_rows[name], 2 * self._next_row).reshape(-1, 2)
         if len(entry.shape) > 1 and entry.kind not in PLAIN_KINDS:
             self._checkpoint.dequantised.setdefault(name, f"no kernel reads {entry.kind.name}")
-        return self._dequantised(name)
+        return self._weights(name)
 
-    def _dequantised(self, name: str) -> np.ndarray:
+    def _weights(self, name: str) -> np.ndarray:
         entry = self._entries[name]
         data = self._file.read(entry.offset, entry.num_bytes)
         return dequantise(data, entry.kind, entry.shape).numpy()
@@ -252,14 +252,14 @@ def _may_be_counting_numbers(tensor: Tensor) -> bool:
 class _NotingNames(dict[str, str]):
     """The names of parameters by those of tensors. Notes what is asked for and not there."""
 
-    def __init__(self, names: dict[str, str], absent: set[str | None]) -> None:
+    def __init__(self, names: dict[str, str], absent: set[str]) -> None:
         super().__init__(names)
         self._absent = absent
 
     def __contains__(self, name: object) -> bool:
         is_there = super().__contains__(name)
-        if not is_there:
-            self._absent.add(name if isinstance(name, str) else None)
+        if not is_there and isinstance(name, str):  # None: a tensor that a processor has placed itself
+            self._absent.add(name)
         return is_there
 
 

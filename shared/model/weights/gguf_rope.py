@@ -71,6 +71,17 @@ def rope_scaling(contents: GgufContents, numbers: Numbers) -> dict[str, Any] | N
     return None
 
 
+def llama3_factors(theta: float, num_pairs: int, factor: float) -> np.ndarray:
+    """By how much Llama 3.1's scaling lowers the frequency of each pair of inputs: float64 [num_pairs].
+    `theta`: the base of the frequencies."""
+    wavelengths = 2 * math.pi * theta ** (np.arange(num_pairs) / num_pairs)
+    turns = LLAMA3["original_max_position_embeddings"] / wavelengths
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    smooth = ((turns - low) / (high - low)).clip(0.0, 1.0)
+    factors: np.ndarray = 1.0 / ((1.0 - smooth) / factor + smooth)
+    return factors
+
+
 def _llama3(contents: GgufContents, factors: np.ndarray) -> dict[str, Any] | None:
     """The config of Llama 3.1's scaling that gives these factors [pairs of inputs]."""
     if (factors >= UNROTATED).any() or (factors == 1.0).all():
@@ -78,11 +89,7 @@ def _llama3(contents: GgufContents, factors: np.ndarray) -> dict[str, Any] | Non
     factor = float(factors.max())
     base = contents.fields.get(f"{contents.architecture}.rope.freq_base")
     theta = float(base.values[0]) if base else 10000.0
-    wavelengths = 2 * math.pi * theta ** (np.arange(len(factors)) / len(factors))
-    turns = LLAMA3["original_max_position_embeddings"] / wavelengths
-    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
-    smooth = ((turns - low) / (high - low)).clip(0.0, 1.0)
-    if not np.allclose(factors, 1.0 / ((1.0 - smooth) / factor + smooth), rtol=1e-3):
+    if not np.allclose(factors, llama3_factors(theta, len(factors), factor), rtol=1e-3):
         raise _unknown(f"{FREQUENCIES} is not that of Llama 3.1's scaling")
     return {"rope_type": "llama3", "factor": factor, **LLAMA3}
 
