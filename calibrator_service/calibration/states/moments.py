@@ -49,7 +49,7 @@ class Moments:
     second step of a chain begins with the head's output for t + 1, which is linear in x: its sums follow from these, so
     one pass over the text is enough, and parts of a text may be summed apart.
 
-    While positions are few, `kept` has them, and each access to a sum computes it anew.
+    While positions are few, `kept` has them, and each access to a sum computes both anew.
     """
 
     def __init__(self, layout: MomentsLayout, device: torch.device | str = "cpu") -> None:
@@ -123,7 +123,7 @@ class Moments:
                 f"the statistics are of {other.layout}, and those of this calibration of {self.layout}",
                 reason="LAYOUT_MISMATCH",
             )
-        for own, more in zip(self._forget_positions(), (other.second, other.targets), strict=True):
+        for own, more in zip(self._forget_positions(), other._summed(), strict=True):
             own.add_(more.to(self.device), alpha=share)
         self.count += share * other.count
 
@@ -135,9 +135,9 @@ class Moments:
         count = torch.tensor([self.count], dtype=torch.float64)
         if with_positions and (kept := self.kept) is not None:
             return {"states": kept[0].cpu(), "finals": kept[1].cpu(), "count": count}
-        second = self.second.cpu()
+        second, targets = (sums.cpu() for sums in self._summed())
         triangle = torch.cat([second[row, row:] for row in range(self.layout.width)])
-        return {"second": triangle, "targets": self.targets.cpu(), "count": count}
+        return {"second": triangle, "targets": targets, "count": count}
 
     @classmethod
     def from_tensors(
