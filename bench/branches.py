@@ -39,8 +39,8 @@ def first_positions(found: Counter[str]) -> Iterator[None]:
     commit = Decoder._commit
 
     def counted(decoder: Decoder, part: Speculation, verdict: Verdict | None) -> None:
-        if part.said and verdict is not None:
-            said, rate = part.said[0], part.sequence.confidence.rate
+        if part.proposals and verdict is not None:
+            said, rate = part.proposals[0], part.sequence.confidence.rate
             own = [[draft for draft in said if is_exit(draft.rung) == exits] for exits in (False, True)]
             tables, exit_, chosen = ({draft.token for draft, _ in rate(drafts)[:1]} for drafts in (*own, said))
             first = [part.drafts, *(branch.drafts for branch in part.branches if branch.place == 0)]

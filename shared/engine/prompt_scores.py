@@ -25,9 +25,9 @@ def score_prompt(part: Speculation, runner: Runner) -> list[TokenChunk]:
     tokens = request.prompt_ids[start:end]
     if not tokens:
         return []
-    found = [] if start else [GeneratedToken(tokens[0], 0, PROMPT)]
-    scored = tokens[len(found) :]
-    first = part.offset + start + len(found) - 1 - part.base
+    scores = [] if start else [GeneratedToken(tokens[0], 0, PROMPT)]
+    scored = tokens[len(scores) :]
+    first = part.offset + start + len(scores) - 1 - part.base
     states = part.passed[runner.num_layers][0, first : first + len(scored)]
     num_rows = max(1, MAX_LOGITS // sequence.vocabulary_size)
     for rows, ids in zip(states.split(num_rows), runner.ids(list(scored)).view(-1).split(num_rows), strict=True):
@@ -35,9 +35,9 @@ def score_prompt(part: Speculation, runner: Runner) -> list[TokenChunk]:
         if not torch.isfinite(logits).all():
             raise non_finite_logits()
         numbers = map(logprobs_from_row, logprobs(logits, ids, request.prompt_logprobs).tolist())
-        found += [
-            GeneratedToken(token, runner.num_layers, PROMPT, own.value, own.alternatives)
-            for token, own in zip(ids.tolist(), numbers, strict=True)
+        scores += [
+            GeneratedToken(token, runner.num_layers, PROMPT, entry.value, entry.alternatives)
+            for token, entry in zip(ids.tolist(), numbers, strict=True)
         ]
-    sequence.num_scored += len(found)
-    return [TokenChunk("", (), tuple(found))]
+    sequence.num_scored += len(scores)
+    return [TokenChunk("", (), tuple(scores))]

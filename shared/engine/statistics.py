@@ -121,13 +121,13 @@ class EngineStatistics(DepthCounts):
     def _counts(self, version: int) -> tuple[DepthCounts, ...]:
         if not version:
             return (self,)
-        own = self.by_version.get(version)
-        if own is None:
-            own = self.by_version[version] = DepthCounts(self._num_layers)
+        of_version = self.by_version.get(version)
+        if of_version is None:
+            of_version = self.by_version[version] = DepthCounts(self._num_layers)
             while len(self.by_version) > MAX_VERSIONS:
                 self.by_version.popitem(last=False)
         self.by_version.move_to_end(version)
-        return self, own
+        return self, of_version
 
     def record_step(
         self, seconds: float, sequences: Sequence[CountedSequence], results: Sequence[Sequence[TokenChunk]]

@@ -51,9 +51,11 @@ def verify_parts(logits: Tensor, parts: Sequence[Speculation]) -> list[Verdict]:
     """The verdict on each part, branches included. logits [T, V]: the rows of all parts, part after part.
     See `verify`."""
     trials = [part.trials() for part in parts]
-    wanted = [part.sequence.request.logprobs for part, own in zip(parts, trials, strict=True) for _ in own]
-    verdicts = iter(verify(logits, [trial for own in trials for trial in own], wanted))
-    return [part.verdict(list(islice(verdicts, len(own)))) for part, own in zip(parts, trials, strict=True)]
+    num_alternatives = [
+        part.sequence.request.logprobs for part, of_part in zip(parts, trials, strict=True) for _ in of_part
+    ]
+    verdicts = iter(verify(logits, [trial for of_part in trials for trial in of_part], num_alternatives))
+    return [part.verdict(list(islice(verdicts, len(of_part)))) for part, of_part in zip(parts, trials, strict=True)]
 
 
 class Decoder:
@@ -207,7 +209,7 @@ class Decoder:
             sequence.tokens[start:stop],
             is_prefill=True,
             num_logits=int(stop == end),
-            kept={depth: [] for depth in sequence.kept_depths},
+            captured={depth: [] for depth in sequence.kept_depths},
             read_length=sequence.read_length,
         )
 
@@ -276,8 +278,8 @@ class Decoder:
             return None
         if num_logits < len(states):
             ends = [part.offset + len(part.tokens) for part in parts]
-            wanted = [states[end - part.num_logits : end] for part, end in zip(parts, ends, strict=True)]
-            states = torch.cat(wanted)
+            with_logits = [states[end - part.num_logits : end] for part, end in zip(parts, ends, strict=True)]
+            states = torch.cat(with_logits)
         return self.runner.logits(states)
 
     def _verify(self, logits: Tensor | None, parts: Sequence[Speculation]) -> Sequence[Verdict | None]:
@@ -289,8 +291,10 @@ class Decoder:
             return verify_parts(logits, parts)
         except Exception:
             logger.warning("verification failed; each request is verified alone", exc_info=True)
-        rows = logits.split_with_sizes([part.num_logits for part in parts])
-        return [attempt(part.sequence, self._verify_alone, own, part) for part, own in zip(parts, rows, strict=True)]
+        by_part = logits.split_with_sizes([part.num_logits for part in parts])
+        return [
+            attempt(part.sequence, self._verify_alone, rows, part) for part, rows in zip(parts, by_part, strict=True)
+        ]
 
     def _verify_alone(self, logits: Tensor, part: Speculation) -> Verdict:
         [verdict] = verify_parts(logits, [part])
@@ -321,7 +325,7 @@ class Decoder:
             sequence.num_verify_passes += 1
             sequence.num_accepted += len(verdict.tokens) - 1
             sequence.num_relaxed += verdict.num_relaxed
-            sequence.confidence.record(part.said[part.num_final :], verdict.tokens[: verdict.num_accepted + 1])
+            sequence.confidence.record(part.proposals[part.num_final :], verdict.tokens[: verdict.num_accepted + 1])
             self._record_drafts(part, verdict)
         through = part.through(None if part.is_prefill else verdict)
         sequence.num_settled = part.base + len(through)
@@ -360,8 +364,8 @@ class Decoder:
         if verdict.logprobs is None:
             return tokens
         return [
-            replace(token, logprob=found.value, alternatives=found.alternatives)
-            for token, found in zip(tokens, verdict.logprobs, strict=True)
+            replace(token, logprob=logprob.value, alternatives=logprob.alternatives)
+            for token, logprob in zip(tokens, verdict.logprobs, strict=True)
         ]
 
     def check_model(self) -> None:

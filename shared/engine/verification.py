@@ -53,19 +53,19 @@ def verify(logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[i
     `num_alternatives` has one entry per trial; None means no log-probabilities. If it is empty, no trial gets any. The
     host waits for the device once.
     """
-    wanted = num_alternatives or [None] * len(trials)
-    choices, scores, relaxed = compute_choices(logits, trials, wanted)
+    num_logprobs = num_alternatives or [None] * len(trials)
+    choices, scores, relaxed = compute_choices(logits, trials, num_logprobs)
     parts = [*choices, *relaxed, *(rows.flatten() for rows in scores)]
     numbers = iter((parts[0] if len(parts) == 1 else torch.cat(parts)).tolist())
-    chosen = [[int(number) for number in islice(numbers, len(own))] for own in choices]
-    replaced = [list(islice(numbers, len(own))) for own in relaxed] or [[]] * len(trials)
-    found = [[logprobs_from_row(list(islice(numbers, len(row)))) for row in own] for own in scores]
+    chosen = [[int(number) for number in islice(numbers, len(part))] for part in choices]
+    replaced = [list(islice(numbers, len(part))) for part in relaxed] or [[]] * len(trials)
+    token_logprobs = [[logprobs_from_row(list(islice(numbers, len(row)))) for row in rows] for rows in scores]
     verdicts = []
     for index, (trial, tokens) in enumerate(zip(trials, chosen, strict=True)):
         num_tokens = 1 + num_accepted(tokens, trial.drafts)
-        own = None if wanted[index] is None else found[index][:num_tokens]
+        verdict_logprobs = None if num_logprobs[index] is None else token_logprobs[index][:num_tokens]
         num_relaxed = int(sum(replaced[index][:num_tokens]))
-        verdicts.append(Verdict(tokens[:num_tokens], own, num_relaxed))
+        verdicts.append(Verdict(tokens[:num_tokens], verdict_logprobs, num_relaxed))
     return verdicts
 
 
@@ -79,13 +79,13 @@ def compute_choices(
     The tensors are on the logits' device. `verify` reads them; this function does not wait for the device, except on
     devices that are read without a synchronisation.
     """
-    own_choices = choose(logits, trials)
+    exact_choices = choose(logits, trials)
     # Choices and drafts are allowed, so a constraint changes none of their logits.
-    choices = within_margins(logits, trials, own_choices)
+    choices = within_margins(logits, trials, exact_choices)
     relaxed = []
     if any(trial.margin is not None for trial in trials):
-        pairs = zip(choices, own_choices, strict=True)
-        relaxed = [taken != own[: len(taken)] for taken, own in pairs]
+        pairs = zip(choices, exact_choices, strict=True)
+        relaxed = [accepted != exact[: len(accepted)] for accepted, exact in pairs]
     if all(count is None for count in num_alternatives):
         return choices, [], relaxed
     if reads_without_sync(logits.device):  # so nothing is computed of rows that do not count
@@ -95,7 +95,7 @@ def compute_choices(
         ]
     rows = logits.split_with_sizes([trial.num_rows for trial in trials])
     scores = [
-        tokens.new_empty(0, 1) if count is None else logprobs(own[: len(tokens)], tokens, count)
-        for own, tokens, count in zip(rows, choices, num_alternatives, strict=True)
+        tokens.new_empty(0, 1) if count is None else logprobs(row_logits[: len(tokens)], tokens, count)
+        for row_logits, tokens, count in zip(rows, choices, num_alternatives, strict=True)
     ]
     return choices, scores, relaxed

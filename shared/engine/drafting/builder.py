@@ -40,7 +40,7 @@ class DraftBuilder:
             sequence,
             len(sequence.tokens) - 1,
             [sequence.tokens[-1]],
-            kept={depth: [] for depth in (*sequence.kept_depths, *state_depths)},
+            captured={depth: [] for depth in (*sequence.kept_depths, *state_depths)},
             read_length=sequence.read_length,
         )
         # How far each exit is with the chain, by the exit's index.
@@ -50,7 +50,7 @@ class DraftBuilder:
         self.best: Draft | None = None
         self.best_probability = 0.0
         # Of the next position: all drafts, and one per token with its probability.
-        self._said: list[Draft] = []
+        self._proposals: list[Draft] = []
         self._rated: list[tuple[Draft, float]] = []
         # First drafts of branches: survival with them, place, draft, and its probability.
         self._possible: list[tuple[float, int, Draft, float]] = []
@@ -100,13 +100,13 @@ class DraftBuilder:
             survival=self.survival,
             factor=self.sequence.confidence.factor(exit_name(depth)),
             least_survival=max(least, self._least_survival),
-            entering=torch.stack(self.chain.kept[depth][num_seen:]) if reads_states else None,
+            entering=torch.stack(self.chain.captured[depth][num_seen:]) if reads_states else None,
             begin=self.sequence.settled_states if output is None else output,
         )
 
     def look_up(self) -> None:
         """Begins the next position with the drafts of the tables. Runs no layer."""
-        self._said.clear()
+        self._proposals.clear()
         path = [draft.token for draft in self.chain.drafts]
         forced = self._forced(path)
         self.is_open = forced is None
@@ -128,8 +128,8 @@ class DraftBuilder:
         for draft in self._usable([draft.token for draft in self.chain.drafts], drafts):
             # An exit's numbers may overflow. That costs this draft, and must not spread to what is learnt of the exit.
             if draft.probability > 0.0:
-                self._said.append(draft)
-        self._rated = self.sequence.confidence.rate(self._said)
+                self._proposals.append(draft)
+        self._rated = self.sequence.confidence.rate(self._proposals)
         self.best, self.best_probability = self._rated[0] if self._rated else (None, 0.0)
 
     def extend(self) -> bool:
@@ -139,7 +139,7 @@ class DraftBuilder:
             return False
         probability = self.best_probability
         self._begin_branches()
-        chain.said.append(list(self._said))
+        chain.proposals.append(list(self._proposals))
         all_final = chain.num_final == len(chain.drafts)
         if policy.commits(draft.probability) and all_final:
             chain.num_final += 1
@@ -170,18 +170,18 @@ class DraftBuilder:
         if any(self.chain.reached):
             return
         trunk = [draft.token for draft in self.chain.drafts]
-        self._possible.sort(key=lambda one: -one[0])
+        self._possible.sort(key=lambda possible: -possible[0])
         for survival, place, draft, probability in self._possible[: MAX_TREE_TOKENS - 1]:
             branch = BranchDrafts(place, [draft], [probability])
             path = [*trunk[:place], draft.token]
             while len(path) < self._room:
-                found, probability = self._best_of_tables(path)
+                next_draft, probability = self._best_of_tables(path)
                 survival *= probability
-                if found is None or survival < self._least_survival:
+                if next_draft is None or survival < self._least_survival:
                     break
-                branch.drafts.append(found)
+                branch.drafts.append(next_draft)
                 branch.probabilities.append(probability)
-                path.append(found.token)
+                path.append(next_draft.token)
             self.chain.possible.append(branch)
 
     def _forced(self, path: list[int]) -> Draft | None:
@@ -196,7 +196,7 @@ class DraftBuilder:
         Nothing, if the request wants layers to run for each draft."""
         if self.min_layers > 0:
             return []
-        drafts = [draft for own in self.sequence.proposers for draft in own.propose(path)]
+        drafts = [draft for proposer in self.sequence.proposers for draft in proposer.propose(path)]
         grammar = self.sequence.grammar
         if grammar is not None and self.sequence.request.policy.name == "exact":
             # Nothing may become final by a probability that is not calibrated.

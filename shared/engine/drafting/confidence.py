@@ -43,13 +43,13 @@ def cases(drafts: Sequence[Draft], rating: Callable[[Draft], float]) -> Iterator
     exits: dict[int, tuple[float, Draft]] = {}
     for draft in drafts:
         if is_exit(draft.rung):
-            own, rated = exits, draft.probability
+            by_token, rated = exits, draft.probability
         else:
-            own, rated = tables, rating(draft)
-        held = own.get(draft.token)
+            by_token, rated = tables, rating(draft)
+        held = by_token.get(draft.token)
         if held is None or rated > held[0]:
-            own[draft.token] = rated, draft
-    best_table, best_exit = (max(own.values(), key=itemgetter(0), default=(0.0, None))[1] for own in (tables, exits))
+            by_token[draft.token] = rated, draft
+    best_table, best_exit = (max(kind.values(), key=itemgetter(0), default=(0.0, None))[1] for kind in (tables, exits))
     for token, (_, draft) in (exits | tables).items():
         if token in tables and token in exits:
             yield draft, AGREE, exits[token][1]
@@ -92,10 +92,10 @@ class Confidence:
         """
         return agreement * self.factor(rung) - before
 
-    def record(self, said: Sequence[Sequence[Draft]], tokens: Sequence[int]) -> None:
+    def record(self, proposals: Sequence[Sequence[Draft]], tokens: Sequence[int]) -> None:
         """Records what a pass has shown: that `tokens` were the full model's choices at successive places, for which
         these drafts were proposed. The rest of the longer one does not count."""
-        for drafts, token in zip(said, tokens, strict=False):
+        for drafts, token in zip(proposals, tokens, strict=False):
             for draft, case, probability in self._combined(drafts):
                 self._add(case, draft.rung, probability, draft.token == token)
             for draft in drafts:
@@ -114,14 +114,14 @@ class Confidence:
 
     def _combined(self, drafts: Sequence[Draft]) -> Iterator[tuple[Draft, str, float]]:
         """Per token: its draft, the case, and the probability, not yet corrected by what was served."""
-        for draft, case, other in cases(drafts, self._table_rating):
+        for draft, case, opposed in cases(drafts, self._table_rating):
             if case == TABLE_ALONE:
                 yield draft, case, draft.probability
                 continue
-            constant, own_weight, other_weight = self._weights.of(case)
-            odds = constant + own_weight * log_odds(draft.probability)
-            if other is not None:
-                odds += other_weight * log_odds(other.probability)
+            constant, weight, opposed_weight = self._weights.of(case)
+            odds = constant + weight * log_odds(draft.probability)
+            if opposed is not None:
+                odds += opposed_weight * log_odds(opposed.probability)
             yield draft, case, 1.0 / (1.0 + math.exp(-odds))
 
     def _table_rating(self, draft: Draft) -> float:

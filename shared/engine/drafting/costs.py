@@ -160,8 +160,8 @@ def exit_timings(
     def ask_exit(index: int, depth: int, count: int) -> list[Draft]:
         entering: Sequence[Tensor | None] = [None] * count
         if depth in ladder.state_depths:
-            own = tokens[:, :count]
-            states = runner.run(own, cache, first=0, last=depth, base=context) if depth else runner.embed(own, context)
+            ids = tokens[:, :count]
+            states = runner.run(ids, cache, first=0, last=depth, base=context) if depth else runner.embed(ids, context)
             entering = states[0].split(1)
         starts = [
             ChainStart([1], 0, 1, 1.0, 1.0, 0.0, state, begin)
@@ -170,18 +170,18 @@ def exit_timings(
         chains = ladder.propose(index, starts)
         return [chain[0].draft for chain in chains]
 
-    one = tokens[:, :1]
+    next_token = tokens[:, :1]
     costs: list[ExitCost] = []
     for index, depth in enumerate(ladder.depths):
         seconds: dict[int, list[float]] = {1: [], num_together: []}
         for _ in range(repeats + 1):
-            for count, taken in seconds.items():
-                state = runner.run(one, cache, first=0, last=runner.num_layers, base=context)
+            for count, measured in seconds.items():
+                state = runner.run(next_token, cache, first=0, last=runner.num_layers, base=context)
                 # The read waits for the pass. Otherwise the exit's time on a GPU would include the rest of the pass.
                 runner.logits(state[0]).argmax(-1).tolist()
                 start = time.perf_counter()
                 drafts = ask_exit(index, depth, count)
-                taken.append(time.perf_counter() - start)
+                measured.append(time.perf_counter() - start)
                 yield drafts
         alone_s, together_s = (min(seconds[n][1:]) for n in (1, num_together))
         each_more_s = max(together_s - alone_s, 0.0) / max(num_together - 1, 1)

@@ -52,8 +52,8 @@ class Drafter:
             for builder in builders:
                 head_draft = builder.ahead[index].take(len(builder.chain.tokens))
                 if head_draft is not None and builder.is_open:
-                    said = [head_draft.draft, *head_draft.others]
-                    attempt(builder.sequence, builder.consider, said)
+                    proposals = [head_draft.draft, *head_draft.others]
+                    attempt(builder.sequence, builder.consider, proposals)
 
     def _propose(self, ladder: BoundLadder, index: int, asked: Sequence[tuple[DraftBuilder, float]]) -> None:
         """The exit drafts the asked chains on in one call, each as long as a draft is expected to save its share of the
@@ -66,7 +66,7 @@ class Drafter:
                 if 0 < stop <= depth:  # a chain needs the states of all its tokens there
                     advance_to(stop, chains, self._runner)
             if depth == 0:
-                keep_embeddings(chains, self._runner)
+                capture_embeddings(chains, self._runner)
         share_s = self.costs.exits[index].of(len(asked)) / len(asked)
         starts = [
             builder.chain_start(index, depth, reads_states, builder.survival * share_s / gain_s)
@@ -127,9 +127,9 @@ def draft_chains(sequences: Iterable[DecodingSequence], num_sequences: int) -> l
     return [builder.chain for builder in builders]
 
 
-def keep_embeddings(chains: Sequence[Speculation], runner: Runner) -> None:
-    """Completes `kept[0]` of the chains: the states at depth 0 of all their tokens."""
-    missing = [(chain, i) for chain in chains for i in range(len(chain.kept[0]), len(chain.tokens))]
+def capture_embeddings(chains: Sequence[Speculation], runner: Runner) -> None:
+    """Completes `captured[0]` of the chains: the states at depth 0 of all their tokens."""
+    missing = [(chain, i) for chain in chains for i in range(len(chain.captured[0]), len(chain.tokens))]
     states = runner.embed_tokens([chain.tokens[i] for chain, i in missing], [chain.base + i for chain, i in missing])
     for (chain, _), state in zip(missing, states, strict=True):
-        chain.kept[0].append(state)
+        chain.captured[0].append(state)

@@ -44,11 +44,11 @@ class LadderCache:
         """The ladder's drafter, or None if it is not bound. Without a ladder: a drafter that never drafts."""
         if ladder is None:
             return Drafter(self._runner, costs)
-        found = self._bound.get(id(ladder))
-        if found is None:
+        bound = self._bound.get(id(ladder))
+        if bound is None:
             return None
         self._bound.move_to_end(id(ladder))
-        return found[1]
+        return bound[1]
 
     def prepare(self, ladder: Ladder, costs: PassCosts, *, self_tests: bool = True) -> Slices:
         """Binds and tests the ladder, in slices. Does nothing if it is bound already.

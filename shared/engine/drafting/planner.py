@@ -130,29 +130,29 @@ def best_trees(
         counts.append(Counter({TRUNK: forced}))
         candidates += [(-reach, index, TRUNK) for reach in reaches[1 + forced :]]
         for number, branch in enumerate(beside):
-            own = accumulate(branch.probabilities, mul, initial=reaches[branch.place])
-            candidates += [(-reach, index, number) for reach in islice(own, 1, None)]
+            branch_reaches = accumulate(branch.probabilities, mul, initial=reaches[branch.place])
+            candidates += [(-reach, index, number) for reach in islice(branch_reaches, 1, None)]
     # No draft is reached more probably than the one before it.
     # So whoever takes the largest remaining reach never skips one.
     candidates.sort()
-    taken: list[tuple[int, int]] = []
-    sizes = [1 + own[TRUNK] for own in counts]
+    chosen: list[tuple[int, int]] = []
+    sizes = [1 + lengths[TRUNK] for lengths in counts]
     best, best_rate = 0, expected / costs.of_pass(num_tokens)
     for negative, index, number in candidates:
         if sizes[index] >= MAX_TREE_TOKENS:
             continue
         sizes[index] += 1
-        taken.append((index, number))
+        chosen.append((index, number))
         expected -= negative
         num_tokens += 1
         rate = expected / costs.of_pass(num_tokens)
         if rate > best_rate:
-            best, best_rate = len(taken), rate
-    for index, number in taken[:best]:
+            best, best_rate = len(chosen), rate
+    for index, number in chosen[:best]:
         counts[index][number] += 1
     return [
-        Tree(own[TRUNK], tuple(own[number] for number in range(len(beside))))
-        for own, beside in zip(counts, possible, strict=True)
+        Tree(lengths[TRUNK], tuple(lengths[number] for number in range(len(beside))))
+        for lengths, beside in zip(counts, possible, strict=True)
     ]
 
 

@@ -23,12 +23,12 @@ class Speculation:
     prompt.
 
     The drafts are a trunk, `drafts`, and `branches` beside it, which are chosen from `possible` branches when drafting
-    has ended. The first `num_final` drafts are final already (policy relaxed). `said`: what all proposers said of the
-    trunk's places. `tokens`: the final token, the trunk, then the branches. The i-th of them has been through
-    `reached[i]` layers before the verify pass; `states[i]` [D] is its state there, None at depth 0. `kept[depth]` are
-    the states [D] of the first tokens at a depth that they have reached, for the depths that are its keys. `passed`:
-    the states [1, T, D] of the verify pass by depth, of which those of the tokens begin at `offset`. The counts are of
-    the layers that ran for these tokens. `read_length` as in `RaggedSequence`.
+    has ended. The first `num_final` drafts are final already (policy relaxed). `proposals`: what all proposers said of
+    the trunk's places. `tokens`: the final token, the trunk, then the branches. The i-th of them has been through
+    `reached[i]` layers before the verify pass; `states[i]` [D] is its state there, None at depth 0. `captured[depth]`
+    are the states [D] of the first tokens at a depth that they have reached, for the depths that are its keys.
+    `passed`: the states [1, T, D] of the verify pass by depth, of which those of the tokens begin at `offset`. The
+    counts are of the layers that ran for these tokens. `read_length` as in `RaggedSequence`.
 
     `num_logits`: how many of the states, from the last, need logits; 0 for a piece of a prompt that is not the last
     piece. `chunks`: the tokens that became final in this step.
@@ -43,12 +43,12 @@ class Speculation:
     # Adjusted for this request; 1 for drafts that are final.
     probabilities: list[float] = field(default_factory=list)
     num_final: int = 0
-    said: list[list[Draft]] = field(default_factory=list)
+    proposals: list[list[Draft]] = field(default_factory=list)
     possible: list[BranchDrafts] = field(default_factory=list)
     branches: list[BranchDrafts] = field(default_factory=list)
     reached: list[int] = field(default_factory=list)
     states: list[Tensor | None] = field(default_factory=list)
-    kept: dict[int, list[Tensor]] = field(default_factory=dict)
+    captured: dict[int, list[Tensor]] = field(default_factory=dict)
     passed: CapturedStates = field(default_factory=dict)
     offset: int = 0
     num_layer_executions: int = 0
@@ -77,7 +77,7 @@ class Speculation:
         del self.drafts[num_drafts:], self.probabilities[num_drafts:]
         del self.tokens[num_drafts + 1 :], self.reached[num_drafts + 1 :]
         del self.states[num_drafts + 1 :]
-        for states in self.kept.values():
+        for states in self.captured.values():
             del states[num_drafts + 1 :]
         for branch, length in zip(self.possible, tree.lengths, strict=False):
             room = max(self.sequence.cache.capacity - self.base - len(self.tokens), 0)
@@ -110,9 +110,9 @@ class Speculation:
         return slice(start, end), firsts.pop() if firsts else depth
 
     def state(self, depth: int, index: int) -> Tensor:
-        """The state [D] of a token at one of the depths in `kept`, once it has been through the verify pass."""
+        """The state [D] of a token at one of the depths in `captured`, once it has been through the verify pass."""
         passed = self.passed.get(depth)
-        return self.kept[depth][index] if passed is None else passed[0, self.offset + index]
+        return self.captured[depth][index] if passed is None else passed[0, self.offset + index]
 
     # Verification.
 
@@ -152,7 +152,7 @@ class Speculation:
 
     def _index_of(self, branch: int) -> int:
         """The index in `tokens` of a branch's first, and the distance from `base` of where it is kept."""
-        before = sum(len(other.drafts) for other in self.branches[:branch])
+        before = sum(len(earlier.drafts) for earlier in self.branches[:branch])
         return 1 + len(self.drafts) + before
 
     def through(self, verdict: Verdict | None) -> list[int]:
@@ -202,8 +202,8 @@ def advance_to(depth: int, speculations: Sequence[Speculation], runner: Runner) 
                 end = start + part.stop - part.start
                 speculation.reached[part] = [last] * (end - start)
                 speculation.states[part] = passed[last][0, start:end].unbind(0)
-                for found in passed.keys() & speculation.kept.keys():
-                    speculation.kept[found] += passed[found][0, start:end].unbind(0)
+                for captured_depth in passed.keys() & speculation.captured.keys():
+                    speculation.captured[captured_depth] += passed[captured_depth][0, start:end].unbind(0)
                 start = end
 
 
@@ -232,7 +232,7 @@ def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> Captu
     if first:
         entering = [s for speculation, part in parts for s in speculation.states[part] if s is not None]
         hidden = torch.stack(entering)[None]
-    wants = any(first < depth < last for speculation, _ in parts for depth in speculation.kept)
+    wants = any(first < depth < last for speculation, _ in parts for depth in speculation.captured)
     captured: CapturedStates = {}
     if len(parts) == 1 and not parts[0][0].branches:
         [(speculation, part)] = parts

@@ -70,7 +70,7 @@ class Prefixes:
         self._regimes = regimes or Regimes()
         self.num_tokens = 0
         # The least recently used first. No key is a prefix of another one.
-        self._kept: dict[bytes, KVCache] = {}
+        self._caches: dict[bytes, KVCache] = {}
         # Its keys in their order: the longest match of a prompt is beside the prompt's own place. The tuple is replaced
         # and never changed, so that other threads can read it.
         self._sorted: tuple[bytes, ...] = ()
@@ -97,17 +97,17 @@ class Prefixes:
                 self._drop(near)
         place = bisect(self._sorted, key)
         self._sorted = (*self._sorted[:place], key, *self._sorted[place:])
-        self._kept[key] = cache
+        self._caches[key] = cache
         self.num_tokens += cache.capacity
         self.shrink_to(self._max_tokens)
 
     def shrink_to(self, num_tokens: int) -> None:
         """Drops the least recently used caches until they hold at most `num_tokens` tokens."""
         while self.num_tokens > max(num_tokens, 0):
-            self._drop(next(iter(self._kept)))
+            self._drop(next(iter(self._caches)))
 
     def _drop(self, key: bytes) -> None:
-        self.num_tokens -= self._kept.pop(key).capacity
+        self.num_tokens -= self._caches.pop(key).capacity
         place = bisect_left(self._sorted, key)
         self._sorted = self._sorted[:place] + self._sorted[place + 1 :]
 
@@ -120,31 +120,31 @@ class Prefixes:
         if not self.is_enabled:
             return 0
         prompt, start = self._prompt_of(reader), reader.num_settled
-        shared, kept = self._longest(prompt)
-        best = self._kept[kept] if shared else None
+        shared, key_of_best = self._longest(prompt)
+        best = self._caches[key_of_best] if shared else None
         least = start + MIN_SHARED
         for donor in running:
             if donor is not reader and donor.num_settled >= max(least, shared + 1):
                 key = self._marked(donor.given_key, donor.read_length)
                 common = min(common_prefix(prompt, key), donor.num_settled)
                 if common > shared:
-                    best, shared, kept = donor.cache, common, b""
+                    best, shared, key_of_best = donor.cache, common, b""
         if best is None or shared < least:
             return 0
         end = shared if shared - start < most + MIN_SHARED else start + most
         reader.cache.copy(best, start, end)
         reader.num_cached += end - start
         reader.num_settled = end
-        if kept:
-            self._kept[kept] = self._kept.pop(kept)
+        if key_of_best:
+            self._caches[key_of_best] = self._caches.pop(key_of_best)
         return shared - end
 
     def is_being_computed(self, reader: Reader, reading: Iterable[Donor]) -> bool:
         """Whether a sequence of `reading` computes in this step what `reader` would compute next."""
         prompt = self._prompt_of(reader)
-        wanted = reader.num_settled + MIN_SHARED
+        least = reader.num_settled + MIN_SHARED
         return self.is_enabled and any(
-            common_prefix(prompt, self._marked(other.given_key, other.read_length)) >= wanted for other in reading
+            common_prefix(prompt, self._marked(donor.given_key, donor.read_length)) >= least for donor in reading
         )
 
     def match_length(self, given_key: bytes) -> int:

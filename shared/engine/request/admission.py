@@ -16,8 +16,8 @@ from shared.model.loaded import LoadedModel
 def max_answer_tokens(request: GenerationRequest, context_length: int) -> int:
     """The most tokens that the answer can have."""
     room = context_length - len(request.prompt_ids)
-    wanted = request.stopping.max_tokens
-    return min(DEFAULT_MAX_TOKENS if wanted is None else wanted, room)
+    max_tokens = request.stopping.max_tokens
+    return min(DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens, room)
 
 
 def max_num_tokens(request: GenerationRequest, context_length: int) -> int:
@@ -98,8 +98,8 @@ class Admission:
 
     def _check_sampling(self, request: GenerationRequest) -> None:
         sampling, size = request.sampling, self._loaded.vocabulary_size
-        given = {"logit_bias": sampling.logit_bias, "bad_words": chain(*sampling.bad_words)}
-        for name, tokens in given.items():
+        tokens_by_field = {"logit_bias": sampling.logit_bias, "bad_words": chain(*sampling.bad_words)}
+        for name, tokens in tokens_by_field.items():
             for token in tokens:
                 if not 0 <= token < size:
                     raise InvalidInput(

@@ -67,9 +67,9 @@ def request_of(loaded: LoadedModel, prompt: Prompt, options: Mapping[str, Any]) 
     )
 
 
-def _check_type(name: str, value: object, wanted: type) -> None:
-    if not isinstance(value, wanted):
-        raise InvalidInput(f"{name} is a {type(value).__name__}; it must be a {wanted.__name__}")
+def _check_type(name: str, value: object, expected: type) -> None:
+    if not isinstance(value, expected):
+        raise InvalidInput(f"{name} is a {type(value).__name__}; it must be a {expected.__name__}")
 
 
 def _unknown(name: str) -> InvalidInput:

@@ -54,8 +54,8 @@ def _as_list(prompt: Any) -> list[Any]:
     return prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
 
 
-def _bad_prompt(found: str) -> InvalidInput:
-    return InvalidInput(f"the prompt is {found}; it must be one text, chat messages, or token ids")
+def _bad_prompt(kind: str) -> InvalidInput:
+    return InvalidInput(f"the prompt is {kind}; it must be one text, chat messages, or token ids")
 
 
 def check_prompt_ids(loaded: LoadedModel, ids: Sequence[int]) -> None:

@@ -106,9 +106,9 @@ class GenerationRequest:
         if math.isnan(self.deadline_s):
             raise InvalidInput("deadline_s is NaN; it must be a time, or infinite for none")
         for name in ("logprobs", "prompt_logprobs"):
-            wanted = getattr(self, name)
-            if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
-                raise InvalidInput(f"{name} is {wanted}; it must be in [0, {MAX_LOGPROBS}]")
+            num_logprobs = getattr(self, name)
+            if num_logprobs is not None and not 0 <= num_logprobs <= MAX_LOGPROBS:
+                raise InvalidInput(f"{name} is {num_logprobs}; it must be in [0, {MAX_LOGPROBS}]")
         if self.resumed_ids:
             object.__setattr__(self, "num_scored", len(self.prompt_ids))
         is_unverified = self.policy.name == "relaxed" and self.policy.margin is None

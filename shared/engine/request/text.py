@@ -83,8 +83,8 @@ class StopStrings:
     def push(self, text: str) -> tuple[str, str | None]:
         """Adds text. Returns (text that may be shown, the stop string that was found or None)."""
         self._held += text
-        found = [(self._held.find(stop), stop) for stop in self._stops]
-        matches = [(start, stop) for start, stop in found if start >= 0]
+        starts = [(self._held.find(stop), stop) for stop in self._stops]
+        matches = [(start, stop) for start, stop in starts if start >= 0]
         if matches:
             start, stop = min(matches, key=lambda match: (match[0], len(match[1])))
             shown, self._held = self._held[:start], ""
