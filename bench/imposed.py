@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shared.ladder.confidence_head import ConfidenceHead
+from shared.ladder.exit_head import NUM_STATES, ExitHead, default_mlp_width
 from shared.ladder.exits import LayerExit
-from shared.ladder.fused_head import NUM_STATES, FusedHead, default_mlp_width
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.model.loaded import LoadedModel, wrap_model
 
@@ -135,7 +135,7 @@ def _ladder(loaded: LoadedModel, depths: Sequence[int], share: float, vocabulary
 
 def _exit(width: int, depth: int, share: float) -> LayerExit:
     """An exit whose head returns the entering state and whose confidence head gives `share` for every token."""
-    head = FusedHead(width, default_mlp_width(width))
+    head = ExitHead(width, default_mlp_width(width))
     confidence = ConfidenceHead(width)
     with torch.no_grad():
         nn.init.zeros_(head.down)

@@ -1,9 +1,9 @@
 // Chains of drafts by an exit head as one op: embedding row, block, draft vocabulary, router and stop rule of every
 // step, for all sequences together, in one parallel region.
 //
-//   first step   fused = fuse @ [unit(low); unit(middle); unit(last); unit(e)]    e: the token's row of the embedding
-//   later steps  fused = next @ [o; unit(e)]                                      o: the step's before
-//   y            = fused + down @ (silu(gate @ n) * (up @ n)),  n = unit(fused) * norm
+//   first step   joined = fuse @ [unit(low); unit(middle); unit(last); unit(e)]    e: the token's row of the embedding
+//   later steps  joined = next @ [o; unit(e)]                                      o: the step's before
+//   y            = joined + down @ (silu(gate @ n) * (up @ n)),  n = unit(joined) * norm
 //   o            = unit(y);  logits = rows @ (o * gain) + bias
 //   probability  as the op `route` gives it for o * gain
 //

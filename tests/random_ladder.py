@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from shared.ladder.confidence_head import ConfidenceHead
+from shared.ladder.exit_head import ExitHead
 from shared.ladder.exits import LayerExit
-from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.model.loaded import LoadedModel
 
@@ -18,7 +18,7 @@ def random_ladder(loaded: LoadedModel, seed: int, depths: Sequence[int] = (0, 2)
     """
     torch.manual_seed(seed)
     width = loaded.hidden_size
-    exits = [LayerExit(d, FusedHead(width, 32), ConfidenceHead(width, 8), agreement) for d in depths]
+    exits = [LayerExit(d, ExitHead(width, 32), ConfidenceHead(width, 8), agreement) for d in depths]
     for layer_exit in exits:
         for parameter in layer_exit.confidence.parameters():
             torch.nn.init.normal_(parameter)

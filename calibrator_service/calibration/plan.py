@@ -10,7 +10,7 @@ from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.calibration.text.splits import SPLIT_PATTERN
 from shared.engine.memory.budget import available_bytes
 from shared.errors import InvalidInput
-from shared.ladder.fused_head import default_mlp_width
+from shared.ladder.exit_head import default_mlp_width
 from shared.ladder.head_rows import head_width
 from shared.ladder.rungs import exit_name
 from shared.model.layer_configs import layer_configs

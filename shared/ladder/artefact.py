@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from shared.errors import Corrupt, PreconditionFailed
 from shared.ladder.blob_names import LADDER_BLOB, served_blobs
 from shared.ladder.confidence_head import ConfidenceHead
+from shared.ladder.exit_head import ExitHead
 from shared.ladder.exits import LayerExit
-from shared.ladder.fused_head import FusedHead
 from shared.ladder.joint_weights import JointWeights
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.ngram_table import NgramTable
 from shared.ladder.risk import RISK_KEYS
-from shared.ladder.rungs import SUCCESSOR, SUFFIX, exit_name
+from shared.ladder.rungs import NGRAM_TABLE, PROMPT_LOOKUP, exit_name
 from shared.ladder.table_confidence import TableConfidence
 from shared.model.own_thread import run_in_own_thread
 from shared.tensor_parts import take_part
@@ -68,11 +68,11 @@ def pack_ladder(ladder: Ladder, report: Mapping[str, Any]) -> tuple[dict[str, An
         rungs.append({"name": name, "depth": depth, **layout, "figures": dict(figures.get(name, {}))})
 
     if ladder.lookup_confidence is not None:
-        rung(SUFFIX, 0, router=ladder.lookup_confidence.to_json())
+        rung(PROMPT_LOOKUP, 0, router=ladder.lookup_confidence.to_json())
     if ladder.ngrams is not None and ladder.ngram_confidence is not None:
         table = ladder.ngrams.to_tensors()
-        tensors |= {f"{SUCCESSOR}.{name}": tensor for name, tensor in table.items()}
-        rung(SUCCESSOR, 0, router=ladder.ngram_confidence.to_json())
+        tensors |= {f"{NGRAM_TABLE}.{name}": tensor for name, tensor in table.items()}
+        rung(NGRAM_TABLE, 0, router=ladder.ngram_confidence.to_json())
     for layer_exit in ladder.exits:
         head, confidence = layer_exit.head, layer_exit.confidence
         for part, module in (("head", head), ("router", confidence)):
@@ -176,9 +176,9 @@ class _Unpacker:
         rungs = {_text(rung["name"]): rung for rung in self.manifest["rungs"]}
         if len(rungs) != len(self.manifest["rungs"]) or len(rungs) > MAX_EXITS + 2:
             raise Corrupt("the router has duplicate rungs or too many")
-        suffix, successor = rungs.pop(SUFFIX, None), rungs.pop(SUCCESSOR, None)
-        table = take_part(self.tensors, SUCCESSOR)
-        if (successor is None) == bool(table):
+        lookup, ngrams = rungs.pop(PROMPT_LOOKUP, None), rungs.pop(NGRAM_TABLE, None)
+        table = take_part(self.tensors, NGRAM_TABLE)
+        if (ngrams is None) == bool(table):
             raise Corrupt("the router has an n-gram table without its rung, or the rung without the table")
         exits = tuple(self._exit(rung, model) for rung in rungs.values())
         depths = [layer_exit.depth for layer_exit in exits]
@@ -189,9 +189,9 @@ class _Unpacker:
             raise Corrupt(f"the router's blob holds {len(self.tensors)} tensors that belong to no rung")
         return Ladder(
             model=model,
-            lookup_confidence=TableConfidence.from_json(suffix["router"]) if suffix else None,
+            lookup_confidence=TableConfidence.from_json(lookup["router"]) if lookup else None,
             ngrams=NgramTable.from_tensors(table, model.vocabulary_size) if table else None,
-            ngram_confidence=TableConfidence.from_json(successor["router"]) if successor else None,
+            ngram_confidence=TableConfidence.from_json(ngrams["router"]) if ngrams else None,
             exits=exits,
             draft_vocabulary=vocabulary,
             # Routers of earlier versions have none.
@@ -214,7 +214,7 @@ class _Unpacker:
         # The meta device allocates nothing, so the manifest's sizes cost no memory before they are checked against the
         # tensors.
         with torch.device("meta"):
-            head = FusedHead(model.hidden_size, _size(rung["mlp_width"], MAX_MLP_WIDTH))
+            head = ExitHead(model.hidden_size, _size(rung["mlp_width"], MAX_MLP_WIDTH))
             confidence = ConfidenceHead(model.hidden_size, router_width)
         tensors = take_part(self.tensors, f"{rung['name']}.head")
         if self.manifest["schema_version"] == TIED_VERSION:
@@ -249,7 +249,7 @@ def _untied(fuse: Tensor, hidden_size: int) -> Tensor:
     """The matrix of a head of format 2 [D, 4D], whose chains put the output in the place of all states, in today's
     format [D, 6D]."""
     if fuse.shape[-1] != 4 * hidden_size:
-        raise Corrupt("fuse of a FusedHead has the wrong shape")
+        raise Corrupt("fuse of an ExitHead has the wrong shape")
     *states, entering = fuse.float().split(hidden_size, 1)
     further = torch.cat([torch.stack(states).sum(0), entering], 1)
     return torch.cat([fuse, further.to(fuse.dtype)], 1)
@@ -258,10 +258,10 @@ def _untied(fuse: Tensor, hidden_size: int) -> Tensor:
 def _fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:
     expected = module.state_dict()
     if set(tensors) != set(expected):
-        raise Corrupt(f"the tensors of a {type(module).__name__} are not those of the format")
+        raise Corrupt(f"the tensors of {type(module).__name__} are not those of the format")
     for name, tensor in tensors.items():
         if tensor.dtype != torch.float16 or tensor.shape != expected[name].shape:
-            raise Corrupt(f"{name} of a {type(module).__name__} has the wrong dtype or shape")
+            raise Corrupt(f"{name} of {type(module).__name__} has the wrong dtype or shape")
     module.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
     module.requires_grad_(False)
 

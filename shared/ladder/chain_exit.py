@@ -9,7 +9,7 @@ from torch import Tensor
 from shared import ops
 from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.draws import Draws, KernelDraws, is_supported, kernel_weight, plain_draws
-from shared.ladder.fused_head import FusedHead, chained, fused_output, in_slots
+from shared.ladder.exit_head import ExitHead, chained, head_output, in_slots
 from shared.ladder.head_rows import Projection, projection
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.rungs import Draft, exit_name
@@ -25,7 +25,7 @@ class ChainSteps:
 
     def __init__(
         self,
-        head: FusedHead,
+        head: ExitHead,
         confidence: ConfidenceHead,
         rows: Tensor,
         bias: Tensor | None,
@@ -42,13 +42,13 @@ class ChainSteps:
 
     def output(self, states: Tensor, entering: Tensor) -> Tensor:
         """The outputs [N, D] of `step` alone, for tokens that another rung has drafted."""
-        return fused_output(states, entering, self._head.norm, *self._matrices)
+        return head_output(states, entering, self._head.norm, *self._matrices)
 
     def step(self, states: Tensor, entering: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One more token for each of N chains: indices into the draft vocabulary [N, K], probabilities [N, K] and
         outputs [N, D].
 
-        `states` [N, 3, D] and `entering` [N, D]: as `FusedHead.forward` takes them. `places` [N] int64 >= 1: the place
+        `states` [N, 3, D] and `entering` [N, D]: as `ExitHead.forward` takes them. `places` [N] int64 >= 1: the place
         of the drafted token in its chain.
         """
         output = self.output(states, entering)
@@ -80,12 +80,12 @@ class SteppedChain:
                 states[i] = chained(output)
             place += 1
         places = [start.place + len(start.tokens) for start in starts]
-        found, probabilities, outputs = self._steps.step(
+        choices, probabilities, outputs = self._steps.step(
             torch.stack(states),
-            torch.stack([own[-1] for own in entering]),
+            torch.stack([of_start[-1] for of_start in entering]),
             torch.tensor(places, device=self._vocabulary.device),
         )
-        tokens = self._vocabulary[found[:, 0]]
+        tokens = self._vocabulary[choices[:, 0]]
         read = torch.stack([tokens.double(), probabilities[:, 0].double()]).tolist()
         name = exit_name(self._depth)
         return [

@@ -34,10 +34,10 @@ def check_artefact(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> d
 
 def _unpacks(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> dict[str, Any]:
     try:
-        found = set(unpack_ladder(manifest, blobs).rung_names)
+        unpacked = set(unpack_ladder(manifest, blobs).rung_names)
     except NeapError as error:
         return _check([error.reason])
-    return _check(sorted({str(rung["name"]) for rung in manifest["rungs"]} ^ found))
+    return _check(sorted({str(rung["name"]) for rung in manifest["rungs"]} ^ unpacked))
 
 
 def _is_worse_than_guessing(figures: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shared.ladder.chain_exit import ChainSteps, SteppedChain
 from shared.ladder.confidence_head import ConfidenceHead
-from shared.ladder.fused_head import FusedHead
+from shared.ladder.exit_head import ExitHead
 from shared.ladder.native_chain import HeadDraft, NativeChain, embedding_rows
 from shared.ladder.recorded_chain import DRAFTS_PER_PLACE, MAX_CHAINS, RecordedChain
 from shared.ladder.rungs import exit_name
@@ -27,7 +27,7 @@ class LayerExit:
     """
 
     depth: int
-    head: FusedHead
+    head: ExitHead
     confidence: ConfidenceHead
     agreement: float = 0.0
 
@@ -55,20 +55,22 @@ class ExitProposer(Protocol):
         """At least one draft of each chain. All `starts` must have a `begin`."""
 
 
-def bind_exit(one: LayerExit, rows: Tensor, bias: Tensor | None, vocabulary: Tensor, runner: Runner) -> ExitProposer:
+def bind_exit(
+    layer_exit: LayerExit, rows: Tensor, bias: Tensor | None, vocabulary: Tensor, runner: Runner
+) -> ExitProposer:
     """The exit with the fastest way of drafting that it and the runner allow.
 
     `rows` [Vd, W] and `bias` [Vd]: the LM head's, of the draft vocabulary [Vd].
     Head and confidence head must be on their device.
     """
-    head, confidence = one.head, one.confidence
+    head, confidence = layer_exit.head, layer_exit.confidence
     # Where states at depth 0 are rows of the embedding, no step of a chain needs the runner's host side.
-    needs_passes = one.depth > 0 or not runner.embedding_is_direct
+    needs_passes = layer_exit.depth > 0 or not runner.embedding_is_direct
     embedding = None if needs_passes else embedding_rows(runner, len(rows))
     if embedding is not None:
         return NativeChain(head, confidence, rows, bias, vocabulary, embedding)
     # On a CPU without kernels, drafts in reserve cost too much.
     if needs_passes or (isinstance(runner, ContiguousRunner) and rows.device.type == "cpu"):
-        return SteppedChain(ChainSteps(head, confidence, rows, bias), vocabulary, one.depth)
+        return SteppedChain(ChainSteps(head, confidence, rows, bias), vocabulary, layer_exit.depth)
     steps = ChainSteps(head, confidence, rows, bias, DRAFTS_PER_PLACE, MAX_CHAINS)
     return RecordedChain(steps, vocabulary, head.hidden_size, runner)

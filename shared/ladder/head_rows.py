@@ -22,10 +22,10 @@ def gather_rows(head: nn.Module, vocabulary: Tensor) -> tuple[Tensor, Tensor | N
     """The LM head's rows [Vd, head_width] and biases [Vd] (or None) for the tokens `vocabulary` [Vd], float32, on the
     head's device."""
     weight, bias = head.get_parameter("weight"), getattr(head, "bias", None)
-    own_bias = bias.detach()[vocabulary].float() if isinstance(bias, Tensor) else None
+    bias_rows = bias.detach()[vocabulary].float() if isinstance(bias, Tensor) else None
     vocabulary = vocabulary.to(weight.device)
     # As an embedding's look-up, which dequantises these rows only if the weight is packed.
-    return F.embedding(vocabulary, weight.detach()).float(), own_bias
+    return F.embedding(vocabulary, weight.detach()).float(), bias_rows
 
 
 def projection(rows: Tensor, bias: Tensor | None) -> Projection:

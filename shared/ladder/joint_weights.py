@@ -58,5 +58,5 @@ def _weights(value: Any) -> Weights:
     )
     if not is_valid or len(value) != 3:
         raise Corrupt(f"joint weights of the router are not three numbers up to {MAX_WEIGHT:g}")
-    constant, own, other = map(float, value)
-    return constant, own, other
+    constant, weight, opposed_weight = map(float, value)
+    return constant, weight, opposed_weight

@@ -13,7 +13,7 @@ from shared.ladder.learned_ngrams import ClientNgrams
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.ngram_table import NgramTable
 from shared.ladder.recorded_chain import RecordedChain
-from shared.ladder.rungs import SUCCESSOR, SUFFIX, Proposer
+from shared.ladder.rungs import NGRAM_TABLE, PROMPT_LOOKUP, Proposer
 from shared.ladder.table_confidence import TableConfidence
 from shared.ladder.table_proposer import TableProposer
 from shared.model.inference import inference
@@ -68,8 +68,8 @@ class Ladder:
     @property
     def rung_names(self) -> tuple[str, ...]:
         """Names of all rungs, in draft order."""
-        names = [SUFFIX] if self.lookup_confidence else []
-        names += [SUCCESSOR] if self.ngrams and self.ngram_confidence else []
+        names = [PROMPT_LOOKUP] if self.lookup_confidence else []
+        names += [NGRAM_TABLE] if self.ngrams and self.ngram_confidence else []
         return (*names, *(layer_exit.name for layer_exit in self.exits))
 
     def check_model(self, loaded: LoadedModel) -> None:
@@ -110,17 +110,17 @@ class BoundLadder:
                 layer_exit.head.to(device).requires_grad_(False)
                 layer_exit.confidence.to(device).requires_grad_(False)
             rows, bias = gather_rows(runner.loaded.parts.head, self._vocabulary)
-            self._bound = [bind_exit(one, rows, bias, self._vocabulary, runner) for one in ladder.exits]
+            self._bound = [bind_exit(layer_exit, rows, bias, self._vocabulary, runner) for layer_exit in ladder.exits]
         # The depths of exits that read the states with which tokens enter them.
         bound = zip(self.depths, self._bound, strict=True)
-        self.state_depths = tuple(depth for depth, one in bound if one.reads_states)
+        self.state_depths = tuple(depth for depth, proposer in bound if proposer.reads_states)
 
     def prepare(self) -> Iterator[None]:
         """Records what drafting would otherwise record at first use.
         Yields between steps, so that other work can run."""
-        for one in self._bound:
-            if isinstance(one, RecordedChain):
-                yield from one.prepare()
+        for proposer in self._bound:
+            if isinstance(proposer, RecordedChain):
+                yield from proposer.prepare()
 
     def proposers(self, learned: ClientNgrams | None = None) -> tuple[Proposer, ...]:
         """The proposers of a new sequence."""

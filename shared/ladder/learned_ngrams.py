@@ -43,15 +43,15 @@ class LearnedNgrams:
 
     def matches(self, salt: int, context_tail: Sequence[int]) -> list[NgramMatch]:
         """As `NgramTable.matches`."""
-        found: list[NgramMatch] = []
+        matches: list[NgramMatch] = []
         for order, state in enumerate(context_states(context_tail, salt), 1):
             entry = self._find(state)
             if entry is not None:
                 count = self._first_counts[entry]
                 share = count / self._totals[entry]
-                found.append(NgramMatch(self._firsts[entry], order, count, share))
-        found.reverse()
-        return found
+                matches.append(NgramMatch(self._firsts[entry], order, count, share))
+        matches.reverse()
+        return matches
 
     def record(self, salt: int, context_tail: Sequence[int], token: int) -> None:
         """Counts that `token` followed each of the contexts that end `context_tail`."""

@@ -1,4 +1,4 @@
-"""A fused head at depth 0, its draft rows and its confidence head as the native op of whole chains. CPU only."""
+"""An exit head at depth 0, its draft rows and its confidence head as the native op of whole chains. CPU only."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torch import Tensor
 from shared import ops
 from shared.ladder.confidence_head import HIGHEST, LOWEST, ConfidenceHead
 from shared.ladder.draws import confidence_weights, is_supported, kernel_weight
-from shared.ladder.fused_head import NUM_STATES, FusedHead
+from shared.ladder.exit_head import NUM_STATES, ExitHead
 from shared.ladder.rungs import Draft, exit_name
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import Runner
@@ -40,7 +40,7 @@ class NativeChain:
 
     def __init__(
         self,
-        head: FusedHead,
+        head: ExitHead,
         confidence: ConfidenceHead,
         rows: Tensor,
         bias: Tensor | None,
@@ -72,7 +72,7 @@ class NativeChain:
         begins = [start.begin for start in ordered if start.begin is not None]
         num_new = sum(not start.has_begun for start in starts)
         states, outputs = begins[:num_new], begins[num_new:]
-        found = draft_chains(
+        chains = draft_chains(
             torch.stack(states).float() if states else torch.empty(0, NUM_STATES, self._hidden_size),
             torch.stack(outputs) if outputs else torch.empty(0, self._hidden_size),
             ordered,
@@ -81,7 +81,7 @@ class NativeChain:
             HIGHEST,
             max(start.room for start in starts),
         )
-        rows = zip(*(part.tolist() for part in found[:3]), found.outputs, strict=True)
+        rows = zip(*(part.tolist() for part in chains[:3]), chains.outputs, strict=True)
         drafts = {number: _head_drafts(*row) for number, row in zip(order, rows, strict=True)}
         return [drafts[number] for number in range(len(starts))]
 
@@ -89,8 +89,8 @@ class NativeChain:
 def _head_drafts(tokens: list[int], probabilities: list[float], length: int, outputs: Tensor) -> list[HeadDraft]:
     """The drafts of one sequence from its rows of `Chains`."""
     rung = exit_name(0)
-    found = zip(tokens[:length], probabilities, outputs, strict=False)
-    return [HeadDraft(Draft(token, p, rung, 0), output) for token, p, output in found]
+    places = zip(tokens[:length], probabilities, outputs, strict=False)
+    return [HeadDraft(Draft(token, p, rung, 0), output) for token, p, output in places]
 
 
 def embedding_rows(runner: Runner, draft_vocabulary_size: int) -> Tensor | None:

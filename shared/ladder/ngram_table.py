@@ -84,20 +84,19 @@ class NgramTable:
 
     def matches(self, context_tail: Sequence[int]) -> list[NgramMatch]:
         """One match per order whose context is in the table, the longest context first. Takes a few microseconds."""
-        found: list[NgramMatch] = []
+        matches: list[NgramMatch] = []
         states = zip(context_states(context_tail), self._orders, strict=False)
         for order, (state, (keys, tokens, counts, shares)) in enumerate(states, 1):
             key = state >> 32
             entry = bisect_left(keys, key)
             if entry < len(keys) and keys[entry] == key:
-                found.append(NgramMatch(tokens[entry], order, counts[entry], shares[entry] / 255))
-        found.reverse()
-        return found
+                matches.append(NgramMatch(tokens[entry], order, counts[entry], shares[entry] / 255))
+        matches.reverse()
+        return matches
 
     def propose(self, context_tail: Sequence[int]) -> NgramMatch | None:
         """The match of the longest known context; None if not even the last token is known."""
-        found = self.matches(context_tail)
-        return found[0] if found else None
+        return next(iter(self.matches(context_tail)), None)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Tensors for safetensors, per order m: `m.keys` int32, `m.tokens` int16 or int32, `m.counts` and `m.shares`

@@ -68,9 +68,9 @@ class PredictionProposer:
         if self._text[place : place + 1] == tail[-1]:
             return tail, place + 1, run + 1
         for length, reach in ALIGNMENTS:
-            found = self._nearest(tail[-length:], place, reach) if len(tail) >= length else None
-            if found is not None:
-                return tail, found, length
+            nearest = self._nearest(tail[-length:], place, reach) if len(tail) >= length else None
+            if nearest is not None:
+                return tail, nearest, length
         # The first wrong token may stand in the place of one, further ones are between two.
         return tail, place + 1 if run else place, 0
 

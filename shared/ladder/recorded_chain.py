@@ -1,4 +1,4 @@
-"""A fused head at depth 0 that drafts whole chains as recorded work, without Python between the drafts. For GPUs.
+"""An exit head at depth 0 that drafts whole chains as recorded work, without Python between the drafts. For GPUs.
 
 A recording has fixed shapes, so there is one for each of a few numbers of chains, and a call makes a fixed number of
 drafts. Rows without a chain compute numbers that nobody reads. The stop rule is applied to what is read back: waiting
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shared.ladder.chain_exit import ChainSteps, slots_of
 from shared.ladder.confidence_head import HIGHEST
-from shared.ladder.fused_head import NUM_SLOTS, chained
+from shared.ladder.exit_head import NUM_SLOTS, chained
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.rungs import Draft, exit_name
 from shared.model.inference import inference
@@ -65,10 +65,10 @@ class RecordedChain:
     def propose(self, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
         """As `ExitProposer.propose`, with at most NUM_DRAFTS drafts of each chain.
         Waits for the device once per MAX_CHAINS chains."""
-        found: list[list[HeadDraft]] = []
+        chains: list[list[HeadDraft]] = []
         for first in range(0, len(starts), MAX_CHAINS):
-            found += self._propose(starts[first : first + MAX_CHAINS])
-        return found
+            chains += self._propose(starts[first : first + MAX_CHAINS])
+        return chains
 
     def _propose(self, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
         count = len(starts)
@@ -113,8 +113,8 @@ class RecordedChain:
         states, newest = self._states[:size], self._newest[:size]
         for step in range(NUM_DRAFTS):
             places = self._places[:size] + step
-            found, probabilities, output = self._steps.step(states, self._entering(newest), places)
-            tokens = self._vocabulary[found]
+            choices, probabilities, output = self._steps.step(states, self._entering(newest), places)
+            tokens = self._vocabulary[choices]
             states, newest = chained(output), tokens[:, 0]
             self._drafted[step, :size].copy_(tokens)
             self._probabilities[step, :size].copy_(probabilities)
@@ -130,10 +130,10 @@ def _head_drafts(
     """The drafts of one chain that its start allows.
     `tokens` and `probabilities`: of each place, those of all its drafts."""
     length = chain_length(start, [chances[0] for chances in probabilities], HIGHEST)
-    found = []
-    for own, chances, output in zip(tokens, probabilities, outputs[:length], strict=False):
+    drafts = []
+    for alternatives, chances, output in zip(tokens, probabilities, outputs[:length], strict=False):
         first, *others = (
-            Draft(int(token), chance, exit_name(0), 0) for token, chance in zip(own, chances, strict=True)
+            Draft(int(token), chance, exit_name(0), 0) for token, chance in zip(alternatives, chances, strict=True)
         )
-        found.append(HeadDraft(first, output, tuple(others)))
-    return found
+        drafts.append(HeadDraft(first, output, tuple(others)))
+    return drafts

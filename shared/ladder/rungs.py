@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-SUFFIX = "suffix"
-SUCCESSOR = "successor"
+PROMPT_LOOKUP = "suffix"
+NGRAM_TABLE = "successor"
 # Not part of a router: the worker's own table, which learns from answers.
 LEARNED = "learned"
 # Nor are these: what the constraint of a request forces, and the text that a request expects.

@@ -34,14 +34,14 @@ class Evidence:
     """The features of one draft of prompt look-up or of the n-gram table.
 
     `length`: tokens matched (look-up), or the context's order (n-grams). `count` and `share`: as in the match.
-    `chained`: number of drafts before it in the chain. `other`: SILENT, DIFFERS or AGREES.
+    `chained`: number of drafts before it in the chain. `second_opinion`: SILENT, DIFFERS or AGREES.
     """
 
     length: int
     count: int
     share: float
     chained: int
-    other: int
+    second_opinion: int
 
 
 def _bin(value: float, edges: Sequence[float]) -> int:
@@ -67,13 +67,13 @@ class TableConfidence:
         self._known: dict[Bins, float] = {}
 
     def bins(self, evidence: Evidence) -> Bins:
-        """The bin of each feature: length, count, share, chained, other."""
+        """The bin of each feature: length, count, share, chained, second opinion."""
         return (
             min(max(evidence.length, 1), NUM_LENGTHS) - 1,
             self._count_bins[min(evidence.count, COUNT_EDGES[-1])],
             self._share_bins[round(evidence.share * 255)],
             min(evidence.chained, NUM_CHAINED - 1),
-            evidence.other,
+            evidence.second_opinion,
         )
 
     def probability(self, evidence: Evidence) -> float:

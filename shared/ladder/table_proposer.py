@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shared.ladder.learned_ngrams import ClientNgrams
 from shared.ladder.ngram_table import MAX_ORDER, NgramMatch
 from shared.ladder.prompt_lookup import LookupMatch, PromptLookup
-from shared.ladder.rungs import LEARNED, SUCCESSOR, SUFFIX, Draft
+from shared.ladder.rungs import LEARNED, NGRAM_TABLE, PROMPT_LOOKUP, Draft
 from shared.ladder.table_confidence import AGREES, DIFFERS, SILENT, Evidence
 
 if TYPE_CHECKING:  # a ladder makes its proposers
@@ -42,19 +42,19 @@ class TableProposer:
     def propose(self, drafted: Sequence[int] = ()) -> list[Draft]:
         """As `Proposer.propose`: from prompt look-up, the n-gram table, and the learned table."""
         lookup, ngrams = self.matches(drafted)
-        found: list[Draft] = []
+        drafts: list[Draft] = []
         chained = len(drafted)
         if lookup is not None and self._lookup_confidence is not None:
             evidence = lookup_evidence(lookup, ngrams, chained)
-            found.append(Draft(lookup.token, self._lookup_confidence.probability(evidence), SUFFIX, 0))
+            drafts.append(Draft(lookup.token, self._lookup_confidence.probability(evidence), PROMPT_LOOKUP, 0))
         if self._ngram_confidence is not None:
             learned = self._learned.matches(self._tail_with(drafted)) if self._learned is not None else []
-            for rung, matches in ((SUCCESSOR, ngrams), (LEARNED, learned)):
+            for rung, matches in ((NGRAM_TABLE, ngrams), (LEARNED, learned)):
                 for match in matches:
                     evidence = ngram_evidence(match, lookup, chained)
                     probability = self._ngram_confidence.probability(evidence)
-                    found.append(Draft(match.token, probability, rung, 0))
-        return found
+                    drafts.append(Draft(match.token, probability, rung, 0))
+        return drafts
 
     def matches(self, drafted: Sequence[int]) -> tuple[LookupMatch | None, list[NgramMatch]]:
         """The matches of both rungs without probabilities, for `propose` and for training their confidence."""
@@ -68,13 +68,13 @@ class TableProposer:
 
 
 def lookup_evidence(match: LookupMatch, others: Sequence[NgramMatch], chained: int) -> Evidence:
-    """The features of a look-up's match. `other` compares it with the table's match of the longest context,
+    """The features of a look-up's match. The second opinion is the table's match of the longest context,
     `others[0]`."""
-    other = SILENT if not others else AGREES if others[0].token == match.token else DIFFERS
-    return Evidence(match.match_length, match.count, match.share, chained, other)
+    second_opinion = SILENT if not others else AGREES if others[0].token == match.token else DIFFERS
+    return Evidence(match.match_length, match.count, match.share, chained, second_opinion)
 
 
-def ngram_evidence(match: NgramMatch, other: LookupMatch | None, chained: int) -> Evidence:
-    """The features of an n-gram's match, compared with the look-up's `other`."""
-    verdict = SILENT if other is None else AGREES if other.token == match.token else DIFFERS
-    return Evidence(match.order, match.count, match.share, chained, verdict)
+def ngram_evidence(match: NgramMatch, lookup: LookupMatch | None, chained: int) -> Evidence:
+    """The features of an n-gram's match, whose second opinion is the look-up's."""
+    second_opinion = SILENT if lookup is None else AGREES if lookup.token == match.token else DIFFERS
+    return Evidence(match.order, match.count, match.share, chained, second_opinion)

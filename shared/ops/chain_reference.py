@@ -10,12 +10,12 @@ from shared.ops import reference
 from shared.ops.chains import ChainStart, ChainWeights
 
 
-def step(fused: Tensor, weights: ChainWeights) -> Tensor:
-    """The head's output [W] from its fused input [W]. Here and below, the matrices of `weights` are not packed."""
+def step(joined: Tensor, weights: ChainWeights) -> Tensor:
+    """The head's output [W] from its joined input [W]. Here and below, the matrices of `weights` are not packed."""
     eps = weights.confidence.eps
-    normed = reference.norm(fused, eps) * weights.norm
+    normed = reference.norm(joined, eps) * weights.norm
     gated = F.silu(weights.gate @ normed) * (weights.up @ normed)
-    return reference.norm(fused + weights.down @ gated, eps)
+    return reference.norm(joined + weights.down @ gated, eps)
 
 
 def draft(output: Tensor, distance: int, weights: ChainWeights, lowest: float, highest: float) -> tuple[int, float]:
@@ -49,10 +49,10 @@ def draft_chain(
         row = reference.norm(weights.embedding[pending.pop(0)], eps)
         if output is None:
             assert states is not None
-            fused = weights.fuse @ torch.cat([*reference.norm(states, eps), row])
+            joined = weights.fuse @ torch.cat([*reference.norm(states, eps), row])
         else:
-            fused = weights.next @ torch.cat([output, row])
-        output = step(fused, weights)
+            joined = weights.next @ torch.cat([output, row])
+        output = step(joined, weights)
         distance += 1
         if pending:
             continue

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from bench.imposed import SHAPES, Imposed, impose
 from shared.engine.engine import Engine
-from shared.ladder.fused_head import NUM_STATES
+from shared.ladder.exit_head import NUM_STATES
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.rungs import Draft

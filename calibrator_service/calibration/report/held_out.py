@@ -18,7 +18,7 @@ from calibrator_service.calibration.training.confidence import exit_samples
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.tables import labelled_positions
 from shared.ladder.ladder import Ladder
-from shared.ladder.rungs import SUCCESSOR, SUFFIX
+from shared.ladder.rungs import NGRAM_TABLE, PROMPT_LOOKUP
 from shared.ladder.table_proposer import lookup_evidence
 
 log = structlog.get_logger("neap.calibration")
@@ -59,7 +59,7 @@ def held_out_report(
 
 def table_figures(ladder: Ladder, sequences: Sequence[LabelledSequence]) -> dict[str, dict[str, object]]:
     """Figures of the table rungs by name, for the first draft at every position; of the n-gram table its best order."""
-    samples: dict[str, tuple[list[float], list[bool]]] = {SUFFIX: ([], []), SUCCESSOR: ([], [])}
+    samples: dict[str, tuple[list[float], list[bool]]] = {PROMPT_LOOKUP: ([], []), NGRAM_TABLE: ([], [])}
     num_positions = 0
     only_ngrams = Ladder(ladder.model, None, ladder.ngrams, ladder.ngram_confidence)
     for sequence in sequences:
@@ -70,12 +70,12 @@ def table_figures(ladder: Ladder, sequences: Sequence[LabelledSequence]) -> dict
             lookup, ngrams = both.matches(())
             if lookup is not None and ladder.lookup_confidence is not None:
                 evidence = lookup_evidence(lookup, ngrams, 0)
-                samples[SUFFIX][0].append(ladder.lookup_confidence.probability(evidence))
-                samples[SUFFIX][1].append(lookup.token == choice)
+                samples[PROMPT_LOOKUP][0].append(ladder.lookup_confidence.probability(evidence))
+                samples[PROMPT_LOOKUP][1].append(lookup.token == choice)
             draft = ngram.best(())
             if draft is not None:
-                samples[SUCCESSOR][0].append(draft.probability)
-                samples[SUCCESSOR][1].append(draft.token == choice)
+                samples[NGRAM_TABLE][0].append(draft.probability)
+                samples[NGRAM_TABLE][1].append(draft.token == choice)
     return {
         name: rung_figures(np.array(probability), np.array(agreed, dtype=np.bool_), num_positions)
         for name, (probability, agreed) in samples.items()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from calibrator_service.calibration.states.chunk import StateChunk
 from shared.errors import Corrupt, PreconditionFailed
-from shared.ladder.fused_head import NUM_STATES
+from shared.ladder.exit_head import NUM_STATES
 from shared.ladder.unit import unit
 
 # Positions of one matrix product. It bounds the memory for their states in float32.

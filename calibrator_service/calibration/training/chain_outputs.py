@@ -9,7 +9,7 @@ from torch import Tensor
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.training.batches import gather_chains
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
-from shared.ladder.fused_head import FusedHead, chained
+from shared.ladder.exit_head import ExitHead, chained
 from shared.model.runner import captured_depths
 
 # Tokens of a chain on which exits are evaluated and confidence heads are trained.
@@ -34,7 +34,7 @@ class ExitOutputs:
 
 @torch.no_grad()
 def chain_outputs(
-    depth: int, head: FusedHead, chunk: StateChunk, index: Tensor, vocabulary: DraftVocabulary, num_layers: int
+    depth: int, head: ExitHead, chunk: StateChunk, index: Tensor, vocabulary: DraftVocabulary, num_layers: int
 ) -> Iterator[ExitOutputs]:
     """The exit's outputs at the places 1 to NUM_PLACES of the chains that begin at the positions `index` of a chunk,
     place by place.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from calibrator_service.calibration.states.moments import KEPT_PER_WIDTH, Moments
-from shared.ladder.fused_head import NUM_STATES, FusedHead
+from shared.ladder.exit_head import NUM_STATES, ExitHead
 
 # The ridge is this share of the mean square of an input, times inputs per position, within these bounds: measured on a
 # model of 135 M parameters with 5,000 and 17,000 positions and on one of 1.5 B with 1,500 and 4,000
@@ -39,7 +39,7 @@ def share_to_solve(hidden_size: int, num_positions: float) -> float:
 
 
 @torch.no_grad()
-def solve_head(moments: Moments, mlp_width: int) -> FusedHead:
+def solve_head(moments: Moments, mlp_width: int) -> ExitHead:
     """The head whose matrices are the least-squares maps, in float32 on the moments' device.
     Its block adds nothing yet.
 
@@ -47,7 +47,7 @@ def solve_head(moments: Moments, mlp_width: int) -> FusedHead:
     head's output and the state entering. The second is solved for what the first one says, which is never as good as
     settled states. Needs at least one position.
     """
-    head = FusedHead(moments.layout.hidden_size, mlp_width).to(moments.device)
+    head = ExitHead(moments.layout.hidden_size, mlp_width).to(moments.device)
     kept = moments.kept
     first, further, mean_square = _from_sums(moments) if kept is None else _from_positions(*kept)
     head.fuse.copy_(torch.cat([first, further]).T)

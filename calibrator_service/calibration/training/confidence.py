@@ -22,8 +22,8 @@ from calibrator_service.calibration.training.tables import fit_tables
 from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
 from shared.ladder.confidence_head import NUM_SCALARS, ConfidenceHead, scalar_features
+from shared.ladder.exit_head import ExitHead
 from shared.ladder.exits import LayerExit
-from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import Ladder
 
 # Positions per confidence head, which are held in memory as float16.
@@ -39,7 +39,7 @@ PRIOR_SAMPLES = 10
 
 
 def fit_ladder(
-    run: CalibrationRun, material: TrainingData, vocabulary: DraftVocabulary, heads: dict[int, FusedHead]
+    run: CalibrationRun, material: TrainingData, vocabulary: DraftVocabulary, heads: dict[int, ExitHead]
 ) -> Ladder:
     """The ladder of all rungs, with confidence heads trained on the routers split.
     The agreement of its exits is not measured yet.
@@ -81,7 +81,7 @@ class ConfidenceSamples:
 @torch.no_grad()
 def exit_samples(
     depth: int,
-    head: FusedHead,
+    head: ExitHead,
     chunks: Sequence[StateChunk],
     vocabulary: DraftVocabulary,
     num_layers: int,

@@ -22,7 +22,7 @@ from calibrator_service.calibration.training.draft_vocabulary import DraftVocabu
 from calibrator_service.calibration.training.objectives import ChainObjective, make_teacher
 from shared.errors import Cancelled
 from shared.ladder.artefact import round_weights
-from shared.ladder.fused_head import FusedHead
+from shared.ladder.exit_head import ExitHead
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.dtypes import multiplies_bfloat16
 from shared.tensor_parts import take_part
@@ -37,7 +37,7 @@ LOSS_SHARE = 0.02
 
 def fit_heads(
     run: CalibrationRun, runner: ContiguousRunner, material: TrainingData, vocabulary: DraftVocabulary
-) -> dict[int, FusedHead]:
+) -> dict[int, ExitHead]:
     """Depth -> head, rounded as published; trained heads are read from disk if an earlier run has trained them.
     Raises `Cancelled`."""
     ends = run.schedule
@@ -73,20 +73,20 @@ def fit_heads(
     return heads
 
 
-def _published(head: FusedHead) -> FusedHead:
+def _published(head: ExitHead) -> ExitHead:
     """The head with its weights as they are published."""
     round_weights(head)
     return head.eval().requires_grad_(False)
 
 
-def _load_heads(heads: Mapping[int, FusedHead], path: Path) -> None:
+def _load_heads(heads: Mapping[int, ExitHead], path: Path) -> None:
     tensors = load(path.read_bytes())
     for depth, head in heads.items():
         head.load_state_dict(take_part(tensors, str(depth)))
 
 
 def train_heads(
-    heads: Mapping[int, FusedHead],
+    heads: Mapping[int, ExitHead],
     chunks: Sequence[StateChunk],
     vocabulary: DraftVocabulary,
     params: HeadTraining,

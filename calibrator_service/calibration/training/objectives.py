@@ -9,7 +9,7 @@ from torch import Tensor
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.training.batches import gather_chains
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
-from shared.ladder.fused_head import FusedHead, chained
+from shared.ladder.exit_head import ExitHead, chained
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import captured_depths
 
@@ -30,7 +30,7 @@ class ChainObjective:
 
     def __init__(
         self,
-        heads: Mapping[int, FusedHead],
+        heads: Mapping[int, ExitHead],
         vocabulary: DraftVocabulary,
         num_layers: int,
         teacher: Teacher | None,

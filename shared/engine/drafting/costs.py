@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.drafting.planner import ExitCost, PassCosts
-from shared.ladder.fused_head import NUM_STATES
+from shared.ladder.exit_head import NUM_STATES
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.rungs import Draft
 from shared.memory import trim_heap

@@ -11,9 +11,9 @@ import torch
 from shared.ladder.artefact import BLOB, SCHEMA_VERSION, pack_ladder, round_weights, unpack_ladder
 from shared.ladder.blob_names import STATISTICS_BLOB
 from shared.ladder.confidence_head import ConfidenceHead
+from shared.ladder.exit_head import ExitHead
 from shared.ladder.exits import LayerExit
 from shared.ladder.folder import MANIFEST, read_ladder, write_router_folder
-from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.table_confidence import fit_table_confidence
 from shared.registry.factory import open_registry
@@ -25,7 +25,7 @@ SHIPPED = Path(__file__).parents[3] / "bench" / "router"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    layer_exit = LayerExit(2, FusedHead(16, 24), ConfidenceHead(16, 8))
+    layer_exit = LayerExit(2, ExitHead(16, 24), ConfidenceHead(16, 8))
     for module in (layer_exit.head, layer_exit.confidence):
         round_weights(module)
     router = fit_table_confidence([], [])

@@ -16,7 +16,7 @@ from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.rungs import SUFFIX, Draft, exit_name
+from shared.ladder.rungs import PROMPT_LOOKUP, Draft, exit_name
 from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
@@ -52,7 +52,7 @@ class _Knowing(TableProposer):
         if place % 4 == 0:
             return []
         token = (self._text[place] + (place % 5 == 0)) % VOCABULARY_SIZE
-        return [Draft(token, 0.99, SUFFIX, 0)]
+        return [Draft(token, 0.99, PROMPT_LOOKUP, 0)]
 
 
 @pytest.fixture(scope="module")

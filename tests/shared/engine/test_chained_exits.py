@@ -20,7 +20,7 @@ from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.step import Decoder
 from shared.ladder import native_chain
-from shared.ladder.fused_head import FusedHead
+from shared.ladder.exit_head import ExitHead
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.policy import DepthPolicy
@@ -170,7 +170,7 @@ def outputs_in_training(
     found: list[dict[tuple[int, int], Tensor]] = []
     for layer_exit in ladder.exits:
         head = layer_exit.head
-        assert isinstance(head, FusedHead)
+        assert isinstance(head, ExitHead)
         own: dict[tuple[int, int], Tensor] = {}
         every = torch.arange(len(chunk))
         outputs = chain_outputs(layer_exit.depth, head, chunk, every, vocabulary, NUM_LAYERS)

@@ -15,8 +15,8 @@ from calibrator_service.calibration.states.ngram_builder import NgramTableBuilde
 from shared.errors import Corrupt, PreconditionFailed
 from shared.ladder.artefact import BLOB, SCHEMA_VERSION, pack_ladder, round_weights, unpack_ladder
 from shared.ladder.confidence_head import ConfidenceHead
+from shared.ladder.exit_head import ExitHead
 from shared.ladder.exits import LayerExit
-from shared.ladder.fused_head import FusedHead
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS, JointWeights
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.table_confidence import SIZES, TableConfidence
@@ -33,7 +33,7 @@ def ladder() -> Ladder:
     exits = []
     for depth in (0, 2):
         torch.manual_seed(depth)
-        head, confidence_head = FusedHead(16, 24), ConfidenceHead(16, 8)
+        head, confidence_head = ExitHead(16, 24), ConfidenceHead(16, 8)
         for parameter in head.parameters():
             torch.nn.init.normal_(parameter)
         for module in (head, confidence_head):

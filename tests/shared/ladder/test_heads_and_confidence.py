@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from shared.ladder.confidence_head import HIGHEST, LOWEST, ConfidenceHead, scalar_features
-from shared.ladder.fused_head import INITIAL_GAIN, NUM_STATES, FusedHead
+from shared.ladder.exit_head import INITIAL_GAIN, NUM_STATES, ExitHead
 from shared.ladder.head_rows import gather_rows, projection
 
 
 def test_a_heads_output_depends_on_all_inputs_but_not_on_their_scale() -> None:
-    head = FusedHead(8, 16)
+    head = ExitHead(8, 16)
     states, entering = torch.randn(3, NUM_STATES, 8), torch.randn(3, 8)
     plain = head(states, entering)
     for place in range(NUM_STATES):
@@ -23,8 +23,8 @@ def test_a_heads_output_depends_on_all_inputs_but_not_on_their_scale() -> None:
 
 def test_a_head_starts_with_the_final_norms_gain_where_it_fits() -> None:
     gain = torch.rand(8)
-    torch.testing.assert_close(FusedHead(8, 16, gain).gain.data, gain * INITIAL_GAIN)
-    torch.testing.assert_close(FusedHead(6, 16, gain).gain.data, torch.full((6,), INITIAL_GAIN))
+    torch.testing.assert_close(ExitHead(8, 16, gain).gain.data, gain * INITIAL_GAIN)
+    torch.testing.assert_close(ExitHead(6, 16, gain).gain.data, torch.full((6,), INITIAL_GAIN))
 
 
 def test_the_input_norm_is_part_of_the_confidence_head() -> None:

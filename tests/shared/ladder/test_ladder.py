@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from calibrator_service.calibration.states.ngram_builder import NgramTableBuilder
 from shared.errors import RouterMismatch
 from shared.ladder.confidence_head import ConfidenceHead, scalar_features
+from shared.ladder.exit_head import NUM_STATES, ExitHead
 from shared.ladder.exits import LayerExit
-from shared.ladder.fused_head import NUM_STATES, FusedHead
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.learned_ngrams import LearnedNgrams
 from shared.ladder.table_confidence import SIZES, Evidence, TableConfidence, fit_table_confidence
@@ -43,7 +43,7 @@ def ladder(loaded: LoadedModel, suffix: float = 0.3, successor: float = 0.6) -> 
     builder = NgramTableBuilder()
     builder.add(np.array([7, 7, 7]), np.array([8, 8, 8]))
     torch.manual_seed(1)
-    exits = tuple(LayerExit(d, FusedHead(16, 24), ConfidenceHead(16, 8)) for d in (0, 2))
+    exits = tuple(LayerExit(d, ExitHead(16, 24), ConfidenceHead(16, 8)) for d in (0, 2))
     return Ladder(
         ModelIdentity.of(loaded), table_confidence(suffix), builder.build(1 << 20),
         table_confidence(successor), exits, VOCABULARY,

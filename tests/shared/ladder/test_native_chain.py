@@ -1,4 +1,4 @@
-"""A fused head whose chains are drafted in one native call."""
+"""An exit head whose chains are drafted in one native call."""
 
 import copy
 from types import SimpleNamespace

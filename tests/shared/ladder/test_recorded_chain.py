@@ -1,4 +1,4 @@
-"""A fused head whose chains are drafted as recorded work."""
+"""An exit head whose chains are drafted as recorded work."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shared.ladder.chain_exit import ChainSteps
 from shared.ladder.confidence_head import HIGHEST
-from shared.ladder.fused_head import chained
+from shared.ladder.exit_head import chained
 from shared.ladder.head_rows import gather_rows
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.native_chain import HeadDraft

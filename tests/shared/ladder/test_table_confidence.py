@@ -29,7 +29,7 @@ def fitted() -> tuple[TableConfidence, list[Evidence], list[bool]]:
         item = Evidence(
             rng.randint(1, 8), rng.choice((1, 2, 5, 30)), rng.random(), rng.randint(0, 6), rng.randint(0, 2)
         )
-        chance = 0.08 * item.length + (0.2 if item.other == AGREES else 0.0) - (0.1 if item.count > 1 else 0.0)
+        chance = 0.08 * item.length + (0.2 if item.second_opinion == AGREES else 0.0) - (0.1 if item.count > 1 else 0.0)
         evidence.append(item)
         agreed.append(rng.random() < chance)
     return fit_table_confidence(evidence, agreed), evidence, agreed
@@ -38,7 +38,7 @@ def fitted() -> tuple[TableConfidence, list[Evidence], list[bool]]:
 def test_probabilities_are_calibrated() -> None:
     confidence, evidence, agreed = fitted()
     for length, other in itertools.product((1, 4, 8), (SILENT, DIFFERS, AGREES)):
-        cell = [i for i, e in enumerate(evidence) if e.length == length and e.other == other]
+        cell = [i for i, e in enumerate(evidence) if e.length == length and e.second_opinion == other]
         mean = sum(confidence.probability(evidence[i]) for i in cell) / len(cell)
         assert mean == pytest.approx(sum(agreed[i] for i in cell) / len(cell), abs=0.1)
 

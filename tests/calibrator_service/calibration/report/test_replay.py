@@ -13,8 +13,8 @@ from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.tables import MAX_CHAIN
 from shared.engine.drafting.costs import MAX_PASS_TOKENS
 from shared.ladder.confidence_head import ConfidenceHead
+from shared.ladder.exit_head import ExitHead
 from shared.ladder.exits import LayerExit
-from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.rungs import Draft
 from shared.ladder.table_confidence import SIZES, TableConfidence
@@ -163,7 +163,7 @@ def random_ladder(loaded: LoadedModel, seed: int) -> Ladder:
     torch.manual_seed(seed)
     exits = []
     for depth in (0, 2):
-        head, confidence = FusedHead(32, 24), ConfidenceHead(32, 8)
+        head, confidence = ExitHead(32, 24), ConfidenceHead(32, 8)
         torch.nn.init.constant_(confidence.output.bias, 2.0)
         exits.append(LayerExit(depth, head.eval(), confidence.eval().requires_grad_(False)))
     builder = NgramTableBuilder()

@@ -16,7 +16,7 @@ from calibrator_service.calibration.training.closed_form import (
     solve_head,
     solve_ridge,
 )
-from shared.ladder.fused_head import FusedHead, chained
+from shared.ladder.exit_head import ExitHead, chained
 from shared.ladder.unit import unit
 from tests.calibrator_service.calibration.chunks import LAYOUT, SIZE, chunk_of
 
@@ -49,7 +49,7 @@ def moments_of(chunk: StateChunk) -> Moments:
     return found
 
 
-def outputs(head: FusedHead, chunk: StateChunk) -> tuple[Tensor, Tensor]:
+def outputs(head: ExitHead, chunk: StateChunk) -> tuple[Tensor, Tensor]:
     """Of the first and second step of the chains from all positions."""
     last = len(chunk.deep) - 2
     settled = torch.stack([chunk.states[2][:last], chunk.states[4][:last], chunk.deep[:last]], 1)
@@ -58,7 +58,7 @@ def outputs(head: FusedHead, chunk: StateChunk) -> tuple[Tensor, Tensor]:
         return first, head(chained(first), chunk.states[0][2:])
 
 
-def likeness(head: FusedHead, chunk: StateChunk) -> tuple[float, float]:
+def likeness(head: ExitHead, chunk: StateChunk) -> tuple[float, float]:
     """Mean cosine of the two steps' outputs with the deep states that they stand for."""
     first, further = outputs(head, chunk)
     goals = chunk.deep[1:-1], chunk.deep[2:]
@@ -66,8 +66,8 @@ def likeness(head: FusedHead, chunk: StateChunk) -> tuple[float, float]:
     return float(found[0]), float(found[1])
 
 
-def with_further(head: FusedHead, further: Tensor) -> FusedHead:
-    other = FusedHead(SIZE, head.mlp_width)
+def with_further(head: ExitHead, further: Tensor) -> ExitHead:
+    other = ExitHead(SIZE, head.mlp_width)
     other.load_state_dict(head.state_dict())
     with torch.no_grad():
         other.fuse[:, 4 * SIZE :] = further

@@ -16,7 +16,7 @@ from calibrator_service.calibration.training.batches import gather_chains
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.heads import train_heads
 from calibrator_service.calibration.training.objectives import ChainObjective, make_teacher
-from shared.ladder.fused_head import FusedHead
+from shared.ladder.exit_head import ExitHead
 from shared.ladder.unit import unit
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.host_syncs import HostSyncs
@@ -59,7 +59,7 @@ def test_training_steps_do_not_synchronise_with_the_device(collector, monkeypatc
     monkeypatch.setattr(train_module, "REPORT_INTERVAL_S", math.inf)  # the first step's only
     # As on a GPU: otherwise the optimiser counts its steps in tensors on the host, and reads them.
     monkeypatch.setattr(torch.optim, "AdamW", lambda *a, **k: AdamW(*a, **{**k, "fused": True}))
-    heads = {depth: FusedHead(32, 16) for depth in (0, 2)}
+    heads = {depth: ExitHead(32, 16) for depth in (0, 2)}
     vocabulary = DraftVocabulary(torch.arange(32), torch.randn(32, 32), None, torch.arange(32))
 
     def waits(batch_size: int) -> list[str]:
@@ -81,7 +81,7 @@ def test_training_steps_do_not_synchronise_with_the_device(collector, monkeypatc
 def test_the_first_loss_that_is_shown_is_the_first_steps(collector, monkeypatch):
     """A running mean that began with zero would rise at first, however well the heads learned."""
     monkeypatch.setattr(train_module, "REPORT_INTERVAL_S", 0.0)
-    heads = {0: FusedHead(32, 16)}
+    heads = {0: ExitHead(32, 16)}
     vocabulary = DraftVocabulary(torch.arange(32), torch.randn(32, 32), None, torch.arange(32))
     objective = ChainObjective(heads, vocabulary, 3, None)
     own, shown = [], []
@@ -118,7 +118,7 @@ def test_a_killed_training_continues_to_the_same_weights(counting, tmp_path, mon
 
     def trained(dies_at: float = 2.0) -> dict[str, torch.Tensor]:
         torch.manual_seed(3)
-        heads = {0: FusedHead(32, 16)}
+        heads = {0: ExitHead(32, 16)}
         objective = ChainObjective(heads, vocabulary, 3, make_teacher(runner, vocabulary))
 
         def on_step(done: float, _: object) -> None:

@@ -19,7 +19,7 @@ from calibrator_service.calibration.training.joint import Position, fit_joint, j
 from shared.engine.drafting.confidence import Confidence, log_odds
 from shared.ladder.joint_weights import CASES, DEFAULT_WEIGHTS, MAX_WEIGHT, JointWeights, Weights
 from shared.ladder.ladder import Ladder, ModelIdentity
-from shared.ladder.rungs import SUFFIX, Draft, exit_name
+from shared.ladder.rungs import PROMPT_LOOKUP, Draft, exit_name
 from shared.ladder.table_confidence import SIZES, TableConfidence
 from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
@@ -38,7 +38,7 @@ TRUTH = JointWeights(
 
 
 def table(token: int, probability: float) -> Draft:
-    return Draft(token, probability, SUFFIX, 0)
+    return Draft(token, probability, PROMPT_LOOKUP, 0)
 
 
 def exit_draft(token: int, probability: float) -> Draft:
@@ -193,7 +193,7 @@ def test_every_proposer_is_asked_at_each_position_as_it_is_served(counting, tmp_
         beside = [
             next(d for d in said if d.rung == layer_exit.name).token == choice
             for said, choice in found
-            if not any(d.rung == SUFFIX and d.token == choice for d in said)
+            if not any(d.rung == PROMPT_LOOKUP and d.token == choice for d in said)
         ]
         own = figures[layer_exit.name]
         assert own["positions_beside_tables"] == len(beside) > 0

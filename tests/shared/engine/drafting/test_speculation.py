@@ -5,11 +5,11 @@ from types import SimpleNamespace
 from shared.engine.drafting.planner import BranchDrafts, Tree
 from shared.engine.drafting.speculation import Speculation
 from shared.engine.verification import Verdict
-from shared.ladder.rungs import SUFFIX, Draft
+from shared.ladder.rungs import PROMPT_LOOKUP, Draft
 
 
 def drafts(*tokens: int) -> list[Draft]:
-    return [Draft(token, 0.9, SUFFIX, 0) for token in tokens]
+    return [Draft(token, 0.9, PROMPT_LOOKUP, 0) for token in tokens]
 
 
 def test_an_accepted_branch_is_found_behind_those_before_it():

@@ -17,11 +17,11 @@ from shared.engine.step import Decoder
 from shared.ladder import ladder as ladder_module
 from shared.ladder import native_chain
 from shared.ladder.chain_exit import ChainSteps, SteppedChain
+from shared.ladder.exit_head import ExitHead
 from shared.ladder.exits import LayerExit
-from shared.ladder.fused_head import FusedHead
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.rungs import SUFFIX, Draft
+from shared.ladder.rungs import PROMPT_LOOKUP, Draft
 from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
@@ -66,10 +66,10 @@ def _equal_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_chain, "FORMAT", "F16")
 
 
-def fused_ladder(runner: Runner, seed: int = 1) -> Ladder:
+def exit_ladder(runner: Runner, seed: int = 1) -> Ladder:
     ladder = random_ladder(runner.loaded, seed, depths=(0,))
     torch.manual_seed(seed)
-    head = FusedHead(runner.loaded.hidden_size, 64)
+    head = ExitHead(runner.loaded.hidden_size, 64)
     torch.nn.init.normal_(head.gain)
     confidence = ladder.exits[0].confidence
     # Probabilities of about 0.9, so that chains grow to their limits.
@@ -120,7 +120,7 @@ def table_of(*positions: int, probability: float = 0.9999) -> Callable[..., list
 
     def propose(self: TableProposer, tokens: Sequence[int] = ()) -> list[Draft]:
         known = len(tokens) in positions
-        return [Draft(11 + len(tokens), probability, SUFFIX, 0)] if known else []
+        return [Draft(11 + len(tokens), probability, PROMPT_LOOKUP, 0)] if known else []
 
     return propose
 
@@ -136,7 +136,7 @@ def test_a_whole_chain_has_the_drafts_of_its_single_steps(
     any_runner: Runner, monkeypatch: pytest.MonkeyPatch, noted: list, positions: tuple[int, ...]
 ) -> None:
     monkeypatch.setattr(TableProposer, "propose", table_of(*positions))
-    ladder = fused_ladder(any_runner)
+    ladder = exit_ladder(any_runner)
     policies = [DepthPolicy("exact", max_drafts=n) for n in (NUM_DRAFTS, 2, NUM_DRAFTS)]
     whole = drafted(any_runner, ladder, policies)
     assert noted
@@ -148,13 +148,13 @@ def test_a_whole_chain_has_the_drafts_of_its_single_steps(
     assert all(map(all, read[calls:])), "the second time, step by step"
     assert [len(drafts) for drafts in whole] == [NUM_DRAFTS, 2, NUM_DRAFTS]
     for drafts in whole:
-        from_tables = [i for i, (_, rung) in enumerate(drafts) if rung == SUFFIX]
+        from_tables = [i for i, (_, rung) in enumerate(drafts) if rung == PROMPT_LOOKUP]
         assert from_tables == [i for i in positions if i < len(drafts)]
 
 
 def test_one_call_drafts_all_chains_while_the_tables_are_silent(runner: Runner, noted: list) -> None:
     policies = [DepthPolicy("exact", max_drafts=n) for n in (NUM_DRAFTS, 3)]
-    drafted(runner, fused_ladder(runner), policies)
+    drafted(runner, exit_ladder(runner), policies)
     assert [[start.room for start in starts] for starts in noted] == [[NUM_DRAFTS, 3]]
 
 
@@ -162,7 +162,7 @@ def test_a_table_that_drafts_another_token_voids_what_was_drafted_after_it(
     any_runner: Runner, monkeypatch: pytest.MonkeyPatch, noted: list
 ) -> None:
     monkeypatch.setattr(TableProposer, "propose", table_of(2))
-    drafted(any_runner, fused_ladder(any_runner), [DepthPolicy("exact", max_drafts=NUM_DRAFTS)])
+    drafted(any_runner, exit_ladder(any_runner), [DepthPolicy("exact", max_drafts=NUM_DRAFTS)])
     first, second = (starts[0] for starts in noted)
     assert (first.place, len(first.tokens), first.room) == (0, 1, NUM_DRAFTS)
     # The head has seen the newest token and two drafts. The table's draft is fed to it, and two more drafts are wanted.
@@ -172,22 +172,22 @@ def test_a_table_that_drafts_another_token_voids_what_was_drafted_after_it(
 def test_a_table_that_drafts_the_same_token_costs_no_call(
     runner: Runner, monkeypatch: pytest.MonkeyPatch, noted: list
 ) -> None:
-    ladder, policies = fused_ladder(runner), [DepthPolicy("exact", max_drafts=NUM_DRAFTS)]
+    ladder, policies = exit_ladder(runner), [DepthPolicy("exact", max_drafts=NUM_DRAFTS)]
     [plain] = drafted(runner, ladder, policies)
 
     def same(self: TableProposer, tokens: Sequence[int] = ()) -> list[Draft]:
-        return [Draft(plain[2][0], 0.9999, SUFFIX, 0)] if len(tokens) == 2 else []
+        return [Draft(plain[2][0], 0.9999, PROMPT_LOOKUP, 0)] if len(tokens) == 2 else []
 
     monkeypatch.setattr(TableProposer, "propose", same)
     noted.clear()
     [again] = drafted(runner, ladder, policies)
     assert [token for token, _ in again] == [token for token, _ in plain]
-    assert again[2][1] == SUFFIX
+    assert again[2][1] == PROMPT_LOOKUP
     assert len(noted) == 1
 
 
 def test_a_chain_is_drafted_on_while_the_next_draft_is_expected_to_pay(runner: Runner, noted: list) -> None:
-    bound = fused_ladder(runner).bind(runner)
+    bound = exit_ladder(runner).bind(runner)
     leasts = []
     for alone_s in (0.1, 0.2, 0.4):
         costs = replace(COSTS, exits=(ExitCost(alone_s, 0.0),))
@@ -199,7 +199,7 @@ def test_a_chain_is_drafted_on_while_the_next_draft_is_expected_to_pay(runner: R
 
 
 def test_other_sequences_in_the_batch_change_no_draft(any_runner: Runner) -> None:
-    ladder = fused_ladder(any_runner)
+    ladder = exit_ladder(any_runner)
     bound = ladder.bind(any_runner)
     sequences = prefilled(any_runner, bound, [DepthPolicy("exact", max_drafts=4)] * 3)
     alone = [draft_chains([sequence], 3)[0].drafts for sequence in sequences]
@@ -210,5 +210,5 @@ def test_other_sequences_in_the_batch_change_no_draft(any_runner: Runner) -> Non
 def test_a_model_whose_first_states_are_not_its_embedding_drafts_step_by_step() -> None:
     torch.manual_seed(0)
     runner = ContiguousRunner(wrap_model(build_family("gpt2"), accelerate=True))
-    bound = fused_ladder(runner).bind(runner)
+    bound = exit_ladder(runner).bind(runner)
     assert bound.state_depths == (0,)

@@ -22,13 +22,13 @@ NUM_SLOTS = NUM_STATES + 1
 INITIAL_GAIN = 0.3
 
 
-class FusedHead(nn.Module):
+class ExitHead(nn.Module):
     """States after a third, two thirds and all of the layers of the last settled token, and the state that the newest
     token enters the exit with: its embedding at depth 0, its state after d layers at depth d.
 
-    With u(x) = `unit(x)`, the first step of a chain: fused = fuse [D, 4D] @ (u(low), u(middle), u(last), u(entering)).
-    A further step: fused = next [D, 2D] @ (output of the step before, u(entering)). Then n = u(fused) * norm [D];
-    output = u(fused + down [D, M] @ (silu(gate [M, D] @ n) * (up [M, D] @ n))). The LM head's input is output * gain
+    With u(x) = `unit(x)`, the first step of a chain: joined = fuse [D, 4D] @ (u(low), u(middle), u(last), u(entering)).
+    A further step: joined = next [D, 2D] @ (output of the step before, u(entering)). Then n = u(joined) * norm [D];
+    output = u(joined + down [D, M] @ (silu(gate [M, D] @ n) * (up [M, D] @ n))). The LM head's input is output * gain
     [D]. The parameter `fuse` [D, 6D] holds fuse and next, side by side. Only for models whose LM head reads states of
     width D, because the output stands for states of width D.
     """
@@ -55,7 +55,7 @@ class FusedHead(nn.Module):
         the token before, both [..., NUM_SLOTS, D]. `entering` [..., D].
         """
         matmuls = (partial(F.linear, weight=weight) for weight in self.matrices)
-        return fused_output(states, entering, self.norm, *matmuls)
+        return head_output(states, entering, self.norm, *matmuls)
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -73,19 +73,19 @@ class FusedHead(nn.Module):
         return output * self.gain
 
 
-def fused_output(
+def head_output(
     states: Tensor, entering: Tensor, norm: Tensor, fuse: Projection, gate: Projection, up: Projection, down: Projection
 ) -> Tensor:
-    """`FusedHead.forward`, with each matmul by a matrix as a function."""
+    """`ExitHead.forward`, with each matmul by a matrix as a function."""
     slots, newest = unit(in_slots(states)), unit(entering)
-    kept, own = slots[..., :NUM_STATES, :], slots[..., NUM_STATES, :]
-    is_further = (own != 0).any(-1, keepdim=True)
+    settled, previous = slots[..., :NUM_STATES, :], slots[..., NUM_STATES, :]
+    is_further = (previous != 0).any(-1, keepdim=True)
     nothing = torch.zeros_like(newest)
     first = torch.where(is_further, nothing, newest)
     further = torch.where(is_further, newest, nothing)
-    fused = fuse(torch.cat([kept.flatten(-2), first, own, further], -1))
-    normed = unit(fused) * norm
-    return unit(fused + down(F.silu(gate(normed)) * up(normed)))
+    joined = fuse(torch.cat([settled.flatten(-2), first, previous, further], -1))
+    normed = unit(joined) * norm
+    return unit(joined + down(F.silu(gate(normed)) * up(normed)))
 
 
 def in_slots(states: Tensor) -> Tensor:
