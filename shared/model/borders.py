@@ -30,14 +30,14 @@ _NO_POSITION = re.compile(
 
 def context_limit(config: PretrainedConfig) -> int:
     """The number of positions that a configuration allows."""
-    own = config.get_text_config(decoder=True)
-    return getattr(own, "max_position_embeddings", None) or DEFAULT_CONTEXT_LENGTH
+    text_config = config.get_text_config(decoder=True)
+    return getattr(text_config, "max_position_embeddings", None) or DEFAULT_CONTEXT_LENGTH
 
 
 def borders(config: PretrainedConfig, context_length: int) -> tuple[int, ...]:
     """The positions in [NUM_CHECKED, context_length) at which behaviour may change, in ascending order."""
-    own = config.get_text_config(decoder=True)
-    numbers = set(_numbers(own.to_dict().items()))
+    text_config = config.get_text_config(decoder=True)
+    numbers = set(_numbers(text_config.to_dict().items()))
     return tuple(sorted(n for n in numbers if NUM_CHECKED <= n < context_length))
 
 
@@ -67,6 +67,6 @@ def _numbers(fields: Iterable[tuple[object, Any]]) -> Iterator[int]:
         if isinstance(value, Mapping):
             yield from _numbers(value.items())
         elif isinstance(value, list | tuple):
-            yield from _numbers((name, one) for one in value)
+            yield from _numbers((name, item) for item in value)
         elif isinstance(value, int | float) and value < 2**62:
             yield int(value)

@@ -89,7 +89,7 @@ class KVCache(ABC):
             )
 
     @abstractmethod
-    def copy(self, other: "KVCache", start: int, end: int) -> None:
+    def copy(self, donor: "KVCache", start: int, end: int) -> None:
         """Copies the keys and values of positions [start, end) in all layers from a cache of the same runner."""
 
     @property
@@ -173,18 +173,18 @@ class ContiguousCache(LengthlessCache, KVCache):
 
     def tables(self, keys: Tensor, values: Tensor, layers: tuple[int, ...]) -> KVTables:
         """Tables of the keys and of the values of `layers`, one per row. `keys` and `values` as in `layers_kv`."""
-        made = self._tables.get(layers)
-        if made is None:
+        tables = self._tables.get(layers)
+        if tables is None:
             both = [self.layer_tensors(keys, values, layer) for layer in layers]
-            made = self._tables[layers] = (
-                _tables_of_rows([own_keys for own_keys, _ in both]),
-                _tables_of_rows([own_values for _, own_values in both]),
+            tables = self._tables[layers] = (
+                _tables_of_rows([row_keys for row_keys, _ in both]),
+                _tables_of_rows([row_values for _, row_values in both]),
             )
-        return made
+        return tables
 
     @inference
-    def copy(self, other: KVCache, start: int, end: int) -> None:
-        source = as_contiguous(other)
+    def copy(self, donor: KVCache, start: int, end: int) -> None:
+        source = as_contiguous(donor)
         assert 0 <= start <= end <= min(self.capacity, source.capacity)
         for layer_idx, theirs in source._keys.items():
             keys, values = self.layer_tensors(theirs, source._values[layer_idx], layer_idx)

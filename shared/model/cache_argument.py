@@ -34,8 +34,8 @@ def cache_argument(model: nn.Module) -> str:
 
 @functools.cache
 def _name(forward: Callable[..., Any]) -> str | None:
-    taken = inspect.signature(forward).parameters
-    return next((name for name in CACHE_ARGUMENTS if name in taken), None)
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
 
 
 def with_cache(model: nn.Module, cache: Cache) -> dict[str, Cache]:

@@ -31,7 +31,7 @@ def choose(logits: Tensor, trials: Sequence[Trial]) -> list[Tensor]:
     rows = logits.split_with_sizes([trial.num_rows for trial in trials])
     chosen: dict[int, Tensor] = {}
     for is_greedy, choices in ((True, _largest), (False, _drawn)):
-        members = [i for i, own in enumerate(trials) if own.sampling.is_greedy == is_greedy]
+        members = [i for i, trial in enumerate(trials) if trial.sampling.is_greedy == is_greedy]
         group = torch.cat([rows[index] for index in members])
         chosen |= zip(members, choices(group, [trials[index] for index in members]), strict=True)
     return [chosen[index] for index in range(len(trials))]
@@ -46,8 +46,8 @@ def within_margins(logits: Tensor, trials: Sequence[Trial], choices: list[Tensor
         return choices
     rows = logits.split_with_sizes([trial.num_rows for trial in trials])
     return [
-        chosen if trial.margin is None else _within_margin(own, trial.drafts, trial.margin, chosen)
-        for own, trial, chosen in zip(rows, trials, choices, strict=True)
+        chosen if trial.margin is None else _within_margin(row_logits, trial.drafts, trial.margin, chosen)
+        for row_logits, trial, chosen in zip(rows, trials, choices, strict=True)
     ]
 
 
@@ -81,8 +81,8 @@ def _largest(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
     if not on_host or all(trial.allowed is None for trial in trials):
         return rows
     return [
-        chosen if trial.allowed is None else host_choices.allowed_only(chosen, own, trial)
-        for chosen, own, trial in zip(rows, scores.split(sizes), trials, strict=True)
+        chosen if trial.allowed is None else host_choices.allowed_only(chosen, row_scores, trial)
+        for chosen, row_scores, trial in zip(rows, scores.split(sizes), trials, strict=True)
     ]
 
 

@@ -51,8 +51,8 @@ class ContiguousRunner(GatedModel):
             return f"by the model's own forward: {self.why_not_direct}"
         return "as the embedding and one op for all layers"
 
-    def usable_bytes(self, wanted: int) -> int:
-        return wanted
+    def usable_bytes(self, num_bytes: int) -> int:
+        return num_bytes
 
     def prepare(self, depths: Sequence[int]) -> Iterator[None]:
         """There is nothing to prepare."""
@@ -128,7 +128,7 @@ class ContiguousRunner(GatedModel):
                     cache.origin = place
                     if held:
                         self._run_all(ids[:, :held], cache, 0, read)
-                own = self._run_all(ids[:, held:], caches[0], held, read)
+                states = self._run_all(ids[:, held:], caches[0], held, read)
             except _CANNOT:
                 return False  # it cannot begin late, so it cannot be checked
             # All but the first token again, as a branch beside the others.
@@ -136,7 +136,7 @@ class ContiguousRunner(GatedModel):
             branches = (Branch(held + 1, count - 1),) if count > 1 else ()
             num_tokens = 2 * count - 1
             sequences.append(RaggedSequence(caches[1], held, num_tokens, branches, read))
-            alone.append(torch.cat([own, own[:, 1:]], 1))
+            alone.append(torch.cat([states, states[:, 1:]], 1))
             tokens.append(torch.cat([ids[:, held:], ids[:, held + 1 :]], 1))
         expected, asked, last = torch.cat(alone, 1), torch.cat(tokens, 1), self.num_layers
         try:

@@ -143,13 +143,13 @@ class DirectPass:
 def _watch(loaded: LoadedModel) -> _Watched:
     """Runs three tokens through the model's own forward.
     Raises `Unsuitable` if its layers are not called as a direct pass would do."""
-    made: list[tuple[object, nn.Module, Tensor]] = []
+    outputs: list[tuple[object, nn.Module, Tensor]] = []
     angles: list[object] = []
     limits: list[float] = []
 
     def note_output(module: nn.Module, args: tuple[Any, ...], out: object) -> None:
         if type(out) is tuple and args and isinstance(args[0], Tensor):
-            made.append((out, module, args[0]))
+            outputs.append((out, module, args[0]))
 
     def note_call(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         angles.append(kwargs.get("position_embeddings"))
@@ -171,7 +171,7 @@ def _watch(loaded: LoadedModel) -> _Watched:
     finally:
         for hook in hooks:
             hook.remove()
-    sources = [(module, state) for out, module, state in made if out is angles[0]]
+    sources = [(module, state) for out, module, state in outputs if out is angles[0]]
     if len(sources) != 1 or any(each is not angles[0] for each in angles):
         raise Unsuitable("its layers do not share angles that one module has made")
     if not limits:

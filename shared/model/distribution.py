@@ -48,8 +48,10 @@ def constrained(logits: Tensor, trials: Sequence[Trial]) -> Tensor:
     rows = logits.split([trial.num_rows for trial in trials])
     return torch.cat(
         [
-            own if trial.allowed is None else own.where(_masks(trial.allowed, trial.num_rows, own.device), -math.inf)
-            for own, trial in zip(rows, trials, strict=True)
+            row_logits
+            if trial.allowed is None
+            else row_logits.where(_masks(trial.allowed, trial.num_rows, row_logits.device), -math.inf)
+            for row_logits, trial in zip(rows, trials, strict=True)
         ]
     )
 
@@ -67,8 +69,8 @@ def penalised(logits: Tensor, trials: Sequence[Trial]) -> Tensor:
         return logits
     scores = logits.clone()
     rows = scores.split([trial.num_rows for trial in trials])
-    for own, trial in zip(rows, trials, strict=True):
-        _penalise(own, trial)
+    for trial_scores, trial in zip(rows, trials, strict=True):
+        _penalise(trial_scores, trial)
     return scores
 
 
@@ -79,13 +81,13 @@ def candidates(logits: Tensor, trials: Sequence[Trial]) -> tuple[Tensor, Tensor]
     """
     scores = penalised(logits, trials)
     params = [trial.sampling for trial in trials for _ in range(trial.num_rows)]
-    temperature = _column([own.temperature for own in params], logits.device)
+    temperature = _column([sampling.temperature for sampling in params], logits.device)
     masses = scores.to(torch.float64, copy=True)
     masses.sub_(scores.amax(-1, keepdim=True)).div_(temperature).exp_()
     masses.mul_(unit_mass(scores.shape[1])).round_()
     # The temperature changes no order, so the k-th largest and the sorted order are those of the scores.
-    if any(own.top_k for own in params):
-        masses.masked_fill_(scores < _kth_largest(scores, [own.top_k for own in params]), 0.0)
+    if any(sampling.top_k for sampling in params):
+        masses.masked_fill_(scores < _kth_largest(scores, [sampling.top_k for sampling in params]), 0.0)
     return scores, masses
 
 
@@ -95,14 +97,14 @@ def nucleus(scores: Tensor, masses: Tensor, params: Sequence[SamplingParams]) ->
 
     A row of the result is proportional to the probabilities that Hugging Face's logits processors give, in their order.
     """
-    kept = masses
-    if any(own.top_p < 1.0 for own in params):
-        kept = _top_p(scores, masses, [own.top_p for own in params])
-    if any(own.min_p for own in params):
+    remaining = masses
+    if any(sampling.top_p < 1.0 for sampling in params):
+        remaining = _top_p(scores, masses, [sampling.top_p for sampling in params])
+    if any(sampling.min_p for sampling in params):
         # A share of the mass of the most probable token, which is in every nucleus and has `unit_mass`.
-        least = _column([own.min_p for own in params], masses.device) * unit_mass(masses.shape[1])
-        kept = kept.masked_fill(kept < least, 0.0)
-    return kept
+        least = _column([sampling.min_p for sampling in params], masses.device) * unit_mass(masses.shape[1])
+        remaining = remaining.masked_fill(remaining < least, 0.0)
+    return remaining
 
 
 def drawn(masses: Tensor, uniforms: Tensor) -> Tensor:
@@ -131,9 +133,9 @@ def _penalise(scores: Tensor, trial: Trial) -> None:
         scores.index_copy_(1, tokens, scores.index_select(1, tokens) + biases)
     if sampling.repetition_penalty != 1.0:
         seen, counts = _counts(trial.context, trial.drafts, device)
-        own, penalty = scores.index_select(1, seen), sampling.repetition_penalty
-        lowered = torch.where(own > 0, own / penalty, own * penalty)
-        scores.index_copy_(1, seen, torch.where(counts > 0, lowered, own))
+        seen_scores, penalty = scores.index_select(1, seen), sampling.repetition_penalty
+        lowered = torch.where(seen_scores > 0, seen_scores / penalty, seen_scores * penalty)
+        scores.index_copy_(1, seen, torch.where(counts > 0, lowered, seen_scores))
     answer = trial.context[trial.num_prompt_tokens :]
     if (sampling.presence_penalty or sampling.frequency_penalty) and (answer or trial.drafts):
         seen, counts = _counts(answer, trial.drafts, device)
@@ -173,8 +175,8 @@ def _top_p(scores: Tensor, masses: Tensor, shares: Sequence[float]) -> Tensor:
     rows = [row for row, share in enumerate(shares) if share < 1.0]
     if len(rows) < len(shares):  # sorting is expensive, so only rows that ask for top-p are sorted
         index = _on_device(rows, masses.device, torch.int64)
-        own = _top_p(scores.index_select(0, index), masses.index_select(0, index), [shares[row] for row in rows])
-        return masses.index_copy(0, index, own)
+        cut = _top_p(scores.index_select(0, index), masses.index_select(0, index), [shares[row] for row in rows])
+        return masses.index_copy(0, index, cut)
     bound = masses.sum(-1, keepdim=True) * _column(shares, masses.device)
     return _within(scores, masses, bound)
 

@@ -73,32 +73,32 @@ class GatedModel:
     ) -> Tensor:
         """As `Runner.run`, over a contiguous cache and for B rows of tokens: token_ids [B, Q], hidden [B, Q, D] -> [B,
         Q, D]."""
-        own = as_contiguous(cache)
-        own.begin(base, token_ids.shape[1])
+        contiguous = as_contiguous(cache)
+        contiguous.begin(base, token_ids.shape[1])
         captured = self.to_capture(first, last, captured)
         if self.direct is not None and last:
-            span = Span(base, token_ids.shape[1], own.origin)
-            out = self.direct.run(first, last, hidden, token_ids, own, [span], captured)
+            span = Span(base, token_ids.shape[1], contiguous.origin)
+            out = self.direct.run(first, last, hidden, token_ids, contiguous, [span], captured)
             if out is not None:
                 return out
-        sequence = RaggedSequence(own, base, token_ids.shape[1], read_length=read_length)
+        sequence = RaggedSequence(contiguous, base, token_ids.shape[1], read_length=read_length)
         with self.regimes_of([sequence]):
             return self.gates.run(
-                first, last, hidden, captured=captured, input_ids=token_ids, cache=own, use_cache=True
+                first, last, hidden, captured=captured, input_ids=token_ids, cache=contiguous, use_cache=True
             )
 
     def regimes_of(self, sequences: Sequence[RaggedSequence]) -> AbstractContextManager[None]:
         """Within it, the tokens of a pass get the angles of their regimes."""
         if not self.regimes.are_several:
             return nullcontext()
-        own = [self.regimes.of(length) for sequence in sequences for length in sequence.lengths]
-        return self.regimes.during(whole_or_each(own))
+        numbers = [self.regimes.of(length) for sequence in sequences for length in sequence.lengths]
+        return self.regimes.during(whole_or_each(numbers))
 
     def to_capture(self, first: int, last: int, captured: CapturedStates | None) -> CapturedStates | None:
         """`captured` with a key per depth at which a pass through layers [first, last) captures: see `Gates.run`."""
         if captured is not None:
-            wanted = (depth for depth in captured_depths(self.num_layers) if first < depth < last)
-            captured.update(dict.fromkeys(wanted, torch.empty(0)))
+            depths = (depth for depth in captured_depths(self.num_layers) if first < depth < last)
+            captured.update(dict.fromkeys(depths, torch.empty(0)))
         return captured
 
     @inference
@@ -124,7 +124,7 @@ class GatedModel:
             logits: Tensor = self.loaded.parts.head(self.normed(state))
             return logits.float()
         flat = state.reshape(1, -1, state.shape[-1])
-        return self._own_head(flat).reshape(*state.shape[:-1], -1)
+        return self._model_head(flat).reshape(*state.shape[:-1], -1)
 
     @inference
     def capture(
@@ -134,7 +134,7 @@ class GatedModel:
         Returns the states at `depths` (L included), each [B, Q, D]."""
         return self.gates.capture(depths, input_ids=token_ids, attention_mask=attention_mask, use_cache=False)
 
-    def _own_head(self, state: Tensor) -> Tensor:
+    def _model_head(self, state: Tensor) -> Tensor:
         tokens = torch.ones(state.shape[:2], dtype=torch.long, device=state.device)
         return self.gates.head(state, input_ids=tokens, use_cache=False).float()
 
@@ -144,13 +144,13 @@ class GatedModel:
         generator = torch.Generator().manual_seed(0)
         state = torch.randn(1, 3, self.loaded.hidden_size, generator=generator)
         state = 10 * state.to(self.loaded.device, self.loaded.model.dtype)
-        own = self._own_head(state)
+        expected = self._model_head(state)
         try:
             direct = self.loaded.parts.head(self.normed(state)).float()
         except RuntimeError:  # a projection stands between norm and head, as in some OPT models
             return False
-        scale = own.abs().max().clamp_min(1e-9)
-        return direct.shape == own.shape and bool((direct - own).abs().max() <= HEAD_TOLERANCE * scale)
+        scale = expected.abs().max().clamp_min(1e-9)
+        return direct.shape == expected.shape and bool((direct - expected).abs().max() <= HEAD_TOLERANCE * scale)
 
     @inference
     def _check_direct_embedding(self) -> bool:
@@ -191,15 +191,15 @@ class GatedModel:
         counts = (4, 1, 4)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.loaded.vocabulary_size, (1, sum(counts)), generator=generator)
-        own, twin = (self.new_cache(sum(counts)) for _ in range(2))
-        own.origin = twin.origin = place
+        cache, twin = (self.new_cache(sum(counts)) for _ in range(2))
+        cache.origin = twin.origin = place
         base = 0
         for part in ids.split(counts, 1):
             count = int(min(part.shape[1], limit - place - base))
             if count <= 0:
                 break
             part = part[:, :count]
-            expected = self.run(part, own, first=0, last=self.num_layers, base=base)
+            expected = self.run(part, cache, first=0, last=self.num_layers, base=base)
             twin.begin(base, count)
             span = Span(base, count, place)
             out = direct.run(0, self.num_layers, None, part, twin, [span], None)
@@ -217,15 +217,15 @@ class GatedModel:
 
 def _regimes_of(loaded: LoadedModel) -> Regimes:
     """Those of the model up to its context length. They are found once."""
-    found: dict[int, Regimes] = vars(loaded.model).setdefault("_neap_regimes", {})
-    if loaded.context_length not in found:
+    by_length: dict[int, Regimes] = vars(loaded.model).setdefault("_neap_regimes", {})
+    if loaded.context_length not in by_length:
         name = f"has one regime, {loaded.context_length}"
         regimes = Regimes()
         if not loaded.facts.earlier.get(name):
             regimes = find_regimes(loaded.model, loaded.context_length)
             loaded.facts.note(name, not regimes.are_several)
-        found[loaded.context_length] = regimes
-    return found[loaded.context_length]
+        by_length[loaded.context_length] = regimes
+    return by_length[loaded.context_length]
 
 
 def _gates_of(loaded: LoadedModel) -> Gates:

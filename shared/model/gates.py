@@ -242,20 +242,20 @@ class Gates:
         if self._stack is None or self._hooks.are_any():
             return None
         num_tokens = state.shape[0] * state.shape[1]
-        wanted = [depth for depth in captured or () if first <= depth < last]
+        depths = [depth for depth in captured or () if first <= depth < last]
         passed = {first: state}
         depth = first
         while depth < last:
             end = self._stack.end(depth, last)
-            inside = {stop - depth: state for stop in wanted if depth < stop < end}
+            inside = {stop - depth: state for stop in depths if depth < stop < end}
             out = self._stack.run(depth, end, (state,), shared, inside)
             if out is None:
                 return None
-            passed.update((depth + count, own) for count, own in inside.items())
+            passed.update((depth + count, inner) for count, inner in inside.items())
             state, depth = out, end
             passed[depth] = state
         if captured:
-            captured.update((depth, passed[depth]) for depth in wanted)
+            captured.update((depth, passed[depth]) for depth in depths)
         self.counters.add(first, last, num_tokens)
         return state
 

@@ -25,9 +25,9 @@ def allowed_only(chosen: Tensor, scores: Tensor, trial: Trial) -> Tensor:
         if token == NO_TOKEN or (token != draft and not allowed.allows(row, token)):
             forced = allowed.forced(row)
             few = np.flatnonzero(allowed.mask(row)) if forced is None else np.array([forced])
-            own = rows[row][few]
-            best = own.argmax()  # of a NaN, if there is one
-            token = int(few[best]) if np.isfinite(own[best]) else NO_TOKEN
+            allowed_scores = rows[row][few]
+            best = allowed_scores.argmax()  # of a NaN, if there is one
+            token = int(few[best]) if np.isfinite(allowed_scores[best]) else NO_TOKEN
         tokens.append(token)
         if token != draft and trial.margin is None:
             break

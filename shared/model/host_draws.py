@@ -124,6 +124,6 @@ def _within_top_p(scores: Floats, masses: Masses, top_p: float) -> Masses:
     order = few[np.argsort(-scores[few], kind="stable")]
     ordered = masses[order]
     before = ordered.cumsum() - ordered
-    kept = np.zeros_like(masses)
-    kept[order] = np.where(before >= bound, 0.0, ordered)
-    return kept
+    remaining = np.zeros_like(masses)
+    remaining[order] = np.where(before >= bound, 0.0, ordered)
+    return remaining

@@ -15,12 +15,12 @@ _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_in
 
 
 class HostSyncs(TorchDispatchMode):
-    """Collects in `found` the names of operators whose result's size depends on numbers on the device, or which copy to
+    """Collects in `syncs` the names of operators whose result's size depends on numbers on the device, or which copy to
     or from the host."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[str] = []
+        self.syncs: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -32,7 +32,7 @@ class HostSyncs(TorchDispatchMode):
             return parts
         out = func(*args, **(kwargs or {}))
         if self._is_sync(func, tree_leaves((args, kwargs)), out):
-            self.found.append(str(func))
+            self.syncs.append(str(func))
         return out
 
     @staticmethod
@@ -55,4 +55,4 @@ def host_syncs(work: Callable[[], object]) -> list[str]:
     mode = HostSyncs()
     with mode:
         work()
-    return mode.found
+    return mode.syncs

@@ -24,7 +24,7 @@ from shared.model.own_thread import run_in_own_thread
 from shared.model.parts import refuse_config
 from shared.model.remembered.facts import Facts
 from shared.model.remembered.store import Entry, StartStore
-from shared.model.source import arguments_of, not_found, size_mb
+from shared.model.source import arguments_of, missing_model, size_mb
 from shared.model.weights.lazy import lazy, realise
 from shared.model.weights.quantised import dequantises, missing_package, quantisation
 from shared.model.weights.reading import CheckpointFiles, Replacement, replaced, safetensors_replacements
@@ -94,10 +94,10 @@ def _load_model(
     compute_dtype: torch.dtype | None,
     entry: Entry | None,
 ) -> LoadedModel:
-    facts, made = (Facts(), None) if entry is None else (entry.facts, entry.matrices)
+    facts, matrices = (Facts(), None) if entry is None else (entry.facts, entry.matrices)
     where = arguments_of(source)
     theirs = f"transformers cannot load {source} as a causal language model"
-    with CheckpointFiles(dtype, made) as checkpoint, _load_errors(source, f"neap cannot prepare {source}"):
+    with CheckpointFiles(dtype, matrices) as checkpoint, _load_errors(source, f"neap cannot prepare {source}"):
         readers = _gguf_readers(checkpoint) if "gguf_file" in where else []
         with _load_errors(source, theirs), replaced(readers):
             config = AutoConfig.from_pretrained(**where)
@@ -217,7 +217,7 @@ def _load_errors(source: str | Path, failure: str) -> Iterator[None]:
         ) from error
     except OSError as error:
         log.warning("cannot load model", source=str(source), exc_info=True)
-        raise not_found(source, "its files are missing or unreadable") from error
+        raise missing_model(source, "its files are missing or unreadable") from error
     except Exception as error:
         log.warning("cannot load model", source=str(source), exc_info=True)
         if is_out_of_memory(error):

@@ -62,9 +62,9 @@ def numerics_of(runner: Runner) -> Numerics:
         return Numerics(**known["numerics"])
     if known is not None:
         log.warning("the model gives other bits than at an earlier start; its promise is tried anew")
-    found = _try(runner)
-    facts.note(name, {"bits": bits, "numerics": asdict(found)})
-    return found
+    numerics = _try(runner)
+    facts.note(name, {"bits": bits, "numerics": asdict(numerics)})
+    return numerics
 
 
 def _few_logits(runner: Runner) -> Tensor:
@@ -97,8 +97,8 @@ def _why_not(loaded: LoadedModel, agree: bool) -> str:
         return "the model runs its own modules instead of neap's kernels"
     if agree:
         return ""
-    own = report.left_alone.get("attention") or next(iter(report.left_alone.values()), "")
-    return "a token's bits depend on what else is in a pass" + (own and f": {own}")
+    reason = report.left_alone.get("attention") or next(iter(report.left_alone.values()), "")
+    return "a token's bits depend on what else is in a pass" + (reason and f": {reason}")
 
 
 def _probe(runner: Runner) -> tuple[str, bool]:
@@ -109,14 +109,14 @@ def _probe(runner: Runner) -> tuple[str, bool]:
     digest, agree = hashlib.sha256(), True
     for place in origins(loaded.model.config, loaded.context_length, length):
         try:
-            own, is_same = _tried_at(runner, place, length)
+            logits, is_same = _tried_at(runner, place, length)
         except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError):
             if not place:
                 raise
             continue  # the model makes something as long as the text, and cannot begin late
-        digest.update(_bytes(own))
+        digest.update(_bytes(logits))
         agree = agree and is_same
-        del own  # before the next ones are made: the logits of a large vocabulary take megabytes
+        del logits  # before the next ones are made: the logits of a large vocabulary take megabytes
     return digest.hexdigest(), agree
 
 
@@ -126,18 +126,18 @@ def _tried_at(runner: Runner, place: int, length: int) -> tuple[Tensor, bool]:
     loaded, depth = runner.loaded, runner.num_layers
     prompt = max(1, length - 1 - _FEW)
     ids = torch.randint(loaded.vocabulary_size, (length + _OTHER,), generator=torch.Generator().manual_seed(0)).tolist()
-    own, others = ids[:length], ids[length:][: loaded.context_length]
+    sequence, others = ids[:length], ids[length:][: loaded.context_length]
     whole, cache, beside = (runner.new_cache(n) for n in (length, length, len(others)))
     whole.origin = cache.origin = place
 
     def run(tokens: list[int], base: int, into: KVCache) -> Tensor:
         return runner.run(runner.ids(tokens), into, first=0, last=depth, base=base, read_length=place + length)
 
-    expected = runner.logits(run(own, 0, whole))[0]
+    expected = runner.logits(run(sequence, 0, whole))[0]
     pieces = pairwise(sorted({0, min(_PIECE, prompt), prompt}))
-    parts = [run(own[start:end], start, cache) for start, end in pieces]
-    parts += [run(own[prompt : prompt + 1], prompt, cache)] if length > prompt else []
-    last = own[prompt + 1 :]
+    parts = [run(sequence[start:end], start, cache) for start, end in pieces]
+    parts += [run(sequence[prompt : prompt + 1], prompt, cache)] if length > prompt else []
+    last = sequence[prompt + 1 :]
     if last and runner.supports_ragged:
         sequences = [
             RaggedSequence(beside, 0, len(others)),
@@ -148,7 +148,7 @@ def _tried_at(runner: Runner, place: int, length: int) -> tuple[Tensor, bool]:
     elif last:
         parts.append(run(last, prompt + 1, cache))
     rows = expected.split([part.shape[1] for part in parts])
-    return expected, all(torch.equal(own, runner.logits(part)[0]) for own, part in zip(rows, parts, strict=True))
+    return expected, all(torch.equal(alone, runner.logits(part)[0]) for alone, part in zip(rows, parts, strict=True))
 
 
 def _facts(runner: Runner) -> dict[str, object]:

@@ -62,7 +62,7 @@ class BlockPool:
         # Layers of one shape share a tensor [layers, P, Hkv, G, D], so that a move takes one launch for all of them.
         self._stores: list[Tensor] = []
         for shape in dict.fromkeys(shapes):
-            layers = [index for index, own in enumerate(shapes) if own == shape]
+            layers = [index for index, layer_shape in enumerate(shapes) if layer_shape == shape]
             for views, width in ((self.keys, shape.key_width), (self.values, shape.value_width)):
                 size = (len(layers), num_blocks, shape.num_heads, BLOCK_TOKENS, width)
                 # Zeros, because positions that no query sees must still hold finite numbers.
@@ -169,8 +169,8 @@ class PagedCache(KVCache):
         return len(self.blocks) * self._pool.block_bytes
 
     @inference
-    def copy(self, other: KVCache, start: int, end: int) -> None:
-        source = as_paged(other)
+    def copy(self, donor: KVCache, start: int, end: int) -> None:
+        source = as_paged(donor)
         assert source._pool is self._pool
         assert not self.is_closed
         assert not source.is_closed

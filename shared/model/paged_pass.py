@@ -41,8 +41,8 @@ class TokenPlaces:
     @classmethod
     def without_layers(cls, positions: Sequence[int]) -> "TokenPlaces":
         """Those of tokens that no layer runs over."""
-        own = list(positions)
-        return cls(own, own, own, own, [0] * len(own))
+        places = list(positions)
+        return cls(places, places, places, places, [0] * len(places))
 
     def cut(self, part: slice) -> "TokenPlaces":
         return TokenPlaces(

@@ -112,7 +112,7 @@ class PagedRunner:
         compiled = "compiled" if self.compiles else "not compiled"
         return f"over {self.pool.num_blocks} blocks of KV memory, {recorded}, layers {compiled}"
 
-    def usable_bytes(self, wanted: int) -> int:
+    def usable_bytes(self, num_bytes: int) -> int:
         return self.num_budget_blocks * self.pool.block_bytes
 
     def record(self, work: Work) -> Work:
@@ -253,32 +253,32 @@ class PagedRunner:
         }
         for start in range(0, len(places.positions), BUCKETS[-1]):
             piece = slice(start, start + BUCKETS[-1])
-            own = places.cut(piece)
-            count = len(own.positions)
+            piece_places = places.cut(piece)
+            count = len(piece_places.positions)
             bucket = bucket_of(count, BUCKETS)
             replay = self._recorded_layers(first, last, bucket)
             indices = [self.pool.table_index(cache) for cache in caches[piece]] or [0] * count
-            self._tokens[bucket].fill(ids[piece], indices, own)
+            self._tokens[bucket].fill(ids[piece], indices, piece_places)
             assert (entering is None) == (first == 0)
             if entering is not None:
                 self._entering[:count].copy_(entering[piece])
             replay()
             self.counters.add(first, last, count)
             pieces.append(self._leaving[:count].clone())
-            for depth, found in captures.items():
-                found.append(self._captured[depth][:count].clone())
+            for depth, states in captures.items():
+                states.append(self._captured[depth][:count].clone())
         if captured is not None:
-            captured.update({depth: _joined(found)[None] for depth, found in captures.items()})
+            captured.update({depth: _joined(states)[None] for depth, states in captures.items()})
         return _joined(pieces)
 
     def _recorded_layers(self, first: int, last: int, bucket: int) -> Work:
         """The pass through layers [first, last) over one bucket. Records it at the first call."""
-        found = self._layer_passes.get((first, last, bucket))
-        if found is None:
+        replay = self._layer_passes.get((first, last, bucket))
+        if replay is None:
             self._tokens[bucket].clear()  # so that recording writes to no sequence's blocks
             work = partial(self._run_layers, first, last, bucket)
-            found = self._layer_passes[first, last, bucket] = self._recorder.record(work)
-        return found
+            replay = self._layer_passes[first, last, bucket] = self._recorder.record(work)
+        return replay
 
     @inference
     def _run_layers(self, first: int, last: int, bucket: int) -> None:
@@ -293,11 +293,11 @@ class PagedRunner:
 
     def _recorded_head(self, bucket: int) -> Work:
         """The final norm and the head over one bucket of states. Records them at the first call."""
-        found = self._head_passes.get(bucket)
-        if found is None:
+        replay = self._head_passes.get(bucket)
+        if replay is None:
             work = partial(self._run_head, bucket)
-            found = self._head_passes[bucket] = self._recorder.record(work)
-        return found
+            replay = self._head_passes[bucket] = self._recorder.record(work)
+        return replay
 
     @inference
     def _run_head(self, bucket: int) -> None:

@@ -46,12 +46,12 @@ class RaggedSequence:
     def spans(self) -> list[Span]:
         """The trunk, then the branches."""
         origin, in_branches = self.cache.origin, sum(branch.num_tokens for branch in self.branches)
-        found = [Span(self.base, self.num_tokens - in_branches, origin)]
-        slot = found[0].base + found[0].num_tokens
+        spans = [Span(self.base, self.num_tokens - in_branches, origin)]
+        slot = spans[0].base + spans[0].num_tokens
         for base, num_tokens in self.branches:
-            found.append(Span(base, num_tokens, origin, slot - base))
+            spans.append(Span(base, num_tokens, origin, slot - base))
             slot += num_tokens
-        return found
+        return spans
 
     @property
     def positions(self) -> list[int]:
@@ -82,10 +82,10 @@ class RaggedCache(LengthlessCache):
         """Raises `InvalidInput` (reason CACHE_CAPACITY) if positions do not fit a sequence's cache."""
         spans, caches = [], []
         for sequence in sequences:
-            cache, own = as_contiguous(sequence.cache), sequence.spans
+            cache, of_sequence = as_contiguous(sequence.cache), sequence.spans
             cache.begin(sequence.base, sequence.num_tokens)
-            spans += own
-            caches += [cache] * len(own)
+            spans += of_sequence
+            caches += [cache] * len(of_sequence)
         self.spans, self._caches = tuple(spans), tuple(caches)
         super().__init__(RaggedOffset(self.spans))
         self._bases = [span.base for span in self.spans]
@@ -108,8 +108,8 @@ class RaggedCache(LengthlessCache):
         `ContiguousCache.layers_kv`."""
         tables = [cache.tables(keys, values, layers) for cache in self._caches]
         return LayerKV(
-            [own_keys for [own_keys], _ in tables],
-            [own_values for _, [own_values] in tables],
+            [key_table for [key_table], _ in tables],
+            [value_table for _, [value_table] in tables],
             self._bases,
             self._slot_mapping,
             self._counts,

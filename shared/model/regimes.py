@@ -54,10 +54,10 @@ class Regimes:
         """The number of the regime of a sequence of `length` tokens."""
         return bisect_right(self.starts, length) - 1
 
-    def agree(self, read_length: int, other: int) -> bool:
-        """Whether the keys of a sequence, of which so many tokens were read at once, serve a prompt of `other` tokens,
-        as far as it goes."""
-        return self.of(read_length) == self.of(other)
+    def agree(self, read_length: int, prompt_length: int) -> bool:
+        """Whether the keys of a sequence, of which so many tokens were read at once, serve a prompt of `prompt_length`
+        tokens, as far as it goes."""
+        return self.of(read_length) == self.of(prompt_length)
 
     def next_reread(self, length: int) -> int | None:
         """The first length above `length` at which all tokens are read again."""
@@ -85,7 +85,7 @@ def find_regimes(model: PreTrainedModel, context_length: int) -> Regimes:
 
     Raises `UnsupportedModel` (reason LENGTH_NOT_SUPPORTED) if angles change with the length in a way that is no regime.
     """
-    found: dict[nn.Module, tuple[int, ...]] = {}
+    starts_of: dict[nn.Module, tuple[int, ...]] = {}
     lengths = _lengths(model, context_length)
     for module, calls in _position_modules(model).items():
         try:
@@ -93,12 +93,12 @@ def find_regimes(model: PreTrainedModel, context_length: int) -> Regimes:
         except (LookupError, TypeError, ValueError, RuntimeError):
             continue  # it takes more than positions; `check_cuts` shows whether lengths matter
         if starts:
-            found[module] = tuple(starts)
-    if not found:
+            starts_of[module] = tuple(starts)
+    if not starts_of:
         return Regimes()
-    starts = {start for own in found.values() for start in own}
+    starts = {start for of_module in starts_of.values() for start in of_module}
     regimes = Regimes((1, *sorted(starts)), tuple(n for n in lengths if n > 1 and _rereads(model, n)))
-    for module in found:
+    for module in starts_of:
         module.forward = _obeying(regimes, module.forward)
     return regimes
 
@@ -170,31 +170,33 @@ def _tensors(output: Any) -> tuple[Tensor, ...]:
     return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
-def _obeying(regimes: Regimes, own: Forward) -> Forward:
-    """The forward `own` of a module, but each token gets the angles of its regime."""
+def _obeying(regimes: Regimes, original: Forward) -> Forward:
+    """The forward `original` of a module, but each token gets the angles of its regime."""
 
     def in_regime(number: int, positions: Tensor, args: Any, kwargs: Any) -> tuple[Any, tuple[Tensor, ...]]:
         # A module goes by the largest position, so one of the regime is put after the others.
-        one = positions.new_full((*positions.shape[:-1], 1), regimes.starts[number] - 1)
-        output = own(*args, position_ids=torch.cat([positions, one], -1), **kwargs)
+        last_position = positions.new_full((*positions.shape[:-1], 1), regimes.starts[number] - 1)
+        output = original(*args, position_ids=torch.cat([positions, last_position], -1), **kwargs)
         return output, tuple(part[..., :-1, :] for part in _tensors(output))
 
     def forward(*args: Any, position_ids: Tensor, **kwargs: Any) -> Any:
         current = regimes.current
         if current is None:
-            return own(*args, position_ids=position_ids, **kwargs)
+            return original(*args, position_ids=position_ids, **kwargs)
         if isinstance(current, int):
             output, parts = in_regime(current, position_ids, args, kwargs)
         else:
             current = current.to(position_ids.device)
             output, parts = in_regime(0, torch.where(current == 0, position_ids, 0), args, kwargs)
             for number in range(1, len(regimes.starts)):
-                is_own = current == number
-                _, later = in_regime(number, torch.where(is_own, position_ids, 0), args, kwargs)
-                parts = tuple(torch.where(is_own[..., None], new, old) for new, old in zip(later, parts, strict=True))
+                is_member = current == number
+                _, later = in_regime(number, torch.where(is_member, position_ids, 0), args, kwargs)
+                parts = tuple(
+                    torch.where(is_member[..., None], new, old) for new, old in zip(later, parts, strict=True)
+                )
         return parts[0] if isinstance(output, Tensor) else type(output)(parts)
 
-    names = list(inspect.signature(own).parameters)
+    names = list(inspect.signature(original).parameters)
 
     def by_name(*args: Any, **kwargs: Any) -> Any:
         named = {**dict(zip(names, args, strict=False)), **kwargs}

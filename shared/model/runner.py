@@ -81,8 +81,8 @@ class Runner(Protocol):
     def description(self) -> str:
         """How passes are run, for logs and reports."""
 
-    def usable_bytes(self, wanted: int) -> int:
-        """The bytes that all caches together can use, given a budget of `wanted` bytes."""
+    def usable_bytes(self, num_bytes: int) -> int:
+        """The bytes that all caches together can use, given a budget of `num_bytes` bytes."""
 
     def prepare(self, depths: Sequence[int]) -> Iterator[None]:
         """Does once what later passes between `depths` would otherwise do first.

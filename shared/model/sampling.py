@@ -133,11 +133,11 @@ class SamplingParams:
     def forbidden_after(self, before: Sequence[int], num_answered: int, end_token_ids: Collection[int]) -> set[int]:
         """The tokens that `min_tokens` and `bad_words` forbid after those before, of which the last MAX_BAD_WORD_TOKENS
         are enough; the answer has `num_answered` so far."""
-        found = set(end_token_ids) if num_answered < self.min_tokens else set()
+        forbidden = set(end_token_ids) if num_answered < self.min_tokens else set()
         endings = self.bad_endings
         for words in (endings.get(None, ()), endings.get(before[-1], ()) if before else ()):
-            found.update(last for word, last in words if [*before[len(before) - len(word) :]] == word)
-        return found
+            forbidden.update(last for word, last in words if [*before[len(before) - len(word) :]] == word)
+        return forbidden
 
 
 def uniform_at(seed: int, position: int) -> float:

@@ -30,16 +30,16 @@ def arguments_of(source: str | Path) -> dict[str, Any]:
     arguments: dict[str, Any] = {"pretrained_model_name_or_path": str(source), "trust_remote_code": False}
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise not_found(source, "there is no such file")
+            raise missing_model(source, "there is no such file")
         return arguments | {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise not_found(source, "the folder has no config.json")
+            raise missing_model(source, "the folder has no config.json")
         return arguments
     if path.exists():
-        raise not_found(source, "a model is a folder or a .gguf file")
+        raise missing_model(source, "a model is a folder or a .gguf file")
     if path.is_absolute() or str(source).startswith("."):
-        raise not_found(source, "there is no such folder")
+        raise missing_model(source, "there is no such folder")
     return arguments | {"local_files_only": _is_only_cached(str(source))}
 
 
@@ -51,7 +51,7 @@ def size_mb(path: Path) -> float | None:
     return round(sum(file.stat().st_size for file in files) / 1e6, 1) if files else None
 
 
-def not_found(source: str | Path, why: str) -> NotFound:
+def missing_model(source: str | Path, why: str) -> NotFound:
     return NotFound(
         f"model {str(source)!r} cannot be loaded: {why}", reason="MODEL_NOT_FOUND", metadata={"source": str(source)}
     )
@@ -85,16 +85,16 @@ def _problem_of(name: str, error: Exception) -> NeapError:
             metadata={"source": name},
         )
     if isinstance(error, HFValidationError):
-        return not_found(name, "there is no such folder, and it is no name of the Hugging Face Hub")
+        return missing_model(name, "there is no such folder, and it is no name of the Hugging Face Hub")
     if isinstance(error, RepositoryNotFoundError):
-        return not_found(
+        return missing_model(
             name,
             "there is no such folder, and the Hugging Face Hub has no such model that this machine's token may read",
         )
     if isinstance(error, EntryNotFoundError):
-        return not_found(name, "it has no config.json on the Hugging Face Hub")
+        return missing_model(name, "it has no config.json on the Hugging Face Hub")
     if isinstance(error, OfflineModeIsEnabled):
-        return not_found(
+        return missing_model(
             name,
             "there is no such folder, the Hugging Face Hub's cache on this machine does not have it, and "
             "HF_HUB_OFFLINE forbids to ask the hub",

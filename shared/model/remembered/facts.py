@@ -34,9 +34,9 @@ class Facts:
             if name in (self.earlier if again else self.values):
                 known: T = self.values[name]
                 return known
-        found = find_out()
-        self.note(name, found)
-        return found
+        value = find_out()
+        self.note(name, value)
+        return value
 
     def note(self, name: str, value: Any) -> None:
         with self._lock:

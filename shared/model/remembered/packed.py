@@ -40,11 +40,11 @@ class PackedMatrices:
 
     def get(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         """The packed matrix `name`: uint8 [*]. Made once."""
-        found = self._known.get(name)
-        if found is None:
-            found = self._known[name] = make()
-            self._headers[name] = bytes(found[:HEADER_BYTES].numpy())
-        return found
+        matrix = self._known.get(name)
+        if matrix is None:
+            matrix = self._known[name] = make()
+            self._headers[name] = bytes(matrix[:HEADER_BYTES].numpy())
+        return matrix
 
     def forget(self) -> None:
         """Forgets the mapped ones. To be called before any of them is taken."""

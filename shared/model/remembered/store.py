@@ -42,7 +42,7 @@ class Entry:
     def __init__(self, store: "StartStore", folder: Path, files: tuple[Path, ...], state: State) -> None:
         self._store, self._folder, self._files, self._state = store, folder, files, state
         self._table: Table = {}
-        self._kept: dict[str, Any] = {}
+        self._written: dict[str, Any] = {}
         self._mapped: MappedFile | None = None
         self._unwritten: PackedMatrices | None = None
         self.facts = Facts(keep=self.keep)
@@ -66,7 +66,7 @@ class Entry:
             self._mapped = MappedFile(self._folder / _PACKED, table)
             self.matrices = PackedMatrices(self._mapped.matrices)
         self._table, self.facts = table, Facts(record["facts"], self.keep)
-        self._kept = self.facts.known()
+        self._written = self.facts.known()
         with suppress(OSError):
             os.utime(self._folder / _FACTS)  # marks it as recently used
 
@@ -82,7 +82,7 @@ class Entry:
             "what an earlier start remembered is damaged; it is made anew", folder=str(self._folder), reason=str(why)
         )
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._table, self._kept, self._mapped = {}, {}, None
+        self._table, self._written, self._mapped = {}, {}, None
         self.facts.forget()
         self.matrices.forget()
 
@@ -109,7 +109,7 @@ class Entry:
     def keep(self) -> None:
         """Writes what this start has made and found out, for the next one. A disk takes seconds for the matrices."""
         facts, matrices, self._unwritten = self.facts.known(), self._unwritten, None
-        if (facts == self._kept and matrices is None) or not self._is_unchanged():
+        if (facts == self._written and matrices is None) or not self._is_unchanged():
             return
         if matrices is not None:
             self._store.attempt(partial(self._write_matrices, matrices))
@@ -120,7 +120,7 @@ class Entry:
         record = {"key": self._folder.name, "facts": facts, "packed": self._table}
         data = json.dumps(record | {"digest": _digest(record)}).encode()
         write_atomically(self._folder / _FACTS, data)
-        self._kept = facts
+        self._written = facts
         self._store.make_room(self._folder)
 
     def _is_unchanged(self) -> bool:

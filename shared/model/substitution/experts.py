@@ -59,15 +59,15 @@ def experts(module: nn.Module, *, form: object | None = None) -> Substitute:
         # Stable, so that the tokens of an expert stay in order. Numbers beyond the last expert stand for none.
         order = torch.argsort(chosen, stable=True)
         counts = torch.bincount(chosen, minlength=len(into.packed)).tolist()[: len(into.packed)]
-        made = hidden_states.new_zeros(len(chosen), hidden_states.shape[-1])
+        outputs = hidden_states.new_zeros(len(chosen), hidden_states.shape[-1])
         begin = 0
         for expert, count in enumerate(counts):
             if count:
                 places = order[begin : begin + count]
                 inner = act(into(hidden_states[places // num_choices], expert))
-                made[places] = out_of(inner, expert)
+                outputs[places] = out_of(inner, expert)
                 begin += count
-        shares = made.view(num_tokens, num_choices, -1) * top_k_weights[..., None]
+        shares = outputs.view(num_tokens, num_choices, -1) * top_k_weights[..., None]
         total = shares[:, 0]
         for choice in range(1, num_choices):
             total = total + shares[:, choice]

@@ -40,7 +40,7 @@ def substitute_layers(run: Substitutions, ids: Tensor, kv_dtype: torch.dtype, pr
     candidates: dict[nn.Module, FusedLayer] = {}
     for layer, call in _calls(run, list(layers), ids[:, :3]).items():
         try:
-            candidates[layer] = FusedLayer(layer, plan(layer, *watch(layer, run.found, call)))
+            candidates[layer] = FusedLayer(layer, plan(layer, *watch(layer, run.substitutes, call)))
         except Unsuitable as reason:
             run.left_alone[names[layer]] = f"not one op: {reason}"
     if "layers" not in proven:
@@ -50,7 +50,7 @@ def substitute_layers(run: Substitutions, ids: Tensor, kv_dtype: torch.dtype, pr
                 proven["layers"][names[layer]] = f"not one op: {why}"
                 del candidates[layer]
     run.left_alone |= proven["layers"]
-    candidates = {own: f for own, f in candidates.items() if names[own] not in proven["layers"]}
+    candidates = {layer: f for layer, f in candidates.items() if names[layer] not in proven["layers"]}
     for layer, fused in candidates.items():
         layer.forward = fused.forward
         run.undo.append(partial(_unfuse, layer, fused))
@@ -94,7 +94,7 @@ def _find_disagreeing(
     cache, twin = (ContiguousCache(sum(PASSES), kv_dtype) for _ in range(2))
     cache.origin = twin.origin = place
 
-    def compare(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: Any) -> None:
+    def compare(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], expected: Any) -> None:
         try:
             named = {name: twin if value is cache else value for name, value in kwargs.items()}
             out = candidates[layer].fused(args, named)
@@ -103,7 +103,7 @@ def _find_disagreeing(
             return
         if out is None:
             refuted[layer] = "is called with arguments that the op does not support"
-        elif not torch.equal(out, own):
+        elif not torch.equal(out, expected):
             refuted[layer] = f"the op computes something else at positions from {place} on"
 
     hooks = [layer.register_forward_hook(compare, with_kwargs=True) for layer in candidates]
@@ -118,7 +118,7 @@ def _find_disagreeing(
             hook.remove()
     for layer, fused in candidates.items():
         index = fused.layer_idx
-        kept = ((cache.keys, twin.keys), (cache.values, twin.values))
-        if layer not in refuted and not all(torch.equal(a[index], b[index]) for a, b in kept):
+        tensors = ((cache.keys, twin.keys), (cache.values, twin.values))
+        if layer not in refuted and not all(torch.equal(a[index], b[index]) for a, b in tensors):
             refuted[layer] = "the op writes other keys or values"
     return refuted

@@ -95,7 +95,7 @@ def stacked_plan(plans: Sequence[LayerPlan]) -> LayerPlan:
     return replace(plans[0], weights=stacked([plan.weights for plan in plans]), indices=indices)
 
 
-def watch(layer: nn.Module, found: Mapping[nn.Module, Substitute], call: Call) -> tuple[list[_Event], list[str]]:
+def watch(layer: nn.Module, substitutes: Mapping[nn.Module, Substitute], call: Call) -> tuple[list[_Event], list[str]]:
     """The replaced modules and the attention that `layer` runs in `call`, in order; and the names of other
     operations. Raises `Unsuitable` if the layer returns a tuple."""
     events: list[_Event] = []
@@ -115,7 +115,7 @@ def watch(layer: nn.Module, found: Mapping[nn.Module, Substitute], call: Call) -
             events.append(_Attention(*sizes, scaling, softcap))
 
     inside = set(layer.modules())
-    substituted = [(module, found[module], module.forward) for module in inside if module in found]
+    substituted = [(module, substitutes[module], module.forward) for module in inside if module in substitutes]
     try:
         for module, substitute, forward in substituted:
             module.forward = note(substitute.recipe, forward)
@@ -190,7 +190,7 @@ class FusedLayer:
 
     def __init__(self, layer: nn.Module, plan: LayerPlan) -> None:
         self.layer_idx = plan.indices[0]
-        self._own = layer.forward
+        self._original = layer.forward
         self.plan: LayerPlan | None = plan
         self.modules = [module for module in layer.modules() if module is not layer]
         # If there are any, the op is not used, because it would not call them.
@@ -203,7 +203,7 @@ class FusedLayer:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Takes and returns the same as the layer's own forward."""
         out = self.fused(args, kwargs)
-        return self._own(*args, **kwargs) if out is None else out
+        return self._original(*args, **kwargs) if out is None else out
 
     def fused(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """The layer's output [B, Q, D]. For a call that the op does not support, does nothing and returns None."""
@@ -302,7 +302,7 @@ def _masks(mask: object, rows: int) -> Sequence[Tensor] | None:
     if mask is None:
         return ()
     if isinstance(mask, RaggedMask):
-        return mask.masks if any(own.numel() for own in mask.masks) else ()
+        return mask.masks if any(row_mask.numel() for row_mask in mask.masks) else ()
     if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim() == 4:
         each: tuple[Tensor, ...] = torch.split(mask.expand(rows, -1, -1, -1), 1)
         return each

@@ -119,9 +119,9 @@ def rms_norm(module: nn.Module, *, form: object | None = None) -> Substitute:
     epsilons = {v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1}
     for eps in sorted(epsilons):
         for offset in (0.0, 1.0):
-            found = _rms_norm(frozen, eps, offset)
-            if agrees(found.forward, module, *inputs):
-                return found
+            substitute = _rms_norm(frozen, eps, offset)
+            if agrees(substitute.forward, module, *inputs):
+                return substitute
     raise Unsuitable("is not an RMS norm")
 
 
@@ -159,8 +159,8 @@ def _plain_mlp(form: MlpForm, module: nn.Module, x: Tensor) -> Tensor | None:
     weights = [layer.weight for layer in first]
     shapes = [tuple(weight.shape) for weight in weights]
     inner, width = down.weight.shape[1], down.weight.shape[0]
-    wanted = [(inner, width)] * 2 if len(first) == 2 else [(2 * inner, width)]
-    if shapes != wanted:
+    expected_shapes = [(inner, width)] * 2 if len(first) == 2 else [(2 * inner, width)]
+    if shapes != expected_shapes:
         return None
     gate, up = torch.cat([F.linear(x, f.weight, f.bias) for f in first], -1).chunk(2, -1)
     acted = F.silu(gate) if form.activation == "silu" else F.gelu(gate, approximate="tanh")
@@ -175,10 +175,10 @@ def _find_form(module: nn.Module, x: Tensor) -> MlpForm:
 
         return agrees(plain, module, *of_all_sizes(x))
 
-    found = next(filter(computes, _forms(len(_linears(module)))), None)
-    if found is None:
+    mlp_form = next(filter(computes, _forms(len(_linears(module)))), None)
+    if mlp_form is None:
         raise Unsuitable("is not down(activation(gate(x)) * up(x))")
-    return found
+    return mlp_form
 
 
 def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
@@ -199,8 +199,8 @@ def gated_mlp(module: nn.Module, *, form: object | None = None) -> Substitute:
     for layer in linears:
         _packable(layer)
     x = random_input(INPUT_ROWS, linears[0].in_features)
-    found = form if isinstance(form, MlpForm) else _find_form(module, x)
-    layers = found.layers(module)
+    mlp_form = form if isinstance(form, MlpForm) else _find_form(module, x)
+    layers = mlp_form.layers(module)
     *first, last = layers
     width, hidden = last.in_features, last.out_features
     if len(first) == 2:
@@ -211,7 +211,7 @@ def gated_mlp(module: nn.Module, *, form: object | None = None) -> Substitute:
         gate, up = (pack_matrix(first[0].weight.detach(), rows=half) for half in rows)
         held = (Joined([gate, up]),)
     down = pack_matrix(last.weight.detach())
-    bias, down_bias, activation = _joined_bias(first), _bias(last), found.activation
+    bias, down_bias, activation = _joined_bias(first), _bias(last), mlp_form.activation
     packed_gate, packed_up, packed_down = gate.packed, up.packed, down.packed
 
     def forward(x: Tensor) -> Tensor:
@@ -222,4 +222,4 @@ def gated_mlp(module: nn.Module, *, form: object | None = None) -> Substitute:
         raise Unsuitable("its fused form differs by more than the tolerance")
     recipe = GatedMlp(packed_gate, packed_up, width, activation, bias, PackedLinear(packed_down, hidden, down_bias))
     sources = tuple((layer, "weight") for layer in layers)
-    return Substitute(forward, recipe, found, sources, (*held, down))
+    return Substitute(forward, recipe, mlp_form, sources, (*held, down))

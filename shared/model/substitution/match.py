@@ -140,13 +140,13 @@ def agrees(actual: Forward, expected: Forward, *inputs: Tensor) -> bool:
     """
     x = torch.cat(inputs)
     try:
-        wanted: Any = expected(x)
+        expected_output: Any = expected(x)
     except Exception as error:
         raise Unsuitable(f"does not run on a random tensor: {type(error).__name__}") from error
-    if not isinstance(wanted, Tensor):
+    if not isinstance(expected_output, Tensor):
         raise Unsuitable("does not return a tensor")
     computed = actual(x)
-    if computed.shape != wanted.shape or len(wanted) != len(x):
+    if computed.shape != expected_output.shape or len(expected_output) != len(x):
         return False
-    parts = (result.split([len(part) for part in inputs]) for result in (computed, wanted))
+    parts = (result.split([len(part) for part in inputs]) for result in (computed, expected_output))
     return all(relative_error(*pair) <= TOLERANCE for pair in zip(*parts, strict=True))

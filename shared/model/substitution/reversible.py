@@ -57,7 +57,7 @@ class Substitutions:
         self.undo: list[Callable[[], object]] = []
         self.left_alone: dict[str, str] = {}
         self.consumed: set[nn.Module] = set()
-        self.found: dict[nn.Module, Substitute] = {}
+        self.substitutes: dict[nn.Module, Substitute] = {}
         self.counts = {"linear": 0, "gated_mlp": 0, "rms_norm": 0, "embedding": 0, "experts": 0}
         self.formats: dict[str, int] = {}
         self.freed_bytes = 0
@@ -92,14 +92,14 @@ class Substitutions:
         known, key = self._proven.get(place), None
         try:
             if known is not None:
-                found = propose(module, form=form_of(known))
+                substitute = propose(module, form=form_of(known))
             else:
                 key = (kind, signature(module))
                 if key in self._refusals:
                     raise Unsuitable(self._refusals[key])
-                found = propose(module, form=self._forms.get(key))
-                self._forms[key] = found.form
-            self.findings[place] = noted(found.form)
+                substitute = propose(module, form=self._forms.get(key))
+                self._forms[key] = substitute.form
+            self.findings[place] = noted(substitute.form)
         except Unsuitable as reason:
             if key is not None:
                 self._refusals[key] = str(reason)
@@ -108,11 +108,11 @@ class Substitutions:
             return
         self.left_alone.pop(name, None)
         self.undo.append(partial(_set_forward, module, vars(module).get("forward")))
-        module.forward = found.forward
-        self.found[module] = found
+        module.forward = substitute.forward
+        self.substitutes[module] = substitute
         self.counts[kind] += 1
         self.consumed.add(module)
-        for (source, parameter), stored in zip(found.sources, found.packed, strict=True):
+        for (source, parameter), stored in zip(substitute.sources, substitute.packed, strict=True):
             self.consumed.add(source)
             self._keep(source, parameter, stored)
 

@@ -98,8 +98,8 @@ def _check_same_bits(original: _Rotary) -> None:
         k = random_input(batch, length, kv_heads, width).transpose(1, 2)
         cos, sin = random_input(2, batch, length, width).unbind()
         try:
-            wanted = original(q, k, cos, sin)
+            expected = original(q, k, cos, sin)
         except Exception as error:
             raise Unsuitable(f"takes other arguments: {type(error).__name__}") from error
-        if not all(map(torch.equal, ops.rotary(q, k, cos, sin), wanted)):
+        if not all(map(torch.equal, ops.rotary(q, k, cos, sin), expected)):
             raise Unsuitable("is not the half-rotation, bit for bit")

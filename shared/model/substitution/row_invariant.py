@@ -103,8 +103,8 @@ class _Watch(TorchFunctionMode):
         if self._running and func in (*_ELEMENTWISE, F.linear, F.scaled_dot_product_attention):
             module = self._running[-1]
             used = self._callers.setdefault(module, set())
-            given = args[1] if len(args) > 1 else kwargs.get("weight")
-            used |= {name for name, p in module._parameters.items() if p is not None and p is given}
+            weight = args[1] if len(args) > 1 else kwargs.get("weight")
+            used |= {name for name, p in module._parameters.items() if p is not None and p is weight}
         return func(*args, **kwargs)
 
 

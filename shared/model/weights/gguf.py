@@ -64,7 +64,7 @@ def _copied(value: Any) -> Any:
     """Copies dicts and lists. What a vocabulary consists of, hundreds of thousands of texts and numbers, is not looked
     at one by one."""
     if isinstance(value, dict):
-        return {key: _copied(own) for key, own in value.items()}
+        return {key: _copied(item) for key, item in value.items()}
     if not isinstance(value, list):
         return value
     return value.copy() if {*map(type, value)} <= {str, int, float} else list(map(_copied, value))
@@ -72,14 +72,14 @@ def _copied(value: Any) -> Any:
 
 def _header_replacements(contents_of: Callable[[str], GgufContents]) -> list[Replacement]:
     """Transformers' second reader walks the metadata itself. It gets what `read_contents` found."""
-    found: list[GgufContents] = []
+    latest: list[GgufContents] = []
 
     def mapped(path: str) -> np.ndarray:
-        found[:] = [contents_of(str(path))]
-        return np.frombuffer(found[0].header, np.uint8)
+        latest[:] = [contents_of(str(path))]
+        return np.frombuffer(latest[0].header, np.uint8)
 
     def metadata(_: object, __: object, texts: Any = ()) -> tuple[dict[str, Any], int, int]:
-        contents = found[0]
+        contents = latest[0]
         values = {key: _plain(field, key in texts) for key, field in contents.fields.items()}
         return values, len(contents.tensors), contents.tensors_at
 
@@ -165,13 +165,13 @@ class GgufModel:
     def _run(self, **options: Any) -> Any:
         """Transformers' own `load_gguf_checkpoint` over this file's contents."""
         self._first_rows, self._next_row, self._left_out = {}, 0, set()
-        own: list[Replacement] = [
+        replacements: list[Replacement] = [
             (checkpoints, "get_gguf_hf_weights_map", self._weights_map),
             (gguf, "GGUFReader", lambda _: _Reader(self.contents)),
             (gguf, "dequantize", lambda data, _: self._numbers(str(data))),
             (checkpoints, "_gguf_parse_value", lambda value, _: value),
         ]
-        with replaced(own):
+        with replaced(replacements):
             return _load_gguf_checkpoint(self._path, **options)
 
     def _numbers(self, name: str) -> np.ndarray:
@@ -224,18 +224,18 @@ class GgufModel:
             return Plain(
                 *place,
                 PLAIN_KINDS[entry.kind],
-                wanted=self._checkpoint.dtype,
+                target_dtype=self._checkpoint.dtype,
                 row_order=row_order,
                 transposed=transposed,
-                made=self._checkpoint.made,
+                matrices=self._checkpoint.matrices,
             )
         return Blocks(
             *place,
             entry.kind,
-            wanted=self._checkpoint.dtype,
+            target_dtype=self._checkpoint.dtype,
             row_order=row_order,
             transposed=transposed,
-            made=self._checkpoint.made,
+            matrices=self._checkpoint.matrices,
         )
 
     def _dequantise(self, names: Iterable[str], why: str) -> None:

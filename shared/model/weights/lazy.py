@@ -25,11 +25,11 @@ class LazyWeight(Tensor):
 
     @staticmethod
     def __new__(cls, stored: Stored) -> "LazyWeight":
-        made: LazyWeight = Tensor._make_wrapper_subclass(
+        weight: LazyWeight = Tensor._make_wrapper_subclass(
             cls, stored.shape, dtype=torch.float32, device=torch.device("cpu"), requires_grad=False
         )
-        made.stored = stored
-        return made
+        weight.stored = stored
+        return weight
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # upstream leaves its arguments without types
@@ -115,15 +115,15 @@ def as_parameter(weight: Tensor) -> nn.Parameter:
 @torch.no_grad()
 def realise(model: nn.Module) -> None:
     """Reads all lazy weights of a model into memory as float32. Parameters that were shared stay shared."""
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             stored = lazy(parameter)
             if stored is None or parameter is None:
                 continue
-            if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(stored.dequantised(), requires_grad=parameter.requires_grad)
-            setattr(module, name, made[id(parameter)])
+            if id(parameter) not in parameters:
+                parameters[id(parameter)] = nn.Parameter(stored.dequantised(), requires_grad=parameter.requires_grad)
+            setattr(module, name, parameters[id(parameter)])
 
 
 def _dequantised(value: Any) -> Any:

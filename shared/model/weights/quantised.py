@@ -84,10 +84,10 @@ def missing_package(error: ImportError) -> str:
 
 
 def _settings(config: PreTrainedConfig) -> dict[str, Any] | None:
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    raw = getattr(config, "quantization_config", None)
+    if raw is None:
         return None
-    settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    settings: dict[str, Any] = raw if isinstance(raw, dict) else raw.to_dict()
     return settings
 
 

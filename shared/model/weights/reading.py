@@ -33,14 +33,14 @@ class CheckpointFiles:
     As a context manager it closes the files at the end. If one of them has changed, it raises `Unavailable` (reason
     MODEL_FILE_CHANGED), also in place of an error that the changed file may have caused.
 
-    `made` has the matrices that are packed already, and those that are packed from these files.
+    `matrices` has the matrices that are packed already, and those that are packed from these files.
 
     `dequantised` maps the name of a tensor to the reason why it could not stay in its own format.
     """
 
-    def __init__(self, dtype: torch.dtype | None, made: PackedMatrices | None = None) -> None:
+    def __init__(self, dtype: torch.dtype | None, matrices: PackedMatrices | None = None) -> None:
         self.dtype = dtype
-        self.made = made or PackedMatrices()
+        self.matrices = matrices or PackedMatrices()
         self.dequantised: dict[str, str] = {}
         self._files: dict[Path, StableFile] = {}
 
@@ -74,9 +74,9 @@ def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
     entered = threading.local()
     with _lock, ExitStack() as stack:
         for module, name, replacement in replacements:
-            own = getattr(module, name)
-            stack.callback(setattr, module, name, own)
-            setattr(module, name, _replaced_where(entered, own, replacement))
+            original = getattr(module, name)
+            stack.callback(setattr, module, name, original)
+            setattr(module, name, _replaced_where(entered, original, replacement))
         entered.is_inside = True
         try:
             yield
@@ -84,9 +84,9 @@ def replaced(replacements: Sequence[Replacement]) -> Iterator[None]:
             entered.is_inside = False
 
 
-def _replaced_where(entered: threading.local, own: Any, replacement: Any) -> Callable[..., Any]:
+def _replaced_where(entered: threading.local, original: Any, replacement: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        chosen = replacement if getattr(entered, "is_inside", False) else own
+        chosen = replacement if getattr(entered, "is_inside", False) else original
         return chosen(*args, **kwargs)
 
     return call
@@ -130,10 +130,8 @@ class SafetensorsReader:
         entry = self._entries[name]
         shape = entry.shape
         if self._lazy and len(shape) == 2 and entry.num_bytes and entry.dtype in LAZY_DTYPES:
-            wanted = self._checkpoint.dtype
-            return LazyWeight(
-                Plain(self._file, entry.offset, shape, entry.dtype, wanted=wanted, made=self._checkpoint.made)
-            )
+            checkpoint, place = self._checkpoint, (self._file, entry.offset, shape, entry.dtype)
+            return LazyWeight(Plain(*place, target_dtype=checkpoint.dtype, matrices=checkpoint.matrices))
         data = self._file.read(entry.offset, entry.num_bytes)
         return data.view(entry.dtype).view(shape)
 

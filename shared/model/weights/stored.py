@@ -75,9 +75,9 @@ class Stored(ABC):
 
     def turned(self) -> "Stored":
         """The same matrix, held by a model as the transpose of what this one holds."""
-        other = copy.copy(self)
-        other.transposed = not self.transposed
-        return other
+        turned = copy.copy(self)
+        turned.transposed = not self.transposed
+        return turned
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Rows `ids` [*] int64 as float32 [*, K]."""
@@ -95,8 +95,8 @@ class Stored(ABC):
 class Plain(Stored):
     """Numbers of one dtype in a file. `row_order` [N] int64: row i of the matrix is row `row_order[i]` of the file.
 
-    `wanted`: the dtype they are rounded to when they are read. None: their own.
-    `made`: where packed matrices are kept while loading.
+    `target_dtype`: the dtype they are rounded to when they are read. None: their own.
+    `matrices`: where packed matrices are kept while loading.
     """
 
     def __init__(
@@ -106,19 +106,19 @@ class Plain(Stored):
         shape: tuple[int, int],
         dtype: torch.dtype,
         *,
-        wanted: torch.dtype | None = None,
+        target_dtype: torch.dtype | None = None,
         row_order: Tensor | None = None,
         transposed: bool = False,
-        made: PackedMatrices | None = None,
+        matrices: PackedMatrices | None = None,
     ) -> None:
         self._place = (file, offset, shape, dtype)
-        self._wanted, self._row_order = wanted or dtype, row_order
-        self._made = made or PackedMatrices()
-        super().__init__(*shape, dtype_name(self._wanted), transposed=transposed)
+        self._target_dtype, self._row_order = target_dtype or dtype, row_order
+        self._matrices = matrices or PackedMatrices()
+        super().__init__(*shape, dtype_name(self._target_dtype), transposed=transposed)
 
     def read(self) -> Tensor:
-        """[N, K] of the wanted dtype. Raises `UnsupportedModel` if that cannot hold a number."""
-        return rounded_to(self._read(), self._wanted)
+        """[N, K] of the target dtype. Raises `UnsupportedModel` if that cannot hold a number."""
+        return rounded_to(self._read(), self._target_dtype)
 
     def _read(self) -> Tensor:
         """[N, K] of the file's dtype."""
@@ -143,20 +143,20 @@ class Plain(Stored):
         return self.read().float()
 
     def row_parts(self) -> Iterator[Tensor]:
-        return (rounded_to(part, self._wanted).float() for part in self._read_parts())
+        return (rounded_to(part, self._target_dtype).float() for part in self._read_parts())
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
         name = _name(self._place[0], self._place[1], self.format, rows, self._row_order)
-        return self._made.get(name, lambda: ops.pack_linear(self.read()[rows]))
+        return self._matrices.get(name, lambda: ops.pack_linear(self.read()[rows]))
 
     def pack_transpose(self, rows: slice = ALL_ROWS) -> tuple[Tensor, str]:
         name = _name(self._place[0], self._place[1], f"{self.format}.T", rows, self._row_order)
-        return self._made.get(name, lambda: ops.pack_linear(self.read().T[rows])), self.format
+        return self._matrices.get(name, lambda: ops.pack_linear(self.read().T[rows])), self.format
 
     def look_up(self, ids: Tensor) -> Tensor:
         file, offset, (_, columns), dtype = self._place
         rows = file.read_rows(offset, columns * dtype.itemsize, _in_file(ids, self._row_order))
-        return rounded_to(rows.view(dtype), self._wanted).float().view(*ids.shape, columns)
+        return rounded_to(rows.view(dtype), self._target_dtype).float().view(*ids.shape, columns)
 
     def rounded(self) -> Tensor:
         numbers = self._read().to(torch.bfloat16)
@@ -170,7 +170,8 @@ class Plain(Stored):
 
 
 class Blocks(Stored):
-    """Quantised blocks in a GGUF file. `wanted`, `row_order` and `made` as in `Plain`. A block never spans two rows."""
+    """Quantised blocks in a GGUF file, of which none spans two rows. `target_dtype`, `row_order` and `matrices` as in
+    `Plain`."""
 
     def __init__(
         self,
@@ -179,16 +180,16 @@ class Blocks(Stored):
         shape: tuple[int, int],
         kind: GGMLQuantizationType,
         *,
-        wanted: torch.dtype | None = None,
+        target_dtype: torch.dtype | None = None,
         row_order: Tensor | None = None,
         transposed: bool = False,
-        made: PackedMatrices | None = None,
+        matrices: PackedMatrices | None = None,
     ) -> None:
         self._place = (file, offset, shape, kind)
-        self._wanted, self._row_order = wanted, row_order
+        self._target_dtype, self._row_order = target_dtype, row_order
         # Made once: loading reads a matrix for the fingerprint, for the model's own pass, and for the kernels.
-        self._made = made or PackedMatrices()
-        super().__init__(*shape, dtype_name(wanted) if wanted else kind.name, transposed=transposed)
+        self._matrices = matrices or PackedMatrices()
+        super().__init__(*shape, dtype_name(target_dtype) if target_dtype else kind.name, transposed=transposed)
 
     def read(self) -> Tensor:
         """uint8 [N, bytes per row]."""
@@ -211,28 +212,28 @@ class Blocks(Stored):
         row_ids = _in_file(ids, self._row_order)
         blocks = file.read_rows(offset, columns // block * block_bytes, row_ids)
         rows = ops.unpack_linear(ops.pack_blocks(blocks, kind.name, columns))
-        return rounded_to(rows, self._wanted or rows.dtype).float().view(*ids.shape, columns)
+        return rounded_to(rows, self._target_dtype or rows.dtype).float().view(*ids.shape, columns)
 
     def rounded(self) -> Tensor:
-        blocks = self.pack() if self._wanted is None else self._pack_blocks()
+        blocks = self.pack() if self._target_dtype is None else self._pack_blocks()
         numbers = ops.unpack_linear(blocks).to(torch.bfloat16)
         return numbers.T.contiguous() if self.transposed else numbers
 
     def rounded_parts(self) -> Iterator[Tensor]:
-        if self.transposed or self._wanted is not None:
+        if self.transposed or self._target_dtype is not None:
             yield self.rounded()
         else:
             yield from (part.to(torch.bfloat16) for part in self.row_parts())
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
         name = _name(self._place[0], self._place[1], self.format, rows, self._row_order)
-        return self._made.get(name, lambda: self._packed(rows))
+        return self._matrices.get(name, lambda: self._packed(rows))
 
     def _packed(self, rows: slice) -> Tensor:
         packed = self._pack_blocks(rows)
-        if self._wanted is None:
+        if self._target_dtype is None:
             return packed
-        return ops.pack_linear(rounded_to(ops.unpack_linear(packed), self._wanted))
+        return ops.pack_linear(rounded_to(ops.unpack_linear(packed), self._target_dtype))
 
     def _pack_blocks(self, rows: slice = ALL_ROWS) -> Tensor:
         return ops.pack_blocks(self.read()[rows], self._place[3].name, self.columns)

@@ -72,7 +72,7 @@ def test_training_steps_do_not_synchronise_with_the_device(collector, monkeypatc
                 on_step=lambda done, _: told.append(done),
             )  # fmt: skip
         assert len(told) == 1
-        return mode.found
+        return mode.syncs
 
     # The same chunk, the same one report: 33 steps wait no more often than two.
     assert sorted(waits(2)) == sorted(waits(33))

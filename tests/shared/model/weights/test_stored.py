@@ -33,10 +33,10 @@ def _stored(
     if isinstance(form, Kind):
         path.write_bytes(bytes(OFFSET) + quantize(numbers.numpy(), form).tobytes())
         file = StableFile(path)
-        return Blocks(file, OFFSET, shape, form, wanted=wanted, row_order=order), file
+        return Blocks(file, OFFSET, shape, form, target_dtype=wanted, row_order=order), file
     path.write_bytes(bytes(OFFSET) + numbers.to(form).view(torch.uint8).numpy().tobytes())
     file = StableFile(path)
-    return Plain(file, OFFSET, shape, form, wanted=wanted, row_order=order), file
+    return Plain(file, OFFSET, shape, form, target_dtype=wanted, row_order=order), file
 
 
 @pytest.mark.parametrize("wanted", [None, torch.bfloat16], ids=str)
