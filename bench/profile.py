@@ -110,7 +110,7 @@ class StepProfile:
     def _add(self, total_s: float, layers: Sample) -> None:
         spent = self._spent
         sample = {
-            "matrices": layers["products"],
+            "matrices": layers["matmuls"],
             "head": spent["logits"] - spent.get("final norm", 0.0),
             "norms": layers["norms"] + spent.get("final norm", 0.0),
             "rotary": layers["place"],

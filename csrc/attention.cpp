@@ -92,8 +92,9 @@ Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std
 }
 
 Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values,
-                                   std::vector<int64_t> bases, std::vector<int64_t> kept, std::vector<int64_t> counts,
-                                   std::vector<Tensor> masks, double scaling, std::optional<double> softcap) {
+                                   std::vector<int64_t> bases, std::vector<int64_t> slot_mapping,
+                                   std::vector<int64_t> counts, std::vector<Tensor> masks, double scaling,
+                                   std::optional<double> softcap) {
   const char* op = "ragged_contiguous_attention";
   check_float(op, "q", q, 4);
   check_float(op, "k", k, 4);
@@ -106,10 +107,10 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
              " do not fit [1, Hq, T, D], [1, Hkv, T, D], [1, Hkv, T, Dv]");
   NEAP_CHECK(kv_heads > 0 && heads % kv_heads == 0, op, ": ", heads, " query heads cannot share ", kv_heads,
              " key heads");
-  NEAP_CHECK(values.size() == sequences && bases.size() == sequences && kept.size() == sequences &&
+  NEAP_CHECK(values.size() == sequences && bases.size() == sequences && slot_mapping.size() == sequences &&
                  counts.size() == sequences && masks.size() == sequences,
              op, ": ", sequences, " caches of keys, ", values.size(), " of values, ", bases.size(), " bases, ",
-             kept.size(), " places, ", counts.size(), " counts and ", masks.size(), " masks");
+             slot_mapping.size(), " places, ", counts.size(), " counts and ", masks.size(), " masks");
   NEAP_CHECK(tokens == 0 || (k.stride(3) == 1 && v.stride(3) == 1), op,
              ": the last dimension of k and v must be contiguous");
   NEAP_CHECK(!softcap || *softcap > 0, op, ": softcap must be positive");
@@ -119,11 +120,11 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
     kv_dtypes.push_back(check_kv(op, keys[s], values[s]));
     const auto fits = [&](const Tensor& cache, const Tensor& fresh) {
       return cache.size(0) == 1 && cache.size(1) == kv_heads && cache.size(3) == fresh.size(3) &&
-             cache.stride(3) == 1 && bases[s] >= 0 && kept[s] >= bases[s] && counts[s] > 0 &&
-             kept[s] + counts[s] <= cache.size(2);
+             cache.stride(3) == 1 && bases[s] >= 0 && slot_mapping[s] >= bases[s] && counts[s] > 0 &&
+             slot_mapping[s] + counts[s] <= cache.size(2);
     };
     NEAP_CHECK(fits(keys[s], k) && fits(values[s], v), op, ": caches ", text(keys[s]), " and ", text(values[s]),
-               " cannot take ", counts[s], " tokens at ", kept[s], " for position ", bases[s]);
+               " cannot take ", counts[s], " tokens at ", slot_mapping[s], " for position ", bases[s]);
     covered += counts[s];
   }
   NEAP_CHECK(covered == tokens, op, ": the counts sum to ", covered, " tokens, but q has ", tokens);
@@ -136,13 +137,13 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
   std::vector<AttentionArgs> problems;
   int64_t from = 0, items = 0, blocks = 0;
   for (size_t s = 0; s < sequences; ++s) {
-    write_slots(k, from, counts[s], keys[s], kv_dtypes[s], kept[s]);
-    write_slots(v, from, counts[s], values[s], kv_dtypes[s], kept[s]);
+    write_slots(k, from, counts[s], keys[s], kv_dtypes[s], slot_mapping[s]);
+    write_slots(v, from, counts[s], values[s], kv_dtypes[s], slot_mapping[s]);
     const bool masked = masks[s].numel() > 0;
     const Queries queries = queries_of(q, from, counts[s], mutable_floats(out) + from * heads * value_width);
     problems.push_back(attention_args(queries, keys[s], values[s], kv_dtypes[s], bases[s] + counts[s],
                                       masked ? &masks[s] : nullptr, !masked, scaling, softcap, bases[s],
-                                      kept[s] - bases[s]));
+                                      slot_mapping[s] - bases[s]));
     from += counts[s];
     items += num_items(problems.back());
     blocks = std::max(blocks, num_blocks(problems.back()));

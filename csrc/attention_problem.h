@@ -52,7 +52,7 @@ AttentionArgs attention_args(const Queries& queries, const T& k, const T& v, Dty
       .mask_batch = mask && mask->size(0) > 1 ? mask->stride(0) : 0,
       .mask_row = mask ? mask->stride(2) : 0,
       .mask_column = mask ? mask->stride(3) : 0,
-      .own = {.queries = queries.count, .keys = keys, .branch = branch, .apart = apart},
+      .whole = {.queries = queries.count, .keys = keys, .branch = branch, .apart = apart},
       .causal = causal,
       .scaling = (float)scaling,
       .softcap = softcap ? (float)*softcap : 0.f,

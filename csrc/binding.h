@@ -44,7 +44,7 @@ void check_float(const char* op, const char* name, const T& t, int64_t dims) {
              dims < 0 ? std::string("at least 1 dimension") : std::to_string(dims) + " dimensions");
 }
 
-// The dtype of stored numbers, which kernels widen.
+// The dtype of stored numbers, which kernels read as float32.
 template <class T>
 Dtype dtype_of(const char* op, const char* name, const T& t) {
   switch (t.scalar_type()) {
@@ -136,13 +136,14 @@ class Arena {
 Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal,
                             double scaling, std::optional<double> softcap);
 Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values,
-                                   std::vector<int64_t> bases, std::vector<int64_t> kept, std::vector<int64_t> counts,
-                                   std::vector<Tensor> masks, double scaling, std::optional<double> softcap);
+                                   std::vector<int64_t> bases, std::vector<int64_t> slot_mapping,
+                                   std::vector<int64_t> counts, std::vector<Tensor> masks, double scaling,
+                                   std::optional<double> softcap);
 
 // decoder_layers.cpp
 Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norms, Tensor packed, Tensor biases,
                       std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases,
-                      std::vector<int64_t> kept, std::vector<int64_t> counts, std::vector<Tensor> masks,
+                      std::vector<int64_t> slot_mapping, std::vector<int64_t> counts, std::vector<Tensor> masks,
                       std::vector<int64_t> stops, int64_t num_layers, int64_t heads, int64_t intermediate,
                       std::string activation, double eps, double weight_offset, double scaling,
                       std::optional<double> softcap);

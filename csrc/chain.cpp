@@ -90,11 +90,11 @@ void Chains::lay_out(Arena* arena) {
 void Chains::choose_step() {
   num_drafting = 0;
   for (size_t row = 0; row < active.size(); ++row) {
-    Drafting& one = sequences[active[row]];
-    if (one.num_fed < one.num_known) one.token = one.known[one.num_fed];
-    const bool drafts = one.num_fed + 1 >= one.num_known;
+    Drafting& chain = sequences[active[row]];
+    if (chain.num_fed < chain.num_known) chain.token = chain.known[chain.num_fed];
+    const bool drafts = chain.num_fed + 1 >= chain.num_known;
     slots[row] = drafts ? num_drafting++ : -1;
-    if (drafts) distances[slots[row]] = one.place + one.num_fed + 1;
+    if (drafts) distances[slots[row]] = chain.place + chain.num_fed + 1;
   }
   rows.rows = hidden.rows = top.tokens = route.tokens = num_drafting;
 }
@@ -125,7 +125,7 @@ void Chains::prepare(int64_t row, bool first) const {
   }
   if (packed_embedding) {
     float* e = embedded + row * embedding_width;
-    widen_row(packed_rows, token, e);
+    dequantise_row(packed_rows, token, e);
     unit(e, kFloat32, embedding_width, x);
   } else {
     const int64_t at = token * embedding_width * element_bytes(plain_rows.dtype);
@@ -153,16 +153,16 @@ void Chains::decide() {
   size_t going = 0;
   for (size_t row = 0; row < active.size(); ++row) {
     const int64_t sequence = active[row], slot = slots[row];
-    Drafting& one = sequences[sequence];
-    ++one.num_fed;
+    Drafting& chain = sequences[sequence];
+    ++chain.num_fed;
     if (slot >= 0) {
-      one.token = vocabulary[top.indices[slot * kTop]];
-      const int64_t at = sequence * max_drafts + one.num_drafted++;
-      tokens[at] = one.token;
+      chain.token = vocabulary[top.indices[slot * kTop]];
+      const int64_t at = sequence * max_drafts + chain.num_drafted++;
+      tokens[at] = chain.token;
       probabilities[at] = route.probability[slot];
-      lengths[sequence] = one.num_drafted;
-      one.survival *= std::min(route.probability[slot] * one.factor, route.highest);
-      if (one.num_drafted == one.room || !(one.survival >= one.least)) continue;
+      lengths[sequence] = chain.num_drafted;
+      chain.survival *= std::min(route.probability[slot] * chain.factor, route.highest);
+      if (chain.num_drafted == chain.room || !(chain.survival >= chain.least)) continue;
     }
     active[going++] = sequence;
   }
@@ -219,8 +219,8 @@ void Chains::run(Team& team) {
   }
 }
 
-LinearArgs product(const char* name, const Tensor& packed, int64_t in_features, int64_t out_features,
-                   const float* bias = nullptr) {
+LinearArgs matmul(const char* name, const Tensor& packed, int64_t in_features, int64_t out_features,
+                  const float* bias = nullptr) {
   const Tensor* no_up = nullptr;
   return linear_args(kOp, name, packed, no_up, bias, 0, in_features, out_features);
 }
@@ -273,13 +273,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor ou
 
   const int64_t inner = packed_view(kOp, "gate", packed[2]).out_features;
   const int64_t router_width = packed_view(kOp, "hidden", packed[6]).out_features;
-  const LinearArgs fuse = product("fuse", packed[0], 3 * depth_width + embedding_width, width);
-  const LinearArgs next = product("next", packed[1], width + embedding_width, width);
+  const LinearArgs fuse = matmul("fuse", packed[0], 3 * depth_width + embedding_width, width);
+  const LinearArgs next = matmul("next", packed[1], width + embedding_width, width);
   const LinearArgs gated = linear_args(kOp, "gate", packed[2], &packed[3], nullptr, 0, width, inner, kSilu);
-  const LinearArgs down = product("down", packed[4], inner, width);
+  const LinearArgs down = matmul("down", packed[4], inner, width);
   const bool has_bias = vectors[2].numel() > 0;
-  const LinearArgs rows = product("rows", packed[5], width, drafts, has_bias ? floats(vectors[2]) : nullptr);
-  const LinearArgs hidden = product("hidden", packed[6], width, router_width);
+  const LinearArgs rows = matmul("rows", packed[5], width, drafts, has_bias ? floats(vectors[2]) : nullptr);
+  const LinearArgs hidden = matmul("hidden", packed[6], width, router_width);
   check_vector(kOp, "norm", vectors[0], width);
   check_vector(kOp, "gain", vectors[1], width);
   if (has_bias) check_vector(kOp, "the bias of rows", vectors[2], drafts);
@@ -358,11 +358,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor ou
   std::fill_n(chains.outputs, reached.numel(), 0.f);
   if (count == 0) return {drafted, probabilities, lengths, reached};
 
-  double products = 2.0 * (double)width * (double)inner + (double)drafts * width;
-  for (const LinearArgs* product : {&chains.next, &chains.down, &chains.hidden})
-    products += (double)product->in_features * (double)product->out_features;
-  chains.ranks = std::clamp<int64_t>((int64_t)(products * (double)count / (double)kGrainFlops), 1,
-                                     torch::stable::get_num_threads());
+  double flops = 2.0 * (double)width * (double)inner + (double)drafts * width;
+  for (const LinearArgs* matmul : {&chains.next, &chains.down, &chains.hidden})
+    flops += (double)matmul->in_features * (double)matmul->out_features;
+  chains.ranks =
+      std::clamp<int64_t>((int64_t)(flops * (double)count / (double)kGrainFlops), 1, torch::stable::get_num_threads());
   Arena size(nullptr);
   chains.lay_out(&size);
   Arena arena(thread_scratch(size.used()));

@@ -13,30 +13,30 @@ namespace {
 constexpr const char* kOp = "decoder_layers";
 
 // Adds the next `count` tokens of x, which belong to one sequence: the slots of their keys and values, from number
-// `kept` on, and their attention problem. A causal branch is a part of the problem of its trunk.
-void add_sequence(Layer* layer, const TensorInfo& keys, const TensorInfo& values, int64_t base, int64_t kept,
+// `first_slot` on, and their attention problem. A causal branch is a part of the problem of its trunk.
+void add_sequence(Layer* layer, const TensorInfo& keys, const TensorInfo& values, int64_t base, int64_t first_slot,
                   int64_t count, const Tensor* mask, double scaling, const std::optional<double>& softcap) {
   const Dtype dtype = check_kv(kOp, keys, values);
   const PlaceArgs& place = layer->place;
   const auto fits = [&](const TensorInfo& cache, int64_t width) {
     return cache.size(0) == 1 && cache.size(1) == place.kv_heads && cache.size(3) == width && cache.stride(3) == 1 &&
-           base >= 0 && kept >= base && count > 0 && kept + count <= cache.size(2);
+           base >= 0 && first_slot >= base && count > 0 && first_slot + count <= cache.size(2);
   };
   NEAP_CHECK(fits(keys, place.width) && fits(values, place.value_width), kOp, ": caches ", text(keys), " and ",
-             text(values), " cannot take ", count, " tokens at ", kept, " for position ", base);
+             text(values), " cannot take ", count, " tokens at ", first_slot, " for position ", base);
   NEAP_CHECK(dtype == place.kv_dtype, kOp, ": the caches of several sequences are of different dtypes");
   if (mask) check_mask(kOp, *mask, 1, count, base + count);
   const int64_t bytes = element_bytes(dtype);
   uint8_t* key = static_cast<uint8_t*>(keys.mutable_data_ptr());
   uint8_t* value = static_cast<uint8_t*>(values.mutable_data_ptr());
-  for (int64_t token = kept; token < kept + count; ++token)
+  for (int64_t token = first_slot; token < first_slot + count; ++token)
     layer->slots.push_back({
         .key = key + token * keys.stride(2) * bytes,
         .value = value + token * values.stride(2) * bytes,
         .key_head = keys.stride(1) * bytes,
         .value_head = values.stride(1) * bytes,
     });
-  if (kept > base && !mask && !layer->problems.empty() && layer->problems.back().k == keys.const_data_ptr() &&
+  if (first_slot > base && !mask && !layer->problems.empty() && layer->problems.back().k == keys.const_data_ptr() &&
       layer->problems.back().causal) {
     AttentionArgs& trunk = layer->problems.back();
     layer->parts.back().push_back({
@@ -44,7 +44,7 @@ void add_sequence(Layer* layer, const TensorInfo& keys, const TensorInfo& values
         .queries = count,
         .keys = base + count,
         .branch = base,
-        .apart = kept - base,
+        .apart = first_slot - base,
     });
     trunk.queries += count;
     trunk.keys = std::max(trunk.keys, base + count);
@@ -52,15 +52,15 @@ void add_sequence(Layer* layer, const TensorInfo& keys, const TensorInfo& values
   }
   const Queries queries{.batch = 1, .heads = place.heads, .count = count};
   layer->problems.push_back(attention_args(queries, keys, values, dtype, base + count, mask, mask == nullptr, scaling,
-                                           softcap, base, kept - base));
-  layer->parts.push_back({layer->problems.back().own});
+                                           softcap, base, first_slot - base));
+  layer->parts.push_back({layer->problems.back().whole});
 }
 
 // What all layers of a call have in common.
 struct Call {
   Tensor x, cos, sin;
   std::vector<TensorTable> keys, values;  // per sequence
-  std::vector<int64_t> bases, kept, counts;
+  std::vector<int64_t> bases, slot_mapping, counts;
   std::vector<Tensor> masks;
   int64_t heads, intermediate;
   Activation activation;
@@ -112,8 +112,8 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
   }
   for (size_t s = 0; s < call.keys.size(); ++s) {
     const bool masked = !call.masks.empty() && call.masks[s].numel() > 0;
-    add_sequence(&layer, call.keys[s][index], call.values[s][index], call.bases[s], call.kept[s], call.counts[s],
-                 masked ? &call.masks[s] : nullptr, call.scaling, call.softcap);
+    add_sequence(&layer, call.keys[s][index], call.values[s][index], call.bases[s], call.slot_mapping[s],
+                 call.counts[s], masked ? &call.masks[s] : nullptr, call.scaling, call.softcap);
   }
   for (size_t i = 0; i < layer.problems.size(); ++i) {
     layer.problems[i].parts = layer.parts[i].data();
@@ -135,19 +135,19 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
   layer.mlp_norm = norm(nullptr, 1);
   const int64_t q = call.heads * place.width, k = place.kv_heads * place.width, v = place.kv_heads * place.value_width;
   const Sizes parts = t.packed.count == 7 ? Sizes{q, k, v} : Sizes{q + k + v};
-  const auto product = [&](const char* name, size_t at, const TensorInfo* up, size_t bias_at, int64_t in_features,
-                           int64_t out_features, Activation activation = kIdentity) {
+  const auto matmul = [&](const char* name, size_t at, const TensorInfo* up, size_t bias_at, int64_t in_features,
+                          int64_t out_features, Activation activation = kIdentity) {
     const TensorInfo* bias = t.biases.count && t.biases[bias_at].numel() ? &t.biases[bias_at] : nullptr;
     if (bias) check_vector(kOp, name, *bias, (up ? 2 : 1) * out_features);
     return linear_args(kOp, name, t.packed[at], up, bias ? floats(*bias) : nullptr, layer.tokens, in_features,
                        out_features, activation);
   };
   for (size_t i = 0; i < parts.size(); ++i)
-    layer.projections.push_back(product("a projection", i, nullptr, i, width, parts[i]));
+    layer.projections.push_back(matmul("a projection", i, nullptr, i, width, parts[i]));
   const size_t next = parts.size();
-  layer.out = product("out", next, nullptr, next, call.heads * place.value_width, width);
-  layer.gated = product("gate", next + 1, &t.packed[next + 2], next + 1, width, call.intermediate, call.activation);
-  layer.down = product("down", next + 3, nullptr, next + 2, call.intermediate, width);
+  layer.out = matmul("out", next, nullptr, next, call.heads * place.value_width, width);
+  layer.gated = matmul("gate", next + 1, &t.packed[next + 2], next + 1, width, call.intermediate, call.activation);
+  layer.down = matmul("down", next + 3, nullptr, next + 2, call.intermediate, width);
   layer.out.residual = x;
   layer.down.out = result;
   return layer;
@@ -156,12 +156,12 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
 // How many threads the work of a layer is worth.
 int64_t ranks_for(const Layer& layer) {
   // Of gate and up: the loop below counts the gate.
-  double products = (double)layer.gated.out_features * layer.gated.in_features;
-  for (const LinearArgs* product : {&layer.out, &layer.gated, &layer.down})
-    products += (double)product->in_features * product->out_features;
+  double flops = (double)layer.gated.out_features * layer.gated.in_features;
+  for (const LinearArgs* matmul : {&layer.out, &layer.gated, &layer.down})
+    flops += (double)matmul->in_features * matmul->out_features;
   for (const LinearArgs& projection : layer.projections)
-    products += (double)projection.in_features * projection.out_features;
-  return std::clamp<int64_t>((int64_t)(products * (double)layer.tokens / (double)kGrainFlops), 1,
+    flops += (double)projection.in_features * projection.out_features;
+  return std::clamp<int64_t>((int64_t)(flops * (double)layer.tokens / (double)kGrainFlops), 1,
                              torch::stable::get_num_threads());
 }
 
@@ -169,7 +169,7 @@ int64_t ranks_for(const Layer& layer) {
 
 Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tensor packed_table, Tensor bias_table,
                       std::vector<Tensor> key_tables, std::vector<Tensor> value_tables, std::vector<int64_t> bases,
-                      std::vector<int64_t> kept, std::vector<int64_t> counts, std::vector<Tensor> masks,
+                      std::vector<int64_t> slot_mapping, std::vector<int64_t> counts, std::vector<Tensor> masks,
                       std::vector<int64_t> stops, int64_t num_layers, int64_t heads, int64_t intermediate,
                       std::string activation, double eps, double weight_offset, double scaling,
                       std::optional<double> softcap) {
@@ -183,10 +183,10 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
   std::vector<TensorTable> keys, values;
   for (const Tensor& table : key_tables) keys.push_back(table_of(kOp, "keys", table));
   for (const Tensor& table : value_tables) values.push_back(table_of(kOp, "values", table));
-  NEAP_CHECK(sequences > 0 && keys.size() == sequences && values.size() == sequences && kept.size() == sequences &&
-                 counts.size() == sequences,
+  NEAP_CHECK(sequences > 0 && keys.size() == sequences && values.size() == sequences &&
+                 slot_mapping.size() == sequences && counts.size() == sequences,
              kOp, ": ", keys.size(), " caches of keys, ", values.size(), " of values, ", sequences, " bases, ",
-             kept.size(), " places and ", counts.size(), " counts");
+             slot_mapping.size(), " places and ", counts.size(), " counts");
   for (size_t s = 0; s < sequences; ++s)
     NEAP_CHECK(keys[s].count == layers && values[s].count == layers, kOp, ": a cache of ", keys[s].count,
                " layers of keys and ", values[s].count, " of values, for ", layers, " layers");
@@ -217,7 +217,7 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
       .keys = keys,
       .values = values,
       .bases = bases,
-      .kept = kept,
+      .slot_mapping = slot_mapping,
       .counts = counts,
       .masks = masks,
       .heads = heads,

@@ -7,7 +7,7 @@ namespace neap::binding {
 
 namespace {
 
-enum Step { kNorms, kProducts, kPlace, kAttention, kSteps };
+enum Step { kNorms, kMatmuls, kPlace, kAttention, kSteps };
 
 // Seconds of each step over all layers, while they are measured: see profile_layers.
 std::atomic<bool> is_profiled{false};
@@ -90,7 +90,7 @@ void Layer::count(const Kernels& kernels) {
 
 void Layer::run(Team& team) const {
   const Kernels& kernels = neap::kernels();
-  float* own = scratches + team.rank * scratch;
+  float* rank_scratch = scratches + team.rank * scratch;
   StepClock clock(team.rank == 0 && is_profiled.load(std::memory_order_relaxed));
   const auto meet = [&](Step step) {
     team.meet();
@@ -98,7 +98,7 @@ void Layer::run(Team& team) const {
   };
   const auto linear = [&](const LinearArgs& args, int64_t items) {
     team.share(items, [&](int64_t b, int64_t e) { kernels.linear(args, items, b, e); });
-    meet(kProducts);
+    meet(kMatmuls);
   };
   // Returns the normed rows, for a step of so many items.
   const auto norm = [&](RmsNormArgs args, int64_t items) {
@@ -119,7 +119,7 @@ void Layer::run(Team& team) const {
   };
   const auto attend = [&](auto kernel, const std::vector<int64_t>& ends) {
     team.share(ends.back(), [&](int64_t begin, int64_t end) {
-      each_loop(ends, begin, end, [&](size_t at, int64_t b, int64_t e) { kernel(problems[at], own, b, e); });
+      each_loop(ends, begin, end, [&](size_t at, int64_t b, int64_t e) { kernel(problems[at], rank_scratch, b, e); });
     });
     meet(kAttention);
   };
@@ -129,7 +129,7 @@ void Layer::run(Team& team) const {
       kernels.linear(with_x(projections[at], x), projection_items[at], b, e);
     });
   });
-  meet(kProducts);
+  meet(kMatmuls);
   team.share(tokens * (place.heads + 2 * place.kv_heads), [&](int64_t b, int64_t e) { kernels.place(place, b, e); });
   meet(kPlace);
   if (split_keys) {

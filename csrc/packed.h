@@ -76,8 +76,8 @@ LinearArgs linear_args(const char* op, const char* name, const T& packed, const 
 }
 
 // weights.cpp
-// Widens a row of the matrix to out [in_features].
-void widen_row(const PackedView& view, int64_t row, float* out);
+// Dequantises a row of the matrix to out [in_features].
+void dequantise_row(const PackedView& view, int64_t row, float* out);
 Tensor pack_linear(Tensor weight);
 Tensor pack_blocks(Tensor blocks, std::string kind, int64_t in_features);
 void round_inputs_(Tensor packed);

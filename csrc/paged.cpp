@@ -24,14 +24,15 @@ int64_t slot_at(const PagedArgs& args, int64_t table, int64_t position, int64_t 
 
 // Index of the slot from which token t reads position p: those of its branch are where they are kept.
 int64_t slot_seen(const PagedArgs& args, int64_t t, int64_t p, int64_t head) {
-  return slot_at(args, args.table_indices[t], p < args.branches[t] ? p : p + args.kept_at[t] - args.positions[t], head);
+  return slot_at(args, args.table_indices[t], p < args.branches[t] ? p : p + args.slot_mapping[t] - args.positions[t],
+                 head);
 }
 
-// Checks the contents of block_tables, table_indices, positions, kept_at and branches. CPU only: on a GPU this would
-// need a synchronisation.
+// Checks the contents of block_tables, table_indices, positions, slot_mapping and branches. CPU only: on a GPU this
+// would need a synchronisation.
 void check_indices(const PagedArgs& args) {
   for (int64_t t = 0; t < args.tokens; ++t) {
-    const int64_t table = args.table_indices[t], position = args.positions[t], kept_at = args.kept_at[t],
+    const int64_t table = args.table_indices[t], position = args.positions[t], place = args.slot_mapping[t],
                   branch = args.branches[t];
     if (position < 0) continue;
     NEAP_CHECK(table >= 0 && table < args.num_tables, "paged_attention: token ", t, " has table index ", table,
@@ -40,8 +41,8 @@ void check_indices(const PagedArgs& args) {
                position, ", but its block table has ", args.table_blocks, " blocks of ", args.block_tokens, " tokens");
     NEAP_CHECK(branch >= 0 && branch <= position, "paged_attention: token ", t, " has position ", position,
                ", but its branch begins at ", branch);
-    NEAP_CHECK(kept_at >= position && kept_at < args.table_blocks * args.block_tokens, "paged_attention: token ", t,
-               " is kept at position ", kept_at, ", but its block table has ", args.table_blocks, " blocks of ",
+    NEAP_CHECK(place >= position && place < args.table_blocks * args.block_tokens, "paged_attention: token ", t,
+               " is kept at position ", place, ", but its block table has ", args.table_blocks, " blocks of ",
                args.block_tokens, " tokens");
     const auto check_block = [&](int64_t i) {
       const int64_t block = args.block_tables[table * args.table_blocks + i];
@@ -52,7 +53,7 @@ void check_indices(const PagedArgs& args) {
       for (int64_t i = from / args.block_tokens; from < end && i <= (end - 1) / args.block_tokens; ++i) check_block(i);
     };
     check_blocks(first_seen(args, position), branch);
-    check_blocks(std::max(first_seen(args, position), branch) + kept_at - position, kept_at + 1);
+    check_blocks(std::max(first_seen(args, position), branch) + place - position, place + 1);
   }
 }
 
@@ -63,7 +64,7 @@ void write(const PagedArgs& args) {
   for (int64_t t = 0; t < args.tokens; ++t) {
     if (args.positions[t] < 0) continue;
     for (int64_t h = 0; h < args.kv_heads; ++h) {
-      const int64_t slot = slot_at(args, args.table_indices[t], args.kept_at[t], h);
+      const int64_t slot = slot_at(args, args.table_indices[t], args.slot_mapping[t], h);
       std::memcpy(keys + slot * args.width, k + t * args.k_token + h * args.k_head, args.width * sizeof(E));
       std::memcpy(values + slot * args.value_width, v + t * args.v_token + h * args.v_head,
                   args.value_width * sizeof(E));
@@ -88,7 +89,7 @@ void attend(const PagedArgs& args, float* scratch, int64_t begin, int64_t end) {
   const E *keys = static_cast<const E*>(args.keys), *values = static_cast<const E*>(args.values);
   float *query = scratch, *sums = query + args.width, *weights = sums + args.value_width;
   for (int64_t item = begin; item < end; ++item) {
-    const int64_t t = item / args.heads, head = item % args.heads, own = head / (args.heads / args.kv_heads),
+    const int64_t t = item / args.heads, head = item % args.heads, kv_head = head / (args.heads / args.kv_heads),
                   position = args.positions[t];
     E* out = static_cast<E*>(args.out) + item * args.value_width;
     std::fill_n(sums, args.value_width, 0.f);
@@ -101,14 +102,14 @@ void attend(const PagedArgs& args, float* scratch, int64_t begin, int64_t end) {
     const int64_t first = first_seen(args, position), count = position - first + 1;
     float largest = -INFINITY, total = 0.f;
     for (int64_t i = 0; i < count; ++i) {
-      float score = args.scaling * dot(query, keys + slot_seen(args, t, first + i, own) * args.width, args.width);
+      float score = args.scaling * dot(query, keys + slot_seen(args, t, first + i, kv_head) * args.width, args.width);
       if (args.softcap > 0) score = args.softcap * std::tanh(score / args.softcap);
       weights[i] = score;
       largest = std::max(largest, score);
     }
     for (int64_t i = 0; i < count; ++i) {
       const float weight = std::exp(weights[i] - largest);
-      const E* value = values + slot_seen(args, t, first + i, own) * args.value_width;
+      const E* value = values + slot_seen(args, t, first + i, kv_head) * args.value_width;
       total += weight;
       for (int64_t c = 0; c < args.value_width; ++c) sums[c] += weight * (float)value[c];
     }
@@ -146,7 +147,7 @@ void* pool(const Call& call, const char* name, Tensor& t, const Sizes& sizes, Dt
 }
 
 Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, Tensor block_tables,
-                       Tensor table_indices, Tensor positions, Tensor kept_at, Tensor branches, double scaling,
+                       Tensor table_indices, Tensor positions, Tensor slot_mapping, Tensor branches, double scaling,
                        double softcap, int64_t window) {
   const Call call("paged_attention", q);
   const Dtype dtype = call.dtype("q", q);
@@ -170,7 +171,7 @@ Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values,
       .block_tables = call.integers("block_tables", block_tables, {-1, -1}),
       .table_indices = call.integers("table_indices", table_indices, {tokens}),
       .positions = call.integers("positions", positions, {tokens}),
-      .kept_at = call.integers("kept_at", kept_at, {tokens}),
+      .slot_mapping = call.integers("slot_mapping", slot_mapping, {tokens}),
       .branches = call.integers("branches", branches, {tokens}),
       .dtype = dtype,
       .tokens = tokens,
@@ -226,7 +227,7 @@ Tensor paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values,
 STABLE_TORCH_LIBRARY_FRAGMENT(neap, m) {
   m.def(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor block_tables, "
-      "Tensor table_indices, Tensor positions, Tensor kept_at, Tensor branches, float scaling, float softcap=0., "
+      "Tensor table_indices, Tensor positions, Tensor slot_mapping, Tensor branches, float scaling, float softcap=0., "
       "int window=0) -> Tensor");
 }
 

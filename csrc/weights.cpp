@@ -42,20 +42,20 @@ Tensor packed_matrix(Format format, int64_t out_features, int64_t in_features, c
   return packed;
 }
 
-// Widens `depth` inputs, a depth block, of panel number `panel` from input k on: block [depth, 16].
-void widen_block(const PackedView& view, int64_t panel, int64_t k, int64_t depth, float* block) {
+// Dequantises `depth` inputs, a depth block, of panel number `panel` from input k on: block [depth, 16].
+void dequantise_block(const PackedView& view, int64_t panel, int64_t k, int64_t depth, float* block) {
   const Matrix& matrix = view.matrix;
-  kernels().widen(matrix.format,
-                  matrix.panels + panel * matrix.panel_bytes + block_begin(matrix.format, k / kDepthBlock), depth,
-                  block);
+  kernels().dequantise(matrix.format,
+                       matrix.panels + panel * matrix.panel_bytes + block_begin(matrix.format, k / kDepthBlock), depth,
+                       block);
 }
 
-// Widens the first `count` rows of panel number `panel` to rows [count, in_features].
-void widen_panel(const PackedView& view, int64_t panel, int64_t count, float* rows) {
+// Dequantises the first `count` rows of panel number `panel` to rows [count, in_features].
+void dequantise_panel(const PackedView& view, int64_t panel, int64_t count, float* rows) {
   float block[kDepthBlock * kPanel];
   for (int64_t k = 0; k < view.in_features; k += kDepthBlock) {
     const int64_t depth = std::min(kDepthBlock, view.in_features - k);
-    widen_block(view, panel, k, depth, block);
+    dequantise_block(view, panel, k, depth, block);
     // By squares, which stay in the nearest cache.
     for (int64_t from = 0; from < depth; from += kPanel)
       for (int64_t lane = 0; lane < count; ++lane)
@@ -66,11 +66,11 @@ void widen_panel(const PackedView& view, int64_t panel, int64_t count, float* ro
 
 }  // namespace
 
-void widen_row(const PackedView& view, int64_t row, float* out) {
+void dequantise_row(const PackedView& view, int64_t row, float* out) {
   float block[kDepthBlock * kPanel];
   for (int64_t k = 0; k < view.in_features; k += kDepthBlock) {
     const int64_t depth = std::min(kDepthBlock, view.in_features - k);
-    widen_block(view, row / kPanel, k, depth, block);
+    dequantise_block(view, row / kPanel, k, depth, block);
     for (int64_t i = 0; i < depth; ++i) out[k + i] = block[i * kPanel + row % kPanel];
   }
 }
@@ -89,11 +89,11 @@ Tensor pack_linear(Tensor weight) {
 }
 
 Tensor pack_blocks(Tensor blocks, std::string kind, int64_t in_features) {
-  int found = kQ4_0;
-  while (found < kFormats && kind != kLayouts[found].name) ++found;
-  NEAP_CHECK(found < kFormats, "pack_blocks: there is no format '", kind,
+  int index = kQ4_0;
+  while (index < kFormats && kind != kLayouts[index].name) ++index;
+  NEAP_CHECK(index < kFormats, "pack_blocks: there is no format '", kind,
              "'; names are Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K");
-  const Format format = (Format)found;
+  const Format format = (Format)index;
   const Layout& layout = kLayouts[format];
   NEAP_CHECK(blocks.is_cpu() && blocks.scalar_type() == ScalarType::Byte && blocks.dim() == 2 && blocks.is_contiguous(),
              "pack_blocks: blocks must be contiguous uint8 [rows, bytes] on the CPU");
@@ -122,8 +122,8 @@ Tensor unpack_linear(Tensor packed) {
   Tensor out = empty({view.out_features, view.in_features});
   parallel(num_panels(view.out_features), (double)out.numel(), [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel)
-      widen_panel(view, panel, std::min(kPanel, view.out_features - panel * kPanel),
-                  mutable_floats(out) + panel * kPanel * view.in_features);
+      dequantise_panel(view, panel, std::min(kPanel, view.out_features - panel * kPanel),
+                       mutable_floats(out) + panel * kPanel * view.in_features);
   });
   return out;
 }
@@ -142,7 +142,7 @@ Tensor packed_rows(Tensor packed, Tensor indices) {
   shape.push_back(width);
   Tensor out = empty(shape);
   float* to = mutable_floats(out);
-  // Rows of a whole panel are widened together.
+  // Rows of a whole panel are dequantised together.
   const auto is_panel = [&](int64_t i) {
     for (int64_t lane = 0; lane < kPanel; ++lane)
       if (wanted[i + lane] != wanted[i] + lane) return false;
@@ -151,8 +151,8 @@ Tensor packed_rows(Tensor packed, Tensor indices) {
   parallel(indices.numel(), (double)indices.numel() * (double)(kPanel * width), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin, count; i < end; i += count) {
       count = i + kPanel <= end && is_panel(i) ? kPanel : 1;
-      if (count == kPanel) widen_panel(view, wanted[i] / kPanel, kPanel, to + i * width);
-      else widen_row(view, wanted[i], to + i * width);
+      if (count == kPanel) dequantise_panel(view, wanted[i] / kPanel, kPanel, to + i * width);
+      else dequantise_row(view, wanted[i], to + i * width);
     }
   });
   return out;

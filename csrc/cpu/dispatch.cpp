@@ -60,9 +60,9 @@ const Kernels& kernels() {
 
 bool select_kernels(const char* name) {
   for (int rank = 0; rank < kSets; ++rank) {
-    const Kernels* found = candidate(rank);
-    if (found && (std::strcmp(name, "auto") == 0 || std::strcmp(name, found->name) == 0)) {
-      chosen.store(found, std::memory_order_release);
+    const Kernels* set = candidate(rank);
+    if (set && (std::strcmp(name, "auto") == 0 || std::strcmp(name, set->name) == 0)) {
+      chosen.store(set, std::memory_order_release);
       return true;
     }
   }

@@ -13,7 +13,7 @@ namespace neap::NEAP_ISA {
 const Kernels& table() {
   static constexpr Kernels kernels = {
       .name = NEAP_STRINGIFY(NEAP_ISA),
-      .widen = widen,
+      .dequantise = dequantise,
       .linear_items = linear_items,
       .linear = linear,
       .rms_norm = rms_norm,

@@ -51,7 +51,7 @@ inline int64_t attention_scratch(const AttentionArgs& args) {
 template <class F>
 void each_part(const AttentionArgs& a, const QueryTile& t, const F& f) {
   for (int64_t i = 0; i < max64(1, a.num_parts); ++i) {
-    const AttentionPart& part = a.num_parts ? a.parts[i] : a.own;
+    const AttentionPart& part = a.num_parts ? a.parts[i] : a.whole;
     const int64_t begin = max64(part.query, t.query), end = min64(part.query + part.queries, t.query + t.queries);
     if (begin < end) f(part, begin, end);
   }
@@ -129,9 +129,9 @@ NEAP_INLINE void turn_keys(const RowOf& row_of, const Prefetch& prefetch, int64_
 template <class RowOf, class Prefetch>
 void pack_keys(const RowOf& row_of, const Prefetch& prefetch, int64_t count, int64_t width, float* out) {
   for (int64_t key = 0; key < ceil_div(count, kPanel) * kPanel; key += kLanes) {
-    float* own = out + key / kPanel * kPanel * width + key % kPanel;
+    float* panel = out + key / kPanel * kPanel * width + key % kPanel;
     turn_keys(row_of, prefetch, key, count, width,
-              [&](int64_t d, Vec column) __attribute__((always_inline)) { store(own + d * kPanel, column); });
+              [&](int64_t d, Vec column) __attribute__((always_inline)) { store(panel + d * kPanel, column); });
   }
 }
 

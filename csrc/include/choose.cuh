@@ -11,11 +11,11 @@ struct Largest {
   double value;
   int64_t index;
   // NaN is larger than any number, as in PyTorch. Of equal values the first is the largest.
-  __device__ __forceinline__ bool beats(const Largest& other) const {
-    if (index < 0 || other.index < 0) return other.index < 0 && index >= 0;
-    const bool nan = value != value, other_nan = other.value != other.value;
-    if (nan != other_nan) return nan;
-    return (!nan && value > other.value) || ((nan || value == other.value) && index < other.index);
+  __device__ __forceinline__ bool beats(const Largest& rival) const {
+    if (index < 0 || rival.index < 0) return rival.index < 0 && index >= 0;
+    const bool nan = value != value, rival_nan = rival.value != rival.value;
+    if (nan != rival_nan) return nan;
+    return (!nan && value > rival.value) || ((nan || value == rival.value) && index < rival.index);
   }
 };
 
@@ -30,7 +30,7 @@ __device__ __forceinline__ double weight_of(E value) {
 
 // Greedy choice of one row: the index of the largest score, -1 if that is not finite.
 template <class E>
-__device__ __forceinline__ void choose_largest(const E* scores, const ChoiceArgs& args, Largest* found) {
+__device__ __forceinline__ void choose_largest(const E* scores, const ChoiceArgs& args, Largest* warp_best) {
   Largest best{0, -1};
   for (int64_t i = threadIdx.x; i < args.vocabulary; i += blockDim.x) {
     const Largest seen{weight_of(scores[i]), i};
@@ -38,14 +38,14 @@ __device__ __forceinline__ void choose_largest(const E* scores, const ChoiceArgs
   }
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) {
-    const Largest other{__shfl_xor_sync(kAll, best.value, step), __shfl_xor_sync(kAll, best.index, step)};
-    if (other.beats(best)) best = other;
+    const Largest rival{__shfl_xor_sync(kAll, best.value, step), __shfl_xor_sync(kAll, best.index, step)};
+    if (rival.beats(best)) best = rival;
   }
-  if (threadIdx.x % kWarp == 0) found[threadIdx.x / kWarp] = best;
+  if (threadIdx.x % kWarp == 0) warp_best[threadIdx.x / kWarp] = best;
   __syncthreads();
   if (threadIdx.x) return;
   for (int warp = 1; warp < kChoiceWarps; ++warp)
-    if (found[warp].beats(best)) best = found[warp];
+    if (warp_best[warp].beats(best)) best = warp_best[warp];
   args.choices[blockIdx.x] = is_finite(best.value) ? best.index : -1;
 }
 
@@ -58,9 +58,9 @@ __device__ __forceinline__ int64_t at_point(int64_t size, double point, double* 
   const int64_t piece = (size + blockDim.x - 1) / blockDim.x, begin = min(size, threadIdx.x * piece),
                 end = min(size, begin + piece);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  double own = 0;
-  for (int64_t i = begin; i < end; ++i) own += weight(i);
-  double sum = own;
+  double thread_sum = 0;
+  for (int64_t i = begin; i < end; ++i) thread_sum += weight(i);
+  double sum = thread_sum;
 #pragma unroll
   for (int step = 1; step < kWarp; step *= 2) {
     const double left = __shfl_up_sync(kAll, sum, step);
@@ -77,7 +77,7 @@ __device__ __forceinline__ int64_t at_point(int64_t size, double point, double* 
   const double wanted = point * total;
   // Rounding can make neighbouring sums an ulp out of order, so several pieces may contain the point. The first one
   // counts.
-  const bool passes = own > 0 && before + sum > wanted && is_finite(total);
+  const bool passes = thread_sum > 0 && before + sum > wanted && is_finite(total);
   const unsigned passing = __ballot_sync(kAll, passes);
   NEAP_SHARED(int, firsts, kChoiceWarps);
   if (lane == 0) firsts[warp] = passing ? warp * kWarp + __ffs((int)passing) - 1 : kChoiceThreads;
@@ -85,7 +85,7 @@ __device__ __forceinline__ int64_t at_point(int64_t size, double point, double* 
   int chosen = kChoiceThreads;
   for (int w = 0; w < kChoiceWarps; ++w) chosen = min(chosen, firsts[w]);
   if ((int)threadIdx.x == chosen) {
-    double running = before + sum - own;
+    double running = before + sum - thread_sum;
     int64_t at = begin;
     for (int64_t i = begin; i < end; ++i) {
       const double value = weight(i);
@@ -96,19 +96,19 @@ __device__ __forceinline__ int64_t at_point(int64_t size, double point, double* 
     *answer = at;
   }
   __syncthreads();
-  const int64_t found = *answer;
+  const int64_t index = *answer;
   __syncthreads();
-  return found < size ? found : -1;
+  return index < size ? index : -1;
 }
 
 // One block per row of scores.
 template <class E>
 __global__ void __launch_bounds__(kChoiceThreads) choose_kernel(ChoiceArgs args) {
-  NEAP_SHARED(Largest, found, kChoiceWarps);
+  NEAP_SHARED(Largest, warp_best, kChoiceWarps);
   NEAP_SHARED(double, ends, kChoiceWarps);
   NEAP_SHARED(int64_t, answer, 1);
   const E* scores = static_cast<const E*>(args.scores) + blockIdx.x * args.stride;
-  if (args.uniforms == nullptr) return choose_largest(scores, args, found);
+  if (args.uniforms == nullptr) return choose_largest(scores, args, warp_best);
   const int64_t token = at_point(args.vocabulary, args.uniforms[blockIdx.x], ends, answer,
                                  [=](int64_t i) { return weight_of(scores[i]); });
   if (threadIdx.x == 0) args.choices[blockIdx.x] = token;

@@ -12,8 +12,8 @@ struct Candidate {
   float value;
   int64_t index;
   // Order: descending values; of equal values the lower index first.
-  __device__ __forceinline__ bool before(const Candidate& other) const {
-    return value > other.value || (value == other.value && index < other.index);
+  __device__ __forceinline__ bool before(const Candidate& rival) const {
+    return value > rival.value || (value == rival.value && index < rival.index);
   }
 };
 
@@ -30,8 +30,8 @@ __device__ __forceinline__ void consider(const Candidate& seen, const Candidate&
 __device__ __forceinline__ Candidate warp_best(Candidate best) {
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) {
-    const Candidate other{__shfl_xor_sync(kAll, best.value, step), __shfl_xor_sync(kAll, best.index, step)};
-    if (other.value > -INFINITY && (best.value == -INFINITY || other.before(best))) best = other;
+    const Candidate rival{__shfl_xor_sync(kAll, best.value, step), __shfl_xor_sync(kAll, best.index, step)};
+    if (rival.value > -INFINITY && (best.value == -INFINITY || rival.before(best))) best = rival;
   }
   return best;
 }
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kTopThreads) draft_block_kernel(DraftTopArgs a
 
 // One block per token: joins the results of all vocabulary blocks.
 __global__ void __launch_bounds__(kTopThreads) draft_join_kernel(DraftTopArgs args) {
-  NEAP_SHARED(Candidate, found, kTopThreads / kWarp);
+  NEAP_SHARED(Candidate, bests, kTopThreads / kWarp);
   NEAP_SHARED(float, scratch, kTopThreads / kWarp);
   const int64_t token = blockIdx.x, blocks = (args.rows.rows + kVocabularyBlock - 1) / kVocabularyBlock;
   Candidate last = above_all();
@@ -91,10 +91,10 @@ __global__ void __launch_bounds__(kTopThreads) draft_join_kernel(DraftTopArgs ar
       consider({args.block_values[at], args.block_indices[at]}, last, best);
     }
     best = warp_best(best);
-    if (threadIdx.x % kWarp == 0) found[threadIdx.x / kWarp] = best;
+    if (threadIdx.x % kWarp == 0) bests[threadIdx.x / kWarp] = best;
     __syncthreads();
     last = no_candidate();
-    for (int warp = 0; warp < kTopThreads / kWarp; ++warp) consider(found[warp], above_all(), last);
+    for (int warp = 0; warp < kTopThreads / kWarp; ++warp) consider(bests[warp], above_all(), last);
     __syncthreads();
     if (i == 0 && last.value > -INFINITY) shift = last.value;
     if (threadIdx.x == 0) {

@@ -1,8 +1,8 @@
 // The formats in which weights are kept in memory, and how a packed matrix is laid out in bytes. No torch.
 //
 // A matrix [out_features, in_features] is cut into panels of 16 outputs. A panel is a sequence of depth blocks of 256
-// inputs, the last one shorter. Kernels widen the weights to float32 in registers, so a pass reads only the stored
-// bytes. All formats give the very float32 numbers that widening the matrix beforehand would give. A matrix may ask
+// inputs, the last one shorter. Kernels dequantise the weights to float32 in registers, so a pass reads only the stored
+// bytes. All formats give the very float32 numbers that dequantising the matrix beforehand would give. A matrix may ask
 // that its inputs be rounded as its weights are. Those of a bfloat16 matrix are then rounded to bfloat16, and pairs of
 // inputs are multiplied at once and summed in float32. Those of a matrix of GGUF's blocks are rounded to 8 bits, and
 // their products with quants are summed as integers (see rounded.h).

@@ -65,7 +65,7 @@ struct AttentionPart { int64_t query, queries, keys, branch, apart; };
 
 struct AttentionArgs {
   const float* q;
-  const void *k, *v;  // numbers of `kv_dtype`, widened to float32 in registers
+  const void *k, *v;  // numbers of `kv_dtype`, read as float32 in registers
   Dtype kv_dtype;
   const uint8_t* mask;  // bool [batch or 1, 1, queries, keys] or null
   float* out;           // [batch, queries, heads, value_width] contiguous
@@ -75,7 +75,7 @@ struct AttentionArgs {
   int64_t k_batch, k_head, k_row;
   int64_t v_batch, v_head, v_row;
   int64_t mask_batch, mask_row, mask_column;
-  AttentionPart own;           // all queries, if there are no `parts`
+  AttentionPart whole;         // all queries, if there are no `parts`
   const AttentionPart* parts;  // of a trunk and its branches: they share what is read of the keys before the branches
   int64_t num_parts;
   bool causal;
@@ -85,7 +85,8 @@ struct AttentionArgs {
 // Each function runs items [begin, end) of a parallel loop. The comments say what an item is.
 struct Kernels {
   const char* name;
-  void (*widen)(Format, const uint8_t* block, int64_t depth, float* out);  // a depth block of a panel -> [depth, 16]
+  // A depth block of a panel -> [depth, 16].
+  void (*dequantise)(Format, const uint8_t* block, int64_t depth, float* out);
   int64_t (*linear_items)(const LinearArgs&, int64_t threads);  // number of items into which `linear` should be cut
   void (*linear)(const LinearArgs&, int64_t items, int64_t begin, int64_t end);
   void (*rms_norm)(const RmsNormArgs&, int64_t begin, int64_t end);  // item: a row

@@ -14,40 +14,40 @@ constexpr int64_t kChunkFloats = kRowChunk * kPanel * panels_for<Rows<float>>(kM
 // Of one row, so many tiles of the gate are multiplied before those of `up`: each switch ends a stream of reading.
 constexpr int64_t kTilesInTurn = 8;
 
-constexpr int64_t kWidenedPanels = 2;  // panels whose widened depth blocks lie in the L1 cache together
+constexpr int64_t kDequantisedPanels = 2;  // panels whose dequantised depth blocks lie in the L1 cache together
 
 // The kernels of one format.
-struct Product {
+struct Matmul {
   int (*panels)(int rows);
   TileFn (*tile)(int rows, int panels);
-  void (*widen)(const uint8_t* block, int64_t depth, float* out);
-  bool shared;  // see widen.h
+  void (*dequantise)(const uint8_t* block, int64_t depth, float* out);
+  bool shared;  // see dequantise.h
 };
 
 template <Format kFormat>
-constexpr Product product_of() {
+constexpr Matmul matmul_of() {
   using Reader = typename ReaderOf<kFormat>::Type;
-  return {panels_for<Reader>, pick_tile<Reader>, widen_block<Reader>, Reader::kShared};
+  return {panels_for<Reader>, pick_tile<Reader>, dequantise_block<Reader>, Reader::kShared};
 }
 
-constexpr Product kProducts[kFormats] = {
-    product_of<kPlain32>(), product_of<kPlain16>(), product_of<kPlainBf16>(), product_of<kQ4_0>(),
-    product_of<kQ4_1>(),    product_of<kQ5_0>(),    product_of<kQ5_1>(),      product_of<kQ8_0>(),
-    product_of<kQ4_K>(),    product_of<kQ5_K>(),    product_of<kQ6_K>(),
+constexpr Matmul kMatmuls[kFormats] = {
+    matmul_of<kPlain32>(), matmul_of<kPlain16>(), matmul_of<kPlainBf16>(), matmul_of<kQ4_0>(),
+    matmul_of<kQ4_1>(),    matmul_of<kQ5_0>(),    matmul_of<kQ5_1>(),      matmul_of<kQ8_0>(),
+    matmul_of<kQ4_K>(),    matmul_of<kQ5_K>(),    matmul_of<kQ6_K>(),
 };
 
-constexpr Product kDots = {panels_for<BfloatDots>, pick_tile<BfloatDots>, widen_block<BfloatPairs>, false};
+constexpr Matmul kDots = {panels_for<BfloatDots>, pick_tile<BfloatDots>, dequantise_block<BfloatPairs>, false};
 
 template <Format kFormat>
-constexpr Product rounded_product_of() {
+constexpr Matmul rounded_matmul_of() {
   using Reader = RoundedQuants<kFormat>;
-  return {panels_for<Reader>, pick_tile<Reader>, widen_block<Quants<kFormat>>, false};
+  return {panels_for<Reader>, pick_tile<Reader>, dequantise_block<Quants<kFormat>>, false};
 }
 
 // From kQ4_0 on.
-constexpr Product kRoundedProducts[kFormats - kQ4_0] = {
-    rounded_product_of<kQ4_0>(), rounded_product_of<kQ4_1>(), rounded_product_of<kQ5_0>(), rounded_product_of<kQ5_1>(),
-    rounded_product_of<kQ8_0>(), rounded_product_of<kQ4_K>(), rounded_product_of<kQ5_K>(), rounded_product_of<kQ6_K>(),
+constexpr Matmul kRoundedMatmuls[kFormats - kQ4_0] = {
+    rounded_matmul_of<kQ4_0>(), rounded_matmul_of<kQ4_1>(), rounded_matmul_of<kQ5_0>(), rounded_matmul_of<kQ5_1>(),
+    rounded_matmul_of<kQ8_0>(), rounded_matmul_of<kQ4_K>(), rounded_matmul_of<kQ5_K>(), rounded_matmul_of<kQ6_K>(),
 };
 
 // What tiles read of an input row: floats, pairs of bfloat16 in floats' places, or InputGroups.
@@ -64,8 +64,8 @@ inline InputKind input_kind(const LinearArgs& args) {
 }
 
 // The kernels that multiply a matrix by inputs of a kind.
-inline const Product& product_for(const Matrix& matrix, InputKind kind) {
-  return kind == kGroups ? kRoundedProducts[matrix.format - kQ4_0] : kind == kPairs ? kDots : kProducts[matrix.format];
+inline const Matmul& matmul_for(const Matrix& matrix, InputKind kind) {
+  return kind == kGroups ? kRoundedMatmuls[matrix.format - kQ4_0] : kind == kPairs ? kDots : kMatmuls[matrix.format];
 }
 
 // Rows of x as tiles read them, `stride` floats apart.
@@ -109,8 +109,8 @@ inline Inputs inputs_of(const LinearArgs& args, int64_t row, int64_t rows) {
   return {rounded, stride, kind};
 }
 
-inline void widen(Format format, const uint8_t* block, int64_t depth, float* out) {
-  kProducts[format].widen(block, depth, out);
+inline void dequantise(Format format, const uint8_t* block, int64_t depth, float* out) {
+  kMatmuls[format].dequantise(block, depth, out);
 }
 
 // An item is one output panel (gated: a pair of panels) of one range of rows. Rows are split only if the panels alone
@@ -177,21 +177,21 @@ inline Ahead prefetched(const Matrix& matrix, const uint8_t* panel, int64_t pane
 // that is multiplied after them.
 inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const Inputs& x, int64_t rows, int64_t first,
                             int64_t panels, const uint8_t* next, float* c) {
-  const Product& product = product_for(matrix, x.kind);
+  const Matmul& matmul = matmul_for(matrix, x.kind);
   const int64_t pair = x.kind == kPairs ? 2 : 1;
   const RowTiles tiles(rows);
-  const bool widens = product.shared && tiles.count > kOwnTiles;
-  const Product& tile_product = widens ? kProducts[kPlain32] : product;
+  const bool dequantises = matmul.shared && tiles.count > kOwnTiles;
+  const Matmul& tile_matmul = dequantises ? kMatmuls[kPlain32] : matmul;
   const int64_t c_stride = panels * kPanel;
-  const int64_t max_panels = min64(tile_product.panels((int)tiles.height), widens ? kWidenedPanels : panels);
-  alignas(64) float widened[kDepthBlock * kPanel * kWidenedPanels];
+  const int64_t max_panels = min64(tile_matmul.panels((int)tiles.height), dequantises ? kDequantisedPanels : panels);
+  alignas(64) float dequantised[kDepthBlock * kPanel * kDequantisedPanels];
   TileArgs t{.a_stride = x.stride, .panel_stride = matrix.panel_bytes, .c_stride = c_stride};
   if (args.in_features == 0)
     for (int64_t i = 0; i < rows * c_stride; ++i) c[i] = 0.f;
   for (int64_t p = 0; p < panels; p += max_panels) {
     const int width = (int)min64(max_panels, panels - p);
-    const TileFn tall = tile_product.tile((int)tiles.height, width);
-    const TileFn low = tiles.height > 1 ? tile_product.tile((int)tiles.height - 1, width) : tall;
+    const TileFn tall = tile_matmul.tile((int)tiles.height, width);
+    const TileFn low = tiles.height > 1 ? tile_matmul.tile((int)tiles.height - 1, width) : tall;
     const uint8_t* panel = matrix.panels + (first + p) * matrix.panel_bytes;
     const uint8_t* following = p + width < panels ? panel + width * matrix.panel_bytes : next;
     for (int64_t k = 0; k < args.in_features; k += kDepthBlock) {
@@ -200,10 +200,10 @@ inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const 
       t.accumulate = k > 0;
       const int64_t step = block_bytes(matrix.format, depth) / t.depth;
       t.b = panel + block_begin(matrix.format, block);
-      if (widens) {
+      if (dequantises) {
         for (int64_t i = 0; i < width; ++i)
-          product.widen(t.b + i * matrix.panel_bytes, depth, widened + i * kDepthBlock * kPanel);
-        t.b = reinterpret_cast<const uint8_t*>(widened);
+          matmul.dequantise(t.b + i * matrix.panel_bytes, depth, dequantised + i * kDepthBlock * kPanel);
+        t.b = reinterpret_cast<const uint8_t*>(dequantised);
         t.panel_stride = kDepthBlock * kPanel * 4;
       }
       for (int64_t i = 0, r = 0; i < tiles.count; r += tiles.rows(i++)) {
@@ -219,12 +219,12 @@ inline void multiply_panels(const LinearArgs& args, const Matrix& matrix, const 
 // Rows [row, row + rows), at most kRowChunk of them, times output panels [begin, end).
 inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int64_t begin, int64_t end) {
   const Inputs x = inputs_of(args, row, rows);
-  const Product& product = product_for(args.weight, x.kind);
+  const Matmul& matmul = matmul_for(args.weight, x.kind);
   alignas(64) float c[kChunkFloats], up[kChunkFloats];
   // As many panels as tiles take, and as the buffers hold.
   const int64_t tiles = rows == 1 ? kTilesInTurn : 1;
   const int64_t group =
-      max64(1, min64(tiles * product.panels((int)RowTiles(rows).height), kChunkFloats / (rows * kPanel)));
+      max64(1, min64(tiles * matmul.panels((int)RowTiles(rows).height), kChunkFloats / (rows * kPanel)));
   for (int64_t unit = begin; unit < end; unit += group) {
     const int64_t panels = min64(group, end - unit);
     const uint8_t* following = args.weight.panels + (unit + panels) * args.weight.panel_bytes;

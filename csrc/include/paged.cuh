@@ -29,18 +29,18 @@ __device__ __forceinline__ bool has_slot(const PagedArgs& args, int64_t table, i
 // (blockIdx.y: keys, values). `Unit`: the type that is copied; its size must divide all sizes and addresses.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) paged_write_kernel(PagedArgs args, int64_t num_tickets) {
-  const int64_t token = blockIdx.x, table = args.table_indices[token], kept_at = args.kept_at[token];
+  const int64_t token = blockIdx.x, table = args.table_indices[token], place = args.slot_mapping[token];
   if (blockIdx.y == 0)
     for (int64_t i = token * kThreads + threadIdx.x; i < num_tickets; i += (int64_t)gridDim.x * kThreads)
       args.tickets[i] = 0;
-  if (args.positions[token] < 0 || !has_slot(args, table, kept_at)) return;
+  if (args.positions[token] < 0 || !has_slot(args, table, place)) return;
   const bool is_key = blockIdx.y == 0;
   const int64_t bytes = element_bytes(args.dtype), width = (is_key ? args.width : args.value_width) * bytes,
                 units = width / (int64_t)sizeof(Unit);
   const char* from =
       static_cast<const char*>(is_key ? args.k : args.v) + token * (is_key ? args.k_token : args.v_token) * bytes;
   char* to = static_cast<char*>(is_key ? args.keys : args.values);
-  const int64_t first = slot_of(args, table, (int)kept_at, 0), step = (is_key ? args.k_head : args.v_head) * bytes;
+  const int64_t first = slot_of(args, table, (int)place, 0), step = (is_key ? args.k_head : args.v_head) * bytes;
   if (first < 0) return;
   for (int64_t i = threadIdx.x; i < args.kv_heads * units; i += kThreads) {
     const int64_t head = i / units, unit = i % units;
@@ -95,14 +95,14 @@ __device__ __forceinline__ void add_scores(const PagedArgs& args, const KeyTile<
         if (slots[i] >= 0) load_chunk<kSize>(tile.keys + slots[i] * args.width + chunk * kSize, key[i]);
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
-        const float* own = query + h * (int)args.width + chunk * kSize;
+        const float* head_query = query + h * (int)args.width + chunk * kSize;
 #pragma unroll
         for (int e = 0; e < kSize; e += 4) {
           float q[4];
           if constexpr (kSize == 1) {
-            q[0] = own[0];
+            q[0] = head_query[0];
           } else {
-            const Four four = load_four(own + e);
+            const Four four = load_four(head_query + e);
             for (int n = 0; n < 4; ++n) q[n] = four.v[n];
           }
 #pragma unroll
@@ -164,12 +164,12 @@ __device__ __forceinline__ void add_values(const PagedArgs& args, const KeyTile<
   }
 }
 
-// Attention of a warp over its tiles of the keys at positions [begin, end) of a sequence. `own`: where the token's
+// Attention of a warp over its tiles of the keys at positions [begin, end) of a sequence. `shift`: where the token's
 // branch begins, and how much farther it is kept. They are in shared memory because the widest kernels have no
 // registers left for them.
 template <class E, int kHeads, int kSize>
 __device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, int64_t table, int64_t head, int begin,
-                                       int end, const int* own, const float* query, float* weights,
+                                       int end, const int* shift, const float* query, float* weights,
                                        WarpState<kHeads, kSize>& state) {
   const int lane = threadIdx.x % kWarp;
 #pragma unroll
@@ -179,7 +179,8 @@ __device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, i
     for (int e = 0; e < kSize; ++e) state.values[h][e] = 0.f;
   }
   const auto slot_at = [&](int position) {
-    return position < end ? slot_of(args, table, position < own[0] ? position : position + own[1], head) : (int64_t)-1;
+    return position < end ? slot_of(args, table, position < shift[0] ? position : position + shift[1], head)
+                          : (int64_t)-1;
   };
   int first = begin + (int)(threadIdx.x / kWarp) * kWarp;
   int64_t next = slot_at(first + lane);
@@ -231,11 +232,11 @@ __device__ __forceinline__ void join_warps(const WarpState<kHeads, kSize>& state
     if (warp == turn && lane < value_lanes)
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
-        const float own = share_of(state.largest[h], largest[h]);
+        const float share = share_of(state.largest[h], largest[h]);
 #pragma unroll
         for (int e = 0; e < kSize; ++e) {
           float& at = part[h * kColumns + lane * kSize + e];
-          at = turn ? fmaf(state.values[h][e], own, at) : state.values[h][e] * own;
+          at = turn ? fmaf(state.values[h][e], share, at) : state.values[h][e] * share;
         }
       }
     __syncthreads();
@@ -258,7 +259,7 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   NEAP_SHARED(float, keeps, kHeads* kWarp);
   NEAP_SHARED(float, adds, kHeads* kWarp);
   NEAP_SHARED(unsigned, arrived, 1);
-  NEAP_SHARED(int, own, 2);
+  NEAP_SHARED(int, shift, 2);
   float* query = reinterpret_cast<float*>(query_memory);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, group = (int)(args.heads / args.kv_heads),
             width = (int)args.width;
@@ -268,10 +269,10 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   const int first_head = (int)blockIdx.y / column_tiles % head_tiles * kHeads, heads = min(kHeads, group - first_head);
   const int64_t kv_head = (int)blockIdx.y / column_tiles / head_tiles, token = blockIdx.x,
                 table = args.table_indices[token];
-  const int64_t position = args.positions[token], kept_at = args.kept_at[token], branch = args.branches[token];
+  const int64_t position = args.positions[token], place = args.slot_mapping[token], branch = args.branches[token];
   const int64_t first_row = token * args.heads + kv_head * group + first_head;  // of the output
   E* out = static_cast<E*>(args.out) + first_row * args.value_width + column;
-  if (position < 0 || !has_slot(args, table, position) || !has_slot(args, table, kept_at) || kept_at < position) {
+  if (position < 0 || !has_slot(args, table, position) || !has_slot(args, table, place) || place < position) {
     for (int i = threadIdx.x; blockIdx.z == 0 && i < heads * columns; i += kThreads)
       out[i / columns * args.value_width + i % columns] = from_float<E>(position < 0 ? 0.f : NAN);
     return;
@@ -287,8 +288,8 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
     query[i] = i / width < heads ? to_float(q[i / width * args.q_head + i % width]) : 0.f;
   for (int i = threadIdx.x; i < kItems; i += kThreads) total[i] = 0.f;
   if (threadIdx.x == 0) {
-    own[0] = (int)branch;
-    own[1] = (int)(kept_at - position);
+    shift[0] = (int)branch;
+    shift[1] = (int)(place - position);
   }
   KeyTile<E> tile{};
   tile.keys = static_cast<const E*>(args.keys);
@@ -308,7 +309,7 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   for (int piece = blockIdx.z; piece < pieces; piece += shares) {
     WarpState<kHeads, kSize> state;
     const int from = begin + piece * piece_keys;
-    attend<E, kHeads, kSize>(args, tile, table, kv_head, from, min(from + piece_keys, begin + count), own, query,
+    attend<E, kHeads, kSize>(args, tile, table, kv_head, from, min(from + piece_keys, begin + count), shift, query,
                              weights + warp * kHeads * kWarp, state);
     join_warps(state, tile.value_lanes, warp_largest, warp_sums, part, largest, sums);
     if (shares > 1) {
@@ -338,16 +339,16 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
     // One warp per head and one lane per piece: a prefix maximum gives each piece the running maximum of the loop
     // above.
     for (int h = warp; h < kHeads; h += kWarps) {
-      const float own = lane < pieces ? __ldcg(marks + (lane * kHeads + h) * 2) : -INFINITY;
-      float most = own;
+      const float piece_largest = lane < pieces ? __ldcg(marks + (lane * kHeads + h) * 2) : -INFINITY;
+      float most = piece_largest;
 #pragma unroll
       for (int step = 1; step < kWarp; step *= 2) {
-        const float other = __shfl_up_sync(kAll, most, step);
-        if (lane >= step) most = fmaxf(most, other);
+        const float earlier = __shfl_up_sync(kAll, most, step);
+        if (lane >= step) most = fmaxf(most, earlier);
       }
       const float left = __shfl_up_sync(kAll, most, 1), before = lane ? left : -INFINITY;
       keeps[h * kWarp + lane] = share_of(before, most);
-      adds[h * kWarp + lane] = share_of(own, most);
+      adds[h * kWarp + lane] = share_of(piece_largest, most);
       all_sums[h * kWarp + lane] = lane < pieces ? __ldcg(marks + (lane * kHeads + h) * 2 + 1) : 0.f;
     }
     __syncthreads();

@@ -169,8 +169,8 @@ __attribute__((noinline)) void rounded_tile(const TileArgs& t) {
     for (int p = 0; p < kPanels; ++p) readers[p].open(k);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
-      const InputGroup& own = rows[r][group];
-      const int32_t begin = kBias == 0 ? 0 : -kBias * (kGroup == 16 ? own.sums[half] : own.sums[0] + own.sums[1]);
+      const InputGroup& input = rows[r][group];
+      const int32_t begin = kBias == 0 ? 0 : -kBias * (kGroup == 16 ? input.sums[half] : input.sums[0] + input.sums[1]);
 #pragma GCC unroll 24
       for (int c = 0; c < kColumns; ++c) quads[r][c].begin(begin);
     }

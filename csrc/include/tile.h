@@ -4,7 +4,7 @@
 // number of rows, the number of threads or its position.
 #pragma once
 #include "kernels.h"
-#include "widen.h"
+#include "dequantise.h"
 
 namespace neap::NEAP_ISA {
 

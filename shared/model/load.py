@@ -146,7 +146,7 @@ def _load_model(
     release_free_memory()
     if checkpoint.dequantised:
         log.warning(
-            "matrices were widened to float32, which takes more memory",
+            "matrices were dequantised to float32, which takes more memory",
             model_id=model_id,
             reasons=dict(Counter(checkpoint.dequantised.values())),
             first=next(iter(checkpoint.dequantised)),
@@ -167,7 +167,7 @@ def _is_dequantised(model: PreTrainedModel, method: str, model_id: str) -> bool:
         ) from error
     if dequantised:
         log.warning(
-            "quantised weights were widened, which takes more memory: no module multiplies by them on this device",
+            "quantised weights were dequantised, which takes more memory: no module multiplies by them on this device",
             model_id=model_id,
             method=method,
         )

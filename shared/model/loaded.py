@@ -152,11 +152,11 @@ def _accelerate(
         log.warning("neap's kernels are not used", model_id=model_id, reason=str(error))
         return None
     log.info("accelerated", model_id=model_id, replaced=str(report))
-    if report.widened:
+    if report.dequantised:
         log.warning(
-            "weights of modules without a kernel were widened to float32, which takes more memory",
+            "weights of modules without a kernel were dequantised to float32, which takes more memory",
             model_id=model_id,
-            weights=dict(report.widened),
+            weights=dict(report.dequantised),
         )
     return report
 

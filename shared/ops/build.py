@@ -93,10 +93,10 @@ def find_compiler() -> str:
 def find_ninja() -> str:
     """The ninja beside this interpreter, since the package depends on it, else the one on PATH. Raises `NotFound`."""
     beside = Path(sys.executable).parent / "ninja"
-    found = str(beside) if beside.exists() else shutil.which("ninja")
-    if found is None:
+    ninja = str(beside) if beside.exists() else shutil.which("ninja")
+    if ninja is None:
         raise NotFound("no ninja: pip install ninja", reason="NO_NINJA")
-    return found
+    return ninja
 
 
 def ninja_file(compiler: str, toolkit: Toolkit | None, library: Path, build_dir: Path) -> str:

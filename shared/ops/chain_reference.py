@@ -81,7 +81,7 @@ def draft_chains(
     reached = torch.zeros(count, max_drafts, width)
     for number, start in enumerate(starts):
         begun = number >= fresh
-        own, chances, each = draft_chain(
+        drafts, chances, each = draft_chain(
             None if begun else states[number],
             outputs[number - fresh] if begun else None,
             start,
@@ -89,8 +89,8 @@ def draft_chains(
             lowest,
             highest,
         )
-        lengths[number] = length = len(own)
-        tokens[number, :length] = torch.tensor(own)
+        lengths[number] = length = len(drafts)
+        tokens[number, :length] = torch.tensor(drafts)
         probabilities[number, :length] = torch.tensor(chances)
         reached[number, :length] = torch.stack(each)
     return tokens, probabilities, lengths, reached

@@ -27,8 +27,8 @@ def draft_top(x: Tensor, rows: Tensor, bias: Tensor | None = None, k: int = 2) -
     """
     load()
     refuse_gradient(x, rows)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.neap.draft_top.default(x, rows, bias, k)
-    return found
+    top: tuple[Tensor, Tensor, Tensor] = torch.ops.neap.draft_top.default(x, rows, bias, k)
+    return top
 
 
 @dataclass(frozen=True)

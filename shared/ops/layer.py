@@ -85,12 +85,12 @@ class LayerKV(NamedTuple):
     keys: Sequence[TensorTable]
     values: Sequence[TensorTable]
     bases: list[int]
-    kept: list[int]
+    slot_mapping: list[int]
     counts: list[int]
 
 
 # The steps that `profile_layers` tells apart. "place": head norms, rotary positions, and writing keys and values.
-STEPS = ("norms", "products", "place", "attention")
+STEPS = ("norms", "matmuls", "place", "attention")
 
 
 def profile_layers(is_on: bool) -> dict[str, float]:
@@ -135,7 +135,7 @@ def decoder_layers(
         [each.table for each in kv.keys],
         [each.table for each in kv.values],
         kv.bases,
-        kv.kept,
+        kv.slot_mapping,
         kv.counts,
         masks,
         stops,

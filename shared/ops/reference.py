@@ -75,7 +75,7 @@ def ragged_contiguous_attention(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     bases: Sequence[int],
-    kept: Sequence[int],
+    slot_mapping: Sequence[int],
     counts: Sequence[int],
     masks: Sequence[Tensor],
     scaling: float = 1.0,
@@ -83,16 +83,23 @@ def ragged_contiguous_attention(
 ) -> Tensor:
     """Writes the new keys and values of all sequences to their tensors, then attends over them. -> [1, T, Hq, Dv]."""
     parts = [part.split_with_sizes(list(counts), 2) for part in (q, k, v)]
-    for key, value, place, own_k, own_v in zip(keys, values, kept, *parts[1:], strict=True):
-        key[:, :, place : place + own_k.shape[2]] = own_k
-        value[:, :, place : place + own_v.shape[2]] = own_v
+    for key, value, place, new_k, new_v in zip(keys, values, slot_mapping, *parts[1:], strict=True):
+        key[:, :, place : place + new_k.shape[2]] = new_k
+        value[:, :, place : place + new_v.shape[2]] = new_v
     out = []
-    for key, value, base, place, own, mask in zip(keys, values, bases, kept, parts[0], masks, strict=True):
-        count, plain = own.shape[2], mask.numel() == 0
+    for key, value, base, place, queries, mask in zip(keys, values, bases, slot_mapping, parts[0], masks, strict=True):
+        count, plain = queries.shape[2], mask.numel() == 0
         seen = torch.tensor([*range(base), *range(place, place + count)])
         out.append(
             contiguous_attention(
-                own, key[:, :, seen], value[:, :, seen], base + count, None if plain else mask, plain, scaling, softcap
+                queries,
+                key[:, :, seen],
+                value[:, :, seen],
+                base + count,
+                None if plain else mask,
+                plain,
+                scaling,
+                softcap,
             )
         )
     return torch.cat(out, 1)
@@ -116,15 +123,15 @@ def paged_attention(
     """Writes tokens to blocks, then attends -> [T, Hq, Dv]: see `shared.ops.paged.paged_attention`."""
     tokens, block_tokens, group = len(q), keys.shape[2], q.shape[1] // k.shape[1]
     indices = torch.stack([table_indices, positions, slot_mapping, branches], 1).tolist()
-    real = [(token, *own) for token, own in enumerate(indices) if own[1] >= 0]
-    for token, table, _, kept, _ in real:
-        block, slot = block_tables[table, kept // block_tokens], kept % block_tokens
+    real = [(token, *places) for token, places in enumerate(indices) if places[1] >= 0]
+    for token, table, _, place, _ in real:
+        block, slot = block_tables[table, place // block_tokens], place % block_tokens
         keys[block, :, slot], values[block, :, slot] = k[token], v[token]
     out = q.new_zeros(tokens, q.shape[1], v.shape[2])
-    for token, table, position, kept, branch in real:
+    for token, table, position, place, branch in real:
         first = max(0, position - window + 1) if window else 0
         seen = torch.arange(first, position + 1, device=q.device)
-        seen[seen >= branch] += kept - position
+        seen[seen >= branch] += place - position
         blocks, slots = block_tables[table, seen // block_tokens], seen % block_tokens
         key = keys[blocks, :, slots].float().repeat_interleave(group, 1)  # [S, Hq, D]
         value = values[blocks, :, slots].float().repeat_interleave(group, 1)
@@ -145,7 +152,7 @@ def decoder_layers(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     bases: Sequence[int],
-    kept: Sequence[int],
+    slot_mapping: Sequence[int],
     counts: Sequence[int],
     masks: Sequence[Tensor],
     stops: Sequence[int],
@@ -161,8 +168,8 @@ def decoder_layers(
         return tensors[layer * count : (layer + 1) * count]
 
     for layer in range(num_layers):
-        own = (part(each, layer) for each in (norms, matrices, biases, keys, values))
-        arguments: tuple[Any, ...] = (*own, bases, kept, counts, masks, *others)
+        of_layer = (part(each, layer) for each in (norms, matrices, biases, keys, values))
+        arguments: tuple[Any, ...] = (*of_layer, bases, slot_mapping, counts, masks, *others)
         x = _decoder_layer(x, cos, sin, *arguments)
         if layer + 1 in (*stops, num_layers):
             states.append(x)
@@ -179,7 +186,7 @@ def _decoder_layer(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     bases: Sequence[int],
-    kept: Sequence[int],
+    slot_mapping: Sequence[int],
     counts: Sequence[int],
     masks: Sequence[Tensor],
     heads: int,
@@ -216,7 +223,7 @@ def _decoder_layer(
     # All tokens in one row, sequence after sequence, as `ragged_contiguous_attention` takes them.
     q, k, v = (part.transpose(0, 1).flatten(1, 2)[None] for part in (q, k, v))
     masks = list(masks) or [torch.empty(0, dtype=torch.bool)] * len(keys)
-    attended = ragged_contiguous_attention(q, k, v, keys, values, bases, kept, counts, masks, scaling, softcap)
+    attended = ragged_contiguous_attention(q, k, v, keys, values, bases, slot_mapping, counts, masks, scaling, softcap)
     h = x + project(attended.reshape(batch, queries, -1), matrices[-4], biases[-3])
     gate_bias = biases[-2] if biases[-2].numel() else None
     inner = rms_norm(h, norms[1], eps, weight_offset)

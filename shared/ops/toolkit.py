@@ -35,7 +35,7 @@ def find_toolkit() -> Toolkit | None:
         return None
     home = os.environ.get("CUDA_HOME")
     names = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
-    nvcc = next((found for name in names if (found := shutil.which(name))), None)
+    nvcc = next((path for name in names if (path := shutil.which(name))), None)
     if nvcc is None:
         return None
     # nvcc's own path does not tell the folder, because it may be a wrapper or a link.

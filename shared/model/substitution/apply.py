@@ -51,8 +51,8 @@ _UNDO = "_neap_undo"  # an attribute of the model, because a table of models wou
 class AccelerationReport:
     """What `accelerate` did. `left_alone` maps a module's name to the reason why it kept its own forward.
 
-    `formats`: the number of packed matrices by the format of their numbers. `widened` maps a parameter's name to the
-    reason why it was read as float32 although its file holds it in another format.
+    `formats`: the number of packed matrices by the format of their numbers. `dequantised` maps a parameter's name to
+    the reason why it was read as float32 although its file holds it in another format.
     """
 
     linears: int
@@ -68,7 +68,7 @@ class AccelerationReport:
     experts: int  # modules whose experts are multiplied one by one
     row_invariant: int  # modules that keep their own forward, with torch's functions made row-invariant
     formats: Mapping[str, int]
-    widened: Mapping[str, str]
+    dequantised: Mapping[str, str]
 
 
 def accelerate(
@@ -149,7 +149,7 @@ def accelerate(
         experts=run.counts["experts"],
         row_invariant=len(proven["row invariant"]),
         formats=dict(run.formats),
-        widened=dequantised,
+        dequantised=dequantised,
     )
 
 

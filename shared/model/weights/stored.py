@@ -30,7 +30,7 @@ ALL_ROWS = slice(None)
 # A matrix is dequantised in parts of so many numbers where it need not be whole: an embedding takes a gigabyte, and a
 # part stays in the processor's caches.
 PART_NUMBERS = 1 << 19
-# Rows that are packed together, and widened together if they are asked for together.
+# Rows that are packed together, and dequantised together if they are asked for together.
 _PANEL = 16
 
 
@@ -257,7 +257,7 @@ class Joined(Stored):
         return torch.cat([part.rounded() for part in self.parts])
 
     def pack(self, rows: slice = ALL_ROWS) -> Tensor:
-        # Widened numbers fit the dtype they come from. Blocks of quants cannot be made again.
+        # Dequantised numbers fit the dtype they come from. Blocks of quants cannot be made again.
         dtype = getattr(torch, self.format, torch.float32)
         return ops.pack_linear(self.dequantised_rows()[rows].to(dtype))
 

@@ -225,10 +225,10 @@ def test_sequences_of_a_ragged_batch_attend_as_each_does_alone(isa: str, p: dict
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kept": [6]}, "cannot take 2 tokens at 6 for position 3"),
-        ({"kept": [2]}, "cannot take"),
+        ({"slot_mapping": [6]}, "cannot take 2 tokens at 6 for position 3"),
+        ({"slot_mapping": [2]}, "cannot take"),
         ({"bases": [-1]}, "cannot take"),
-        ({"kept": []}, "0 places"),
+        ({"slot_mapping": []}, "0 places"),
         ({"counts": [1]}, "counts sum to 1 tokens, but q has 2"),
         ({"counts": [0]}, "cannot take"),
         ({"keys": []}, "0 caches of keys"),
@@ -245,7 +245,7 @@ def test_attention_of_a_ragged_batch_refuses_what_does_not_fit(change: dict, mes
         "keys": [torch.zeros(1, 2, 7, 8)],
         "values": [torch.zeros(1, 2, 7, 8)],
         "bases": [3],
-        "kept": [3],
+        "slot_mapping": [3],
         "counts": [2],
         "masks": [torch.empty(0, dtype=torch.bool)],
     }

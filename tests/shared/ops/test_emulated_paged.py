@@ -38,14 +38,14 @@ BUGS = [
     Bug(
         "a branch that sees its sibling in place of itself",
         KERNELS,
-        "position < own[0] ? position : position + own[1]",
+        "position < shift[0] ? position : position + shift[1]",
         "position",
     ),
-    Bug("a branch of which a token sees itself alone", KERNELS, "own[0] = (int)branch", "own[0] = (int)position"),
+    Bug("a branch of which a token sees itself alone", KERNELS, "shift[0] = (int)branch", "shift[0] = (int)position"),
     Bug(
         "a branch that is kept in its sibling's place",
         KERNELS,
-        "slot_of(args, table, (int)kept_at, 0)",
+        "slot_of(args, table, (int)place, 0)",
         "slot_of(args, table, (int)args.positions[token], 0)",
     ),
     Bug(

@@ -86,7 +86,7 @@ def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, LayerKV, list[Tensor]]:
 
 
 def _kv(keys: list[Tensor], values: list[Tensor], *places: list[int]) -> LayerKV:
-    """Of one layer: a tensor per sequence. `places`: bases, kept and counts."""
+    """Of one layer: a tensor per sequence. `places`: bases, slot mapping and counts."""
     return LayerKV([TensorTable([own]) for own in keys], [TensorTable([own]) for own in values], *places)
 
 
@@ -244,12 +244,12 @@ def test_a_branch_has_the_bits_that_it_would_have_in_its_place(
     [keys], [values] = kv.keys, kv.values
     starts = [base, *([base + depth] * len(counts))]
     sizes = [trunk, *counts]
-    kept = [base + sum(sizes[:number]) for number in range(len(sizes))]
+    slot_mapping = [base + sum(sizes[:number]) for number in range(len(sizes))]
     many = len(sizes)
-    tree = LayerKV([keys] * many, [values] * many, starts, kept, sizes)
+    tree = LayerKV([keys] * many, [values] * many, starts, slot_mapping, sizes)
     out = decoder_layers(x, cos, sin, weights, tree)
     for number in range(1, many):
-        first = kept[number] - base
+        first = slot_mapping[number] - base
         rows = torch.tensor([*range(depth), *range(first, first + sizes[number])])
         own_kv = _copy(alone)._replace(counts=[len(rows)])
         own = decoder_layers(x[:, rows], cos[:, rows], sin[:, rows], weights, own_kv)
@@ -309,8 +309,8 @@ def test_no_tokens_are_no_work() -> None:
         ({"biases": [torch.ones(3)] + [NOTHING] * 5}, "a projection must be contiguous"),
         ({"softcap": 0.0}, "softcap must be positive"),
         ({"eps": -1.0}, "eps is negative"),
-        ({"kv": {"kept": [7]}}, "cannot take 2 tokens at 7 for position 3"),
-        ({"kv": {"kept": []}}, "0 places"),
+        ({"kv": {"slot_mapping": [7]}}, "cannot take 2 tokens at 7 for position 3"),
+        ({"kv": {"slot_mapping": []}}, "0 places"),
         ({"kv": {"counts": [1]}}, "counts sum to 1 tokens, but x has 2"),
         ({"kv": {"keys": []}}, "0 caches of keys"),
         ({"num_layers": 0}, "0 layers"),

@@ -149,7 +149,7 @@ def test_large_scores_do_not_overflow() -> None:
         ("slot_mapping", torch.tensor([3, 3]), "token 1 is kept at position 3"),
         ("branches", torch.tensor([3, 5]), "token 1 has position 4, but its branch begins at 5"),
         ("branches", torch.tensor([3, -1]), "token 1 has position 4, but its branch begins at -1"),
-        ("slot_mapping", torch.zeros(1, dtype=torch.int64), "kept_at has shape"),
+        ("slot_mapping", torch.zeros(1, dtype=torch.int64), "slot_mapping has shape"),
         ("block_tables", torch.tensor([[0, 3, 1]]), "entry 1 of block table 0 is 3, but the pool has 3 blocks"),
         ("window", -1, "at least 0"),
     ],

@@ -117,7 +117,7 @@ def test_a_format_without_a_kernel_is_dequantised_and_named(tmp_path: Path) -> N
     path = write_llama(tmp_path / "tiny.gguf", {"attn_q": Kind.TQ1_0}, width=256, inner=256)
     with structlog.testing.capture_logs() as lines:
         loaded = load_model(path)
-    (line,) = [line for line in lines if line["event"].startswith("matrices were widened")]
+    (line,) = [line for line in lines if line["event"].startswith("matrices were dequantised")]
     assert line["reasons"] == {"no kernel reads TQ1_0": 2}
     assert line["first"] == "blk.0.attn_q.weight"
     assert _formats(loaded) == {"Q8_0"} | {"float32"}
@@ -143,7 +143,7 @@ def test_a_processor_that_does_more_than_move_rows_gets_the_weights(
     expected = change(gguf.dequantize(tensor.data, tensor.tensor_type))
     parameter = loaded.model.get_parameter("model.layers.1.mlp.up_proj.weight")
     np.testing.assert_array_equal(parameter.numpy(), expected)
-    assert any(line["event"].startswith("matrices were widened") for line in lines)
+    assert any(line["event"].startswith("matrices were dequantised") for line in lines)
 
 
 def test_the_tokenizer_is_that_of_the_file(file: Path) -> None:

@@ -187,7 +187,7 @@ def test_experts_that_are_dequantised_are_named(
     save(tmp_path, "mixtral", dtype)
     with structlog.testing.capture_logs() as lines:
         load_model(tmp_path)
-    told = [line for line in lines if line["event"].startswith("matrices were widened")]
+    told = [line for line in lines if line["event"].startswith("matrices were dequantised")]
     reasons = {"a parameter of several matrices is read as float32": 12}
     assert [line["reasons"] for line in told] == ([reasons] if dtype == torch.bfloat16 else [])
 

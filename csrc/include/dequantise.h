@@ -1,10 +1,10 @@
-// Readers of packed panels: they widen 16 outputs of an input to float32 in registers, whatever the format.
+// Readers of packed panels: they dequantise 16 outputs of an input to float32 in registers, whatever the format.
 //
 // kHeld: vector registers per column that a reader holds; 0 if it is read as an operand from memory. kSums: those of a
 // row's sum. kMost: the panels that a tile takes at most. kStreamRows: tiles of up to so many rows read one panel, from
 // end to end. kNear: whether a tile prefetches to the L1 cache, not only to the L2 cache. kShared: whether several row
-// tiles share one widened copy in memory instead of widening each for itself. A reader walks one depth block of a
-// panel: begin(block, depth, rows). open(k) prepares the group that begins at input k; load(k) fetches the bytes of
+// tiles share one dequantised copy in memory instead of dequantising each for itself. A reader walks one depth block of
+// a panel: begin(block, depth, rows). open(k) prepares the group that begins at input k; load(k) fetches the bytes of
 // kUnit inputs, which begin a cache line at every kLineInputs-th input or oftener; column<j>(v) gives vector v of input
 // k + j. The float32 numbers are those of GGUF's reference code: a product of scale and quant is exact in float32, so
 // one fused multiply-add rounds as the reference does.
@@ -84,8 +84,8 @@ struct Sums {
   static NEAP_INLINE Vec add(Vec value, Vec column, Vec sum) { return fma(value, column, sum); }
 };
 
-// Rows of 16 numbers: also keys, values and widened panels. kStride: the bytes from one to the next; 0 if `RowPlaces`
-// says where they are: then a row's panels are one stream, and what comes next may be far away.
+// Rows of 16 numbers: also keys, values and dequantised panels. kStride: the bytes from one to the next; 0 if
+// `RowPlaces` says where they are: then a row's panels are one stream, and what comes next may be far away.
 template <class E, int kStride = kPanel * (int)sizeof(E)>
 struct Rows : Sums {
   static constexpr int kUnit = 1, kGroup = 1, kLineInputs = kStride ? 64 / kStride : 1;
@@ -145,26 +145,26 @@ struct Quants : Sums {
   // The line of 8 inputs and what is above it. Of 8 bits: even and odd inputs.
   UintVec low[kPanelVecs], high[kPanelVecs];
 
-  NEAP_INLINE void begin(const uint8_t* own_block, int64_t depth, const RowPlaces&) {
-    block = own_block;
+  NEAP_INLINE void begin(const uint8_t* next_block, int64_t depth, const RowPlaces&) {
+    block = next_block;
     scales = block + kLayout.head_bytes;
     quants = scales + depth / kGroup * kLayout.scale_bytes;
   }
 
   NEAP_INLINE void open(int64_t k) {
     const int64_t group = k / kGroup;
-    const uint8_t* own = scales + group * kLayout.scale_bytes;
+    const uint8_t* group_scales = scales + group * kLayout.scale_bytes;
     group_quants = quants + group * quant_bytes(kLayout);
     for (int v = 0; v < kPanelVecs; ++v) {
       const int64_t halves = v * kLanes * 2, singles = v * kLanes;
       if constexpr (kFormat == kQ4_K || kFormat == kQ5_K) {
-        scale[v] = load_halves(block + halves) * load_bytes(own + singles);
-        offset[v] = -(load_halves(block + kPanel * 2 + halves) * load_bytes(own + kPanel + singles));
+        scale[v] = load_halves(block + halves) * load_bytes(group_scales + singles);
+        offset[v] = -(load_halves(block + kPanel * 2 + halves) * load_bytes(group_scales + kPanel + singles));
       } else if constexpr (kFormat == kQ6_K) {
-        scale[v] = load_halves(block + halves) * load_bytes(reinterpret_cast<const int8_t*>(own) + singles);
+        scale[v] = load_halves(block + halves) * load_bytes(reinterpret_cast<const int8_t*>(group_scales) + singles);
       } else {
-        scale[v] = load_halves(own + halves);
-        if constexpr (kFormat == kQ4_1 || kFormat == kQ5_1) offset[v] = load_halves(own + kPanel * 2 + halves);
+        scale[v] = load_halves(group_scales + halves);
+        if constexpr (kFormat == kQ4_1 || kFormat == kQ5_1) offset[v] = load_halves(group_scales + kPanel * 2 + halves);
       }
       if constexpr (kBias != 0) offset[v] = scale[v] * splat((float)-kBias);
       if constexpr (kHighBytes != 0) high[v] = load_bits(group_quants + v * kLanes * 4);
@@ -210,9 +210,9 @@ template <> struct ReaderOf<kPlain32> { typedef Rows<float> Type; };
 template <> struct ReaderOf<kPlain16> { typedef Rows<Half> Type; };
 template <> struct ReaderOf<kPlainBf16> { typedef BfloatPairs Type; };
 
-// Widens a depth block of a panel to out [depth, 16].
+// Dequantises a depth block of a panel to out [depth, 16].
 template <class Reader>
-void widen_block(const uint8_t* block, int64_t depth, float* out) {
+void dequantise_block(const uint8_t* block, int64_t depth, float* out) {
   Reader reader;
   reader.begin(block, depth, {});
   for (int64_t k = 0; k < depth; k += Reader::kUnit) {
