@@ -16,7 +16,14 @@ from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.methods import GENERATE
 from neap_client.requests import generate_request
 
-from calibrator_service.calibration.text.writer import NUCLEUS_CANDIDATES, Answer, Pace, Writer, WriteRequest, Written
+from calibrator_service.calibration.text.writer import (
+    NUCLEUS_CANDIDATES,
+    Pace,
+    Writer,
+    WriteRequest,
+    Written,
+    WrittenAnswer,
+)
 from shared.config import make_settings
 from shared.errors import Cancelled, NeapError, PreconditionFailed
 from shared.model.loaded import LoadedModel
@@ -64,10 +71,10 @@ class FleetWriter:
             self._workers = [_Worker(name, self._loaded, self._security) for name in self._addresses]
             for worker in self._workers:
                 worker.check()
-        again: deque[Answer] = deque()
+        again: deque[WrittenAnswer] = deque()
         num_requests = 0
 
-        def next_answer() -> Answer | None:
+        def next_answer() -> WrittenAnswer | None:
             """The next one to write, with its place among all."""
             nonlocal num_requests
             if again:
@@ -75,7 +82,7 @@ class FleetWriter:
             if (request := next_request()) is None:
                 return None
             num_requests += 1
-            return Answer(num_requests - 1, request)
+            return WrittenAnswer(num_requests - 1, request)
 
         yield from self._by_workers(next_answer, again, pace)
         if pace.is_late():
@@ -103,7 +110,7 @@ class FleetWriter:
         self._local.close()
 
     def _by_workers(
-        self, next_answer: Callable[[], Answer | None], again: deque[Answer], pace: Pace
+        self, next_answer: Callable[[], WrittenAnswer | None], again: deque[WrittenAnswer], pace: Pace
     ) -> Iterator[Written]:
         """Until no request or no worker is left. Requests of lost workers are put into `again`."""
         workers = self._workers or []
@@ -140,7 +147,7 @@ class FleetWriter:
                     if ready.is_whole or is_late:
                         yield Written(ready.answer.index, tuple(ready.answer.tokens), False)
                     else:
-                        again.append(Answer(ready.answer.index, ready.answer.request))
+                        again.append(WrittenAnswer(ready.answer.index, ready.answer.request))
             finally:
                 for remote in running:
                     remote.cancel()
@@ -189,7 +196,7 @@ class _Worker:
 class _RemoteAnswer:
     """An answer that a worker writes. `run` is called by a thread of its own."""
 
-    def __init__(self, worker: _Worker, answer: Answer) -> None:
+    def __init__(self, worker: _Worker, answer: WrittenAnswer) -> None:
         self.worker, self.answer = worker, answer
         self.is_whole = False
         self._stream: GenerationStream | None = None

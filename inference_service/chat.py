@@ -26,7 +26,7 @@ MAX_TOOLS = 128
 MAX_TEMPLATE_BYTES = 16 * 1024
 
 
-class ChatRequest:
+class PreparedChat:
     """Raises `InvalidInput` (also with the reasons TOOLS_NOT_SUPPORTED, NO_CHAT_TEMPLATE)."""
 
     def __init__(self, chat: pb.Chat, loaded: LoadedModel) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf import duration_pb2
 from neap_client.inference.v1 import inference_pb2
 
-from inference_service.chat import ChatRequest
+from inference_service.chat import PreparedChat
 from inference_service.routers import RouterChoice
 from shared.chat.parser import MessageParser, MessagePart
 from shared.constraints.constraint import Constraint, MessageConstraint
@@ -51,7 +51,7 @@ def to_generation_request(
     client: str = "",
     deadline_s: float = math.inf,
     least_priority: int = 0,
-) -> tuple[GenerationRequest, ChatRequest | None]:
+) -> tuple[GenerationRequest, PreparedChat | None]:
     """Validates and tokenises a request; also returns the chat that it asks for, if it does. Blocks while it tokenises.
     If the seed is absent, a random one is chosen.
 
@@ -73,7 +73,7 @@ def to_generation_request(
     answer = to_constraint(request.constraint) if request.HasField("constraint") else None
     constraint: Constraint | MessageConstraint | None = answer
     is_chat = request.WhichOneof("prompt") == "chat"
-    chat = ChatRequest(request.chat, loaded) if is_chat else None
+    chat = PreparedChat(request.chat, loaded) if is_chat else None
     prompt_ids = encode_prompt(loaded, chat.prompt if chat else _prompt(request, loaded.context_length))
     if chat is not None:
         constraint = chat.constraint(answer, prompt_ids)

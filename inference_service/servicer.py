@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import structlog
 from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 
-from inference_service.chat import ChatRequest
+from inference_service.chat import PreparedChat
 from inference_service.convert import from_event, prompt_digest, to_generation_request, to_router_choice
 from inference_service.generate_call import GenerateCall
 from inference_service.metrics import WorkerMetrics
@@ -261,7 +261,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 def _submit(
     engine: Engine,
     generation: GenerationRequest,
-    chat: ChatRequest | None,
+    chat: PreparedChat | None,
     router: LoadedRouter | None,
     stream: EventStream,
 ) -> tuple[GenerationHandle, MessageParser | None]:

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from inference_service.published_bounds import bounds_that_hold
 from neap_engine.evaluate.answers_file import AnswersFile, Key
-from neap_engine.evaluate.figures import UNSCORED, Answer, Row, expected_answers, is_right, row
+from neap_engine.evaluate.figures import UNSCORED, Row, ScoredAnswer, expected_answers, is_right, row
 from neap_engine.evaluate.prompts import read_prompts
 from neap_engine.evaluate.sides import Side, TimedAnswer, in_process, neap
 from neap_engine.evaluate.thinning import evenly_kept, kept_at_speed, thinned_side
@@ -195,18 +195,18 @@ def measure(
 
 def judge(
     score: Callable[[list[int], list[int]], Score], loaded: LoadedModel, expected: Sequence[str | None]
-) -> Callable[[int, Sequence[int], TimedAnswer], Answer]:
+) -> Callable[[int, Sequence[int], TimedAnswer], ScoredAnswer]:
     """A function that judges the answer to a prompt by the full model and by what is expected."""
     scores: dict[tuple[int, tuple[int, ...]], Score] = {}
 
-    def judged(number: int, prompt: Sequence[int], run: TimedAnswer) -> Answer:
+    def judged(number: int, prompt: Sequence[int], run: TimedAnswer) -> ScoredAnswer:
         key = number, run.token_ids
         if key not in scores:
             scores[key] = score(list(prompt), list(run.token_ids))
         text = ""
         if loaded.tokenizer is not None:
             text = str(loaded.tokenizer.decode(list(run.token_ids), skip_special_tokens=True))
-        return Answer(run, scores[key], is_right(text, expected[number]))
+        return ScoredAnswer(run, scores[key], is_right(text, expected[number]))
 
     return judged
 

@@ -20,7 +20,7 @@ UNSCORED = Score((), 0)
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScoredAnswer:
     """`is_right`: whether the answer ends with the number that is expected; None if none is."""
 
     run: TimedAnswer
@@ -56,7 +56,11 @@ class Row:
 
 
 def row(
-    side: str, answers: Sequence[Answer], baseline: Sequence[Answer], note: str = "", bound: float | None = None
+    side: str,
+    answers: Sequence[ScoredAnswer],
+    baseline: Sequence[ScoredAnswer],
+    note: str = "",
+    bound: float | None = None,
 ) -> Row:
     runs, scores = [answer.run for answer in answers], [answer.score for answer in answers]
     nats = [nat for score in scores for nat in score.nats]
@@ -78,7 +82,7 @@ def row(
     )
 
 
-def lost(answers: Sequence[Answer], baseline: Sequence[Answer]) -> tuple[float, float]:
+def lost(answers: Sequence[ScoredAnswer], baseline: Sequence[ScoredAnswer]) -> tuple[float, float]:
     """The interval of `Row`. Prompts are drawn with replacement, each with both of its answers."""
     pairs = zip(answers, baseline, strict=True)
     losses = [float(b.is_right or 0) - a.is_right for a, b in pairs if a.is_right is not None]

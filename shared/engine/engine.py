@@ -18,7 +18,7 @@ from shared.engine.memory.prefixes import Prefixes, common_prefix
 from shared.engine.model_claim import ModelClaim
 from shared.engine.quality.shadow import Shadow
 from shared.engine.request.admission import Admission
-from shared.engine.request.answer import Answer
+from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import GenerationHandle, OnEvent, OnStates
 from shared.engine.request.job import EngineJob
 from shared.engine.request.options import RequestOptions, request_of
@@ -282,7 +282,7 @@ class Engine:
             request,
             None if request.policy.name == "full" else ladder,
             self._admission.num_kv_tokens(request),
-            Answer(request, self.loaded, constraint),
+            DecodedAnswer(request, self.loaded, constraint),
             self._wake,
             on_event,
             on_states,

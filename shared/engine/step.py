@@ -16,7 +16,7 @@ from shared.engine.failure import attempt, fail_all, non_finite_logits
 from shared.engine.memory.prefixes import Prefixes
 from shared.engine.prompt_scores import score_prompt
 from shared.engine.request.admission import max_num_tokens
-from shared.engine.request.answer import Answer
+from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import OnStates
 from shared.engine.request.prefill_rate import PrefillRate
 from shared.engine.request.request import GeneratedToken, GenerationRequest, TokenChunk
@@ -75,7 +75,7 @@ class Decoder:
         drafter: Drafter,
         on_states: OnStates | None = None,
         submitted_s: float | None = None,
-        answer: Answer | None = None,
+        answer: DecodedAnswer | None = None,
     ) -> DecodingSequence:
         """Creates the sequence of a checked request and allocates its KV cache. Runs no layer.
 
@@ -94,7 +94,7 @@ class Decoder:
             loaded,
             drafter,
             cache,
-            answer or Answer(request, loaded),
+            answer or DecodedAnswer(request, loaded),
             learned,
             self.runner.regimes,
             on_states,

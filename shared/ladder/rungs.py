@@ -1,4 +1,4 @@
-"""Names of rungs, the draft that a rung returns, and what makes drafts for a sequence."""
+"""Names of proposers, the draft that one proposes, and what makes drafts for a sequence without a layer."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -28,10 +28,10 @@ def is_exit(rung: str) -> bool:
 
 
 class Draft(NamedTuple):
-    """A token that a rung proposes before the full model has run for it.
+    """A token that a proposer proposes before the full model has run for it.
 
     `probability`: calibrated probability that the full model's greedy choice is `token`, given that the drafts before
-    it in the same chain are right. `rung`: name of the rung. `depth`: layers run for it.
+    it in the same chain are right. `rung`: the proposer's name. `depth`: layers run for it.
     """
 
     token: int

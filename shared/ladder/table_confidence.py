@@ -16,7 +16,7 @@ COUNT_EDGES = (1, 2, 3, 4, 6, 10, 20, 60)
 SHARE_EDGES = (0.0, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95, 0.995)
 NUM_LENGTHS = 8
 NUM_CHAINED = 5
-# What the other table rung (prompt look-up or n-gram table) proposes: nothing, another token, or the same token.
+# What the other table (prompt look-up or n-gram table) proposes: nothing, another token, or the same token.
 SILENT, DIFFERS, AGREES = 0, 1, 2
 SIZES = (NUM_LENGTHS, len(COUNT_EDGES), len(SHARE_EDGES), NUM_CHAINED, 3)
 # Per feature: whether a higher bin never lowers the probability. True for match length, count and share.

@@ -57,7 +57,7 @@ class TableProposer:
         return drafts
 
     def matches(self, drafted: Sequence[int]) -> tuple[LookupMatch | None, list[NgramMatch]]:
-        """The matches of both rungs without probabilities, for `propose` and for training their confidence."""
+        """The matches of both tables without probabilities, for `propose` and for training their confidence."""
         lookup = self._index.propose(drafted) if self._index is not None else None
         if self._ngrams is None:
             return lookup, []

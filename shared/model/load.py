@@ -23,7 +23,7 @@ from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.own_thread import run_in_own_thread
 from shared.model.parts import refuse_config
 from shared.model.remembered.facts import Facts
-from shared.model.remembered.store import Entry, StartStore
+from shared.model.remembered.store import StartEntry, StartStore
 from shared.model.source import arguments_of, missing_model, size_mb
 from shared.model.weights.lazy import lazy, realise
 from shared.model.weights.quantised import dequantises, missing_package, quantisation
@@ -92,7 +92,7 @@ def _load_model(
     accelerate: bool,
     kv_dtype: torch.dtype | None,
     compute_dtype: torch.dtype | None,
-    entry: Entry | None,
+    entry: StartEntry | None,
 ) -> LoadedModel:
     facts, matrices = (Facts(), None) if entry is None else (entry.facts, entry.matrices)
     where = arguments_of(source)

@@ -11,7 +11,7 @@ import structlog
 from shared.errors import Corrupt, NotFound, Unavailable
 from shared.files import StepHook
 from shared.registry.index import ANYWHERE, Index, IndexDamaged
-from shared.registry.journal import Entry, Journal, VersionRecord
+from shared.registry.journal import Journal, JournalEntry, VersionRecord
 from shared.registry.state import Event, ModelState, advance
 from shared.timeouts import COMMIT_S
 
@@ -125,18 +125,18 @@ class IndexKeeper:
         self._journal.sync(model_id)
 
     def commit(
-        self, model_id: str, propose: Callable[[ModelState], Entry | T], give_up_at: float = math.inf
-    ) -> Entry | T:
-        """Call `propose` with the newest state, record the Entry it returns and add it to the index.
+        self, model_id: str, propose: Callable[[ModelState], JournalEntry | T], give_up_at: float = math.inf
+    ) -> JournalEntry | T:
+        """Call `propose` with the newest state, record the entry it returns and add it to the index.
 
-        If `propose` returns anything but an Entry, nothing is recorded and the value is returned. Nothing is recorded
+        If `propose` returns anything but an entry, nothing is recorded and the value is returned. Nothing is recorded
         after `give_up_at` (of `elapsed_s`), unless the process stands still just then.
         """
         give_up_at = min(give_up_at, elapsed_s() + COMMIT_S)
         state = self.state(model_id, is_fresh=True)
         while elapsed_s() < give_up_at:
             proposed = propose(state)
-            if not isinstance(proposed, Entry):
+            if not isinstance(proposed, JournalEntry):
                 self.sync(model_id)
                 return proposed
             self._step("journal:begin")

@@ -40,7 +40,7 @@ class VersionRecord:
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """Record `sequence` of a model: a publication with the aliases it moved, or an alias change.
 
     `event` is the number of its event if an older neap wrote it into a folder. That one counted events over all models
@@ -59,7 +59,7 @@ class Journal:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def append(self, entry: Entry) -> bool:
+    def append(self, entry: JournalEntry) -> bool:
         """Write a record. Returns False if another writer has taken its number.
 
         Raises Unavailable, after which the record may exist nevertheless.
@@ -73,7 +73,7 @@ class Journal:
     def has(self, model_id: str, sequence: int) -> bool:
         return self._store.exists(_path(model_id, sequence))
 
-    def restore(self, entry: Entry) -> None:
+    def restore(self, entry: JournalEntry) -> None:
         """Write a record that is damaged or missing. Only for callers that know its contents for certain."""
         self._store.replace(_path(entry.model_id, entry.sequence), _encode(entry))
 
@@ -81,7 +81,7 @@ class Journal:
         """Make the records that exist survive a power cut, because their writers may not have come so far."""
         self._store.sync(_path(model_id, 1))
 
-    def after(self, model_id: str, sequence: int) -> list[Entry]:
+    def after(self, model_id: str, sequence: int) -> list[JournalEntry]:
         """Return all records after `sequence`. Raises Corrupt, also if a record in between is missing."""
         names = self._store.names(_folder(model_id), after=_name(sequence))
         numbers = [int(name.partition(".")[0]) for name in names if _NAME.fullmatch(name)]
@@ -101,7 +101,7 @@ class Journal:
         """List all models that have a journal."""
         return [name.replace("!", "/") for name in self._store.folders("models")]
 
-    def read(self, model_id: str, sequence: int) -> Entry:
+    def read(self, model_id: str, sequence: int) -> JournalEntry:
         """Return a record. Raises Corrupt, also if it is missing."""
         path = _path(model_id, sequence)
         record = open_sealed(self._store.get(path) or b"", path)
@@ -124,7 +124,7 @@ def _path(model_id: str, sequence: int) -> str:
     return f"{_folder(model_id)}/{_name(sequence)}"
 
 
-def _encode(entry: Entry) -> bytes:
+def _encode(entry: JournalEntry) -> bytes:
     changes = [change_to_record(change) for change in entry.changes]
     record = asdict(replace(entry, changes=()))
     if entry.event is None:
@@ -133,11 +133,11 @@ def _encode(entry: Entry) -> bytes:
     return seal({**record, "changes": changes, "schema_version": schema})
 
 
-def _decode(record: dict[str, Any]) -> Entry:
+def _decode(record: dict[str, Any]) -> JournalEntry:
     if record.get("schema_version", 0) > _ENTRY_SCHEMA:
         raise PreconditionFailed("the registry contains records of a newer neap; upgrade neap", reason="SCHEMA_TOO_NEW")
     model_id, published = record["model_id"], record["published"]
-    return Entry(
+    return JournalEntry(
         model_id=model_id,
         sequence=record["sequence"],
         changes=changes_from_records(model_id, record["changes"]),

@@ -16,7 +16,7 @@ from shared.errors import Corrupt
 from shared.file_lock import file_lock
 from shared.registry.base import AliasChange, Canary
 from shared.registry.folder_store import PUBLISH_LOCK, FolderStore
-from shared.registry.journal import Entry, Journal, VersionRecord
+from shared.registry.journal import Journal, JournalEntry, VersionRecord
 from shared.registry.publication import claim
 from shared.sqlite import sqlite_error
 from shared.storage import storage_error
@@ -79,7 +79,7 @@ def _copy(old: sqlite3.Connection, store: FolderStore) -> int:
     return num_records
 
 
-def _entries(old: sqlite3.Connection) -> Iterator[Entry]:
+def _entries(old: sqlite3.Connection) -> Iterator[JournalEntry]:
     """Yields the records that the events of all models had or should have had.
     Raises TypeError if a row is missing or malformed."""
     num_events: dict[str, int] = {}
@@ -89,11 +89,11 @@ def _entries(old: sqlite3.Connection) -> Iterator[Entry]:
         if row["version"] is None:
             query = "SELECT * FROM alias_changes WHERE change = ?"
             changes = (_change(old.execute(query, (row["change"],)).fetchone()),)
-            yield Entry(model_id, sequence, changes, None, f"event-{event}", event)
+            yield JournalEntry(model_id, sequence, changes, None, f"event-{event}", event)
         else:
             query = "SELECT * FROM versions WHERE model_id = ? AND version = ?"
             version = _version(old.execute(query, (model_id, row["version"])).fetchone())
-            yield Entry(model_id, sequence, (), version, f"event-{event}", event)
+            yield JournalEntry(model_id, sequence, (), version, f"event-{event}", event)
 
 
 def _version(row: sqlite3.Row) -> VersionRecord:

@@ -15,7 +15,7 @@ from shared.registry.canonical import digest_of
 from shared.registry.content_store import ContentStore
 from shared.registry.contents import Kind, other_contents_error
 from shared.registry.index_keeper import IndexKeeper, elapsed_s
-from shared.registry.journal import Entry, VersionRecord
+from shared.registry.journal import JournalEntry, VersionRecord
 from shared.registry.sealed import open_sealed, seal
 from shared.registry.state import ModelState
 from shared.registry.store import Store, SweepWatch
@@ -39,7 +39,7 @@ class Publication:
     def manifest_digest(self) -> str:
         return digest_of(self.manifest)
 
-    def record(self, state: ModelState) -> Entry:
+    def record(self, state: ModelState) -> JournalEntry:
         """Build the next record of a model in `state`."""
         number, size_bytes = state.num_versions + 1, sum(map(len, self.blobs.values()))
         version = VersionRecord(number, self.manifest_digest, time.time(), size_bytes, self.request_id, self.actor)
@@ -47,10 +47,10 @@ class Publication:
             AliasMove(self.model_id, alias, self.actor, "published").change(state.aliases.get(alias), number)
             for alias in self.aliases
         ]
-        return Entry(self.model_id, state.applied + 1, tuple(changes), version)
+        return JournalEntry(self.model_id, state.applied + 1, tuple(changes), version)
 
 
-class Publisher:
+class VersionPublisher:
     def __init__(self, store: Store, contents: ContentStore, keeper: IndexKeeper, *, step: StepHook) -> None:
         self._store = store
         self._contents = contents
@@ -73,9 +73,9 @@ class Publisher:
                 committed = self._keeper.commit(
                     new.model_id, lambda state: self._find(new) or new.record(state), give_up_at
                 )
-                done = committed.published if isinstance(committed, Entry) else committed
+                done = committed.published if isinstance(committed, JournalEntry) else committed
                 assert done is not None
-                is_sure = isinstance(committed, Entry) and elapsed_s() < give_up_at
+                is_sure = isinstance(committed, JournalEntry) and elapsed_s() < give_up_at
             else:
                 self._keeper.sync(new.model_id)
             if not is_sure:

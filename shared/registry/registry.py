@@ -28,9 +28,9 @@ from shared.registry.contents import (
 )
 from shared.registry.index import Index
 from shared.registry.index_keeper import IndexKeeper
-from shared.registry.journal import Entry, Journal, VersionRecord
+from shared.registry.journal import Journal, JournalEntry, VersionRecord
 from shared.registry.names import check_alias, check_model_id, check_publication, unique_aliases
-from shared.registry.publication import Publication, Publisher
+from shared.registry.publication import Publication, VersionPublisher
 from shared.registry.state import Event, ModelState
 from shared.registry.store import Store, registry_id
 from shared.registry.sweep import GRACE_S, Sweep, sweep
@@ -57,7 +57,7 @@ class Registry:
             raise
         self._contents = ContentStore(store, step=step)
         self._keeper = IndexKeeper(index, Journal(store), step=step)
-        self._publisher = Publisher(store, self._contents, self._keeper, step=step)
+        self._publisher = VersionPublisher(store, self._contents, self._keeper, step=step)
 
     def publish(
         self,
@@ -216,7 +216,7 @@ class Registry:
         cannot name the version, and with `must_pass` PreconditionFailed (CHECKS_FAILED).
         """
 
-        def entry(state: ModelState) -> Entry | AliasChange:
+        def entry(state: ModelState) -> JournalEntry | AliasChange:
             last = state.aliases.get(move.alias)
             change = propose(last)
             if change == last:
@@ -225,10 +225,10 @@ class Registry:
                 self._check_named(move.model_id, change.to_version, state, must_pass)
             if change.canary is not None:
                 self._check_named(move.model_id, change.canary.version, state, must_pass)
-            return Entry(move.model_id, state.applied + 1, (change,))
+            return JournalEntry(move.model_id, state.applied + 1, (change,))
 
         committed = self._keeper.commit(move.model_id, entry)
-        return committed.changes[0] if isinstance(committed, Entry) else committed
+        return committed.changes[0] if isinstance(committed, JournalEntry) else committed
 
     def _check_named(self, model_id: str, version: int, state: ModelState, must_pass: bool) -> None:
         record = self._record(model_id, version, state)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from shared.errors import Corrupt
 from shared.registry.base import AliasChange
-from shared.registry.journal import Entry, VersionRecord
+from shared.registry.journal import JournalEntry, VersionRecord
 
 # An event's number, and the version published, the change, or None for an event of a kind that a newer build has added.
 Event = tuple[int, int | AliasChange | None]
@@ -36,7 +36,7 @@ class Advance:
     events: Sequence[Event]
 
 
-def advance(state: ModelState, entries: Sequence[Entry]) -> Advance:
+def advance(state: ModelState, entries: Sequence[JournalEntry]) -> Advance:
     """Apply records in order. Deterministic, so every client computes the same index. Raises Corrupt."""
     before, last_event = state.applied, state.last_event
     num_versions, aliases = state.num_versions, dict(state.aliases)

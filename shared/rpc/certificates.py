@@ -16,7 +16,7 @@ from shared.rpc.watched_files import WatchedFiles
 
 
 @dataclass(frozen=True)
-class Certificate:
+class CheckedCertificate:
     """A checked certificate: the key matches the first certificate, which has not expired.
     `expiry_time_s` is in Unix seconds."""
 
@@ -35,7 +35,7 @@ class ServerCertificate:
     def __init__(self, certificate: Path, key: Path, client_authority: Path | None = None) -> None:
         self.is_mutual = client_authority is not None
         paths = [certificate, key, *([client_authority] if client_authority is not None else [])]
-        self.files: WatchedFiles[Certificate] = WatchedFiles(
+        self.files: WatchedFiles[CheckedCertificate] = WatchedFiles(
             "certificate", paths, lambda contents: _checked(paths, contents)
         )
 
@@ -55,7 +55,7 @@ class ServerCertificate:
         return self.files.value.configuration if self.files.refresh() else None
 
 
-def _checked(paths: Sequence[Path], contents: Sequence[bytes]) -> Certificate:
+def _checked(paths: Sequence[Path], contents: Sequence[bytes]) -> CheckedCertificate:
     certificate = _certificates(paths[0], contents[0])[0]
     if _public_bytes(_key(paths[1], contents[1])) != _public_bytes(certificate):
         raise _bad(f"{paths[1]} is not the key of the first certificate in {paths[0]}")
@@ -67,7 +67,7 @@ def _checked(paths: Sequence[Path], contents: Sequence[bytes]) -> Certificate:
         _certificates(paths[2], contents[2])
         roots = contents[2]
     pairs = [(contents[1], contents[0])]
-    return Certificate(grpc.ssl_server_certificate_configuration(pairs, roots), expiry_time_s)
+    return CheckedCertificate(grpc.ssl_server_certificate_configuration(pairs, roots), expiry_time_s)
 
 
 def _certificates(path: Path, data: bytes) -> list[x509.Certificate]:

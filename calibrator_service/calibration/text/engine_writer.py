@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
-from calibrator_service.calibration.text.writer import NUCLEUS_CANDIDATES, Answer, Pace, WriteRequest, Written
+from calibrator_service.calibration.text.writer import NUCLEUS_CANDIDATES, Pace, WriteRequest, Written, WrittenAnswer
 from shared.engine.drafting.costs import CostMeter
 from shared.engine.drafting.planner import PassCosts
 from shared.engine.engine import Engine
@@ -155,7 +155,7 @@ class EngineWriter:
         return Written(answer.index, tuple(answer.tokens), is_choice, states, answer.states_start)
 
 
-class _EngineAnswer(Answer):
+class _EngineAnswer(WrittenAnswer):
     """An answer whose events the engine's thread delivers. Once it has ended it is put into `ended`."""
 
     handle: GenerationHandle

@@ -90,7 +90,7 @@ def is_repeating(tokens: Sequence[int]) -> bool:
     return any(tail[period:] == tail[:-period] for period in range(1, LOOP_PERIOD + 1))
 
 
-class Answer:
+class WrittenAnswer:
     """The tokens of one answer so far. `is_over`: a loop has ended it, and later tokens are not taken."""
 
     def __init__(self, index: int, request: WriteRequest) -> None:

@@ -18,7 +18,7 @@ SAVE_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True)
-class Place:
+class TrainingPlace:
     """The next chunk: the `chunk`-th of the `epoch`, in that epoch's order.
     `done`: share of the training that is done."""
 
@@ -34,13 +34,13 @@ class TrainingCheckpoint:
         self._path, self._heads, self._optimiser = path, heads, optimiser
         self._saved_s = time.monotonic()
 
-    def load(self) -> Place:
+    def load(self) -> TrainingPlace:
         """Restores weights and optimiser. The start if there is no file. Raises `Corrupt`."""
         if self._path is None or not self._path.exists():
-            return Place()
+            return TrainingPlace()
         try:
             with safe_open(self._path, framework="pt") as file:
-                place = Place(**json.loads((file.metadata() or {})["place"]))
+                place = TrainingPlace(**json.loads((file.metadata() or {})["place"]))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             self._heads.load_state_dict(take_part(tensors, "head"))
             state: dict[int, dict[str, Tensor]] = {}
@@ -53,7 +53,7 @@ class TrainingCheckpoint:
             raise Corrupt(f"{self._path.name} is not a checkpoint of this training") from error
         return place
 
-    def save(self, place: Place) -> None:
+    def save(self, place: TrainingPlace) -> None:
         """Writes the file, if SAVE_INTERVAL_S have passed since it was last written."""
         if self._path is None or time.monotonic() - self._saved_s < SAVE_INTERVAL_S:
             return

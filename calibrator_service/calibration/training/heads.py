@@ -16,7 +16,7 @@ from calibrator_service.calibration.plan import HeadTraining
 from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.training_data import TrainingData
-from calibrator_service.calibration.training.checkpoint import Place, TrainingCheckpoint
+from calibrator_service.calibration.training.checkpoint import TrainingCheckpoint, TrainingPlace
 from calibrator_service.calibration.training.closed_form import solve_head
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.objectives import ChainObjective, make_teacher
@@ -168,8 +168,8 @@ def _fast_matmuls(device: torch.device) -> Iterator[None]:
 
 
 def _epochs(
-    chunks: Sequence[StateChunk], vocabulary: DraftVocabulary, params: HeadTraining, start: Place
-) -> Iterator[tuple[Place, StateChunk, Sequence[Tensor]]]:
+    chunks: Sequence[StateChunk], vocabulary: DraftVocabulary, params: HeadTraining, start: TrainingPlace
+) -> Iterator[tuple[TrainingPlace, StateChunk, Sequence[Tensor]]]:
     """Yields each chunk of all epochs from `start` on, with its batches of positions whose choice is in the draft
     vocabulary.
 
@@ -185,4 +185,4 @@ def _epochs(
             generator = torch.Generator().manual_seed((seed * 100_003 + number) % 2**63)
             usable = torch.nonzero(lookup[chunk.choices] >= 0)[:, 0].cpu()
             shuffled = usable[torch.randperm(len(usable), generator=generator)]
-            yield Place(epoch, number), chunk, shuffled.split(params.batch_size)
+            yield TrainingPlace(epoch, number), chunk, shuffled.split(params.batch_size)

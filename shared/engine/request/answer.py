@@ -8,7 +8,7 @@ from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
 
 
-class Answer:
+class DecodedAnswer:
     """Takes the answer's tokens one by one. `end` is why it has ended, and the stop string or token id that ended it;
     None before. `resumed_texts`: what the caller has of its text, token by token.
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from shared.engine.request.answer import Answer
+from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import GenerationHandle, OnEvent, OnStates
 from shared.engine.request.request import GenerationRequest
 from shared.engine.request.sequence import DecodingSequence
@@ -26,7 +26,7 @@ class EngineJob(GenerationHandle):
         request: GenerationRequest,
         ladder: Ladder | None,
         num_kv_tokens: int,
-        answer: Answer,
+        answer: DecodedAnswer,
         wake: Callable[[], None],
         on_event: OnEvent | None,
         on_states: OnStates | None,

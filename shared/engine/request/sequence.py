@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shared.engine.request.answer import Answer
+from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import OnStates
 from shared.engine.request.request import DepthStatistics, Finished, GeneratedToken, GenerationRequest, TokenChunk
 from shared.engine.statistics import CountedProgress
@@ -47,7 +47,7 @@ class DecodingSequence:
         loaded: LoadedModel,
         drafter: "Drafter",
         cache: KVCache,
-        answer: Answer,
+        answer: DecodedAnswer,
         learned: ClientNgrams | None = None,
         regimes: Regimes | None = None,
         on_states: OnStates | None = None,

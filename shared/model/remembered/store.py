@@ -36,7 +36,7 @@ _FACTS, _PACKED, _CONTENTS = "facts.json", "packed", "contents"
 _ABANDONED_S = 3600.0
 
 
-class Entry:
+class StartEntry:
     """What is known of one model, loaded in one way. `facts` and `matrices` are empty if nothing is known yet."""
 
     def __init__(self, store: "StartStore", folder: Path, files: tuple[Path, ...], state: State) -> None:
@@ -139,7 +139,7 @@ class StartStore:
         self._folder, self.max_bytes = folder, max_bytes
         self._has_failed = False
 
-    def entry(self, source: str | Path, options: Mapping[str, Any]) -> Entry | None:
+    def entry(self, source: str | Path, options: Mapping[str, Any]) -> StartEntry | None:
         """What is known of the model at `source`, loaded with `options`, by this build on this machine. None if its
         files cannot be read, or are not in a folder."""
         files = files_of(source)
@@ -148,7 +148,7 @@ class StartStore:
             key = key_of(self._content(files, state), options) if files else ""
         except OSError:
             return None  # loading it says why
-        return Entry(self, self._folder / key, files, state) if files else None
+        return StartEntry(self, self._folder / key, files, state) if files else None
 
     def _content(self, files: tuple[Path, ...], state: State) -> str:
         places = json.dumps([file[0] for file in state])

@@ -21,7 +21,7 @@ from transformers import modeling_gguf_pytorch_utils as checkpoints
 
 from shared.errors import NeapError, UnsupportedModel
 from shared.model.weights.files import StableFile
-from shared.model.weights.gguf_file import Field, GgufContents, TensorEntry, read_contents
+from shared.model.weights.gguf_file import Field, GgufContents, GgufTensor, read_contents
 from shared.model.weights.gguf_rope import TENSORS as ROPE_TENSORS
 from shared.model.weights.gguf_rope import rope_scaling
 from shared.model.weights.lazy import LazyWeight
@@ -195,7 +195,7 @@ class GgufModel:
         """As transformers' `get_gguf_hf_weights_map`, which calls itself for each module within a module."""
         return _NotingNames(_weights_map(*args, **options), self._left_out)
 
-    def _entry_of(self, numbers: Tensor) -> TensorEntry:
+    def _entry_of(self, numbers: Tensor) -> GgufTensor:
         """The matrix in whose place `_numbers` gave these numbers."""
         row = int(numbers.min()) // 2
         return self._entries[max(filter(lambda item: item[0] <= row, self._by_row()))[1]]
@@ -203,7 +203,7 @@ class GgufModel:
     def _by_row(self) -> Iterator[tuple[int, str]]:
         return ((row, name) for name, row in self._first_rows.items())
 
-    def _moved(self, entry: TensorEntry, numbers: Tensor) -> Stored | None:
+    def _moved(self, entry: GgufTensor, numbers: Tensor) -> Stored | None:
         """The parameter that a processor made of the matrix, of which `numbers` are left.
         None if it did more than move whole rows."""
         count = entry.shape[0]
@@ -217,7 +217,7 @@ class GgufModel:
             return None
         return self._stored(entry, None if torch.equal(order, in_place) else order, transposed)
 
-    def _stored(self, entry: TensorEntry, row_order: Tensor | None, transposed: bool) -> Stored:
+    def _stored(self, entry: GgufTensor, row_order: Tensor | None, transposed: bool) -> Stored:
         shape = (entry.shape[0], entry.shape[1])
         place = (self._file, entry.offset, shape)
         if entry.kind in PLAIN_KINDS:
@@ -282,5 +282,5 @@ class _ReaderField:
 
 
 class _ReaderTensor:
-    def __init__(self, entry: TensorEntry) -> None:
+    def __init__(self, entry: GgufTensor) -> None:
         self.name, self.data, self.tensor_type = entry.name, entry.name, entry.kind

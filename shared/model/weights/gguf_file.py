@@ -47,7 +47,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class TensorEntry:
+class GgufTensor:
     """One tensor: `num_bytes` bytes from `offset` on, counted from the start of the file.
     `shape` as in PyTorch: rows first."""
 
@@ -63,7 +63,7 @@ class GgufContents:
     """`header`: the bytes before the first tensor. `tensors_at`: where in them the table of tensors begins."""
 
     fields: dict[str, Field]
-    tensors: tuple[TensorEntry, ...]
+    tensors: tuple[GgufTensor, ...]
     header: bytes
     tensors_at: int
 
@@ -217,7 +217,7 @@ def _table_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 def _checked_entry(
     cursor: _Cursor, name: str, shape: tuple[int, ...], number: int, offset: int, data_start: int, alignment: int
-) -> TensorEntry:
+) -> GgufTensor:
     path = cursor.file.path
     try:
         kind = GGMLQuantizationType(number)
@@ -234,7 +234,7 @@ def _checked_entry(
     num_bytes = math.prod(shape) // block * block_bytes
     if offset % alignment or data_start + offset + num_bytes > cursor.file.size:
         raise corrupt(path, f"tensor {name!r} lies outside the file")
-    return TensorEntry(name, kind, shape, data_start + offset, num_bytes)
+    return GgufTensor(name, kind, shape, data_start + offset, num_bytes)
 
 
 def _alignment(cursor: _Cursor, fields: dict[str, Field]) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from neap_engine.evaluate import transformers_sides as module
-from neap_engine.evaluate.figures import Answer, final_number, is_right, lost, row
+from neap_engine.evaluate.figures import ScoredAnswer, final_number, is_right, lost, row
 from neap_engine.evaluate.sides import TimedAnswer, in_process
 from neap_engine.evaluate.thinning import evenly_kept, kept_at_speed, thinned, thinned_side
 from neap_engine.evaluate.transformers_sides import (
@@ -119,8 +119,8 @@ def test_a_process_of_its_own_leaves_standard_output_to_its_parent(source, capfd
 
 
 def test_figures_are_sums_over_prompts():
-    full = [Answer(TimedAnswer((1, 2, 3), 0.2, 1.0, 8), Score((0.5, 0.5, 0.5), 3), True)] * 2
-    own = [full[0], Answer(TimedAnswer((1, 2, 4, 5, 6), 0.2, 1.0, 4, num_first=3), Score((0.5,) * 5, 1), False)]
+    full = [ScoredAnswer(TimedAnswer((1, 2, 3), 0.2, 1.0, 8), Score((0.5, 0.5, 0.5), 3), True)] * 2
+    own = [full[0], ScoredAnswer(TimedAnswer((1, 2, 4, 5, 6), 0.2, 1.0, 4, num_first=3), Score((0.5,) * 5, 1), False)]
     found = row("own", own, full, "note")
     assert (found.num_answers, found.num_identical) == (2, 1)
     assert (found.num_right, found.num_checkable) == (1, 2)

@@ -12,7 +12,7 @@ from shared.registry.base import AliasChange
 from shared.registry.bucket_store import BucketStore
 from shared.registry.content_store import ContentStore
 from shared.registry.factory import open_registry
-from shared.registry.journal import Entry, Journal, VersionRecord
+from shared.registry.journal import Journal, JournalEntry, VersionRecord
 from shared.registry.lease import LeaseWatch
 from shared.registry.registry import Registry
 from shared.registry.sweep import sweep
@@ -35,7 +35,7 @@ def test_five_hundred_versions_are_listed_resolved_and_restored(registry, url, s
     for number in range(2, NUM_VERSIONS + 1):
         record = VersionRecord(number, first.manifest_digest, 1e9 + number, 7, str(number), "ann")
         moved = AliasChange(MODEL, "latest", number - 1, number, "ann", "published", 1e9 + number)
-        assert journal.append(Entry(MODEL, number, (moved,), record))
+        assert journal.append(JournalEntry(MODEL, number, (moved,), record))
     with start_redis(SERVERS[0]).client() as client:
         client.flushall()
     with closing(open_registry(url)) as other:

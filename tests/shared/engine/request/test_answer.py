@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shared.engine.request.answer import Answer
+from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.request import FinishReason, GenerationRequest, StoppingParams
 from shared.model.sampling import SamplingParams
 from tests.shared.engine.request.test_text import bytes_tokenizer
@@ -16,15 +16,15 @@ __all__ = ["bytes_tokenizer"]
 EOS = 0
 
 
-def answer(tokenizer: Any, tokens: tuple[int, ...] = (), min_tokens: int = 0, **stopping: Any) -> Answer:
+def answer(tokenizer: Any, tokens: tuple[int, ...] = (), min_tokens: int = 0, **stopping: Any) -> DecodedAnswer:
     loaded: Any = SimpleNamespace(context_length=200, tokenizer=tokenizer, eos_token_ids=frozenset({EOS}))
     request = GenerationRequest(
         (1, 2), resumed_ids=tokens, stopping=StoppingParams(**stopping), sampling=SamplingParams(min_tokens=min_tokens)
     )
-    return Answer(request, loaded)
+    return DecodedAnswer(request, loaded)
 
 
-def through(one: Answer, tokens: list[int]) -> tuple[list[str | None], Any, str]:
+def through(one: DecodedAnswer, tokens: list[int]) -> tuple[list[str | None], Any, str]:
     """The pieces of text up to the end, the end, and the rest of the text."""
     pieces = []
     for token in tokens:
