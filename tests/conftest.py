@@ -14,6 +14,12 @@ import torch
 import transformers
 
 # A machine with a GPU may have torch and transformers alone: tests/gpu asks for no more.
+if find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # How long an example takes says nothing beside other work.
+    settings.register_profile("neap", deadline=None)
+    settings.load_profile("neap")
 if find_spec("redis") and find_spec("obstore"):
     from tests.registry_servers import own_redis, own_s3, s3, start_redis  # noqa: F401
 

@@ -221,7 +221,6 @@ class EngineLoop:
             self.background.run_slice()
         elif not self._shadow.is_idle:
             self._shadow.run_slice(num_free_tokens)
-        self._ladders.evict_unused()
 
     def _put_back(self, job: EngineJob) -> None:
         job.count_put_back()
@@ -328,6 +327,7 @@ class EngineLoop:
                 self._decoder.prefixes.insert(sequence)
             except Exception:  # later requests compute their prompts themselves
                 logger.exception("the cache of a request could not be kept")
+        self._ladders.evict_unused()
         if error is not None:
             self._deliver(job, error)
         self._deliver(job, None)

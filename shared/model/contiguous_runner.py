@@ -79,7 +79,8 @@ class ContiguousRunner(GatedModel):
         hidden: Tensor | None = None,
         captured: CapturedStates | None = None,
     ) -> Tensor:
-        captured = self.to_capture(first, last, captured)
+        if captured is not None:
+            self.prepare_capture(first, last, captured)
         cache = RaggedCache(sequences)
         if self.direct is not None:
             out = self.direct.run(first, last, hidden, token_ids, cache, cache.spans, captured)

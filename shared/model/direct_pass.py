@@ -68,18 +68,18 @@ class AngleTable:
 
     def of(self, spans: Sequence[Span]) -> Angles:
         """The angles [1, T, R] of the positions of all spans, one span after another."""
-        if len(spans) == 1:
-            return self._of_span(spans[0])
-        parts = [self._of_span(span) for span in spans]
+        parts: list[Angles] = []
+        for span in spans:
+            start, end = span.start, span.end
+            if span.origin:  # a check: the table need not hold all positions before
+                parts.append(self._of(range(start, end)))
+                continue
+            if end > self._cos.shape[1]:
+                self._grow(end)
+            parts.append((self._cos[:, start:end], self._sin[:, start:end]))
+        if len(parts) == 1:
+            return parts[0]
         return torch.cat([cos for cos, _ in parts], 1), torch.cat([sin for _, sin in parts], 1)
-
-    def _of_span(self, span: Span) -> Angles:
-        known = self._cos.shape[1]
-        if span.origin:  # a check: the table need not hold all positions before
-            return self._of(range(span.start, span.end))
-        if span.end > known:
-            self._grow(span.end)
-        return self._cos[:, span.start : span.end], self._sin[:, span.start : span.end]
 
     def _grow(self, length: int) -> None:
         known = self._cos.shape[1]
@@ -135,9 +135,7 @@ class DirectPass:
             return None
         # Without the module's call around it, whose hooks have just been looked at.
         state = self._embedding.forward(token_ids) if hidden is None else hidden
-        return self._gates.run_stacked(
-            first, last, state, captured, position_embeddings=self._angles.of(spans), cache=cache
-        )
+        return self._gates.run_stacked(first, last, state, self._angles.of(spans), cache, captured)
 
 
 def _watch(loaded: LoadedModel) -> _Watched:

@@ -75,7 +75,8 @@ class GatedModel:
         Q, D]."""
         contiguous = as_contiguous(cache)
         contiguous.begin(base, token_ids.shape[1])
-        captured = self.to_capture(first, last, captured)
+        if captured is not None:
+            self.prepare_capture(first, last, captured)
         if self.direct is not None and last:
             span = Span(base, token_ids.shape[1], contiguous.origin)
             out = self.direct.run(first, last, hidden, token_ids, contiguous, [span], captured)
@@ -94,12 +95,10 @@ class GatedModel:
         numbers = [self.regimes.of(length) for sequence in sequences for length in sequence.lengths]
         return self.regimes.during(whole_or_each(numbers))
 
-    def to_capture(self, first: int, last: int, captured: CapturedStates | None) -> CapturedStates | None:
-        """`captured` with a key per depth at which a pass through layers [first, last) captures: see `Gates.run`."""
-        if captured is not None:
-            depths = (depth for depth in captured_depths(self.num_layers) if first < depth < last)
-            captured.update(dict.fromkeys(depths, torch.empty(0)))
-        return captured
+    def prepare_capture(self, first: int, last: int, captured: CapturedStates) -> None:
+        """Gives `captured` a key per depth at which a pass through layers [first, last) captures: see `Gates.run`."""
+        depths = (depth for depth in captured_depths(self.num_layers) if first < depth < last)
+        captured.update(dict.fromkeys(depths, torch.empty(0)))
 
     @inference
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:

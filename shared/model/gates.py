@@ -22,7 +22,7 @@ from transformers import Cache, PreTrainedModel
 from shared.errors import UnsupportedModel
 from shared.model.cache_argument import CACHE_ARGUMENTS, with_cache
 from shared.model.substitution.hooks import Hooks
-from shared.model.substitution.layer import LayerStack
+from shared.model.substitution.layer import FusedCache, LayerStack, run_plan
 
 LayerOutput = Tensor | tuple[Any, ...]
 Forward = Callable[..., LayerOutput]
@@ -152,9 +152,9 @@ class Gates:
         may_stack = self._may_stack and self._running is self.forwards and not self._hooks.are_any()
         if self._stack is not None and may_stack:
             stops = [depth for depth in self._captured or () if index < depth < self._last]
-            end = self._stack.end(index, min([*stops, self._last]))
-            if end > index + 1 and (out := self._stack.run(index, end, args, kwargs)) is not None:
-                self._stacked_until = end
+            plan = self._stack.plan(index, min([*stops, self._last]))
+            if plan is not None and len(plan.indices) > 1 and (out := run_plan(plan, args, kwargs)) is not None:
+                self._stacked_until = index + len(plan.indices)
                 self._stacked_with = [(name, kwargs.get(name)) for name in _SHARED_ARGUMENTS]
                 return out
         return self._running[index](*args, **kwargs)
@@ -231,13 +231,16 @@ class Gates:
         return self._stack is not None and self._stack.all_fused
 
     def run_stacked(
-        self, first: int, last: int, state: Tensor, captured: dict[int, Tensor] | None, **shared: Any
+        self,
+        first: int,
+        last: int,
+        state: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cache: FusedCache,
+        captured: dict[int, Tensor] | None,
     ) -> Tensor | None:
-        """As `run`, but only the fused layers, without the model's forward around them.
-        None if a layer must run its own forward.
-
-        `shared`: what the model would pass to each of the layers beside the state.
-        Layers before such a layer may have run.
+        """As `run`, but only the fused layers, without the model's forward around them, with causal masks.
+        None if a layer must run its own forward. Layers before it may have run then.
         """
         if self._stack is None or self._hooks.are_any():
             return None
@@ -246,13 +249,14 @@ class Gates:
         passed = {first: state}
         depth = first
         while depth < last:
-            end = self._stack.end(depth, last)
-            inside = {stop - depth: state for stop in depths if depth < stop < end}
-            out = self._stack.run(depth, end, (state,), shared, inside)
-            if out is None:
+            plan = self._stack.plan(depth, last)
+            if plan is None:
                 return None
+            end = depth + len(plan.indices)
+            inside = {stop - depth: state for stop in depths if depth < stop < end}
+            state = plan.run(state, angles, cache, captured=inside)
             passed.update((depth + count, inner) for count, inner in inside.items())
-            state, depth = out, end
+            depth = end
             passed[depth] = state
         if captured:
             captured.update((depth, passed[depth]) for depth in depths)

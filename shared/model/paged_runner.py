@@ -283,12 +283,13 @@ class PagedRunner:
     @inference
     def _run_layers(self, first: int, last: int, bucket: int) -> None:
         entering = self._entering[:bucket] if first else None
-        captured = self._model.to_capture(first, last, {})
+        captured: CapturedStates = {}
+        self._model.prepare_capture(first, last, captured)
         state = self._forward.run(
             self._tokens[bucket], entering, first, last, regimes=self.regimes, captured=captured, checks=self._checks
         )
         self._leaving[:bucket].copy_(state)
-        for depth, states in (captured or {}).items():
+        for depth, states in captured.items():
             self._captured[depth][:bucket].copy_(states[0])
 
     def _recorded_head(self, bucket: int) -> Work:

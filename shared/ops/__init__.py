@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shared.ops.library import is_available, load
+from shared.ops.library import begin_call, is_available, load
 
 __all__ = [
     "contiguous_attention",
@@ -36,19 +36,13 @@ __all__ = [
 ]
 
 
-def refuse_gradient(*tensors: Tensor | None) -> None:
-    """Raises `ValueError` if an input requires a gradient, because the result would silently have none."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise ValueError("neap's kernels have no gradient: call them under torch.no_grad()")
-
-
 def pack_linear(weight: Tensor) -> Tensor:
     """weight [N, K] float32, float16 or bfloat16, any strides -> a packed matrix in the same dtype.
 
     A packed matrix is a uint8 vector that states its format and size itself (csrc/include/formats.h). It is a copy, so
     the caller may free `weight`.
     """
-    load()
+    begin_call()
     packed: Tensor = torch.ops.neap.pack_linear.default(weight.detach())
     return packed
 
@@ -56,7 +50,7 @@ def pack_linear(weight: Tensor) -> Tensor:
 def pack_blocks(blocks: Tensor, kind: str, in_features: int) -> Tensor:
     """Rows of GGUF blocks [N, bytes per row] uint8 of one type, such as "Q4_K" -> a packed matrix of the same
     numbers."""
-    load()
+    begin_call()
     packed: Tensor = torch.ops.neap.pack_blocks.default(blocks, kind, in_features)
     return packed
 
@@ -69,13 +63,13 @@ def round_inputs_(packed: Tensor) -> None:
     Sums of scaled products stay in float32. A gated matmul rounds only if both of its matrices ask for the same. Raises
     `RuntimeError` for a matrix in float32 or float16.
     """
-    load()
+    begin_call()
     torch.ops.neap.round_inputs_.default(packed)
 
 
 def unpack_linear(packed: Tensor) -> Tensor:
     """The float32 weight [N, K] of a packed matrix."""
-    load()
+    begin_call()
     weight: Tensor = torch.ops.neap.unpack_linear.default(packed)
     return weight
 
@@ -83,7 +77,7 @@ def unpack_linear(packed: Tensor) -> Tensor:
 def packed_rows(packed: Tensor, indices: Tensor) -> Tensor:
     """Rows of a packed matrix: indices [...] int64 -> [..., K] float32.
     Raises `RuntimeError` for an index outside the matrix."""
-    load()
+    begin_call()
     rows: Tensor = torch.ops.neap.packed_rows.default(packed, indices)
     return rows
 
@@ -94,8 +88,7 @@ def packed_linear(x: Tensor, packed: Tensor, out_features: int, bias: Tensor | N
     The bits are those of the matmul with the weight dequantised to float32, unless `round_inputs_` was called for the
     matrix.
     """
-    load()
-    refuse_gradient(x, bias)
+    begin_call(x, bias)
     out: Tensor = torch.ops.neap.packed_linear.default(x, packed, out_features, bias)
     return out
 
@@ -107,16 +100,14 @@ def packed_gated_linear(
 
     `activation` is "silu" or "gelu_tanh"; `bias` [2 * N] is gate's, then up's.
     """
-    load()
-    refuse_gradient(x, bias)
+    begin_call(x, bias)
     out: Tensor = torch.ops.neap.packed_gated_linear.default(x, gate, up, out_features, activation, bias)
     return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """x [..., D] float32 / rms(x) * (weight [D] + weight_offset) -> [..., D]. Gemma's offset is 1."""
-    load()
-    refuse_gradient(x, weight)
+    begin_call(x, weight)
     out: Tensor = torch.ops.neap.rms_norm.default(x, weight, eps, weight_offset)
     return out
 
@@ -126,8 +117,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
     The same bits as Hugging Face's `apply_rotary_pos_emb`; the results are contiguous.
     """
-    load()
-    refuse_gradient(q, k)
+    begin_call(q, k)
     rotated: tuple[Tensor, Tensor] = torch.ops.neap.rotary.default(q, k, cos, sin)
     return rotated
 
@@ -150,8 +140,7 @@ def contiguous_attention(
     positions up to `kv_length - Q + j`. Both may be given. `scaling` defaults to D ** -0.5. The result of a query that
     sees no position is 0. Hidden positions must hold finite numbers, too.
     """
-    load()
-    refuse_gradient(q, k, v)
+    begin_call(q, k, v)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     out: Tensor = torch.ops.neap.contiguous_attention.default(q, k, v, kv_length, mask, causal, scale, softcap)
     return out
@@ -181,8 +170,7 @@ def ragged_contiguous_attention(
     else where `masks[s]` [1, 1, counts[s], bases[s] + counts[s]] bool is True. The result is contiguous, and has the
     same bits as `contiguous_attention` per sequence.
     """
-    load()
-    refuse_gradient(q, k, v)
+    begin_call(q, k, v)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     out: Tensor = torch.ops.neap.ragged_contiguous_attention.default(
         q, k, v, keys, values, bases, slot_mapping, counts, masks, scale, softcap
@@ -192,7 +180,7 @@ def ragged_contiguous_attention(
 
 def cpu_isa() -> str:
     """The instruction set in use: "avx512", "avx2" or "portable"."""
-    load()
+    begin_call()
     name: str = torch.ops.neap.cpu_isa()
     return name
 
@@ -200,5 +188,5 @@ def cpu_isa() -> str:
 def set_cpu_isa(name: str) -> None:
     """Sets the instruction set of the whole process; "auto" is the best one. For tests.
     Raises `RuntimeError` if it is unknown."""
-    load()
+    begin_call()
     torch.ops.neap.set_cpu_isa(name)

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shared.ops import refuse_gradient
 from shared.ops.exits import ConfidenceWeights
-from shared.ops.library import load
+from shared.ops.library import begin_call
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,7 @@ def draft_chains(
     [lowest, highest]. `chain_reference.draft_chains` specifies the op. A sequence's chain has the same bits in any
     company.
     """
-    load()
-    refuse_gradient(states, outputs)
+    begin_call(states, outputs)
     confidence = weights.confidence
     return Chains(
         *torch.ops.neap.draft_chains.default(

@@ -7,8 +7,7 @@ the argument, for wrong shapes, dtypes, devices or layouts. `reference` specifie
 import torch
 from torch import Tensor
 
-from shared.ops import refuse_gradient
-from shared.ops.library import load
+from shared.ops.library import begin_call
 
 # The choice of a row that is not finite. It is no index of a token.
 NO_TOKEN = -1
@@ -20,8 +19,7 @@ def choose_greedy(logits: Tensor) -> Tensor:
 
     NO_TOKEN where a score is NaN, or the largest one is infinite.
     """
-    load()
-    refuse_gradient(logits)
+    begin_call(logits)
     tokens: Tensor = torch.ops.neap.choose_greedy.default(logits)
     return tokens
 
@@ -32,7 +30,6 @@ def choose_sampled(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     probabilities [T, V] of the dtypes of `choose_greedy`, uniforms [T] float64 in [0, 1). A token depends only on its
     own row and uniform number: see docs/decisions/002. NO_TOKEN where the sum is not finite, or 0.
     """
-    load()
-    refuse_gradient(probabilities)
+    begin_call(probabilities)
     tokens: Tensor = torch.ops.neap.choose_sampled.default(probabilities, uniforms)
     return tokens

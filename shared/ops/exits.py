@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.ops import refuse_gradient
-from shared.ops.library import load
+from shared.ops.library import begin_call
 
 ROUTE_TOKENS = 8
 
@@ -25,8 +24,7 @@ def draft_top(x: Tensor, rows: Tensor, bias: Tensor | None = None, k: int = 2) -
     -> values [N, k] float32 descending, indices [N, k] int64, log mass [N] float32. Of equal logits the lower index
     comes first. A NaN is never chosen. The logits [N, V] are not stored.
     """
-    load()
-    refuse_gradient(x, rows)
+    begin_call(x, rows)
     top: tuple[Tensor, Tensor, Tensor] = torch.ops.neap.draft_top.default(x, rows, bias, k)
     return top
 
@@ -71,8 +69,7 @@ def route(
     x [N, D], float32 or of the dtype of `hidden`; top [N, k] and log_mass [N] from `draft_top`; distance [N] int64;
     `tickets` from `new_tickets`.
     """
-    load()
-    refuse_gradient(x)
+    begin_call(x)
     probability: Tensor = torch.ops.neap.route.default(
         x,
         weights.hidden,

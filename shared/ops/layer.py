@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shared.ops import refuse_gradient
-from shared.ops.library import load
+from shared.ops.library import begin_call
 
 
 class TensorTable:
@@ -21,7 +20,7 @@ class TensorTable:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        load()
+        begin_call()
         self.tensors = tuple(tensors)  # kept alive, because the table has their addresses
         self.table: Tensor = torch.ops.neap.tensor_table.default(self.tensors)
 
@@ -99,7 +98,7 @@ def profile_layers(is_on: bool) -> dict[str, float]:
 
     One thread's clock: a step ends when all threads have ended it, so their waiting for each other counts.
     """
-    load()
+    begin_call()
     seconds: Tensor = torch.ops.neap.profile_layers.default(is_on)
     return dict(zip(STEPS, seconds.tolist(), strict=True))
 
@@ -124,8 +123,7 @@ def decoder_layers(
     `captured`: for each key n, 1 to `weights.num_layers` - 1, the state after the first n layers becomes its value [B,
     Q, D].
     """
-    load()
-    refuse_gradient(x)
+    begin_call(x)
     stops = sorted(captured or ())
     states: Tensor = torch.ops.neap.decoder_layers.default(
         x,

@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from shared.errors import PreconditionFailed
 
@@ -22,17 +23,25 @@ def is_available() -> bool:
 def runs_on(device_type: str) -> bool:
     """Whether the library is built and has kernels for `device_type`, "cpu" or "cuda".
     Loads the library if it is built."""
-    if not is_available() or device_type not in ("cpu", "cuda"):
-        return False
-    load()
-    return _has_kernels(device_type)
+    is_built = _loaded or LIBRARY.exists()
+    return is_built and device_type in ("cpu", "cuda") and _has_kernels(device_type)
 
 
 @cache
 def _has_kernels(device_type: str) -> bool:
-    """As `runs_on`, for a loaded library. Cached, because it is called several times per step."""
+    """As `runs_on`, for a library that is built. Cached, because it is called several times per step."""
+    load()
     has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key("neap::draft_top", device_type.upper())
     return has_kernel
+
+
+def begin_call(*inputs: Tensor | None) -> None:
+    """What each op does first. Raises as `load`, and `ValueError` if an input requires a gradient, because the result
+    would silently have none."""
+    if not _loaded:
+        load()
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
+        raise ValueError("neap's kernels have no gradient: call them under torch.no_grad()")
 
 
 def load() -> None:

@@ -7,8 +7,7 @@ argument, for wrong shapes, dtypes, devices or layouts. `reference` specifies it
 import torch
 from torch import Tensor
 
-from shared.ops import refuse_gradient
-from shared.ops.library import load
+from shared.ops.library import begin_call
 
 
 def paged_attention(
@@ -46,8 +45,7 @@ def paged_attention(
     On the CPU, a block table, position or block that does not exist raises `RuntimeError`. On a GPU that check would
     need a synchronisation, so the result of such a token is NaN instead.
     """
-    load()
-    refuse_gradient(q, k, v)
+    begin_call(q, k, v)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     out: Tensor = torch.ops.neap.paged_attention.default(
         q, k, v, keys, values, block_tables, table_indices, positions, slot_mapping, branches, scale, softcap, window

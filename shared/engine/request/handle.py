@@ -1,7 +1,6 @@
 """The caller's handle of a request."""
 
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -40,29 +39,21 @@ class GenerationHandle:
         self.resumed_texts: list[str] = []
         self._wake = wake
         self._events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
-        self._deliver = on_event or self._events.put
-        self._cancelled = threading.Event()
-        self._paused = threading.Event()
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._cancelled.is_set()
-
-    @property
-    def is_paused(self) -> bool:
-        return self._paused.is_set()
+        # Hands an event to the caller. Only the engine's thread calls it.
+        self.deliver: OnEvent = on_event or self._events.put
+        self.is_cancelled = self.is_paused = False
 
     def cancel(self) -> None:
         """Ends the request within one step. Idempotent. Does nothing once the generation has ended."""
-        self._cancelled.set()
+        self.is_cancelled = True
         self._wake()
 
     def pause(self) -> None:
         """Stops stepping this request until `resume`. It keeps its KV cache."""
-        self._paused.set()
+        self.is_paused = True
 
     def resume(self) -> None:
-        self._paused.clear()
+        self.is_paused = False
         self._wake()
 
     def events(self) -> Iterator[GenerationEvent]:
@@ -84,7 +75,3 @@ class GenerationHandle:
             return self._events.get(timeout=timeout_s)
         except queue.Empty:
             raise DeadlineExceeded(f"no event within {timeout_s} s") from None
-
-    def deliver(self, event: EngineEvent) -> None:
-        """Hands an event to the caller. Only the engine's thread calls it."""
-        self._deliver(event)

@@ -7,7 +7,7 @@ kernels already (`linear`) and it calls them in the order of a pre-norm layer. T
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from shared.model.substitution.attention import observed
 from shared.model.substitution.hooks import Hooks
 from shared.model.substitution.match import Embedding, Experts, GatedMlp, PackedLinear, RmsNorm, Substitute, Unsuitable
 from shared.model.substitution.ragged import RaggedMask
-from shared.ops.layer import LayerWeights, decoder_layers, stacked
+from shared.ops.layer import LayerKV, LayerWeights, decoder_layers, stacked
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -73,6 +73,13 @@ class _Attention:
 _Event = PackedLinear | RmsNorm | GatedMlp | Embedding | Experts | _Attention
 
 
+class FusedCache(Protocol):
+    """A KV cache that fused layers can write to."""
+
+    def layers_kv(self, keys: Tensor, values: Tensor, layers: tuple[int, ...]) -> LayerKV:
+        """See `ContiguousCache.layers_kv`."""
+
+
 @dataclass(frozen=True)
 class LayerPlan:
     """The weights of consecutive layers, their numbers, and the form of their keys and values [*, Hkv, *, Dh] for the
@@ -87,6 +94,21 @@ class LayerPlan:
     def form(self) -> tuple[object, ...]:
         """What plans must have in common to be stacked."""
         return self.weights.form, self.keys_like.shape, self.values_like.shape
+
+    def run(
+        self,
+        hidden: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cache: FusedCache,
+        masks: Sequence[Tensor] = (),
+        captured: dict[int, Tensor] | None = None,
+    ) -> Tensor:
+        """The layers' output [B, Q, D] for states [B, Q, D]. `masks` and `captured` as in `decoder_layers`."""
+        keys, values = self.keys_like, self.values_like
+        if hidden.shape[0] > 1:
+            keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
+        kv = cache.layers_kv(keys, values, self.indices)
+        return decoder_layers(hidden, *angles, weights=self.weights, kv=kv, masks=masks, captured=captured)
 
 
 def stacked_plan(plans: Sequence[LayerPlan]) -> LayerPlan:
@@ -212,27 +234,18 @@ class FusedLayer:
         return run_plan(self.plan, args, kwargs)
 
 
-def run_plan(
-    plan: LayerPlan, args: tuple[Any, ...], kwargs: dict[str, Any], captured: dict[int, Tensor] | None = None
-) -> Tensor | None:
+def run_plan(plan: LayerPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The output [B, Q, D] of consecutive layers, of which the first is called with these arguments, and the others
-    with the same but the state. For a call that the op does not support, does nothing and returns None. `captured` as
-    in `decoder_layers`."""
-    layers_kv = getattr(cache_among(kwargs), "layers_kv", None)
+    with the same but the state. For a call that the op does not support, does nothing and returns None."""
+    cache = cache_among(kwargs)
     angles = kwargs.get("position_embeddings")
-    if layers_kv is None or len(args) > 1 or type(angles) is not tuple or len(angles) != 2:
+    if not hasattr(cache, "layers_kv") or len(args) > 1 or type(angles) is not tuple or len(angles) != 2:
         return None
     if not (_KNOWN.issuperset(kwargs) or _only_supported_arguments(kwargs)):
         return None
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     masks = _masks(kwargs.get("attention_mask"), hidden.shape[0])
-    if masks is None:
-        return None
-    keys, values = plan.keys_like, plan.values_like
-    if hidden.shape[0] > 1:
-        keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
-    kv = layers_kv(keys, values, plan.indices)
-    return decoder_layers(hidden, *angles, weights=plan.weights, kv=kv, masks=masks, captured=captured)
+    return None if masks is None else plan.run(hidden, angles, cache, masks)
 
 
 class LayerStack:
@@ -261,21 +274,10 @@ class LayerStack:
     def all_fused(self) -> bool:
         return all(layer is not None for layer in self._layers)
 
-    def end(self, first: int, last: int) -> int:
-        """The largest end <= `last` so that layers [first, end) can run as one op; first + 1 if the layer must run
-        alone."""
-        return min(self._ends[first], last)
-
-    def run(
-        self,
-        first: int,
-        end: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        captured: dict[int, Tensor] | None = None,
-    ) -> Tensor | None:
-        """Layers [first, end), as `end` has found them: see `run_plan`.
-        None also if one of them must run its own forward."""
+    def plan(self, first: int, last: int) -> LayerPlan | None:
+        """The plan of as many layers from `first` on, below `last`, as can run as one op.
+        None if one of them must run its own forward."""
+        end = min(self._ends[first], last)
         known = self._stacked.get((first, end))
         if known is None:
             layers = [layer for layer in self._layers[first:end] if layer is not None]
@@ -288,7 +290,7 @@ class LayerStack:
         if any(layer.plan is None for layer in layers):
             self._stacked.clear()  # it would keep the weights of a layer that has been disabled
             return None
-        return None if hooks.are_any() else run_plan(plan, args, kwargs, captured)
+        return None if hooks.are_any() else plan
 
 
 def _only_supported_arguments(kwargs: dict[str, Any]) -> bool:

@@ -22,7 +22,7 @@ def brute_force(tokens: list[int], drafted: list[int], max_match: int) -> Lookup
     return None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TOKENS, st.lists(st.integers(0, 3), max_size=6), st.integers(1, 5))
 def test_equals_brute_force(tokens: list[int], drafted: list[int], max_match: int) -> None:
     assert PromptLookup(tokens, max_match=max_match).propose(drafted) == brute_force(tokens, drafted, max_match)

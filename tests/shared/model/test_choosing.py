@@ -18,7 +18,7 @@ from shared.ops.choices import NO_TOKEN
 from tests.device_waits import Crossings, Reads
 from tests.drawn_trials import SAMPLED, cases, row_alone
 
-DRAWN = settings(max_examples=60, deadline=None)
+DRAWN = settings(max_examples=60)
 NUM_SEEDS = 1200
 SIGNIFICANCE = 1e-4
 

@@ -25,7 +25,7 @@ from tests.changed_scores import changed
 from tests.drawn_trials import cases, row_alone
 from tests.orders_of_sums import OrdersOfSums
 
-DRAWN = settings(max_examples=60, deadline=None)
+DRAWN = settings(max_examples=60)
 
 
 def masses(logits: Tensor, trials: list[Trial]) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from shared import ops
 from shared.ops import reference
 
-DRAWN = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DRAWN = settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 KV_DTYPES = [torch.float32, torch.float16, torch.bfloat16]

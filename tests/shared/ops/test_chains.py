@@ -14,7 +14,7 @@ from shared.ops import chain_reference
 from shared.ops.chains import Chains, ChainStart, ChainWeights, draft_chains
 from shared.ops.exits import ConfidenceWeights
 
-DRAWN = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DRAWN = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 VOCABULARY = 150
 LIMITS = (1e-3, 0.999)

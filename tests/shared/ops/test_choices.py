@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shared.ops import reference
 from shared.ops.choices import NO_TOKEN, choose_greedy, choose_sampled
 
-DRAWN = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DRAWN = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shared.ops import reference
 from shared.ops.exits import ConfidenceWeights, draft_top, new_tickets, route
 
-DRAWN = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DRAWN = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 # The sizes around which the kernels change their path: lanes of 4 to 16, groups of 4 rows and 2 tokens, blocks of 16
 # and 64 rows.

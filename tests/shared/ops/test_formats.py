@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shared import ops
 
-DRAWN = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DRAWN = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 ROWS = st.one_of(st.integers(1, 26), st.sampled_from([36, 37, 97]))
 

@@ -14,7 +14,7 @@ from shared import ops
 from shared.ops import reference
 from shared.ops.layer import LayerKV, LayerWeights, TensorTable, decoder_layers, stacked
 
-DRAWN = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DRAWN = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NOTHING = torch.empty(0)
 PLAIN = torch.empty(0, dtype=torch.bool)

@@ -13,7 +13,7 @@ ROWS = st.one_of(st.integers(1, 40), st.sampled_from([95, 96, 97, 193]))
 DEPTHS = st.one_of(st.integers(1, 70), st.sampled_from([255, 256, 257, 513]))
 WIDTHS = st.one_of(st.integers(1, 70), st.sampled_from([96, 192, 200]))
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-DRAWN = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DRAWN = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def _row_by_row(run, x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from shared.ops import reference
 from shared.ops.paged import paged_attention
 from tests.shared.ops.paged_passes import CLOSE, Pass, drawn_pass
 
-DRAWN = settings(max_examples=60, deadline=None)
+DRAWN = settings(max_examples=60)
 
 
 @DRAWN

@@ -15,7 +15,7 @@ from tests.shared.ops.test_formats import BLOCKS, KINDS, blocks_of, dequantised_
 # The sizes around which the kernels change their path, and odd numbers of inputs: the last pair has one only.
 ROWS = st.one_of(st.integers(1, 40), st.sampled_from([95, 96, 97, 193]))
 DEPTHS = st.one_of(st.integers(1, 70), st.sampled_from([255, 256, 257, 513]))
-DRAWN = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DRAWN = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def _rounding(weight: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from shared import ops
 from shared.ops import reference
 
-DRAWN = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DRAWN = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @DRAWN
