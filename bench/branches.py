@@ -27,7 +27,7 @@ from shared.engine.step import Decoder
 from shared.engine.verification import Verdict
 from shared.ladder.folder import read_ladder
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.rungs import is_exit
+from shared.ladder.rungs import EXIT
 
 WITH, WITHOUT, ASKED = "exact with branches", "exact without", "every exit asked"
 FIRST = ("tables right", "exit right", "chosen", "either", "verified")
@@ -41,7 +41,7 @@ def first_positions(found: Counter[str]) -> Iterator[None]:
     def counted(decoder: Decoder, part: Speculation, verdict: Verdict | None) -> None:
         if part.proposals and verdict is not None:
             said, rate = part.proposals[0], part.sequence.confidence.rate
-            own = [[draft for draft in said if is_exit(draft.rung) == exits] for exits in (False, True)]
+            own = [[draft for draft in said if draft.rung.startswith(EXIT) == exits] for exits in (False, True)]
             tables, exit_, chosen = ({draft.token for draft, _ in rate(drafts)[:1]} for drafts in (*own, said))
             first = [part.drafts, *(branch.drafts for branch in part.branches if branch.place == 0)]
             verified = {draft.token for drafts in first for draft in drafts[:1]}

@@ -7,7 +7,7 @@ import torch
 from shared.errors import RouterMismatch
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.native_chain import HeadDraft
-from shared.ladder.rungs import Draft
+from shared.ladder.rungs import Draft, exit_name
 from shared.model.loaded import LoadedModel
 from shared.model.runner import Runner, captured_depths
 from shared.ops.chains import ChainStart
@@ -33,6 +33,7 @@ class ScriptedLadder:
         self.state_depths = self.depths
         self.kept_depths: tuple[int, ...] = ()
         self.agreements = (1.0,) * len(self.depths)
+        self.names = tuple(map(exit_name, self.depths))
         self.joint_weights = DEFAULT_WEIGHTS
         self.fingerprint = fingerprint
         self.seen_states: list[tuple[int, torch.Tensor, torch.Tensor, int]] = []

@@ -150,10 +150,12 @@ class Decoder:
         decoding = [sequence for sequence in batch if not sequence.is_reading]
         reading = [sequence for sequence in batch if sequence.is_reading]
 
-        prefills = self._prefill(reading, running, len(decoding))
-        drafted = self._draft(decoding)
+        prefills = self._prefill(reading, running, len(decoding)) if reading else []
+        # Sequences that want the same exit share its pass.
+        drafted = [part for part in draft_chains(decoding, len(decoding)) if part.sequence.failure is None]
         self._plan(drafted, prefills, costs)
-        parts = [*self._commit_final(drafted), *prefills]
+        unsettled = [part for part in drafted if not part.num_final or attempt(part.sequence, self._commit_final, part)]
+        parts = [*unsettled, *prefills]
         self._verify_and_commit(parts)
 
         chunks_of = {id(part.sequence): part.chunks for part in (*drafted, *prefills)}
@@ -213,13 +215,6 @@ class Decoder:
             read_length=sequence.read_length,
         )
 
-    # Draft.
-
-    def _draft(self, decoding: Sequence[DecodingSequence]) -> list[Speculation]:
-        """Each sequence's last token and the drafts after it; sequences that want the same exit share its pass."""
-        drafted = draft_chains(decoding, len(decoding))
-        return [part for part in drafted if part.sequence.failure is None]
-
     # Plan.
 
     def _plan(self, drafted: Sequence[Speculation], prefills: Sequence[Speculation], costs: PassCosts) -> None:
@@ -233,17 +228,14 @@ class Decoder:
         )
         for part, tree in zip(drafted, trees, strict=True):
             part.prune(tree)
+            part.sequence.num_drafted += len(part.tokens) - 1
 
-    def _commit_final(self, drafted: Sequence[Speculation]) -> list[Speculation]:
+    def _commit_final(self, part: Speculation) -> bool:
         """Commits the drafts that need no verification (policy relaxed).
-        Returns the parts that still need the verify pass."""
-        return [part for part in drafted if attempt(part.sequence, self._emit_final, part)]
-
-    def _emit_final(self, part: Speculation) -> bool:
+        Returns whether the part still needs the verify pass."""
         sequence = part.sequence
         final = part.drafts[: part.num_final]
         part.chunks += sequence.emit([GeneratedToken(d.token, d.depth, d.rung) for d in final])
-        sequence.num_drafted += len(part.tokens) - 1
         sequence.num_accepted += len(final)
         self.statistics.record_drafts(final, len(final), sequence.request.router_version)
         if sequence.is_finished:  # there will be no verify pass that counts these layers
@@ -264,7 +256,8 @@ class Decoder:
             return
         answered = [part for part in parts if part.num_logits]
         verdicts = dict(zip(map(id, answered), self._verify(logits, answered), strict=True))
-        self._keep_branches(answered, verdicts)
+        if branched := [part for part in answered if part.branches]:
+            self._keep_branches(branched, verdicts)
         for part in parts:
             if part.sequence.failure is None:
                 attempt(part.sequence, self._commit, part, verdicts.get(id(part)))

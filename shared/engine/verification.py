@@ -79,11 +79,11 @@ def compute_choices(
     The tensors are on the logits' device. `verify` reads them; this function does not wait for the device, except on
     devices that are read without a synchronisation.
     """
-    exact_choices = choose(logits, trials)
-    # Choices and drafts are allowed, so a constraint changes none of their logits.
-    choices = within_margins(logits, trials, exact_choices)
+    choices = exact_choices = choose(logits, trials)
     relaxed = []
     if any(trial.margin is not None for trial in trials):
+        # Choices and drafts are allowed, so a constraint changes none of their logits.
+        choices = within_margins(logits, trials, exact_choices)
         pairs = zip(choices, exact_choices, strict=True)
         relaxed = [accepted != exact[: len(accepted)] for accepted, exact in pairs]
     if all(count is None for count in num_alternatives):

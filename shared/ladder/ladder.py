@@ -94,6 +94,7 @@ class BoundLadder:
     def __init__(self, ladder: Ladder, runner: Runner) -> None:
         self.ladder = ladder
         self.depths = tuple(layer_exit.depth for layer_exit in ladder.exits)
+        self.names = tuple(layer_exit.name for layer_exit in ladder.exits)
         self.agreements = tuple(layer_exit.agreement for layer_exit in ladder.exits)
         self.joint_weights = ladder.joint_weights
         # Everything that the time of an exit depends on: ladders with equal layouts share measured costs.

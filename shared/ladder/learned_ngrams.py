@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from secrets import token_bytes
 
-from shared.ladder.ngram_table import MAX_COUNT, MAX_ORDER, NgramMatch, context_states
+from shared.ladder.ngram_table import MAX_COUNT, MAX_ORDER, context_states
+from shared.ladder.rungs import Match
 
 # Entries of which one is replaced by a new context: the one that occurred least.
 SET_ENTRIES = 4
@@ -41,15 +42,15 @@ class LearnedNgrams:
         digest = blake2b(client.encode(errors="replace"), digest_size=8, key=self._secret).digest()
         return ClientNgrams(self, int.from_bytes(digest))
 
-    def matches(self, salt: int, context_tail: Sequence[int]) -> list[NgramMatch]:
+    def matches(self, salt: int, context_tail: Sequence[int]) -> list[Match]:
         """As `NgramTable.matches`."""
-        matches: list[NgramMatch] = []
+        matches: list[Match] = []
         for order, state in enumerate(context_states(context_tail, salt), 1):
             entry = self._find(state)
             if entry is not None:
                 count = self._first_counts[entry]
                 share = count / self._totals[entry]
-                matches.append(NgramMatch(self._firsts[entry], order, count, share))
+                matches.append(Match(self._firsts[entry], order, count, share))
         matches.reverse()
         return matches
 
@@ -105,7 +106,7 @@ class ClientNgrams:
     table: LearnedNgrams
     salt: int
 
-    def matches(self, context_tail: Sequence[int]) -> list[NgramMatch]:
+    def matches(self, context_tail: Sequence[int]) -> list[Match]:
         """See `LearnedNgrams.matches`."""
         return self.table.matches(self.salt, context_tail)
 

@@ -7,8 +7,7 @@ Contexts are stored as 32-bit hashes, so a table of n entries takes an unseen co
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import Corrupt
+from shared.ladder.rungs import Match
 
 MAX_ORDER = 4
 MAX_COUNT = 255
@@ -24,18 +24,6 @@ MULTIPLIER, MIXER = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 MASK = (1 << 64) - 1
 
 Array = npt.NDArray[np.int64]
-
-
-# Not frozen: many are made a step, and to freeze one takes longer than all else.
-@dataclass(slots=True)
-class NgramMatch:
-    """`token` followed this context of `order` tokens `count` times (capped at 255), a `share` of the context's
-    occurrences."""
-
-    token: int
-    order: int
-    count: int
-    share: float
 
 
 def context_keys(tokens: npt.NDArray[np.uint64], order: int) -> npt.NDArray[np.uint64]:
@@ -52,14 +40,15 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return (state ^ (state >> np.uint64(29))) * np.uint64(MIXER)
 
 
-def context_states(context_tail: Sequence[int], salt: int = 0) -> Iterator[int]:
+def context_states(context_tail: Sequence[int], salt: int = 0) -> list[int]:
     """64-bit hashes of the contexts of 1, 2, .. MAX_ORDER tokens that end `context_tail`. Without a salt, their upper
     halves are `context_keys`."""
-    state = salt
+    state, states = salt, []
     for token in islice(reversed(context_tail), MAX_ORDER):
         state = ((state + token + 1) * MULTIPLIER) & MASK
         state = ((state ^ (state >> 29)) * MIXER) & MASK
-        yield state
+        states.append(state)
+    return states
 
 
 class NgramTable:
@@ -82,19 +71,19 @@ class NgramTable:
     def num_entries(self) -> int:
         return sum(len(keys) for keys, *_ in self._orders)
 
-    def matches(self, context_tail: Sequence[int]) -> list[NgramMatch]:
+    def matches(self, context_tail: Sequence[int]) -> list[Match]:
         """One match per order whose context is in the table, the longest context first. Takes a few microseconds."""
-        matches: list[NgramMatch] = []
+        matches: list[Match] = []
         states = zip(context_states(context_tail), self._orders, strict=False)
         for order, (state, (keys, tokens, counts, shares)) in enumerate(states, 1):
             key = state >> 32
             entry = bisect_left(keys, key)
             if entry < len(keys) and keys[entry] == key:
-                matches.append(NgramMatch(tokens[entry], order, counts[entry], shares[entry] / 255))
+                matches.append(Match(tokens[entry], order, counts[entry], shares[entry] / 255))
         matches.reverse()
         return matches
 
-    def propose(self, context_tail: Sequence[int]) -> NgramMatch | None:
+    def propose(self, context_tail: Sequence[int]) -> Match | None:
         """The match of the longest known context; None if not even the last token is known."""
         return next(iter(self.matches(context_tail)), None)
 

@@ -47,8 +47,3 @@ class DepthPolicy:
     def setting(self) -> Setting:
         """What makes tokens final under policy relaxed."""
         return "threshold" if self.margin is None else "margin"
-
-    def commits(self, probability: float) -> bool:
-        """Whether a draft of this probability is final without verification."""
-        is_unverified = self.name == "relaxed" and self.margin is None
-        return is_unverified and probability >= self.threshold

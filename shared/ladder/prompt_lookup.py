@@ -4,27 +4,13 @@ The method is known as prompt lookup (LLMA, 2304.04487).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from shared.ladder.rungs import Match
 
 DEFAULT_MAX_MATCH = 8
 # Occurrences remembered per context. Older ones predict little, and a sequence that loops would grow the list without
 # bound.
 MAX_OCCURRENCES = 16
-
-
-# Not frozen: many are made a step, and to freeze one takes longer than all else.
-@dataclass(slots=True)
-class LookupMatch:
-    """The token that most often followed the longest context that occurred before.
-
-    `match_length`: tokens of that context, at most the index's `max_match`. `count`: how many of the remembered
-    occurrences `token` followed. `share`: `count` / occurrences remembered.
-    """
-
-    token: int
-    match_length: int
-    count: int
-    share: float
 
 
 class PromptLookup:
@@ -66,10 +52,11 @@ class PromptLookup:
                     followers[tuple(tokens[first:known])] = known
         tokens.append(token)
 
-    def propose(self, drafted: Sequence[int] = ()) -> LookupMatch | None:
+    def propose(self, drafted: Sequence[int] = ()) -> Match | None:
         """The token that most often followed the longest known suffix of the sequence + `drafted`.
 
-        Of tokens with equal counts the latest wins. None if not even the last token occurred before.
+        Of tokens with equal counts the latest wins. None if not even the last token occurred before. Counts are of the
+        remembered occurrences; the match's length is at most `max_match`.
         """
         tail = (*self._tokens[-self._max_match :], *drafted)[-self._max_match :]
         longest: list[int] = []
@@ -79,7 +66,7 @@ class PromptLookup:
             if known is None:
                 break
             if not isinstance(known, list):
-                return LookupMatch(self._tokens[known], self._match_length(tail, known), 1, 1.0)
+                return Match(self._tokens[known], self._match_length(tail, known), 1, 1.0)
             longest, length = known, size
         if not longest:
             return None
@@ -89,7 +76,7 @@ class PromptLookup:
                 count = longest.count(token)
                 if count > best_count:
                     best, best_count = token, count
-        return LookupMatch(best, length, best_count, best_count / len(longest))
+        return Match(best, length, best_count, best_count / len(longest))
 
     def _match_length(self, tail: tuple[int, ...], position: int) -> int:
         """How many of the last tokens of `tail` stand before `position`."""

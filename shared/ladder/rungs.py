@@ -1,6 +1,7 @@
 """Names of proposers, the draft that one proposes, and what makes drafts for a sequence without a layer."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 PROMPT_LOOKUP = "suffix"
@@ -12,19 +13,25 @@ GRAMMAR = "grammar"
 PREDICTION = "prediction"
 # Width of a confidence head's hidden layer. Here, because services check specs without torch.
 DEFAULT_ROUTER_WIDTH = 128
-
-
-_EXIT = "depth-"
+# What the names of rungs with an exit head begin with, and no others do.
+EXIT = "depth-"
 
 
 def exit_name(depth: int) -> str:
     """Name of the rung with an exit head at `depth`."""
-    return f"{_EXIT}{depth}"
+    return f"{EXIT}{depth}"
 
 
-def is_exit(rung: str) -> bool:
-    """Whether it is the name of a rung with an exit head."""
-    return rung.startswith(_EXIT)
+# Not frozen: many are made a step, and to freeze one takes longer than all else.
+@dataclass(slots=True)
+class Match:
+    """What a table knows of a context of `length` tokens: `token` followed it `count` times, a `share` of all times
+    that it knows of."""
+
+    token: int
+    length: int
+    count: int
+    share: float
 
 
 class Draft(NamedTuple):

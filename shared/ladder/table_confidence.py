@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shared.errors import Corrupt
+from shared.ladder.rungs import Match
 
 LOWEST, HIGHEST = 1e-3, 0.999
 # Lower edges of the bins: a value belongs to the last bin whose edge it reaches.
@@ -28,27 +28,28 @@ FIT_STEPS = 60
 Bins = tuple[int, int, int, int, int]
 
 
-# Not frozen: many are made a step, and to freeze one takes longer than all else.
-@dataclass(slots=True)
-class Evidence:
-    """The features of one draft of prompt look-up or of the n-gram table.
-
-    `length`: tokens matched (look-up), or the context's order (n-grams). `count` and `share`: as in the match.
-    `chained`: number of drafts before it in the chain. `second_opinion`: SILENT, DIFFERS or AGREES.
-    """
-
-    length: int
-    count: int
-    share: float
-    chained: int
-    second_opinion: int
-
-
 def _bin(value: float, edges: Sequence[float]) -> int:
     index = 0
     while index + 1 < len(edges) and value >= edges[index + 1]:
         index += 1
     return index
+
+
+_COUNT_BINS = [_bin(count, COUNT_EDGES) for count in range(COUNT_EDGES[-1] + 1)]
+_SHARE_BINS = [*(_bin((step + 0.5) / 256, SHARE_EDGES) for step in range(255)), len(SHARE_EDGES) - 1]
+
+
+def bins_of(match: Match, second_opinion: Match | None, num_chained: int) -> Bins:
+    """The bin of each feature of a draft: the match's length, count and share, the number of drafts before it in the
+    chain, and whether the other table's match is SILENT, DIFFERS or AGREES."""
+    opinion = SILENT if second_opinion is None else AGREES if second_opinion.token == match.token else DIFFERS
+    return (
+        min(match.length, NUM_LENGTHS) - 1,
+        _COUNT_BINS[min(match.count, COUNT_EDGES[-1])],
+        _SHARE_BINS[round(match.share * 255)],
+        min(num_chained, NUM_CHAINED - 1),
+        opinion,
+    )
 
 
 class TableConfidence:
@@ -60,26 +61,12 @@ class TableConfidence:
     def __init__(self, bias: float, weights: Sequence[Sequence[float]]) -> None:
         self.bias = bias
         self.weights = [list(row) for row in weights]
-        self._count_bins = [_bin(count, COUNT_EDGES) for count in range(COUNT_EDGES[-1] + 1)]
-        self._share_bins = [_bin((step + 0.5) / 256, SHARE_EDGES) for step in range(256)]
-        self._share_bins[255] = len(SHARE_EDGES) - 1
-        # By bins. A step asks for many, and there are few.
+        # A step asks for many, and there are few.
         self._known: dict[Bins, float] = {}
 
-    def bins(self, evidence: Evidence) -> Bins:
-        """The bin of each feature: length, count, share, chained, second opinion."""
-        return (
-            min(max(evidence.length, 1), NUM_LENGTHS) - 1,
-            self._count_bins[min(evidence.count, COUNT_EDGES[-1])],
-            self._share_bins[round(evidence.share * 255)],
-            min(evidence.chained, NUM_CHAINED - 1),
-            evidence.second_opinion,
-        )
-
-    def probability(self, evidence: Evidence) -> float:
-        """Probability in [LOWEST, HIGHEST] that the draft is the full model's greedy choice, given that the drafts
-        chained before it are right."""
-        bins = self.bins(evidence)
+    def probability(self, bins: Bins) -> float:
+        """Probability in [LOWEST, HIGHEST] that a draft with these features is the full model's greedy choice, given
+        that the drafts chained before it are right."""
         known = self._known.get(bins)
         if known is None:
             score = sum((row[b] for row, b in zip(self.weights, bins, strict=True)), self.bias)
@@ -102,17 +89,17 @@ class TableConfidence:
         return cls(bias, weights)
 
 
-def fit_table_confidence(evidence: Sequence[Evidence], agreed: Sequence[bool]) -> TableConfidence:
+def fit_table_confidence(evidence: Sequence[Bins], agreed: Sequence[bool]) -> TableConfidence:
     """Fits it by ridge logistic regression over the bins, with L-BFGS.
 
-    `agreed[i]`: whether the full model's greedy choice was the draft of `evidence[i]`. In monotone features the weight
-    grows from bin to bin by a softplus, which is never negative. Deterministic. Drafts in the same bins are merged into
-    one weighted row.
+    `agreed[i]`: whether the full model's greedy choice was the draft with the features `evidence[i]`. In monotone
+    features the weight grows from bin to bin by a softplus, which is never negative. Deterministic. Drafts in the same
+    bins are merged into one weighted row.
     """
     blank = TableConfidence(0.0, [[0.0] * size for size in SIZES])
-    grouped: dict[tuple[int, ...], list[int]] = {}
+    grouped: dict[Bins, list[int]] = {}
     for item, label in zip(evidence, agreed, strict=True):
-        cell = grouped.setdefault(blank.bins(item), [0, 0])
+        cell = grouped.setdefault(item, [0, 0])
         cell[0] += 1
         cell[1] += int(label)
     if not grouped:

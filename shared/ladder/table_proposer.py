@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shared.ladder.learned_ngrams import ClientNgrams
-from shared.ladder.ngram_table import MAX_ORDER, NgramMatch
-from shared.ladder.prompt_lookup import LookupMatch, PromptLookup
-from shared.ladder.rungs import LEARNED, NGRAM_TABLE, PROMPT_LOOKUP, Draft
-from shared.ladder.table_confidence import AGREES, DIFFERS, SILENT, Evidence
+from shared.ladder.ngram_table import MAX_ORDER
+from shared.ladder.prompt_lookup import PromptLookup
+from shared.ladder.rungs import LEARNED, NGRAM_TABLE, PROMPT_LOOKUP, Draft, Match
+from shared.ladder.table_confidence import bins_of
 
 if TYPE_CHECKING:  # a ladder makes its proposers
     from shared.ladder.ladder import Ladder
@@ -43,38 +43,22 @@ class TableProposer:
         """As `Proposer.propose`: from prompt look-up, the n-gram table, and the learned table."""
         lookup, ngrams = self.matches(drafted)
         drafts: list[Draft] = []
-        chained = len(drafted)
+        num_chained = len(drafted)
         if lookup is not None and self._lookup_confidence is not None:
-            evidence = lookup_evidence(lookup, ngrams, chained)
-            drafts.append(Draft(lookup.token, self._lookup_confidence.probability(evidence), PROMPT_LOOKUP, 0))
+            bins = bins_of(lookup, ngrams[0] if ngrams else None, num_chained)
+            drafts.append(Draft(lookup.token, self._lookup_confidence.probability(bins), PROMPT_LOOKUP, 0))
         if self._ngram_confidence is not None:
-            learned = self._learned.matches(self._tail_with(drafted)) if self._learned is not None else []
+            learned = self._learned.matches((*self._tail, *drafted)[-MAX_ORDER:]) if self._learned is not None else []
             for rung, matches in ((NGRAM_TABLE, ngrams), (LEARNED, learned)):
                 for match in matches:
-                    evidence = ngram_evidence(match, lookup, chained)
-                    probability = self._ngram_confidence.probability(evidence)
+                    probability = self._ngram_confidence.probability(bins_of(match, lookup, num_chained))
                     drafts.append(Draft(match.token, probability, rung, 0))
         return drafts
 
-    def matches(self, drafted: Sequence[int]) -> tuple[LookupMatch | None, list[NgramMatch]]:
-        """The matches of both tables without probabilities, for `propose` and for training their confidence."""
+    def matches(self, drafted: Sequence[int]) -> tuple[Match | None, list[Match]]:
+        """The matches of both tables without probabilities, for `propose` and for training their confidence: the
+        look-up's, and the n-gram table's, the longest context first. The first of these is the second opinion on the
+        look-up's, which is that on all of these."""
         lookup = self._index.propose(drafted) if self._index is not None else None
-        if self._ngrams is None:
-            return lookup, []
-        return lookup, self._ngrams.matches(self._tail_with(drafted))
-
-    def _tail_with(self, drafted: Sequence[int]) -> tuple[int, ...]:
-        return (*self._tail, *drafted)[-MAX_ORDER:] if drafted else self._tail
-
-
-def lookup_evidence(match: LookupMatch, others: Sequence[NgramMatch], chained: int) -> Evidence:
-    """The features of a look-up's match. The second opinion is the table's match of the longest context,
-    `others[0]`."""
-    second_opinion = SILENT if not others else AGREES if others[0].token == match.token else DIFFERS
-    return Evidence(match.match_length, match.count, match.share, chained, second_opinion)
-
-
-def ngram_evidence(match: NgramMatch, lookup: LookupMatch | None, chained: int) -> Evidence:
-    """The features of an n-gram's match, whose second opinion is the look-up's."""
-    second_opinion = SILENT if lookup is None else AGREES if lookup.token == match.token else DIFFERS
-    return Evidence(match.order, match.count, match.share, chained, second_opinion)
+        ngrams = self._ngrams.matches((*self._tail, *drafted)[-MAX_ORDER:]) if self._ngrams is not None else []
+        return lookup, ngrams

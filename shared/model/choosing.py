@@ -42,8 +42,6 @@ def within_margins(logits: Tensor, trials: Sequence[Trial], choices: list[Tensor
 
     logits and choices as of `choose`. Nothing waits for the device.
     """
-    if all(trial.margin is None for trial in trials):
-        return choices
     rows = logits.split_with_sizes([trial.num_rows for trial in trials])
     return [
         chosen if trial.margin is None else _within_margin(row_logits, trial.drafts, trial.margin, chosen)

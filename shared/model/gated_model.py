@@ -32,6 +32,7 @@ class GatedModel:
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
         self.num_layers = loaded.num_layers
+        self._captured_depths = captured_depths(loaded.num_layers)
         self.gates = _gates_of(loaded)
         self.regimes = _regimes_of(loaded)
         self.head_is_direct = self._recall("head is direct", self._check_direct_head)
@@ -97,7 +98,7 @@ class GatedModel:
 
     def prepare_capture(self, first: int, last: int, captured: CapturedStates) -> None:
         """Gives `captured` a key per depth at which a pass through layers [first, last) captures: see `Gates.run`."""
-        depths = (depth for depth in captured_depths(self.num_layers) if first < depth < last)
+        depths = (depth for depth in self._captured_depths if first < depth < last)
         captured.update(dict.fromkeys(depths, torch.empty(0)))
 
     @inference

@@ -100,7 +100,7 @@ class SamplingParams:
         if not all(0 < len(word) <= MAX_BAD_WORD_TOKENS for word in words):
             raise InvalidInput(f"each of bad_words must have 1 to {MAX_BAD_WORD_TOKENS} tokens")
 
-    @property
+    @cached_property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 
@@ -125,7 +125,7 @@ class SamplingParams:
             endings.setdefault(before[-1] if before else None, []).append((before, last))
         return endings
 
-    @property
+    @cached_property
     def forbids_tokens(self) -> bool:
         """Whether `forbidden_after` may ever find any."""
         return bool(self.min_tokens or self.bad_words)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from calibrator_service.calibration.training.joint import Position
 from shared.engine.drafting.confidence import Confidence
 from shared.ladder.joint_weights import JointWeights
-from shared.ladder.rungs import is_exit
+from shared.ladder.rungs import EXIT
 
 # Tables that say less of their best draft are unsure.
 SURE = 0.5
@@ -29,7 +29,7 @@ def joint_figures(weights: JointWeights, positions: Iterable[Position]) -> dict[
         errors = right, (probability - right) ** 2, (draft.probability - right) ** 2
         table, best_exit = (
             max(
-                (candidate for candidate in drafts if is_exit(candidate.rung) == of_exit),
+                (candidate for candidate in drafts if candidate.rung.startswith(EXIT) == of_exit),
                 key=lambda candidate: candidate.probability,
                 default=None,
             )

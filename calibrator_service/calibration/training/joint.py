@@ -83,7 +83,7 @@ def fit_joint(positions: Iterable[Position]) -> JointWeights:
     samples: dict[str, list[tuple[float, float, float]]] = {case: [] for case in CASES}
     right: dict[str, list[bool]] = {case: [] for case in CASES}
     for drafts, choice in positions:
-        for draft, case, other in cases(drafts, lambda candidate: candidate.probability):
+        for draft, case, other in cases(drafts):
             if case != TABLE_ALONE:
                 of_other = log_odds(other.probability) if other is not None else 0.0
                 samples[case].append((1.0, log_odds(draft.probability), of_other))

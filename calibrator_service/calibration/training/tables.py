@@ -9,8 +9,8 @@ from calibrator_service.calibration.states.collect import LabelledSequence
 from calibrator_service.calibration.states.training_data import TrainingData
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.risk import CERTIFIED_DRAFTS
-from shared.ladder.table_confidence import Evidence, fit_table_confidence
-from shared.ladder.table_proposer import TableProposer, lookup_evidence, ngram_evidence
+from shared.ladder.table_confidence import Bins, bins_of, fit_table_confidence
+from shared.ladder.table_proposer import TableProposer
 
 MAX_CHAIN = CERTIFIED_DRAFTS
 
@@ -20,7 +20,7 @@ class TableSample:
     """One draft of one table: `agreed` if it is the full model's choice."""
 
     table: str
-    evidence: Evidence
+    evidence: Bins
     agreed: bool
 
 
@@ -49,11 +49,11 @@ def table_samples(ladder: Ladder, sequence: LabelledSequence) -> Iterator[TableS
             if lookup is not None:
                 agreed = lookup.token == choice
                 is_drafted |= agreed
-                yield TableSample("suffix", lookup_evidence(lookup, ngrams, chained), agreed)
+                yield TableSample("suffix", bins_of(lookup, ngrams[0] if ngrams else None, chained), agreed)
             for match in ngrams:
                 agreed = match.token == choice
                 is_drafted |= agreed
-                yield TableSample("successor", ngram_evidence(match, lookup, chained), agreed)
+                yield TableSample("successor", bins_of(match, lookup, chained), agreed)
             if not is_drafted or position + 1 >= len(tokens) or tokens[position + 1] != choice:
                 break
 
@@ -68,7 +68,7 @@ def fit_tables(run: CalibrationRun, material: TrainingData) -> Ladder:
         ngrams=material.ngrams.build(run.plan.table_bytes),
         ngram_confidence=untrained,
     )
-    evidence: dict[str, list[Evidence]] = {"suffix": [], "successor": []}
+    evidence: dict[str, list[Bins]] = {"suffix": [], "successor": []}
     agreed: dict[str, list[bool]] = {"suffix": [], "successor": []}
     for sequence in material.table_sequences["routers"]:
         for sample in table_samples(ladder, sequence):

@@ -1,17 +1,20 @@
 """A chain of drafts while it is built."""
 
-from collections import defaultdict
+import math
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from shared.engine.drafting.ahead import Ahead
 from shared.engine.drafting.planner import MAX_TREE_TOKENS, MIN_SURVIVAL, BranchDrafts, PassCosts, least_survival
 from shared.engine.drafting.speculation import Speculation
 from shared.engine.request.sequence import DecodingSequence
 from shared.errors import Corrupt
+from shared.ladder.native_chain import HeadDraft
 from shared.ladder.risk import CERTIFIED_DRAFTS
-from shared.ladder.rungs import Draft, exit_name
+from shared.ladder.rungs import Draft
 from shared.ops.chains import ChainStart
 
 # Where a draft must survive more probably than this to pay, looking for branches takes longer than they save
@@ -21,13 +24,42 @@ MAX_SURVIVAL_FOR_BRANCHES = 0.05
 USUAL_TOKENS_PER_PASS, PASS_WEIGHT = 1.5, 8
 
 
+@dataclass
+class Ahead:
+    """How far an exit is with one chain. One call of it may draft many positions.
+
+    Its head has seen the first `num_seen` tokens; `output` [W] is its output for the last of them, None if it has seen
+    none. Its `drafts` of later positions hold as long as the chain takes them.
+    """
+
+    num_seen: int = 0
+    output: Tensor | None = None
+    _newest: int | None = None
+    drafts: deque[HeadDraft] = field(default_factory=deque)
+
+    def take(self, num_tokens: int) -> HeadDraft | None:
+        """The draft of the next position of a chain of `num_tokens` tokens. None if there is none."""
+        if not self.drafts:
+            return None
+        head_draft = self.drafts.popleft()
+        self.output = head_draft.output
+        self.num_seen, self._newest = num_tokens, head_draft.draft.token
+        return head_draft
+
+    def follow(self, token: int) -> None:
+        """The chain has been extended by `token`. If the exit has drafted another one, its later drafts are void."""
+        if token != self._newest:
+            self.drafts.clear()
+
+
 class DraftBuilder:
     """Builds a trunk of drafts after a sequence's last final token.
     The planner later chooses how many of them to verify.
 
     `best` is the most probable draft so far for the next position, and `best_probability` its probability (see
     `Confidence`). `survival` is the probability that all drafts of the trunk are right. If branches are allowed, the
-    other drafts of each place begin possible branches.
+    other drafts of each place begin possible branches. `tokens_per_pass`: mean tokens that a verify pass has given for
+    this sequence, starting from USUAL_TOKENS_PER_PASS.
     """
 
     def __init__(
@@ -46,6 +78,12 @@ class DraftBuilder:
         # How far each exit is with the chain, by the exit's index.
         self.ahead: defaultdict[int, Ahead] = defaultdict(Ahead)
         self.min_layers = policy.min_layers
+        passes = sequence.num_verify_passes
+        given = PASS_WEIGHT * USUAL_TOKENS_PER_PASS + passes + sequence.num_accepted
+        self.tokens_per_pass = given / (PASS_WEIGHT + passes)
+        # The probability from which on drafts are final without verification.
+        self._final_from = policy.threshold if policy.name == "relaxed" and policy.margin is None else math.inf
+        self._forbids_tokens = sequence.request.sampling.forbids_tokens
         self.survival = 1.0
         self.best: Draft | None = None
         self.best_probability = 0.0
@@ -82,25 +120,18 @@ class DraftBuilder:
         share the pass that even a sure draft would not pay."""
         return len(self.chain.drafts) < self._room and self.survival > self._least_survival
 
-    @property
-    def tokens_per_pass(self) -> float:
-        """Mean tokens that a verify pass has given for this sequence, starting from USUAL_TOKENS_PER_PASS."""
-        passes = self.sequence.num_verify_passes
-        tokens = PASS_WEIGHT * USUAL_TOKENS_PER_PASS + passes + self.sequence.num_accepted
-        return tokens / (PASS_WEIGHT + passes)
-
-    def chain_start(self, index: int, depth: int, reads_states: bool, least: float) -> ChainStart:
-        """The tokens that exit `index` at `depth` has not seen. It may go on until survival is below `least` or too low
-        for a place in the verify pass."""
+    def chain_start(self, index: int, rung: str, states_at: int | None, least: float) -> ChainStart:
+        """The tokens that exit `index`, named `rung`, has not seen, with their states at the depth `states_at`. It may
+        go on until survival is below `least` or too low for a place in the verify pass."""
         num_seen, output = self.ahead[index].num_seen, self.ahead[index].output
         return ChainStart(
             tokens=self.chain.tokens[num_seen:],
             place=num_seen,
             room=self._room - len(self.chain.drafts),
             survival=self.survival,
-            factor=self.sequence.confidence.factor(exit_name(depth)),
+            factor=self.sequence.confidence.factor(rung),
             least_survival=max(least, self._least_survival),
-            entering=torch.stack(self.chain.captured[depth][num_seen:]) if reads_states else None,
+            entering=None if states_at is None else torch.stack(self.chain.captured[states_at][num_seen:]),
             begin=self.sequence.settled_states if output is None else output,
         )
 
@@ -134,14 +165,14 @@ class DraftBuilder:
 
     def extend(self) -> bool:
         """Appends the best draft to the chain. Returns False if there is none."""
-        draft, policy, chain = self.best, self.sequence.request.policy, self.chain
+        draft, chain = self.best, self.chain
         if draft is None:
             return False
         probability = self.best_probability
-        self._begin_branches()
+        if self._allows_branches:
+            self._begin_branches()
         chain.proposals.append(list(self._proposals))
-        all_final = chain.num_final == len(chain.drafts)
-        if policy.commits(draft.probability) and all_final:
+        if draft.probability >= self._final_from and chain.num_final == len(chain.drafts):
             chain.num_final += 1
             probability = 1.0
         chain.append(draft, probability)
@@ -152,8 +183,6 @@ class DraftBuilder:
 
     def _begin_branches(self) -> None:
         """Lets the drafts beside the best one begin possible branches, as far as they may pay for their places."""
-        if not self._allows_branches:
-            return
         rest = 1.0 - self.best_probability
         for draft, probability in self._rated[1:]:
             probability = min(probability, rest)
@@ -219,7 +248,7 @@ class DraftBuilder:
                     f"rung {draft.rung} of the router drafted token {draft.token}; the model has {size}",
                     reason="DRAFT_OUT_OF_RANGE",
                 )
-        if forbidden := self.sequence.forbidden_after(path):
+        if self._forbids_tokens and (forbidden := self.sequence.forbidden_after(path)):
             drafts = [draft for draft in drafts if draft.token not in forbidden]
         grammar = self.sequence.grammar
         return drafts if grammar is None else grammar.cut(path, drafts)

@@ -6,11 +6,13 @@ differs most where it is wrong.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
+from types import MappingProxyType
 
 from shared.ladder.joint_weights import (
     AGREE,
+    CASES,
     DEFAULT_WEIGHTS,
     EXIT_ALONE,
     EXIT_DIFFERS,
@@ -18,7 +20,7 @@ from shared.ladder.joint_weights import (
     TABLE_SECOND,
     JointWeights,
 )
-from shared.ladder.rungs import Draft, is_exit
+from shared.ladder.rungs import EXIT, Draft
 
 # Tables alone are believed as they are.
 TABLE_ALONE = "table"
@@ -33,32 +35,37 @@ def log_odds(probability: float) -> float:
     return math.log(probability / (1.0 - probability))
 
 
-def cases(drafts: Sequence[Draft], rating: Callable[[Draft], float]) -> Iterator[tuple[Draft, str, Draft | None]]:
+def cases(
+    drafts: Sequence[Draft], ratios: Mapping[tuple[str, str], float] = MappingProxyType({})
+) -> list[tuple[Draft, str, Draft | None]]:
     """Per token that is proposed for a position: its draft, the case (of `JointWeights`, or TABLE_ALONE), and the other
     proposer's draft.
 
-    `rating` of a table's draft: of two tables, the one that was right more often than it said may be the better one.
+    `ratios` of (TABLE_ALONE, rung): how much more often a table was right than it said. So the surest of two may not be
+    the better one.
     """
     tables: dict[int, tuple[float, Draft]] = {}
     exits: dict[int, tuple[float, Draft]] = {}
     for draft in drafts:
-        if is_exit(draft.rung):
+        if draft.rung.startswith(EXIT):
             by_token, rated = exits, draft.probability
         else:
-            by_token, rated = tables, rating(draft)
+            by_token, rated = tables, draft.probability * ratios.get((TABLE_ALONE, draft.rung), 1.0)
         held = by_token.get(draft.token)
         if held is None or rated > held[0]:
             by_token[draft.token] = rated, draft
     best_table, best_exit = (max(kind.values(), key=itemgetter(0), default=(0.0, None))[1] for kind in (tables, exits))
+    in_cases: list[tuple[Draft, str, Draft | None]] = []
     for token, (_, draft) in (exits | tables).items():
         if token in tables and token in exits:
-            yield draft, AGREE, exits[token][1]
+            in_cases.append((draft, AGREE, exits[token][1]))
         elif token in tables and draft is not best_table:
-            yield draft, TABLE_SECOND, None
+            in_cases.append((draft, TABLE_SECOND, None))
         elif token in tables:
-            yield draft, TABLE_DIFFERS if exits else TABLE_ALONE, best_exit
+            in_cases.append((draft, TABLE_DIFFERS if exits else TABLE_ALONE, best_exit))
         else:
-            yield draft, EXIT_DIFFERS if tables else EXIT_ALONE, best_table
+            in_cases.append((draft, EXIT_DIFFERS if tables else EXIT_ALONE, best_table))
+    return in_cases
 
 
 class Confidence:
@@ -67,21 +74,22 @@ class Confidence:
     """
 
     def __init__(self, weights: JointWeights = DEFAULT_WEIGHTS) -> None:
-        self._weights = weights
-        # (case, rung) -> expected, right.
+        self._weights = {case: weights.of(case) for case in CASES}
+        # (case, rung) -> expected, right; and by what a probability has to be scaled for it.
         self._sums: dict[tuple[str, str], tuple[float, float]] = {}
+        self._ratios: dict[tuple[str, str], float] = {}
 
     def rate(self, drafts: Sequence[Draft]) -> list[tuple[Draft, float]]:
         """One draft per token that is proposed for a position, and the probability that it is right. The best first."""
         rated = [
-            (draft, min(probability * self._ratio(case, draft.rung), MOST))
+            (draft, min(probability * self._ratios.get((case, draft.rung), 1.0), MOST))
             for draft, case, probability in self._combined(drafts)
         ]
         return sorted(rated, key=itemgetter(1), reverse=True)
 
     def factor(self, rung: str) -> float:
         """By what the probabilities of an exit's confidence head have to be scaled, whatever the tables say."""
-        return self._ratio("", rung)
+        return self._ratios.get(("", rung), 1.0)
 
     def expected_gain(self, rung: str, agreement: float, before: float) -> float:
         """By how much the draft of an exit is expected to be more probable than the best one so far, of probability
@@ -90,7 +98,7 @@ class Confidence:
         Where tables say nothing, this is more than 0 however seldom the exit was right lately.
         So it is asked there, and can come back.
         """
-        return agreement * self.factor(rung) - before
+        return agreement * self._ratios.get(("", rung), 1.0) - before
 
     def record(self, proposals: Sequence[Sequence[Draft]], tokens: Sequence[int]) -> None:
         """Records what a pass has shown: that `tokens` were the full model's choices at successive places, for which
@@ -99,30 +107,26 @@ class Confidence:
             for draft, case, probability in self._combined(drafts):
                 self._add(case, draft.rung, probability, draft.token == token)
             for draft in drafts:
-                if is_exit(draft.rung):
+                if draft.rung.startswith(EXIT):
                     self._add("", draft.rung, draft.probability, draft.token == token)
-
-    def _ratio(self, case: str, rung: str) -> float:
-        expected, right = self._sums.get((case, rung), (0.0, 0.0))
-        return (PRIOR_WEIGHT + right) / (PRIOR_WEIGHT + expected)
 
     def _add(self, case: str, rung: str, probability: float, is_right: bool) -> None:
         expected, right = self._sums.get((case, rung), (0.0, 0.0))
         expected, right = expected + probability, right + is_right
         scale = 0.5 if expected > WINDOW else 1.0
-        self._sums[case, rung] = scale * expected, scale * right
+        expected, right = self._sums[case, rung] = scale * expected, scale * right
+        self._ratios[case, rung] = (PRIOR_WEIGHT + right) / (PRIOR_WEIGHT + expected)
 
-    def _combined(self, drafts: Sequence[Draft]) -> Iterator[tuple[Draft, str, float]]:
+    def _combined(self, drafts: Sequence[Draft]) -> list[tuple[Draft, str, float]]:
         """Per token: its draft, the case, and the probability, not yet corrected by what was served."""
-        for draft, case, opposed in cases(drafts, self._table_rating):
-            if case == TABLE_ALONE:
-                yield draft, case, draft.probability
-                continue
-            constant, weight, opposed_weight = self._weights.of(case)
-            odds = constant + weight * log_odds(draft.probability)
-            if opposed is not None:
-                odds += opposed_weight * log_odds(opposed.probability)
-            yield draft, case, 1.0 / (1.0 + math.exp(-odds))
-
-    def _table_rating(self, draft: Draft) -> float:
-        return draft.probability * self._ratio(TABLE_ALONE, draft.rung)
+        combined: list[tuple[Draft, str, float]] = []
+        for draft, case, opposed in cases(drafts, self._ratios):
+            probability = draft.probability
+            if case != TABLE_ALONE:
+                constant, weight, opposed_weight = self._weights[case]
+                odds = constant + weight * log_odds(probability)
+                if opposed is not None:
+                    odds += opposed_weight * log_odds(opposed.probability)
+                probability = 1.0 / (1.0 + math.exp(-odds))
+            combined.append((draft, case, probability))
+        return combined

@@ -13,7 +13,6 @@ from shared.engine.request.request import GenerationRequest
 from shared.engine.request.sequence import DecodingSequence
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.ladder import BoundLadder
-from shared.ladder.rungs import exit_name
 from shared.model.runner import Runner
 
 
@@ -45,7 +44,7 @@ class Drafter:
         tokens share a pass."""
         assert self.ladder is not None
         for index, depth in enumerate(self.ladder.depths):
-            without = [builder for builder in builders if builder.is_open and not builder.ahead[index].has_drafts]
+            without = [builder for builder in builders if builder.is_open and not builder.ahead[index].drafts]
             asked = self._worth_asking(index, depth, without, num_sequences)
             if asked:
                 self._propose(self.ladder, index, asked)
@@ -59,8 +58,8 @@ class Drafter:
         """The exit drafts the asked chains on in one call, each as long as a draft is expected to save its share of the
         time: what it saves is proportional to survival."""
         depth = ladder.depths[index]
-        reads_states = depth in ladder.state_depths
-        if reads_states:
+        states_at = depth if depth in ladder.state_depths else None
+        if states_at is not None:
             chains = [builder.chain for builder, _ in asked]
             for stop in ladder.state_depths:
                 if 0 < stop <= depth:  # a chain needs the states of all its tokens there
@@ -69,12 +68,12 @@ class Drafter:
                 capture_embeddings(chains, self._runner)
         share_s = self.costs.exits[index].of(len(asked)) / len(asked)
         starts = [
-            builder.chain_start(index, depth, reads_states, builder.survival * share_s / gain_s)
+            builder.chain_start(index, ladder.names[index], states_at, builder.survival * share_s / gain_s)
             for builder, gain_s in asked
         ]
         chains_drafts = ladder.propose(index, starts)
         for (builder, _), drafts in zip(asked, chains_drafts, strict=True):
-            builder.ahead[index].put(drafts)
+            builder.ahead[index].drafts.extend(drafts)
 
     def _worth_asking(
         self, index: int, depth: int, builders: Sequence[DraftBuilder], num_sequences: int
@@ -82,12 +81,12 @@ class Drafter:
         """The chains whose last tokens are worth taking to exit `index` at `depth` in one pass, and the seconds that
         each is expected to save."""
         assert self.ladder is not None
-        agreement = self.ladder.agreements[index]
+        agreement, rung = self.ladder.agreements[index], self.ladder.names[index]
         allowed = [builder for builder in builders if depth >= builder.min_layers]
         gains_s = [
             exit_gain_s(
                 builder.survival,
-                builder.sequence.confidence.expected_gain(exit_name(depth), agreement, builder.best_probability),
+                builder.sequence.confidence.expected_gain(rung, agreement, builder.best_probability),
                 self.costs,
                 num_sequences,
                 builder.tokens_per_pass,

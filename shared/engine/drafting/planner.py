@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, islice
 from operator import mul
 
@@ -48,7 +49,7 @@ class PassCosts:
     exits: tuple[ExitCost, ...] = ()
     wide: tuple[tuple[int, float], ...] = ()
 
-    @property
+    @cached_property
     def max_drafts(self) -> int:
         """The most drafts of one sequence in a pass."""
         return len(self.verify) - 1

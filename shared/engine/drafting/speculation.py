@@ -63,12 +63,9 @@ class Speculation:
         """Adds a draft to the trunk, before there are branches."""
         self.drafts.append(draft)
         self.probabilities.append(probability)
-        self._add([draft.token])
-
-    def _add(self, tokens: Sequence[int]) -> None:
-        self.tokens += tokens
-        self.reached += [0] * len(tokens)
-        self.states += [None] * len(tokens)
+        self.tokens.append(draft.token)
+        self.reached.append(0)
+        self.states.append(None)
 
     def prune(self, tree: Tree) -> None:
         """Keeps of trunk and possible branches what `tree` says, as far as the cache has room for branches. The keys
@@ -85,7 +82,9 @@ class Speculation:
                 assert not any(self.reached), "a branch would be at another depth"
                 probabilities = branch.probabilities[: len(drafts)]
                 self.branches.append(BranchDrafts(branch.place, drafts, probabilities))
-                self._add([draft.token for draft in drafts])
+                self.tokens += [draft.token for draft in drafts]
+                self.reached += [0] * len(drafts)
+                self.states += [None] * len(drafts)
         self.num_logits = len(self.tokens) - self.num_final
 
     # The pass.

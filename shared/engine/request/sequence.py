@@ -59,13 +59,14 @@ class DecodingSequence:
         self.confidence = drafter.confidence(request)
         self.cache = cache
         self.answer = answer
+        self.num_prompt_tokens = len(request.prompt_ids)
         self.tokens = list(request.given_ids)
         self.num_settled = 0
         self.num_cached = 0
         # Tokens of the prompt whose log-probabilities the caller has, if it wants them.
         self.num_scored = request.num_scored
         self._regimes = regimes or Regimes()
-        self.read_length = len(request.prompt_ids)
+        self.read_length = self.num_prompt_tokens
         while (again := self._regimes.next_reread(self.read_length)) and again <= len(self.tokens):
             self.read_length = again
         # The tokens before this position are read in pieces, as prompts are.
@@ -82,7 +83,7 @@ class DecodingSequence:
         self.grammar = GrammarProposer(answer.constraint) if answer.constraint else None
         self._prediction: PredictionProposer | None = None
         if request.prediction_ids:
-            self._prediction = PredictionProposer(request.prediction_ids, len(request.prompt_ids))
+            self._prediction = PredictionProposer(request.prediction_ids, self.num_prompt_tokens)
             self.proposers += (self._prediction,)
         self._num_shown = 0
         self._learned = learned
@@ -100,10 +101,6 @@ class DecodingSequence:
         self.failure: NeapError | None = None
         self._exits: Counter[tuple[str, int]] = Counter()
         self.vocabulary_size = loaded.vocabulary_size
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_ids)
 
     @property
     def given_key(self) -> bytes:
@@ -159,8 +156,6 @@ class DecodingSequence:
     def forbidden_after(self, drafted: Sequence[int]) -> set[int]:
         """The tokens that `min_tokens` and `bad_words` forbid after these drafts."""
         sampling = self.request.sampling
-        if not sampling.forbids_tokens:
-            return set()
         before = [*self.tokens[-MAX_BAD_WORD_TOKENS:], *drafted]
         num_answered = self.num_generated + len(drafted)
         return sampling.forbidden_after(before, num_answered, self.answer.end_token_ids)

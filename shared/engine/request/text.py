@@ -42,13 +42,13 @@ class Detokenizer:
             if len(self._ids) - self._read <= MAX_INCOMPLETE_TOKENS:
                 return ""
             return self._give_up()
-        self._advance()
+        self._start, self._read = self._read, len(self._ids)
         return text
 
     def flush(self) -> str:
         """The rest of the text, at the end. Invalid bytes become U+FFFD."""
         text = self._new_text()
-        self._advance()
+        self._start, self._read = self._read, len(self._ids)
         return text
 
     def _give_up(self) -> str:
@@ -62,9 +62,6 @@ class Detokenizer:
     def _new_text(self) -> str:
         before = self._decode(self._ids[self._start : self._read])
         return self._decode(self._ids[self._start :])[len(before) :]
-
-    def _advance(self) -> None:
-        self._start, self._read = self._read, len(self._ids)
 
     def _decode(self, ids: Sequence[int]) -> str:
         if self._tokenizer is None or not ids:

@@ -18,7 +18,7 @@ from shared.engine.step import Decoder
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.rungs import Draft
+from shared.ladder.rungs import Draft, exit_name
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import captured_depths
 from shared.model.sampling import SamplingParams
@@ -64,6 +64,7 @@ class _Ladder:
     """Stands in for a bound ladder. Its exit's drafts depend on the state and are mostly wrong."""
 
     depths = (DEPTH,)
+    names = (exit_name(DEPTH),)
     agreements = (0.9,)
     joint_weights = DEFAULT_WEIGHTS
     state_depths = (DEPTH,)

@@ -15,7 +15,8 @@ from shared.ladder.exit_head import NUM_STATES, ExitHead
 from shared.ladder.exits import LayerExit
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.learned_ngrams import LearnedNgrams
-from shared.ladder.table_confidence import SIZES, Evidence, TableConfidence, fit_table_confidence
+from shared.ladder.rungs import Match
+from shared.ladder.table_confidence import SIZES, TableConfidence, bins_of, fit_table_confidence
 from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
@@ -133,8 +134,7 @@ def test_a_learned_table_drafts_with_the_confidence_of_the_ngram_table() -> None
 def test_each_routers_probability_depends_on_the_other_rung() -> None:
     """Drafts on which both rungs agree are right more often, and the fitted router gives them a higher probability."""
     loaded = model()
-    agreeing = [Evidence(1, 1, 1.0, 0, 2)] * 50
-    differing = [Evidence(1, 1, 1.0, 0, 1)] * 50
+    agreeing, differing = ([bins_of(Match(1, 1, 1, 1.0), Match(token, 1, 1, 1.0), 0)] * 50 for token in (1, 2))
     confidence = fit_table_confidence(agreeing + differing, [True] * 50 + [False] * 50)
     mine = replace(ladder(loaded), lookup_confidence=confidence, ngram_confidence=table_confidence(0.01))
     differs = TableProposer(mine, [7, 3, 2, 7]).best()

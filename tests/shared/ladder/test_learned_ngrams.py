@@ -5,7 +5,8 @@ import tracemalloc
 import pytest
 
 from shared.ladder.learned_ngrams import ENTRY_BYTES, SET_ENTRIES, LearnedNgrams
-from shared.ladder.ngram_table import MAX_ORDER, NgramMatch
+from shared.ladder.ngram_table import MAX_ORDER
+from shared.ladder.rungs import Match
 
 ONE_SET = SET_ENTRIES * ENTRY_BYTES
 
@@ -14,18 +15,18 @@ def test_the_most_frequent_token_of_each_context_the_longest_context_first() -> 
     mine = LearnedNgrams(1 << 16).of("ann")
     for first, token in ((5, 1), (5, 1), (6, 2), (5, 3), (6, 1)):
         mine.learn([first, 7, token], 2)
-    assert mine.matches([5, 7]) == [NgramMatch(1, 2, 2, 2 / 3), NgramMatch(1, 1, 3, 3 / 5)]
-    assert mine.matches([9, 7]) == [NgramMatch(1, 1, 3, 3 / 5)]
+    assert mine.matches([5, 7]) == [Match(1, 2, 2, 2 / 3), Match(1, 1, 3, 3 / 5)]
+    assert mine.matches([9, 7]) == [Match(1, 1, 3, 3 / 5)]
     assert mine.matches([7, 9]) == mine.matches([]) == []
     mine.learn([*range(10), 4], 10)
-    assert [match.order for match in mine.matches(range(10))] == list(range(MAX_ORDER, 0, -1))
+    assert [match.length for match in mine.matches(range(10))] == list(range(MAX_ORDER, 0, -1))
 
 
 def test_earlier_tokens_are_context_only() -> None:
     mine = LearnedNgrams(1 << 16).of("ann")
     mine.learn([1, 2, 3, 4], 2)
     assert not mine.matches([1])
-    assert [match.order for match in mine.matches([1, 2])] == [2, 1]
+    assert [match.length for match in mine.matches([1, 2])] == [2, 1]
     assert [match.token for match in mine.matches([1, 2, 3])] == [4, 4, 4]
 
 
@@ -34,7 +35,7 @@ def test_a_token_that_follows_more_often_takes_the_place_of_the_first() -> None:
     for token in (1, 2, 2, 3, 3, 3):
         mine.learn([7, token], 1)
     # 3 took the place of 1, which had the lower count, so it was counted from its second time on.
-    assert mine.matches([7]) == [NgramMatch(3, 1, 3, 3 / 6)]
+    assert mine.matches([7]) == [Match(3, 1, 3, 3 / 6)]
 
 
 def test_no_client_finds_what_another_one_taught() -> None:
@@ -53,7 +54,7 @@ def test_new_contexts_replace_the_least_frequent_ones() -> None:
     for context in range(1, 50):
         mine.learn([context, 1], 1)
     assert table.num_entries == SET_ENTRIES
-    assert mine.matches([0]) == [NgramMatch(1, 1, 2, 1.0)]
+    assert mine.matches([0]) == [Match(1, 1, 2, 1.0)]
     assert mine.matches([49])
     assert not mine.matches([40])
 

@@ -11,7 +11,8 @@ import torch
 from calibrator_service.calibration.states.ngram_builder import NgramTableBuilder
 from shared.errors import Corrupt
 from shared.ladder import ngram_table
-from shared.ladder.ngram_table import MAX_ORDER, NgramMatch, NgramTable
+from shared.ladder.ngram_table import MAX_ORDER, NgramTable
+from shared.ladder.rungs import Match
 
 LARGE = 1 << 20
 
@@ -27,9 +28,9 @@ def learnt(*rows: list[int], max_bytes: int = LARGE, **options: int) -> NgramTab
 def test_backs_off_to_shorter_contexts():
     # 7 is followed by 1 mostly, but after (3, 7) by 2, seen twice.
     table = learnt([0, 7, 1], [5, 7, 1], [6, 7, 1], [3, 7, 2], [3, 7, 2])
-    assert table.propose([9, 7]) == NgramMatch(1, 1, 3, 153 / 255)
-    assert table.propose([3, 7]) == NgramMatch(2, 2, 2, 1.0)
-    assert [m.order for m in table.matches([3, 7])] == [2, 1]
+    assert table.propose([9, 7]) == Match(1, 1, 3, 153 / 255)
+    assert table.propose([3, 7]) == Match(2, 2, 2, 1.0)
+    assert [m.length for m in table.matches([3, 7])] == [2, 1]
     assert table.propose([3, 8]) is None
     assert table.propose([]) is None
 
@@ -39,8 +40,8 @@ def test_longest_context_is_max_order():
     other = [9, 9, 3, 4, 5, 7]
     table = learnt(row, row, other, other, other)
     match = table.propose([1, 2, 3, 4, 5])
-    assert match == NgramMatch(6, MAX_ORDER, 2, 1.0)
-    assert table.propose([0, 0, 3, 4, 5]) == NgramMatch(7, 1, 3, 153 / 255)
+    assert match == Match(6, MAX_ORDER, 2, 1.0)
+    assert table.propose([0, 0, 3, 4, 5]) == Match(7, 1, 3, 153 / 255)
 
 
 def test_positions_before_first_are_context_only():
@@ -178,7 +179,7 @@ def test_a_share_lets_old_counts_count_less():
     # What was seen once stays in the table.
     alone = NgramTableBuilder()
     alone.add_counts(builder_of([3, 4]), share=0.25)
-    assert alone.build(LARGE).propose([3]) == NgramMatch(4, 1, 1, 1.0)
+    assert alone.build(LARGE).propose([3]) == Match(4, 1, 1, 1.0)
 
 
 def test_the_rarest_counts_are_left_out_of_what_is_stored():

@@ -3,12 +3,13 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.ladder.prompt_lookup import MAX_OCCURRENCES, LookupMatch, PromptLookup
+from shared.ladder.prompt_lookup import MAX_OCCURRENCES, PromptLookup
+from shared.ladder.rungs import Match
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
 
-def brute_force(tokens: list[int], drafted: list[int], max_match: int) -> LookupMatch | None:
+def brute_force(tokens: list[int], drafted: list[int], max_match: int) -> Match | None:
     context = tokens[-max_match:] + drafted
     for length in range(min(max_match, len(context)), 0, -1):
         wanted = context[-length:]
@@ -18,7 +19,7 @@ def brute_force(tokens: list[int], drafted: list[int], max_match: int) -> Lookup
         if followers:
             best = max(set(followers), key=lambda t: (followers.count(t), len(followers) - followers[::-1].index(t)))
             count = followers.count(best)
-            return LookupMatch(best, length, count, count / len(followers))
+            return Match(best, length, count, count / len(followers))
     return None
 
 
@@ -30,9 +31,9 @@ def test_equals_brute_force(tokens: list[int], drafted: list[int], max_match: in
 
 def test_drafts_extend_the_context_but_are_not_indexed() -> None:
     index = PromptLookup([1, 2, 3, 4, 1])
-    assert index.propose() == LookupMatch(2, 1, 1, 1.0)
-    assert index.propose([2]) == LookupMatch(3, 2, 1, 1.0)
-    assert index.propose([2, 3]) == LookupMatch(4, 3, 1, 1.0)
+    assert index.propose() == Match(2, 1, 1, 1.0)
+    assert index.propose([2]) == Match(3, 2, 1, 1.0)
+    assert index.propose([2, 3]) == Match(4, 3, 1, 1.0)
     assert index.propose([9]) is None
     # If drafts were indexed, the 9 drafted above would be found as a context.
     assert index.propose([9, 9]) is None

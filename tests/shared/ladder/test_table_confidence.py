@@ -6,6 +6,7 @@ import random
 import pytest
 
 from shared.errors import Corrupt
+from shared.ladder.rungs import Match
 from shared.ladder.table_confidence import (
     AGREES,
     COUNT_EDGES,
@@ -14,23 +15,28 @@ from shared.ladder.table_confidence import (
     LOWEST,
     SHARE_EDGES,
     SILENT,
-    Evidence,
+    Bins,
     TableConfidence,
+    bins_of,
     fit_table_confidence,
 )
 
+OPINIONS = {SILENT: None, DIFFERS: Match(2, 1, 1, 1.0), AGREES: Match(1, 1, 1, 1.0)}
 
-def fitted() -> tuple[TableConfidence, list[Evidence], list[bool]]:
+
+def features(length: int, count: int, share: float, num_chained: int, opinion: int) -> Bins:
+    return bins_of(Match(1, length, count, share), OPINIONS[opinion], num_chained)
+
+
+def fitted() -> tuple[TableConfidence, list[Bins], list[bool]]:
     """A confidence head fitted on made-up drafts. Longer matches are right more often. Higher counts are right less
     often, which the confidence head's monotone form must not learn."""
     rng = random.Random(0)
     evidence, agreed = [], []
     for _ in range(6000):
-        item = Evidence(
-            rng.randint(1, 8), rng.choice((1, 2, 5, 30)), rng.random(), rng.randint(0, 6), rng.randint(0, 2)
-        )
-        chance = 0.08 * item.length + (0.2 if item.second_opinion == AGREES else 0.0) - (0.1 if item.count > 1 else 0.0)
-        evidence.append(item)
+        length, count, opinion = rng.randint(1, 8), rng.choice((1, 2, 5, 30)), rng.randint(0, 2)
+        chance = 0.08 * length + (0.2 if opinion == AGREES else 0.0) - (0.1 if count > 1 else 0.0)
+        evidence.append(features(length, count, rng.random(), rng.randint(0, 6), opinion))
         agreed.append(rng.random() < chance)
     return fit_table_confidence(evidence, agreed), evidence, agreed
 
@@ -38,7 +44,7 @@ def fitted() -> tuple[TableConfidence, list[Evidence], list[bool]]:
 def test_probabilities_are_calibrated() -> None:
     confidence, evidence, agreed = fitted()
     for length, other in itertools.product((1, 4, 8), (SILENT, DIFFERS, AGREES)):
-        cell = [i for i, e in enumerate(evidence) if e.length == length and e.second_opinion == other]
+        cell = [i for i, e in enumerate(evidence) if (e[0], e[-1]) == (length - 1, other)]
         mean = sum(confidence.probability(evidence[i]) for i in cell) / len(cell)
         assert mean == pytest.approx(sum(agreed[i] for i in cell) / len(cell), abs=0.1)
 
@@ -46,20 +52,20 @@ def test_probabilities_are_calibrated() -> None:
 def test_stronger_evidence_never_lowers_the_probability() -> None:
     confidence, _, _ = fitted()
     for length, count, share in itertools.product(range(1, 8), COUNT_EDGES[:-1], SHARE_EDGES[:-1]):
-        here = confidence.probability(Evidence(length, count, share, 0, SILENT))
-        assert confidence.probability(Evidence(length + 1, count, share, 0, SILENT)) >= here
-        assert confidence.probability(Evidence(length, count * 2, share, 0, SILENT)) >= here
-        assert confidence.probability(Evidence(length, count, share + 0.15 if share < 0.85 else 1.0, 0, SILENT)) >= here
+        here = confidence.probability(features(length, count, share, 0, SILENT))
+        assert confidence.probability(features(length + 1, count, share, 0, SILENT)) >= here
+        assert confidence.probability(features(length, count * 2, share, 0, SILENT)) >= here
+        assert confidence.probability(features(length, count, share + 0.15 if share < 0.85 else 1.0, 0, SILENT)) >= here
 
 
 def test_probabilities_are_bounded_for_any_training_data() -> None:
-    item = Evidence(3, 2, 0.5, 0, SILENT)
+    item = features(3, 2, 0.5, 0, SILENT)
     never = fit_table_confidence([item] * 5000, [False] * 5000)
     always = fit_table_confidence([item] * 5000, [True] * 5000)
     assert LOWEST <= never.probability(item) < 0.02
     assert 0.98 < always.probability(item) <= HIGHEST
     assert LOWEST <= fit_table_confidence([], []).probability(item) <= 0.2
-    assert 0 < always.probability(Evidence(99, 10_000, 1.0, 64, AGREES)) <= HIGHEST
+    assert 0 < always.probability(features(99, 10_000, 1.0, 64, AGREES)) <= HIGHEST
 
 
 def test_storage_round_trip_and_refusal() -> None:
