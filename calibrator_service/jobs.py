@@ -15,8 +15,6 @@ from pathlib import Path
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.job import (
-    JOB_COLUMNS,
-    JOBS_MIGRATIONS,
     JOBS_SCHEMA,
     JOBS_SCHEMA_VERSION,
     Ended,
@@ -25,6 +23,7 @@ from calibrator_service.job import (
     Problem,
     job_from_row,
 )
+from calibrator_service.spec_messages import stored_spec
 from shared.errors import AlreadyExists, Corrupt, Exhausted, NotFound, PreconditionFailed
 from shared.registry.base import PublishedVersion
 from shared.sqlite import Database
@@ -61,7 +60,6 @@ class JobStore:
             schema=JOBS_SCHEMA,
             schema_version=JOBS_SCHEMA_VERSION,
             application_id=APPLICATION_ID,
-            migrations=JOBS_MIGRATIONS,
         )
 
     def close(self) -> None:
@@ -95,7 +93,7 @@ class JobStore:
                 "INSERT INTO jobs (calibration_id, request_id, model_id, spec, aliases, num_prompts, state, "
                 "create_time_s) VALUES (?, ?, ?, ?, ?, ?, 'queued', ?)",
                 (
-                    *(calibration_id, request_id, spec.model_id, spec.to_json()),
+                    *(calibration_id, request_id, spec.model_id, stored_spec(spec)),
                     *(json.dumps(list(aliases)), len(spec.prompts), time.time()),
                 ),
             )
@@ -111,12 +109,8 @@ class JobStore:
 
     def get(self, calibration_id: str, *, with_prompts: bool = False) -> Job:
         """Raises NotFound."""
-        columns, tables = JOB_COLUMNS, "jobs"
-        if with_prompts:
-            columns += ", coalesce(prompts, '[]') AS prompts_text"
-            tables += " LEFT JOIN job_prompts USING (calibration_id)"
-        query = f"SELECT {columns} FROM {tables} WHERE calibration_id = ?"
-        row = self.database.row(query, (calibration_id,))
+        tables = "jobs LEFT JOIN job_prompts USING (calibration_id)" if with_prompts else "jobs"
+        row = self.database.row(f"SELECT * FROM {tables} WHERE calibration_id = ?", (calibration_id,))
         if row is None:
             raise NotFound(f"there is no calibration {calibration_id[:80]!r}", reason="CALIBRATION_NOT_FOUND")
         return job_from_row(row)
@@ -125,8 +119,7 @@ class JobStore:
         """Jobs with a number below `before`, newest first; of all models if `model_id` is empty."""
         before = _LARGEST_INTEGER if before is None else min(max(before, 0), _LARGEST_INTEGER)
         rows = self.database.rows(
-            f"SELECT {JOB_COLUMNS} FROM jobs WHERE number < ? AND (? = '' OR model_id = ?) ORDER BY number DESC LIMIT "
-            "?",
+            "SELECT * FROM jobs WHERE number < ? AND (? = '' OR model_id = ?) ORDER BY number DESC LIMIT ?",
             (before, model_id, model_id, limit),
         )
         return [job_from_row(row) for row in rows]
@@ -168,7 +161,7 @@ class JobStore:
 
     def in_state(self, state: JobState) -> tuple[Job, ...]:
         """The oldest first."""
-        query = f"SELECT {JOB_COLUMNS} FROM jobs WHERE state = ? ORDER BY number"
+        query = "SELECT * FROM jobs WHERE state = ? ORDER BY number"
         return tuple(map(job_from_row, self.database.rows(query, (state.value,))))
 
     def count_jobs(self) -> tuple[JobCount, ...]:
@@ -349,7 +342,5 @@ def _ended(state: JobState, reason: str = "", message: str = "") -> Changes:
 
 def _asks_for(job: Job, spec: CalibrationSpec, aliases: Sequence[str]) -> bool:
     """Whether the caller of `job` asked for the same. What this build cannot read is not the same."""
-    try:
-        return job.spec.as_asked() == spec.as_asked() and job.aliases == tuple(aliases)
-    except Corrupt:
-        return False
+    known = job.spec
+    return not isinstance(known, Corrupt) and known.as_asked() == spec.as_asked() and job.aliases == tuple(aliases)

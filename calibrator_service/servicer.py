@@ -10,13 +10,14 @@ from neap_client.calibration.v1 import calibration_pb2_grpc
 from neap_client.channel import MAX_MESSAGE_BYTES
 
 from calibrator_service.calibration.spec import CalibrationSpec
-from calibrator_service.convert import job_to_proto, spec_from_proto, unreadable_to_proto
+from calibrator_service.convert import job_to_proto, listed_job
 from calibrator_service.lineage import find_parent
 from calibrator_service.sources import allowed_source
+from calibrator_service.spec_messages import spec_from_proto
 from calibrator_service.supervisor import Supervisor
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
-from shared.errors import Corrupt, InvalidInput, NotFound, PreconditionFailed
+from shared.errors import InvalidInput, NotFound, PreconditionFailed
 from shared.registry.names import check_model_id, check_request_id, unique_aliases
 from shared.registry.registry import Registry
 from shared.rpc.callers import Role, require_role
@@ -35,7 +36,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
     """`registry`: where parents are looked up, in `registry_pool`, so that a registry that hangs holds up no other
     call. `watchers` must be told of each change of a job.
 
-    A request for a job whose record this build cannot read fails with DATA_LOSS (JOB_UNREADABLE); a list has it under
+    A request for a job whose spec this build cannot read fails with DATA_LOSS (JOB_UNREADABLE); a list has it under
     `unreadable`.
     """
 
@@ -119,11 +120,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         response = pb.ListCalibrationsResponse()
         num_bytes = 0
         for place, job in enumerate(jobs):
-            entry: pb.Calibration | pb.UnreadableCalibration
-            try:
-                entry = job_to_proto(job)
-            except Corrupt as error:
-                entry = unreadable_to_proto(job, error)
+            entry = listed_job(job)
             num_bytes += entry.ByteSize()
             if place == limit or (place and num_bytes > MAX_PAGE_BYTES):
                 response.next_page_token = page_token(request, jobs[place - 1].number)

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 import structlog
 
 from calibrator_service.calibration.progress import Progress
-from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.job import ENDED_STATES, Ended, Job, JobState, Problem
 from calibrator_service.job_process import JobProcess
 from calibrator_service.jobs import JobStore
@@ -147,10 +146,7 @@ class Supervisor:
         Fails one that cannot be run, so that the queue continues."""
         self._interruptions[job.calibration_id] = ("before its end could be recorded", False)
         try:
-            ended = self._supervise(job, job.spec)
-        except Corrupt as error:
-            log.warning("not understood", calibration_id=job.calibration_id, reason=error.reason)
-            ended = Ended(JobState.FAILED, error.reason, error.message)
+            ended = self._supervise(job)
         except (NeapError, OSError):
             raise
         except Exception:
@@ -170,8 +166,12 @@ class Supervisor:
             shutil.rmtree(self._folder.work(job.calibration_id), ignore_errors=True)
         self._publisher.hurry(job.calibration_id)
 
-    def _supervise(self, job: Job, spec: CalibrationSpec) -> Ended | Interruption:
+    def _supervise(self, job: Job) -> Ended | Interruption:
         """Raises OSError if the process cannot be started, which does not count as its death."""
+        spec = job.spec
+        if isinstance(spec, Corrupt):
+            log.warning("not understood", calibration_id=job.calibration_id, reason=spec.reason)
+            return Ended(JobState.FAILED, spec.reason, spec.message)
         if spec.model_id not in self.settings.sources:
             message = f"model {spec.model_id!r} is no longer configured"
             return Ended(JobState.FAILED, "MODEL_NOT_FOUND", message)

@@ -7,7 +7,7 @@ transactions run one at a time.
 
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,22 +38,13 @@ def sqlite_error(error: sqlite3.Error, path: Path) -> NeapError:
 class Database:
     """A SQLite database at `path`, created if it does not exist.
 
-    `schema` is executed once on a new file, whose `user_version` becomes `schema_version`. `migrations[n]` migrates a
-    file from version n to n + 1.
+    `schema` is executed once on a new file, whose `user_version` becomes `schema_version`.
 
-    Raises PreconditionFailed (reason SCHEMA_TOO_NEW, FOREIGN_DATABASE), Corrupt, Exhausted, Unavailable (DATABASE_BUSY,
-    LOCKED, DATABASE_REPLACED: the file was removed or replaced since it was opened).
+    Raises PreconditionFailed (reason SCHEMA_NOT_SUPPORTED, FOREIGN_DATABASE), Corrupt, Exhausted, Unavailable
+    (DATABASE_BUSY, LOCKED, DATABASE_REPLACED: the file was removed or replaced since it was opened).
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        schema: str,
-        schema_version: int,
-        application_id: int,
-        migrations: Mapping[int, str] | None = None,
-    ) -> None:
+    def __init__(self, path: Path, *, schema: str, schema_version: int, application_id: int) -> None:
         self.path = path
         self._lock = threading.RLock()
         # A lock file, because two processes may create the same file at once and switching to WAL ignores the busy
@@ -65,7 +56,7 @@ class Database:
                 )
                 self._connection.row_factory = sqlite3.Row
             try:
-                self._prepare(schema, schema_version, application_id, migrations or {})
+                self._prepare(schema, schema_version, application_id)
             except BaseException:
                 self._connection.close()
                 raise
@@ -79,7 +70,7 @@ class Database:
                 metadata={"file": self.path.name},
             )
 
-    def _prepare(self, schema: str, schema_version: int, application_id: int, migrations: Mapping[int, str]) -> None:
+    def _prepare(self, schema: str, schema_version: int, application_id: int) -> None:
         with self._errors():
             found_application = int(self._pragma("application_id"))
             found_version = int(self._pragma("user_version"))
@@ -89,21 +80,20 @@ class Database:
             raise PreconditionFailed(
                 f"{self.path} is the SQLite database of another program", reason="FOREIGN_DATABASE"
             )
-        if found_version > schema_version:
+        if tables and found_version != schema_version:
             raise PreconditionFailed(
-                f"{self.path} was written by a newer neap (schema {found_version}; this one reads up to"
-                f" {schema_version}): upgrade neap, or use another folder",
-                reason="SCHEMA_TOO_NEW",
+                f"{self.path} was written by another version of neap (schema {found_version}; this one reads"
+                f" {schema_version}): use that version, or another folder",
+                reason="SCHEMA_NOT_SUPPORTED",
                 metadata={"found": str(found_version), "supported": str(schema_version)},
             )
         with self._errors():
             self._pragma("journal_mode = WAL")
             self._pragma("synchronous = FULL")
             self._pragma("foreign_keys = ON")
-        steps = [migrations[version] for version in range(found_version, schema_version) if tables]
-        if not tables or steps:
+        if not tables:
             with self.transaction() as connection:
-                for statement in ";".join(steps or [schema]).split(";"):
+                for statement in schema.split(";"):
                     if statement.strip():
                         connection.execute(statement)
                 connection.execute(f"PRAGMA application_id = {application_id}")

@@ -52,13 +52,3 @@ def prompts_digest(prompts: Sequence[str]) -> str:
     only."""
     encoded = json.dumps(list(prompts), separators=(",", ":")).encode()
     return f"sha256:{hashlib.sha256(encoded).hexdigest()}"
-
-
-def shown_manifest(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A manifest as callers of the services may see it. Manifests of earlier builds have prompts and paths."""
-    calibration: Any = manifest.get("calibration")
-    spec: Any = calibration.get("spec") if isinstance(calibration, Mapping) else None
-    source = spec.get("source") if isinstance(spec, Mapping) else None
-    if not isinstance(source, Mapping) or _PRIVATE.isdisjoint(source):
-        return manifest
-    return {**manifest, "calibration": {**calibration, "spec": {**spec, "source": without_texts(source)}}}

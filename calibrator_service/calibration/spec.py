@@ -1,14 +1,12 @@
-"""What to calibrate, and on which text. Checked when it is created, and written to JSON for the job store.
+"""What to calibrate, and on which text. Checked when it is created.
 
 Free of torch: the service checks and stores specs without loading it. The calibration reads the same class.
 """
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
-from shared.errors import Corrupt, InvalidInput
+from shared.errors import InvalidInput
 from shared.ladder.rungs import DEFAULT_ROUTER_WIDTH
 
 Label = Literal["agreement", "cosine"]
@@ -99,9 +97,6 @@ class ParentRouter:
 
 
 Source = SelfGenerated | TextFile | AnswerFile | HubDataset
-_SOURCES: Mapping[str, type[Source]] = {
-    kind.__name__: kind for kind in (SelfGenerated, TextFile, AnswerFile, HubDataset)
-}
 
 
 @dataclass(frozen=True)
@@ -165,47 +160,6 @@ class CalibrationSpec:
             return self
         version = 0 if self.parent.alias else self.parent.version
         return replace(self, parent=replace(self.parent, version=version, manifest_digest=""))
-
-    def to_json(self) -> str:
-        """The stored form, without the prompts. Equal specs give equal text: the job store compares the texts of
-        repeated requests."""
-        record = asdict(self)
-        for name in ("public_only", "prompts"):
-            record["source"].pop(name, None)
-        if not record["source"].get("use_workers", True):
-            del record["source"]["use_workers"]
-        record["source"] = {"kind": type(self.source).__name__, **record["source"]}
-        if self.parent is None:
-            del record["parent"]  # so that older builds can read it
-        return json.dumps(record, sort_keys=True, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str, prompts: Sequence[str] = ()) -> "CalibrationSpec":
-        """Reads the stored form.
-
-        Raises `Corrupt` for a text that this build cannot use: a newer build wrote it, or an older one whose limits
-        were wider.
-        """
-        try:
-            record: dict[str, Any] = json.loads(text)
-            source = record.pop("source")
-            for name in ("head_form", "learning_curve"):  # options of older builds
-                record.pop(name, None)
-            kind = _SOURCES[source.pop("kind")]
-            parent = record.pop("parent", None)
-            record["parent"] = None if parent is None else ParentRouter(**parent)
-            if prompts:
-                source["prompts"] = list(prompts)
-            return cls(source=kind(**_with_tuples(source)), **_with_tuples(record))
-        except InvalidInput as error:
-            raise Corrupt(f"its spec is not one this build takes: {error.message}") from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise Corrupt("its spec has fields or values that this build does not know") from error
-
-
-def _with_tuples(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON has lists only; all sequences of these dataclasses are tuples."""
-    return {name: tuple(v) if isinstance(v, list) else v for name, v in record.items()}
 
 
 def _bad_spec(field_name: str, message: str) -> InvalidInput:

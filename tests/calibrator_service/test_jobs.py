@@ -9,9 +9,9 @@ import pytest
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, HubDataset, SelfGenerated, TextFile
 from calibrator_service.job import Ended, Job, JobState, Problem
-from calibrator_service.jobs import APPLICATION_ID, MAX_RESUMES, JobStore
-from shared.errors import Corrupt
-from tests.calibrator_service.calibration.test_spec import STORED
+from calibrator_service.jobs import MAX_RESUMES, JobStore
+from calibrator_service.spec_messages import stored_spec
+from shared.errors import Corrupt, PreconditionFailed
 from tests.calibrator_service.conftest import rewrite
 
 SPEC = CalibrationSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, rung_depths=(1, 2))
@@ -111,47 +111,14 @@ def test_old_jobs_are_removed_but_none_that_is_not_published(store):
     assert create(store, "a").calibration_id not in (ended, unpublished, waiting)
 
 
-# What version 0.1.0 wrote.
-SCHEMA_1 = """
-CREATE TABLE jobs (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, calibration_id TEXT NOT NULL UNIQUE, request_id TEXT NOT NULL UNIQUE,
-    model_id TEXT NOT NULL, spec TEXT NOT NULL, aliases TEXT NOT NULL, state TEXT NOT NULL,
-    phase TEXT NOT NULL DEFAULT '',
-    fraction REAL NOT NULL DEFAULT 0, figures TEXT NOT NULL DEFAULT '{}', create_time_s REAL NOT NULL, end_time_s REAL,
-    failure_reason TEXT NOT NULL DEFAULT '', failure_message TEXT NOT NULL DEFAULT '',
-    router_version INTEGER NOT NULL DEFAULT 0, manifest_digest TEXT NOT NULL DEFAULT '',
-    num_starts INTEGER NOT NULL DEFAULT 0, num_resumes INTEGER NOT NULL DEFAULT 0,
-    num_deaths INTEGER NOT NULL DEFAULT 0,
-    cancel_requested INTEGER NOT NULL DEFAULT 0, publishing INTEGER NOT NULL DEFAULT 0,
-    num_heartbeats INTEGER NOT NULL DEFAULT 0, revision INTEGER NOT NULL DEFAULT 1);
-CREATE INDEX jobs_by_state ON jobs (state, number);
-CREATE INDEX jobs_by_model ON jobs (model_id, number);
-"""
-
-
-def test_a_store_of_version_1_is_migrated(tmp_path):
-    specs = dict(enumerate(STORED))
+def test_a_store_of_another_version_is_refused(store, tmp_path):
+    store.close()
     with sqlite3.connect(tmp_path / "jobs.db") as connection:
-        connection.executescript(SCHEMA_1)
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute("PRAGMA user_version = 1")
-        for number, text in (specs | {len(specs): "{"}).items():
-            connection.execute(
-                "INSERT INTO jobs (calibration_id, request_id, model_id, spec, aliases, state, create_time_s, "
-                "publishing) VALUES (?, ?, 'tiny', ?, '[\"latest\"]', 'running', 0, ?)",
-                (f"cal-{number}", str(number), text, number == 0),
-            )
+        connection.execute("PRAGMA user_version = 2")
     connection.close()
-    store = JobStore(tmp_path / "jobs.db")
-    for number, text in specs.items():
-        spec = STORED[text]
-        job = store.get(f"cal-{number}", with_prompts=True)
-        assert (job.spec, job.num_prompts) == (spec, len(spec.prompts))
-        assert create(store, str(number), spec).calibration_id == f"cal-{number}", "it is known"
-    with pytest.raises(Corrupt):
-        _ = store.get(f"cal-{len(specs)}").spec
-    assert store.get("cal-0").state is JobState.PUBLISHING
-    assert store.get("cal-1").state is JobState.RUNNING
+    with pytest.raises(PreconditionFailed) as raised:
+        JobStore(tmp_path / "jobs.db")
+    assert raised.value.reason == "SCHEMA_NOT_SUPPORTED"
 
 
 def test_stops_of_the_service_do_not_count_as_deaths(store):
@@ -201,17 +168,18 @@ def test_two_processes_never_claim_the_same_job(store, tmp_path):
     assert len(one) + len(two) == len({*one, *two}) == 20
 
 
-NEWER_SPEC = '{"model_id": "tiny", "source": {"kind": "Radio"}}'
+STORED = stored_spec(SPEC)
 
 
 @pytest.mark.parametrize(
     "spec",
     [
-        NEWER_SPEC,
-        SPEC.to_json().replace("1.5", "9.3e18"),
-        SPEC.to_json().replace('"seed"', '"sea"'),
-        SPEC.to_json().replace("agreement", "accord"),
-        "[]",
+        STORED.replace("selfGenerated", "radio"),
+        STORED.replace("1.500s", "9300000000000s"),
+        STORED.replace('"seed"', '"sea"'),
+        STORED.replace("LABEL_AGREEMENT", "LABEL_ACCORD"),
+        STORED.replace('"routerWidth": 128', '"routerWidth": 8193'),
+        "7",
         "{",
     ],
 )
@@ -220,11 +188,10 @@ def test_the_queue_passes_over_a_spec_that_cannot_be_read(store, tmp_path, spec)
     rewrite(tmp_path / "jobs.db", bad.calibration_id, spec=spec)
     claimed = store.claim()
     assert claimed is not None
-    with pytest.raises(Corrupt) as raised:
-        _ = claimed.spec
-    assert raised.value.reason == "JOB_UNREADABLE"
-    assert raised.value.metadata["calibration_id"] == bad.calibration_id
-    ended = Ended(JobState.FAILED, raised.value.reason, raised.value.message)
+    assert isinstance(claimed.spec, Corrupt)
+    assert claimed.spec.reason == "JOB_UNREADABLE"
+    assert claimed.spec.metadata["calibration_id"] == bad.calibration_id
+    ended = Ended(JobState.FAILED, claimed.spec.reason, claimed.spec.message)
     after = store.record_end(bad.calibration_id, ended)
     assert (after.state, after.failure_reason) == (JobState.FAILED, "JOB_UNREADABLE")
     claimed = store.claim()

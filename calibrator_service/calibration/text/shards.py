@@ -56,10 +56,8 @@ def read_shard(path: Path) -> list[TokenSequence]:
     """Raises `Corrupt` if `write_shard` did not write the file."""
     try:
         with safe_open(path, framework="pt") as file:
-            flat, lengths, starts = (file.get_tensor(name).tolist() for name in ("tokens", "lengths", "answer_starts"))
-            # Shards of earlier versions hold greedy answers only.
-            has_greedy = "is_greedy" in file.keys()  # noqa: SIM118
-            greedy = file.get_tensor("is_greedy").tolist() if has_greedy else [1] * len(starts)
+            names = ("tokens", "lengths", "answer_starts", "is_greedy")
+            flat, lengths, starts, greedy = (file.get_tensor(name).tolist() for name in names)
     except (SafetensorError, OSError) as error:
         raise Corrupt(f"{path.name} is not a shard of token sequences") from error
     if sum(lengths) != len(flat) or not len(starts) == len(greedy) == len(lengths):

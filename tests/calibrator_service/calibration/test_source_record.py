@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from calibrator_service.calibration.source_record import published_spec, shown_manifest, source_record
+from calibrator_service.calibration.source_record import published_spec, source_record
 from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, HubDataset, SelfGenerated
 from shared.errors import NotFound
 
@@ -41,14 +41,3 @@ def test_a_file_that_is_not_there_is_missed_at_once(tmp_path, name):
     with pytest.raises(NotFound) as raised:
         source_record(AnswerFile(str(tmp_path / name)))
     assert raised.value.reason == "FILE_NOT_FOUND"
-
-
-def test_manifests_of_earlier_builds_are_shown_without_their_texts():
-    old = {"calibration": {"seconds": 1, "spec": {"source": {"prompts": list(PROMPTS)}}}}
-    shown = {"calibration": {"seconds": 1, "spec": {"source": {"digest": DIGEST, "num_prompts": 2}}}}
-    assert shown_manifest(old) == shown
-    assert shown_manifest(shown) is shown
-    path = {"calibration": {"spec": {"source": {"path": "/data/secret.txt", "field": "text"}}}}
-    assert shown_manifest(path) == {"calibration": {"spec": {"source": {"field": "text"}}}}
-    for other in ({}, {"calibration": 7}, {"calibration": {"spec": []}}):
-        assert shown_manifest(other) is other

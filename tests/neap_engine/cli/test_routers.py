@@ -2,7 +2,6 @@ import json
 
 import pytest
 
-from calibrator_service.calibration.source_record import shown_manifest
 from neap_engine.cli import line_view
 from tests.manifests import real_manifest
 
@@ -49,7 +48,7 @@ def test_show(service, neap):
     names = ("agreement", "coverage", "router_auc", "router_brier", "router_precision")
     shown = [f"{figures[name]:.3f}" for name in names]
     assert [cell.strip() for cell in rows[0][1:-1]] == ["depth-0", "0", *shown]
-    assert json.loads(neap(*base, "1", "--manifest").stdout) == shown_manifest(real_manifest())
+    assert json.loads(neap(*base, "1", "--manifest").stdout) == real_manifest()
     missing = neap(*base, "9")
     assert missing.exit_code == 1
     assert "VERSION_NOT_FOUND" in missing.stderr

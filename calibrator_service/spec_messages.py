@@ -1,0 +1,156 @@
+"""The specs of calibrations as messages of the protos: so clients send them, and so the job store keeps them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import MessageToJson, Parse, ParseError
+from neap_client.calibration.v1 import calibration_pb2
+
+from calibrator_service.calibration.spec import (
+    AnswerFile,
+    CalibrationSpec,
+    HubDataset,
+    ParentRouter,
+    SelfGenerated,
+    Source,
+    TextFile,
+)
+from shared.errors import Corrupt, InvalidInput
+from shared.plain_text import check_plain_text
+from shared.registry.canonical import DIGEST_PATTERN
+from shared.registry.names import check_alias
+from shared.rpc.durations import MAX_DURATION_S, seconds_of
+
+MAX_SOURCE_CHARACTERS = 1000
+_LABELS = {
+    calibration_pb2.LABEL_UNSPECIFIED: "agreement",
+    calibration_pb2.LABEL_AGREEMENT: "agreement",
+    calibration_pb2.LABEL_COSINE: "cosine",
+}
+_SOURCES: dict[str, type[Source]] = {
+    "self_generated": SelfGenerated,
+    "text_file": TextFile,
+    "answer_file": AnswerFile,
+    "hub_dataset": HubDataset,
+}
+_HEAD_FORMS = (calibration_pb2.HEAD_FORM_UNSPECIFIED, calibration_pb2.HEAD_FORM_FUSED)
+
+
+def spec_from_proto(
+    spec: calibration_pb2.CalibrationSpec, *, max_time_budget_s: float = MAX_DURATION_S
+) -> CalibrationSpec:
+    """The spec without its aliases, which belong to the job. Raises InvalidInput."""
+    for name, known in (("label", _LABELS), ("head_form", _HEAD_FORMS)):
+        if getattr(spec, name) not in known:
+            raise InvalidInput(
+                f"{name} {getattr(spec, name)} is not one that this service calibrates",
+                reason="BAD_SPEC",
+                metadata={"field": f"spec.{name}"},
+            )
+    # Absent fields get the defaults of CalibrationSpec.
+    chosen: dict[str, Any] = {}
+    if spec.HasField("cosine_threshold"):
+        chosen["cosine_threshold"] = spec.cosine_threshold
+    if spec.router_width:
+        chosen["router_width"] = spec.router_width
+    if spec.HasField("seed"):
+        chosen["seed"] = spec.seed
+    if spec.HasField("time_budget"):
+        chosen["time_budget_s"] = seconds_of(
+            spec.time_budget, "spec.time_budget", at_most_s=max_time_budget_s, reason="BAD_SPEC"
+        )
+    if spec.HasField("parent"):
+        chosen["parent"] = _parent(spec.parent)
+    return CalibrationSpec(
+        model_id=spec.model_id,
+        source=_source(spec),
+        max_tokens=spec.max_tokens,
+        rung_depths=tuple(spec.rung_depths),
+        label=_LABELS[spec.label],  # type: ignore[arg-type]
+        draft_vocabulary_size=spec.draft_vocabulary_size,
+        **chosen,
+    )
+
+
+def _parent(parent: calibration_pb2.ParentRouter) -> ParentRouter:
+    """As asked for: the version of an alias is looked up later. Raises InvalidInput."""
+    if not parent.version:
+        check_alias(parent.alias)
+    if parent.manifest_digest and not DIGEST_PATTERN.fullmatch(parent.manifest_digest):
+        raise InvalidInput(
+            "parent.manifest_digest is no digest", reason="BAD_SPEC", metadata={"field": "spec.parent.manifest_digest"}
+        )
+    return ParentRouter(
+        version=parent.version,
+        alias="" if parent.version else parent.alias,
+        manifest_digest=parent.manifest_digest,
+        share=parent.share if parent.HasField("share") else 1.0,
+    )
+
+
+def _source(spec: calibration_pb2.CalibrationSpec) -> Source:
+    """Fields that are empty get the defaults of the source's class. Raises InvalidInput."""
+    name = spec.WhichOneof("source")
+    if name is None:
+        raise InvalidInput(
+            "the spec names no source: self_generated, text_file, answer_file or hub_dataset", reason="SOURCE_REQUIRED"
+        )
+    message = getattr(spec, name)
+    values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    if name == "self_generated":
+        return SelfGenerated(**{**values, "prompts": tuple(values["prompts"])})
+    reason = "BAD_SPEC" if name == "hub_dataset" else "BAD_TEXT_FILE"
+    for field, text in values.items():
+        # They are shown to people unchanged, so they must be short plain text.
+        check_plain_text(text, field, max_characters=MAX_SOURCE_CHARACTERS, reason=reason, too_long=reason)
+    arguments = {field: text for field, text in values.items() if text or field in ("path", "name")}
+    return _SOURCES[name](**arguments)
+
+
+def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_pb2.CalibrationSpec:
+    """The spec with all defaults filled in."""
+    message = calibration_pb2.CalibrationSpec(
+        model_id=spec.model_id,
+        max_tokens=spec.max_tokens,
+        rung_depths=spec.rung_depths,
+        label=f"LABEL_{spec.label.upper()}",
+        cosine_threshold=spec.cosine_threshold,
+        draft_vocabulary_size=spec.draft_vocabulary_size,
+        router_width=spec.router_width,
+        seed=spec.seed,
+        aliases=aliases,
+    )
+    if spec.time_budget_s is not None:
+        budget = Duration()
+        budget.FromNanoseconds(round(spec.time_budget_s * 1e9))
+        message.time_budget.CopyFrom(budget)
+    if spec.parent is not None:
+        message.parent.CopyFrom(calibration_pb2.ParentRouter(**asdict(spec.parent)))
+    name = next(name for name, kind in _SOURCES.items() if isinstance(spec.source, kind))
+    source = {field: value for field, value in asdict(spec.source).items() if field != "public_only"}
+    message.MergeFrom(calibration_pb2.CalibrationSpec(**{name: source}))  # type: ignore[arg-type]
+    return message
+
+
+def stored_spec(spec: CalibrationSpec) -> str:
+    """The spec as the job store keeps it, without its prompts: they may have megabytes, and have a table of their
+    own."""
+    message = spec_to_proto(spec, ())
+    if spec.prompts:
+        message.self_generated.ClearField("prompts")
+    return MessageToJson(message, indent=None)
+
+
+def read_stored_spec(text: str, prompts: Sequence[str]) -> CalibrationSpec:
+    """Raises Corrupt for a spec that this build does not take: a newer one wrote it, or one with wider limits."""
+    try:
+        message = Parse(text, calibration_pb2.CalibrationSpec())
+        if prompts:
+            message.self_generated.prompts.extend(prompts)
+        return spec_from_proto(message)
+    except ParseError as error:
+        raise Corrupt("its spec has fields or values that this build does not know") from error
+    except InvalidInput as error:
+        raise Corrupt(f"its spec is not one that this build takes: {error.message}") from error
