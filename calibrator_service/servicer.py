@@ -87,6 +87,9 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
                 reason="SPEC_TOO_LARGE",
                 metadata={"field": "spec", "max_bytes": str(MAX_SPEC_BYTES)},
             )
+        if request.spec.parent.version:
+            # Beside a version an alias is ignored. In a stored spec both stand: what was asked for, and what it named.
+            request.spec.parent.ClearField("alias")
         spec = spec_from_proto(request.spec, max_time_budget_s=self._settings.max_time_budget_s)
         if len(request.spec.aliases) > MAX_ALIASES:
             raise InvalidInput(f"at most {MAX_ALIASES} aliases", reason="BAD_SPEC")

@@ -84,7 +84,7 @@ def _parent(parent: calibration_pb2.ParentRouter) -> ParentRouter:
         )
     return ParentRouter(
         version=parent.version,
-        alias="" if parent.version else parent.alias,
+        alias=parent.alias,
         manifest_digest=parent.manifest_digest,
         share=parent.share if parent.HasField("share") else 1.0,
     )
