@@ -27,9 +27,10 @@ from itertools import cycle, islice, pairwise
 from pathlib import Path
 
 from neap_client import NeapClient
-from neap_client.generation import GenerationStream, Resumes
+from neap_client.generation import Resumes
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.requests import generate_request
+from neap_client.sync_generation import GenerationStream
 
 from bench.machine import described
 from bench.options import add_prompts, each_model, make_parser

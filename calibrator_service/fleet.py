@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import structlog
 from neap_client import ClientSecurity, NeapClient
-from neap_client.generation import GenerationStream
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.methods import GENERATE
 from neap_client.requests import generate_request
+from neap_client.sync_generation import GenerationStream
 
 from calibrator_service.calibration.text.writer import (
     NUCLEUS_CANDIDATES,

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from neap_client.client import NeapClient as NeapClient
     from neap_client.errors import NeapError as NeapError
     from neap_client.generation import Answer as Answer
-    from neap_client.generation import GenerationStream as GenerationStream
     from neap_client.inference.v1.inference_pb2 import ChatMessage as ChatMessage
     from neap_client.inference.v1.inference_pb2 import Constraint as Constraint
     from neap_client.inference.v1.inference_pb2 import TokenIds as TokenIds
     from neap_client.requests import generate_request as generate_request
+    from neap_client.sync_generation import GenerationStream as GenerationStream
 
 _HOMES = {
     "Answer": "generation",
@@ -38,7 +38,7 @@ _HOMES = {
     "ChatMessage": "inference.v1.inference_pb2",
     "ClientSecurity": "channel",
     "Constraint": "inference.v1.inference_pb2",
-    "GenerationStream": "generation",
+    "GenerationStream": "sync_generation",
     "NeapClient": "client",
     "NeapError": "errors",
     "TokenIds": "inference.v1.inference_pb2",

@@ -1,37 +1,32 @@
-"""The client of neap's services for asyncio."""
+"""The client of neap's services: for asyncio here, and synchronous in `client`, which hatch_build.py makes of this
+file."""
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar, Unpack
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any, Unpack
 
-import grpc
-import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from neap_client import methods
-from neap_client.aio_generation import AsyncGenerationStream
+from neap_client.aio_calls import called, open_channel, read, sleep
+from neap_client.aio_generation import AsyncGenerationStream, repeat
 from neap_client.base import POLL_S, ChangeOptions, ClientBase, WatchOptions
 from neap_client.calibration.v1 import calibration_pb2
-from neap_client.channel import open_async_channel
 from neap_client.errors import Exhausted, Unavailable
 from neap_client.generation import Answer
 from neap_client.inference.v1 import inference_pb2
 from neap_client.metadata import Metadata
 from neap_client.methods import Method, Request, Response
-from neap_client.retry import repeat_async
 from neap_client.router.v1 import router_pb2
-from neap_client.status import from_rpc_error
-
-T = TypeVar("T")
 
 
 class AsyncNeapClient(ClientBase):
-    """The client for asyncio; see ClientBase for its arguments and for what is repeated.
-    Belongs to the running event loop."""
+    """See ClientBase for the arguments and for what is repeated. The client for asyncio belongs to the running event
+    loop; the synchronous one is thread-safe."""
 
-    def _open_channel(self, by_address: bool = False) -> grpc.aio.Channel:
-        return open_async_channel(self.target, self._security, self._health_service, by_address=by_address)
+    def _open_channel(self, by_address: bool = False) -> Any:
+        return open_channel(self.target, self._security, self._health_service, by_address=by_address)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -62,7 +57,7 @@ class AsyncNeapClient(ClientBase):
                 pass
             if time.monotonic() >= deadline_s:
                 raise self._not_ready(timeout_s)
-            await asyncio.sleep(POLL_S)
+            await sleep(POLL_S)
 
     # inference
 
@@ -217,7 +212,7 @@ class AsyncNeapClient(ClientBase):
             yield reply
 
     async def _unary(self, method: Method[Request, Response], request: Request, metadata: Metadata = ()) -> Response:
-        return await repeat_async(lambda: self._call(method, request, metadata), self._attempts(method))
+        return await repeat(lambda: self._call(method, request, metadata), self._attempts(method))
 
     async def _call(
         self,
@@ -228,7 +223,7 @@ class AsyncNeapClient(ClientBase):
         timeout_s: float | None = None,
     ) -> Response:
         """Make one attempt. `timeout_s`: None means the client's."""
-        reply: Response = await _called(self._start(method, request, metadata, timeout_s))
+        reply: Response = await called(partial(self._start, method, request, metadata, timeout_s))
         return reply
 
     async def _pages(
@@ -252,7 +247,7 @@ class AsyncNeapClient(ClientBase):
         while True:
             call = self._start_stream(method, request, timeout_s=attempts.open())
             try:
-                while (reply := await _called(call.read())) is not grpc.aio.EOF:
+                while (reply := await read(call)) is not None:
                     attempts.note_message()
                     yield reply
                 return
@@ -262,11 +257,4 @@ class AsyncNeapClient(ClientBase):
                 wait_s = attempts.wait_s(error)
             finally:
                 call.cancel()
-            await asyncio.sleep(wait_s)
-
-
-async def _called(call: Awaitable[T]) -> T:
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
+            await sleep(wait_s)

@@ -1,36 +1,53 @@
-"""The stream of one generation for asyncio."""
+"""The stream of one generation: for asyncio here, and synchronous in `sync_generation`, which hatch_build.py makes of
+this file."""
 
-import asyncio
-import math
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
-import grpc
-import grpc.aio
-
+from neap_client.aio_calls import EventReader, sleep
 from neap_client.errors import NeapError
 from neap_client.generation import GenerationCalls
 from neap_client.inference.v1.inference_pb2 import GenerateResponse
-from neap_client.retry import repeat_async
-from neap_client.status import from_rpc_error
+from neap_client.retry import Attempts
+
+T = TypeVar("T")
+
+
+async def repeat(
+    call: Callable[[], Awaitable[T]], attempts: Attempts, sleep: Callable[[float], Awaitable[object]] = sleep
+) -> T:
+    """Make a call as often as `attempts` allows. Raises the error of the last attempt."""
+    while True:
+        try:
+            return await call()
+        except NeapError as error:
+            wait_s = attempts.wait_s(error)
+        await sleep(wait_s)
 
 
 class AsyncGenerationStream(GenerationCalls, AsyncIterator[GenerateResponse]):
-    """Iterates asynchronously over Started, token chunks and Finished, with the rules of GenerationStream.
+    """Iterates over Started, token chunks and Finished. Raises NeapError as the service raised it.
 
-    Only one task may iterate. Cancelling that task cancels the call; so does leaving an `async with` block of the
-    stream.
+    A call that fails with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a retry delay, is repeated as long as no chunk
+    has arrived. Started is held back until the first chunk, so it belongs to the call that delivers the tokens. An
+    answer that UNAVAILABLE interrupts later, or whose worker hangs, is resumed by another call, as long as that brings
+    it forward (MAX_RESUMPTIONS): the caller sees one stream. If that cannot be before the deadline, DeadlineExceeded is
+    raised. Other failures are raised unchanged, and `token_ids` and `text` hold what arrived before; `started` and
+    `finished` are None until they arrive. Leaving a `with` block of the stream cancels its call.
+
+    With asyncio only one task may iterate, and cancelling it cancels the call. Without, only one thread may iterate,
+    and any thread may `close`.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._closing = asyncio.Event()
+        self._events = EventReader()
         super().__init__(*args, **options)
 
     async def start(self) -> None:
         """Wait for the first chunk, repeating the call if necessary. Iterating does this by itself."""
         if not self._has_begun:
             self._has_begun = True
-            await repeat_async(self._attempt, self._attempts, sleep=self._wait)
+            await repeat(self._attempt, self._attempts, sleep=self._events.wait)
 
     async def __anext__(self) -> GenerateResponse:
         await self.start()
@@ -43,7 +60,7 @@ class AsyncGenerationStream(GenerationCalls, AsyncIterator[GenerateResponse]):
 
     def close(self) -> None:
         super().close()
-        self._closing.set()
+        self._events.close()
 
     async def __aenter__(self) -> "AsyncGenerationStream":
         return self
@@ -73,35 +90,14 @@ class AsyncGenerationStream(GenerationCalls, AsyncIterator[GenerateResponse]):
             if self.finished is not None:  # the answer is whole, whatever became of its call
                 return None
             attempts, wait_s = self._attempts_after(error)
-        await self._wait(wait_s)
-        await repeat_async(self._attempt, attempts, sleep=self._wait)
+        await self._events.wait(wait_s)
+        await repeat(self._attempt, attempts, sleep=self._events.wait)
         return self._held.popleft() if self._held else await self._receive()
 
     async def _receive(self) -> GenerateResponse | None:
         """Return the next event, or None at the end of the stream."""
-        timeout_s = self._event_timeout_s
         try:
-            async with asyncio.timeout(None if timeout_s == math.inf else timeout_s):
-                event = await self._call.read()
+            event: GenerateResponse | None = await self._events.read(self._call, self._event_timeout_s)
         except TimeoutError as error:
             raise self._stalled() from error
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        except asyncio.CancelledError:
-            # gRPC raises this also where `close` has cancelled the call and nobody has cancelled this task.
-            if self._is_closed and not _is_being_cancelled():
-                return None
-            raise
-        return None if event is grpc.aio.EOF else event
-
-    async def _wait(self, seconds: float) -> None:
-        """Wait until `close` is called, for at most `seconds`."""
-        try:
-            await asyncio.wait_for(self._closing.wait(), seconds)
-        except TimeoutError:
-            return
-
-
-def _is_being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+        return event

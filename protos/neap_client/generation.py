@@ -3,21 +3,16 @@ by another one."""
 
 import math
 import random
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import grpc
-
-from neap_client import stalls
 from neap_client.errors import Cancelled, NeapError, Unavailable
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1.inference_pb2 import GenerateResponse
-from neap_client.retry import Attempts, is_unavailable, repeat, was_not_started
-from neap_client.status import from_rpc_error
+from neap_client.retry import Attempts, is_unavailable, was_not_started
 
 # Whether an answer that its worker interrupts is resumed by another: always, only where the tokens are those of an
 # uninterrupted run, or never.
@@ -274,92 +269,3 @@ class GenerationCalls:
             )
         )
         return added
-
-
-class GenerationStream(GenerationCalls, Iterator[GenerateResponse]):
-    """Iterates over Started, token chunks and Finished. Raises NeapError as the service raised it.
-
-    A call that fails with UNAVAILABLE, or with RESOURCE_EXHAUSTED and a retry delay, is repeated as long as no chunk
-    has arrived. Started is held back until the first chunk, so it belongs to the call that delivers the tokens. An
-    answer that UNAVAILABLE interrupts later, or whose worker hangs, is resumed by another call, as long as that brings
-    it forward (MAX_RESUMPTIONS): the caller sees one stream. If that cannot be before the deadline, DeadlineExceeded is
-    raised. Other failures are raised unchanged, and `token_ids` and `text` hold what arrived before; `started` and
-    `finished` are None until they arrive. Only one thread may iterate; any thread may `close`.
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._closing = threading.Event()
-        # When the event that is awaited is overdue, by `time.monotonic`.
-        self._due_s = math.inf
-        self._is_stalled = self._is_watched = False
-        super().__init__(*args, **options)
-
-    def cancel_if_stalled(self, now_s: float) -> None:
-        """See `neap_client.stalls`."""
-        if now_s > self._due_s:
-            self._is_stalled = True
-            self._call.cancel()
-
-    def __next__(self) -> GenerateResponse:
-        if not self._has_begun:
-            self._has_begun = True
-            repeat(self._attempt, self._attempts, sleep=self._closing.wait)
-        if self._is_closed:
-            raise StopIteration
-        return self._record(self._held.popleft() if self._held else self._go_on())
-
-    def close(self) -> None:
-        super().close()
-        self._closing.set()
-        stalls.forget(self)
-
-    def __enter__(self) -> "GenerationStream":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _attempt(self) -> None:
-        """Receive events up to the first one that is not Started."""
-        self._begin_attempt()
-        try:
-            while self._lacks_chunk:
-                self._hold(self._receive())
-        except StopIteration:  # the stream ended after Started; the caller sees that
-            return
-        except NeapError as error:
-            if not self._was_refused(error):
-                raise
-            self._attempt()
-
-    def _go_on(self) -> GenerateResponse:
-        """Receive the next event, from another call if this one is interrupted."""
-        try:
-            return self._receive()
-        except NeapError as error:
-            if self.finished is not None:  # the answer is whole, whatever became of its call
-                raise StopIteration from error
-            attempts, wait_s = self._attempts_after(error)
-        self._closing.wait(wait_s)
-        repeat(self._attempt, attempts, sleep=self._closing.wait)
-        return self._held.popleft() if self._held else self._receive()
-
-    def _receive(self) -> GenerateResponse:
-        timeout_s = self._event_timeout_s
-        if timeout_s < math.inf:
-            self._due_s = time.monotonic() + timeout_s
-            if not self._is_watched:
-                self._is_watched = True
-                stalls.watch(self)
-        try:
-            event: GenerateResponse = next(self._call)
-        except grpc.RpcError as error:
-            if self._is_stalled:
-                self._is_stalled = False
-                raise self._stalled() from error
-            raise from_rpc_error(error) from error
-        finally:
-            self._due_s = math.inf
-        if event.HasField("finished"):
-            stalls.forget(self)
-        return event

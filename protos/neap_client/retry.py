@@ -1,11 +1,9 @@
 """Decides which failed calls are repeated, and after how long."""
 
-import asyncio
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable
 
 from neap_client.errors import DeadlineExceeded, Exhausted, NeapError, Unavailable
 
@@ -13,8 +11,6 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 # A watch that is lost later than this after its opening was no failed attempt.
 STEADY_S = 5.0
-
-T = TypeVar("T")
 
 
 def is_unavailable(error: BaseException) -> bool:
@@ -113,25 +109,3 @@ class WatchAttempts:
             self._is_lost = True
             self._on_lost(error)
         return wait_s
-
-
-def repeat(call: Callable[[], T], attempts: Attempts, sleep: Callable[[float], object] = time.sleep) -> T:
-    """Make a call as often as `attempts` allows. Raises the error of the last attempt."""
-    while True:
-        try:
-            return call()
-        except NeapError as error:
-            wait_s = attempts.wait_s(error)
-        sleep(wait_s)
-
-
-async def repeat_async(
-    call: Callable[[], Awaitable[T]], attempts: Attempts, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
-) -> T:
-    """The same for a coroutine function."""
-    while True:
-        try:
-            return await call()
-        except NeapError as error:
-            wait_s = attempts.wait_s(error)
-        await sleep(wait_s)

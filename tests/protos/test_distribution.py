@@ -21,6 +21,7 @@ from tests.worker import build_model, build_tokenizer, serving
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs/examples/python"
 CLIENT = tomllib.loads((ROOT / "protos/pyproject.toml").read_text())["project"]
+GENERATED = ("*_pb2*", "client.py", "sync_generation.py")
 SERVER = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TYPED = """
 from neap_client import AsyncNeapClient, ChatMessage, ClientSecurity, NeapClient, generate_request
@@ -60,7 +61,7 @@ def test_the_server_needs_the_client_of_its_own_version():
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of protos/ that has nothing generated in it."""
     folder = tmp_path_factory.mktemp("client") / "protos"
-    shutil.copytree(ROOT / "protos", folder, ignore=shutil.ignore_patterns("*_pb2*", "__pycache__", "dist"))
+    shutil.copytree(ROOT / "protos", folder, ignore=shutil.ignore_patterns(*GENERATED, "__pycache__", "dist"))
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     (wheel,) = (folder / "dist").glob("neap_client-*-py3-none-any.whl")
@@ -77,6 +78,8 @@ def test_the_wheel_contains_one_package_and_its_license(wheel):
         "neap_client/py.typed",
         "neap_client/inference/v1/inference_pb2.pyi",
         "neap_client/router/v1/router_pb2_grpc.py",
+        "neap_client/client.py",
+        "neap_client/sync_generation.py",
         f"{info}/licenses/LICENSE",
     } <= set(names)
     assert not [name for name in names if name.endswith((".proto", "hatch_build.py"))]
