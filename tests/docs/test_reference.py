@@ -5,33 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from neap_engine.reference import reasons
-from neap_engine.reference.__main__ import reference_page
-from neap_engine.reference.source import Place
+from docs.generators import reasons
+from docs.generators.reference import reference_page
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_is_generated_from_the_protos_and_the_source():
     assert (ROOT / "docs/reference.md").read_text() == reference_page(), (
-        "run: python -m neap_engine.reference > docs/reference.md"
+        "run: python -m docs.generators.reference > docs/reference.md"
     )
 
 
 def collected(source: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, reasons.Reason]:
     """The reasons of a program."""
-    tree = ast.parse(source)
-    places = []
-
-    def visit(node: ast.AST, functions: tuple[ast.FunctionDef, ...]) -> None:
-        functions = (*functions, node) if isinstance(node, ast.FunctionDef) else functions
-        if isinstance(node, ast.Call):
-            places.append(Place("m.py", tree, node, functions))
-        for child in ast.iter_child_nodes(node):
-            visit(child, functions)
-
-    visit(tree, ())
-    monkeypatch.setattr(reasons, "calls", lambda: places)
+    monkeypatch.setattr(reasons, "sources", lambda: [("m.py", ast.parse(source))])
     return reasons.collect_reasons()
 
 

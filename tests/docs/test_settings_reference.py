@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from neap_engine.settings_reference import settings_page
+from docs.generators.settings import settings_page
 from shared.config import settings_from_command_line
 from shared.gateway_settings import GatewaySettings
 from shared.security_settings import ClientSettings
@@ -17,7 +17,7 @@ SERVICES = (WorkerSettings, CalibratorSettings, GatewaySettings)
 
 def test_the_page_is_generated_from_the_settings():
     assert (ROOT / "docs/settings.md").read_text() == settings_page(), (
-        "run: python -m neap_engine.settings_reference > docs/settings.md"
+        "run: python -m docs.generators.settings > docs/settings.md"
     )
 
 

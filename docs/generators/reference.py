@@ -1,14 +1,14 @@
-"""Prints docs/reference.md: `python -m neap_engine.reference > docs/reference.md`.
+"""Prints docs/reference.md: `python -m docs.generators.reference > docs/reference.md`.
 A test checks that the file is up to date."""
 
 import sys
 
-from neap_engine.reference.protos import file_section, proto_files
-from neap_engine.reference.reasons import Reason, collect_reasons
+from docs.generators.protos import file_section, proto_files
+from docs.generators.reasons import Reason, collect_reasons
 
 PREFACE = """# Reference
 
-This page is generated from the protos and the source: `python -m neap_engine.reference > docs/reference.md`.
+This page is generated from the protos and the source: `python -m docs.generators.reference > docs/reference.md`.
 
 - RPCs, messages and fields of each proto package, with the roles of the tokens that may call an RPC: below.
 - [Reasons of errors](#reasons-of-errors).

@@ -1,4 +1,4 @@
-"""Prints docs/settings.md: `python -m neap_engine.settings_reference > docs/settings.md`.
+"""Prints docs/settings.md: `python -m docs.generators.settings > docs/settings.md`.
 A test checks that the file is up to date."""
 
 import sys
@@ -20,7 +20,7 @@ from shared.settings_flags import default_text, fields_by_group, flag_of, named_
 
 PREFACE = """# Settings
 
-This page is generated from the code: `python -m neap_engine.settings_reference > docs/settings.md`.
+This page is generated from the code: `python -m docs.generators.settings > docs/settings.md`.
 
 `neap serve worker` (or `python -m inference_service`), `neap serve calibrator` (or `python -m calibrator_service`) and
 `neap serve gateway` (or `python -m neap_engine.gateway`) read each setting from its flag, else from its environment

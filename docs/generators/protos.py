@@ -16,7 +16,7 @@ from google.protobuf.descriptor_pb2 import (
 )
 from grpc_tools import protoc
 
-from neap_engine.reference.source import ROOT
+from docs.generators.reasons import ROOT
 from shared.rpc.roles import METHOD_ROLES
 
 # Numbers of fields in FileDescriptorProto, DescriptorProto, EnumDescriptorProto and ServiceDescriptorProto, of which
