@@ -36,17 +36,7 @@ class CalibratorServer(RpcServer):
     """The gRPC server. It ends watch streams as soon as a stop is requested, because they never end by themselves."""
 
     def __init__(self, settings: CalibratorSettings, watchers: Watchers, security: ServerSecurity) -> None:
-        super().__init__(
-            settings.listen,
-            (servicer.SERVICE_NAME, router_servicer.SERVICE_NAME),
-            grace_s=settings.grace_s,
-            drain_timeout_s=settings.drain_timeout_s,
-            security=security,
-            health_listen=settings.health_listen,
-            request_timeout_s=settings.request_timeout_s,
-            max_connection_age_s=settings.max_connection_age_s,
-            max_connection_age_grace_s=settings.max_connection_age_grace_s,
-        )
+        super().__init__(settings, (servicer.SERVICE_NAME, router_servicer.SERVICE_NAME), security=security)
         self._watchers = watchers
 
     def request_stop(self) -> None:

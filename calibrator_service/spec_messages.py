@@ -17,9 +17,9 @@ from calibrator_service.calibration.spec import (
     Source,
     TextFile,
 )
+from shared.digests import DIGEST_PATTERN
 from shared.errors import Corrupt, InvalidInput
 from shared.plain_text import check_plain_text
-from shared.registry.canonical import DIGEST_PATTERN
 from shared.registry.names import check_alias
 from shared.rpc.durations import MAX_DURATION_S, seconds_of
 

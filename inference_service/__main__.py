@@ -101,18 +101,7 @@ async def serve(settings: WorkerSettings) -> int:
             for role, _, number in (entry.partition("=") for entry in settings.priority_of_roles)
         },
     )
-    server = RpcServer(
-        settings.listen,
-        [SERVICE_NAME],
-        grace_s=settings.grace_s,
-        drain_timeout_s=settings.drain_timeout_s,
-        security=security,
-        health_listen=settings.health_listen,
-        request_timeout_s=settings.request_timeout_s,
-        max_connection_age_s=settings.max_connection_age_s,
-        max_connection_age_grace_s=settings.max_connection_age_grace_s,
-        after_grace=servicer.hand_over,
-    )
+    server = RpcServer(settings, [SERVICE_NAME], security=security, after_grace=servicer.hand_over)
     metrics.registry.register(SecurityCollector(security))
     metrics.registry.register(ClientWaitsCollector(server.waits))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.grpc_server)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import structlog
 
+from shared.digests import digest_of
 from shared.files import write_atomically
 from shared.registry.base import PublishedVersion
-from shared.registry.canonical import digest_of
 from shared.registry.contents import blob_digest, blob_size_bytes, hexadecimal_of
 
 log = structlog.get_logger("neap.registry")

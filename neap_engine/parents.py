@@ -4,10 +4,10 @@ from pathlib import Path
 
 from calibrator_service.calibration.parent import Parent
 from calibrator_service.calibration.spec import ParentRouter
+from shared.digests import digest_of
 from shared.errors import PreconditionFailed
 from shared.ladder.blob_names import STATISTICS_BLOB
 from shared.ladder.folder import read_router_folder
-from shared.registry.canonical import digest_of
 from shared.registry.contents import encode_manifest
 
 

@@ -21,6 +21,7 @@ from shared.gateway_settings import GatewaySettings
 from shared.rpc.pages import named_page
 from shared.rpc.security import ServerSecurity
 from shared.rpc.serving import RpcServer
+from tests.server_settings import ServerSettings
 
 # Requests must not wait for a worker that is gone longer than they have to.
 QUICK = {"listen": "127.0.0.1:0", "num_attempts": 1, "grace_s": 0.0}
@@ -121,7 +122,7 @@ def scripted_worker(
     """Yields target, worker and drain (which reports NOT_SERVING) of a server with the services' own interceptors."""
 
     async def make(state: SimpleNamespace) -> None:
-        server = RpcServer("127.0.0.1:0", [SERVICE_NAME], security=security, grace_s=60)
+        server = RpcServer(ServerSettings(grace_s=60), [SERVICE_NAME], security=security)
         state.worker = ScriptedWorker(script)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(state.worker, server.grpc_server)
         state.target = f"127.0.0.1:{await server.start()}"

@@ -25,6 +25,7 @@ from shared.model.loaded import LoadedModel
 from shared.rpc.callers import Role
 from shared.rpc.security import ServerSecurity
 from shared.rpc.serving import RpcServer
+from tests.server_settings import ServerSettings
 
 CONTEXT_LENGTH = 2048
 EOS = 256
@@ -110,7 +111,7 @@ def serving(
         )
         state.servicer.add_model(engine, max_active=max_active, max_active_per_client=max_active_per_client)
         state.servicer.set_ready()
-        server = RpcServer("127.0.0.1:0", [SERVICE_NAME], security=security)
+        server = RpcServer(ServerSettings(), [SERVICE_NAME], security=security)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(state.servicer, server.grpc_server)
         state.target = f"127.0.0.1:{await server.start()}"
         await server.set_serving()

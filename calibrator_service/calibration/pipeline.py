@@ -1,6 +1,5 @@
 """A whole calibration, from top to bottom: text, states, training, report. Streaming, in bounded memory, resumable."""
 
-import hashlib
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -39,6 +38,7 @@ from calibrator_service.calibration.training.confidence import fit_ladder
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary, choose_draft_vocabulary
 from calibrator_service.calibration.training.heads import fit_heads
 from calibrator_service.calibration.training.joint import fit_joint, joint_positions
+from shared.digests import digest_of
 from shared.errors import InvalidInput
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.blob_names import STATISTICS_BLOB
@@ -68,7 +68,7 @@ class CalibrationResult:
             log.warning("published without statistics: no calibration can go on from this router")
             return pack_ladder(self.ladder, self.report)
         record = {
-            "digest": f"sha256:{hashlib.sha256(data).hexdigest()}",
+            "digest": digest_of(data),
             "num_tokens": self.statistics.num_tokens,
             "generation": self.statistics.generation,
         }

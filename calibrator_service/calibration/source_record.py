@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, Source, TextFile
+from shared.digests import PREFIX, digest_of
 from shared.errors import NotFound
 
 _PRIVATE = frozenset({"prompts", "path", "public_only"})
@@ -24,8 +25,8 @@ def source_record(source: Source) -> dict[str, Any]:
         path = Path(source.path)
         try:
             with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-                record |= {"digest": f"sha256:{digest}", "size_bytes": file.tell()}
+                digest = PREFIX + hashlib.file_digest(file, "sha256").hexdigest()
+                record |= {"digest": digest, "size_bytes": file.tell()}
         except (FileNotFoundError, IsADirectoryError) as error:
             raise NotFound(f"there is no file {path}", reason="FILE_NOT_FOUND") from error
     return record
@@ -48,7 +49,7 @@ def without_texts(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prompts_digest(prompts: Sequence[str]) -> str:
-    """ "sha256:" and the digest of the prompts, in their order, as a JSON list without spaces and with ASCII characters
+    """The digest of the prompts, in their order, as a JSON list without spaces and with ASCII characters
     only."""
     encoded = json.dumps(list(prompts), separators=(",", ":")).encode()
-    return f"sha256:{hashlib.sha256(encoded).hexdigest()}"
+    return digest_of(encoded)

@@ -1,7 +1,6 @@
 """What a router was made from, as sums that add: a later calibration goes on from them.
 Published beside the router, read by no worker."""
 
-import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import Tensor
 from calibrator_service.calibration.states.moments import Moments, MomentsLayout
 from calibrator_service.calibration.states.ngram_builder import NgramTableBuilder
 from calibrator_service.calibration.states.training_data import TrainingData
+from shared.digests import digest_of
 from shared.errors import Corrupt, PreconditionFailed, RouterMismatch
 from shared.ladder.rungs import exit_name
 from shared.model.loaded import LoadedModel
@@ -194,8 +194,8 @@ def _moments_at(statistics: Statistics, depth: int) -> Moments:
 
 
 def tokenizer_digest(loaded: LoadedModel) -> str:
-    """ "sha256:" and the digest of the tokens and their ids; "" for a model without a tokenizer."""
+    """The digest of the tokens and their ids; "" for a model without a tokenizer."""
     if loaded.tokenizer is None:
         return ""
     tokens = json.dumps(loaded.tokenizer.get_vocab(), sort_keys=True, separators=(",", ":"))
-    return f"sha256:{hashlib.sha256(tokens.encode()).hexdigest()}"
+    return digest_of(tokens.encode())

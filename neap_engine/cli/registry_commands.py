@@ -61,11 +61,12 @@ def publish_folder(
     Raises what `read_router_folder`, `unpack_ladder` and the registry raise.
     """
     # Imported here because they need torch, which takes seconds to load. Other commands do not need it.
+    from shared.digests import digest_of
     from shared.ladder.artefact import unpack_ladder
     from shared.ladder.blob_names import STATISTICS_BLOB
     from shared.ladder.checks import check_artefact
     from shared.ladder.folder import read_router_folder
-    from shared.registry.canonical import canonical_json, digest_of
+    from shared.registry.canonical import canonical_json
     from shared.registry.contents import blob_entries
 
     manifest, blobs = read_router_folder(folder, with_statistics=True)

@@ -232,9 +232,13 @@ def _stopping(request: ChatRequest | CompletionRequest) -> pb.Stopping:
 def _depth(options: DepthOptions) -> pb.DepthPolicy:
     fields = {"policy": "exact", **options.model_dump(include=DEPTH, exclude_none=True)}
     try:
-        return depth_policy(**fields)
+        depth = depth_policy(**fields)
     except InvalidInput as error:
         raise refused(error.message, f"neap.{error.metadata['field']}") from error
+    # To the client 0, the worker's choice, is as good as absent.
+    if options.max_drafts is not None and not depth.HasField("exact"):
+        raise refused(f"max_drafts applies to the policy exact, not to {options.policy}", "neap.max_drafts")
+    return depth
 
 
 def _constraint(response_format: ResponseFormat | None) -> pb.Constraint | None:

@@ -1,24 +1,15 @@
-"""Digests and the canonical encoding of a manifest.
+"""The canonical encoding of a manifest.
 
 The encoding is UTF-8 JSON with keys sorted by code point, no white space, unescaped non-ASCII characters, only finite
 numbers, and floats in Python's shortest round-trip form. Readers compute digests of the stored bytes and never
 re-encode them, so other languages need not reproduce the number format.
 """
 
-import hashlib
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from shared.errors import InvalidInput
-
-DIGEST_PATTERN = re.compile(r"sha256:[0-9a-f]{64}")
-
-
-def digest_of(data: bytes) -> str:
-    """Return "sha256:<64 hex>" of `data`."""
-    return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 def canonical_json(value: Mapping[str, Any]) -> bytes:

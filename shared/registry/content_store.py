@@ -4,9 +4,9 @@ They are read back when they are stored and checked when they are read."""
 import threading
 from collections import OrderedDict
 
+from shared.digests import digest_of
 from shared.errors import Corrupt
 from shared.files import StepHook
-from shared.registry.canonical import digest_of
 from shared.registry.contents import Kind, check_digest, check_size, content_damaged, content_path
 from shared.registry.store import Store
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from shared.digests import DIGEST_PATTERN, PREFIX, digest_of
 from shared.errors import AlreadyExists, Conflict, Corrupt, InvalidInput, NotFound, PreconditionFailed
-from shared.registry.canonical import DIGEST_PATTERN, canonical_json, digest_of
+from shared.registry.canonical import canonical_json
 from shared.registry.names import check_blob_name
 
 MAX_MANIFEST_BYTES = 2 * 1024 * 1024
@@ -38,7 +39,7 @@ def hexadecimal_of(digest: str) -> str:
     """Return the hexadecimal digits of a stored digest. Raises Corrupt if it is malformed."""
     if not DIGEST_PATTERN.fullmatch(digest):
         raise Corrupt("a stored digest is malformed", metadata={"expected_digest": digest[:80]})
-    return digest.removeprefix("sha256:")
+    return digest.removeprefix(PREFIX)
 
 
 def content_path(kind: Kind, digest: str) -> str:

@@ -8,12 +8,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shared.digests import digest_of
 from shared.errors import Unavailable
 from shared.files import StepHook
 from shared.registry.alias_moves import AliasMove
-from shared.registry.canonical import digest_of
 from shared.registry.content_store import ContentStore
-from shared.registry.contents import Kind, other_contents_error
+from shared.registry.contents import Kind, hexadecimal_of, other_contents_error
 from shared.registry.index_keeper import IndexKeeper, elapsed_s
 from shared.registry.journal import JournalEntry, VersionRecord
 from shared.registry.sealed import open_sealed, seal
@@ -129,7 +129,7 @@ class VersionPublisher:
 
 def claim(store: Store, request_id: str, model_id: str) -> str:
     """Assign `request_id` to `model_id` unless it is already assigned. Returns the model to which it belongs."""
-    path = f"requests/{digest_of(request_id.encode()).removeprefix('sha256:')}.json"
+    path = f"requests/{hexadecimal_of(digest_of(request_id.encode()))}.json"
     if store.create(path, seal({"request_id": request_id, "model_id": model_id})):
         return model_id
     return str(open_sealed(store.get(path) or b"", path)["model_id"])

@@ -8,8 +8,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from shared.digests import digest_of
 from shared.errors import Corrupt
-from shared.registry.canonical import canonical_json, digest_of
+from shared.registry.canonical import canonical_json
 
 
 def seal(record: Mapping[str, Any]) -> bytes:

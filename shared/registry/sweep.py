@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import structlog
 
+from shared.digests import DIGEST_PATTERN, PREFIX
 from shared.errors import Corrupt, InvalidInput
-from shared.registry.canonical import DIGEST_PATTERN
 from shared.registry.content_store import ContentStore
 from shared.registry.contents import Kind, content_path
 from shared.registry.journal import Journal
@@ -70,7 +70,7 @@ def sweep(
         for kind in kinds:
             for content in store.objects(f"{kind}/sha256"):
                 ends_at_s = lease.renew()
-                digest = f"sha256:{content.name}"
+                digest = PREFIX + content.name
                 if not DIGEST_PATTERN.fullmatch(digest) or digest in in_use[kind]:
                     continue
                 if now_s - content.last_modified_s < grace_s:

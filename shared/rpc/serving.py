@@ -4,7 +4,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -45,55 +45,52 @@ ENDING_S = 2.0
 log = structlog.get_logger("neap.rpc")
 
 
+class ServerSettings(Protocol):
+    """What a server needs of the settings of its service, which describe them (`shared.service_settings`)."""
+
+    listen: str
+    health_listen: str
+    grace_s: float
+    drain_timeout_s: float
+    request_timeout_s: float
+    max_connection_age_s: float | None
+    max_connection_age_grace_s: float | None
+
+
 class RpcServer:
     """Owns one grpc.aio server. NOT_SERVING until `set_serving`.
 
     Must be created inside the running event loop. All times are in seconds.
 
     - `service_names`: full names ("neap.inference.v1.InferenceService"), each with its own health entry beside "".
-    - `grace_s`: how long new calls are still accepted after the first SIGTERM, while load balancers learn of the
-      shutdown.
-    - `drain_timeout_s`: how long running calls may then take to finish.
-    - `request_timeout_s`: how long a call may be open before its request message arrives.
     - `delivery_timeout_s`: how long a drain waits for a client to read.
-    - `max_connection_age_s`: age at which a client is told to open a new connection, plus or minus a tenth. Calls on
-      the old one finish. A client resolves the server's name again then, so it learns of new replicas. None: no limit.
-    - `max_connection_age_grace_s`: how long the calls on such a connection may still take.
-      None: no limit, so no stream is cut.
     - `after_grace`: called when the grace period of a drain is over. It may end calls that need not be waited for.
-    - `health_listen`: HOST:PORT for health checks in plain text while the server runs. Empty: none.
     """
 
     def __init__(
         self,
-        listen: str,
+        settings: ServerSettings,
         service_names: Sequence[str],
         *,
-        grace_s: float = 2.0,
-        drain_timeout_s: float = 60.0,
         security: ServerSecurity | None = None,
-        health_listen: str = "",
-        request_timeout_s: float = 30.0,
         delivery_timeout_s: float = DELIVERY_TIMEOUT_S,
-        max_connection_age_s: float | None = None,
-        max_connection_age_grace_s: float | None = None,
         after_grace: Callable[[], object] = lambda: None,
     ) -> None:
-        self.listen = listen
+        self.listen = settings.listen
         self.port = 0
-        self.grace_s = grace_s
-        self.drain_timeout_s = drain_timeout_s
+        self.grace_s = settings.grace_s
+        self.drain_timeout_s = settings.drain_timeout_s
         self.after_grace = after_grace
         self.security = security or ServerSecurity()
-        self.waits = ClientWaits(request_timeout_s, delivery_timeout_s=delivery_timeout_s)
+        self.waits = ClientWaits(settings.request_timeout_s, delivery_timeout_s=delivery_timeout_s)
         interceptor = ServiceInterceptor(self.security.access, self.waits)
         self._calls = interceptor.calls
         self.grpc_server: Any = grpc.aio.server(
             interceptors=(interceptor,),
             options=(
                 *SERVER_OPTIONS,
-                *_milliseconds("grpc.max_connection_age_ms", max_connection_age_s),
-                *_milliseconds("grpc.max_connection_age_grace_ms", max_connection_age_grace_s),
+                *_milliseconds("grpc.max_connection_age_ms", settings.max_connection_age_s),
+                *_milliseconds("grpc.max_connection_age_grace_ms", settings.max_connection_age_grace_s),
             ),
         )
         self._service_names = tuple(service_names)
@@ -101,7 +98,9 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server)
-        self.health_port = HealthPort(health_listen, self._health, interceptor) if health_listen else None
+        self.health_port: HealthPort | None = None
+        if settings.health_listen:
+            self.health_port = HealthPort(settings.health_listen, self._health, interceptor)
         self._stop_requested = asyncio.Event()
         self._stop_now = asyncio.Event()
 

@@ -9,13 +9,13 @@ A name may have several lines, so that a new token can be handed out before the 
 suffices because tokens are 256 random bits, which cannot be guessed however fast the hash is.
 """
 
-import hashlib
 import hmac
 import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shared.digests import DIGEST_PATTERN, digest_of
 from shared.errors import InvalidInput
 from shared.rpc.callers import Caller, Role
 
@@ -24,7 +24,6 @@ TOKEN_PREFIX = "neap_"
 MAX_TOKEN_CHARACTERS = 512
 MAX_FILE_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def new_token(name: str, roles: Iterable[Role]) -> tuple[str, TokenEntry]:
 
 def digest_of_token(token: str) -> str:
     """Return the digest in the form of the file."""
-    return "sha256:" + hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
+    return digest_of(token.encode("utf-8", "surrogatepass"))
 
 
 def parse_tokens(data: bytes, name: str) -> tuple[TokenEntry, ...]:
@@ -95,7 +94,7 @@ def _entry(name: str, roles: str, digest: str, where: str) -> TokenEntry:
         chosen = frozenset(Role(role) for role in roles.split(","))
     except ValueError as error:
         raise _bad(f"{where}: roles are {', '.join(Role)}, separated by commas") from error
-    if not _DIGEST.fullmatch(digest):
+    if not DIGEST_PATTERN.fullmatch(digest):
         raise _bad(f"{where}: a digest is sha256: followed by 64 hexadecimal digits")
     return TokenEntry(Caller(name, chosen), digest)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from inference_service.blob_cache import BlobCache
+from shared.digests import digest_of
 from shared.errors import Corrupt, Unavailable
 from shared.registry.base import PublishedVersion
-from shared.registry.canonical import digest_of
 
 
 class Store:

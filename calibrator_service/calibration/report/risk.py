@@ -1,6 +1,5 @@
 """The risk of the policy `relaxed` with a ladder, certified on the risk split: see `replay` and `certificate`."""
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from calibrator_service.calibration.text.risk_answers import RiskAnswers
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.stream import GivenText
 from calibrator_service.calibration.training.tables import MAX_CHAIN
+from shared.digests import digest_of
 from shared.ladder.ladder import Ladder
 from shared.ladder.risk import LOSS, RISK_KEYS, Setting
 from shared.model.contiguous_runner import ContiguousRunner
@@ -84,9 +84,9 @@ def _reason_without_bounds(answers: RiskAnswers, setting: Setting) -> str:
 
 
 def _digest(sequences: Sequence[TokenSequence]) -> str:
-    """SHA-256 over prompts and answers, in order."""
-    digest = hashlib.sha256()
-    for sequence in sequences:
-        head = np.array([sequence.answer_start, len(sequence.tokens)], dtype=np.int64)
-        digest.update(head.tobytes() + np.array(sequence.tokens, dtype=np.int64).tobytes())
-    return f"sha256:{digest.hexdigest()}"
+    """The digest of prompts and answers, in order."""
+    parts = (
+        np.array([sequence.answer_start, len(sequence.tokens), *sequence.tokens], dtype=np.int64).tobytes()
+        for sequence in sequences
+    )
+    return digest_of(*parts)

@@ -4,7 +4,7 @@ from contextlib import closing
 
 import pytest
 
-from shared.registry.canonical import digest_of
+from shared.digests import digest_of
 from shared.registry.content_store import ContentStore
 from shared.registry.factory import open_registry
 from tests.registry_servers import SERVERS, new_place

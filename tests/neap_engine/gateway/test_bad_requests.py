@@ -117,6 +117,7 @@ TEXT = {"model": "tiny", "prompt": "x"}
         ({"neap": {"policy": "relaxed", "margin": -1}}, "INVALID_INPUT", "neap.margin"),
         ({"neap": {"policy": "relaxed", "margin": 1, "threshold": 0.9}}, "INVALID_INPUT", "neap.margin"),
         ({"neap": {"policy": "full", "max_drafts": 2}}, "INVALID_INPUT", "neap.max_drafts"),
+        ({"neap": {"policy": "relaxed", "max_drafts": 0}}, "INVALID_INPUT", "neap.max_drafts"),
         ({"neap": {"router_version": 1, "router_alias": "a"}}, "INVALID_INPUT", "neap.router_alias"),
     ],
     ids=str,

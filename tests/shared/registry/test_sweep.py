@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from shared import file_lock
+from shared.digests import digest_of
 from shared.errors import Corrupt, InvalidInput, Unavailable
-from shared.registry.canonical import digest_of
 from shared.registry.content_store import ContentStore
 from shared.registry.factory import open_registry
 from shared.registry.registry import Registry

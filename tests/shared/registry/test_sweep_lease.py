@@ -9,12 +9,12 @@ import obstore
 import pytest
 from obstore.store import S3Store
 
+from shared.digests import digest_of
 from shared.errors import Conflict, NeapError, PreconditionFailed, Unavailable
 from shared.registry import bucket_store, index_keeper, publication
 from shared.registry import sweep as sweep_module
 from shared.registry.address import RegistryAddress
 from shared.registry.bucket_store import BucketStore
-from shared.registry.canonical import digest_of
 from shared.registry.content_store import ContentStore
 from shared.registry.journal import Journal
 from shared.registry.lease import PATH, Lease, LeaseWatch

@@ -11,7 +11,9 @@ import grpc
 import pytest
 from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 
+from shared.rpc.client_waits import DELIVERY_TIMEOUT_S
 from shared.rpc.serving import RpcServer
+from tests.server_settings import ServerSettings
 
 SERVICE = "neap.inference.v1.InferenceService"
 
@@ -38,7 +40,9 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
 
 
 @contextmanager
-def running(servicer: Any, *, listen: str = "127.0.0.1:0", **server_options: Any) -> Iterator[SimpleNamespace]:
+def running(
+    servicer: Any, *, security: Any = None, delivery_timeout_s: float = DELIVERY_TIMEOUT_S, **settings: Any
+) -> Iterator[SimpleNamespace]:
     """Run a server in a thread; yields its target, the server and its event loop."""
     state = SimpleNamespace()
     started, finish = threading.Event(), None
@@ -47,9 +51,10 @@ def running(servicer: Any, *, listen: str = "127.0.0.1:0", **server_options: Any
         nonlocal finish
         finish = asyncio.Event()
         state.loop = asyncio.get_running_loop()
-        state.server = RpcServer(listen, [SERVICE], **server_options)
+        given = ServerSettings(**settings)
+        state.server = RpcServer(given, [SERVICE], security=security, delivery_timeout_s=delivery_timeout_s)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, state.server.grpc_server)
-        state.target = f"{listen.rpartition(':')[0]}:{await state.server.start()}"
+        state.target = f"{given.listen.rpartition(':')[0]}:{await state.server.start()}"
         started.set()
         await finish.wait()
         await state.server.stop()

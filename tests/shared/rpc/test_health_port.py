@@ -13,6 +13,7 @@ from shared.rpc.certificates import ServerCertificate
 from shared.rpc.security import ServerSecurity
 from shared.rpc.serving import RpcServer
 from tests.certificates import issued, write
+from tests.server_settings import ServerSettings
 from tests.shared.rpc.conftest import SERVICE, pass_time, running
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -78,12 +79,12 @@ def test_it_says_not_serving_while_draining_and_ends_with_the_server(server, cha
 
 
 async def test_an_address_that_cannot_be_bound_is_an_error(capsys):
-    taken = RpcServer("127.0.0.1:0", [])
+    taken = RpcServer(ServerSettings(), [])
     port = await taken.start()
     try:
         with pytest.raises(Unavailable, match=str(port)):
-            await RpcServer("127.0.0.1:0", [], health_listen=f"127.0.0.1:{port}").start()
+            await RpcServer(ServerSettings(health_listen=f"127.0.0.1:{port}"), []).start()
         with pytest.raises(InvalidInput):
-            await RpcServer("127.0.0.1:0", [], health_listen="8086").start()
+            await RpcServer(ServerSettings(health_listen="8086"), []).start()
     finally:
         await taken.stop()

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from shared.errors import Exhausted, InvalidInput, Unavailable
 from shared.rpc import serving
 from shared.rpc.serving import MAX_MESSAGE_BYTES, RpcServer
+from tests.server_settings import ServerSettings
 from tests.shared.rpc.conftest import pass_time
 from tests.waiting import wait_until, wait_until_async
 
@@ -235,16 +236,16 @@ async def test_a_taken_port_and_a_bad_address_are_errors(capsys):
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(Unavailable, match="cannot listen"):
-            await RpcServer(address, []).start()
+            await RpcServer(ServerSettings(address), []).start()
     for bad in ("nonsense", "127.0.0.1:", ":99x", "host:port"):
         with pytest.raises(InvalidInput):
-            await RpcServer(bad, []).start()
+            await RpcServer(ServerSettings(bad), []).start()
     assert capsys.readouterr().out == ""
 
 
 async def test_two_servers_never_share_a_port():
-    first = RpcServer("127.0.0.1:0", [])
-    second = RpcServer(f"127.0.0.1:{await first.start()}", [])
+    first = RpcServer(ServerSettings(), [])
+    second = RpcServer(ServerSettings(f"127.0.0.1:{await first.start()}"), [])
     try:
         with pytest.raises(Unavailable):
             await second.start()
@@ -254,7 +255,7 @@ async def test_two_servers_never_share_a_port():
 
 
 async def test_run_prepares_serves_and_prints_its_address(capsys):
-    server = RpcServer("127.0.0.1:0", [SERVICE], grace_s=0.0)
+    server = RpcServer(ServerSettings(grace_s=0.0), [SERVICE])
     seen = []
 
     async def prepare():
@@ -281,7 +282,7 @@ async def test_run_stops_while_preparing_and_passes_on_its_errors():
         preparing.set()
         await blocked.wait()
 
-    server = RpcServer("127.0.0.1:0", [SERVICE])
+    server = RpcServer(ServerSettings(), [SERVICE])
     running = asyncio.create_task(server.run(prepare))
     await preparing.wait()
     server.request_stop()
@@ -291,7 +292,7 @@ async def test_run_stops_while_preparing_and_passes_on_its_errors():
         raise InvalidInput("bad model")
 
     with pytest.raises(InvalidInput, match="bad model"):
-        await RpcServer("127.0.0.1:0", [SERVICE]).run(fail)
+        await RpcServer(ServerSettings(), [SERVICE]).run(fail)
 
 
 def _health_of(port):
