@@ -1,7 +1,7 @@
 """What each rule and learner of drafting is worth: `exact` with all of them, without one of them, and without any.
 
     python -m bench.ablation --model DIR --router FOLDER [--dtype float32] [--batch 1 4 16] [--per-task 4] [--rounds 2]
-        [--without "branches" "exits"]
+        [--without "branches" "exits"] [--device cuda]
 
 Closed loops keep B requests running (`bench.batch`), greedy, at most 64 new tokens, prompts from the prefix cache. All
 sides answer the same 2 * B prompts in turn, in an order that rotates, then the next 2 * B. Each has a copy of the
@@ -20,7 +20,7 @@ from unittest import mock
 
 from bench.batch import closed_loop
 from bench.machine import described
-from bench.options import add_dtypes, add_prompts, each_model, load, make_parser
+from bench.options import add_device, add_dtypes, add_prompts, each_model, load, make_parser
 from bench.prompts import first_turns
 from bench.table import head, row
 from shared.engine import step
@@ -98,6 +98,7 @@ def turned(names: list[str], number: int) -> list[str]:
 
 def main() -> None:
     parser = make_parser(__doc__, router=True, many=True)
+    add_device(parser)
     add_prompts(parser, 4)
     add_dtypes(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
@@ -140,7 +141,7 @@ def measure(options: argparse.Namespace) -> None:
                         for name, rate in rates.items():
                             shares.setdefault((name, batch), []).append(rate / rates[ALL])
             print(f"round {number} of {options.rounds}", flush=True)
-    print(described("cpu"), loaded.model.dtype, loaded.compute_dtype)
+    print(described(options.device), loaded.model.dtype, loaded.compute_dtype)
     head("side", *(f"batch {batch}" for batch in options.batch))
     for name in sides:
         row(name, *(f"{statistics.median(shares[name, batch]):.3f}" for batch in options.batch))

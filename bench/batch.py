@@ -36,7 +36,7 @@ Answers = list[tuple[int, ...]]
 
 def closed_loop(
     engine: Engine,
-    policy: Literal["full", "exact"] | DepthPolicy,
+    policy: Literal["full", "exact"],
     ladder: Ladder | None,
     prompts: Sequence[list[int]],
     batch: int,
@@ -46,7 +46,6 @@ def closed_loop(
 
     The time ends when the first request ends that no other can replace. Later tokens do not count.
     """
-    depth = policy if isinstance(policy, DepthPolicy) else DepthPolicy(policy)
     queue = deque(enumerate(prompts))
     answers: dict[int, EngineAnswer] = {}
     ran_out: list[float] = []
@@ -55,7 +54,7 @@ def closed_loop(
         with suppress(IndexError):
             while True:
                 number, ids = queue.popleft()
-                (answers[number],) = answer_all(engine, [ids], depth, ladder, max_tokens=max_tokens)
+                (answers[number],) = answer_all(engine, [ids], DepthPolicy(policy), ladder, max_tokens=max_tokens)
         ran_out.append(time.perf_counter())
 
     start = time.perf_counter()

@@ -1,21 +1,17 @@
 """Tokens per second while decoding: Hugging Face's `generate`, our full depth, and `exact` with all rungs or parts of
 the ladder.
 
-    python -m bench.decode --model DIR --router FOLDER [--device cuda] [--per-task 5] [--levers]
-    python -m bench.decode --model DIR --router FOLDER --formats float32 bfloat16 Q8_0 [--per-task 5]
+    python -m bench.decode --model DIR --router FOLDER [--device cuda] [--dtype float32] [--per-task 5] [--levers]
 
 All sides answer every prompt in turn, in an order that rotates. The decoding time runs from the first token to the
 last. Greedy, batch 1, at most 64 new tokens; weights as they are stored. `--levers`: also `exact` with each part alone.
 `--beside FOLDER ..`: also `exact` with other routers.
 
-`--formats`, on a CPU: full depth and `exact` with the weights in each format, each format in a process of its own, and
-all in one run. The router serves all formats, although it was made for one: a format that changes the model makes its
-drafts worse, not its answers.
+Formats of weights in turn: `bench.peers --ours`.
 """
 
 import argparse
 import json
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +20,10 @@ from typing import Any
 import torch
 
 from bench.decode_figures import EXACT, FULL, MAX_LADDERS, measure, print_tables, summarise
-from bench.forms import Form, add_formats, forms
 from bench.machine import described
-from bench.options import add_device, add_prompts, each_model, load, make_parser, silence_transformers
-from bench.peers.engines.neap import adopted
+from bench.options import add_device, add_dtypes, add_prompts, each_model, load, make_parser
 from bench.prompts import PLAIN_TEXT_NOTE, read_prompts, takes_chat
-from neap_engine.evaluate.sides import Side, TimedAnswer, in_process, neap
+from neap_engine.evaluate.sides import Side, in_process, neap
 from neap_engine.evaluate.transformers_sides import GENERATE, transformers_sides
 from shared.engine.engine import Engine
 from shared.ladder.folder import read_ladder
@@ -78,32 +72,6 @@ def usual_sides(loaded: LoadedModel, options: argparse.Namespace, stack: ExitSta
     return sides
 
 
-def answers_in(form: Form, router: Path, max_tokens: int) -> Callable[[tuple[str, list[int]]], TimedAnswer]:
-    """Loads a form of the model. The function that is returned answers (FULL or EXACT, prompt)."""
-    silence_transformers()
-    loaded = form.load()
-    engine = Engine(loaded, prefix_cache_bytes=0)
-    engine.warm_up()
-    sides = {
-        FULL: neap(engine, DepthPolicy(FULL), None, max_tokens),
-        EXACT: neap(engine, DepthPolicy(EXACT), adopted(router, loaded), max_tokens),
-    }
-    return lambda task: sides[task[0]](task[1])
-
-
-def sides_by_format(options: argparse.Namespace, stack: ExitStack) -> dict[str, Side]:
-    """Full depth and exact in each form, as "FORMAT full" and "FORMAT exact"."""
-
-    def side(run: Callable[[Any], Any], policy: str) -> Side:
-        return lambda ids: run((policy, ids))
-
-    sides: dict[str, Side] = {}
-    for form in forms(options):
-        run = stack.enter_context(in_process(answers_in, form, options.router, options.max_tokens))
-        sides |= {f"{form.weights} {policy}": side(run, policy) for policy in (FULL, EXACT)}
-    return sides
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Prints the tables of one model, and returns them."""
     loaded = load(options)
@@ -111,11 +79,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if not takes_chat(loaded):
         print(PLAIN_TEXT_NOTE)
     with ExitStack() as stack:
-        sides = sides_by_format(options, stack) if options.formats else usual_sides(loaded, options, stack)
-        results = measure(loaded, sides, prompts)
-    formats = options.formats or ()
-    bases = {f"{name} {policy}": f"{name} {FULL}" for name in formats for policy in (FULL, EXACT)}
-    tables = summarise(results, bases)
+        tables = summarise(measure(loaded, usual_sides(loaded, options, stack), prompts))
     if not tables:
         raise SystemExit("nothing was measured")
     print(f"{described(options.device)}, computes in {loaded.model.dtype}")
@@ -126,7 +90,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = make_parser(__doc__, router=True, many=True)
     add_device(parser)
-    add_formats(parser)
+    add_dtypes(parser)
     add_prompts(parser, 0)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument(
@@ -137,8 +101,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     figures = {}
     for options in each_model(parser):
-        if options.formats and (options.device != "cpu" or options.levers is not None):
-            parser.error("--formats compares full and exact on a CPU, without --levers")
         figures[options.model] = run(options)
         if options.json:
             options.json.write_text(json.dumps(figures, indent=1))

@@ -3,7 +3,6 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 from bench.prompts import BenchPrompt, encode_turns
@@ -43,9 +42,9 @@ def measure(loaded: LoadedModel, sides: dict[str, Side], prompts: list[BenchProm
     return results
 
 
-def summarise(results: Results, bases: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+def summarise(results: Results) -> dict[str, Any]:
     """Figures by task and side, over prompts that full depth answered with at least MIN_TOKENS tokens. Ratios are to
-    our full depth, or to what `bases` names for a side.
+    our full depth.
 
     `speed_up`: ratio of the mean tokens per second over prompts, Spec-Bench's measure (2401.07851). `speed_up_median`:
     median over prompts of the ratio of times per token. `speed_up_total`: ratio of the total times of whole answers,
@@ -53,8 +52,7 @@ def summarise(results: Results, bases: Mapping[str, str] = MappingProxyType({}))
     """
     tables: dict[str, Any] = {}
     for task, sides in results.items():
-        first = next(iter(sides.values()))
-        found = {name: _figures(runs, sides[bases.get(name, FULL)], first) for name, runs in sides.items()}
+        found = {name: _figures(runs, sides[FULL]) for name, runs in sides.items()}
         if all(found.values()):
             tables[task] = found
         else:
@@ -62,7 +60,7 @@ def summarise(results: Results, bases: Mapping[str, str] = MappingProxyType({}))
     return tables
 
 
-def _figures(runs: list[TimedAnswer], full: list[TimedAnswer], first: list[TimedAnswer]) -> dict[str, float]:
+def _figures(runs: list[TimedAnswer], full: list[TimedAnswer]) -> dict[str, float]:
     """Nothing if no answer is long enough."""
     pairs = [(r, f) for r, f in zip(runs, full, strict=True) if len(f.token_ids) >= MIN_TOKENS]
     if not pairs:
@@ -75,7 +73,6 @@ def _figures(runs: list[TimedAnswer], full: list[TimedAnswer], first: list[Timed
         "speed_up_total": sum(f.total_s for _, f in pairs) / sum(r.total_s for r, _ in pairs),
         "tokens_per_s": statistics.median(rates),
         "identical": sum(r.token_ids == f.token_ids for r, f in zip(runs, full, strict=True)),
-        "as_first": sum(r.token_ids == f.token_ids for r, f in zip(runs, first, strict=True)),
         "prompts": len(runs),
         "layers_per_token": sum(r.layer_executions for r, _ in pairs) / max(tokens, 1),
         "accepted": sum(r.accepted for r, _ in pairs),
@@ -96,9 +93,8 @@ def print_tables(tables: dict[str, Any]) -> None:
             for key in ("speed_up", "speed_up_median", "speed_up_total")
         )
         row(name, *cells, f"**{mean:.2f}**", f"{median:.2f}", f"{total:.2f}")
-    also = [] if names[0] == FULL else [f"identical to {names[0]}"]
     head("side", "tokens/s", "layer executions per token", "tokens per verify pass", "accepted / drafted",
-         "identical to full", *also)  # fmt: skip
+         "identical to full")  # fmt: skip
     for name in names:
         rows = [sides[name] for sides in tables.values()]
         mean = {key: statistics.mean(own[key] for own in rows) for key in rows[0]}
@@ -108,6 +104,4 @@ def print_tables(tables: dict[str, Any]) -> None:
         if mean["layers_per_token"]:
             depth = [f"{mean['layers_per_token']:.1f}", f"{mean['tokens_per_deep_pass']:.2f}"]
             depth.append(f"{total['accepted']} / {total['drafted']}")
-        kinds = ("identical", "as_first") if also else ("identical",)
-        same = [f"{total[kind]} of {total['prompts']}" for kind in kinds]
-        row(name, f"{mean['tokens_per_s']:.1f}", *depth, *same)
+        row(name, f"{mean['tokens_per_s']:.1f}", *depth, f"{total['identical']} of {total['prompts']}")

@@ -16,9 +16,9 @@ import sys
 from functools import partial
 
 import torch
+from torch import nn
 
 from bench.answers import EngineAnswer, answer_all
-from bench.floor import weight_bytes
 from bench.imposed import SHAPES, Imposed, impose
 from bench.machine import described
 from bench.options import add_device, make_parser, parsed
@@ -27,11 +27,19 @@ from bench.stopwatch import medians_s
 from bench.table import head, row
 from shared.engine.engine import Engine
 from shared.ladder.policy import DepthPolicy
+from shared.model.weights.lazy import lazy
 from shared.ops import library
 
 PROMPT_TOKENS = 32
 MAX_TOKENS = 192
 COPIED_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all matrices that a pass reads, as they are packed."""
+    matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    stored = [(weight, lazy(weight)) for weight in matrices]
+    return sum(weight.nbytes if own is None else sum(packed.nbytes for packed in own.memory) for weight, own in stored)
 
 
 def copy_bytes_per_s(device: str, rounds: int = 9) -> float:
@@ -116,7 +124,7 @@ def main() -> None:
     head("exits at", "requests", "full tokens/s", "exact", "exact / full", "tokens per pass", "same")  # fmt: skip
     for depths in options.depth:
         imposed = impose(SHAPES[options.shape], depths, options.share, device=device, dtype=dtype)
-        num_bytes = weight_bytes(imposed.loaded)
+        num_bytes = weight_bytes(imposed.loaded.model)
         rates = compare(imposed, options.batch, options.rounds)
         del imposed
         free(device)

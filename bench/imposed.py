@@ -89,15 +89,14 @@ def impose(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     accelerate: bool = True,
-    seed: int = 0,
 ) -> Imposed:
     """A model with exits at `depths` (ascending, 1 <= depth < L) that are right on a `share` in (0, 1] of the tokens.
 
-    The state at the last exit is the final state. Weights are drawn with `seed`.
+    The state at the last exit is the final state.
     """
     assert depths[0] >= 1
     assert depths[-1] < shape.num_layers
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,7 +1,7 @@
 """Shows where the time of one decode step goes, on a CPU.
 
-    python -m bench.profile --model DIR [--router FOLDER] [--formats float32 bfloat16 Q8_0 ..] [--tokens 1 4 8 16]
-    [--context 200] [--steps 20]
+    python -m bench.profile --model DIR [--router FOLDER] [--dtype float32] [--tokens 1 4 8 16] [--context 200]
+        [--steps 20]
 
 A step of N tokens is that of N requests by policy full, whose prompts have --context tokens: all go through one verify
 pass, and one token of each is chosen and delivered. With --router, it is that of N requests by exact, the first turns
@@ -27,9 +27,8 @@ from typing import Any
 from unittest import mock
 
 from bench.answers import answer_all
-from bench.forms import add_formats, forms
 from bench.machine import described
-from bench.options import each_model, make_parser
+from bench.options import add_dtypes, each_model, load, make_parser
 from bench.prompts import DEFAULT_FILE, first_turns
 from bench.table import head, row
 from shared import ops
@@ -162,26 +161,24 @@ def cells(samples: Sequence[Sample]) -> list[str]:
 
 def main() -> None:
     parser = make_parser(__doc__, many=True)
-    add_formats(parser)
+    add_dtypes(parser)
     parser.add_argument("--router", type=Path, nargs="+", help="one for each model: profiles exact")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--context", type=int, default=200, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=20)
     for options in each_model(parser):
         print(f"{described('cpu')}, {ops.cpu_isa()}")
-        head("format", "tokens", "step", *TITLES)
-        for form in forms(options):
-            loaded = form.load()
-            ladder = read_ladder(options.router) if options.router else None
-            for count in options.tokens:
-                if ladder is None:
-                    prompts = prompts_of(loaded, count, options.context)
-                else:
-                    prompts = first_turns(loaded, DEFAULT_FILE, 0)[:count]
-                samples = measure(loaded, prompts, options.steps, ladder)
-                row(form.weights, count, *cells(samples))
-            del loaded
-            gc.collect()  # models hold cycles, and the next form needs the memory
+        head("tokens", "step", *TITLES)
+        loaded = load(options)
+        ladder = read_ladder(options.router) if options.router else None
+        for count in options.tokens:
+            if ladder is None:
+                prompts = prompts_of(loaded, count, options.context)
+            else:
+                prompts = first_turns(loaded, DEFAULT_FILE, 0)[:count]
+            row(count, *cells(measure(loaded, prompts, options.steps, ladder)))
+        del loaded
+        gc.collect()  # models hold cycles, and the next one needs the memory
 
 
 if __name__ == "__main__":

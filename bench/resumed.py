@@ -9,9 +9,6 @@ to end (SIGTERM, --grace-s 1, --drain-timeout-s 3600). Printed: the time from th
 moved; to the first token of as many fresh requests of the same length, sent at once to the other worker afterwards; the
 longest time between two tokens of the other answers; and how long the worker took to end. An answer that is not that of
 an uninterrupted run ends the program. Of each answer only the first `--read` tokens are read.
-
-Then, without any fault, what the client's processor does for each token of an answer that can be resumed and of one
-that cannot, in turn.
 """
 
 import argparse
@@ -27,7 +24,6 @@ from itertools import cycle, islice, pairwise
 from pathlib import Path
 
 from neap_client import NeapClient
-from neap_client.generation import Resumes
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.requests import generate_request
 from neap_client.sync_generation import GenerationStream
@@ -39,7 +35,6 @@ from bench.streams import percentile
 from bench.table import head, row
 from bench.worker import MODEL_ID, READY_S, publish_router, worker_process
 
-SIDES: dict[str, Resumes] = {"can be resumed": "always", "cannot": "never"}
 FAULTS = {"killed": signal.SIGKILL, "drained": signal.SIGTERM}
 FLAGS = ("--threads", "1", "--grace-s", "1", "--drain-timeout-s", "3600")
 
@@ -117,26 +112,6 @@ def interrupted(
             raise SystemExit("an answer is not that of an uninterrupted run")
 
 
-def steady_us(model: str, registry: Path, request: pb.GenerateRequest, rounds: int) -> None:
-    """Prints microseconds of the client's processor, and milliseconds by the clock, for each token."""
-    head("the answer", "client, us of a processor per token", "ms per token")
-    took: dict[str, list[tuple[float, float]]] = {name: [] for name in SIDES}
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        worker = stack.enter_context(worker_process(model, registry, Path(folder) / "log", FLAGS))
-        target = worker.wait_serving(READY_S)
-        for _ in range(4 * rounds):
-            for name, resumes in SIDES.items():
-                with NeapClient(target, resumes=resumes) as client:
-                    client.get_model(MODEL_ID)  # it is connected
-                    begin = time.process_time(), time.perf_counter()
-                    num_tokens = len(client.answer(request).token_ids)
-                    spent = time.process_time() - begin[0], time.perf_counter() - begin[1]
-                took[name].append((spent[0] / num_tokens, spent[1] / num_tokens))
-    for name, figures in took.items():
-        processor, clock = (statistics.median(column) for column in zip(*figures, strict=True))
-        row(name, f"{processor * 1e6:.0f}", f"{clock * 1e3:.2f}")
-
-
 def main() -> None:
     parser = make_parser(__doc__, router=True, many=True)
     add_prompts(parser, per_task=1)
@@ -185,7 +160,6 @@ def measure(options: argparse.Namespace) -> None:
                 raise SystemExit("no answer moved: ask for more --tokens")
             times = map(spread, (seen.moved, seen.fresh, seen.others))
             row(f"is {name}", len(seen.moved), *times, f"{statistics.median(seen.ended):.1f}")
-        steady_us(options.model, registry, requests[0], options.rounds)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m bench.roofline [--device cuda] [--tokens 1 2 4 8] [--threads 2] [--rounds 40]
 
-Exits, choices and paged attention; on a CPU also products and attention over a contiguous cache. SmolLM2's sizes (D
-576, 4,587 draft tokens, V 49,152) and those of an 8B Llama (D 4096, 8,192, V 128,256).
+Exits, choices and paged attention. SmolLM2's sizes (D 576, 4,587 draft tokens, V 49,152) and those of an 8B Llama (D
+4096, 8,192, V 128,256). What products and attention take of a step on a CPU: `bench.profile`.
 
 Microseconds with cold caches (`bench.stopwatch`). On a CPU: lower quartiles, because others may be using the machine;
 before every call 64 MB of other memory are read, as a verify pass would, so weights come from memory. On a GPU: medians
@@ -44,7 +44,6 @@ TOKENS = {"cpu": (1, 2, 4, 8), "cuda": (1, 8, 32, 64)}
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 HEADS = {576: (9, 3, 64), 4096: (32, 8, 128)}  # query heads, key heads, width of a head
 CONTEXT, BLOCK_TOKENS = 1024, 16
-HIDDEN = {576: 1536, 4096: 14336}  # width within an MLP
 
 
 COLUMNS = ("op", "D", "tokens", "MB", "MFLOP", "floor", "PyTorch", "half", "neap", "PyTorch / neap", "neap / floor",
@@ -199,36 +198,7 @@ def bench_paged(bench: Bench, width: int, tokens: int) -> None:
                {"PyTorch": plain, "neap": own})  # fmt: skip
 
 
-def bench_linear(bench: Bench, width: int, tokens: int) -> None:
-    """Times a product with a float32 matrix of an MLP."""
-    weight, x = torch.randn(HIDDEN[width], width), torch.randn(1, tokens, width)
-    reordered = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
-    bench.line("linear", width, tokens, weight.nbytes, 2 * weight.numel() * tokens, {
-        "PyTorch": partial(F.linear, x, weight),
-        "neap": partial(ops.packed_linear, x, ops.pack_linear(weight), HIDDEN[width]),
-        "oneDNN": partial(torch.ops.mkldnn._linear_pointwise, x, reordered, None, "none", [], ""),
-    })  # fmt: skip
-
-
-def bench_attention(bench: Bench, width: int, tokens: int) -> None:
-    """Times attention of the last tokens of one sequence over its contiguous cache of CONTEXT positions."""
-    heads, kv_heads, size = HEADS[width]
-    q = torch.randn(1, tokens, heads, size).transpose(1, 2)
-    k, v = torch.randn(2, 1, kv_heads, CONTEXT, size).unbind()
-    mask = torch.ones(tokens, CONTEXT, dtype=torch.bool).tril(CONTEXT - tokens)
-    plain = partial(F.scaled_dot_product_attention, q, k, v, attn_mask=mask, enable_gqa=True)
-    bench.line("attention", width, tokens, 2 * k.nbytes, 4 * tokens * CONTEXT * heads * size,
-               {"PyTorch": plain, "neap": partial(ops.contiguous_attention, q, k, v, CONTEXT)})  # fmt: skip
-
-
-# On a GPU neap has no ops of its own for the last two.
-PARTS: tuple[Callable[[Bench, int, int], None], ...] = (
-    bench_draws,
-    bench_choices,
-    bench_paged,
-    bench_linear,
-    bench_attention,
-)
+PARTS: tuple[Callable[[Bench, int, int], None], ...] = (bench_draws, bench_choices, bench_paged)
 
 
 def main() -> None:
@@ -244,9 +214,7 @@ def main() -> None:
     if not runs_on(device.type):
         parser.error(f"neap's kernels are not built for {device}: make build-ops")
     print(described(device))
-    parts = PARTS
     if device.type == "cuda":
-        parts = PARTS[:3]
         print(f"a copy within memory: {copy_bytes_per_s('cuda') / 1e9:.0f} GB/s, read and written")
         torch.set_default_device("cuda")
     print(f"{ops.cpu_isa()}, {options.threads} threads; us")
@@ -254,7 +222,7 @@ def main() -> None:
     head(*COLUMNS)
     with torch.inference_mode():
         for width in options.widths:
-            for part in parts:
+            for part in PARTS:
                 for tokens in options.tokens or TOKENS[device.type]:
                     part(bench, width, tokens)
 

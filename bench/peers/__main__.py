@@ -36,9 +36,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 from transformers import AutoTokenizer, GenerationConfig
 
-from bench.forms import add_cache
 from bench.machine import described
 from bench.options import make_parser, parsed
 from bench.peers.catalogue import FLOAT32, OURS, PEERS, REFERENCE, USUAL, Choice, parse_choices
@@ -75,7 +75,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--read", type=int, nargs="+", default=[], help="only time first tokens after so many tokens")
-    add_cache(parser)
+    parser.add_argument("--cache", type=Path, default=platformdirs.user_cache_path("neap-bench"))
     parser.add_argument("--build-jobs", type=int, default=1, help="compilers at once")
     parser.add_argument("--set-up-only", action="store_true")
     options = parsed(parser)

@@ -2,8 +2,10 @@
 
 import pytest
 
-from bench.gpu import compare
+from bench.gpu import compare, weight_bytes
 from bench.imposed import SHAPES, impose
+from shared.model.loaded import wrap_model
+from tests.families import build_family
 
 
 def test_a_row_for_each_number_of_requests(capsys: pytest.CaptureFixture[str]) -> None:
@@ -14,3 +16,11 @@ def test_a_row_for_each_number_of_requests(capsys: pytest.CaptureFixture[str]) -
     first, second = (line.strip("| ").split(" | ") for line in lines if line.startswith("|"))
     assert (first[:2], second[:2]) == (["2+4", "1"], ["2+4", "2"])
     assert first[-1] == second[-1] == "yes"
+
+
+def test_the_bytes_of_a_pass_are_those_of_the_packed_matrices() -> None:
+    model = wrap_model(build_family("llama"), accelerate=True).model
+    layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48
+    padded_head = 32 * 112  # 97 rows in panels of 16
+    headers = 64 * (7 * 6 + 1)
+    assert weight_bytes(model) == headers + 4 * (6 * layer + padded_head)
