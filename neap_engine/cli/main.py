@@ -14,7 +14,6 @@ from neap_engine.cli import (
     loaded_models,
     models,
     registry_commands,
-    report,
     routers,
     serve,
     tokens,
@@ -34,11 +33,9 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("chat")(chat.chat)
 app.command("generate")(generate.generate)
 app.command("ps")(loaded_models.ps)
-app.command("report")(report.report)
 app.command("tune")(tune.tune)
 app.command("evaluate")(evaluate.evaluate)
 app.add_typer(serve.app, name="serve")
-models.app.command("list")(loaded_models.list_models)
 routers.app.command("export")(registry_commands.export_router)
 routers.app.command("import")(registry_commands.import_router)
 routers.app.command("rebuild-index")(registry_commands.rebuild_index)

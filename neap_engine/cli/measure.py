@@ -28,8 +28,7 @@ PROMPTS: dict[str, str] = {
 
 @dataclass
 class PolicyFigures:
-    """Sums over all prompts of one side of a comparison. Times are in seconds.
-    `exits` maps (rung, depth) to a number of tokens."""
+    """Sums over all prompts of one side of a comparison. Times are in seconds."""
 
     name: str
     num_tokens: int = 0
@@ -37,7 +36,6 @@ class PolicyFigures:
     num_layer_executions: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
-    exits: dict[tuple[str, int], int] = field(default_factory=dict)
     outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -59,9 +57,6 @@ class PolicyFigures:
         self.num_layer_executions += finished.depth.num_layer_executions
         self.num_drafted += finished.depth.num_drafted
         self.num_accepted += finished.depth.num_accepted
-        for count in finished.depth.exits:
-            key = (count.rung, count.depth)
-            self.exits[key] = self.exits.get(key, 0) + count.num_tokens
         self.outputs[name] = tuple(tokens)
 
 

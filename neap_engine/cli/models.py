@@ -11,7 +11,7 @@ from neap_engine.cli.console import exit_on_error, print_line
 from shared.errors import NotFound, Unavailable
 from shared.file_lock import file_lock
 
-app = typer.Typer(help="List the models of a worker, and fetch the files of models.", no_args_is_help=True)
+app = typer.Typer(help="Fetch the files of models.", no_args_is_help=True)
 
 # What `load_model` reads. No pickles, and no code.
 PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.gguf", "*.json", "*.jinja", "*.model", "*.txt")

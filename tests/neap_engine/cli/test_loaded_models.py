@@ -4,17 +4,10 @@ import json
 def test_ps_shows_load_and_routers(service, neap, wide):
     result = neap("ps", "--worker", service.address)
     (row,) = [line for line in result.stdout.splitlines() if "tiny" in line]
-    assert [cell.strip() for cell in row.split("│")[1:-1]] == ["tiny", "2", "1", "25%", "3 7"]
-
-
-def test_models_are_listed(service, neap, wide):
-    result = neap("models", "list", "--worker", service.address)
-    (row,) = [line for line in result.stdout.splitlines() if "tiny" in line]
-    assert [cell.strip() for cell in row.split("│")[1:5]] == ["tiny", "", "30", "2048"]
+    assert [cell.strip() for cell in row.split("│")[1:-1]] == ["tiny", "2048", "2", "1", "25%", "3 7"]
 
 
 def test_as_json(service, neap):
-    for command in (["ps"], ["models", "list"]):
-        (line,) = neap(*command, "--json", "--worker", service.address).stdout.splitlines()
-        model = json.loads(line)
-        assert (model["model_id"], model["load"]["num_running"]) == ("tiny", 2)
+    (line,) = neap("ps", "--json", "--worker", service.address).stdout.splitlines()
+    model = json.loads(line)
+    assert (model["model_id"], model["num_layers"], model["load"]["num_running"]) == ("tiny", 30, 2)
