@@ -26,15 +26,6 @@ def evaluate(
             f"Default: {', '.join(f'{value:g}' for value in DEFAULT_MARGINS)}.",
         ),
     ] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option(
-            "--layers",
-            min=2,
-            help="Layers of the side that lacks some. Default: as many as make it about as fast as exact, by the speed "
-            "on three prompts.",
-        ),
-    ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=2, help="Maximum number of new tokens per answer.")
     ] = 128,
@@ -45,16 +36,13 @@ def evaluate(
 ) -> None:
     """Answer your own prompts with neap and with simpler ways to go faster, and compare quality and speed.
 
-    The sides: the policies full, exact and relaxed; the model without some of its layers, about as fast as exact;
-    transformers' generate, alone, with prompt lookup and with early exit; and TIDE's published method. A prompt may
-    have an "answer", whose last number is then compared. Answers are greedy, one at a time, on this machine. Memory for
-    three copies of the model is needed. The settings of a worker that say how a model is loaded are read,
-    NEAP_COMPUTE_DTYPE for example.
+    The sides: the policies full, exact and relaxed; transformers' generate, alone, with prompt lookup and with early
+    exit; and TIDE's published method. A prompt may have an "answer", whose last number is then compared. Answers are
+    greedy, one at a time, on this machine. Memory for two copies of the model is needed. The settings of a worker that
+    say how a model is loaded are read, NEAP_COMPUTE_DTYPE for example.
     """
     margins = DEFAULT_MARGINS if margin is None else margin
     command = measuring_command(prompts, model, router, max_tokens, (), margins)
-    if layers is not None:
-        command += ["--layers", str(layers)]
     report = measure(command, variables(registry, data_dir))
     run, rows = report["run"], report["rows"]
     out.print(evaluation_table(run, rows))

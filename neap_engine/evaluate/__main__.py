@@ -25,7 +25,6 @@ from neap_engine.evaluate.answers_file import AnswersFile, Key
 from neap_engine.evaluate.figures import UNSCORED, Row, ScoredAnswer, expected_answers, is_right, row
 from neap_engine.evaluate.prompts import read_prompts
 from neap_engine.evaluate.sides import Side, TimedAnswer, in_process, neap
-from neap_engine.evaluate.thinning import evenly_kept, kept_at_speed, thinned_side
 from neap_engine.evaluate.transformers_sides import EARLY_EXIT, GENERATE, LOOKUP, TIDE, Score, transformers_sides
 from neap_engine.measuring import Subject, describe_machine, load_subject, run_process, say
 from shared.engine.engine import Engine
@@ -36,8 +35,6 @@ from shared.model.loaded import LoadedModel
 
 FULL: Final = "full"
 EXACT: Final = "exact"
-# Prompts by which the speed of exact is estimated before the number of layers to skip is chosen.
-PILOT_PROMPTS = 3
 # Each side first answers the beginning of a prompt, because that touches memory pages.
 WARM_UP_TOKENS = 8
 OTHERS = (GENERATE, LOOKUP, EARLY_EXIT, TIDE)
@@ -58,7 +55,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", required=True, type=Path)
     parser.add_argument("--threshold", type=float, action="append", default=[])
     parser.add_argument("--margin", type=float, action="append", default=[])
-    parser.add_argument("--layers", type=int)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument(
         "--results",
@@ -97,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
 
         neap_sides, others = engine_sides(options.max_tokens), Others()
         if options.results is None:
-            others = other_sides(stack, subject, neap_sides, prompts, options)
+            others = other_sides(stack, subject, prompts, options.max_tokens)
         sides = {**neap_sides, **others.sides}
         measure(sides, {**engine_sides(WARM_UP_TOKENS), **others.sides}, prompts, answers)
         judged = judge(others.score, subject.loaded, expected_answers(options.prompts))
@@ -137,44 +133,19 @@ def described(
     }
 
 
-def other_sides(
-    stack: ExitStack, subject: Subject, neap_sides: Mapping[str, Side], prompts: Prompts, options: argparse.Namespace
-) -> Others:
-    """Starts the processes of the other sides, which end with `stack`. Raises `InvalidInput`."""
-    loaded, max_tokens = subject.loaded, options.max_tokens
-    if options.layers is not None and not 2 <= options.layers < loaded.num_layers:
-        raise InvalidInput(
-            f"--layers must be between 2 and {loaded.num_layers - 1}, because the model has {loaded.num_layers}"
-        )
-    if max(map(len, prompts)) + max_tokens > loaded.context_length:
+def other_sides(stack: ExitStack, subject: Subject, prompts: Prompts, max_tokens: int) -> Others:
+    """Starts the process of the other sides, which ends with `stack`. Raises `InvalidInput`."""
+    if max(map(len, prompts)) + max_tokens > subject.loaded.context_length:
         raise InvalidInput("a prompt and its answer do not fit into the context")
-    model = subject.source, subject.load_options
-    others = stack.enter_context(in_process(transformers_sides, *model, max_tokens))
-    num_kept = options.layers or kept_at_speed(loaded, speed_up(neap_sides, prompts[:PILOT_PROMPTS]))
-    layers = evenly_kept(loaded.num_layers, num_kept)
-    thinned = stack.enter_context(in_process(thinned_side, *model, layers, max_tokens))
+    others = stack.enter_context(in_process(transformers_sides, subject.source, subject.load_options, max_tokens))
     refused = others("refusals")
     sides = {name: asking(others, name) for name in OTHERS if name not in refused}
-    return Others(
-        {f"{len(layers)} of {loaded.num_layers} layers": thinned, **sides},
-        lambda prompt, answer: others(("score", prompt, answer)),
-        refused,
-    )
+    return Others(sides, lambda prompt, answer: others(("score", prompt, answer)), refused)
 
 
 def asking(others: Callable[[Any], Any], name: str) -> Side:
     """The `Side` called `name` of `TransformersSides`."""
     return lambda ids: others((name, ids, []))
-
-
-def speed_up(sides: Mapping[str, Side], prompts: Prompts) -> float:
-    """How many times as fast exact is as full."""
-    runs = {name: [sides[name](list(ids)) for ids in prompts] for name in (FULL, EXACT)}
-    full, exact = (
-        sum(run.num_decoded for run in side_runs) / max(sum(run.decode_s for run in side_runs), 1e-9)
-        for side_runs in runs.values()
-    )
-    return max(exact / max(full, 1e-9), 1.0)
 
 
 def measure(

@@ -8,7 +8,6 @@ import torch
 from neap_engine.evaluate import transformers_sides as module
 from neap_engine.evaluate.figures import ScoredAnswer, final_number, is_right, lost, row
 from neap_engine.evaluate.sides import TimedAnswer, in_process
-from neap_engine.evaluate.thinning import evenly_kept, kept_at_speed, thinned, thinned_side
 from neap_engine.evaluate.transformers_sides import (
     EARLY_EXIT,
     GENERATE,
@@ -52,25 +51,6 @@ def greedy(model) -> list[int]:
 @pytest.fixture
 def sides(source):
     return TransformersSides(load_model(source, accelerate=False), NUM_NEW)
-
-
-def test_a_thinned_model_is_the_model_of_its_layers(source):
-    kept = evenly_kept(4, 3)
-    side = thinned_side(str(source), {}, kept, NUM_NEW)
-    run = side(PROMPT)
-    assert list(run.token_ids) == greedy(plain(source, kept)) != greedy(plain(source))
-    assert run.layer_executions == 3 * run.num_decoded
-
-
-def test_layers_are_left_out_evenly_and_as_many_as_the_speed_needs(source):
-    assert evenly_kept(30, 30) == tuple(range(30))
-    assert evenly_kept(7, 4) == (0, 2, 4, 6)
-    assert evenly_kept(30, 1) == (0, 29)
-    loaded = load_model(source)
-    assert kept_at_speed(loaded, 1.0) == 4
-    assert 2 <= kept_at_speed(loaded, 1.5) < 4
-    assert kept_at_speed(loaded, 100.0) == 2
-    assert thinned(loaded, (0, 3)).num_layers == 2
 
 
 @pytest.mark.parametrize(("converged", "layers"), [(2.0, (0, 1, 2, 3)), (-2.0, (0,))], ids=["never", "at once"])
