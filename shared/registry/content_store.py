@@ -1,8 +1,7 @@
 """Blobs and manifests in a store, named by their digests.
 They are read back when they are stored and checked when they are read."""
 
-import threading
-from collections import OrderedDict
+from functools import lru_cache
 
 from shared.digests import digest_of
 from shared.errors import Corrupt
@@ -19,8 +18,7 @@ class ContentStore:
     def __init__(self, store: Store, *, step: StepHook = lambda name: None) -> None:
         self._store = store
         self._step = step
-        self._manifests: OrderedDict[str, bytes] = OrderedDict()
-        self._lock = threading.Lock()
+        self._remembered = lru_cache(_MAX_CACHED_MANIFESTS)(lambda digest: self.read("manifests", digest))
 
     def put(self, kind: Kind, data: bytes) -> str:
         """Store `data`, read it back and return its digest. A damaged object under this digest is replaced.
@@ -68,17 +66,7 @@ class ContentStore:
 
         The last used manifests stay in memory, because every request needs one. `is_fresh` bypasses the memory.
         """
-        with self._lock:
-            if digest in self._manifests and not is_fresh:
-                self._manifests.move_to_end(digest)
-                return self._manifests[digest]
-        data = self.read("manifests", digest)
-        with self._lock:
-            self._manifests[digest] = data
-            self._manifests.move_to_end(digest)
-            while len(self._manifests) > _MAX_CACHED_MANIFESTS:
-                self._manifests.popitem(last=False)
-        return data
+        return self.read("manifests", digest) if is_fresh else self._remembered(digest)
 
     def has(self, kind: Kind, digest: str) -> bool:
         return self._store.exists(content_path(kind, digest))
