@@ -20,7 +20,7 @@ from shared.config import make_settings
 from shared.cpus import size_thread_pools
 from shared.metrics_server import serve_metrics
 from shared.registry.factory import open_registry
-from shared.rpc.security import ServerSecurity, open_security
+from shared.rpc.security import open_security
 from shared.rpc.security_metrics import SecurityCollector
 from shared.rpc.service_logs import log_all_output
 from shared.rpc.serving import RpcServer
@@ -30,18 +30,6 @@ from shared.service_settings import CalibratorSettings
 from shared.timeouts import ROUTER_CALL_WAIT_S
 
 log = structlog.get_logger("neap.calibration")
-
-
-class CalibratorServer(RpcServer):
-    """The gRPC server. It ends watch streams as soon as a stop is requested, because they never end by themselves."""
-
-    def __init__(self, settings: CalibratorSettings, watchers: Watchers, security: ServerSecurity) -> None:
-        super().__init__(settings, (servicer.SERVICE_NAME, router_servicer.SERVICE_NAME), security=security)
-        self._watchers = watchers
-
-    def request_stop(self) -> None:
-        self._watchers.stop()
-        super().request_stop()
 
 
 async def serve(settings: CalibratorSettings) -> int:
@@ -64,7 +52,8 @@ async def serve(settings: CalibratorSettings) -> int:
             JobFolder(settings.data_dir / "calibrator"), settings, metrics=metrics, on_change=watchers.notify
         )
         try:
-            server = CalibratorServer(settings, watchers, security)
+            services = (servicer.SERVICE_NAME, router_servicer.SERVICE_NAME)
+            server = RpcServer(settings, services, security=security, on_stop=watchers.stop)
             calibration_pb2_grpc.add_CalibrationServiceServicer_to_server(
                 servicer.CalibrationServicer(
                     supervisor, pool=job_pool, watchers=watchers, registry=registry, registry_pool=router_pool

@@ -36,21 +36,17 @@ def percent_text(per_mille: int) -> str:
 
 
 def share_per_mille(text: str) -> int:
-    """Parse "10%", "2.5%" or "25/1000" to thousandths in [1, 1000].
+    """Parse "10%" or "2.5%" to thousandths in [1, 1000].
 
     The service decides whether it accepts the number. Raises InvalidInput (BAD_SHARE).
     """
-    number, unit = text.strip(), ""
-    for unit in ("%", "/1000"):
-        if number.endswith(unit):
-            break
+    number = text.strip()
     try:
-        scaled = float(number.removesuffix(unit)) * (10 if unit == "%" else 1)
+        scaled = 10 * float(number.removesuffix("%"))
     except ValueError:
         scaled = -1.0
-    if not number.endswith(unit) or not 0 < scaled <= 1000 or abs(scaled - round(scaled)) > 1e-9:
+    if not number.endswith("%") or not 0 < scaled <= 1000 or abs(scaled - round(scaled)) > 1e-9:
         raise InvalidInput(
-            f"the share {text!r} is invalid: give a percentage in steps of 0.1 (10%) or thousandths (25/1000)",
-            reason="BAD_SHARE",
+            f"the share {text!r} is invalid: give a percentage in steps of 0.1, such as 2.5%", reason="BAD_SHARE"
         )
     return round(scaled)

@@ -136,9 +136,7 @@ def promote(
 def canary(
     model: Model,
     version: Annotated[int, typer.Argument(help="Version that gets a share of the requests.", min=1)],
-    share: Annotated[
-        str, typer.Option("--share", help="Share of the alias' requests, in steps of 0.1%: 10%, 2.5% or 25/1000.")
-    ],
+    share: Annotated[str, typer.Option("--share", help="Share of the alias' requests, in steps of 0.1%: 10% or 2.5%.")],
     alias: Alias = "stable",
     reason: Reason = "",
     expect: Expect = None,

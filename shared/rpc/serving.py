@@ -64,6 +64,7 @@ class RpcServer:
 
     - `service_names`: full names ("neap.inference.v1.InferenceService"), each with its own health entry beside "".
     - `delivery_timeout_s`: how long a drain waits for a client to read.
+    - `on_stop`: called as soon as a stop is requested. It may end calls that never end by themselves.
     - `after_grace`: called when the grace period of a drain is over. It may end calls that need not be waited for.
     """
 
@@ -74,12 +75,14 @@ class RpcServer:
         *,
         security: ServerSecurity | None = None,
         delivery_timeout_s: float = DELIVERY_TIMEOUT_S,
+        on_stop: Callable[[], object] = lambda: None,
         after_grace: Callable[[], object] = lambda: None,
     ) -> None:
         self.listen = settings.listen
         self.port = 0
         self.grace_s = settings.grace_s
         self.drain_timeout_s = settings.drain_timeout_s
+        self._on_stop = on_stop
         self.after_grace = after_grace
         self.security = security or ServerSecurity()
         self.waits = ClientWaits(settings.request_timeout_s, delivery_timeout_s=delivery_timeout_s)
@@ -178,6 +181,7 @@ class RpcServer:
         """Do what SIGTERM does: the first call drains the server, the second stops it at once."""
         if self._stop_requested.is_set():
             self._stop_now.set()
+        self._on_stop()
         self._stop_requested.set()
 
     async def run(self, prepare: Callable[[], Awaitable[None]]) -> bool:

@@ -133,7 +133,7 @@ def test_canary_promotion_and_abort(service, neap):
     assert neap("routers", "abort", "--reason", "slow", *where).stdout == "stable: 1, no canary\n"
     ended = service.routers.requests[1]
     assert (ended.HasField("canary"), ended.reason) == (False, "slow")
-    neap("routers", "canary", "2", "--share", "25/1000", *where)
+    neap("routers", "canary", "2", "--share", "2.5%", *where)
     assert neap("routers", "promote", *where).stdout == "stable: 1 -> 2\n"
     neap("routers", "rollback", "--expect", "2", *where)
     assert service.routers.requests[-1].expected_version == 2
