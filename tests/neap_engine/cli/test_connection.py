@@ -82,7 +82,6 @@ def test_every_command_that_calls_a_service_can_wait(neap):
     for command in (
         ["generate"],
         ["calibrate"],
-        ["report"],
         ["jobs", "watch"],
         ["routers", "list"],
         ["routers", "promote"],
