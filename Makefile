@@ -14,8 +14,8 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 TORCH_VERSION ?= 2.13.0
 TORCH_INDEX_URL ?=
 TESTS ?= tests
-# Processes that run tests side by side.
-TEST_JOBS ?= 2
+# Processes that run tests side by side: more than two cores could keep busy, because many tests wait for a process.
+TEST_JOBS ?= 4
 DEMO_FLAGS ?=
 BENCH_FLAGS ?= --per-task 5
 # Optional dependencies to install. An image of the services needs only "otel".

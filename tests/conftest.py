@@ -10,8 +10,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
-import torch
-import transformers
 
 # A machine with a GPU may have torch and transformers alone: tests/gpu asks for no more.
 if find_spec("hypothesis"):
@@ -23,10 +21,18 @@ if find_spec("hypothesis"):
 if find_spec("redis") and find_spec("obstore"):
     from tests.registry_servers import own_redis, own_s3, s3, start_redis  # noqa: F401
 
-# Tiny models: a second thread costs more than it brings, most of all beside other work.
-torch.set_num_threads(1)
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that only hands tests out to others needs none of this, and they start once it is ready."""
+    if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return
+    import torch
+    import transformers
+
+    # Tiny models: a second thread costs more than it brings, most of all beside other work.
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
 
 
 def pytest_collection_finish() -> None:
@@ -36,6 +42,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
+    import torch
+
     torch.manual_seed(0)
 
 

@@ -63,6 +63,7 @@ p.LONGEST_PAUSE_S = 0.1
 """
 
 
+@pytest.mark.full
 def test_a_registry_without_room_is_waited_for_and_the_queue_goes_on(start_service):
     service = start_service(patch=FULL_REGISTRY)
     (service.folder / "full").touch()
@@ -81,6 +82,7 @@ def test_a_registry_without_room_is_waited_for_and_the_queue_goes_on(start_servi
     assert len(service.versions()) == 1
 
 
+@pytest.mark.full
 def test_a_product_waits_for_room_to_be_saved(service):
     job = service.create("no-room-for-product")
     states = service.watch(job)
@@ -146,6 +148,7 @@ def test_a_product_whose_end_cannot_be_recorded_is_recorded_later(start_service)
     assert end.manifest_digest == published.manifest_digest
 
 
+@pytest.mark.full
 def test_a_service_whose_queue_has_died_reports_not_serving(start_service):
     service = start_service(
         *("--model", "tiny=/a", "--grace-s", "60"),
@@ -161,6 +164,7 @@ def test_a_service_whose_queue_has_died_reports_not_serving(start_service):
     assert service.end_of(job).state == pb.STATE_SUCCEEDED
 
 
+@pytest.mark.full
 def test_a_job_that_cannot_be_supervised_fails_and_the_queue_continues(start_service):
     service = start_service(
         patch="import subprocess as s\nreal, s.Popen = s.Popen, lambda *_, **__: (setattr(s, 'Popen', real), 1 / 0)"

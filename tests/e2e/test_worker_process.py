@@ -63,6 +63,7 @@ def test_not_serving_until_warm_then_sigterm_finishes_streams(folder, tmp_path):
     assert {"model loaded", "serving", "call ended"} <= set(events)
 
 
+@pytest.mark.full
 def test_the_first_requests_find_the_routers(folder, tmp_path):
     """48 at once, by the default alias and by a name, where at most 32 may wait for the registry."""
     loaded = load_model(folder, model_id="tiny")
@@ -99,6 +100,7 @@ sys.meta_path.insert(0, Hanging())
 """
 
 
+@pytest.mark.full
 def test_a_worker_whose_engine_hangs_says_where_and_ends(folder, tmp_path, monkeypatch):
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "sitecustomize.py").write_text(HANGING)

@@ -34,6 +34,8 @@ def test_a_step_that_does_not_end_is_found_and_named(hung: threading.Event) -> N
     released = threading.Event()
 
     def never_drafts(context: list[int]) -> tuple[int, float]:
+        # Watched from now on, as a model that has loaded: the turns before may be slow where much else runs.
+        engines.append(engine)
         released.wait()
         return 1, 0.5
 
@@ -44,7 +46,6 @@ def test_a_step_that_does_not_end_is_found_and_named(hung: threading.Event) -> N
             capture_logs() as logs,
             fixed_cost_engine(wrap_model(build_family("llama")), ScriptedLadder(never_drafts)) as engine,
         ):
-            engines.append(engine)  # as a worker's model that has loaded
             engine.warm_up()
             thread = threading.Thread(target=engine.generate, args=(PROMPT,))
             thread.start()
@@ -77,8 +78,10 @@ def test_an_engine_that_waits_or_goes_on_is_left_alone(turns: Iterator[float | N
 
 
 def test_the_end_waits_for_no_thread() -> None:
+    # The module names the class of engines only in annotations, and importing that takes seconds.
     code = """
-import threading
+import sys, threading, types
+sys.modules["shared.engine.engine"] = types.SimpleNamespace(Engine=object)
 from inference_service.engine_watch import exit_at_once
 threading.Thread(target=threading.Event().wait).start()
 print("so far", flush=False)

@@ -5,12 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
-PREFIX = """
-import json, sys
-from inference_service.light_imports import import_transformers_lightly
-import_transformers_lightly()
-"""
 HEAVY = (
     "datasets",
     "starlette",
@@ -22,17 +19,11 @@ HEAVY = (
     "torch._inductor",
     "torch._dynamo.utils",
 )
-
-
-def _run(program: str) -> object:
-    command = [sys.executable, "-c", PREFIX + program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def test_a_worker_imports_nothing_that_it_does_not_run() -> None:
-    program = f"""
+# One process for all: each part prints a line, and the later ones import more.
+PROGRAM = f"""
+import json, sys
+from inference_service.light_imports import import_transformers_lightly
+import_transformers_lightly()
 import torch
 import inference_service.__main__
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -46,12 +37,7 @@ with Calls():
 with torch.device("meta"):
     LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
 print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))
-"""
-    assert _run(program) == []
 
-
-def test_transformers_lists_its_files_once_and_finds_the_same() -> None:
-    program = """
 from pathlib import Path
 import transformers.models
 from transformers.utils import import_utils
@@ -60,24 +46,13 @@ once = import_utils.create_import_structure_from_path
 each_time = once.__wrapped__
 known = once(folder)
 print(json.dumps([known is once(folder / "__init__.py"), len(known) > 100, known == each_time(str(folder))]))
-"""
-    assert _run(program) == [True, True, True]
 
-
-def test_distributed_tensors_come_when_they_are_needed() -> None:
-    program = """
 late = sys.modules["torch.distributed.tensor"]
 import torch.distributed.tensor as tensors
 before = "torch.distributed.tensor._api" in sys.modules
 from torch.distributed.tensor import DTensor, Shard
 print(json.dumps([before, tensors is late, DTensor is tensors._api.DTensor, Shard(1).dim]))
-"""
-    assert _run(program) == [False, True, True, 1]
 
-
-def test_the_compiler_comes_when_it_is_needed_and_knows_what_was_marked() -> None:
-    program = """
-import torch
 from transformers.integrations import deepgemm
 late = torch._dynamo
 marked = [function for mark, function in late._marked if mark == "assume_constant_result"]
@@ -94,4 +69,26 @@ result = float(compiled(torch.ones(1)))
 known = [getattr(function, "_dynamo_marked_constant", False) for function in marked]
 print(json.dumps([result, "torch._dynamo.utils" in sys.modules, bool(known) and all(known)]))
 """
-    assert _run(program) == [4.0, True, True]
+
+
+@pytest.fixture(scope="module")
+def said() -> list[object]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_worker_imports_nothing_that_it_does_not_run(said: list[object]) -> None:
+    assert said[0] == []
+
+
+def test_transformers_lists_its_files_once_and_finds_the_same(said: list[object]) -> None:
+    assert said[1] == [True, True, True]
+
+
+def test_distributed_tensors_come_when_they_are_needed(said: list[object]) -> None:
+    assert said[2] == [False, True, True, 1]
+
+
+def test_the_compiler_comes_when_it_is_needed_and_knows_what_was_marked(said: list[object]) -> None:
+    assert said[3] == [4.0, True, True]

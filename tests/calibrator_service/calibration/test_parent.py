@@ -117,7 +117,10 @@ def _heads_only(tmp_path: Path, first: CalibrationResult) -> Path:
     return path
 
 
-@pytest.mark.parametrize("phase", ["collecting", "training_routers", "evaluating"])
+RARELY = [pytest.param(phase, marks=pytest.mark.full) for phase in ("collecting", "evaluating")]
+
+
+@pytest.mark.parametrize("phase", ["training_routers", *RARELY])
 def test_a_run_that_is_killed_and_resumed_adds_its_parent_once(first, counting, tmp_path, phase):
     spec = spec_of(write_lines(tmp_path / "second.jsonl", 2))
     whole = calibrate(counting, spec, parent=parent_of(first))

@@ -1,5 +1,6 @@
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from neap_engine.cli.console import print_line
 from neap_engine.cli.job_progress import figures_line
 from shared.errors import PermissionDenied
 from shared.registry.factory import open_registry
+from tests.waiting import wait_until
 
 SHIPPED = Path(__file__).parents[3] / "bench" / "router"
 
@@ -199,8 +201,15 @@ def test_ctrl_c_is_caught_as_soon_as_the_id_is_printed(service, calibrate, monke
 
 
 def test_ctrl_c_before_the_service_answers_says_how_to_find_the_job(service, calibrate):
-    tested = threading.Event()
-    service.calibration.on_create = lambda: (ctrl_c(), tested.wait())
+    tested, main = threading.Event(), threading.main_thread().ident
+
+    def interrupt():
+        # A signal that comes before the main thread waits would be seen when the call ends, half a minute later.
+        wait_until(lambda: sys._current_frames()[main].f_code.co_name == "interruptible")
+        ctrl_c()
+        tested.wait()
+
+    service.calibration.on_create = interrupt
     for flag in ("--seed=1", "--detach"):
         result = calibrate("--request-id", "r 1", flag)
         assert result.exit_code == 130

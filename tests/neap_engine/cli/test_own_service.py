@@ -11,7 +11,7 @@ import pytest
 from shared.registry.factory import open_registry
 from tests.worker import save_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 
 def _start(tmp_path: Path, *flags: str, **variables: str) -> "subprocess.Popen[str]":
@@ -43,7 +43,6 @@ def _processes_of(folder: Path) -> list[int]:
     return found
 
 
-@pytest.mark.full
 def test_a_router_is_published_and_nothing_is_left_running(tmp_path):
     save_model(tmp_path / "model")
     with _start(tmp_path, "--max-tokens", "3000", "--time-budget", "30") as command:
@@ -56,7 +55,6 @@ def test_a_router_is_published_and_nothing_is_left_running(tmp_path):
     registry.close()
 
 
-@pytest.mark.full
 def test_sigterm_cancels_the_job_and_ends_the_service(tmp_path):
     save_model(tmp_path / "model")
     with _start(tmp_path, "--time-budget", "600") as command:

@@ -1,11 +1,13 @@
 import json
 import subprocess
+import sys
 
 import pytest
 
 from neap_engine.cli import shipped_router as module
 from shared.errors import Unavailable
 from shared.ladder.folder import read_router_folder
+from shared.registry.factory import open_registry
 from tests.manifests import real_manifest
 
 FINGERPRINT = real_manifest()["model"]["fingerprint"]
@@ -29,19 +31,25 @@ def test_an_installed_one_comes_first(monkeypatch, tmp_path):
     assert module.shipped_router("f") == tmp_path
 
 
+@pytest.fixture
+def _in_this_process(neap, monkeypatch):
+    """The command runs in the test's process: another one would import torch for seconds."""
+
+    def run(command, **_):
+        assert command[:3] == [sys.executable, "-m", "neap_engine.cli.main"]
+        result = neap(*command[3:])
+        return subprocess.CompletedProcess(command, result.exit_code, result.stdout, result.stderr)
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+@pytest.mark.usefixtures("_in_this_process")
 def test_an_import_that_fails_says_why(tmp_path):
     with pytest.raises(Unavailable, match="holds no router"):
         module.import_shipped(tmp_path, "tiny", "shipped", tmp_path)
 
 
-def test_the_import_goes_to_the_demos_registry(monkeypatch, tmp_path):
-    ran = []
-
-    def run(command, **_):
-        ran.append(command)
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(subprocess, "run", run)
-    module.import_shipped(tmp_path / "router", "tiny", "shipped", tmp_path / "data")
-    flags = ["--model", "tiny", "--alias", "shipped", "--data-dir", str(tmp_path / "data")]
-    assert ran[0][-8:] == ["import", str(tmp_path / "router"), *flags]
+@pytest.mark.usefixtures("_in_this_process")
+def test_the_import_goes_to_the_demos_registry(tmp_path):
+    module.import_shipped(module.shipped_router(FINGERPRINT), "tiny", "shipped", tmp_path / "data")
+    assert open_registry(str(tmp_path / "data" / "registry")).aliases("tiny") == {"shipped": 1}

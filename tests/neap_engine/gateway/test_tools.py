@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from tests.chat_gateways import chat_gateway
 from tests.chats import HERMES, IN_THOUGHT
 from tests.gateways import chat_body
-from tests.worker import build_tokenizer
+from tests.worker import EOS, build_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -74,6 +74,23 @@ def test_calls_are_whole_in_an_answer_and_in_pieces_in_a_stream(state, client, c
     with client.chat.completions.stream(**asked) as stream:  # the package's own way to put them together
         final = stream.get_final_completion().choices[0]
     assert final.message.tool_calls[0].function.arguments == call.function.arguments
+
+
+def test_several_calls_are_told_apart_by_their_index(state, client):
+    asked = {**CHAT, "tool_choice": "required", "logit_bias": {**state.bias, str(EOS): -100}}
+    answer = client.chat.completions.create(**asked).choices[0]
+    calls = answer.message.tool_calls
+    assert len(calls) > 2
+    assert len({call.id for call in calls}) == len(calls)
+    for call in calls[:-1]:  # the last one may be cut off
+        jsonschema.validate(
+            json.loads(call.function.arguments), SCHEMA if call.function.name == "make" else {"maxProperties": 0}
+        )
+    streamed = [""] * len(calls)
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for piece in chunk.choices[0].delta.tool_calls or []:
+            streamed[piece.index] += piece.function.arguments
+    assert streamed == [call.function.arguments for call in calls]
 
 
 def test_reasoning_is_apart_from_the_text(state, client):

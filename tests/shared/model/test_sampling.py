@@ -109,6 +109,7 @@ def test_sampling_in_exact_keeps_the_full_models_distribution() -> None:
     assert _p_value(counts, truth) > SIGNIFICANCE
 
 
+@pytest.mark.full
 def test_the_test_would_see_a_wrong_acceptance_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that accepts every fairly probable draft, instead of accepting with its probability, must fail the
     test."""

@@ -226,6 +226,7 @@ def raising(error):
 
 
 @pytest.mark.usefixtures("short_lease")
+@pytest.mark.full
 def test_the_end_of_a_lost_lease_leaves_that_of_another_sweep(objects):
     other = Lease(objects)
     with Lease(objects).held() as lease:

@@ -104,6 +104,7 @@ def test_every_difference_of_the_engine_is_found_by_the_replay(result, base_mode
     check_replay(base_model, result, tmp_path)
 
 
+@pytest.mark.full
 def test_rounded_matmuls_are_certified_as_they_are_served(tmp_path):
     loaded = with_rounded_matmuls(make_model(chat=False, accelerate=False), tmp_path / "model")
     result = calibrated(loaded, tmp_path / "work")
