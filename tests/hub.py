@@ -2,53 +2,38 @@
 datasets."""
 
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.http_servers import HttpServer, Quiet
 
 SHA = "5" * 40
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(HttpServer):
     """`gated`, `broken`: ids that answer 403 with the code of a gated dataset, or 500.
     `tokens`: (id, header) of callers that showed one."""
 
-    daemon_threads = True
-
     def __init__(self, datasets: Mapping[str, Mapping[str, bytes]]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.datasets = datasets
         self.gated: frozenset[str] = frozenset()
         self.broken: frozenset[str] = frozenset()
         self.tokens: set[tuple[str, str]] = set()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
 
 @contextmanager
 def hub(datasets: Mapping[str, Mapping[str, bytes]]) -> Iterator[Hub]:
     server = Hub(datasets)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with server.answering():
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Quiet, BaseHTTPRequestHandler):
     server: Hub
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
     def do_HEAD(self) -> None:
         self.do_GET()

@@ -1,10 +1,11 @@
 """An HTTP proxy before an S3 server. A test sees each request and may answer it itself, or hold it."""
 
 import http.client
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from tests.http_servers import HttpServer, Quiet
 
 # Gets method, path and headers. Returns the status to answer with, or None to hand the request on. May block.
 Gate = Callable[[str, str, Mapping[str, str]], int | None]
@@ -14,9 +15,7 @@ Gate = Callable[[str, str, Mapping[str, str]], int | None]
 def s3_gate(target_port: int, gate: Gate) -> Iterator[str]:
     """Yields the proxy's endpoint. It hands on the `Host` that the client signed, so signatures stay valid."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(Quiet, BaseHTTPRequestHandler):
         def handle_one_request(self) -> None:
             self.raw_requestline = self.rfile.readline(65537)
             if not self.raw_requestline or not self.parse_request():
@@ -41,16 +40,5 @@ def s3_gate(target_port: int, gate: Gate) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(data)
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join(60)
-        server.server_close()
+    with HttpServer(Handler).answering() as server:
+        yield server.url

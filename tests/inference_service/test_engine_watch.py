@@ -50,6 +50,7 @@ def test_a_step_that_does_not_end_is_found_and_named(hung: threading.Event) -> N
             thread = threading.Thread(target=engine.generate, args=(PROMPT,))
             thread.start()
             assert hung.wait(60)
+            watch.stop()
             released.set()
             thread.join()
     finally:

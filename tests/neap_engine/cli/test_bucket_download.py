@@ -5,7 +5,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from neap_engine.cli import bucket_download
 from neap_engine.cli.main import app
+from tests.http_servers import HttpServer, Quiet
 
 WEIGHTS = random.Random(0).randbytes(600_000)
 CONNECTION_BYTES = 150_000
@@ -41,9 +42,7 @@ class Bucket:
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     held = Bucket()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(Quiet, BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if "list-type" in self.path:
                 self.answer(200, held.listing())
@@ -72,21 +71,13 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
             self.wfile.write(body[:num_bytes])
             self.close_connection = True
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
         monkeypatch.setenv(name, "x")
     monkeypatch.setattr(bucket_download, "FIRST_PAUSE_S", 0.0)
-    yield held
-    held.may_end.set()
-    server.shutdown()
-    thread.join(60)
-    server.server_close()
+    with HttpServer(Handler).answering() as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        yield held
+        held.may_end.set()
 
 
 def fetch(folder: Path) -> tuple[int, str]:

@@ -2,17 +2,16 @@
 
 import os
 import signal
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import obstore
 import pytest
+from huggingface_hub import constants
 from obstore.store import S3Store
 from typer.testing import CliRunner
 
 from neap_engine.cli.main import app
+from tests.hub import hub
 from tests.servers import S3Server
 
 FILES = {"config.json": b"{}", "model.safetensors": b"w" * 100_000, "tokenizer.json": b"{}"}
@@ -44,32 +43,11 @@ def test_a_bucket_gives_all_files_but_pickles_and_code(bucket, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["models"]
 
 
-@pytest.fixture
-def broken_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    constants = pytest.importorskip("huggingface_hub").constants
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    yield
-    server.shutdown()
-    thread.join(60)
-    server.server_close()
-
-
-def test_a_model_that_the_hub_does_not_have_is_named(broken_hub, tmp_path):
-    code, said = _fetch("nobody/nothing", str(tmp_path / "models" / "x"))
+def test_a_model_that_the_hub_does_not_have_is_named(monkeypatch, tmp_path):
+    with hub({}) as server:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        code, said = _fetch("nobody/nothing", str(tmp_path / "models" / "x"))
     assert code == 1
     assert "the Hub has no model nobody/nothing" in " ".join(said.split())
     assert list((tmp_path / "models").iterdir()) == []

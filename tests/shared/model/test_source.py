@@ -1,9 +1,8 @@
 """A model's name on the Hugging Face Hub: what is said when the hub does not give it, and that its cache serves
 instead."""
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -12,20 +11,21 @@ from huggingface_hub import constants
 from shared.errors import NeapError
 from shared.model.load import load_model
 from shared.model.source import arguments_of
+from tests.http_servers import HttpServer, Quiet
 from tests.worker import save_model
 
 NAME = "nobody/tiny"
 
 
-class StubHub(ThreadingHTTPServer):
+class StubHub(HttpServer):
     """Gives every request the same answer. `asked`: the paths of the requests."""
 
     def __init__(self, status: int, code: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.status, self.code, self.asked = status, code, list[str]()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Quiet, BaseHTTPRequestHandler):
     server: StubHub
 
     def do_HEAD(self) -> None:
@@ -35,12 +35,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def log_message(self, *_: object) -> None:
-        pass
 
-
-def use_hub(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    url = f"http://127.0.0.1:{port}"
+def use_hub(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", url)
     files = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
@@ -50,13 +46,9 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
 @pytest.fixture
 def hub(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[StubHub]:
     server = StubHub(*request.param)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    use_hub(monkeypatch, server.server_port)
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    use_hub(monkeypatch, server.url)
+    with server.answering():
+        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +61,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The port refuses connections."""
     with StubHub(200, "") as server:
-        port = server.server_port
-    use_hub(monkeypatch, port)
+        use_hub(monkeypatch, server.url)
 
 
 def put_into_cache(cache: Path) -> None:
@@ -97,15 +88,19 @@ def test_the_hubs_refusal_is_named(hub: StubHub, reason: str, says: str) -> None
     assert hub.asked == [f"/{NAME}/resolve/main/config.json"], "it is asked once"
 
 
-def test_a_hub_that_cannot_be_reached_is_named(nobody_answers: None) -> None:
+@pytest.mark.usefixtures("nobody_answers")
+def test_a_hub_that_cannot_be_reached_is_named() -> None:
     with pytest.raises(NeapError, match=r"no such folder.* cannot be reached") as caught:
         load_model(NAME)
     assert caught.value.reason == "HUB_UNAVAILABLE"
 
 
-def test_without_permission_to_ask_the_cache_is_named() -> None:
-    with pytest.raises(NeapError, match="HF_HUB_OFFLINE") as caught:
-        load_model(NAME)
+@pytest.mark.parametrize(
+    ("name", "says"), [(NAME, "HF_HUB_OFFLINE"), ("models/of/mine", "no such folder, and it is no name")]
+)
+def test_what_is_not_there_is_named_although_nobody_may_be_asked(name: str, says: str) -> None:
+    with pytest.raises(NeapError, match=says) as caught:
+        load_model(name)
     assert caught.value.reason == "MODEL_NOT_FOUND"
 
 
@@ -120,9 +115,3 @@ def test_a_hub_that_answers_is_asked_for_the_files(hub: StubHub, cache: Path) ->
     put_into_cache(cache)
     assert arguments_of(NAME)["local_files_only"] is False
     assert len(hub.asked) == 1
-
-
-def test_what_is_no_name_of_the_hub_is_a_missing_folder() -> None:
-    with pytest.raises(NeapError, match="no such folder, and it is no name") as caught:
-        load_model("models/of/mine")
-    assert caught.value.reason == "MODEL_NOT_FOUND"

@@ -138,6 +138,7 @@ def test_the_token_is_sent_only_for_datasets_allowed_by_name(answers, served):
     assert served.tokens == {("owner/named", "Bearer hf_of_the_operator")}
 
 
+@pytest.mark.full
 def test_an_unreachable_hub_is_unavailable(disk):
     (answer,) = read([{"name": "owner/plain"}], disk, "http://127.0.0.1:9")
     assert (answer["error"], answer["reason"]) == ("Unavailable", "DATASET_UNAVAILABLE")
