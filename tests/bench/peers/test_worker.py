@@ -92,18 +92,15 @@ def test_an_engine_that_raises_says_why_and_goes_on(worker: Worker) -> None:
     assert worker.answer([[1]], 1, "", 60)[0].token_ids == [1]
 
 
-def test_a_dead_engine_is_an_error_that_names_its_log(worker: Worker) -> None:
+@pytest.mark.parametrize(
+    ("how", "timeout_s", "says"), [("die", 60, r"ended .*noise on stdout"), ("slow", 0.01, "did not answer in time")]
+)
+def test_after_a_death_or_a_late_answer_nothing_is_taken_for_the_next(
+    worker: Worker, how: str, timeout_s: float, says: str
+) -> None:
     worker.load(settings(), 60)
-    with pytest.raises(EngineFailed, match=r"ended .*noise on stdout"):
-        worker.answer([[1]], 1, "die", 60)
-    with pytest.raises(EngineFailed, match="ended"):
-        worker.answer([[1]], 1, "", 60)
-
-
-def test_a_late_answer_is_not_taken_for_the_next(worker: Worker) -> None:
-    worker.load(settings(), 60)
-    with pytest.raises(EngineFailed, match="did not answer in time"):
-        worker.answer([[1]], 1, "slow", 0.01)
+    with pytest.raises(EngineFailed, match=says):
+        worker.answer([[1]], 1, how, timeout_s)
     with pytest.raises(EngineFailed, match="ended"):
         worker.answer([[2]], 1, "", 60)
 

@@ -16,9 +16,19 @@ from tests.waiting import wait_until
 SHIPPED = Path(__file__).parents[3] / "bench" / "router"
 
 
-def test_follows_the_job_to_its_version(service, neap):
+@pytest.fixture
+def calibrate(service, neap):
+    """Runs `neap calibrate` with `flags`."""
+
+    def run(*flags, before=()):
+        return neap(*before, "calibrate", "--model", "tiny", "--calibrator", service.address, *flags)
+
+    return run
+
+
+def test_follows_the_job_to_its_version(service, calibrate):
     flags = ["--depths", "2,4", "--time-budget", "90", "--alias", "a"]
-    result = neap("calibrate", "--model", "tiny", "--calibrator", service.address, *flags)
+    result = calibrate(*flags)
     assert result.exit_code == 0, result.output
     assert "collecting 25% 1,234 tokens learned from" in result.stdout
     assert "published version 7 (sha256:abc)" in result.stdout
@@ -29,22 +39,19 @@ def test_follows_the_job_to_its_version(service, neap):
     assert spec.WhichOneof("source") == "self_generated"
 
 
-def test_limits_are_left_to_the_service_unless_given(service, neap):
+def test_limits_are_left_to_the_service_unless_given(service, calibrate):
     """The service knows the default budget. A request with --max-tokens carries no budget."""
-    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
-    assert neap(*base).exit_code == 0
+    assert calibrate().exit_code == 0
     assert service.calibration.spec.max_tokens == 0
     assert not service.calibration.spec.HasField("time_budget")
-    assert neap(*base, "--max-tokens", "700000").exit_code == 0
+    assert calibrate("--max-tokens", "700000").exit_code == 0
     assert service.calibration.spec.max_tokens == 700_000
     assert not service.calibration.spec.HasField("time_budget")
 
 
-def test_a_preset_is_a_budget(service, neap):
-    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
-
+def test_a_preset_is_a_budget(service, calibrate):
     def budget_s(*flags: str) -> int:
-        assert neap(*base, *flags).exit_code == 0
+        assert calibrate(*flags).exit_code == 0
         return service.calibration.spec.time_budget.seconds
 
     assert budget_s("--preset", "quick") == 150
@@ -52,59 +59,54 @@ def test_a_preset_is_a_budget(service, neap):
     assert budget_s("--preset", "night", "--time-budget", "7000") == 7000
 
 
-def test_a_time_budget_that_a_duration_cannot_hold_is_refused(service, neap):
-    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
-    for budget in ("1e30", "nan", "inf"):
-        result = neap(*base, "--time-budget", budget)
-        assert result.exit_code != 0
+def test_a_time_budget_that_a_duration_cannot_hold_is_refused(service, calibrate):
+    for budget, code in (("1e30", 1), ("nan", 2), ("inf", 1)):
+        result = calibrate("--time-budget", budget)
+        assert result.exit_code == code
         assert "--time-budget" in result.stderr
         assert service.calibration.spec is None
-    assert neap(*base, "--time-budget", "1.5").exit_code == 0
-    assert service.calibration.spec.time_budget.ToMilliseconds() == 1500
 
 
-def test_output_to_a_file_has_one_line_per_tenth_of_the_work(service, neap):
+def test_output_to_a_file_has_one_line_per_tenth_of_the_work(service, calibrate):
     writing = {"state": pb.STATE_RUNNING, "phase": pb.PHASE_COLLECTING}
     done = service.calibration.states[-1]
     service.calibration.states = [
         {**writing, "fraction": f, "figures": {"generated_tokens": 64.0}} for f in (0.0, 0.01, 0.1)
     ] + [done]
-    result = neap("calibrate", "--model", "tiny", "--calibrator", service.address)
+    result = calibrate()
     said = [line.strip() for line in result.stdout.splitlines() if "collecting" in line]
     assert said == ["collecting 0% 64 tokens written", "collecting 10% 64 tokens written"]
 
 
-def test_sources(service, neap, tmp_path):
+def test_sources(service, calibrate, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\n\n two \n")
-    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
-    assert neap(*base, "--prompts", str(prompts)).exit_code == 0
+    assert calibrate("--prompts", str(prompts)).exit_code == 0
     assert list(service.calibration.spec.self_generated.prompts) == ["one", "two"]
     assert not service.calibration.spec.self_generated.use_workers
-    assert neap(*base, "--prompts", str(prompts), "--workers").exit_code == 0
+    assert calibrate("--prompts", str(prompts), "--workers").exit_code == 0
     assert service.calibration.spec.self_generated.use_workers
-    refused = neap(*base, "--text", "some.txt", "--workers")
+    refused = calibrate("--text", "some.txt", "--workers")
     assert refused.exit_code == 1
     assert "--workers" in refused.stderr
-    assert neap(*base, "--dataset", "org/set:conf", "--field", "body").exit_code == 0
+    assert calibrate("--dataset", "org/set:conf", "--field", "body").exit_code == 0
     assert service.calibration.spec.hub_dataset == pb.HubDataset(name="org/set", config="conf", field="body")
-    assert neap(*base, "--text", "some.txt").exit_code == 0
+    assert calibrate("--text", "some.txt").exit_code == 0
     assert service.calibration.spec.text_file.path.startswith("/")
-    assert neap(*base, "--answers", "some.jsonl").exit_code == 0
+    assert calibrate("--answers", "some.jsonl").exit_code == 0
     assert service.calibration.spec.answer_file.path.endswith("/some.jsonl")
-    result = neap(*base, "--text", "some.txt", "--dataset", "x")
+    result = calibrate("--text", "some.txt", "--dataset", "x")
     assert result.exit_code == 1
     assert "only one of --text, --answers, --dataset and --prompts" in result.stderr
-    result = neap(*base, "--dataset", "a:b:c:d")
+    result = calibrate("--dataset", "a:b:c:d")
     assert result.exit_code == 1
     assert "NAME[:CONFIG[:SPLIT]]" in result.stderr
 
 
-def test_prompts_may_be_json(service, neap, tmp_path):
+def test_prompts_may_be_json(service, calibrate, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": " two\\nlines", "kind": "x"}\n\n{"prompt": "one"}')
-    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
-    assert neap(*base, "--prompts", str(prompts)).exit_code == 0
+    assert calibrate("--prompts", str(prompts)).exit_code == 0
     assert list(service.calibration.spec.self_generated.prompts) == [" two\nlines", "one"]
     for line in (
         "plain text",
@@ -116,61 +118,49 @@ def test_prompts_may_be_json(service, neap, tmp_path):
         '{"prompt": "\\ud800"}',
     ):
         prompts.write_text('{"prompt": "one"}\n' + line)
-        result = neap(*base, "--prompts", str(prompts))
+        result = calibrate("--prompts", str(prompts))
         assert result.exit_code == 1
         assert "prompts.jsonl:2" in result.stderr
         assert "[BAD_PROMPT_FILE]" in result.stderr
 
 
-def test_only_a_line_feed_ends_a_prompt(service, neap, tmp_path):
+def test_only_a_line_feed_ends_a_prompt(service, calibrate, tmp_path):
     prompts = tmp_path / "prompts.txt"
     inner = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg"
     prompts.write_bytes(f"\ufeff{inner}\r\ntwo\n".encode())
-    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
-    assert neap(*base, "--prompts", str(prompts)).exit_code == 0
+    assert calibrate("--prompts", str(prompts)).exit_code == 0
     assert list(service.calibration.spec.self_generated.prompts) == [inner, "two"]
     service.calibration.spec = None
     for content, reason in ((b"\xff\xfe", "NOT_UTF8"), (b" \n\n", "EMPTY_PROMPT")):
         prompts.write_bytes(content)
-        result = neap(*base, "--prompts", str(prompts))
+        result = calibrate("--prompts", str(prompts))
         assert result.exit_code == 1
         assert reason in result.stderr
         assert service.calibration.spec is None
 
 
 @pytest.mark.parametrize(("given", "nanoseconds"), [("1.9", 1_900_000_000), ("90.000000001", 90_000_000_001)])
-def test_fractions_of_a_second_reach_the_service(service, neap, given, nanoseconds):
-    flags = ["--model", "tiny", "--calibrator", service.address, "--time-budget", given]
-    assert neap("calibrate", *flags).exit_code == 0
+def test_fractions_of_a_second_reach_the_service(service, calibrate, given, nanoseconds):
+    assert calibrate("--time-budget", given).exit_code == 0
     assert service.calibration.spec.time_budget.ToNanoseconds() == nanoseconds
 
 
-def test_a_failed_job_says_why(service, neap):
+def test_a_failed_job_says_why(service, calibrate):
     failure = pb.Failure(reason="DATASET_NOT_FOUND", message="no dataset x")
     service.calibration.states[-1] = {"state": pb.STATE_FAILED, "failure": failure}
-    result = neap("calibrate", "--model", "tiny", "--calibrator", service.address)
+    result = calibrate()
     assert result.exit_code == 1
     assert "no dataset x [DATASET_NOT_FOUND]" in result.stderr
 
 
-def test_control_characters_in_a_failure_are_escaped(service, neap):
+def test_control_characters_in_a_failure_are_escaped(service, calibrate):
     failure = pb.Failure(reason="BAD\x9b", message="no dataset \x1b]0;x\x07 [/red]")
     service.calibration.states[-1] = {"state": pb.STATE_FAILED, "failure": failure}
     service.calibration.states[1]["figures"] = {"\x1b[2J.agreement": 1.0}
-    result = neap("calibrate", "--model", "tiny", "--calibrator", service.address)
+    result = calibrate()
     assert "no dataset \\u001b]0;x\\u0007 [/red] [BAD\\u009b]" in result.stderr
     assert "\\u001b[2J 100%" in result.stdout
     assert all(line.isprintable() for line in result.output.splitlines())
-
-
-@pytest.fixture
-def calibrate(service, neap):
-    """Runs `neap calibrate` with `flags`."""
-
-    def run(*flags, before=()):
-        return neap(*before, "calibrate", "--model", "tiny", "--calibrator", service.address, *flags)
-
-    return run
 
 
 def ctrl_c():
@@ -255,14 +245,12 @@ def test_detach_prints_the_id_alone(service, calibrate):
     [
         (["--depths", "2,x"], 1),
         (["--seed", "-1"], 2),
-        (["--time-budget", "nan"], 2),
-        (["--time-budget", "inf"], 1),
         (["--time-budget", "0.5"], 2),
         (["--detach", "--start-service"], 2),
     ],
 )
-def test_invalid_flags_are_refused(service, neap, flags, code):
-    result = neap("calibrate", "--model", "tiny", "--calibrator", service.address, *flags)
+def test_invalid_flags_are_refused(service, calibrate, flags, code):
+    result = calibrate(*flags)
     assert result.exit_code == code
     assert service.calibration.spec is None
 
@@ -290,32 +278,29 @@ def test_figures_are_shown_in_plain_words(figures, line):
     assert figures_line(pb.Calibration(figures=figures)) == line
 
 
-def test_a_parent_is_a_version_or_an_alias(service, neap):
-    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
-    assert neap(*base).exit_code == 0
+def test_a_parent_is_a_version_or_an_alias(service, calibrate):
+    assert calibrate().exit_code == 0
     assert not service.calibration.spec.HasField("parent")
-    assert neap(*base, "--from", "3").exit_code == 0
+    assert calibrate("--from", "3").exit_code == 0
     assert service.calibration.spec.parent == pb.ParentRouter(version=3, share=1.0)
-    assert neap(*base, "--from", "stable", "--parent-share", "0.5").exit_code == 0
+    assert calibrate("--from", "stable", "--parent-share", "0.5").exit_code == 0
     assert service.calibration.spec.parent == pb.ParentRouter(alias="stable", share=0.5)
 
 
 @pytest.mark.parametrize("share", ["0", "1.5", "-1", "nan"])
-def test_a_share_that_is_none_is_refused(service, neap, share):
-    flags = ["--calibrator", service.address, "--from", "3", "--parent-share", share]
-    result = neap("calibrate", "--model", "tiny", *flags)
+def test_a_share_that_is_none_is_refused(service, calibrate, share):
+    result = calibrate("--from", "3", "--parent-share", share)
     assert (result.exit_code, "--parent-share" in result.stderr) == (1, True)
     assert service.calibration.spec is None
 
 
-def test_a_parent_of_files_is_imported_and_named_by_its_digest(service, neap, tmp_path, monkeypatch):
+def test_a_parent_of_files_is_imported_and_named_by_its_digest(service, calibrate, tmp_path, monkeypatch):
     monkeypatch.setenv("NEAP_REGISTRY", str(tmp_path / "registry"))
-    base = ["calibrate", "--model", "tiny", "--calibrator", service.address]
-    result = neap(*base, "--from", str(SHIPPED))
+    result = calibrate("--from", str(SHIPPED))
     assert result.exit_code == 0, result.output
     made = open_registry(str(tmp_path / "registry")).get("tiny", 1)
     parent = pb.ParentRouter(version=1, manifest_digest=made.manifest_digest, share=1.0)
     assert service.calibration.spec.parent == parent
     assert open_registry(str(tmp_path / "registry")).aliases("tiny") == {}
-    result = neap(*base, "--from", str(tmp_path))
+    result = calibrate("--from", str(tmp_path))
     assert (result.exit_code, "manifest.json is missing" in result.stderr) == (1, True)

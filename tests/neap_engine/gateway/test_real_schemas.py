@@ -7,12 +7,9 @@ import jsonschema
 import openai
 import pytest
 
-from shared.engine.engine import Engine
-from shared.registry.factory import open_registry
-from tests.chats import HERMES, build_chat_model
-from tests.gateways import gateway_to
-from tests.generation import publish
-from tests.worker import serving
+from tests.chat_gateways import chat_gateway
+from tests.chats import HERMES
+from tests.worker import build_tokenizer
 
 TOOLS = [json.loads(line) for line in Path(__file__).with_name("tools.jsonl").read_text().splitlines()]
 # Every third in every run.
@@ -24,31 +21,19 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory):
-    registry = open_registry(str(tmp_path_factory.mktemp("registry")))
-    loaded = build_chat_model(HERMES, own_tokens=True)
-    with Engine(loaded) as engine:
-        publish(registry, engine)
-        with (
-            serving(engine, registry) as worker,
-            gateway_to(worker.target) as gateway,
-            openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as client,
-        ):
-            # A random model hardly ends a text by itself.
-            ends = {str(loaded.tokenizer.convert_tokens_to_ids(own)): 8 for own in '"}],'}
+    # A random model hardly ends a text by itself.
+    ends = {str(token): 8 for token in build_tokenizer().convert_tokens_to_ids(list('"}],'))}
+    with (
+        chat_gateway(HERMES, tmp_path_factory.mktemp("registry")) as gateway,
+        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as client,
+    ):
 
-            def ask(tool, policy, **fields):
-                return client.chat.completions.create(
-                    model="tiny",
-                    messages=[{"role": "user", "content": tool["prompt"]}],
-                    max_tokens=500,
-                    seed=1,
-                    logit_bias=ends,
-                    extra_body={"neap": {"policy": policy}},
-                    **fields,
-                ).choices[0]
+        def ask(tool, policy, **fields):
+            asked = [{"role": "user", "content": tool["prompt"]}]
+            fields |= {"max_tokens": 500, "seed": 1, "logit_bias": ends, "extra_body": {"neap": {"policy": policy}}}
+            return client.chat.completions.create(model="tiny", messages=asked, **fields).choices[0]
 
-            yield ask
-    registry.close()
+        yield ask
 
 
 @pytest.mark.parametrize("tool", CASES)
