@@ -1,6 +1,7 @@
 """A worker whose engine hangs ends; one whose engine is busy or idle does not."""
 
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -88,5 +89,7 @@ threading.Thread(target=threading.Event().wait).start()
 print("so far", flush=False)
 exit_at_once()
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, env=buffered, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout) == (EXIT_STATUS, "so far\n")
