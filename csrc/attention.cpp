@@ -117,14 +117,8 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
   int64_t covered = 0;
   std::vector<Dtype> kv_dtypes;
   for (size_t s = 0; s < sequences; ++s) {
-    kv_dtypes.push_back(check_kv(op, keys[s], values[s]));
-    const auto fits = [&](const Tensor& cache, const Tensor& fresh) {
-      return cache.size(0) == 1 && cache.size(1) == kv_heads && cache.size(3) == fresh.size(3) &&
-             cache.stride(3) == 1 && bases[s] >= 0 && slot_mapping[s] >= bases[s] && counts[s] > 0 &&
-             slot_mapping[s] + counts[s] <= cache.size(2);
-    };
-    NEAP_CHECK(fits(keys[s], k) && fits(values[s], v), op, ": caches ", text(keys[s]), " and ", text(values[s]),
-               " cannot take ", counts[s], " tokens at ", slot_mapping[s], " for position ", bases[s]);
+    kv_dtypes.push_back(
+        check_cache(op, keys[s], values[s], kv_heads, k.size(3), v.size(3), bases[s], slot_mapping[s], counts[s]));
     covered += counts[s];
   }
   NEAP_CHECK(covered == tokens, op, ": the counts sum to ", covered, " tokens, but q has ", tokens);

@@ -11,6 +11,21 @@ inline void check_mask(const char* op, const Tensor& mask, int64_t batch, int64_
              op, ": mask has shape ", text(mask), ", want [", batch, " or 1, 1, ", queries, ", ", keys, "]");
 }
 
+// The dtype of a contiguous cache that takes keys of `width` and values of `value_width` of one sequence: `count`
+// tokens at positions from `base` on, in slots from `first_slot` on.
+template <class T>
+Dtype check_cache(const char* op, const T& keys, const T& values, int64_t heads, int64_t width, int64_t value_width,
+                  int64_t base, int64_t first_slot, int64_t count) {
+  const Dtype dtype = check_kv(op, keys, values);
+  const auto fits = [&](const T& cache, int64_t size) {
+    return cache.size(0) == 1 && cache.size(1) == heads && cache.size(3) == size && cache.stride(3) == 1 && base >= 0 &&
+           first_slot >= base && count > 0 && first_slot + count <= cache.size(2);
+  };
+  NEAP_CHECK(fits(keys, width) && fits(values, value_width), op, ": caches ", text(keys), " and ", text(values),
+             " cannot take ", count, " tokens at ", first_slot, " for position ", base);
+  return dtype;
+}
+
 // The queries of a problem. `first` and `out` point to the first one.
 struct Queries {
   const float* first;

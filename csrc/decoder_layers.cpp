@@ -16,14 +16,9 @@ constexpr const char* kOp = "decoder_layers";
 // `first_slot` on, and their attention problem. A causal branch is a part of the problem of its trunk.
 void add_sequence(Layer* layer, const TensorInfo& keys, const TensorInfo& values, int64_t base, int64_t first_slot,
                   int64_t count, const Tensor* mask, double scaling, const std::optional<double>& softcap) {
-  const Dtype dtype = check_kv(kOp, keys, values);
   const PlaceArgs& place = layer->place;
-  const auto fits = [&](const TensorInfo& cache, int64_t width) {
-    return cache.size(0) == 1 && cache.size(1) == place.kv_heads && cache.size(3) == width && cache.stride(3) == 1 &&
-           base >= 0 && first_slot >= base && count > 0 && first_slot + count <= cache.size(2);
-  };
-  NEAP_CHECK(fits(keys, place.width) && fits(values, place.value_width), kOp, ": caches ", text(keys), " and ",
-             text(values), " cannot take ", count, " tokens at ", first_slot, " for position ", base);
+  const Dtype dtype =
+      check_cache(kOp, keys, values, place.kv_heads, place.width, place.value_width, base, first_slot, count);
   NEAP_CHECK(dtype == place.kv_dtype, kOp, ": the caches of several sequences are of different dtypes");
   if (mask) check_mask(kOp, *mask, 1, count, base + count);
   const int64_t bytes = element_bytes(dtype);

@@ -10,12 +10,6 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-void dots(const RowDotsArgs& args) {
-  const Kernels& kernels = neap::kernels();
-  parallel(ceil_div(args.weight.rows, kernels.dot_rows), (double)args.weight.rows * args.weight.columns * args.tokens,
-           [&](int64_t b, int64_t e) { kernels.row_dots(args, b, e); });
-}
-
 std::tuple<Tensor, Tensor, Tensor> draft_top(Tensor x, Tensor rows, std::optional<Tensor> bias, int64_t k) {
   const Call call("draft_top", x);
   const float* inputs = call.floats("x", x, {-1, -1});
@@ -109,7 +103,9 @@ Tensor route(Tensor x, Tensor hidden, Tensor bias, Tensor output, Tensor feature
       .eps = args.eps,
   };
   kernels.norm(norm, 0, tokens);
-  dots({.x = units, .weight = args.hidden, .out = args.inner, .tokens = tokens, .x_stride = columns});
+  const RowDotsArgs dots{.x = units, .weight = args.hidden, .out = args.inner, .tokens = tokens, .x_stride = columns};
+  parallel(ceil_div(width, kernels.dot_rows), (double)width * columns * tokens,
+           [&](int64_t b, int64_t e) { kernels.row_dots(dots, b, e); });
   kernels.route_finish(args, 0, tokens);
   return probability;
 }

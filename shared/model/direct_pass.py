@@ -12,7 +12,6 @@ own forward, as before.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,16 +86,6 @@ class AngleTable:
         self._cos, self._sin = torch.cat([self._cos, cos], 1), torch.cat([self._sin, sin], 1)
 
 
-@dataclass(frozen=True)
-class _Watched:
-    """What an ordinary pass has shown: the module that makes the angles, a state that it got, and the longest causal
-    sequence."""
-
-    rotary: nn.Module
-    state: Tensor
-    causal_until: float
-
-
 class DirectPass:
     """Runs layers [first, last) of one model. Not thread-safe: it uses the model's gates."""
 
@@ -105,11 +94,10 @@ class DirectPass:
         Raises `Unsuitable` with the reason why the model's own forward is needed."""
         self._embedding = loaded.parts.embedding
         self._gates = gates
-        watched = _watch(loaded)
         # The length of the longest sequence whose masks are causal; inf without a window.
-        self.causal_until = watched.causal_until
+        rotary, state, self.causal_until = _watch(loaded)
         self._angles = AngleTable(
-            watched.rotary, watched.state, loaded.context_length, borders(loaded.model.config, loaded.context_length)
+            rotary, state, loaded.context_length, borders(loaded.model.config, loaded.context_length)
         )
         inside = set(loaded.parts.layers.modules())
         around = [module for module in loaded.model.base_model.modules() if module not in inside]
@@ -138,8 +126,9 @@ class DirectPass:
         return self._gates.run_stacked(first, last, state, self._angles.of(spans), cache, captured)
 
 
-def _watch(loaded: LoadedModel) -> _Watched:
-    """Runs three tokens through the model's own forward.
+def _watch(loaded: LoadedModel) -> tuple[nn.Module, Tensor, float]:
+    """Runs three tokens through the model's own forward. Returns the module that makes the angles, a state that it got,
+    and the length of the longest causal sequence.
     Raises `Unsuitable` if its layers are not called as a direct pass would do."""
     outputs: list[tuple[object, nn.Module, Tensor]] = []
     angles: list[object] = []
@@ -174,5 +163,4 @@ def _watch(loaded: LoadedModel) -> _Watched:
         raise Unsuitable("its layers do not share angles that one module has made")
     if not limits:
         raise Unsuitable("it makes its masks itself")
-    rotary, state = sources[0]
-    return _Watched(rotary, state, min(limits))
+    return *sources[0], min(limits)

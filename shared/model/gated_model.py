@@ -14,7 +14,7 @@ from shared.model.gates import Gates, LayerCounters
 from shared.model.inference import inference
 from shared.model.loaded import LoadedModel
 from shared.model.ragged import RaggedSequence
-from shared.model.regimes import Regimes, find_regimes, whole_or_each
+from shared.model.regimes import Regimes, find_regimes
 from shared.model.runner import CapturedStates, captured_depths
 from shared.model.substitution.match import Unsuitable
 from shared.model.substitution.ragged import Span
@@ -94,7 +94,7 @@ class GatedModel:
         if not self.regimes.are_several:
             return nullcontext()
         numbers = [self.regimes.of(length) for sequence in sequences for length in sequence.lengths]
-        return self.regimes.during(whole_or_each(numbers))
+        return self.regimes.during(numbers[0] if len(set(numbers)) == 1 else torch.tensor([numbers]))
 
     def prepare_capture(self, first: int, last: int, captured: CapturedStates) -> None:
         """Gives `captured` a key per depth at which a pass through layers [first, last) captures: see `Gates.run`."""

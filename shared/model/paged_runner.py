@@ -294,11 +294,9 @@ class PagedRunner:
 
     def _recorded_head(self, bucket: int) -> Work:
         """The final norm and the head over one bucket of states. Records them at the first call."""
-        replay = self._head_passes.get(bucket)
-        if replay is None:
-            work = partial(self._run_head, bucket)
-            replay = self._head_passes[bucket] = self._recorder.record(work)
-        return replay
+        if bucket not in self._head_passes:
+            self._head_passes[bucket] = self._recorder.record(partial(self._run_head, bucket))
+        return self._head_passes[bucket]
 
     @inference
     def _run_head(self, bucket: int) -> None:

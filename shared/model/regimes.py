@@ -74,11 +74,6 @@ class Regimes:
             self.current = None
 
 
-def whole_or_each(regimes: Sequence[int]) -> int | Tensor:
-    """The regimes of a pass' tokens: one number if all are the same, else [1, T]."""
-    return regimes[0] if len(set(regimes)) == 1 else torch.tensor([regimes])
-
-
 def find_regimes(model: PreTrainedModel, context_length: int) -> Regimes:
     """Replaces the forward of modules whose angles depend on the length, if there are any, by one that obeys the
     returned `Regimes`.

@@ -68,10 +68,7 @@ class PackedMatrices:
             file.write(data[len(header) :])
             for start in range(0, len(data), _PIECE):
                 piece = data[start : start + _PIECE]
-                if start == 0:
-                    sums.append(zlib.crc32(piece[len(header) :], zlib.crc32(header)))
-                else:
-                    sums.append(zlib.crc32(piece))
+                sums.append(zlib.crc32(piece) if start else zlib.crc32(piece[len(header) :], zlib.crc32(header)))
             table[name] = [place, len(data), sums]
         return table
 

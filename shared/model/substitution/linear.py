@@ -97,7 +97,7 @@ def embedding(module: nn.Module, *, form: object | None = None) -> Substitute:
         ids = torch.arange(min(weight.rows, INPUT_ROWS))[None]
         if not torch.equal(forward(ids), module(ids)):
             raise Unsuitable("does more than a look-up of rows")
-    return Substitute(forward, Embedding(packed), "embedding", ((module, "weight"),), (weight,))
+    return Substitute(forward, Embedding(), "embedding", ((module, "weight"),), (weight,))
 
 
 def rms_norm(module: nn.Module, *, form: object | None = None) -> Substitute:

@@ -56,8 +56,6 @@ class GatedMlp:
 class Embedding:
     """Rows of a packed matrix."""
 
-    packed: Tensor
-
 
 @dataclass(frozen=True)
 class Experts:

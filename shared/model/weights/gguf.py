@@ -9,7 +9,7 @@ Transformers also reads a file's metadata, which includes the vocabulary, severa
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -198,10 +198,7 @@ class GgufModel:
     def _entry_of(self, numbers: Tensor) -> GgufTensor:
         """The matrix in whose place `_numbers` gave these numbers."""
         row = int(numbers.min()) // 2
-        return self._entries[max(filter(lambda item: item[0] <= row, self._by_row()))[1]]
-
-    def _by_row(self) -> Iterator[tuple[int, str]]:
-        return ((row, name) for name, row in self._first_rows.items())
+        return self._entries[max((first, name) for name, first in self._first_rows.items() if first <= row)[1]]
 
     def _moved(self, entry: GgufTensor, numbers: Tensor) -> Stored | None:
         """The parameter that a processor made of the matrix, of which `numbers` are left.
@@ -218,25 +215,16 @@ class GgufModel:
         return self._stored(entry, None if torch.equal(order, in_place) else order, transposed)
 
     def _stored(self, entry: GgufTensor, row_order: Tensor | None, transposed: bool) -> Stored:
-        shape = (entry.shape[0], entry.shape[1])
-        place = (self._file, entry.offset, shape)
+        options: dict[str, Any] = {
+            "target_dtype": self._checkpoint.dtype,
+            "row_order": row_order,
+            "transposed": transposed,
+            "matrices": self._checkpoint.matrices,
+        }
+        place = (self._file, entry.offset, (entry.shape[0], entry.shape[1]))
         if entry.kind in PLAIN_KINDS:
-            return Plain(
-                *place,
-                PLAIN_KINDS[entry.kind],
-                target_dtype=self._checkpoint.dtype,
-                row_order=row_order,
-                transposed=transposed,
-                matrices=self._checkpoint.matrices,
-            )
-        return Blocks(
-            *place,
-            entry.kind,
-            target_dtype=self._checkpoint.dtype,
-            row_order=row_order,
-            transposed=transposed,
-            matrices=self._checkpoint.matrices,
-        )
+            return Plain(*place, PLAIN_KINDS[entry.kind], **options)
+        return Blocks(*place, entry.kind, **options)
 
     def _dequantise(self, names: Iterable[str], why: str) -> None:
         self._read_as_numbers |= set(names)

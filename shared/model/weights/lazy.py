@@ -2,7 +2,7 @@
 
 To the model it is a float32 tensor on the CPU. An operation that needs its numbers dequantises the matrix for this
 operation alone, so the model's own code runs with one dequantised matrix at a time. A look-up of rows, as in an
-embedding, reads only these. A product as in a linear layer dequantises some rows at a time.
+embedding, reads only these. A matmul as in a linear layer dequantises some rows at a time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ class LazyWeight(Tensor):
                 return first.stored.look_up(args[1])
         if func in _ASSEMBLIES and (assembled := _ASSEMBLIES[func](*args, **kwargs)) is not None:
             return LazyWeight(assembled)
-        if func in _PRODUCTS and not kwargs and (out := _PRODUCTS[func](*args)) is not None:
+        if func in _MATMULS and not kwargs and (out := _MATMULS[func](*args)) is not None:
             return out
         if func._schema.is_mutable and any(_changes(func, args, kwargs)):
             raise RuntimeError(f"{func} would change weights that are read-only")
@@ -94,7 +94,7 @@ def _by_parts(x: Tensor, turned: Tensor, bias: Tensor | None = None) -> Tensor |
     return out if bias is None else out + bias
 
 
-_PRODUCTS: dict[Any, Any] = {
+_MATMULS: dict[Any, Any] = {
     torch.ops.aten.mm.default: _by_parts,
     torch.ops.aten.addmm.default: lambda bias, x, turned: _by_parts(x, turned, bias),
     # Under inference mode this one is not taken apart.

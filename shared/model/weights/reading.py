@@ -95,11 +95,7 @@ def _replaced_where(entered: threading.local, original: Any, replacement: Any) -
 def safetensors_replacements(checkpoint: CheckpointFiles, *, lazy: bool) -> list[Replacement]:
     """Make transformers open .safetensors files with `SafetensorsReader`.
     `lazy`: whether matrices stay in their files."""
-
-    def open_file(path: str, *_: Any, **__: Any) -> "SafetensorsReader":
-        return SafetensorsReader(checkpoint, path, lazy=lazy)
-
-    return [(modeling_utils, "safe_open", open_file)]
+    return [(modeling_utils, "safe_open", lambda path, *_, **__: SafetensorsReader(checkpoint, path, lazy=lazy))]
 
 
 class SafetensorsReader:
