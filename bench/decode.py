@@ -38,8 +38,8 @@ def levers(ladder: Ladder, vocabulary_size: int) -> dict[str, Ladder]:
     no_tables = replace(ladder, lookup_confidence=None, ngrams=None, ngram_confidence=None)
     no_exits = replace(ladder, exits=(), draft_vocabulary=None)
     found = {
-        "suffix lookup": replace(no_exits, ngrams=None, ngram_confidence=None),
-        "successor table": replace(no_exits, lookup_confidence=None),
+        "prompt look-up": replace(no_exits, ngrams=None, ngram_confidence=None),
+        "n-gram table": replace(no_exits, lookup_confidence=None),
         "both tables": no_exits,
     }
     if ladder.exits:

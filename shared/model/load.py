@@ -88,12 +88,11 @@ def _load_model(
     model_id: str,
     dtype: torch.dtype | None,
     device: str,
-    context_length: int | None,
     accelerate: bool,
-    kv_dtype: torch.dtype | None,
-    compute_dtype: torch.dtype | None,
     entry: StartEntry | None,
+    **options: Any,
 ) -> LoadedModel:
+    """`options`: those of `wrap_model`."""
     facts, matrices = (Facts(), None) if entry is None else (entry.facts, entry.matrices)
     where = arguments_of(source)
     theirs = f"transformers cannot load {source} as a causal language model"
@@ -134,12 +133,10 @@ def _load_model(
             placed,
             tokenizer,
             model_id=model_id,
-            context_length=context_length,
             accelerate=accelerate,
             identity=identity,
-            kv_dtype=kv_dtype,
-            compute_dtype=compute_dtype,
             facts=facts,
+            **options,
         )
         if entry is not None:
             entry.keep_matrices()
