@@ -42,7 +42,7 @@ FILTERS = (
     (TopPLogitsWarper, "top_p", "top_p"),
     (MinPLogitsWarper, "min_p", "min_p"),
 )
-WARPERS = {"temperature", "top_k", "top_p", "min_p"}
+WARPERS = {field for kind, _, field in FILTERS if kind.__name__.endswith("Warper")}
 # They decide for each sequence on its own, so that they may be asked about one sequence at a time.
 CRITERIA_OF_ONE_SEQUENCE = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
 # What transformers itself passes to each decoding method. The engine has its own cache and its own passes.

@@ -16,7 +16,7 @@ COUNT_EDGES = (1, 2, 3, 4, 6, 10, 20, 60)
 SHARE_EDGES = (0.0, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95, 0.995)
 NUM_LENGTHS = 8
 NUM_CHAINED = 5
-# What the other table (prompt look-up or n-gram table) proposes: nothing, another token, or the same token.
+# What another table proposes: nothing, another token, or the same token.
 SILENT, DIFFERS, AGREES = 0, 1, 2
 SIZES = (NUM_LENGTHS, len(COUNT_EDGES), len(SHARE_EDGES), NUM_CHAINED, 3)
 # Per feature: whether a higher bin never lowers the probability. True for match length, count and share.
@@ -41,7 +41,7 @@ _SHARE_BINS = [*(_bin((step + 0.5) / 256, SHARE_EDGES) for step in range(255)), 
 
 def bins_of(match: Match, second_opinion: Match | None, num_chained: int) -> Bins:
     """The bin of each feature of a draft: the match's length, count and share, the number of drafts before it in the
-    chain, and whether the other table's match is SILENT, DIFFERS or AGREES."""
+    chain, and whether another table's match is SILENT, DIFFERS or AGREES."""
     opinion = SILENT if second_opinion is None else AGREES if second_opinion.token == match.token else DIFFERS
     return (
         min(match.length, NUM_LENGTHS) - 1,

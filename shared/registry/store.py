@@ -49,13 +49,15 @@ class SweepLease(Protocol):
         """Wait for publishers that have not seen the lease, unless the lease itself has waited for them."""
 
     def now_s(self) -> float:
-        """Unix seconds by the store's clock."""
+        """Unix seconds by the store's clock, which is that of `StoredObject.last_modified_s`."""
 
 
 class Store(Protocol):
     """Thread-safe. Methods raise Unavailable, Exhausted (DISK_FULL), and Corrupt if a single object cannot be read.
 
-    What a method has written when it returns survives a power cut.
+    What a method has written when it returns survives a power cut. A folder that does not exist is empty. A store whose
+    writes have several steps takes a `StepHook` (`shared/registry/folder_store.py`) and calls it with `NAME:KIND`.
+    KIND is the first part of the path; tests of crashes kill it there.
     """
 
     # How many objects are worth reading at once.
@@ -71,11 +73,12 @@ class Store(Protocol):
         """Overwrite an object. Only for damaged contents, and what a store keeps for itself."""
 
     def sync(self, path: str) -> None:
-        """Make an object that was found survive a power cut, because its writer may not have come so far."""
+        """Make an object that another process created survive a power cut, because that process may have died before it
+        could."""
 
     def get(self, path: str, check_size: Callable[[int], None] = ...) -> bytes | None:
-        """Return an object, or None if it does not exist.
-        `check_size` gets its size before it is read, and may raise."""
+        """Return an object, or None if it does not exist. `check_size`, which does nothing by default, gets its size
+        before it is read, and may raise."""
 
     def exists(self, path: str) -> bool: ...
 
@@ -86,7 +89,7 @@ class Store(Protocol):
         """Remove an object for the holder of the sweep's lease, not later than `before_s` by the store's clock."""
 
     def names(self, folder: str, *, after: str = "") -> list[str]:
-        """List the names in `folder` in order, beginning after `after`."""
+        """List the names of objects in `folder`, which has no folders, in order; only those greater than `after`."""
 
     def folders(self, folder: str) -> list[str]:
         """List the folders in `folder` in order."""
@@ -95,7 +98,8 @@ class Store(Protocol):
         """Iterate over all objects in `folder` and the folders in it. Their names are without the folders."""
 
     def publishing(self) -> AbstractContextManager[SweepWatch]:
-        """A block in which contents are stored and then named by a record."""
+        """A block in which contents are stored and then named by a record.
+        How it and `sweeping` keep apart: docs/decisions/042."""
 
     def sweeping(self, *, dead_s: float) -> AbstractContextManager[SweepLease]:
         """A block in which objects may be removed.

@@ -9,6 +9,7 @@ from calibrator_service.calibration.states.collect import LabelledSequence
 from calibrator_service.calibration.states.training_data import TrainingData
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.risk import CERTIFIED_DRAFTS
+from shared.ladder.rungs import NGRAM_TABLE, PROMPT_LOOKUP
 from shared.ladder.table_confidence import Bins, bins_of, fit_table_confidence
 from shared.ladder.table_proposer import TableProposer
 
@@ -49,11 +50,11 @@ def table_samples(ladder: Ladder, sequence: LabelledSequence) -> Iterator[TableS
             if lookup is not None:
                 agreed = lookup.token == choice
                 is_drafted |= agreed
-                yield TableSample("suffix", bins_of(lookup, ngrams[0] if ngrams else None, chained), agreed)
+                yield TableSample(PROMPT_LOOKUP, bins_of(lookup, ngrams[0] if ngrams else None, chained), agreed)
             for match in ngrams:
                 agreed = match.token == choice
                 is_drafted |= agreed
-                yield TableSample("successor", bins_of(match, lookup, chained), agreed)
+                yield TableSample(NGRAM_TABLE, bins_of(match, lookup, chained), agreed)
             if not is_drafted or position + 1 >= len(tokens) or tokens[position + 1] != choice:
                 break
 
@@ -68,14 +69,14 @@ def fit_tables(run: CalibrationRun, material: TrainingData) -> Ladder:
         ngrams=material.ngrams.build(run.plan.table_bytes),
         ngram_confidence=untrained,
     )
-    evidence: dict[str, list[Bins]] = {"suffix": [], "successor": []}
-    agreed: dict[str, list[bool]] = {"suffix": [], "successor": []}
+    evidence: dict[str, list[Bins]] = {PROMPT_LOOKUP: [], NGRAM_TABLE: []}
+    agreed: dict[str, list[bool]] = {PROMPT_LOOKUP: [], NGRAM_TABLE: []}
     for sequence in material.table_sequences["routers"]:
         for sample in table_samples(ladder, sequence):
             evidence[sample.table].append(sample.evidence)
             agreed[sample.table].append(sample.agreed)
     return replace(
         ladder,
-        lookup_confidence=fit_table_confidence(evidence["suffix"], agreed["suffix"]),
-        ngram_confidence=fit_table_confidence(evidence["successor"], agreed["successor"]),
+        lookup_confidence=fit_table_confidence(evidence[PROMPT_LOOKUP], agreed[PROMPT_LOOKUP]),
+        ngram_confidence=fit_table_confidence(evidence[NGRAM_TABLE], agreed[NGRAM_TABLE]),
     )
