@@ -58,6 +58,21 @@ def test_stronger_evidence_never_lowers_the_probability() -> None:
         assert confidence.probability(features(length, count, share + 0.15 if share < 0.85 else 1.0, 0, SILENT)) >= here
 
 
+@pytest.mark.parametrize(
+    ("match", "second_opinion", "num_chained", "bins"),
+    [
+        (Match(7, 1, 1, 0.0), None, 0, (0, 0, 0, 0, SILENT)),
+        (Match(7, 3, 5, 0.5), Match(7, 1, 1, 1.0), 2, (2, 3, 2, 2, AGREES)),
+        (Match(7, 8, 20, 0.9), Match(8, 1, 1, 1.0), 4, (7, 6, 5, 4, DIFFERS)),
+        (Match(7, 99, 10_000, 1.0), Match(8, 1, 1, 1.0), 64, (7, 7, 7, 4, DIFFERS)),
+        (Match(7, 2, 2, 254 / 255), None, 1, (1, 1, 6, 1, SILENT)),
+    ],
+)
+def test_the_bins_of_published_weights_stay(match, second_opinion, num_chained, bins) -> None:
+    assert bins_of(match, second_opinion, num_chained) == bins
+    assert (SILENT, DIFFERS, AGREES) == (0, 1, 2)
+
+
 def test_probabilities_are_bounded_for_any_training_data() -> None:
     item = features(3, 2, 0.5, 0, SILENT)
     never = fit_table_confidence([item] * 5000, [False] * 5000)
