@@ -102,10 +102,10 @@ def test_layers_are_counted_as_by_the_models_own_forward():
 
 def _hidden_module(loaded: LoadedModel, name: str) -> nn.Module:
     base = loaded.model.base_model
-    return {"model": base, "norm": base.norm, "layer": base.layers[2]}[name]
+    return {"model": base, "norm": base.norm, "layer": base.layers[2], "part": base.layers[2].mlp}[name]
 
 
-@pytest.mark.parametrize("place", ["model", "norm", "layer"])
+@pytest.mark.parametrize("place", ["model", "norm", "layer", "part"])
 def test_hooks_are_called(place):
     runner = ContiguousRunner(_loaded())
     expected = runner.run(_ids(1, 5), runner.new_cache(5), first=0, last=NUM_LAYERS, base=0)
