@@ -44,6 +44,11 @@ class DepthPolicy:
             raise InvalidInput(f"max_drafts is {self.max_drafts}; it must be in [0, 64]")
 
     @property
+    def leaves_unverified(self) -> bool:
+        """Whether drafts with a probability of at least `threshold` are final without verification."""
+        return self.name == "relaxed" and self.margin is None
+
+    @property
     def setting(self) -> Setting:
         """What makes tokens final under policy relaxed."""
         return "threshold" if self.margin is None else "margin"

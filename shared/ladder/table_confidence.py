@@ -52,6 +52,12 @@ def bins_of(match: Match, second_opinion: Match | None, num_chained: int) -> Bin
     )
 
 
+def lookup_bins(match: Match, ngrams: Sequence[Match], num_chained: int) -> Bins:
+    """As `bins_of`, of a look-up's match. Its second opinion is the n-gram table's match of the longest context, the
+    first of `ngrams`."""
+    return bins_of(match, ngrams[0] if ngrams else None, num_chained)
+
+
 class TableConfidence:
     """Logistic regression over binned features: the sigmoid of a bias and one weight per feature.
 

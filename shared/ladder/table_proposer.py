@@ -8,7 +8,7 @@ from shared.ladder.learned_ngrams import ClientNgrams
 from shared.ladder.ngram_table import MAX_ORDER
 from shared.ladder.prompt_lookup import PromptLookup
 from shared.ladder.rungs import LEARNED, NGRAM_TABLE, PROMPT_LOOKUP, Draft, Match
-from shared.ladder.table_confidence import bins_of
+from shared.ladder.table_confidence import bins_of, lookup_bins
 
 if TYPE_CHECKING:  # a ladder makes its proposers
     from shared.ladder.ladder import Ladder
@@ -45,7 +45,7 @@ class TableProposer:
         drafts: list[Draft] = []
         num_chained = len(drafted)
         if lookup is not None and self._lookup_confidence is not None:
-            bins = bins_of(lookup, ngrams[0] if ngrams else None, num_chained)
+            bins = lookup_bins(lookup, ngrams, num_chained)
             drafts.append(Draft(lookup.token, self._lookup_confidence.probability(bins), PROMPT_LOOKUP, 0))
         if self._ngram_confidence is not None:
             learned = self._learned.matches((*self._tail, *drafted)[-MAX_ORDER:]) if self._learned is not None else []
@@ -57,8 +57,8 @@ class TableProposer:
 
     def matches(self, drafted: Sequence[int]) -> tuple[Match | None, list[Match]]:
         """The matches of both tables without probabilities, for `propose` and for training their confidence: the
-        look-up's, and the n-gram table's, the longest context first. The first of these is the second opinion on the
-        look-up's, which is that on all of these."""
+        look-up's, and the n-gram table's, the longest context first. The look-up's is the second opinion on each
+        of these."""
         lookup = self._index.propose(drafted) if self._index is not None else None
         ngrams = self._ngrams.matches((*self._tail, *drafted)[-MAX_ORDER:]) if self._ngrams is not None else []
         return lookup, ngrams

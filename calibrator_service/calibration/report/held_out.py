@@ -19,7 +19,7 @@ from calibrator_service.calibration.training.draft_vocabulary import DraftVocabu
 from calibrator_service.calibration.training.tables import labelled_positions
 from shared.ladder.ladder import Ladder
 from shared.ladder.rungs import NGRAM_TABLE, PROMPT_LOOKUP
-from shared.ladder.table_confidence import bins_of
+from shared.ladder.table_confidence import lookup_bins
 
 log = structlog.get_logger("neap.calibration")
 
@@ -69,7 +69,7 @@ def table_figures(ladder: Ladder, sequences: Sequence[LabelledSequence]) -> dict
             num_positions += 1
             lookup, ngrams = both.matches(())
             if lookup is not None and ladder.lookup_confidence is not None:
-                bins = bins_of(lookup, ngrams[0] if ngrams else None, 0)
+                bins = lookup_bins(lookup, ngrams, 0)
                 samples[PROMPT_LOOKUP][0].append(ladder.lookup_confidence.probability(bins))
                 samples[PROMPT_LOOKUP][1].append(lookup.token == choice)
             draft = ngram.best(())

@@ -10,7 +10,7 @@ from calibrator_service.calibration.states.training_data import TrainingData
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.risk import CERTIFIED_DRAFTS
 from shared.ladder.rungs import NGRAM_TABLE, PROMPT_LOOKUP
-from shared.ladder.table_confidence import Bins, bins_of, fit_table_confidence
+from shared.ladder.table_confidence import Bins, bins_of, fit_table_confidence, lookup_bins
 from shared.ladder.table_proposer import TableProposer
 
 MAX_CHAIN = CERTIFIED_DRAFTS
@@ -50,7 +50,7 @@ def table_samples(ladder: Ladder, sequence: LabelledSequence) -> Iterator[TableS
             if lookup is not None:
                 agreed = lookup.token == choice
                 is_drafted |= agreed
-                yield TableSample(PROMPT_LOOKUP, bins_of(lookup, ngrams[0] if ngrams else None, chained), agreed)
+                yield TableSample(PROMPT_LOOKUP, lookup_bins(lookup, ngrams, chained), agreed)
             for match in ngrams:
                 agreed = match.token == choice
                 is_drafted |= agreed

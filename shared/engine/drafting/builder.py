@@ -82,7 +82,7 @@ class DraftBuilder:
         given = PASS_WEIGHT * USUAL_TOKENS_PER_PASS + passes + sequence.num_accepted
         self.tokens_per_pass = given / (PASS_WEIGHT + passes)
         # The probability from which on drafts are final without verification.
-        self._final_from = policy.threshold if policy.name == "relaxed" and policy.margin is None else math.inf
+        self._final_from = policy.threshold if policy.leaves_unverified else math.inf
         self._forbids_tokens = sequence.request.sampling.forbids_tokens
         self.survival = 1.0
         self.best: Draft | None = None

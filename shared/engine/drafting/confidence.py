@@ -98,7 +98,7 @@ class Confidence:
         Where tables say nothing, this is more than 0 however seldom the exit was right lately.
         So it is asked there, and can come back.
         """
-        return agreement * self._ratios.get(("", rung), 1.0) - before
+        return agreement * self.factor(rung) - before
 
     def record(self, proposals: Sequence[Sequence[Draft]], tokens: Sequence[int]) -> None:
         """Records what a pass has shown: that `tokens` were the full model's choices at successive places, for which

@@ -111,8 +111,7 @@ class GenerationRequest:
                 raise InvalidInput(f"{name} is {num_logprobs}; it must be in [0, {MAX_LOGPROBS}]")
         if self.resumed_ids:
             object.__setattr__(self, "num_scored", len(self.prompt_ids))
-        is_unverified = self.policy.name == "relaxed" and self.policy.margin is None
-        if self.logprobs is not None and is_unverified:
+        if self.logprobs is not None and self.policy.leaves_unverified:
             raise InvalidInput("logprobs need policy full or exact, or relaxed with a margin")
         if self.constraint is not None and self.stopping.ignore_eos:
             raise InvalidInput("a constraint and ignore_eos exclude each other: an end-of-sequence token ends the text")
