@@ -22,7 +22,7 @@ from typing import Literal
 
 from bench.answers import EngineAnswer, answer_all
 from bench.machine import described
-from bench.options import add_device, add_prompts, each_model, load, make_parser
+from bench.options import add_device, add_dtypes, add_prompts, each_model, load, make_parser
 from bench.prompts import first_turns
 from bench.table import head, row
 from shared.engine.engine import MAX_RUNNING, Engine
@@ -107,6 +107,7 @@ def print_table(speeds: dict[str, list[float]], num_differing: int, batches: Seq
 def main() -> None:
     parser = make_parser(__doc__, router=True, many=True)
     add_device(parser)
+    add_dtypes(parser)
     add_prompts(parser, 3)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=3)

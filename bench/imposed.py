@@ -62,6 +62,8 @@ class Shape:
 
 SHAPES = {
     "llama-3.1-8b": Shape(4096, 14336, 32, 32, 8, 128256, 8192, 4096),
+    "qwen2.5-1.5b": Shape(1536, 8960, 28, 12, 2, 151936, 8192, 4096),
+    "smollm2-135m": Shape(576, 1536, 30, 9, 3, 49152, 4587, 2048),
     "tiny": Shape(64, 128, 6, 4, 2, 1024, 512, 512),
 }
 
@@ -90,11 +92,11 @@ def impose(
     dtype: torch.dtype = torch.float32,
     accelerate: bool = True,
 ) -> Imposed:
-    """A model with exits at `depths` (ascending, 1 <= depth < L) that are right on a `share` in (0, 1] of the tokens.
+    """A model with exits at `depths` (ascending, 0 <= depth < L) that are right on a `share` in (0, 1] of the tokens.
 
     The state at the last exit is the final state.
     """
-    assert depths[0] >= 1
+    assert depths[0] >= 0
     assert depths[-1] < shape.num_layers
     torch.manual_seed(0)
     before = torch.get_default_dtype()

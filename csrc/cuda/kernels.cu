@@ -21,9 +21,10 @@ const char* cuda_error(int code) { return cudaGetErrorString((cudaError_t)code);
 int launch_draft_top(const DraftTopArgs& args, void* stream) {
   const int code = with_element(args.rows.dtype, [&](auto* w) {
     using W = std::remove_const_t<std::remove_pointer_t<decltype(w)>>;
-    const bool fours = takes_four((const W*)args.rows.data, args.rows.columns) && takes_four(args.x, args.rows.columns);
-    const dim3 grid(blocks_of(args.rows.rows, kVocabularyBlock), blocks_of(args.tokens, kTile));
-    NEAP_LAUNCH(draft_block_kernel<W>, grid, kTopThreads, stream, args, fours);
+    const bool eights =
+        takes_eight((const W*)args.rows.data, args.rows.columns) && takes_eight(args.x, args.rows.columns);
+    const dim3 grid(blocks_of(args.tokens, kTile), (unsigned)device_vocabulary_blocks(args.rows.rows));
+    NEAP_LAUNCH(draft_block_kernel<W>, grid, kTopThreads, stream, args, eights);
     return (int)cudaGetLastError();
   });
   if (code) return code;
@@ -35,10 +36,10 @@ namespace {
 
 template <class X, class W>
 int launch_route_of(const RouteArgs& args, void* stream) {
-  const bool fours =
-      takes_four((const W*)args.hidden.data, args.hidden.columns) && takes_four((const X*)args.x, args.x_stride);
+  const bool eights =
+      takes_eight((const W*)args.hidden.data, args.hidden.columns) && takes_eight((const X*)args.x, args.x_stride);
   const dim3 grid((unsigned)route_blocks(args.hidden.rows), (unsigned)route_tiles(args.tokens));
-  NEAP_LAUNCH((route_kernel<X, W>), grid, kThreads, stream, args, fours);
+  NEAP_LAUNCH((route_kernel<X, W>), grid, kThreads, stream, args, eights);
   return (int)cudaGetLastError();
 }
 

@@ -5,7 +5,7 @@
 
 namespace neap::gpu {
 
-constexpr int kChoiceThreads = 256, kChoiceWarps = kChoiceThreads / kWarp;
+constexpr int kChoiceThreads = 1024, kChoiceWarps = kChoiceThreads / kWarp;
 
 struct Largest {
   double value;
@@ -31,11 +31,31 @@ __device__ __forceinline__ double weight_of(E value) {
 // Greedy choice of one row: the index of the largest score, -1 if that is not finite.
 template <class E>
 __device__ __forceinline__ void choose_largest(const E* scores, const ChoiceArgs& args, Largest* warp_best) {
-  Largest best{0, -1};
-  for (int64_t i = threadIdx.x; i < args.vocabulary; i += blockDim.x) {
-    const Largest seen{weight_of(scores[i]), i};
-    if (seen.beats(best)) best = seen;
+  using Value = std::conditional_t<sizeof(E) == 8, double, float>;
+  Value most = -INFINITY;
+  int64_t at = -1;
+  // A thread meets its scores in ascending order, so of equal ones the first stays.
+  const auto take = [&](Value value, int64_t index) {
+    if (value > most || (value != value && most == most)) most = value, at = index;
+  };
+  int64_t taken = 0;
+  if constexpr (sizeof(E) < 8) {
+    constexpr int kSize = 16 / sizeof(E);
+    if (reinterpret_cast<uintptr_t>(scores) % 16 == 0) taken = args.vocabulary / kSize * kSize;
+#pragma unroll 4
+    for (int64_t i = (int64_t)threadIdx.x * kSize; i < taken; i += (int64_t)kChoiceThreads * kSize) {
+      float values[kSize];
+      load_chunk<kSize>(scores + i, values);
+#pragma unroll
+      for (int e = 0; e < kSize; ++e) take(values[e], i + e);
+    }
   }
+#pragma unroll 4
+  for (int64_t i = taken + threadIdx.x; i < args.vocabulary; i += kChoiceThreads) {
+    if constexpr (sizeof(E) == 8) take(scores[i], i);
+    else take(to_float(scores[i]), i);
+  }
+  Largest best{(double)most, at};
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) {
     const Largest rival{__shfl_xor_sync(kAll, best.value, step), __shfl_xor_sync(kAll, best.index, step)};
@@ -103,7 +123,7 @@ __device__ __forceinline__ int64_t at_point(int64_t size, double point, double* 
 
 // One block per row of scores.
 template <class E>
-__global__ void __launch_bounds__(kChoiceThreads) choose_kernel(ChoiceArgs args) {
+__global__ void __launch_bounds__(kChoiceThreads, 1) choose_kernel(ChoiceArgs args) {
   NEAP_SHARED(Largest, warp_best, kChoiceWarps);
   NEAP_SHARED(double, ends, kChoiceWarps);
   NEAP_SHARED(int64_t, answer, 1);

@@ -75,21 +75,28 @@ __device__ __forceinline__ void load_chunk(const E* p, float (&out)[kSize]) {
 
 struct Four { float v[4]; };
 
-// Loads four consecutive numbers. p must be aligned to four of them: see takes_four.
+// Loads four consecutive numbers. p must be aligned to them.
 __device__ __forceinline__ Four load_four(const float* p) {
   const float4 raw = *reinterpret_cast<const float4*>(p);
   return {{raw.x, raw.y, raw.z, raw.w}};
 }
-template <class E>
-__device__ __forceinline__ Four load_four(const E* p) {
-  const uint2 raw = *reinterpret_cast<const uint2*>(p);
-  return {{to_float(E{(uint16_t)raw.x}), to_float(E{(uint16_t)(raw.x >> 16)}), to_float(E{(uint16_t)raw.y}),
-           to_float(E{(uint16_t)(raw.y >> 16)})}};
+
+// Loads kSize consecutive numbers: one, or eight of a matrix for which takes_eight holds.
+template <int kSize, class E>
+__device__ __forceinline__ void load_numbers(const E* p, float (&out)[kSize]) {
+  constexpr int kChunk = kSize == 1 ? 1 : 16 / sizeof(E);
+#pragma unroll
+  for (int first = 0; first < kSize; first += kChunk) {
+    float chunk[kChunk];
+    load_chunk<kChunk>(p + first, chunk);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) out[first + i] = chunk[i];
+  }
 }
-// Whether load_four can read all rows of a matrix at p with this stride.
+// Whether load_numbers can read eight numbers of all rows of a matrix at p with this stride.
 template <class E>
-inline bool takes_four(const E* p, int64_t stride) {
-  return reinterpret_cast<uintptr_t>(p) % (4 * sizeof(E)) == 0 && stride % 4 == 0;
+inline bool takes_eight(const E* p, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(p) % 16 == 0 && stride % 8 == 0;
 }
 
 __device__ __forceinline__ float silu(float value) { return value / (1.f + expf(-value)); }

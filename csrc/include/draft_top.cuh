@@ -36,31 +36,33 @@ __device__ __forceinline__ Candidate warp_best(Candidate best) {
   return best;
 }
 
-// One block per (kVocabularyBlock rows, tile of tokens): finds the k largest logits of the block and their mass.
+// One block per (tile of tokens, kDeviceVocabularyBlock rows): finds the k largest logits of the block and their mass.
+// The tiles of the same rows run at the same time, so that only one of them reads the rows from memory.
 template <class W>
-__global__ void __launch_bounds__(kTopThreads) draft_block_kernel(DraftTopArgs args, bool fours) {
-  NEAP_SHARED(float, logits, kTile* kVocabularyBlock);
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int64_t columns = args.rows.columns, begin = (int64_t)blockIdx.x * kVocabularyBlock,
-                first = (int64_t)blockIdx.y * kTile;
-  const int count = (int)min(kVocabularyBlock, args.rows.rows - begin),
+__global__ void __launch_bounds__(kTopThreads) draft_block_kernel(DraftTopArgs args, bool eights) {
+  constexpr int kRows = (int)kDeviceVocabularyBlock / kTile;  // of a warp
+  static_assert(kDeviceVocabularyBlock == kWarp, "a row per lane");
+  NEAP_SHARED(float, logits, kTile* kWarp);
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, row = warp * kRows;
+  const int64_t columns = args.rows.columns, begin = (int64_t)blockIdx.y * kDeviceVocabularyBlock,
+                first = (int64_t)blockIdx.x * kTile;
+  const int count = (int)min(kDeviceVocabularyBlock, args.rows.rows - begin),
             tokens = (int)min((int64_t)kTile, args.tokens - first);
-  const W* weight = static_cast<const W*>(args.rows.data);
-  for (int row = warp; row < count; row += kTile) {
-    float sums[kTile];
-    warp_dots(args.x + first * columns, columns, tokens, weight + (begin + row) * columns, columns, fours, sums);
-    const float value = of_lane(sums) + (args.bias ? args.bias[begin + row] : 0.f);
-    if (lane < tokens) logits[lane * kVocabularyBlock + row] = value;
-  }
+  const W* weight = static_cast<const W*>(args.rows.data) + (begin + row) * columns;
+  const Sums<kRows> sums = sums_of<kRows>(args.x + first * columns, columns, tokens, weight, min(kRows, count - row),
+                                          columns, eights, lane, kWarp);
+  const float dot = warp_dot_of_lane(sums.dots, tokens);
+  const int own = row + lane / kTile;
+  if (own < count) logits[lane % kTile * kWarp + own] = dot + (args.bias ? args.bias[begin + own] : 0.f);
   __syncthreads();
   if (warp >= tokens) return;
-  const float* line = logits + warp * kVocabularyBlock;
-  const int64_t at = blockIdx.x * args.tokens + first + warp;
+  const float logit = lane < count ? logits[warp * kWarp + lane] : -INFINITY;
+  const int64_t at = blockIdx.y * args.tokens + first + warp;
   Candidate last = above_all();
   float shift = 0.f;
   for (int i = 0; i < args.k; ++i) {
     Candidate best = no_candidate();
-    for (int row = lane; row < count; row += kWarp) consider({line[row], begin + row}, last, best);
+    consider({logit, begin + lane}, last, best);
     last = warp_best(best);
     if (i == 0 && last.value > -INFINITY) shift = last.value;
     if (lane == 0) {
@@ -68,9 +70,7 @@ __global__ void __launch_bounds__(kTopThreads) draft_block_kernel(DraftTopArgs a
       args.block_indices[at * args.k + i] = (int32_t)last.index;
     }
   }
-  float mass = 0.f;
-  for (int row = lane; row < count; row += kWarp) mass += expf(line[row] - shift);
-  mass = warp_sum(mass);
+  const float mass = warp_sum(expf(logit - shift));
   if (lane == 0) {
     args.block_mass[at * 2] = shift;
     args.block_mass[at * 2 + 1] = mass;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kTopThreads) draft_block_kernel(DraftTopArgs a
 __global__ void __launch_bounds__(kTopThreads) draft_join_kernel(DraftTopArgs args) {
   NEAP_SHARED(Candidate, bests, kTopThreads / kWarp);
   NEAP_SHARED(float, scratch, kTopThreads / kWarp);
-  const int64_t token = blockIdx.x, blocks = (args.rows.rows + kVocabularyBlock - 1) / kVocabularyBlock;
+  const int64_t token = blockIdx.x, blocks = device_vocabulary_blocks(args.rows.rows);
   Candidate last = above_all();
   float shift = 0.f;
   for (int i = 0; i < args.k; ++i) {

@@ -60,6 +60,13 @@ __device__ __forceinline__ float joined(float before, float keep, float part, fl
   return fmaf(part, add, __fmul_rn(before, keep));
 }
 
+// Starts to fetch `bytes` of memory into the L2 cache, ahead of their use.
+__device__ __forceinline__ void prefetch(const void* p, int64_t bytes) {
+#if !defined(NEAP_EMULATED)
+  for (int64_t at = 0; at < bytes; at += 128) asm("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(p) + at));
+#endif
+}
+
 // The running softmax of a warp over its keys so far. `values`: weighted sums of the lane's columns over the keys that
 // the lane has read. `sums`: the lane's part of the sum of weights.
 template <int kHeads, int kSize>
@@ -182,14 +189,22 @@ __device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, i
     return position < end ? slot_of(args, table, position < shift[0] ? position : position + shift[1], head)
                           : (int64_t)-1;
   };
+  // Each lane fetches its key's row and its value's, because the reads below wait for one another several times.
+  const auto fetch = [&](int64_t slot) {
+    if (slot < 0) return;
+    prefetch(tile.keys + slot * args.width, args.width * (int64_t)sizeof(E));
+    prefetch(tile.values + slot * args.value_width, tile.value_chunks * kSize * (int64_t)sizeof(E));
+  };
   int first = begin + (int)(threadIdx.x / kWarp) * kWarp;
   int64_t next = slot_at(first + lane);
+  fetch(next);
 #pragma unroll 1
   for (; first < end; first += kThreads) {
     tile.slot = next;
     tile.seen = first + lane < end;
     next = slot_at(first + kThreads + lane);  // reads the next tile's block numbers early, to hide the latency
     add_scores<E, kHeads, kSize>(args, tile, query, weights);
+    fetch(next);
     __syncwarp();
     weigh(args, tile, weights, state);
     __syncwarp();

@@ -1,14 +1,15 @@
 // Norm and router in one launch: see RouteArgs.
 //
-// A warp takes one row of the hidden layer and eight tokens. The last block of a tile of tokens joins what its blocks
-// made. Every sum has one order, so that the result does not depend on who came last.
+// A block takes four rows of the hidden layer and eight tokens, and each of its warps a part of the columns. The last
+// block of a tile of tokens joins what its blocks made. Every sum has one order, so that the result does not depend on
+// who came last.
 #pragma once
 #include "dots.cuh"
 #include "exits.h"
 
 namespace neap::gpu {
 
-static_assert(kRouteTokens == kTile && kRouteRows == kWarps, "a block's share");
+static_assert(kRouteTokens == kTile && kRouteRows * kTile == kWarp, "a product per lane of a warp");
 
 struct Features { float v[kFeatures]; };
 
@@ -19,84 +20,45 @@ __device__ __forceinline__ Features features_of(const RouteArgs& args, int64_t t
   return {{first, expf(first) - second, (float)(args.distance[token] - 1) * 0.25f}};
 }
 
-// What one reading of the tokens gives: products with a row of weights, and the squares that the norm needs.
-struct Sums { float dots[kTile], squares[kTile]; };
-
-template <bool kFours, class X, class W>
-__device__ __forceinline__ void add_products(const X* x, int64_t x_stride, int tokens, const W* weight, int64_t columns,
-                                             Sums& sums) {
-  constexpr int kWidth = kFours ? 4 : 1;
-#pragma unroll 1
-  for (int64_t k = threadIdx.x % kWarp * kWidth; k < columns; k += kWarp * kWidth) {
-    float w[kWidth];
-    if constexpr (kFours) {
-      const Four four = load_four(weight + k);
-      for (int i = 0; i < kWidth; ++i) w[i] = four.v[i];
-    } else {
-      w[0] = to_float(weight[k]);
-    }
-#pragma unroll
-    for (int t = 0; t < kTile; ++t) {
-      if (t >= tokens) break;
-      float value[kWidth];
-      if constexpr (kFours) {
-        const Four four = load_four(x + t * x_stride + k);
-        for (int i = 0; i < kWidth; ++i) value[i] = four.v[i];
-      } else {
-        value[0] = to_float(x[t * x_stride + k]);
-      }
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        sums.dots[t] += w[i] * value[i];
-        sums.squares[t] += value[i] * value[i];
-      }
-    }
-  }
-}
-
-// The normed products of a row of weights with up to kTile tokens, token t's in lane t.
 template <class X, class W>
-__device__ __forceinline__ float normed_dot(const X* x, int64_t x_stride, int tokens, const W* weight, int64_t columns,
-                                            float eps, bool fours) {
-  Sums s;
-#pragma unroll
-  for (int t = 0; t < kTile; ++t) s.dots[t] = s.squares[t] = 0.f;
-  if (fours) add_products<true>(x, x_stride, tokens, weight, columns, s);
-  else add_products<false>(x, x_stride, tokens, weight, columns, s);
-  float mine = 0.f;
-#pragma unroll
-  for (int t = 0; t < kTile; ++t) {
-    const float dot = warp_sum(s.dots[t]), square = warp_sum(s.squares[t]);
-    if ((int)(threadIdx.x % kWarp) == t) mine = dot / sqrtf(square / (float)columns + eps);
-  }
-  return mine;
-}
-
-template <class X, class W>
-__global__ void __launch_bounds__(kThreads, 1) route_kernel(RouteArgs args, bool fours) {
-  NEAP_SHARED(float, parts, kWarps* kTile);
+__global__ void __launch_bounds__(kThreads, 1) route_kernel(RouteArgs args, bool eights) {
+  constexpr int kRows = (int)kRouteRows;
+  NEAP_SHARED(float, dots, kWarps* kWarp);
+  NEAP_SHARED(float, squares, kWarps* kTile);
   NEAP_SHARED(unsigned, arrived, 1);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int64_t width = args.hidden.rows, columns = args.hidden.columns, first = (int64_t)blockIdx.y * kTile;
-  const int64_t row = (int64_t)blockIdx.x * kRouteRows + warp;
+  const int64_t row = (int64_t)blockIdx.x * kRows;
   const int tokens = (int)min((int64_t)kTile, args.tokens - first);
-  float part = 0.f;
-  if (row < width) {
-    float value = normed_dot(static_cast<const X*>(args.x) + first * args.x_stride, args.x_stride, tokens,
-                             static_cast<const W*>(args.hidden.data) + row * columns, columns, args.eps, fours);
-    if (lane < tokens) {
-      const Features features = features_of(args, first + lane);
-      value += args.bias[row];
-      for (int f = 0; f < kFeatures; ++f) value += features.v[f] * args.feature_weight[f * width + row];
-      part = silu(value) * args.output[row];
-    }
+  const Sums<kRows> sums =
+      sums_of<kRows>(static_cast<const X*>(args.x) + first * args.x_stride, args.x_stride, tokens,
+                     static_cast<const W*>(args.hidden.data) + row * columns, (int)min((int64_t)kRows, width - row),
+                     columns, eights, (int)threadIdx.x, kThreads);
+  dots[warp * kWarp + lane] = warp_dot_of_lane(sums.dots, tokens);
+#pragma unroll
+  for (int t = 0; t < kTile; ++t) {
+    if (t >= tokens) break;
+    const float square = warp_sum(sums.squares[t]);
+    if (lane == t) squares[warp * kTile + t] = square;
   }
-  if (lane < kTile) parts[warp * kTile + lane] = part;
   __syncthreads();
-  if (warp == 0 && lane < tokens) {
-    float sum = 0.f;
-    for (int w = 0; w < kWarps; ++w) sum += parts[w * kTile + lane];
-    publish(args.inner + (first + lane) * gridDim.x + blockIdx.x, sum);
+  if (warp == 0) {
+    const int64_t own = row + lane / kTile;
+    const int t = lane % kTile;
+    float part = 0.f;
+    if (own < width && t < tokens) {
+      float dot = 0.f, square = 0.f;
+      for (int w = 0; w < kWarps; ++w) {
+        dot += dots[w * kWarp + lane];
+        square += squares[w * kTile + t];
+      }
+      const Features features = features_of(args, first + t);
+      float value = dot / sqrtf(square / (float)columns + args.eps) + args.bias[own];
+      for (int f = 0; f < kFeatures; ++f) value += features.v[f] * args.feature_weight[f * width + own];
+      part = silu(value) * args.output[own];
+    }
+    for (int step = kTile; step < kWarp; step *= 2) part += __shfl_xor_sync(kAll, part, step);
+    if (lane < tokens) publish(args.inner + (first + lane) * gridDim.x + blockIdx.x, part);
   }
   if (!is_last_block(args.tickets + blockIdx.y, gridDim.x, arrived)) return;
   for (int t = warp; t < tokens; t += kWarps) {

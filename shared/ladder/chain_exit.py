@@ -9,7 +9,7 @@ from torch import Tensor
 from shared import ops
 from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.draws import Draws, KernelDraws, is_supported, kernel_weight, plain_draws
-from shared.ladder.exit_head import ExitHead, chained, head_output, in_slots
+from shared.ladder.exit_head import ExitHead, chained, further_output, head_output, in_slots
 from shared.ladder.head_rows import Projection, projection
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.rungs import Draft, exit_name
@@ -39,6 +39,7 @@ class ChainSteps:
         else:
             self._draws = plain_draws(confidence, projection(rows, bias), num_drafts)
         self._matrices = [projection_in_16_bits(matrix) for matrix in head.matrices]
+        self._next = projection_in_16_bits(head.steps[1])
 
     def output(self, states: Tensor, entering: Tensor) -> Tensor:
         """The outputs [N, D] of `step` alone, for tokens that another rung has drafted."""
@@ -51,7 +52,13 @@ class ChainSteps:
         `states` [N, 3, D] and `entering` [N, D]: as `ExitHead.forward` takes them. `places` [N] int64 >= 1: the place
         of the drafted token in its chain.
         """
-        output = self.output(states, entering)
+        return self._drawn(self.output(states, entering), places)
+
+    def further_step(self, previous: Tensor, entering: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`step` of chains that all go on from an output, `previous` [N, D]: without the matrix of first steps."""
+        return self._drawn(further_output(previous, entering, self._head.norm, self._next, *self._matrices[1:]), places)
+
+    def _drawn(self, output: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return *self._draws(self._head.adapted(output), places), output
 
 

@@ -84,6 +84,25 @@ def head_output(
     first = torch.where(is_further, nothing, newest)
     further = torch.where(is_further, newest, nothing)
     joined = fuse(torch.cat([settled.flatten(-2), first, previous, further], -1))
+    return block_output(joined, norm, gate, up, down)
+
+
+def further_output(
+    previous: Tensor,
+    entering: Tensor,
+    norm: Tensor,
+    further: Projection,
+    gate: Projection,
+    up: Projection,
+    down: Projection,
+) -> Tensor:
+    """`head_output` where each state is `chained` of an output, `previous` [..., D]. `further`: the matmul by next."""
+    joined = further(torch.cat([unit(previous), unit(entering)], -1))
+    return block_output(joined, norm, gate, up, down)
+
+
+def block_output(joined: Tensor, norm: Tensor, gate: Projection, up: Projection, down: Projection) -> Tensor:
+    """The head's output of what its first matrix makes, both [..., D]."""
     normed = unit(joined) * norm
     return unit(joined + down(F.silu(gate(normed)) * up(normed)))
 

@@ -110,12 +110,13 @@ class RecordedChain:
     @inference
     def _step(self, size: int) -> None:
         """NUM_DRAFTS drafts after the newest tokens."""
-        states, newest = self._states[:size], self._newest[:size]
+        output, newest = self._states[:size], self._newest[:size]
         for step in range(NUM_DRAFTS):
             places = self._places[:size] + step
-            choices, probabilities, output = self._steps.step(states, self._entering(newest), places)
+            go_on = self._steps.further_step if step else self._steps.step
+            choices, probabilities, output = go_on(output, self._entering(newest), places)
             tokens = self._vocabulary[choices]
-            states, newest = chained(output), tokens[:, 0]
+            newest = tokens[:, 0]
             self._drafted[step, :size].copy_(tokens)
             self._probabilities[step, :size].copy_(probabilities)
             self._outputs[step, :size].copy_(output)

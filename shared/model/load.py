@@ -108,7 +108,9 @@ def _load_model(
         if "gguf_file" not in where:
             readers = safetensors_replacements(checkpoint, lazy=in_float32)
         with replaced(readers), _load_errors(source, theirs):
-            model = _build(where, torch.float32 if in_float32 else dtype or "auto")
+            # A .gguf file names no dtype to compute in, and transformers would take float32.
+            default = torch.bfloat16 if "gguf_file" in where else "auto"
+            model = _build(where, torch.float32 if in_float32 else dtype or default)
             tokenizer = AutoTokenizer.from_pretrained(**where)
         readers = []  # they have the file's metadata
         release_free_memory()

@@ -89,9 +89,10 @@ def wrap_model(
 ) -> LoadedModel:
     """Freezes a model that is already built, and finds its parts.
 
-    `accelerate`: whether a float32 model on a CPU runs on neap's kernels, with packed weights. `identity`: its
-    fingerprint, if it is known. `kv_dtype`: the dtype in which caches hold keys and values, rounded once when they are
-    written; None: the one that the model computes in. `compute_dtype`: for an accelerated model, bfloat16 multiplies
+    `accelerate`: whether a float32 model on a CPU runs on neap's kernels, with packed weights, and one on a GPU with
+    merged products (`shared.model.substitution.merged_linear`). `identity`: its fingerprint, if it is known.
+    `kv_dtype`: the dtype in which caches hold keys and values, rounded once when they are written; None: the one that
+    the model computes in. `compute_dtype`: for an accelerated model, bfloat16 multiplies
     weights that are kept in bfloat16 by inputs rounded to it, and int8 multiplies GGUF's blocks by inputs rounded to 8
     bits. None: int8 if there are such blocks, else the one of the model. `facts`: what is known about this model,
     loaded in this way. It is not proven again. Raises `UnsupportedModel` (reason KV_DTYPE_NOT_SUPPORTED if the model's
@@ -106,6 +107,8 @@ def wrap_model(
     report = None
     if accelerate and model.device.type == "cpu" and model.dtype == torch.float32:
         report = _accelerate(model, model_id, kv_dtype, compute_dtype or torch.int8, facts)
+    elif accelerate and model.device.type == "cuda":
+        _merge(model, model_id)
     possible = set(map(rounded_to, report.formats)) if report else set()
     compute_dtype = compute_dtype or (torch.int8 if torch.int8 in possible else model.dtype)
     if compute_dtype not in {model.dtype, *possible}:
@@ -159,6 +162,13 @@ def _accelerate(
             weights=dict(report.dequantised),
         )
     return report
+
+
+def _merge(model: PreTrainedModel, model_id: str) -> None:
+    from shared.model.substitution.merged_linear import merge_linears
+
+    log.info("merged", model_id=model_id, products=merge_linears(model))
+    torch.cuda.empty_cache()  # of the weights that were copied
 
 
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

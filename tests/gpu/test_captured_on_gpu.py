@@ -30,7 +30,7 @@ CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.4}
 
 
 def on_gpu(family: str, dtype: torch.dtype) -> LoadedModel:
-    return wrap_model(build_family(family).to("cuda", dtype))
+    return wrap_model(build_family(family).to("cuda", dtype), accelerate=True)
 
 
 @pytest.fixture(params=["llama", "mistral-sliding", "gemma3-sliding"])

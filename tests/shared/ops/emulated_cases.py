@@ -29,7 +29,7 @@ def check_draft_top(program: Path) -> None:
         x, rows = (torch.randint(-2, 3, (tokens, columns)).float(), torch.randint(-2, 3, (size, columns)).to(dtype))
         bias = torch.randint(0, 2, (size,)).float()  # whole numbers: many ties
         expected, places, mass = reference.draft_top(x, rows, bias, k)
-        blocks = (size + 63) // 64
+        blocks = (size + 31) // 32
         calls = []
         for seed in SEEDS:
             scratch = (blank(blocks, tokens, k), blank(blocks, tokens, k, dtype=torch.int32), blank(blocks, tokens, 2))
