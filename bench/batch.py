@@ -114,6 +114,8 @@ def main() -> None:
     for options in each_model(parser):
         loaded, ladder = load(options), read_ladder(options.router)
         prompts = first_turns(loaded, options.prompts, options.per_task)
+        if max(options.batch) > len(prompts):
+            parser.error(f"{max(options.batch)} requests at once need as many prompts, not {len(prompts)}: --per-task")
         with Engine(loaded, max_running=max(MAX_RUNNING, *options.batch)) as engine:
             engine.warm_up()
             figures = measure(engine, ladder, prompts, options.batch, options.rounds)

@@ -1,6 +1,6 @@
 """On a GPU: full depth against the card's bandwidth, and `exact` against full depth. (Ops alone: `bench.roofline`.)
 
-    python -m bench.gpu [--shape llama-3.1-8b] [--depth 2 4] [--batch 1 8 32] [--rounds 3] [--share 0.8]
+    python -m bench.gpu [--shape llama-3.1-8b] [--depth 0 2] [--batch 1 8 32] [--rounds 3] [--share 0.8]
 
 The model has the shape's sizes, random bfloat16 weights, and exits whose agreement is set by construction
 (`bench.imposed`). So the figures show the speed at a given acceptance rate, not the acceptance rate that a trained
@@ -106,7 +106,7 @@ def main() -> None:
     parser.set_defaults(device="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument(
-        "--depth", type=depths_of, nargs="+", default=[(2,), (4,)], metavar="D or D+D",
+        "--depth", type=depths_of, nargs="+", default=[(0,), (2,)], metavar="D or D+D",
         help="of exits; each its own ladder",
     )  # fmt: skip
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])

@@ -81,7 +81,8 @@ class ServiceSettings(ProcessSettings, SecuritySettings):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto",
         description="Format in which weights are kept. auto: the checkpoint's own, which is the data type or the "
-        "blocks of a .gguf file. A CPU computes in float32 whatever the format; other devices compute in it.",
+        "blocks of a .gguf file. A CPU computes in float32 whatever the format; other devices compute in it, and in "
+        "bfloat16 for the blocks of a .gguf file.",
     )
     compute_dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
         default="auto",

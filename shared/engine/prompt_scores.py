@@ -28,7 +28,7 @@ def score_prompt(part: Speculation, runner: Runner) -> list[TokenChunk]:
     scores = [] if start else [GeneratedToken(tokens[0], 0, PROMPT)]
     scored = tokens[len(scores) :]
     first = part.offset + start + len(scores) - 1 - part.base
-    states = part.passed[runner.num_layers][0, first : first + len(scored)]
+    states = part.passed.by_depth[runner.num_layers][0, first : first + len(scored)]
     num_rows = max(1, MAX_LOGITS // sequence.vocabulary_size)
     for rows, ids in zip(states.split(num_rows), runner.ids(list(scored)).view(-1).split(num_rows), strict=True):
         logits = runner.logits(rows)

@@ -325,8 +325,7 @@ class Decoder:
         if part.is_prefill:
             part.chunks += score_prompt(part, self.runner)
         if sequence.keeps_states:
-            last = [part.state(depth, through[-1]) for depth in sequence.kept_depths]
-            sequence.settled_states = torch.stack(last)
+            sequence.settled_states = part.states_at(sequence.kept_depths, through[-1])
         if sequence.on_states is not None:
             shown = [torch.stack([part.state(depth, i) for i in through]) for depth in sequence.kept_depths]
             with torch.inference_mode(False):  # they may be trained on

@@ -76,7 +76,7 @@ class SteppedChain:
     def propose(self, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
         """As `ExitProposer.propose`, with one draft of each chain.
         The drafts are read back in one device synchronisation."""
-        states = slots_of(starts)
+        states = list(slots_of(starts))
         entering = [start.entering for start in starts if start.entering is not None]
         place = 0
         while late := [i for i, start in enumerate(starts) if place + 1 < len(start.tokens)]:
@@ -101,10 +101,15 @@ class SteppedChain:
         ]
 
 
-def slots_of(starts: Sequence[ChainStart]) -> list[Tensor]:
-    """What the head reads [3, D] to go on with each chain."""
+def slots_of(starts: Sequence[ChainStart]) -> Tensor:
+    """What the head reads [N, NUM_SLOTS, D] to go on with each chain."""
     begins = [start.begin for start in starts if start.begin is not None]
-    return [chained(begin) if begin.dim() == 1 else in_slots(begin.float()) for begin in begins]
+    # Mostly all of them are of one kind, and few copies serve all.
+    if all(start.has_begun for start in starts):
+        return chained(torch.stack(begins))
+    if not any(start.has_begun for start in starts):
+        return in_slots(torch.stack(begins).float())
+    return torch.stack([chained(begin) if begin.dim() == 1 else in_slots(begin.float()) for begin in begins])
 
 
 def projection_in_16_bits(matrix: Tensor) -> Projection:

@@ -74,7 +74,7 @@ class RecordedChain:
         count = len(starts)
         # Before the tensors are filled: recording runs the work.
         feed, step = self._recorded_for(next(size for size in NUM_CHAINS if size >= count))
-        self._states[:count].copy_(torch.stack(slots_of(starts)))
+        self._states[:count].copy_(slots_of(starts))
         # The last column holds all newest tokens. A sequence with fewer tokens than others enters the columns later.
         width = max(len(start.tokens) for start in starts)
         columns = [[-1] * (width - len(start.tokens)) + list(start.tokens) for start in starts]

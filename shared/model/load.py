@@ -47,12 +47,13 @@ def load_model(
     """Loads a Hugging Face folder, a .gguf file, or a model by its hub name.
 
     `dtype`: the format that weights are kept in; None: the one they are stored in. On a CPU everything is computed in
-    float32, whatever the format, and a matrix is packed as soon as it is read; other devices also compute in `dtype`.
-    Weights are read from safetensors or GGUF, never from a pickle. `context_length`: an upper limit, in tokens, below
-    the model's own. `accelerate`, `kv_dtype` and `compute_dtype` are as in `shared.model.loaded.wrap_model`. `store`:
-    what earlier starts have proven, measured and packed for this model is taken from there, if it is to run on a CPU
-    from files of this machine. `LoadedModel.facts.keep` puts there what this start has found out. Logs the size on disk
-    before loading, and the seconds taken and the formats of the weights afterwards.
+    float32, whatever the format, and a matrix is packed as soon as it is read; other devices also compute in `dtype`,
+    and take bfloat16 for a .gguf file if it is None. Weights are read from safetensors or GGUF, never from a pickle.
+    `context_length`: an upper limit, in tokens, below the model's own. `accelerate`, `kv_dtype` and `compute_dtype` are
+    as in `shared.model.loaded.wrap_model`. `store`: what earlier starts have proven, measured and packed for this model
+    is taken from there, if it is to run on a CPU from files of this machine. `LoadedModel.facts.keep` puts there what
+    this start has found out. Logs the size on disk before loading, and the seconds taken and the formats of the weights
+    afterwards.
 
     Raises `NotFound` (reason MODEL_NOT_FOUND), `PermissionDenied` (MODEL_GATED), `UnsupportedModel` (also with reason
     PACKAGE_MISSING), `Corrupt` (MODEL_FILE_CORRUPT), `Unavailable` (MODEL_FILE_CHANGED, HUB_UNAVAILABLE), `Exhausted`

@@ -59,11 +59,17 @@ class DraftBuilder:
     `best` is the most probable draft so far for the next position, and `best_probability` its probability (see
     `Confidence`). `survival` is the probability that all drafts of the trunk are right. If branches are allowed, the
     other drafts of each place begin possible branches. `tokens_per_pass`: mean tokens that a verify pass has given for
-    this sequence, starting from USUAL_TOKENS_PER_PASS.
+    this sequence, starting from USUAL_TOKENS_PER_PASS. `host_s` as in `least_survival`.
     """
 
     def __init__(
-        self, sequence: DecodingSequence, costs: PassCosts, num_sequences: int, *, branches: bool = False
+        self,
+        sequence: DecodingSequence,
+        costs: PassCosts,
+        num_sequences: int,
+        *,
+        branches: bool = False,
+        host_s: float = 0.0,
     ) -> None:
         policy = sequence.request.policy
         state_depths = sequence.ladder.state_depths if sequence.ladder else ()
@@ -105,7 +111,7 @@ class DraftBuilder:
         # If the caller asked for a fixed number of drafts, they are made whether they pay or not.
         self._least_survival = MIN_SURVIVAL
         if self._room > 0 and not policy.max_drafts:
-            self._least_survival = least_survival(costs, num_sequences)
+            self._least_survival = least_survival(costs, num_sequences, host_s)
         # A fixed number of drafts is what it says. Bounds are certified for chains alone.
         self._allows_branches = (
             branches
@@ -113,6 +119,11 @@ class DraftBuilder:
             and not policy.max_drafts
             and self._least_survival <= MAX_SURVIVAL_FOR_BRANCHES
         )
+
+    @property
+    def num_places(self) -> int:
+        """How many places the proposers have been asked about, those of branches included."""
+        return len(self.chain.proposals) + sum(len(branch.drafts) for branch in self.chain.possible)
 
     @property
     def wants_more(self) -> bool:

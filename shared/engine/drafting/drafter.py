@@ -1,5 +1,6 @@
 """The drafting half of a step: drafts the next tokens of all sequences of a batch at once."""
 
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import product
@@ -15,13 +16,40 @@ from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.ladder import BoundLadder
 from shared.model.runner import Runner
 
+# Weight of earlier steps in the mean of the host's time, per step with drafts and per step without.
+DECAY, REST_DECAY = 0.95, 0.99
+
+
+class HostTime:
+    """The mean time that the host takes for one place of a chain, without the time of exits. The device waits
+    meanwhile, which matters where a pass takes a GPU a millisecond or two (decision 056)."""
+
+    def __init__(self) -> None:
+        self._seconds = self._places = 0.0
+
+    @property
+    def per_place_s(self) -> float:
+        return self._seconds / self._places if self._places else 0.0
+
+    def record(self, seconds: float, num_places: int) -> None:
+        """A step took `seconds` for `num_places` places. Without any the mean shrinks, so that drafting which was too
+        slow to pay is tried again."""
+        if num_places:
+            self._seconds = DECAY * self._seconds + seconds
+            self._places = DECAY * self._places + num_places
+        else:
+            self._seconds *= REST_DECAY
+
 
 class Drafter:
-    """Drafts with one bound ladder; without one, never. `costs` include those of the ladder's exits."""
+    """Drafts with one bound ladder; without one, never. `costs` include those of the ladder's exits. `asking_s`: the
+    time of exits so far."""
 
     def __init__(self, runner: Runner, costs: PassCosts, ladder: BoundLadder | None = None) -> None:
         self.costs = costs
         self.ladder = ladder
+        self.host_time = HostTime()
+        self.asking_s = 0.0
         self._runner = runner
         weights = ladder.joint_weights if ladder else DEFAULT_WEIGHTS
         # Sampled tokens agree with drafts less often than greedy ones, changed scores less often than the model's own,
@@ -37,7 +65,8 @@ class Drafter:
     def builder(self, sequence: DecodingSequence, num_sequences: int) -> DraftBuilder:
         """The builder of a sequence's chain. See `draft_chains`."""
         branches = self._runner.supports_ragged
-        return DraftBuilder(sequence, self.costs, num_sequences, branches=branches)
+        host_s = self.host_time.per_place_s
+        return DraftBuilder(sequence, self.costs, num_sequences, branches=branches, host_s=host_s)
 
     def ask_exits(self, builders: Sequence[DraftBuilder], num_sequences: int) -> None:
         """Takes the chains' last tokens to the layer exits that are expected to pay, shallowest first. Each exit's
@@ -47,7 +76,9 @@ class Drafter:
             without = [builder for builder in builders if builder.is_open and not builder.ahead[index].drafts]
             asked = self._worth_asking(index, depth, without, num_sequences)
             if asked:
+                start_s = time.perf_counter()
                 self._propose(self.ladder, index, asked)
+                self.asking_s += time.perf_counter() - start_s
             for builder in builders:
                 head_draft = builder.ahead[index].take(len(builder.chain.tokens))
                 if head_draft is not None and builder.is_open:
@@ -104,7 +135,10 @@ def draft_chains(sequences: Iterable[DecodingSequence], num_sequences: int) -> l
     launch and one read-back. There may be several only if the runner supports ragged batches. A sequence that fails has
     a `failure` afterwards: alone if the work was its own, with all that shared an exit if the exit failed.
     """
+    start_s = time.perf_counter()
     builders = [sequence.drafter.builder(sequence, num_sequences) for sequence in sequences]
+    drafters = {builder.sequence.drafter for builder in builders}
+    asking_s = sum(drafter.asking_s for drafter in drafters)
     going = [builder for builder in builders if builder.wants_more]
     while going:
         by_drafter: defaultdict[Drafter, list[DraftBuilder]] = defaultdict(list)
@@ -123,6 +157,9 @@ def draft_chains(sequences: Iterable[DecodingSequence], num_sequences: int) -> l
     for builder in builders:
         if builder.sequence.failure is None:
             attempt(builder.sequence, builder.grow_branches)
+    seconds = time.perf_counter() - start_s - sum(drafter.asking_s for drafter in drafters) + asking_s
+    for drafter in drafters:
+        drafter.host_time.record(seconds, sum(builder.num_places for builder in builders))
     return [builder.chain for builder in builders]
 
 

@@ -67,17 +67,17 @@ class PassCosts:
         return low_s + (high_s - low_s) * (num_tokens - low) / (high - low)
 
 
-def least_survival(costs: PassCosts, num_sequences: int) -> float:
+def least_survival(costs: PassCosts, num_sequences: int, host_s: float = 0.0) -> float:
     """The least probability of survival with which a draft pays for its place in a pass that `num_sequences` sequences
-    share.
+    share, and for the `host_s` seconds in which the host makes it while the device waits.
 
-    If a pass of c seconds gives E expected tokens, a draft that makes it d seconds longer must add at least E d / c
-    expected tokens, and E is at least one per sequence. The growth d is the smaller of that of one draft and the mean
-    of many, because costs may rise in steps.
+    If a pass of c seconds gives E expected tokens, a draft that makes a step d seconds longer must add at least E d / c
+    expected tokens, and E is at least one per sequence. Of d, the growth of the pass is the smaller of that of one
+    draft and the mean of many, because costs may rise in steps.
     """
     cost = costs.of_pass(num_sequences)
     growth = min((costs.of_pass(num_sequences + count) - cost) / count for count in (1, max(costs.max_drafts, 1)))
-    return min(max(num_sequences * growth / cost, MIN_SURVIVAL), 1.0)
+    return min(max(num_sequences * (growth + host_s) / cost, MIN_SURVIVAL), 1.0)
 
 
 @dataclass

@@ -27,8 +27,8 @@ class Speculation:
     the trunk's places. `tokens`: the final token, the trunk, then the branches. The i-th of them has been through
     `reached[i]` layers before the verify pass; `states[i]` [D] is its state there, None at depth 0. `captured[depth]`
     are the states [D] of the first tokens at a depth that they have reached, for the depths that are its keys.
-    `passed`: the states [1, T, D] of the verify pass by depth, of which those of the tokens begin at `offset`. The
-    counts are of the layers that ran for these tokens. `read_length` as in `RaggedSequence`.
+    `passed`: the states of the verify pass, of which those of the tokens begin at `offset`. The counts are of the
+    layers that ran for these tokens. `read_length` as in `RaggedSequence`.
 
     `num_logits`: how many of the states, from the last, need logits; 0 for a piece of a prompt that is not the last
     piece. `chunks`: the tokens that became final in this step.
@@ -49,7 +49,7 @@ class Speculation:
     reached: list[int] = field(default_factory=list)
     states: list[Tensor | None] = field(default_factory=list)
     captured: dict[int, list[Tensor]] = field(default_factory=dict)
-    passed: CapturedStates = field(default_factory=dict)
+    passed: "PassedStates" = field(default_factory=lambda: PassedStates({}))
     offset: int = 0
     num_layer_executions: int = 0
     num_token_layers: int = 0
@@ -110,8 +110,16 @@ class Speculation:
 
     def state(self, depth: int, index: int) -> Tensor:
         """The state [D] of a token at one of the depths in `captured`, once it has been through the verify pass."""
-        passed = self.passed.get(depth)
+        passed = self.passed.by_depth.get(depth)
         return self.captured[depth][index] if passed is None else passed[0, self.offset + index]
+
+    def states_at(self, depths: tuple[int, ...], index: int) -> Tensor:
+        """Those at several depths [K, D]."""
+        # Not for a long piece of a prompt: the sequence goes on to hold the states of the whole pass.
+        together = None if self.is_prefill else self.passed.together(depths)
+        if together is None:
+            return torch.stack([self.state(depth, index) for depth in depths])
+        return together[self.offset + index]
 
     # Verification.
 
@@ -176,6 +184,21 @@ class Speculation:
         return Move(self.sequence.cache, start, start + verdict.num_in_branch, to)
 
 
+class PassedStates:
+    """The states [1, T, D] of a pass, by depth."""
+
+    def __init__(self, by_depth: CapturedStates) -> None:
+        self.by_depth = by_depth
+        self._together: dict[tuple[int, ...], Tensor] = {}
+
+    def together(self, depths: tuple[int, ...]) -> Tensor | None:
+        """Those at several depths [T, K, D], copied once for all tokens, since many small copies keep a GPU waiting.
+        None if the pass began below one of them."""
+        if depths not in self._together and self.by_depth.keys() >= set(depths):
+            self._together[depths] = torch.stack([self.by_depth[depth][0] for depth in depths], 1)
+        return self._together.get(depths)
+
+
 # What a pass runs: a range of the tokens of each.
 _Part = tuple[Speculation, slice]
 
@@ -216,12 +239,12 @@ def settle(speculations: Sequence[Speculation], runner: Runner) -> Tensor:
     if deepest:
         advance_to(deepest, speculations, runner)
     parts = [(speculation, slice(0, len(speculation.tokens))) for speculation in speculations]
-    passed = _run(parts, deepest, runner.num_layers, runner)
+    passed = PassedStates(_run(parts, deepest, runner.num_layers, runner))
     start = 0
     for speculation in speculations:
         speculation.passed, speculation.offset = passed, start
         start += len(speculation.tokens)
-    return passed[runner.num_layers][0]
+    return passed.by_depth[runner.num_layers][0]
 
 
 def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> CapturedStates:

@@ -146,6 +146,14 @@ def test_a_processor_that_does_more_than_move_rows_gets_the_weights(
     assert any(line["event"].startswith("matrices were dequantised") for line in lines)
 
 
+@pytest.mark.parametrize(("asked", "given"), [(None, torch.bfloat16), (torch.float16, torch.float16)])
+def test_other_devices_than_a_cpu_compute_in_bfloat16_unless_asked(
+    file: Path, asked: torch.dtype | None, given: torch.dtype
+) -> None:
+    # "meta": a device that is everywhere.
+    assert load_model(file, device="meta", dtype=asked).model.dtype == given
+
+
 def test_the_tokenizer_is_that_of_the_file(file: Path) -> None:
     loaded = load_model(file)
     ids = loaded.tokenizer("hello")["input_ids"]
