@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-from shared.engine.engine import Engine
 from shared.registry.factory import open_registry
 from tests.chats import IN_THOUGHT, build_chat_model
+from tests.fixed_costs import fixed_cost_engine
 from tests.gateways import gateway_to
 from tests.generation import publish
 from tests.worker import serving
@@ -19,7 +19,7 @@ def chat_gateway(template: str, folder: Path) -> Iterator[SimpleNamespace]:
     reasoning, and `thinks`. `folder`: of the registry."""
     registry = open_registry(str(folder))
     loaded = build_chat_model(template, own_tokens=True)
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         publish(registry, engine)
         with serving(engine, registry) as worker, gateway_to(worker.target) as gateway:
             gateway.thinks = template is IN_THOUGHT

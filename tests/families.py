@@ -1,12 +1,14 @@
 """Tiny random-weight models of the families we promise, built from their Hugging Face classes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import transformers as hf
+from _pytest.mark import ParameterSet
 
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
@@ -169,6 +171,25 @@ FAMILIES: dict[str, Callable[[], hf.PretrainedConfig]] = {
         **{k: v for k, v in SHARED.items() if k != "initializer_range"},
     ),
 }
+
+
+# Each of these differs from the others in what neap does. `make test` asks them; `make test-full` asks all others, too.
+USUAL = {
+    "llama",
+    "qwen2.5",
+    "gpt2",
+    "mixtral",
+    "gemma3-sliding",
+    "phi3-longrope",
+    "falcon-alibi",
+    "llama4",
+    "ministral3",
+}
+
+
+def by_tier(names: Iterable[str]) -> list[ParameterSet]:
+    """Parameters of a test: those that are not in USUAL are of the full tier."""
+    return [pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in names]
 
 
 # Families whose configuration names a position where behaviour changes, all before position 2 * BORDER.

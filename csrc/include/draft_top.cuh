@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(kTopThreads) draft_block_kernel(DraftTopArgs a
   const Sums<kRows> sums = sums_of<kRows>(args.x + first * columns, columns, tokens, weight, min(kRows, count - row),
                                           columns, eights, lane, kWarp);
   const float dot = warp_dot_of_lane(sums.dots, tokens);
-  const int own = row + lane / kTile;
-  if (own < count) logits[lane % kTile * kWarp + own] = dot + (args.bias ? args.bias[begin + own] : 0.f);
+  const int lane_row = row + lane / kTile;
+  if (lane_row < count) logits[lane % kTile * kWarp + lane_row] = dot + (args.bias ? args.bias[begin + lane_row] : 0.f);
   __syncthreads();
   if (warp >= tokens) return;
   const float logit = lane < count ? logits[warp * kWarp + lane] : -INFINITY;

@@ -43,19 +43,19 @@ __global__ void __launch_bounds__(kThreads, 1) route_kernel(RouteArgs args, bool
   }
   __syncthreads();
   if (warp == 0) {
-    const int64_t own = row + lane / kTile;
+    const int64_t lane_row = row + lane / kTile;
     const int t = lane % kTile;
     float part = 0.f;
-    if (own < width && t < tokens) {
+    if (lane_row < width && t < tokens) {
       float dot = 0.f, square = 0.f;
       for (int w = 0; w < kWarps; ++w) {
         dot += dots[w * kWarp + lane];
         square += squares[w * kTile + t];
       }
       const Features features = features_of(args, first + t);
-      float value = dot / sqrtf(square / (float)columns + args.eps) + args.bias[own];
-      for (int f = 0; f < kFeatures; ++f) value += features.v[f] * args.feature_weight[f * width + own];
-      part = silu(value) * args.output[own];
+      float value = dot / sqrtf(square / (float)columns + args.eps) + args.bias[lane_row];
+      for (int f = 0; f < kFeatures; ++f) value += features.v[f] * args.feature_weight[f * width + lane_row];
+      part = silu(value) * args.output[lane_row];
     }
     for (int step = kTile; step < kWarp; step *= 2) part += __shfl_xor_sync(kAll, part, step);
     if (lane < tokens) publish(args.inner + (first + lane) * gridDim.x + blockIdx.x, part);

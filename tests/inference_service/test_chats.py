@@ -11,9 +11,9 @@ from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1 import inference_pb2_grpc
 
 from shared.chat.formats import call_format
-from shared.engine.engine import Engine
 from shared.registry.factory import open_registry
 from tests.chats import MARKUP, TEMPLATES, build_chat_model
+from tests.fixed_costs import fixed_cost_engine
 from tests.generation import EXACT, FULL, publish, refused, request_of
 from tests.worker import CHAT_TEMPLATE, EOS, serving
 
@@ -41,7 +41,7 @@ STOPPING = pb.Stopping(max_tokens=200)
 @contextmanager
 def served(registry, template, **options):
     loaded = build_chat_model(template, **options)
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         publish(registry, engine)
         with serving(engine, registry) as worker:
             worker.loaded = loaded

@@ -12,9 +12,9 @@ from grpc_status import rpc_status
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1 import inference_pb2_grpc
 
-from shared.engine.engine import Engine
 from shared.registry.factory import open_registry
 from tests.constrained import CONSTRAINTS, OBJECT, TREE, build_loaded
+from tests.fixed_costs import fixed_cost_engine
 from tests.generation import EXACT, FULL, answer, publish, refused, request_of
 from tests.worker import EOS, serving
 
@@ -33,7 +33,7 @@ STOPPING = pb.Stopping(max_tokens=120)
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory):
     registry = open_registry(str(tmp_path_factory.mktemp("registry")))
-    with Engine(build_loaded()) as engine:
+    with fixed_cost_engine(build_loaded()) as engine:
         publish(registry, engine)
         with serving(engine, registry) as worker, grpc.insecure_channel(worker.target) as channel:
             yield inference_pb2_grpc.InferenceServiceStub(channel)
@@ -133,7 +133,11 @@ def test_the_end_cannot_be_ignored(stub):
 def test_a_model_without_a_tokenizer_refuses(tmp_path):
     registry = open_registry(str(tmp_path))
     loaded = replace(build_loaded(), tokenizer=None)
-    with Engine(loaded) as engine, serving(engine, registry) as worker, grpc.insecure_channel(worker.target) as channel:
+    with (
+        fixed_cost_engine(loaded) as engine,
+        serving(engine, registry) as worker,
+        grpc.insecure_channel(worker.target) as channel,
+    ):
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         request = request_of(constraint=FORMS["regex"], token_ids=pb.TokenIds(ids=[1, 2]))
         code, info, _ = refused(stub, request)

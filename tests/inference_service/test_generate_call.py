@@ -12,10 +12,10 @@ from neap_client.inference.v1 import inference_pb2_grpc
 
 from inference_service import servicer
 from inference_service.metrics import WorkerMetrics
-from shared.engine.engine import Engine
 from shared.ladder.artefact import pack_ladder
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
+from tests.fixed_costs import fixed_cost_engine
 from tests.generation import EXACT, request_of
 from tests.spans import recorded_spans
 from tests.waiting import wait_until
@@ -42,7 +42,7 @@ def metrics():
 def worker(request, loaded, registry, metrics, clock):
     """Its parameter, if any, has further arguments of the engine."""
     options = {"clock": lambda: time.monotonic() + clock.later_s, **getattr(request, "param", {})}
-    with Engine(loaded, **options) as engine:
+    with fixed_cost_engine(loaded, **options) as engine:
         engine.warm_up()
         with serving(engine, registry, metrics=metrics) as worker:
             yield worker

@@ -26,15 +26,19 @@ class HostTime:
 
     def __init__(self) -> None:
         self._seconds = self._places = 0.0
+        self._has_begun = False
 
     @property
     def per_place_s(self) -> float:
         return self._seconds / self._places if self._places else 0.0
 
     def record(self, seconds: float, num_places: int) -> None:
-        """A step took `seconds` for `num_places` places. Without any the mean shrinks, so that drafting which was too
-        slow to pay is tried again."""
-        if num_places:
+        """A step took `seconds` for `num_places` places. The first such step does not count, because it reads tables
+        from their files. Without any places the mean shrinks, so that drafting which was too slow to pay is tried
+        again."""
+        if num_places and not self._has_begun:
+            self._has_begun = True
+        elif num_places:
             self._seconds = DECAY * self._seconds + seconds
             self._places = DECAY * self._places + num_places
         else:

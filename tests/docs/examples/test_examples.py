@@ -20,11 +20,11 @@ from google.protobuf.descriptor_pb2 import FileOptions
 from neap_client import NeapClient, generate_request
 from neap_client.inference.v1 import inference_pb2_grpc
 
-from shared.engine.engine import Engine
 from shared.model.loaded import wrap_model
 from shared.registry.factory import open_registry
 from tests.chat_gateways import chat_gateway
 from tests.chats import HERMES
+from tests.fixed_costs import fixed_cost_engine
 from tests.gateways import gateway_to
 from tests.generation import publish
 from tests.worker import build_model, build_tokenizer, serving
@@ -43,7 +43,7 @@ GO_TOOLS = ("go", "protoc-gen-go", "protoc-gen-go-grpc")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     loaded = wrap_model(build_model(), build_tokenizer(), model_id="tiny")
     registry = open_registry(str(tmp_path_factory.mktemp("registry")))
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         publish(registry, engine)
         with serving(engine, registry) as worker:
             yield worker.target

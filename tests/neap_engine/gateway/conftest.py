@@ -1,9 +1,9 @@
 import openai
 import pytest
 
-from shared.engine.engine import Engine
 from shared.model.loaded import wrap_model
 from shared.registry.factory import open_registry
+from tests.fixed_costs import fixed_cost_engine
 from tests.gateways import finished, gateway_to, scripted_worker, started
 from tests.generation import publish
 from tests.worker import build_model, build_tokenizer, serving
@@ -14,7 +14,7 @@ def worker(tmp_path_factory):
     """A real worker with a tiny model and a router."""
     loaded = wrap_model(build_model(), build_tokenizer(), model_id="tiny")
     registry = open_registry(str(tmp_path_factory.mktemp("registry")))
-    with Engine(loaded) as engine:
+    with fixed_cost_engine(loaded) as engine:
         publish(registry, engine)
         with serving(engine, registry) as worker:
             yield worker

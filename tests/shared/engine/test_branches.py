@@ -39,7 +39,11 @@ WAYS = {
 
 
 # Gemma 3's windows hide most of a prompt; its layers are not one op. An accelerated Llama's are.
-@pytest.fixture(scope="module", params=["llama", "gemma3-sliding", "llama paged", "gemma3-sliding paged"])
+USUAL = ["llama", "gemma3-sliding paged"]
+OTHERS = ["gemma3-sliding", "llama paged"]
+
+
+@pytest.fixture(scope="module", params=[*USUAL, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     torch.manual_seed(0)
     family, *paged = request.param.split()

@@ -10,6 +10,7 @@ from shared.model.layer_configs import layer_configs
 from shared.model.paged_kv import BlockPool, LayerShape
 from shared.model.paged_pass import PagedForward, TokenBuffer
 from shared.model.regimes import find_regimes
+from tests.families import by_tier
 from tests.paged import PAGED, load_family
 
 META = torch.device("meta")
@@ -24,7 +25,7 @@ def _shape(config):
 
 # Transformers' own code for longrope compares the largest position of a pass on the host, so such passes are not
 # recorded.
-@pytest.mark.parametrize("family", [name for name in PAGED if not name.endswith("-longrope")])
+@pytest.mark.parametrize("family", by_tier(name for name in PAGED if not name.endswith("-longrope")))
 def test_no_pass_reads_a_number_or_moves_one(family):
     # The dtype of GPUs. In others, experts take another path.
     loaded = load_family(family, torch.bfloat16)

@@ -15,7 +15,7 @@ from shared.model.ragged import RaggedSequence
 from shared.model.recorder import NoRecorder
 from shared.model.runner import CapturedStates, captured_depths
 from shared.model.substitution import paged_attention
-from tests.families import VOCABULARY_SIZE
+from tests.families import VOCABULARY_SIZE, by_tier
 from tests.paged import NOT_PAGED, PAGED, load_family, make_runner
 from tests.recorders import NotRecordable, TracingRecorder
 
@@ -25,7 +25,7 @@ INEXACT = {"mixtral", "qwen3-moe", "phimoe-longrope"}
 SPLIT = 2
 
 
-@pytest.fixture(scope="module", params=PAGED)
+@pytest.fixture(scope="module", params=by_tier(PAGED))
 def runner(request: pytest.FixtureRequest) -> PagedRunner:
     return make_runner(load_family(request.param))
 

@@ -10,7 +10,7 @@ from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
 from shared.model.ragged import RaggedCache, RaggedSequence
 from shared.model.runner import Runner
-from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
+from tests.families import FAMILIES, VOCABULARY_SIZE, build_family, by_tier
 
 # Falcon does not use transformers' AttentionInterface.
 # Llama 4 scales queries by the length of the cache, which a batch has not one of.
@@ -18,7 +18,7 @@ ONE_BY_ONE = {"falcon", "falcon-alibi", "llama4"}
 SPLIT = 2
 
 
-@pytest.fixture(params=sorted(FAMILIES))
+@pytest.fixture(params=by_tier(sorted(FAMILIES)))
 def runner(request: pytest.FixtureRequest) -> Runner:
     return ContiguousRunner(wrap_model(build_family(request.param), accelerate=True))
 

@@ -7,13 +7,13 @@ from shared.errors import InvalidInput, UnsupportedModel
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.runner import CapturedStates, Runner, captured_depths
-from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
+from tests.families import FAMILIES, VOCABULARY_SIZE, build_family, by_tier
 
 TOLERANCE = 1e-4
 SPLIT = 3
 
 
-@pytest.fixture(params=sorted(FAMILIES))
+@pytest.fixture(params=by_tier(sorted(FAMILIES)))
 def runner(request: pytest.FixtureRequest) -> Runner:
     return ContiguousRunner(wrap_model(build_family(request.param)))
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from shared.engine.engine import Engine
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.model import host_draws
 from shared.model.loaded import wrap_model
 from shared.model.sampling import SamplingParams, uniform_at
 from tests.families import FAMILIES
+from tests.fixed_costs import fixed_cost_engine
 from tests.scripted_ladder import ScriptedLadder
 
 NUM_SEEDS = 1200
@@ -77,7 +77,7 @@ def _pairs(policy: DepthPolicy, prompt: list[int]) -> tuple[Counter[tuple[int, .
     # A draft at every position, always the same token, so that it is sometimes accepted.
     ladder = ScriptedLadder(lambda context: (2, 0.9))
     counts: Counter[tuple[int, ...]] = Counter()
-    with Engine(loaded, ladder) as engine:  # type: ignore[arg-type]
+    with fixed_cost_engine(loaded, ladder) as engine:  # type: ignore[arg-type]
         for seed in range(NUM_SEEDS):
             sampling = SamplingParams(temperature=1.0, seed=seed)
             result = engine.generate(prompt, policy=policy, sampling=sampling, max_tokens=3)

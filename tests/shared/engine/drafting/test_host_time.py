@@ -29,7 +29,8 @@ def test_a_mean_follows_what_places_take_and_shrinks_while_none_are_asked_about(
     host = HostTime()
     assert host.per_place_s == 0.0
     host.record(0.5, 0)
-    assert host.per_place_s == 0.0, "a step without places says nothing of them"
+    host.record(5.0, 1)
+    assert host.per_place_s == 0.0, "neither a step without places nor the first one with some says anything"
     for _ in range(200):
         host.record(0.3, 3)
     assert host.per_place_s == pytest.approx(0.1)

@@ -20,7 +20,7 @@ from shared.model.substitution.match import agrees
 from shared.model.weights.lazy import lazy
 from shared.model.weights.stored import Packed
 from shared.ops.build import build
-from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
+from tests.families import FAMILIES, VOCABULARY_SIZE, build_family, by_tier
 
 # Families whose attention does not use transformers' interface.
 OWN_ATTENTION = {"falcon", "falcon-alibi"}
@@ -52,7 +52,7 @@ def _generate(model: PreTrainedModel, ids: Tensor, seen: Tensor) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_tier(FAMILIES))
 def test_generates_the_same_tokens_and_can_be_taken_back(family):
     model = build_family(family)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shared.model.substitution.compiled import LayerCompiler
 from shared.model.substitution.merged_linear import MergedLinear, merge_linears
-from tests.families import FAMILIES, VOCABULARY_SIZE, build_family
+from tests.families import FAMILIES, VOCABULARY_SIZE, build_family, by_tier
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def logits(model: nn.Module) -> Tensor:
     return model(input_ids=ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_tier(FAMILIES))
 def test_the_logits_of_every_family_stay(family):
     model = build_family(family)
     expected = logits(model)
