@@ -210,8 +210,18 @@ def test_a_branch_is_masked_by_its_own_drafts(loaded, way, added):
     assert any(exact.tokens[place + 1].rung == "suffix" for place in begun[:-1])
 
 
-@pytest.mark.parametrize("name", ["object", "tree", "pairs"])
-@pytest.mark.parametrize("way", ["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("object", "greedy"),
+        ("tree", "sampled"),
+        ("pairs", "penalised"),
+        *(
+            pytest.param(name, way, marks=pytest.mark.full)
+            for name, way in [("object", "sampled"), ("tree", "greedy"), ("pairs", "greedy"), ("tree", "penalised")]
+        ),
+    ],
+)
 def test_an_answer_that_is_resumed_at_any_cut_is_the_same(loaded, ladder, name, way):
     options = {"constraint": CONSTRAINTS[name], "sampling": WAYS[way], "max_tokens": 60}
     with fixed_cost_engine(loaded, ladder) as engine:

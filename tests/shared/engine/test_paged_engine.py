@@ -35,7 +35,8 @@ EXACT = DepthPolicy("exact", max_drafts=4)
 STEM = tuple(random.Random(3).choices(range(2, VOCABULARY_SIZE), k=40))
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3-sliding"])
+# Gemma 3 has all that Llama has, and windows.
+@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.full), "gemma3-sliding"])
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     torch.manual_seed(0)
     return load_family(request.param)

@@ -33,7 +33,15 @@ SAMPLINGS = {
 }
 # What a position does is the family's business, and what a token costs that of the rule: every family under one rule of
 # each kind, and every rule with one family.
-CASES = [*(("llama", name) for name in SAMPLINGS), *((name, "both") for name in FAMILIES[1:])]
+CASES = [
+    *(("llama", name) for name in SAMPLINGS),
+    ("phi3-longrope", "both"),
+    *(
+        pytest.param(name, "both", marks=pytest.mark.full)
+        for name in FAMILIES
+        if name not in ("llama", "phi3-longrope")
+    ),
+]
 CUTS = (1, 6, BORDER - len(PROMPT) - 1, BORDER - len(PROMPT), BORDER - len(PROMPT) + 1, NUM_NEW - 1)
 
 
