@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shared.model.substitution.compiled import LayerCompiler
 from shared.model.substitution.merged_linear import MergedLinear, merge_linears
 from tests.families import FAMILIES, VOCABULARY_SIZE, build_family, by_tier
 
@@ -45,17 +44,23 @@ def test_attention_and_mlp_multiply_once_each(family, monkeypatch):
     assert len(num_products) == 4 * model.config.num_hidden_layers + 1
 
 
-def test_compiled_layers_share_one_compilation():
-    model = merged = build_family("llama")
-    expected = logits(model)
-    merge_linears(merged)
+def test_compiled_projections_are_one_product_and_share_one_compilation():
+    model = build_family("llama")
+    inputs = torch.randn(1, 5, model.config.hidden_size)
+
+    def projected(attention: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        return attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
+
+    expected = [projected(layer.self_attn, inputs) for layer in model.model.layers]
+    merge_linears(model)
     graphs = []
-    compiler = LayerCompiler(lambda graph, example: graphs.append(graph) or graph.forward)
-    for index, layer in enumerate(merged.model.layers):
-        layer.forward = compiler(index, layer.forward)
-    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+    compiled = torch.compile(
+        projected, fullgraph=True, dynamic=False, backend=lambda graph, _: graphs.append(graph) or graph.forward
+    )
+    for layer, outputs in zip(model.model.layers, expected, strict=True):
+        torch.testing.assert_close(compiled(layer.self_attn, inputs), outputs, atol=1e-4, rtol=1e-4)
     [graph] = graphs
-    assert sum("linear" in str(node.target) for node in graph.graph.nodes) == 4
+    assert sum("linear" in str(node.target) for node in graph.graph.nodes) == 1
 
 
 def test_layers_asked_alone_or_in_another_order_give_their_own_output():
