@@ -41,7 +41,7 @@ def write_llama(
     """Writes the file. `kinds`: that of all matrices, or by the last part of their names, such as "attn_q"; others are
     Q8_0. `add_more` adds metadata and tensors."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*letters, "<eos>", "he"]
+    tokens = [*letters, "<eos>", "he", "ll"]
     writer = GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_context_length(128)
@@ -57,8 +57,9 @@ def write_llama(
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([1] * len(tokens))
-    writer.add_token_merges(["h e"])
+    writer.add_token_merges(["h e", "l l"])  # two, and a bos token: transformers 5.17 needs them
     writer.add_eos_token_id(len(letters))
+    writer.add_bos_token_id(len(letters))
     seed = 0
 
     def add(name: str, rows: int, columns: int) -> None:

@@ -9,8 +9,10 @@ Transformers also reads a file's metadata, which includes the vocabulary, severa
 """
 
 import functools
+import importlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import gguf
@@ -34,6 +36,8 @@ try:
 except ImportError:  # an older version of transformers
     header_reader = None
 
+# Modules of older versions that have `load_gguf_checkpoint` from their import on.
+_CALLERS = ("configuration_utils", "tokenization_utils_tokenizers", "models.auto.tokenization_auto")
 # Transformers' own.
 _load_gguf_checkpoint: Any = checkpoints.load_gguf_checkpoint
 _weights_map: Any = checkpoints.get_gguf_hf_weights_map
@@ -53,11 +57,17 @@ def gguf_replacements(checkpoint: CheckpointFiles) -> list[Replacement]:
     model_names = functools.cache(gguf.get_tensor_name_map)
     replacements: list[Replacement] = [
         (gguf, "get_tensor_name_map", model_names),
-        (checkpoints, "load_gguf_checkpoint", load),
+        *((module, "load_gguf_checkpoint", load) for module in _holders()),
     ]
     if header_reader is not None:
         replacements += _header_replacements(contents_of)
     return replacements
+
+
+def _holders() -> list[ModuleType]:
+    """The modules of transformers through which `load_gguf_checkpoint` is called."""
+    named = [importlib.import_module(f"transformers.{name}") for name in _CALLERS]
+    return [checkpoints, *(module for module in named if hasattr(module, "load_gguf_checkpoint"))]
 
 
 def _copied(value: Any) -> Any:
