@@ -51,10 +51,7 @@ __device__ __forceinline__ void choose_largest(const E* scores, const ChoiceArgs
     }
   }
 #pragma unroll 4
-  for (int64_t i = taken + threadIdx.x; i < args.vocabulary; i += kChoiceThreads) {
-    if constexpr (sizeof(E) == 8) take(scores[i], i);
-    else take(to_float(scores[i]), i);
-  }
+  for (int64_t i = taken + threadIdx.x; i < args.vocabulary; i += kChoiceThreads) take((Value)weight_of(scores[i]), i);
   Largest best{(double)most, at};
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) {

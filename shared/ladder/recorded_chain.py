@@ -110,16 +110,16 @@ class RecordedChain:
     @inference
     def _step(self, size: int) -> None:
         """NUM_DRAFTS drafts after the newest tokens."""
-        output, newest = self._states[:size], self._newest[:size]
+        previous, newest = self._states[:size], self._newest[:size]
         for step in range(NUM_DRAFTS):
             places = self._places[:size] + step
             go_on = self._steps.further_step if step else self._steps.step
-            choices, probabilities, output = go_on(output, self._entering(newest), places)
+            choices, probabilities, previous = go_on(previous, self._entering(newest), places)
             tokens = self._vocabulary[choices]
             newest = tokens[:, 0]
             self._drafted[step, :size].copy_(tokens)
             self._probabilities[step, :size].copy_(probabilities)
-            self._outputs[step, :size].copy_(output)
+            self._outputs[step, :size].copy_(previous)
 
     def _entering(self, tokens: Tensor) -> Tensor:
         return self._runner.embed(tokens[None])[0]

@@ -46,14 +46,12 @@ class HostTime:
 
 
 class Drafter:
-    """Drafts with one bound ladder; without one, never. `costs` include those of the ladder's exits. `asking_s`: the
-    time of exits so far."""
+    """Drafts with one bound ladder; without one, never. `costs` include those of the ladder's exits."""
 
     def __init__(self, runner: Runner, costs: PassCosts, ladder: BoundLadder | None = None) -> None:
         self.costs = costs
         self.ladder = ladder
         self.host_time = HostTime()
-        self.asking_s = 0.0
         self._runner = runner
         weights = ladder.joint_weights if ladder else DEFAULT_WEIGHTS
         # Sampled tokens agree with drafts less often than greedy ones, changed scores less often than the model's own,
@@ -72,22 +70,24 @@ class Drafter:
         host_s = self.host_time.per_place_s
         return DraftBuilder(sequence, self.costs, num_sequences, branches=branches, host_s=host_s)
 
-    def ask_exits(self, builders: Sequence[DraftBuilder], num_sequences: int) -> None:
+    def ask_exits(self, builders: Sequence[DraftBuilder], num_sequences: int) -> float:
         """Takes the chains' last tokens to the layer exits that are expected to pay, shallowest first. Each exit's
-        tokens share a pass."""
+        tokens share a pass. Returns the seconds that the exits took."""
         assert self.ladder is not None
+        exits_s = 0.0
         for index, depth in enumerate(self.ladder.depths):
             without = [builder for builder in builders if builder.is_open and not builder.ahead[index].drafts]
             asked = self._worth_asking(index, depth, without, num_sequences)
             if asked:
                 start_s = time.perf_counter()
                 self._propose(self.ladder, index, asked)
-                self.asking_s += time.perf_counter() - start_s
+                exits_s += time.perf_counter() - start_s
             for builder in builders:
                 head_draft = builder.ahead[index].take(len(builder.chain.tokens))
                 if head_draft is not None and builder.is_open:
                     proposals = [head_draft.draft, *head_draft.others]
                     attempt(builder.sequence, builder.consider, proposals)
+        return exits_s
 
     def _propose(self, ladder: BoundLadder, index: int, asked: Sequence[tuple[DraftBuilder, float]]) -> None:
         """The exit drafts the asked chains on in one call, each as long as a draft is expected to save its share of the
@@ -139,10 +139,8 @@ def draft_chains(sequences: Iterable[DecodingSequence], num_sequences: int) -> l
     launch and one read-back. There may be several only if the runner supports ragged batches. A sequence that fails has
     a `failure` afterwards: alone if the work was its own, with all that shared an exit if the exit failed.
     """
-    start_s = time.perf_counter()
+    start_s, exits_s = time.perf_counter(), 0.0
     builders = [sequence.drafter.builder(sequence, num_sequences) for sequence in sequences]
-    drafters = {builder.sequence.drafter for builder in builders}
-    asking_s = sum(drafter.asking_s for drafter in drafters)
     going = [builder for builder in builders if builder.wants_more]
     while going:
         by_drafter: defaultdict[Drafter, list[DraftBuilder]] = defaultdict(list)
@@ -152,7 +150,7 @@ def draft_chains(sequences: Iterable[DecodingSequence], num_sequences: int) -> l
                 by_drafter[builder.sequence.drafter].append(builder)
         for drafter, asking in by_drafter.items():
             try:
-                drafter.ask_exits(asking, num_sequences)
+                exits_s += drafter.ask_exits(asking, num_sequences)
             except Exception as error:
                 fail_all([builder.sequence for builder in asking], error, "asking exits failed for")
         going = [
@@ -161,9 +159,9 @@ def draft_chains(sequences: Iterable[DecodingSequence], num_sequences: int) -> l
     for builder in builders:
         if builder.sequence.failure is None:
             attempt(builder.sequence, builder.grow_branches)
-    seconds = time.perf_counter() - start_s - sum(drafter.asking_s for drafter in drafters) + asking_s
-    for drafter in drafters:
-        drafter.host_time.record(seconds, sum(builder.num_places for builder in builders))
+    seconds, num_places = time.perf_counter() - start_s - exits_s, sum(builder.num_places for builder in builders)
+    for drafter in {builder.sequence.drafter for builder in builders}:
+        drafter.host_time.record(seconds, num_places)
     return [builder.chain for builder in builders]
 
 

@@ -4,7 +4,7 @@ For GPUs, where a small product takes as long to start as to compute. Which laye
 model. Names do not matter.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from shared.model.substitution.hooks import Hooks
 from shared.model.weights.quantised import quantisation
 
 NUM_TOKENS = 3  # of the pass that is watched
@@ -54,7 +55,8 @@ class MergedLinear(nn.Linear):
 def merge_linears(model: PreTrainedModel) -> int:
     """Merges what can be merged, in place, and returns the number of groups. The model must stay on its device.
 
-    A weight that several modules share, a quantised one, and a layer with hooks stay as they are.
+    A weight that several modules share, a quantised one, and a layer with hooks or a forward of its
+    own stay as they are.
     """
     if quantisation(model.config) is not None:
         return 0
@@ -73,14 +75,10 @@ def merge_linears(model: PreTrainedModel) -> int:
 
 def _groups(model: PreTrainedModel) -> list[list[nn.Linear]]:
     """Layers of one parent that are called with the same tensor and could be one layer, in the order of the calls."""
-    uses: dict[int, int] = defaultdict(int)
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            uses[id(parameter)] += 1
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     parents = {child: parent for parent in model.modules() for child in parent.children()}
-    candidates = [
-        m for m in model.modules() if type(m) is nn.Linear and not m._forward_hooks and uses[id(m.weight)] == 1
-    ]
+    linears = [each for each in model.modules() if type(each) is nn.Linear and "forward" not in vars(each)]
+    candidates = [each for each in linears if uses[id(each.weight)] == 1 and not Hooks([each]).are_any()]
     calls: list[tuple[nn.Linear, Tensor]] = []
 
     def note(module: nn.Linear, args: tuple[Any, ...]) -> None:
@@ -101,5 +99,5 @@ def _groups(model: PreTrainedModel) -> list[list[nn.Linear]]:
         else:
             groups.append([module])
         last = like
-    called = [module for module, _ in calls]
-    return [group for group in groups if len(group) > 1 and all(called.count(member) == 1 for member in group)]
+    num_calls = Counter(module for module, _ in calls)
+    return [group for group in groups if len(group) > 1 and all(num_calls[member] == 1 for member in group)]

@@ -87,13 +87,16 @@ def test_an_input_that_changed_in_between_is_not_taken_for_the_earlier_one():
 
 def test_shared_weights_and_layers_with_hooks_stay_as_they_are():
     model = build_family("llama")
-    first, second = model.model.layers[:2]
+    first, second, third = model.model.layers[:3]
     first.self_attn.k_proj.weight = first.self_attn.v_proj.weight
     seen = []
     second.mlp.up_proj.register_forward_hook(lambda *args: seen.append(args))
+    third.mlp.gate_proj.register_forward_pre_hook(lambda *args: None)
+    third.self_attn.v_proj.forward = third.self_attn.v_proj.forward
     expected = logits(model)
-    assert merge_linears(model) == 2 * model.config.num_hidden_layers - 2
+    assert merge_linears(model) == 2 * model.config.num_hidden_layers - 3
     kept = (first.self_attn.q_proj, first.self_attn.k_proj, second.mlp.gate_proj, second.mlp.up_proj)
+    kept += (third.mlp.gate_proj, third.mlp.up_proj, third.self_attn.v_proj)
     assert all(type(module) is nn.Linear for module in kept)
     torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=1e-4)
     assert len(seen) == 3, "the pass that finds the groups calls it, too"
