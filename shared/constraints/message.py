@@ -12,6 +12,8 @@ from shared.chat.formats import ID, NUM_ID_CHARACTERS
 from shared.constraints.constraint import Constraint, MessageConstraint
 
 ANY = r"/(.|\n)*/"
+# What may stand between the last call and the end. It is bounded: some models would go on with white space for ever.
+SPACE = r"/[ \r\n]{1,4}/"
 
 
 def message_grammar(
@@ -54,8 +56,11 @@ def message_grammar(
             names.append(f"{literal(name + calls.middle)} {arguments}")
         rules.append(f"call: {' | '.join(names)}")
         more = calls.between if message.may_repeat else None
-        repeated = f"({literal(more)} call)*" if more else ""
-        calls_rule = f"call {repeated} {literal(calls.end)}"
+        # A lexeme is as long as it can be, so the text that may be the last must be one of its own where another call
+        # begins with it: models end their turn after white space, too.
+        shared = calls.end if more and more.startswith(calls.end) else ""
+        repeated = f"({literal(more.removeprefix(shared))} call {literal(shared)})*" if more else ""
+        calls_rule = f"call {literal(shared)} {repeated} {literal(calls.end.removeprefix(shared))} {SPACE}?"
         if message.must_call or not calls.tag or message.answer:
             forms.append(f"{literal(calls.begin)} {calls_rule}")
         else:

@@ -139,11 +139,14 @@ def test_the_grammar_allows_what_the_template_writes_and_holds_arguments(models,
     for must_call in (False, True):
         assert accepts(one, must_call=must_call)
         assert not accepts(one[:-1], must_call=must_call)
+        assert accepts(one + "\n", must_call=must_call)
+        assert not accepts(one + 5 * "\n", must_call=must_call)
         assert not accepts(bad, must_call=must_call)
         assert not accepts(one.replace("stop_it", "stop_all"), must_call=must_call)
         assert accepts("Some <text> {", must_call=must_call) != must_call
         if two:
             assert accepts(two, must_call=must_call)
+            assert accepts(two + " \n", must_call=must_call)
             assert not accepts(two, must_call=must_call, may_repeat=False)
         if tags:
             thought = f"<think>\nhm {known.begin}\n</think>\n\n" if known.tag else "<think>hm</think>"
