@@ -77,7 +77,9 @@ def test_calls_are_whole_in_an_answer_and_in_pieces_in_a_stream(state, client, c
 
 
 def test_several_calls_are_told_apart_by_their_index(state, client):
-    asked = {**CHAT, "tool_choice": "required", "logit_bias": {**state.bias, str(EOS): -100}}
+    # A line break, and then the next call.
+    again = {str(build_tokenizer().convert_tokens_to_ids("Ċ")): 50, str(EOS): -100}
+    asked = {**CHAT, "tool_choice": "required", "logit_bias": {**state.bias, **again}}
     answer = client.chat.completions.create(**asked).choices[0]
     calls = answer.message.tool_calls
     assert len(calls) > 2
