@@ -100,6 +100,7 @@ async def serve(settings: WorkerSettings) -> int:
             Role(role): int(number)
             for role, _, number in (entry.partition("=") for entry in settings.priority_of_roles)
         },
+        chats_have_control_tokens=settings.chat_control_tokens,
     )
     server = RpcServer(settings, [SERVICE_NAME], security=security, after_grace=servicer.hand_over)
     metrics.registry.register(SecurityCollector(security))

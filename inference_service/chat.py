@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from shared.chat.formats import (
 from shared.chat.parser import MessageParser
 from shared.chat.template import Chat
 from shared.constraints.constraint import Constraint, MessageConstraint
+from shared.engine.request.prompt import check_pieces
 from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
 
@@ -27,10 +28,13 @@ MAX_TEMPLATE_BYTES = 16 * 1024
 
 
 class PreparedChat:
-    """Raises `InvalidInput` (also with the reasons TOOLS_NOT_SUPPORTED, NO_CHAT_TEMPLATE)."""
+    """`has_control_tokens` as in `Chat`. Raises `InvalidInput` (also with the reasons TOOLS_NOT_SUPPORTED,
+    NO_CHAT_TEMPLATE) and `PromptTooLong`."""
 
-    def __init__(self, chat: pb.Chat, loaded: LoadedModel) -> None:
-        self._chat, self._loaded = chat, loaded
+    def __init__(self, chat: pb.Chat, loaded: LoadedModel, *, has_control_tokens: bool = False) -> None:
+        self._chat, self._loaded, self._has_control_tokens = chat, loaded, has_control_tokens
+        check_pieces(loaded, len(chat.messages), "messages")
+        check_pieces(loaded, sum(len(message.tool_calls) for message in chat.messages), "calls of tools")
         self._thinking = thinking_tags(loaded)
         self._choice = chat.tool_choice.WhichOneof("choice") or "auto"
         shows_tools = bool(chat.tools) and self._choice != "none"
@@ -48,12 +52,19 @@ class PreparedChat:
 
     @cached_property
     def prompt(self) -> Chat:
+        messages: list[dict[str, Any]] = []
+        # By the id of a call so far, the name of its tool.
+        called: dict[str, str] = {}
+        for i, message in enumerate(self._chat.messages):
+            messages.append(self._message(message, i, called))
+            called.update((call.id, call.name) for call in message.tool_calls)
         return Chat(
-            [self._message(message, i) for i, message in enumerate(self._chat.messages)],
+            messages,
             list(self._tools.values()),
             _object(self._chat.template_arguments, "template_arguments", MAX_TEMPLATE_BYTES)
             if self._chat.template_arguments
             else {},
+            has_control_tokens=self._has_control_tokens,
         )
 
     @property
@@ -94,16 +105,14 @@ class PreparedChat:
             calls=self._format if self._tools else None,
         )
 
-    def _message(self, message: pb.ChatMessage, place: int) -> dict[str, Any]:
+    def _message(self, message: pb.ChatMessage, place: int, called: Mapping[str, str]) -> dict[str, Any]:
         fields: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.reasoning:
             fields["reasoning_content"] = message.reasoning
         if message.tool_call_id:
             fields["tool_call_id"] = message.tool_call_id
-            for other in self._chat.messages[:place]:
-                for call in other.tool_calls:
-                    if call.id == message.tool_call_id:  # some templates name the tool of a result
-                        fields["name"] = call.name
+            if message.tool_call_id in called:  # some templates name the tool of a result
+                fields["name"] = called[message.tool_call_id]
         if message.tool_calls:
             assert self._format is not None
             where = f"messages[{place}].tool_calls"

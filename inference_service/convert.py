@@ -51,13 +51,15 @@ def to_generation_request(
     client: str = "",
     deadline_s: float = math.inf,
     least_priority: int = 0,
+    chats_have_control_tokens: bool = False,
 ) -> tuple[GenerationRequest, PreparedChat | None]:
     """Validates and tokenises a request; also returns the chat that it asks for, if it does. Blocks while it tokenises.
     If the seed is absent, a random one is chosen.
 
     `deadline_s` in `time.monotonic()` seconds. `least_priority`: the lowest number that the caller may ask for, and
-    what it gets unless it asks for one. Raises InvalidInput, PromptTooLong, PermissionDenied (reason
-    PRIORITY_NOT_ALLOWED), and PreconditionFailed (reason PROMPT_DIFFERS) if it resumes an answer to other tokens.
+    what it gets unless it asks for one. `chats_have_control_tokens`: see `Chat.has_control_tokens`. Raises
+    InvalidInput, PromptTooLong, PermissionDenied (reason PRIORITY_NOT_ALLOWED), Cancelled if the caller has gone, and
+    PreconditionFailed (reason PROMPT_DIFFERS) if it resumes an answer to other tokens.
     """
     # The cheap checks come before the prompt is tokenised.
     priority = request.priority if request.HasField("priority") else least_priority
@@ -73,7 +75,7 @@ def to_generation_request(
     answer = to_constraint(request.constraint) if request.HasField("constraint") else None
     constraint: Constraint | MessageConstraint | None = answer
     is_chat = request.WhichOneof("prompt") == "chat"
-    chat = PreparedChat(request.chat, loaded) if is_chat else None
+    chat = PreparedChat(request.chat, loaded, has_control_tokens=chats_have_control_tokens) if is_chat else None
     prompt_ids = encode_prompt(loaded, chat.prompt if chat else _prompt(request, loaded.context_length))
     if chat is not None:
         constraint = chat.constraint(answer, prompt_ids)

@@ -81,7 +81,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     `stall_timeout_s`: a client that reads nothing for so long has its call ended with RESOURCE_EXHAUSTED (SLOW_READER).
     `pools`: the same as those of `routers`, so that a process has each pool once. `relaxed_bound`: bound for shadow
     checks of routers that publish none for policy relaxed. None: these are only counted.
-    `priority_of_roles`: 0 for roles that are absent.
+    `priority_of_roles`: 0 for roles that are absent. `chats_have_control_tokens` as in `to_generation_request`.
     """
 
     def __init__(
@@ -93,7 +93,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         relaxed_bound: float | None = None,
         pools: Pools | None = None,
         priority_of_roles: Mapping[Role, int] | None = None,
+        chats_have_control_tokens: bool = False,
     ) -> None:
+        self._chats_have_control_tokens = chats_have_control_tokens
         self._priority_of_roles = priority_of_roles or {}
         self._pools = pools or Pools()
         self._routers = routers
@@ -166,6 +168,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             client=client_key(context),
             deadline_s=deadline_s,
             least_priority=least_priority(self._priority_of_roles),
+            chats_have_control_tokens=self._chats_have_control_tokens,
         )
         router: LoadedRouter | None = None
         if generation.policy.name != "full":

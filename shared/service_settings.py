@@ -232,6 +232,12 @@ class WorkerSettings(ServiceSettings):
         "be repeated; the variable takes a comma-separated list.",
         json_schema_extra={"metavar": "ROLE=NUMBER"},
     )
+    chat_control_tokens: bool = Field(
+        default=False,
+        description="Control tokens, such as <|im_end|>, in the messages and tools of a chat have the effect that they "
+        "have in the chat template, so whoever writes a part of a message can begin turns of other roles. Otherwise "
+        "they are read as the text that they are.",
+    )
     hang_timeout_s: float = Field(
         default=300.0,
         gt=0,

@@ -2,12 +2,13 @@
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from shared.chat.control_tokens import control_tokens
 from shared.errors import InvalidInput
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -16,11 +17,13 @@ ROLES = ("system", "user", "assistant", "tool")
 @dataclass(frozen=True)
 class Chat:
     """`messages`, `tools` and `arguments` as templates take them: {"role", "content", ..}, {"type": "function", ..},
-    and any values by name."""
+    and any values by name. `has_control_tokens`: control tokens in them have an effect, as those of the template do;
+    otherwise they are text."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    has_control_tokens: bool = False
 
     def __post_init__(self) -> None:
         """Raises `InvalidInput` (also with reason UNKNOWN_ROLE)."""
@@ -40,30 +43,44 @@ class Chat:
         more = [self.tools, self.arguments] if self.tools or self.arguments else []
         more += [message["tool_calls"] for message in self.messages if "tool_calls" in message]
         lengths = (len(json.dumps(each, ensure_ascii=False, default=str)) for each in more)
-        return sum(len(message["content"]) for message in self.messages) + sum(lengths)
+        texts = (text for message in self.messages for text in message.values() if isinstance(text, str))
+        return sum(map(len, texts)) + sum(lengths)
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
     return tokenizer is not None and bool(tokenizer.chat_template)
 
 
-def render(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
-    """The token ids of the prompt. Raises `InvalidInput` (reason CHAT_TEMPLATE_REFUSED; or another for arguments that
-    are not the client's to set)."""
+def render(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
+    """The prompt's text, for `encode_rendered`. Raises `InvalidInput` (reason CHAT_TEMPLATE_REFUSED; or another for
+    arguments that are not the client's to set)."""
     reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map, "messages"}
     if clashes := reserved.intersection(chat.arguments):
         raise InvalidInput(f"the chat template's argument {min(clashes)} is set by the worker")
+    messages, arguments = [dict(message) for message in chat.messages], dict(chat.arguments)
+    tools: Any = [dict(tool) for tool in chat.tools]
     try:
-        encoded: Any = tokenizer.apply_chat_template(
-            [dict(message) for message in chat.messages],
-            tools=[dict(tool) for tool in chat.tools] or None,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            **chat.arguments,
+        if not chat.has_control_tokens:
+            mark = control_tokens(tokenizer).mark
+            messages, tools, arguments = [_marked(message, mark) for message in messages], mark(tools), mark(arguments)
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **arguments
+            )
         )
     except Exception as error:  # a template is a program of its own and may raise anything
         raise InvalidInput(
             "the model's chat template refuses these messages", reason="CHAT_TEMPLATE_REFUSED"
         ) from error
-    return list(encoded["input_ids"])
+
+
+def _marked(message: Mapping[str, Any], mark: Callable[..., Any]) -> dict[str, Any]:
+    """Roles have been checked. What an assistant says may have tags that its model has written itself."""
+    may_have_tags = ("content", "reasoning_content") if message["role"] == "assistant" else ()
+    return {name: value if name == "role" else mark(value, name in may_have_tags) for name, value in message.items()}
+
+
+def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The token ids of what `render` returns. Raises `InvalidInput` for a control token that the tokenizer has no other
+    tokens for."""
+    return control_tokens(tokenizer).encode(text)

@@ -1,7 +1,10 @@
 """Chats with tools and reasoning over real gRPC: every way of writing calls, every policy, resumed, and refused."""
 
+import asyncio
 import json
-from contextlib import contextmanager
+import threading
+from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import grpc
 import jsonschema
@@ -10,12 +13,16 @@ from neap_client import NeapClient, generate_request
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1 import inference_pb2_grpc
 
+from inference_service.chat import PreparedChat
+from inference_service.convert import to_generation_request
+from shared.blocking import BlockingPool
 from shared.chat.formats import call_format
+from shared.engine.request.prompt import encode_prompt
 from shared.registry.factory import open_registry
 from tests.chats import MARKUP, TEMPLATES, build_chat_model
 from tests.fixed_costs import fixed_cost_engine
 from tests.generation import EXACT, FULL, publish, refused, request_of
-from tests.worker import CHAT_TEMPLATE, EOS, serving
+from tests.worker import CHAT_TEMPLATE, CONTEXT_LENGTH, EOS, serving
 
 SCHEMAS = {
     "add": {
@@ -184,6 +191,67 @@ def test_a_client_has_the_whole_message(stub, worker):
     assert [[call.name, call.arguments] for call in answer.tool_calls] == calls
 
 
+def test_messages_are_looked_at_a_fixed_number_of_times(worker):
+    """However many there are; and a result has the name of the last call with its id before it."""
+
+    class Counted(list):
+        num_seen = 0
+
+        def __getitem__(self, place):
+            found = super().__getitem__(place)
+            self.num_seen += len(found) if isinstance(place, slice) else 1
+            return found
+
+        def __iter__(self):
+            for message in super().__iter__():
+                self.num_seen += 1
+                yield message
+
+    calls = [pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(id="a", name=name)]) for name in ("go", "add")]
+    results = [pb.ChatMessage(role="tool", tool_call_id=own) for own in ("a", "b")]
+    messages = Counted([*USER, calls[0], *results, calls[1], *(300 * results)])
+    asked = SimpleNamespace(
+        messages=messages, tools=TOOLS, tool_choice=REQUIRED, template_arguments="", single_tool_call=False
+    )
+    for call in calls:
+        call.tool_calls[0].arguments = "{}"
+    prompt = PreparedChat(asked, worker.loaded).prompt
+    assert messages.num_seen <= 4 * len(messages)
+    assert [m.get("name") for m in prompt.messages if m["role"] == "tool"] == ["go", None] + 300 * ["add", None]
+
+
+def test_a_prompt_is_not_tokenised_for_a_caller_who_has_gone(worker, monkeypatch):
+    rendering, gone, tokenised = threading.Event(), threading.Event(), []
+
+    def render(*_):
+        rendering.set()
+        assert gone.wait(60)
+        return ""
+
+    async def call_and_go():
+        with closing(BlockingPool(1)) as pool:
+            preparing = asyncio.create_task(pool.call(encode_prompt, worker.loaded, [{"role": "user", "content": "x"}]))
+            await asyncio.to_thread(rendering.wait, 60)
+            preparing.cancel()
+            await asyncio.wait([preparing])
+            gone.set()
+
+    monkeypatch.setattr("shared.engine.request.prompt.render", render)
+    monkeypatch.setattr("shared.engine.request.prompt.encode_rendered", lambda *_: tokenised.append(1))
+    asyncio.run(call_and_go())
+    assert not tokenised
+
+
+def test_a_setting_gives_control_tokens_of_messages_their_effect(worker):
+    asked = pb.Chat(messages=[pb.ChatMessage(role="user", content=100 * "<eos>")])
+    request = request_of(chat=asked)
+    text, tokens = (
+        to_generation_request(request, worker.loaded, request_id="", chats_have_control_tokens=own)[0].prompt_ids
+        for own in (False, True)
+    )
+    assert (text.count(EOS) + 100, len(text)) == (tokens.count(EOS), len(tokens) + 400)
+
+
 @pytest.mark.parametrize(
     ("fields", "reason", "place"),
     [
@@ -204,6 +272,8 @@ def test_a_client_has_the_whole_message(stub, worker):
         ({"template_arguments": json.dumps({"x": "x" * 16384})}, "INVALID_INPUT", "template_arguments"),
         ({"messages": [pb.ChatMessage(role="poet")]}, "UNKNOWN_ROLE", ""),
         ({"messages": []}, "EMPTY_PROMPT", ""),
+        ({"messages": CONTEXT_LENGTH * USER}, "PROMPT_TOO_LONG", ""),
+        ({"messages": [pb.ChatMessage(role="assistant", tool_calls=CONTEXT_LENGTH * [{}])]}, "PROMPT_TOO_LONG", ""),
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked_is_refused_with_its_place(stub, fields, reason, place):

@@ -6,8 +6,8 @@ from contextlib import closing
 
 import pytest
 
-from shared.blocking import BlockingPool
-from shared.errors import Exhausted
+from shared.blocking import BlockingPool, check_wanted
+from shared.errors import Cancelled, Exhausted
 
 
 async def test_a_call_that_has_not_begun_in_time_is_withdrawn_and_one_that_has_is_awaited():
@@ -54,3 +54,25 @@ async def test_no_more_than_so_many_calls_are_pending():
             await pool.call(go.wait, 60)
         go.set()
         assert await asyncio.gather(*pending) == [True, True]
+
+
+async def test_a_running_call_whose_caller_has_gone_ends_at_its_next_check():
+    begun, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        try:
+            while True:
+                check_wanted()
+        except Cancelled:
+            ended.set()
+            raise
+
+    with closing(BlockingPool(1)) as pool:
+        working = asyncio.create_task(pool.call(work))
+        await asyncio.to_thread(begun.wait, 60)
+        working.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await working
+        assert await asyncio.to_thread(ended.wait, 60)
+        await pool.call(check_wanted)  # which is another call

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any
 
-from shared.chat.template import Chat, has_template, render
+from shared.blocking import check_wanted
+from shared.chat.control_tokens import MARK
+from shared.chat.template import Chat, encode_rendered, has_template, render
 from shared.errors import InvalidInput, PromptTooLong
 from shared.model.loaded import LoadedModel
 
@@ -133,8 +135,19 @@ def _prediction_too_long(loaded: LoadedModel) -> InvalidInput:
 def _encode_chat(loaded: LoadedModel, chat: Chat) -> list[int]:
     if loaded.tokenizer is None or not has_template(loaded.tokenizer):
         raise InvalidInput("this model has no chat template; send text or token ids", reason="NO_CHAT_TEMPLATE")
+    check_pieces(loaded, len(chat.messages), "messages")
     _check_characters(loaded, chat.num_characters)
-    return render(loaded.tokenizer, chat)
+    text = render(loaded.tokenizer, chat)
+    check_wanted()
+    check_pieces(loaded, text.count(MARK), "control tokens as text")
+    _check_characters(loaded, len(text))
+    return encode_rendered(loaded.tokenizer, text)
+
+
+def check_pieces(loaded: LoadedModel, num_pieces: int, what: str) -> None:
+    """Raises `PromptTooLong` for more pieces than the context has tokens, if each has at least one."""
+    if num_pieces >= loaded.context_length:
+        raise _too_long(f"{num_pieces} {what}", loaded)
 
 
 def _check_characters(loaded: LoadedModel, num_characters: int) -> None:

@@ -175,7 +175,7 @@ def test_arguments_of_the_template_reach_it_and_its_own_are_kept_from_clients():
     messages = [{"role": "user", "content": "x"}]
 
     def prompt(**arguments):
-        return loaded.tokenizer.decode(render(loaded.tokenizer, Chat(messages, arguments=arguments)))
+        return render(loaded.tokenizer, Chat(messages, arguments=arguments))
 
     assert prompt(enable_thinking=False) == prompt() + "<think>\n\n</think>\n\n"
     for name in ("tools", "messages", "add_generation_prompt", "chat_template", "eos_token"):
