@@ -137,6 +137,15 @@ class Scheduler(Generic[R]):
         """Moves running requests back into the queue, as few as are needed to let the first waiting one run, if it has
         a lower number: those with the highest first, and of these those that started last. Returns them; none if that
         would not help."""
+        chosen = self._in_the_way()
+        for request in chosen:
+            self._running.remove(request)
+            place = sum(waiting.priority < request.priority for waiting in self._waiting)
+            self._waiting.insert(place, request)
+        return chosen
+
+    def _in_the_way(self) -> list[R]:
+        """The running requests that `put_back` moves."""
         if not self._waiting or self.can_admit:
             return []
         first = self._waiting[0]
@@ -151,13 +160,7 @@ class Scheduler(Generic[R]):
                 chosen.append(request)
                 num_missing_tokens -= request.num_kv_tokens
                 num_missing_places -= not request.is_paused
-        if num_missing_tokens > 0 or num_missing_places > 0:
-            return []
-        for request in chosen:
-            self._running.remove(request)
-            place = sum(waiting.priority < request.priority for waiting in self._waiting)
-            self._waiting.insert(place, request)
-        return chosen
+        return [] if num_missing_tokens > 0 or num_missing_places > 0 else chosen
 
     @property
     def can_admit(self) -> bool:
@@ -183,8 +186,10 @@ class Scheduler(Generic[R]):
         return requests
 
     def has_work(self, now_s: float) -> bool:
-        """Whether a step would do anything: a request can be admitted, can run, or has ended."""
-        return self.can_admit or bool(self.runnable) or any(_has_ended(request, now_s) for request in self)
+        """Whether a step would do anything: a request can be admitted, can run, has ended, or others are put back."""
+        if self.can_admit or self.runnable or any(_has_ended(request, now_s) for request in self):
+            return True
+        return bool(self._in_the_way())
 
     @property
     def next_deadline_s(self) -> float:

@@ -49,8 +49,9 @@ class GenerationHandle:
         self._wake()
 
     def pause(self) -> None:
-        """Stops stepping this request until `resume`. It keeps its KV cache."""
+        """Stops stepping this request until `resume`. It keeps its KV cache, and leaves its place to another."""
         self.is_paused = True
+        self._wake()
 
     def resume(self) -> None:
         self.is_paused = False

@@ -120,6 +120,12 @@ def test_a_paused_request_stands_still_and_others_go_on(loaded):
         assert any(isinstance(event, Finished) for event in handle.events())
 
 
+def test_a_pause_wakes_the_thread_because_another_may_start():
+    wake_ups: list[None] = []
+    GenerationHandle(request(), lambda: wake_ups.append(None), None).pause()
+    assert wake_ups
+
+
 def test_the_deadline_ends_a_request_even_while_it_is_paused(loaded):
     """Nothing wakes the engine's thread but the deadline itself."""
     now_s = [1000.0]

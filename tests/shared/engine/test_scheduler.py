@@ -216,6 +216,9 @@ def test_requests_of_low_priority_make_room_for_others(running, size, put_back):
     filled(queue, waits, Request("big", num_kv_tokens=size), Request("last"))
     if size > 20:
         assert not queue.can_admit
+    for request in requests:  # whose clients have stopped reading: nothing else wakes the loop
+        request.is_paused = True
+    assert queue.has_work(0.0) == (bool(put_back) or queue.can_admit)
     assert names(queue.put_back()) == put_back
     if put_back:
         assert names(queue.admit())[:3] == "big"
