@@ -70,7 +70,8 @@ class WorkerMetrics(ServiceMetrics):
         self.router_fallbacks = self.counter(
             "neap_router_fallbacks",
             "Requests served by their alias' previous version, or not by its canary, because the wanted version was "
-            "not ready, by kind (alias or canary) and reason.",
+            "not ready, and requests that named no router and for which none is published, by kind (alias, canary or "
+            "default) and reason.",
             ["model_id", "wanted", "reason"],
         )
         self.router_watch_errors = self.counter(

@@ -43,8 +43,8 @@ class Resolutions:
 
     If `resolve` raises Unavailable, or takes longer than `patience_s`, and the alias was resolved before, the last
     answer is used. It is counted in `num_stale`, logged with its age, and `on_stale` is called with the model's id.
-    Every other error is raised, in particular NotFound. After such a failure requests with a known alias do not wait
-    for the registry. It is asked again in the background every `ask_again_s`.
+    Every other error is raised, in particular NotFound, which `keep_absence` keeps as an answer. After such a failure
+    requests with a known alias do not wait for the registry. It is asked again in the background every `ask_again_s`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Resolutions:
         self._resolve = resolve
         self._patience_s, self._ask_again_s = patience_s, ask_again_s
         self._known_aliases, self._new_aliases = known_aliases, new_aliases
-        self._known: LruCache[Key, Resolution] = LruCache(MAX_KNOWN)
+        self._known: LruCache[Key, Resolution | NotFound] = LruCache(MAX_KNOWN)
         self._refresh: asyncio.Task[Resolution] | None = None
         self._failed_at_s: float | None = None
         self._logged_at_s = float("-inf")
@@ -94,20 +94,28 @@ class Resolutions:
         """Keeps an answer whose version could be loaded, for use while the registry does not answer."""
         self._known.set((model_id, alias), resolution)
 
-    def _stale(self, key: Key, known: Resolution) -> Resolution:
+    def keep_absence(self, model_id: str, alias: str, error: NotFound) -> None:
+        """Keeps the answer that there is no such alias, for the same use. Only for aliases that clients do not
+        choose."""
+        self._known.set((model_id, alias), error.with_traceback(None))
+
+    def _stale(self, key: Key, known: Resolution | NotFound) -> Resolution:
         self.num_stale += 1
         self._on_stale(key[0])
         now_s = time.monotonic()
         if now_s - self._logged_at_s >= _LOG_INTERVAL_S:
             self._logged_at_s = now_s
+            said = {} if isinstance(known, NotFound) else {"age_s": round(now_s - known.seen_at_s, 1)}
             log.warning(
                 "the registry does not answer; serving what it said last",
                 model_id=key[0],
                 alias=key[1],
-                version=known.target.published.version,
-                age_s=round(now_s - known.seen_at_s, 1),
+                version=0 if isinstance(known, NotFound) else known.target.published.version,
                 num_stale_resolutions=self.num_stale,
+                **said,
             )
+        if isinstance(known, NotFound):
+            raise known.with_traceback(None)
         return known
 
     def _ask(self, key: Key, pool: BlockingPool) -> asyncio.Task[Resolution]:

@@ -11,7 +11,7 @@ from inference_service.pools import Pools
 from inference_service.resolutions import MAX_KNOWN, Resolution, Resolutions
 from inference_service.router_loader import LoadedRouter, Prepare, ReadBlob, RouterLoader, Unpack
 from inference_service.split import takes_canary
-from shared.errors import Exhausted, InvalidInput, NeapError, NotFound, PreconditionFailed, Unavailable
+from shared.errors import Exhausted, InvalidInput, NeapError, NotFound, Unavailable
 from shared.ladder.artefact import unpack_ladder
 from shared.model.loaded import LoadedModel
 from shared.registry.base import PublishedVersion
@@ -22,7 +22,7 @@ __all__ = ["DEFAULT_ALIAS", "LoadedRouter", "RouterChoice", "RouterStore"]
 
 DEFAULT_ALIAS = "latest"
 # The kinds of fallbacks that `on_fallback` reports.
-ALIAS, CANARY = "alias", "canary"
+ALIAS, CANARY, DEFAULT = "alias", "canary", "default"
 # Requests that may wait for the registry at once, because their alias or version is not known here.
 MAX_WAITING = 32
 
@@ -54,7 +54,8 @@ class RouterStore:
 
     After an alias has moved, it serves its previous version until the new one is loaded. A canary's requests get the
     alias' own version until the canary is loaded. For each such request `on_fallback` is called with the model's id,
-    "alias" or "canary", and the reason: LOADING, or why the version could not be loaded. `on_stale` is called with the
+    "alias" or "canary", and the reason: LOADING, or why the version could not be loaded. It is also called, with
+    "default", for each request without a choice for which there is no router. `on_stale` is called with the
     model's id for each request that is served by an alias' last known version while the registry does not answer.
     """
 
@@ -99,19 +100,26 @@ class RouterStore:
         """Requests that wait for the registry now; at most `max_waiting`."""
         return self._num_waiting
 
-    async def select(self, loaded: LoadedModel, choice: RouterChoice, *, request_id: str = "") -> LoadedRouter:
+    async def select(self, loaded: LoadedModel, choice: RouterChoice, *, request_id: str = "") -> LoadedRouter | None:
         """The chosen router, loaded, with its digests checked. `request_id` decides whether it is the alias' canary.
+        None if no choice was made and the default alias names no version.
 
         A version is immutable, so a loaded one is used without asking the registry. An alias is resolved for every
         request. While the registry or its store does not answer, the alias' last known version is used (`on_stale`).
-        Raises NotFound (version or alias), PreconditionFailed (ROUTER_REQUIRED: no choice was made and none is
-        published), RouterMismatch, Corrupt, Unavailable (what was asked for is not loaded and cannot be), Exhausted
-        (ROUTER_LOOKUPS_BUSY).
+        Raises NotFound (version or alias), RouterMismatch, Corrupt, Unavailable (what was asked for is not loaded and
+        cannot be), Exhausted (ROUTER_LOOKUPS_BUSY).
         """
         if choice.version is not None:
             return await self._get(loaded, choice.version)
         alias = choice.alias or self._default_alias
-        resolution = await self._resolve(loaded.model_id, choice.alias)
+        try:
+            resolution = await self._resolve(loaded.model_id, alias)
+        except NotFound as error:
+            if choice.alias is not None:
+                raise
+            self._resolutions.keep_absence(loaded.model_id, alias, error)
+            self._on_fallback(loaded.model_id, DEFAULT, error.reason)
+            return None
         canary = resolution.target.canary
         if canary is not None and takes_canary(request_id, loaded.model_id, alias, canary):
             candidate = self._loader.get_soon(loaded, canary.version)
@@ -221,22 +229,11 @@ class RouterStore:
     def _is_default(self, model_id: str, version: int) -> bool:
         return self._serving.peek((model_id, self._default_alias)) == version
 
-    async def _resolve(self, model_id: str, alias: str | None) -> Resolution:
-        name = alias or self._default_alias
-        try:
-            if self._resolutions.knows(model_id, name):
-                return await self._resolutions.resolve(model_id, name)
-            with self._count_waiting():
-                return await self._resolutions.resolve(model_id, name)
-        except NotFound as error:
-            if alias is not None:
-                raise
-            raise PreconditionFailed(
-                f"no router is published for model {model_id!r}: calibrate one with "
-                f"`neap calibrate --model {model_id}`, or ask for the depth policy full",
-                reason="ROUTER_REQUIRED",
-                metadata={"model_id": model_id, "alias": self._default_alias},
-            ) from error
+    async def _resolve(self, model_id: str, alias: str) -> Resolution:
+        if self._resolutions.knows(model_id, alias):
+            return await self._resolutions.resolve(model_id, alias)
+        with self._count_waiting():
+            return await self._resolutions.resolve(model_id, alias)
 
 
 @contextmanager
@@ -248,7 +245,12 @@ def _logged(model_id: str, alias: str) -> Iterator[None]:
     except Unavailable:
         raise
     except NotFound as error:
-        log.info("no router is published", model_id=model_id, alias=alias, reason=error.reason)
+        log.warning(
+            "no router is published: without one the policy exact runs at full depth",
+            model_id=model_id,
+            alias=alias,
+            reason=error.reason,
+        )
     except Exception as error:
         log.warning(
             "no router was loaded in advance",

@@ -10,17 +10,26 @@ from shared.ladder.policy import DepthPolicy
 
 
 def with_router(
-    request: GenerationRequest, router: LoadedRouter, shadow: Shadow, default_bound: float | None = None
+    request: GenerationRequest, router: LoadedRouter | None, shadow: Shadow, default_bound: float | None = None
 ) -> GenerationRequest:
     """The request with its router's version and, for policy relaxed, with the bound that shadow checks hold the router
     to.
 
     The bound is the published one for the request's threshold or margin, and `default_bound` if the router publishes
     none. A threshold that the published bounds do not cover has no bound. A margin that they do not cover has
-    `default_bound`. If `shadow` has suspended the version, relaxed becomes exact. Raises `PreconditionFailed` (reason
-    MARGIN_NOT_CERTIFIED) for a margin without a bound.
+    `default_bound`. If `shadow` has suspended the version, relaxed becomes exact. Without a router exact becomes full,
+    whose tokens are the same. Raises `PreconditionFailed`: MARGIN_NOT_CERTIFIED for a margin without a bound,
+    ROUTER_REQUIRED for relaxed without a router.
     """
     policy = request.policy
+    if router is None and policy.name == "exact":
+        return replace(request, policy=DepthPolicy("full", min_layers=policy.min_layers))
+    if router is None:
+        raise PreconditionFailed(
+            f"the policy {policy.name} needs a router, and none is published for this model: calibrate one with `neap "
+            "calibrate`, or ask for the policy exact or full",
+            reason="ROUTER_REQUIRED",
+        )
     bound: float | None = None
     num_tokens: int | None = None
     if policy.name == "relaxed" and shadow.is_suspended(router.version):

@@ -176,7 +176,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             router = await self._routers.select(engine.loaded, choice, request_id=generation.request_id)
             asked = generation.policy.name
             generation = with_router(generation, router, engine.shadow, self._relaxed_bound)
-            call.set_router(router.version, by_default=choice == RouterChoice())
+            call.set_router(generation.router_version, by_default=choice == RouterChoice())
             if generation.policy.name != asked:
                 annotate_call(served_policy=generation.policy.name)
         inexact = _why_inexact(request.resume, generation, engine)

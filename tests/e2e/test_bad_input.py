@@ -24,14 +24,25 @@ def test_unknown_model(stub):
     assert explained(caught.value)[1].reason == "MODEL_NOT_FOUND"
 
 
-def test_full_needs_no_router_and_exact_says_how_to_get_one(stub):
-    started, tokens, _, finished = answer(stub, request_of(stopping=pb.Stopping(max_tokens=3)))
-    assert (started.router_version, started.router_digest) == (0, "")
-    assert len(tokens) == finished.usage.num_completion_tokens == 3
-    for depth in (pb.DepthPolicy(), pb.DepthPolicy(relaxed=pb.Relaxed())):
-        code, info, message = refused(stub, request_of(depth=depth))
-        assert (code, info.reason) == (Code.FAILED_PRECONDITION, "ROUTER_REQUIRED")
-        assert "neap calibrate" in message
+def test_exact_is_full_without_a_router_and_relaxed_says_how_to_get_one(stub):
+    stopping = pb.Stopping(max_tokens=3)
+    answers = [
+        answer(stub, request_of(stopping=stopping, depth=depth, router=router))
+        for depth, router in (
+            (pb.DepthPolicy(full=pb.Full()), None),
+            (pb.DepthPolicy(), None),
+            (pb.DepthPolicy(exact=pb.Exact(max_drafts=4), min_layers=1), pb.RouterSelector()),
+        )
+    ]
+    for started, tokens, _, finished in answers:
+        assert (started.policy, started.router_version, started.router_digest) == ("full", 0, "")
+        assert len(tokens) == finished.usage.num_completion_tokens == 3
+        assert [token.id for token in tokens] == [token.id for token in answers[0][1]]
+    code, info, message = refused(stub, request_of(depth=pb.DepthPolicy(relaxed=pb.Relaxed())))
+    assert (code, info.reason) == (Code.FAILED_PRECONDITION, "ROUTER_REQUIRED")
+    assert "neap calibrate" in message
+    named = pb.RouterSelector(alias="latest")
+    assert refused(stub, request_of(depth=pb.DepthPolicy(), router=named))[1].reason == "ALIAS_NOT_FOUND"
 
 
 def test_started_names_the_resolved_router(stub, engine, registry):

@@ -91,6 +91,18 @@ async def test_the_last_answer_is_used_while_the_registry_is_away(registry, stor
         await store.select(loaded, RouterChoice(alias="stable"))
 
 
+async def test_that_there_is_no_router_is_remembered_while_the_registry_is_away(
+    registry, store, loaded, publish, stale
+):
+    assert await store.select(loaded, RouterChoice()) is None
+    registry.error = Unavailable("away")
+    for _ in range(2):
+        assert await store.select(loaded, RouterChoice()) is None
+    assert stale == [loaded.model_id] * 2
+    with pytest.raises(Unavailable):
+        await store.select(loaded, RouterChoice(alias="stable"))
+
+
 @pytest.fixture
 def resolve(registry):
     """Makes a function that resolves "latest" to a version, with its own `Resolutions`."""

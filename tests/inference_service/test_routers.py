@@ -255,14 +255,17 @@ async def test_statistics_are_neither_fetched_nor_counted(registry, loaded, unpa
     assert read == ["ladder.safetensors"]
 
 
-async def test_nothing_published_says_how_to_calibrate(registry, loaded, unpack):
-    store = RouterStore(registry, unpack=unpack)
-    with pytest.raises(PreconditionFailed, match="neap calibrate") as caught:
-        await store.select(loaded, RouterChoice())
-    assert caught.value.reason == "ROUTER_REQUIRED"
+async def test_nothing_published_is_no_router_where_none_is_named(registry, loaded, publish, unpack):
+    fallbacks = []
+    store = RouterStore(registry, unpack=unpack, on_fallback=lambda *labels: fallbacks.append(labels))
+    assert await store.select(loaded, RouterChoice()) is None
+    assert fallbacks == [("tiny", "default", "ALIAS_NOT_FOUND")]
     for choice in (RouterChoice(alias="latest"), RouterChoice(version=1)):
         with pytest.raises(NotFound):
             await store.select(loaded, choice)
+    publish("first")
+    assert (await store.select(loaded, RouterChoice())).version == 1
+    assert len(fallbacks) == 1
 
 
 async def test_a_router_of_another_model_is_refused_and_not_kept(registry, loaded, publish, unpack):
