@@ -7,15 +7,19 @@ from shared.cpus import usable_cpus
 NUM_REGISTRY_THREADS = 4
 MAX_PENDING_RESOLUTIONS = 64
 NUM_PREPARATION_THREADS = 4
+# They wait for the process that compiles (`shared.constraints.trials`), which has as many at once.
+NUM_CONSTRAINT_THREADS = 2
 
 
 class Pools:
-    """`requests`: CPU work of requests, whose number admission bounds. `known_aliases` and `new_aliases`: registry
+    """`requests`: CPU work of requests, whose number admission bounds. `constraints`: compiling them, which takes
+    seconds where a client means harm. `known_aliases` and `new_aliases`: registry
     queries for aliases that were resolved before and for new ones. `fetches`: downloads of routers. `preparations`:
     binding and testing routers in an engine."""
 
     def __init__(self) -> None:
         self.requests = BlockingPool(max(2, usable_cpus()), 4096, name="neap-requests")
+        self.constraints = BlockingPool(NUM_CONSTRAINT_THREADS, 4096, name="neap-constraints")
         self.known_aliases = _registry_pool("neap-known-aliases")
         self.new_aliases = _registry_pool("neap-new-aliases")
         self.fetches = _registry_pool("neap-fetches")

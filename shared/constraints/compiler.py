@@ -1,52 +1,98 @@
 """Compiles constraints for one model."""
 
 import json
-from functools import lru_cache
+from collections import OrderedDict
+from contextlib import suppress
+from copy import copy
+from sys import getsizeof
 from threading import Lock
+from typing import Any
 
 import structlog
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
-from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from shared.constraints.constraint import Constraint, MessageConstraint, invalid
 from shared.constraints.message import message_grammar
-from shared.constraints.schema_place import place_of_error
 from shared.constraints.state import DEAD_END, ConstraintState
+from shared.constraints.trials import Trials
 from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
 
 log = structlog.get_logger("neap.constraints")
 
-# Compiled constraints that are kept.
-MAX_KEPT = 32
-# A state of the lexer takes one or two kilobytes. The other limits are the library's, which bound compilation to a
-# second and a step to milliseconds.
-MAX_LEXER_STATES = 50_000
+# Compiled constraints and refusals are kept up to this size, each counted with its text and OVERHEAD_BYTES.
+MAX_KEPT_BYTES = 64 << 20
+OVERHEAD_BYTES = 64 << 10
+# Of one compiled constraint.
+MAX_COMPILED_BYTES = 32 << 20
+# What ambiguous grammars take at a token grows with the cube of these items, what regular expressions keep with the
+# lexer's states, at one or two kilobytes each. Schemas of Kubernetes need a tenth.
+LIMITS: dict[str, Any] = {
+    "max_items_in_row": 1_000,
+    "step_max_items": 10_000,
+    "max_lexer_states": 10_000,
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 100_000,
+}
+# JSON in one line, as most models write it. If they could choose between kinds of white space, hardly any token would
+# be forced, and some models would go on with white space for ever.
+JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_REASON_CHARACTERS = 400
+
+_AnyConstraint = Constraint | MessageConstraint
 
 
 class ConstraintCompiler:
-    """Thread-safe. Compilation takes milliseconds to a second, so it is not for the engine's thread. The last
-    `MAX_KEPT` compiled constraints are kept, by their content."""
+    """Thread-safe. A constraint is compiled in a process of its own first, where it can harm nobody, and here only if
+    it stays within the limits (`trial_process`). This takes milliseconds to seconds, so it is not for the engine's
+    thread. Compiled constraints and refusals are kept by their content."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
-        self._lock = Lock()
-        self._tokenizer: LLTokenizer | None = None
-        self._compiled = lru_cache(MAX_KEPT)(self._compile)
+        self._lock, self._reading = Lock(), Lock()
+        self._libraries: tuple[LLTokenizer, Trials] | None = None
+        # The least recently used first, with its size.
+        self._kept: OrderedDict[_AnyConstraint, tuple[LLMatcher | InvalidInput, int]] = OrderedDict()
 
-    def start(self, constraint: Constraint | MessageConstraint) -> ConstraintState:
+    def start(self, constraint: _AnyConstraint) -> ConstraintState:
         """The state of an answer without tokens.
 
-        Raises `InvalidInput` (reasons CONSTRAINT_INVALID with its place, NO_TOKENIZER, CONSTRAINTS_NOT_SUPPORTED).
+        Raises `InvalidInput` (reasons CONSTRAINT_INVALID with its place, CONSTRAINT_TOO_COMPLEX, NO_TOKENIZER,
+        CONSTRAINTS_NOT_SUPPORTED), `Unavailable`.
         """
         loaded = self._loaded
-        matcher = self._compiled(constraint).deep_copy()
-        return ConstraintState(matcher, self._tokenizer_of_model(), loaded.vocabulary_size, loaded.eos_token_ids)
+        matcher = self.compiled(constraint).deep_copy()
+        return ConstraintState(matcher, self._libraries_of_model()[0], loaded.vocabulary_size, loaded.eos_token_ids)
 
-    def _compile(self, constraint: Constraint | MessageConstraint) -> LLMatcher:
-        tokenizer = self._tokenizer_of_model()
+    def compiled(self, constraint: _AnyConstraint) -> LLMatcher:
+        """Compiles it, unless it is kept. Raises as `start` does."""
+        with self._lock:
+            known, num_bytes = self._kept.pop(constraint, (None, 0))
+            if known is not None:
+                self._kept[constraint] = known, num_bytes
+        if known is None:
+            try:
+                known, num_bytes = self._compile(constraint)
+            except InvalidInput as error:
+                known, num_bytes = error, 0
+            self._keep(constraint, known, num_bytes + OVERHEAD_BYTES + _num_bytes(constraint))
+        if isinstance(known, InvalidInput):
+            # A new one each time, because a traceback is added to what is raised.
+            raise InvalidInput(known.message, reason=known.reason, metadata=known.metadata)
+        return known
+
+    def _keep(self, constraint: _AnyConstraint, compiled: LLMatcher | InvalidInput, num_bytes: int) -> None:
+        with self._lock:
+            self._kept[constraint] = compiled, num_bytes
+            sizes = sum(size for _, size in self._kept.values())
+            while sizes > MAX_KEPT_BYTES:
+                _, (_, size) = self._kept.popitem(last=False)
+                sizes -= size
+
+    def _compile(self, constraint: _AnyConstraint) -> tuple[LLMatcher, int]:
+        """The compiled constraint, and the bytes that it takes."""
+        tokenizer, trials = self._libraries_of_model()
         try:
             if isinstance(constraint, MessageConstraint):
                 grammar = message_grammar(constraint, grammar_of, self._special_tokens(tokenizer))
@@ -54,26 +100,23 @@ class ConstraintCompiler:
                 grammar = grammar_of(constraint)
         except ValueError as error:
             raise invalid(_shortened(str(error)), constraint.field) from error
-        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        # What the first tokens may be can take longer than the rest, and fail. Copies know it.
-        if not matcher.is_error():
-            matcher.compute_logit_bias()
-        if matcher.is_error():
-            why = matcher.get_error()
-            if why.startswith(DEAD_END):
+        verdict = trials.attempt(grammar=grammar, schemas=constraint.schemas, limits=LIMITS, json_options=JSON_OPTIONS)
+        if verdict is None or verdict.num_bytes > MAX_COMPILED_BYTES:
+            raise InvalidInput(
+                f"{constraint.field}: to compile it takes too much time or memory",
+                reason="CONSTRAINT_TOO_COMPLEX",
+                metadata={"field": constraint.field},
+            )
+        if verdict.error is not None:
+            if verdict.error.startswith(DEAD_END):
                 raise invalid("no text fulfils it", constraint.field)
-            for where, schema in constraint.schemas:
-                if problem := self._error_of_schema(schema):
-                    place = place_of_error(schema, problem, self._error_of_schema)
-                    raise invalid(_shortened(f"{place}: {problem}"), where)
-            raise invalid(_shortened(why), constraint.field)
-        return matcher
-
-    def _error_of_schema(self, schema: str) -> str:
-        grammar = grammar_of(Constraint(json_schema=schema))
-        limits = LLParserLimits(verbose_errors=False)
-        return LLMatcher(self._tokenizer_of_model(), grammar, log_level=0, limits=limits).get_error()
+            place = f"{verdict.place}: " if verdict.place else ""
+            raise invalid(_shortened(f"{place}{verdict.error}"), verdict.field or constraint.field)
+        limits = LLParserLimits(**LIMITS, verbose_errors=False)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        # Copies know what the first tokens may be.
+        matcher.compute_logit_bias()
+        return matcher, verdict.num_bytes
 
     def _special_tokens(self, tokenizer: LLTokenizer) -> dict[str, int]:
         """Those that the library tells apart from the text that they stand for."""
@@ -81,25 +124,43 @@ class ConstraintCompiler:
         added = self._loaded.tokenizer.get_added_vocab()
         return {text: token for text, token in added.items() if tokenizer.is_special_token(token)}
 
-    def _tokenizer_of_model(self) -> LLTokenizer:
-        """Made at the first use, which takes about a second."""
-        with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = _tokenizer(self._loaded)
-            return self._tokenizer
+    def warm_up(self) -> None:
+        """Reads the tokenizer, if the model can be constrained, which would stop all threads for a part of a second."""
+        with suppress(InvalidInput):
+            self._libraries_of_model()
+
+    def _libraries_of_model(self) -> tuple[LLTokenizer, Trials]:
+        with self._reading:
+            if self._libraries is None:
+                described = _described(self._loaded)
+                self._libraries = _tokenizer(self._loaded.model_id, described), Trials(described)
+            return self._libraries
 
 
-def _tokenizer(loaded: LoadedModel) -> LLTokenizer:
+def _described(loaded: LoadedModel) -> dict[str, Any]:
+    """The arguments of the library's tokenizer."""
     if loaded.tokenizer is None:
         raise InvalidInput("this model has no tokenizer, so its answers cannot be constrained", reason="NO_TOKENIZER")
     if not isinstance(loaded.tokenizer, PreTrainedTokenizerFast):
         raise _not_supported(f"its tokenizer is a {type(loaded.tokenizer).__name__}")
     if not loaded.eos_token_ids:
         raise _not_supported("it has no end-of-sequence token")
+    # The library's `from_tokenizer` does the same, but keeps the text to itself.
+    backend = copy(loaded.tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return {
+        "tokenizer": backend.to_str(),
+        "n_vocab": loaded.vocabulary_size,
+        "eos_token": sorted(loaded.eos_token_ids),
+    }
+
+
+def _tokenizer(model_id: str, described: dict[str, Any]) -> LLTokenizer:
     try:
-        return from_tokenizer(loaded.tokenizer, n_vocab=loaded.vocabulary_size, eos_token=sorted(loaded.eos_token_ids))
+        return LLTokenizer(**described)
     except Exception as error:  # the library's own, of any kind
-        log.warning("a tokenizer cannot be used", model_id=loaded.model_id, why=str(error))
+        log.warning("a tokenizer cannot be used", model_id=model_id, why=str(error))
         raise _not_supported("llguidance does not know its tokenizer") from error
 
 
@@ -116,11 +177,15 @@ def grammar_of(constraint: Constraint) -> str:
     if constraint.lark is not None:
         return LLMatcher.grammar_from_lark(constraint.lark)
     schema = '{"type": "object"}' if constraint.json_schema is None else constraint.json_schema
-    # JSON in one line, as most models write it. If they could choose between kinds of white space, hardly any token
-    # would be forced, and some models would go on with white space for ever.
-    return LLMatcher.grammar_from_json_schema(
-        schema, {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    )
+    return LLMatcher.grammar_from_json_schema(schema, JSON_OPTIONS)
+
+
+def _num_bytes(constraint: _AnyConstraint) -> int:
+    """Of its texts, which are kept with it."""
+    if isinstance(constraint, MessageConstraint):
+        return sum(getsizeof(schema) for _, schema in constraint.schemas)
+    texts = constraint.choice or [constraint.json_schema or constraint.regex or constraint.lark or ""]
+    return sum(map(getsizeof, texts))
 
 
 def _shortened(why: str) -> str:

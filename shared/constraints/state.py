@@ -1,8 +1,9 @@
 """Where an answer stands in its grammar."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TypeVar
+from time import perf_counter
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +14,14 @@ from shared.errors import InvalidInput
 # Of each token of the vocabulary, whether it may be chosen: [V].
 Allowed = npt.NDArray[np.bool_]
 Known = TypeVar("Known")
+P = ParamSpec("P")
+T = TypeVar("T")
 WORD_BITS = 32
 # Forced tokens that are kept at once. A grammar may force text without end.
 MAX_RUN = 64
+# What a grammar may take of the engine's thread, in seconds: at once, and for each token of the answer. Those that
+# people write take a tenth of it. The library's limits bound what it takes at one token.
+MOST_S, MOST_PER_TOKEN_S = 0.5, 0.005
 # How the library calls a state from which no text is complete.
 DEAD_END = "NoExtensionBias"
 
@@ -37,6 +43,7 @@ class ConstraintState:
         self._vocabulary_size = vocabulary_size
         self._eos_token_ids = eos_token_ids
         self._has_ended = False
+        self._left_s = MOST_S
         # The drafts that the matcher has consumed.
         self._path: list[int] = []
         self._masks: dict[tuple[int, ...], Allowed] = {}
@@ -49,6 +56,7 @@ class ConstraintState:
                 f"token {token} is not what the constraint allows at its place", reason="CONSTRAINT_BROKEN"
             )
         self._has_ended |= token in self._eos_token_ids
+        self._left_s += MOST_PER_TOKEN_S
         if not self._has_ended:
             if self._path[:1] != [token]:
                 self._go_to([token])
@@ -85,8 +93,7 @@ class ConstraintState:
         if self.has_ended(path):
             return None
         self._go_to(path)
-        text = self._matcher.compute_ff_bytes()
-        self._check()
+        text = self._ask(self._matcher.compute_ff_bytes)
         return next(iter(self._tokenizer.tokenize_bytes(text)), None) if text else None
 
     def allows(self, path: Sequence[int], token: int) -> bool:
@@ -98,9 +105,7 @@ class ConstraintState:
         self._go_to(path)
         if token in self._eos_token_ids:
             return self._matcher.is_accepting()
-        is_allowed = self._matcher.validate_tokens([token]) == 1
-        self._check()
-        return is_allowed
+        return self._ask(self._matcher.validate_tokens, [token]) == 1
 
     def rows(self, path: Sequence[int], drafts: Sequence[int]) -> "Rows":
         """The tokens that may follow `path` and the first i of `drafts`, in row i."""
@@ -113,8 +118,7 @@ class ConstraintState:
         self._go_to(path)
         # Where text is forced, masks allow it as the tokenizer would write it. All that may follow the end of a text
         # that cannot go on is its token.
-        forced = self._matcher.compute_ff_tokens()[:MAX_RUN]
-        self._check()
+        forced = self._ask(self._matcher.compute_ff_tokens)[:MAX_RUN]
         if not forced and self._matcher.is_stopped() and self._matcher.is_accepting():
             forced = list(self._eos_token_ids) if len(self._eos_token_ids) == 1 else []
         for place, token in enumerate(forced):
@@ -130,8 +134,7 @@ class ConstraintState:
             return alone
         self._go_to(path)
         words = np.zeros(-(-self._vocabulary_size // WORD_BITS), np.uint32)
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        self._check()
+        self._ask(self._matcher.unsafe_compute_mask_ptr, words.ctypes.data, words.nbytes)
         bits = np.unpackbits(words.view(np.uint8), count=self._vocabulary_size, bitorder="little")
         return bits.view(np.bool_)
 
@@ -144,13 +147,17 @@ class ConstraintState:
         same = next((place for place, (consumed, draft) in pairs if consumed != draft), shorter)
         self._matcher.rollback(len(self._path) - same)
         self._path = list(path)
-        num_consumed = self._matcher.try_consume_tokens(self._path[same:])
-        self._check()
+        num_consumed = self._ask(self._matcher.try_consume_tokens, self._path[same:])
         assert num_consumed == len(path) - same, "a draft that the constraint forbids"
 
-    def _check(self) -> None:
-        if not self._matcher.is_error():
-            return
+    def _ask(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What one of the matcher's functions returns. Raises `InvalidInput` if it has failed, or if the grammar has
+        taken too much time."""
+        start_s = perf_counter()
+        answer = function(*args, **kwargs)
+        self._left_s -= perf_counter() - start_s
+        if not self._matcher.is_error() and self._left_s >= 0.0:
+            return answer
         if self._matcher.get_error().startswith(DEAD_END):
             raise InvalidInput(
                 "no text that begins as the answer does fulfils the constraint", reason="CONSTRAINT_INVALID"

@@ -9,6 +9,7 @@ from typing import Unpack
 import structlog
 
 from shared.constraints.compiler import ConstraintCompiler
+from shared.constraints.constraint import Constraint, MessageConstraint
 from shared.engine.drafting.costs import CostMeter
 from shared.engine.drafting.ladder_cache import MAX_BOUND_LADDERS, LadderCache
 from shared.engine.failure import failure_of
@@ -217,14 +218,23 @@ class Engine:
         return self._loop.thread_id
 
     def warm_up(self) -> None:
-        """Waits until the costs of passes are measured and the engine's own ladder is bound.
-        Otherwise the first request waits for that.
+        """Waits until the costs of passes are measured, the engine's own ladder is bound, and answers can be
+        constrained. Otherwise the first request waits for that.
 
         Raises the error for which the ladder could not be bound, and `Unavailable` if the engine has ended.
         """
+        self._constraints.warm_up()
         self._wait_until_ready()
         if self._loop.ladder_failure is not None:
             raise failure_of(self._loop.ladder_failure)
+
+    def compile(self, constraint: Constraint | MessageConstraint) -> None:
+        """Compiles a constraint, so that the request that has it need not wait for that. Blocks until it is done.
+
+        Raises `InvalidInput` (reasons CONSTRAINT_INVALID, CONSTRAINT_TOO_COMPLEX, NO_TOKENIZER,
+        CONSTRAINTS_NOT_SUPPORTED), and `Unavailable` (reason CONSTRAINTS_NOT_COMPILED).
+        """
+        self._constraints.compiled(constraint)
 
     def _wait_until_ready(self) -> None:
         self._loop.is_ready.wait()

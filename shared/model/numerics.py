@@ -9,6 +9,7 @@ the pass that verified it, but where its two best choices are nearly equal, anot
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
 
@@ -37,8 +38,9 @@ class Numerics:
     """`is_exact`: whether `exact` gives the tokens of `full`, alone and in any company; if not, `why_not` says why.
 
     `id`: two workers that are exact have the same one if they give the same bits, and only then. It depends on the
-    model, the formats of weights, keys and values, the kernels in use, and torch. It does not depend on the number of
-    threads. Of workers that are not exact it says how they compute, but no two of their passes need agree.
+    model, the formats of weights, keys and values, the kernels in use, torch, and the library of constraints. It does
+    not depend on the number of threads. Of workers that are not exact it says how they compute, but no two of their
+    passes need agree.
     """
 
     id: str
@@ -152,7 +154,7 @@ def _tried_at(runner: Runner, place: int, length: int) -> tuple[Tensor, bool]:
 
 
 def _facts(runner: Runner) -> dict[str, object]:
-    """What decides the bits beside the model's numbers.
+    """What decides answers beside the model's numbers.
     What else does, such as the formats of weights, shows in the bits of the probe."""
     loaded, report = runner.loaded, runner.loaded.acceleration
     facts: dict[str, object] = {
@@ -160,6 +162,7 @@ def _facts(runner: Runner) -> dict[str, object]:
         "kv": dtype_name(loaded.kv_dtype),
         "device": loaded.device.type,
         "path": cpu_path(loaded),
+        "constraints": version("llguidance"),  # says which tokens they allow
     }
     if loaded.device.type == "cuda":
         facts["device"] = torch.cuda.get_device_name(loaded.device)

@@ -25,7 +25,7 @@ from shared.ops.library import LIBRARY
 PACKAGE = Path(__file__).resolve().parents[2]
 # Read by what computes: torch's kernels, oneDNN, MKL and OpenMP.
 _VARIABLES = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "TORCH_")
-_DISTRIBUTIONS = ("gguf", "numpy", "safetensors", "tokenizers", "torch", "transformers")
+_DISTRIBUTIONS = ("gguf", "llguidance", "numpy", "safetensors", "tokenizers", "torch", "transformers")
 # Lines of /proc/cpuinfo, on x86 and on ARM.
 _PROCESSOR = (
     *("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features"),

@@ -1,13 +1,24 @@
+import functools
+import gc
+import json
+import os
+import re
+import signal
 import threading
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from shared.chat.formats import CallFormat
 from shared.constraints import compiler as module
-from shared.constraints.compiler import MAX_KEPT, ConstraintCompiler
-from shared.constraints.constraint import MAX_BYTES, Constraint
-from shared.errors import InvalidInput
+from shared.constraints import trials
+from shared.constraints.compiler import ConstraintCompiler
+from shared.constraints.constraint import MAX_BYTES, Constraint, MessageConstraint
+from shared.errors import InvalidInput, Unavailable
 from tests.constrained import CONSTRAINTS, build_loaded
+from tests.waiting import wait_until
 from tests.worker import EOS
 
 
@@ -102,25 +113,148 @@ def test_one_form_of_a_bounded_size_is_needed(fields):
     assert caught.value.reason == "CONSTRAINT_INVALID"
 
 
-def test_compiled_constraints_are_kept_by_content_and_bounded(compiler, monkeypatch):
-    compiled = []
-    own = module.LLMatcher
+class CountingTrials:
+    """Trials of a real process, counted. `num_bytes`: what they say of memory, if anything."""
 
-    class Counting:
-        grammar_from_regex = own.grammar_from_regex
+    def __init__(self, compiler, num_bytes=None):
+        tokenizer, self._trials = compiler._libraries_of_model()
+        compiler._libraries = tokenizer, self
+        self.num_bytes, self.count = num_bytes, 0
 
-        def __new__(cls, tokenizer, grammar, **options):
-            compiled.append(grammar)
-            return own(tokenizer, grammar, **options)
+    def attempt(self, **request):
+        self.count += 1
+        verdict = self._trials.attempt(**request)
+        return verdict if self.num_bytes is None else replace(verdict, num_bytes=self.num_bytes)
 
-    monkeypatch.setattr(module, "LLMatcher", Counting)
-    regexes = ["a" * length for length in range(1, MAX_KEPT + 2)]
-    for regex in [*regexes[:-1], *regexes[:-1]]:
-        compiler.start(Constraint(regex="".join(regex)))
-    assert len(compiled) == MAX_KEPT
-    compiler.start(Constraint(regex=regexes[-1]))
-    compiler.start(Constraint(regex=regexes[0]))  # the oldest has given way
-    assert len(compiled) == MAX_KEPT + 2
+
+def test_constraints_are_kept_by_content_up_to_a_size(compiler, monkeypatch):
+    trials = CountingTrials(compiler, num_bytes=0)
+    monkeypatch.setattr(module, "MAX_KEPT_BYTES", int(4.5 * module.OVERHEAD_BYTES))
+    first, second, third, fourth, large = (Constraint(regex=text) for text in "abcde")
+    for constraint in [first, second, third, fourth] * 2:
+        compiler.start(constraint)
+    assert trials.count == 4
+    trials.num_bytes = module.OVERHEAD_BYTES
+    compiler.start(large)
+    assert trials.count == 5
+    compiler.start(third)
+    compiler.start(fourth)
+    assert trials.count == 5
+    compiler.start(second)  # the two used longest ago have given way
+    compiler.start(first)
+    assert trials.count == 7
+
+
+def chain(num_links, link):
+    definitions = {f"a{i}": link(f"#/$defs/a{i + 1}") for i in range(num_links)}
+    last = {f"a{num_links}": {"type": "null"}}
+    return Constraint(json_schema=json.dumps({"$defs": definitions | last, "$ref": "#/$defs/a0"}))
+
+
+def nested(schema, _):
+    return {"anyOf": [schema]}
+
+
+# What ends the process that compiles it, without the limits perhaps this one.
+HARMFUL = {
+    "references in a chain": chain(1400, lambda to: {"$ref": to}),
+    "nested anyOf in a chain": chain(
+        110, lambda to: functools.reduce(lambda a, _: {"anyOf": [a]}, range(30), {"$ref": to})
+    ),
+    "rules in a chain": Constraint(
+        lark="start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(4000)) + '\na4000: "x"'
+    ),
+    "tools with such parameters": MessageConstraint(
+        calls=CallFormat("<call>", ":", None, "</call>", "<call>", False),
+        tools=(("one", '{"type": "object"}'), ("two", chain(1400, lambda to: {"items": {"$ref": to}}).json_schema)),
+    ),
+}
+
+
+@pytest.mark.parametrize("constraint", HARMFUL.values(), ids=HARMFUL)
+def test_what_ends_the_process_that_compiles_is_refused_and_remembered(compiler, constraint):
+    trials = CountingTrials(compiler)
+    for _ in range(2):
+        with pytest.raises(InvalidInput) as caught:
+            compiler.start(constraint)
+        assert caught.value.reason == "CONSTRAINT_TOO_COMPLEX"
+        assert caught.value.metadata == {"field": constraint.field}
+    assert trials.count == 1
+    compiler.start(CONSTRAINTS["choice"])
+
+
+@pytest.mark.parametrize(("limit", "value"), [("COMPILE_S", 1e-6), ("MEMORY_BYTES", 1)])
+def test_the_process_that_compiles_has_limits_of_time_and_memory(loaded, tmp_path, monkeypatch, limit, value):
+    text = trials.PROGRAM.read_text()
+    program = tmp_path / "shared" / "constraints" / trials.PROGRAM.name
+    program.parent.mkdir(parents=True)
+    program.write_text(re.sub(rf"(?m)^{limit} = .*$", f"{limit} = {value}", text))
+    monkeypatch.setattr(trials, "PROGRAM", program)
+    monkeypatch.setenv("PYTHONPATH", str(Path(module.__file__).parents[2]))
+    with pytest.raises(InvalidInput) as caught:
+        ConstraintCompiler(loaded).start(Constraint(regex="(" * 9 + "a" + "{9})" * 9 + "{9}"))
+    assert caught.value.reason == "CONSTRAINT_TOO_COMPLEX"
+
+
+def test_a_constraint_that_would_take_much_memory_is_refused(compiler, monkeypatch):
+    large = Constraint(choice=tuple(f"{number:05d}" for number in range(8000)))
+    compiler.start(large)
+    monkeypatch.setattr(module, "MAX_COMPILED_BYTES", 1 << 20)
+    other = ConstraintCompiler(compiler._loaded)
+    with pytest.raises(InvalidInput) as caught:
+        other.start(large)
+    assert caught.value.reason == "CONSTRAINT_TOO_COMPLEX"
+    other.start(Constraint(regex="a+"))
+
+
+def test_the_process_that_compiles_is_started_again_when_it_has_died_and_ends_with_its_compiler(loaded):
+    gc.collect()
+    others, compiler = children(), ConstraintCompiler(loaded)
+    compiler.start(Constraint(regex="a"))
+    [first] = children() - others
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: children() == others)
+    compiler.start(Constraint(regex="b"))
+    [second] = children() - others
+    assert first != second
+    del compiler
+    gc.collect()
+    assert children() == others
+
+
+def children():
+    """The processes that compile for this one and have not ended."""
+    running = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            command = (stat.parent / "cmdline").read_bytes()
+            if int(parent) == os.getpid() and state != "Z" and trials.PROGRAM.name.encode() in command:
+                running.add(int(stat.parent.name))
+    return running
+
+
+def test_a_process_that_does_not_answer_is_an_error_that_is_not_remembered(compiler, monkeypatch):
+    compiler.warm_up()
+    monkeypatch.setattr(trials, "PROGRAM", Path("/nowhere"))
+    with pytest.raises(Unavailable) as caught:
+        compiler.start(Constraint(regex="a"))
+    assert caught.value.reason == "CONSTRAINTS_NOT_COMPILED"
+    monkeypatch.undo()
+    compiler.start(Constraint(regex="a"))
+
+
+def test_the_search_for_a_place_ends(compiler):
+    """Each part of a schema is compiled with all definitions, so the work grows with the square of its size."""
+    definitions = {
+        f"d{i}": {"type": "object", "properties": {f"p{j}": {"type": "string"} for j in range(12)}} for i in range(90)
+    }
+    parts = {f"q{i}": {"$ref": f"#/$defs/d{i % 90}"} for i in range(300)}
+    schema = json.dumps({"$defs": definitions, "type": "object", "properties": parts | {"last": {"not": {}}}})
+    with pytest.raises(InvalidInput) as caught:
+        compiler.start(Constraint(json_schema=schema))
+    assert caught.value.reason == "CONSTRAINT_INVALID"
+    assert "Unimplemented keys" in caught.value.message
 
 
 def test_answers_with_the_same_constraint_have_states_of_their_own(compiler):
@@ -162,7 +296,7 @@ def test_a_tokenizer_that_the_library_cannot_read_is_refused(loaded, monkeypatch
     def failing(*_, **__):
         raise ValueError("unknown")
 
-    monkeypatch.setattr(module, "from_tokenizer", failing)
+    monkeypatch.setattr(module, "LLTokenizer", failing)
     with pytest.raises(InvalidInput) as caught:
         ConstraintCompiler(loaded).start(CONSTRAINTS["choice"])
     assert caught.value.reason == "CONSTRAINTS_NOT_SUPPORTED"

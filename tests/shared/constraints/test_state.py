@@ -1,11 +1,13 @@
 """A state says of every path what a matcher says that has consumed it and nothing else."""
 
+import itertools
 import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from shared.constraints import state as module
 from shared.constraints.compiler import ConstraintCompiler
 from shared.constraints.constraint import Constraint
 from shared.constraints.state import ConstraintState
@@ -19,15 +21,20 @@ OTHER = 276
 
 
 @pytest.fixture(scope="module")
-def compiler():
-    return ConstraintCompiler(build_loaded())
+def loaded():
+    return build_loaded()
+
+
+@pytest.fixture(scope="module")
+def compiler(loaded):
+    return ConstraintCompiler(loaded)
 
 
 def after(compiler: ConstraintCompiler, constraint: Constraint, tokens: list[int]) -> np.ndarray:
     """What the library's mask allows after these tokens."""
     if EOS in tokens:
         return np.ones(VOCABULARY_SIZE, np.bool_)
-    matcher = compiler._compiled(constraint).deep_copy()
+    matcher = compiler.compiled(constraint).deep_copy()
     assert matcher.consume_tokens(tokens)
     return np.frombuffer(matcher.compute_logit_bias(), np.uint8) > 0
 
@@ -147,12 +154,51 @@ def test_a_token_that_is_not_allowed_is_refused(compiler):
     ],
 )
 def test_a_place_that_leads_nowhere_and_one_that_takes_too_much_work_are_errors(compiler, constraint, reason):
-    state = compiler.start(constraint)
-
     def go_on() -> None:
+        state = compiler.start(constraint)
         for number in range(3):
             state.push(*walk(state, random.Random(number), 1))
 
     with pytest.raises(InvalidInput) as caught:
         go_on()
     assert caught.value.reason == reason
+
+
+def test_a_grammar_that_takes_too_long_ends_its_answer(compiler, monkeypatch):
+    """Whatever the library's limits allow."""
+    state, now_s = compiler.start(CONSTRAINTS["any object"]), itertools.count(0.0, 0.1)
+    monkeypatch.setattr(module, "perf_counter", lambda: next(now_s))
+
+    def go_on() -> None:
+        for number in range(20):
+            state.push(*walk(state, random.Random(number), 1))
+
+    with pytest.raises(InvalidInput) as caught:
+        go_on()
+    assert caught.value.reason == "CONSTRAINT_TOO_COMPLEX"
+
+
+MANY = "".join(f"\na{i}: a{i * 7 % 9} many | /a/ | " for i in range(9))
+
+
+@pytest.mark.parametrize(
+    ("lark", "text"),
+    [
+        ('start: x\nx: x x | x x x | "(" x ")" | /[a-z]/ | ', "a"),
+        ('start: e\ne: e e | e e e | /[a-z ]{1,3}/ | ""', "a b"),
+        ("start: many\nmany: many many | " + "".join(f"a{i} | " for i in range(9)) + MANY, "a"),
+    ],
+)
+def test_the_library_bounds_what_a_token_takes(compiler, loaded, lark, text):
+    """Without limits each token of an ambiguous grammar takes longer than the one before, cubically."""
+    tokens = loaded.tokenizer(text * 600, add_special_tokens=False)["input_ids"]
+
+    def consume() -> None:
+        state = compiler.start(Constraint(lark=lark))
+        for token in tokens:
+            state.push(token)
+            state.allowed()
+
+    with pytest.raises(InvalidInput) as caught:
+        consume()
+    assert caught.value.reason in ("CONSTRAINT_TOO_COMPLEX", "CONSTRAINT_INVALID")

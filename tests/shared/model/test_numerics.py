@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from shared import ops
+from shared.model import numerics as module
 from shared.model.cache import KVCache
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
@@ -120,3 +121,11 @@ def test_threads_are_part_of_the_id_where_they_may_change_bits() -> None:
         torch.set_num_threads(threads)
         ids.add(numerics_of(runner).id)
     assert len(ids) == 2
+
+
+def test_the_id_names_the_library_of_constraints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version may allow other tokens."""
+    loaded = accelerated("llama")
+    before = numerics(loaded)
+    monkeypatch.setattr(module, "version", lambda _: "0")
+    assert numerics(loaded).id != before.id

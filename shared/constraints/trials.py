@@ -1,0 +1,102 @@
+"""Tries in another process whether a client's grammar can be compiled within limits."""
+
+import json
+import socket
+import subprocess
+import sys
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from threading import BoundedSemaphore, Lock
+from typing import Any
+
+from shared.errors import Unavailable
+
+PROGRAM = Path(__file__).with_name("trial_process.py")
+# Grammars that are compiled at once; others wait.
+MAX_TRIALS = 2
+# A process that has a share of a busy machine answers within it, or has come to its limit.
+ANSWER_S = 30.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What compiling a grammar has shown. `error`: why it cannot be, or None; then it takes `num_bytes` of memory.
+    `field` and `place`: where in the request's schemas the error is, if that is known."""
+
+    error: str | None
+    num_bytes: int = 0
+    field: str | None = None
+    place: str | None = None
+
+
+class Trials:
+    """The process is started by the first trial, which takes a second, and again if it has died. Thread-safe.
+
+    `tokenizer`: the arguments of `llguidance.LLTokenizer`.
+    """
+
+    def __init__(self, tokenizer: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._lock = Lock()
+        self._running = BoundedSemaphore(MAX_TRIALS)
+        self._control: socket.socket | None = None
+
+    def attempt(self, **request: Any) -> Verdict | None:
+        """The verdict on `request`, as `trial_process` takes it. None: it exceeds the limits of time, memory or stack.
+
+        Raises `Unavailable` (reason CONSTRAINTS_NOT_COMPILED) if there is no process, or none that answers.
+        """
+        with self._running:
+            ours, theirs = socket.socketpair()
+            with ours:
+                try:
+                    with theirs:
+                        self._send(theirs)
+                    ours.settimeout(ANSWER_S)
+                    ours.sendall(json.dumps(request).encode())
+                    ours.shutdown(socket.SHUT_WR)
+                    with ours.makefile("rb") as stream:
+                        lines = stream.read().splitlines(keepends=True)
+                except OSError as error:
+                    raise Unavailable(
+                        "the process that compiles constraints does not answer", reason="CONSTRAINTS_NOT_COMPILED"
+                    ) from error
+        answers = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        return Verdict(**{**answers[-1], "error": answers[-1]["error"] or None}) if answers else None
+
+    def _send(self, channel: socket.socket) -> None:
+        """Gives the process a socket to answer through."""
+        with self._lock:
+            for is_last in (False, True):
+                try:
+                    self._control = self._control or self._start()
+                    socket.send_fds(self._control, [b"."], [channel.fileno()])
+                    return
+                except OSError:
+                    self._control = None
+                    if is_last:
+                        raise
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, str(PROGRAM), str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                # Ctrl-C in a terminal then reaches the worker only.
+                start_new_session=True,
+            )
+        weakref.finalize(self, _end, ours, process)
+        assert process.stdin is not None
+        with process.stdin as stream:
+            stream.write(json.dumps(self._tokenizer).encode())
+        return ours
+
+
+def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    control.close()
+    process.wait()
