@@ -24,6 +24,7 @@ from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
 
 MAX_TOOLS = 128
+MAX_NAME_CHARACTERS = 128
 MAX_TEMPLATE_BYTES = 16 * 1024
 
 
@@ -43,6 +44,10 @@ class PreparedChat:
         if shows_tools or any(m.role == "tool" or m.tool_calls for m in chat.messages):
             self._format = call_format(loaded)
         self._tools = _tools(chat.tools) if shows_tools else {}
+        if self._format and any(self._format.middle[0] in name for name in self._tools):
+            raise InvalidInput(
+                f"this model takes {self._format.middle[0]!r} for the end of a tool's name", metadata={"field": "tools"}
+            )
         if self._choice == "name" and chat.tool_choice.name not in self._tools:
             raise InvalidInput(
                 "the tool that is to be called is not one of the tools", metadata={"field": "tool_choice"}
@@ -83,7 +88,6 @@ class PreparedChat:
                 "this model has no tag for calls, so its answers can have either tools or a constraint",
                 metadata={"field": "constraint"},
             )
-        named = self._chat.tool_choice.name
         return MessageConstraint(
             thinking=self._thinking,
             in_thought=begins_in_thought(self._loaded, prompt_ids),
@@ -92,8 +96,9 @@ class PreparedChat:
             tools=tuple(
                 (name, json.dumps(tool["function"]["parameters"], ensure_ascii=False))
                 for name, tool in self._tools.items()
-                if name == named or self._choice != "name"
             ),
+            named=self._chat.tool_choice.name,
+            strict_tools=frozenset(tool.name for tool in self._chat.tools if tool.strict),
             must_call=self._choice in ("required", "name"),
             may_repeat=not self._chat.single_tool_call and self._choice != "name",
         )
@@ -138,9 +143,10 @@ def _tools(tools: Sequence[pb.Tool]) -> dict[str, Any]:
         raise InvalidInput(f"{len(tools)} tools; at most {MAX_TOOLS} are allowed")
     by_name: dict[str, Any] = {}
     for i, tool in enumerate(tools):
-        if not re.fullmatch(f"{NAME_CHARACTERS}{{1,64}}", tool.name) or tool.name in by_name:
+        if not re.fullmatch(f"{NAME_CHARACTERS}{{1,{MAX_NAME_CHARACTERS}}}", tool.name) or tool.name in by_name:
             raise InvalidInput(
-                f"a tool's name is {tool.name[:64]!r}; it must have 1 to 64 of a-z, A-Z, 0-9, _ and -, and be its own",
+                f"a tool's name is {tool.name[:64]!r}; it must have 1 to {MAX_NAME_CHARACTERS} of a-z, A-Z, 0-9, _, -, "
+                "., : and /, and be its own",
                 metadata={"field": f"tools[{i}].name"},
             )
         parameters: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

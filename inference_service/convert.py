@@ -187,7 +187,7 @@ def to_constraint(constraint: inference_pb2.Constraint) -> Constraint:
         return Constraint(choice=tuple(constraint.choice.texts))
     if form == "json_object":
         return Constraint(json_object=True)
-    return Constraint(**({form: getattr(constraint, form)} if form else {}))
+    return Constraint(**({form: getattr(constraint, form)} if form else {}), strict=constraint.strict)
 
 
 def to_router_choice(selector: inference_pb2.RouterSelector) -> RouterChoice:

@@ -32,6 +32,9 @@ from shared.rpc.pages import named_page
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
+MAX_WARNINGS = 16
+MAX_WARNING_CHARACTERS = 256
+
 log = structlog.get_logger("neap.inference")
 
 
@@ -197,6 +200,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             handle, message = await self._pools.requests.call(_submit, engine, generation, chat, router, stream)
             call.set_handle(handle)
             started = _started(generation, engine, router, continued_inexactly=bool(inexact))
+            started.started.warnings.extend(_warnings(handle))
             if request.echo:
                 started.started.prompt_text = request.text or await self._pools.requests.call(
                     decode_prompt, engine.loaded, generation.prompt_ids
@@ -310,6 +314,13 @@ def _started(
             continued_inexactly=continued_inexactly,
         )
     )
+
+
+def _warnings(handle: GenerationHandle) -> list[str]:
+    """What the caller should know of an answer, within bounds, because its own texts are in there."""
+    unenforced = handle.unenforced
+    warnings = [f"{what[:MAX_WARNING_CHARACTERS]} is not enforced" for what in unenforced[:MAX_WARNINGS]]
+    return warnings + [f"{len(unenforced)} in all"] * (len(unenforced) > MAX_WARNINGS)
 
 
 def _why_inexact(resume: inference_pb2.Resume, request: GenerationRequest, engine: Engine) -> str:

@@ -89,6 +89,8 @@ def print_text(
         view.show(event)
         if event.HasField("started"):
             started = event.started
+            for warning in started.warnings:
+                say(warning)
         elif event.HasField("finished"):
             finished = event.finished
     out.print()

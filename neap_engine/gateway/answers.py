@@ -136,6 +136,7 @@ class Choice:
             # Text, because JavaScript's numbers are not exact above 2**53.
             "seed": str(started.seed),
             "numerics_id": started.numerics_id,
+            "warnings": list(started.warnings),
         }
         for name in ("risk_bound", "risk_bound_tokens"):
             facts[name] = getattr(started, name) if started.HasField(name) else None

@@ -139,7 +139,12 @@ def _chat(request: ChatRequest) -> pb.Chat:
 
 
 def _tool(function: Function) -> pb.Tool:
-    return pb.Tool(name=function.name, description=function.description or "", parameters=_json(function.parameters))
+    return pb.Tool(
+        name=function.name,
+        description=function.description or "",
+        parameters=_json(function.parameters),
+        strict=bool(function.strict),
+    )
 
 
 def _tool_choice(choice: str | NamedTool | None) -> pb.ToolChoice | None:
@@ -252,7 +257,7 @@ def _constraint(response_format: ResponseFormat | None) -> pb.Constraint | None:
     schema = response_format.json_schema.schema_
     if schema is None:
         return pb.Constraint(json_object=pb.JsonObject())
-    return pb.Constraint(json_schema=_json(schema))
+    return pb.Constraint(json_schema=_json(schema), strict=bool(response_format.json_schema.strict))
 
 
 def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:

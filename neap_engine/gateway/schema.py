@@ -116,8 +116,6 @@ class StreamOptions(Strict):
 
 
 class NamedSchema(Strict):
-    """`strict` false is honoured as true: an answer always fulfils the schema."""
-
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
@@ -164,8 +162,6 @@ class Message(Strict):
 
 
 class Function(Strict):
-    """`strict` false is honoured as true, as in `NamedSchema`."""
-
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None

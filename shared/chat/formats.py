@@ -13,7 +13,7 @@ from shared.chat.template import has_template
 from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
 
-NAME_CHARACTERS = "[a-zA-Z0-9_-]"
+NAME_CHARACTERS = "[a-zA-Z0-9_.:/-]"
 # Templates of Mistral's models take no other ids. In a format, `ID` stands for one that the model makes up.
 NUM_ID_CHARACTERS = 9
 ID = "\0"
@@ -125,7 +125,7 @@ def _probe(tokenizer: PreTrainedTokenizerBase, template: str, ends: frozenset[st
         begin, name, rest = with_one[start:].partition(_NAMES[0])
         middle, tail = _around_arguments(rest)
         cuts = [tail.index(end) for end in ends if end in tail]
-        if not name or not middle or re.match(NAME_CHARACTERS, middle) or not cuts:
+        if not name or not middle or re.match(r"[\w-]", middle) or not cuts:
             continue
         begin = begin.lstrip()
         return CallFormat(

@@ -133,7 +133,7 @@ class MessageParser:
 
     def _name(self, part: MessagePart) -> bool:
         assert self._calls is not None
-        match = re.match(rf"\s*({NAME_CHARACTERS}*)", self._buffer)
+        match = re.match(rf"\s*((?:(?!{re.escape(self._calls.middle[0])}){NAME_CHARACTERS})*)", self._buffer)
         assert match is not None
         if match.end() == len(self._buffer):  # it may go on
             return False

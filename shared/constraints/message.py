@@ -51,8 +51,8 @@ def message_grammar(
     forms = [] if message.must_call else [answer]
     if message.calls:
         calls, names = message.calls, []
-        for i, (name, schema) in enumerate(message.tools):
-            arguments = other(f"tool_{i}", Constraint(json_schema=schema))
+        for i, name, schema in message.callable_tools:
+            arguments = other(f"tool_{i}", Constraint(json_schema=schema, strict=True))
             names.append(f"{literal(name + calls.middle)} {arguments}")
         rules.append(f"call: {' | '.join(names)}")
         more = calls.between if message.may_repeat else None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 # Keywords whose value is a schema, a list of schemas, or schemas by name.
-ONE = ("items", "additionalProperties")
+ONE = ("items", "additionalItems", "additionalProperties")
 SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
 SHARED = ("$defs", "definitions")
@@ -20,7 +20,7 @@ def place_of_error(text: str, why: str, error_of: Callable[[str], str]) -> str:
     place = "#"
     shared = {name: root[name] for name in SHARED if name in root}
     while True:
-        for where, inner in _inner(schema):
+        for where, inner in inner_schemas(schema):
             if error_of(json.dumps({**inner, **shared})) == why:
                 place, schema = f"{place}/{where}", inner
                 break
@@ -28,12 +28,12 @@ def place_of_error(text: str, why: str, error_of: Callable[[str], str]) -> str:
             return place
 
 
-def _inner(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The schemas directly within one, with their places in it."""
     for name, value in schema.items():
-        if name in ONE:
+        if name in ONE and not isinstance(value, list):
             places = [(name, value)]
-        elif name in SEVERAL and isinstance(value, list):
+        elif name in (*ONE, *SEVERAL) and isinstance(value, list):
             places = [(f"{name}/{number}", inner) for number, inner in enumerate(value)]
         elif name in NAMED and isinstance(value, dict):
             places = [(f"{name}/{key}", inner) for key, inner in value.items()]

@@ -49,6 +49,11 @@ class ConstraintState:
         self._masks: dict[tuple[int, ...], Allowed] = {}
         self._forced: dict[tuple[int, ...], int | None] = {}
 
+    @property
+    def warnings(self) -> list[str]:
+        """What the library says of a grammar that it takes less strictly than it is written."""
+        return list(self._matcher.get_grammar_warnings())
+
     def push(self, token: int) -> None:
         """Adds a final token. Raises `InvalidInput` (reason CONSTRAINT_BROKEN) if the grammar does not allow it."""
         if not self.allows((), token):

@@ -191,6 +191,21 @@ def test_a_client_has_the_whole_message(stub, worker):
     assert [[call.name, call.arguments] for call in answer.tool_calls] == calls
 
 
+def test_a_tool_that_cannot_be_enforced_stops_no_others_and_names_may_have_dots(stub, worker):
+    """What is left out is named; a strict tool is refused with its place."""
+    parameters = json.dumps({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}})
+    tools = [*TOOLS, pb.Tool(name="mcp.files:read/all", parameters=parameters)]
+    asked = chat(tools=tools, tool_choice=pb.ToolChoice(name=tools[-1].name))
+    started, *events = stub.Generate(request_of(chat=asked, sampling=biased(worker), stopping=STOPPING), timeout=60)
+    assert list(started.started.warnings) == ["tools[2].parameters: #/properties/a/uniqueItems is not enforced"]
+    [[name, _]] = message(events)[3]
+    assert name == tools[-1].name
+    tools[-1].strict = True
+    _, info, text = refused(stub, request_of(chat=chat(tools=tools)))
+    assert (info.reason, info.metadata["field"]) == ("CONSTRAINT_INVALID", "tools[2].parameters")
+    assert "uniqueItems" in text
+
+
 def test_messages_are_looked_at_a_fixed_number_of_times(worker):
     """However many there are; and a result has the name of the last call with its id before it."""
 

@@ -37,6 +37,8 @@ class GenerationHandle:
         self.started_s: float | None = None
         # What the caller has of the text already, token by token, if it resumes an answer.
         self.resumed_texts: list[str] = []
+        # What of its constraint is not enforced.
+        self.unenforced: list[str] = []
         self._wake = wake
         self._events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
         # Hands an event to the caller. Only the engine's thread calls it.

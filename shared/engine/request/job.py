@@ -35,6 +35,8 @@ class EngineJob(GenerationHandle):
         self.ladder = ladder
         self.num_kv_tokens = num_kv_tokens
         self.answer, self.resumed_texts = answer, answer.resumed_texts
+        if request.constraint is not None and answer.constraint is not None:
+            self.unenforced = [*request.constraint.unenforced, *answer.constraint.warnings]
         self.num_prompt_tokens = len(request.given_ids)
         self.deadline_s = request.deadline_s
         self.priority = request.priority

@@ -169,6 +169,24 @@ def test_langchain_binds_tools(state):
     assert streamed.tool_calls[0]["args"] == call["args"]
 
 
+def test_what_of_a_schema_is_not_enforced_is_named_and_strict_refuses_it(state, client):
+    schema = {"type": "object", "properties": {"a": {"not": {}, "format": "path"}}}
+    tools = [TOOL, {"type": "function", "function": {"name": "mcp.read", "parameters": schema}}]
+    asked = {**CHAT, "tools": tools, "max_tokens": 4, "logit_bias": state.bias}
+    [warning] = client.chat.completions.create(**asked).choices[0].model_extra["neap"]["warnings"]
+    assert warning == "tools[1].parameters: #/properties/a/not is not enforced"
+    tools[1]["function"]["strict"] = True
+    with pytest.raises(openai.BadRequestError, match="not"):
+        client.chat.completions.create(**asked)
+    kind = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    loose, strict = ({**CHAT, "tools": [], "response_format": kind, "max_tokens": 4} for _ in range(2))
+    [warning] = client.chat.completions.create(**loose).choices[0].model_extra["neap"]["warnings"]
+    assert "#/properties/a/not" in warning
+    kind["json_schema"]["strict"] = True
+    with pytest.raises(openai.BadRequestError, match="not"):
+        client.chat.completions.create(**strict)
+
+
 @pytest.mark.parametrize(
     ("fields", "reason", "param"),
     [

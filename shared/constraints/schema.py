@@ -1,0 +1,75 @@
+"""JSON Schemas as people and their libraries write them, for llguidance, which enforces a part of what they can say."""
+
+import json
+import re
+from typing import Any
+
+from shared.constraints.schema_place import inner_schemas
+
+# Keywords that it refuses, unless it is told to be lenient.
+UNENFORCED = frozenset(
+    {"$dynamicAnchor", "$dynamicRef", "$recursiveAnchor", "$recursiveRef", "contains", "maxContains", "minContains"}
+    | {"dependencies", "dependentRequired", "dependentSchemas", "if", "then", "else", "not"}
+    | {"propertyNames", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"}
+)
+# Values by which such a keyword asks for nothing. Names are texts in any case.
+ASKS_NOTHING: tuple[dict[str, Any], ...] = (
+    {"uniqueItems": False},
+    {"propertyNames": {"type": "string"}},
+    {"propertyNames": {}},
+    {"contains": {}},
+)
+# Formats that it enforces. Others are annotations, as the specification has them by default.
+FORMATS = frozenset(
+    {"date", "date-time", "duration", "time", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"}
+)
+# What is looked for beyond the text itself, or at its place: look-around, references back, borders of words.
+_BEYOND = re.compile(r"\\\\|(\(\?<?[=!]|\\[1-9bBGkZ])")
+
+
+def fitted(schema: str, *, is_strict: bool) -> tuple[str, tuple[str, ...]]:
+    """The schema without formats that are not enforced. Unless it is strict, also without what else cannot be, each of
+    which is named with its place. Text that is no JSON is left as it is."""
+    try:
+        root = json.loads(schema)
+        dropped = _fit(root, is_strict=is_strict) if isinstance(root, dict) else None
+        return (schema, ()) if dropped is None else (json.dumps(root, ensure_ascii=False), dropped)
+    except (ValueError, RecursionError):
+        return schema, ()
+
+
+def _fit(root: dict[str, Any], *, is_strict: bool) -> tuple[str, ...]:
+    """Changes it, and returns the places of what is dropped."""
+    dropped: list[str] = []
+    left = [("#", root)]
+    while left:
+        place, schema = left.pop()
+        if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
+            del schema["format"]
+        if not is_strict:
+            dropped += [f"{place}/{name}" for name in _drop(schema)]
+        left += [(f"{place}/{where}", inner) for where, inner in inner_schemas(schema)]
+    if not is_strict:
+        given = root.get("x-guidance")
+        root["x-guidance"] = {**(given if isinstance(given, dict) else {}), "lenient": True}
+    return tuple(sorted(dropped))
+
+
+def _drop(schema: dict[str, Any]) -> list[str]:
+    """Removes what of one schema, without those in it, cannot be enforced. What it is, if it asks for something."""
+    found = [name for name in schema if name in UNENFORCED or (name == "pattern" and _is_beyond(schema[name]))]
+    dropped = [name for name in found if {name: schema.pop(name)} not in ASKS_NOTHING]
+    if isinstance(named := schema.get("patternProperties"), dict):
+        beyond = [pattern for pattern in named if _is_beyond(pattern)]
+        for pattern in beyond:
+            del named[pattern]
+            schema.pop("additionalProperties", None)  # it may forbid what the pattern allows
+        dropped += [f"patternProperties/{pattern}" for pattern in beyond]
+    if isinstance(target := schema.get("$ref"), str) and "://" in target:
+        dropped.append("$ref")
+        del schema["$ref"]
+    return dropped
+
+
+def _is_beyond(pattern: Any) -> bool:
+    return isinstance(pattern, str) and any(match[1] for match in _BEYOND.finditer(pattern))
