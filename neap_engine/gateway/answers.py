@@ -23,7 +23,7 @@ class Choice:
         self.finished: pb.Finished | None = None
         self.num_tokens = 0
         self._has_called = False
-        self._started = pb.Started()
+        self._started: pb.Started | None = None
         self._is_chat = is_chat
         self._keeps = keeps
         self._num_characters = 0
@@ -38,14 +38,7 @@ class Choice:
         """Take in an event and return the choices of the chunks that it becomes in a stream."""
         kind = event.WhichOneof("event")
         if kind == "started":
-            self._started = event.started
-            role = {"role": "assistant", "content": ""}
-            text = event.started.prompt_text
-            self._num_characters += len(text)
-            if self._keeps:
-                self._texts.append(text)
-            first: dict[str, Any] = {"delta": role} if self._is_chat else {"text": text}
-            return [self._part(first, neap=self._facts())]
+            return self._begin(event.started)
         if kind == "finished":
             self.finished = event.finished
             parts = [self._piece(event.finished)] if _says_something(event.finished) else []
@@ -56,6 +49,20 @@ class Choice:
         if logprobs is None and not _says_something(event.chunk):
             return []
         return [self._piece(event.chunk, logprobs)]
+
+    def _begin(self, started: pb.Started) -> list[dict[str, Any]]:
+        """Another Started is that of a call which was repeated before the first token. It may say other facts."""
+        said, self._started = self._started, started
+        if said is None:
+            self._num_characters = len(started.prompt_text)
+            if self._keeps:
+                self._texts.append(started.prompt_text)
+            role = {"role": "assistant", "content": ""}
+            first: dict[str, Any] = {"delta": role} if self._is_chat else {"text": started.prompt_text}
+            return [self._part(first, neap=self._facts())]
+        if said == started:
+            return []
+        return [self._part({"delta": {}} if self._is_chat else {"text": ""}, neap=self._facts())]
 
     def whole(self) -> dict[str, Any]:
         """Return the choice of a response that is not a stream. Needs `keeps`, and Finished."""
@@ -128,6 +135,7 @@ class Choice:
     def _facts(self) -> dict[str, Any]:
         """What ran, as `Started` says it."""
         started = self._started
+        assert started is not None
         facts: dict[str, Any] = {
             "request_id": started.request_id,
             "policy": started.policy,

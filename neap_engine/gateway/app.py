@@ -20,7 +20,7 @@ from neap_engine.gateway.answers import Choice, Response, model_object
 from neap_engine.gateway.clients import Clients, address_key
 from neap_engine.gateway.errors import CLIENT_CLOSED_REQUEST, error_headers, error_object, path_error, unexpected
 from neap_engine.gateway.exchange import Exchange
-from neap_engine.gateway.merging import merged
+from neap_engine.gateway.merging import EarlyStream, merged
 from neap_engine.gateway.metrics import GatewayMetrics
 from neap_engine.gateway.parsing import BodyParser
 from neap_engine.gateway.requests import RequestedGeneration
@@ -188,13 +188,18 @@ class Gateway:
         suffixes = [f"-{index}" for index in range(len(calls))] if len(calls) > 1 else [""]
         left_s = max(0.0, started_s + self._settings.generation_timeout_s - time.monotonic())
         streams = [
-            self._workers.generate(
-                call, timeout_s=left_s, request_id=exchange.request_id + suffix, metadata=token, prefix=prefix
+            EarlyStream(
+                self._workers,
+                call,
+                timeout_s=left_s,
+                request_id=exchange.request_id + suffix,
+                metadata=token,
+                prefix=prefix,
             )
             for (call, prefix), suffix in zip(calls, suffixes, strict=True)
         ]
         choices = [
-            Choice(index, is_chat=is_chat, keeps=not generation.is_stream, resumptions=stream.resumptions)
+            Choice(index, is_chat=is_chat, keeps=not generation.is_stream, resumptions=stream.stream.resumptions)
             for index, stream in enumerate(streams)
         ]
         events = merged(streams)
@@ -214,7 +219,7 @@ class Gateway:
             num_tokens = sum(choice.num_tokens for choice in choices)
             self._metrics.tokens.inc(num_tokens)
             exchange.log_fields["generated_tokens"] = num_tokens
-            if resumed := sum(len(stream.resumptions) for stream in streams):
+            if resumed := sum(len(stream.stream.resumptions) for stream in streams):
                 self._metrics.resumptions.inc(resumed)
                 exchange.log_fields["resumptions"] = resumed
         if any(choice.finished is None for choice in choices):

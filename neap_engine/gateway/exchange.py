@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -17,6 +18,9 @@ from neap_engine.gateway.errors import error_headers, error_object, http_status
 from shared.errors import Cancelled, Exhausted, NeapError, Unauthenticated, Unavailable
 from shared.rpc.tracing import start_http_span
 
+# Proxies end connections that bring nothing for a minute.
+KEEP_ALIVE_S = 15.0
+
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,120}")
 _PRINTABLE = re.compile(r"[\x20-\x7e]{1,8192}")
 
@@ -24,7 +28,8 @@ _PRINTABLE = re.compile(r"[\x20-\x7e]{1,8192}")
 class Exchange:
     """`status` is the HTTP status that was sent, 0 before.
 
-    A client has `request_timeout_s` to send the body. One that does not read for `stall_timeout_s` is cut off.
+    A client has `request_timeout_s` to send the body. One that does not read for `stall_timeout_s` is cut off. A stream
+    brings a comment wherever it would bring nothing for `KEEP_ALIVE_S`.
     """
 
     def __init__(
@@ -39,6 +44,8 @@ class Exchange:
         self._request_timeout_s = request_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._body_read = asyncio.Event()
+        self._sent_s = 0.0
+        self._keeping: asyncio.Task[None] | None = None
         asked = self._headers(REQUEST_ID_KEY)
         has_id = len(asked) == 1 and _REQUEST_ID.fullmatch(asked[0])
         self.request_id = asked[0] if has_id else secrets.token_hex(8)
@@ -82,10 +89,11 @@ class Exchange:
             else:
                 raise Cancelled("the client has closed the connection", reason="CLIENT_GONE")
         finally:
-            for task in (work, gone, end):
+            tasks = [task for task in (work, gone, end, self._keeping) if task is not None]
+            for task in tasks:
                 task.cancel()
             # The calls to the workers end here.
-            await asyncio.gather(work, gone, end, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def respond(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
         """Send a whole response in JSON."""
@@ -106,6 +114,15 @@ class Exchange:
                 "x-accel-buffering": "no",
             },
         )
+        self._keeping = asyncio.create_task(self._keep_alive())
+
+    async def _keep_alive(self) -> None:
+        while not self.is_complete:
+            left_s = self._sent_s + KEEP_ALIVE_S - time.monotonic()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+            else:
+                await self._send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
 
     async def send_event(self, data: str) -> None:
         body = f"data: {data}\n\n".encode()
@@ -150,6 +167,7 @@ class Exchange:
             if abort is not None:
                 abort()
             raise Exhausted("the client does not read", reason="SLOW_READER") from error
+        self._sent_s = time.monotonic()
 
     async def _receive(self) -> Message:
         message = await self._receive_message()

@@ -1,13 +1,41 @@
-"""Merges the events of several generations into one stream."""
+"""Merges the events of several generations into one stream, beginning before the first token."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
 
-from neap_client import AsyncGenerationStream
-from neap_client.inference.v1.inference_pb2 import GenerateResponse
+from neap_client import AsyncNeapClient
+from neap_client.inference.v1.inference_pb2 import GenerateResponse, Started
 
 
-async def merged(streams: Sequence[AsyncGenerationStream]) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
+class EarlyStream:
+    """A stream that says at once that a worker has accepted the request: if that call is repeated before the first
+    token, another Started follows. `options` are those of the client's `generate`."""
+
+    def __init__(self, workers: AsyncNeapClient, call: bytes, **options: Any) -> None:
+        self._accepted: asyncio.Future[GenerateResponse] = asyncio.get_running_loop().create_future()
+        self.stream = workers.generate(call, on_started=self._accept, **options)
+
+    def _accept(self, started: Started) -> None:
+        if not self._accepted.done():
+            self._accepted.set_result(GenerateResponse(started=started))
+
+    async def events(self) -> AsyncGenerator[GenerateResponse, None]:
+        begun = asyncio.create_task(self.stream.start())
+        try:
+            await asyncio.wait((begun, self._accepted), return_when=asyncio.FIRST_COMPLETED)
+            if self._accepted.done():
+                yield self._accepted.result()
+            await begun
+        finally:
+            begun.cancel()
+            await asyncio.gather(begun, return_exceptions=True)
+        async for event in self.stream:
+            yield event
+
+
+async def merged(streams: Sequence[EarlyStream]) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
     """Yield (index of the stream, event) as events come. The first error of a stream ends all.
     Leaving closes the streams.
 
@@ -16,10 +44,11 @@ async def merged(streams: Sequence[AsyncGenerationStream]) -> AsyncGenerator[tup
     # None: a stream has ended.
     queue = asyncio.Queue[tuple[int, GenerateResponse] | Exception | None](len(streams))
 
-    async def forward(index: int, stream: AsyncGenerationStream) -> None:
+    async def forward(index: int, stream: EarlyStream) -> None:
         try:
-            async for event in stream:
-                await queue.put((index, event))
+            async with aclosing(stream.events()) as events:
+                async for event in events:
+                    await queue.put((index, event))
         except Exception as error:
             await queue.put(error)
         else:
@@ -28,8 +57,9 @@ async def merged(streams: Sequence[AsyncGenerationStream]) -> AsyncGenerator[tup
     tasks: list[asyncio.Task[None]] = []
     try:
         if len(streams) == 1:  # without a task and a queue for each token
-            async for event in streams[0]:
-                yield 0, event
+            async with aclosing(streams[0].events()) as events:
+                async for event in events:
+                    yield 0, event
             return
         tasks += [asyncio.create_task(forward(*numbered)) for numbered in enumerate(streams)]
         num_open = len(tasks)
@@ -46,4 +76,4 @@ async def merged(streams: Sequence[AsyncGenerationStream]) -> AsyncGenerator[tup
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for stream in streams:
-            stream.close()
+            stream.stream.close()

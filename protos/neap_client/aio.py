@@ -14,7 +14,7 @@ from neap_client.aio_generation import AsyncGenerationStream, repeat
 from neap_client.base import POLL_S, ChangeOptions, ClientBase, WatchOptions
 from neap_client.calibration.v1 import calibration_pb2
 from neap_client.errors import Exhausted, Unavailable
-from neap_client.generation import Answer
+from neap_client.generation import Answer, OnStarted
 from neap_client.inference.v1 import inference_pb2
 from neap_client.metadata import Metadata
 from neap_client.methods import Method, Request, Response
@@ -69,6 +69,7 @@ class AsyncNeapClient(ClientBase):
         request_id: str | None = None,
         metadata: Metadata = (),
         prefix: str | None = None,
+        on_started: OnStarted | None = None,
     ) -> AsyncGenerationStream:
         """Stream Started, token chunks and Finished. `timeout_s` is the deadline of the whole stream.
 
@@ -76,8 +77,9 @@ class AsyncNeapClient(ClientBase):
         same `request_id`, so they get the same version from an alias with a canary. None makes a new id. `metadata` is
         sent beside the client's own. `request` may be serialized already, which spares calls with the same large prompt
         the work; `prefix` is then its `neap_client.affinity.prefix_key`, without which it goes to the workers in turn.
+        `on_started` is called at once with the Started of a call, which the stream holds back until the first token.
         """
-        return AsyncGenerationStream(**self._generation(request, timeout_s, request_id, metadata, prefix))
+        return AsyncGenerationStream(**self._generation(request, timeout_s, request_id, metadata, prefix, on_started))
 
     async def answer(
         self,

@@ -9,7 +9,7 @@ from neap_client import methods
 from neap_client.affinity import WORKER_KEY, KnownWorkers, prefix_key
 from neap_client.channel import ClientSecurity, RenewedChannel
 from neap_client.errors import NeapError, Unavailable
-from neap_client.generation import Resumes
+from neap_client.generation import OnStarted, Resumes
 from neap_client.inference.v1 import inference_pb2
 from neap_client.metadata import AUTHORIZATION_KEY, REQUEST_ID_KEY, Metadata, trace_context
 from neap_client.methods import Method
@@ -132,6 +132,7 @@ class ClientBase:
         request_id: str | None,
         metadata: Metadata,
         prefix: str | None,
+        on_started: OnStarted | None,
     ) -> dict[str, Any]:
         """Return the arguments of a generation's stream.
         All attempts have the same request id; None makes a new one."""
@@ -155,4 +156,5 @@ class ClientBase:
             "num_attempts": self._num_attempts,
             "timeout_s": timeout_s,
             "waits_when_full": self._waits_when_full,
+            "on_started": on_started,
         }

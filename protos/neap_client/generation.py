@@ -24,6 +24,7 @@ MAX_RESUMPTIONS, FEW_TOKENS = 16, 16
 MAX_REFUSALS = 2
 # So many are asked whether they go on exactly, before one goes on inexactly.
 MAX_ASKED = 16
+OnStarted = Callable[[pb.Started], object]
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,11 @@ class GenerationCalls:
         waits_when_full: bool = True,
         resumes: Resumes = "always",
         stall_timeout_s: float = math.inf,
+        on_started: OnStarted | None = None,
     ) -> None:
         """`open_call` starts a call with a serialized request, a deadline in seconds, and the address of its worker,
-        empty for any. `addresses`: workers that are to be asked first, in this order. The constructor starts the first
-        call."""
+        empty for any. `addresses`: workers that are to be asked first, in this order. `on_started` is called with the
+        Started of each call before the answer begins. The constructor starts the first call."""
         self.token_ids: list[int] = []
         self.prompt_tokens: list[pb.Token] = []
         self.text = ""
@@ -93,6 +95,7 @@ class GenerationCalls:
         # Of a call that resumes, until it goes on with the answer.
         self._resumed: pb.Started | None = None
         self._open_call = open_call
+        self._on_started = on_started
         self._request = request
         self._addresses = addresses
         # Once the answer was interrupted: where the others are, and those of them whose numerics may be equal.
@@ -190,6 +193,8 @@ class GenerationCalls:
                 self.resumptions.append(self._resumed)
                 self._resumed = None
             self._held.append(event)
+            if event.HasField("started") and self._on_started is not None:
+                self._on_started(event.started)
             return
         if event.started.num_resumed_tokens != self.started.num_resumed_tokens + len(self.token_ids):
             self._call.cancel()

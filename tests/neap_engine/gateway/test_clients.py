@@ -8,9 +8,12 @@ import time
 from contextlib import suppress
 
 import httpx
+import openai
 import pytest
 
-from tests.gateways import chat_body, chunk, finished, started
+from neap_engine.gateway import exchange
+from shared.errors import Unavailable
+from tests.gateways import chat_body, chunk, finished, gateway_to, scripted_worker, started
 from tests.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
@@ -26,6 +29,53 @@ def asking(gateway, *, is_stream):
     connection.connect(("127.0.0.1", gateway.port))
     connection.sendall(head % len(body) + body)
     return connection
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_a_stream_begins_and_stays_alive_before_the_first_token(scripted, monkeypatch, num_choices):
+    worker, gateway = scripted
+    monkeypatch.setattr(exchange, "KEEP_ALIVE_S", 0.05)
+    go_on = threading.Event()
+
+    async def held():
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+
+    worker.script = lambda request: [started(), held(), chunk("a"), held(), finished()]
+    body = chat_body(stream=True, n=num_choices)
+    with gateway.http.stream("POST", CHAT, json=body) as reply:
+        lines = filter(None, reply.iter_lines())
+        first = [json.loads(next(lines).removeprefix("data: "))["choices"][0] for _ in range(num_choices)]
+        assert [part["delta"] for part in first] == [{"role": "assistant", "content": ""}] * num_choices
+        assert {part["neap"]["policy"] for part in first} == {"full"}
+        assert [next(lines) for _ in range(3)] == [": waiting"] * 3
+        go_on.set()
+        *parts, last = [line.removeprefix("data: ") for line in lines if line != ": waiting"]
+    assert last == "[DONE]"
+    said = [json.loads(part)["choices"][0] for part in parts]
+    assert sum("neap" in part for part in said) == num_choices, "only the last parts"
+    assert [part["delta"]["content"] for part in said if part["delta"]] == ["a"] * num_choices
+
+
+def test_a_call_that_is_repeated_before_the_first_token_says_what_runs_in_the_end():
+    def script(request):
+        num_calls = len(worker.worker.requests)
+        yield started(router_version=num_calls)
+        if num_calls < 3:
+            raise Unavailable("m", reason="SHUTTING_DOWN")
+        yield from (chunk("a"), finished())
+
+    with (
+        scripted_worker(script) as worker,
+        gateway_to(worker.target, num_attempts=3) as gateway,
+        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="unused", max_retries=0) as client,
+    ):
+        chunks = list(client.chat.completions.create(**chat_body(stream=True)))
+    parts = [chunk.choices[0] for chunk in chunks]
+    assert [part.delta.role for part in parts if part.delta.role] == ["assistant"]
+    assert "".join(part.delta.content or "" for part in parts) == "a"
+    versions = [part.model_extra["neap"].get("router_version") for part in parts if "neap" in part.model_extra]
+    assert versions == [1, 3, None]
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
