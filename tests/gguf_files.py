@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import gguf
 import numpy as np
@@ -36,12 +37,13 @@ def write_llama(
     width: int = 64,
     inner: int = 96,
     tied: bool = True,
+    more_tokens: Mapping[str, gguf.TokenType] = MappingProxyType({}),
     add_more: Callable[[GGUFWriter], object] = lambda _: None,
 ) -> Path:
     """Writes the file. `kinds`: that of all matrices, or by the last part of their names, such as "attn_q"; others are
-    Q8_0. `add_more` adds metadata and tensors."""
+    Q8_0. `more_tokens`: of the vocabulary, with their kinds. `add_more` adds metadata and tensors."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*letters, "<eos>", "he", "ll"]
+    tokens = [*letters, "<eos>", "he", "ll", *more_tokens]
     writer = GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_context_length(128)
@@ -56,7 +58,7 @@ def write_llama(
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_types([1] * len(tokens))
+    writer.add_token_types([1] * (len(tokens) - len(more_tokens)) + [int(kind) for kind in more_tokens.values()])
     writer.add_token_merges(["h e", "l l"])  # two, and a bos token: transformers 5.17 needs them
     writer.add_eos_token_id(len(letters))
     writer.add_bos_token_id(len(letters))

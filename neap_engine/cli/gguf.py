@@ -14,16 +14,19 @@ def convert(source: Path, target: Path) -> None:
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from shared.model.weights.gguf import gguf_replacements
+    from shared.model.weights.gguf import GgufReaders
     from shared.model.weights.lazy import realise
     from shared.model.weights.reading import CheckpointFiles, replaced
 
     quiet: Any = transformers.logging
     quiet.disable_progress_bar()
     # Any: the class declares its attributes as modules, but those set below are not.
-    with CheckpointFiles(torch.float32) as checkpoint, replaced(gguf_replacements(checkpoint)):
-        model: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    with CheckpointFiles(torch.float32) as checkpoint:
+        readers = GgufReaders(checkpoint)
+        with replaced(readers.replacements):
+            model: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        readers.complete(source, model, tokenizer)
         realise(model)
     # The weights are plain float32 now. Without this, transformers would save the name of the quantisation and refuse
     # to load them.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
@@ -27,7 +27,10 @@ from shared.model.remembered.store import StartEntry, StartStore
 from shared.model.source import arguments_of, missing_model, size_mb
 from shared.model.weights.lazy import lazy, realise
 from shared.model.weights.quantised import dequantises, missing_package, quantisation
-from shared.model.weights.reading import CheckpointFiles, Replacement, replaced, safetensors_replacements
+from shared.model.weights.reading import CheckpointFiles, replaced, safetensors_replacements
+
+if TYPE_CHECKING:
+    from shared.model.weights.gguf import GgufReaders
 
 log = structlog.get_logger("neap.model")
 
@@ -98,7 +101,8 @@ def _load_model(
     where = arguments_of(source)
     theirs = f"transformers cannot load {source} as a causal language model"
     with CheckpointFiles(dtype, matrices) as checkpoint, _load_errors(source, f"neap cannot prepare {source}"):
-        readers = _gguf_readers(checkpoint) if "gguf_file" in where else []
+        gguf = _gguf_readers(checkpoint) if "gguf_file" in where else None
+        readers = gguf.replacements if gguf else []
         with _load_errors(source, theirs), replaced(readers):
             config = AutoConfig.from_pretrained(**where)
         refuse_config(config)
@@ -113,7 +117,9 @@ def _load_model(
             default = torch.bfloat16 if "gguf_file" in where else "auto"
             model = _build(where, torch.float32 if in_float32 else dtype or default)
             tokenizer = AutoTokenizer.from_pretrained(**where)
-        readers = []  # they have the file's metadata
+            if gguf:
+                gguf.complete(Path(source), model, tokenizer)
+        gguf, readers = None, []  # they have the file's metadata
         release_free_memory()
         if entry is not None:
             entry.check()
@@ -227,8 +233,8 @@ def _load_errors(source: str | Path, failure: str) -> Iterator[None]:
         ) from error
 
 
-def _gguf_readers(checkpoint: CheckpointFiles) -> list[Replacement]:
+def _gguf_readers(checkpoint: CheckpointFiles) -> "GgufReaders":
     # Imported here: most processes read no such file.
-    from shared.model.weights.gguf import gguf_replacements
+    from shared.model.weights.gguf import GgufReaders
 
-    return gguf_replacements(checkpoint)
+    return GgufReaders(checkpoint)

@@ -19,6 +19,7 @@ import gguf
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers import modeling_gguf_pytorch_utils as checkpoints
 
 from shared.errors import NeapError, UnsupportedModel
@@ -26,6 +27,7 @@ from shared.model.weights.files import StableFile
 from shared.model.weights.gguf_file import Field, GgufContents, GgufTensor, read_contents
 from shared.model.weights.gguf_rope import TENSORS as ROPE_TENSORS
 from shared.model.weights.gguf_rope import rope_scaling
+from shared.model.weights.gguf_tokenizer import end_token_ids, split_as_the_file_says
 from shared.model.weights.lazy import LazyWeight
 from shared.model.weights.reading import CheckpointFiles, Replacement, replaced
 from shared.model.weights.stored import BLOCK_KINDS, PLAIN_KINDS, Blocks, Plain, Stored, dequantise
@@ -43,9 +45,24 @@ _load_gguf_checkpoint: Any = checkpoints.load_gguf_checkpoint
 _weights_map: Any = checkpoints.get_gguf_hf_weights_map
 
 
-def gguf_replacements(checkpoint: CheckpointFiles) -> list[Replacement]:
+class GgufReaders:
+    """Reads .gguf files for transformers, each once."""
+
+    def __init__(self, checkpoint: CheckpointFiles) -> None:
+        contents_of = functools.cache(lambda path: read_contents(checkpoint.open(path)))
+        self._contents_of: Callable[[str], GgufContents] = contents_of
+        self.replacements = _replacements(checkpoint, contents_of)
+
+    def complete(self, path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Takes from the file what transformers does not. Raises `UnsupportedModel` (reason TOKENIZER_UNKNOWN)."""
+        contents = self._contents_of(str(path))
+        split_as_the_file_says(tokenizer, contents)
+        generation: Any = model.generation_config
+        generation.eos_token_id = end_token_ids(contents) or None
+
+
+def _replacements(checkpoint: CheckpointFiles, contents_of: Callable[[str], GgufContents]) -> list[Replacement]:
     """Make transformers read .gguf files with `GgufModel`."""
-    contents_of = functools.cache(lambda path: read_contents(checkpoint.open(path)))
     model_of = functools.cache(lambda path: GgufModel(checkpoint, Path(path), contents_of(path)))
 
     def load(path: str | Path, return_tensors: bool = False, *rest: Any, **options: Any) -> Any:
