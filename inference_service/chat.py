@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from neap_client.inference.v1 import inference_pb2 as pb
+from pydantic_core import from_json
 
 from shared.chat.formats import (
     NAME_CHARACTERS,
@@ -127,9 +128,9 @@ class PreparedChat:
                     "type": "function",
                     "function": {
                         "name": call.name,
-                        "arguments": call.arguments
+                        "arguments": call.arguments or "{}"
                         if self._format.takes_text
-                        else _object(call.arguments, f"{where}.arguments"),
+                        else _arguments(call.arguments, f"{where}.arguments"),
                     },
                 }
                 for call in message.tool_calls
@@ -161,13 +162,29 @@ def _tools(tools: Sequence[pb.Tool]) -> dict[str, Any]:
     return by_name
 
 
+def _arguments(text: str, field: str) -> dict[str, Any]:
+    """Of a call that was made. The end of its answer may have cut them: then as much of them as there is."""
+    try:
+        value = from_json(text, allow_partial="trailing-strings") if text.strip() else None
+    except ValueError as error:
+        raise _no_json(field) from error
+    return {} if value is None else _checked_object(value, field)
+
+
 def _object(text: str, field: str, max_bytes: int | None = None) -> dict[str, Any]:
     if max_bytes is not None and len(text.encode()) > max_bytes:
         raise InvalidInput(f"{field} has more than {max_bytes} bytes", metadata={"field": field})
     try:
-        value = json.loads(text)
+        return _checked_object(json.loads(text), field)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{field} is no JSON", metadata={"field": field}) from error
+        raise _no_json(field) from error
+
+
+def _checked_object(value: Any, field: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidInput(f"{field} must be a JSON object", metadata={"field": field})
     return value
+
+
+def _no_json(field: str) -> InvalidInput:
+    return InvalidInput(f"{field} is no JSON", metadata={"field": field})

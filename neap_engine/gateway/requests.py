@@ -19,6 +19,7 @@ from neap_engine.gateway.schema import (
     NamedTool,
     ResponseFormat,
     TextPart,
+    ToolCall,
 )
 from shared.errors import InvalidInput
 
@@ -118,7 +119,7 @@ def _chat(request: ChatRequest) -> pb.Chat:
     for i, message in enumerate(request.messages):
         is_assistant = message.role == "assistant"
         for name, is_misplaced in (
-            ("content", message.content is None and not (is_assistant and message.tool_calls)),
+            ("content", message.content is None and message.role not in ("assistant", "tool")),
             ("tool_calls", message.tool_calls and not is_assistant),
             ("tool_call_id", (message.tool_call_id is None) == (message.role == "tool")),
         ):
@@ -126,7 +127,7 @@ def _chat(request: ChatRequest) -> pb.Chat:
                 field = f"messages[{i}].{name}"
                 verb = "may not have" if getattr(message, name) else "must have"
                 raise refused(f"{field}: a message of this kind {verb} {name}", field)
-        calls = [pb.ToolCall(id=call.id, **call.function.model_dump()) for call in message.tool_calls or []]
+        calls = [_call(call) for call in message.tool_calls or []]
         chat.messages.add(
             # OpenAI's newer models call the role "system" "developer".
             role="system" if message.role == "developer" else message.role,
@@ -136,6 +137,12 @@ def _chat(request: ChatRequest) -> pb.Chat:
             tool_call_id=message.tool_call_id or "",
         )
     return chat
+
+
+def _call(call: ToolCall) -> pb.ToolCall:
+    arguments = call.function.arguments
+    text = arguments if isinstance(arguments, str) else _json(arguments)
+    return pb.ToolCall(id=call.id, name=call.function.name, arguments=text)
 
 
 def _tool(function: Function) -> pb.Tool:

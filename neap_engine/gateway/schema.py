@@ -138,8 +138,10 @@ class Prediction(Strict):
 
 
 class CalledFunction(Strict):
+    """Some clients send arguments as the object that they are, or leave out empty ones."""
+
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(Strict):
@@ -150,7 +152,7 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """Only messages of assistants that call tools may have no content."""
+    """Only messages of assistants, and results without text, may have no content."""
 
     unsupported = NEUTRAL_IN_MESSAGE
 

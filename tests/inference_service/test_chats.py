@@ -177,9 +177,30 @@ def test_calls_and_their_results_are_a_prompt(stub, worker):
     assert answer.started.num_prompt_tokens > 80
     assert answer.text or answer.reasoning or answer.tool_calls
     if not call_format(worker.loaded).takes_text:
-        asked.messages[1].tool_calls[0].arguments = "{"
-        _, info, text = refused(stub, request_of(chat=asked))
-        assert (info.reason, "messages[1].tool_calls" in text) == ("INVALID_INPUT", True)
+        for arguments in ("x", "[1]", "3"):
+            asked.messages[1].tool_calls[0].arguments = arguments
+            _, info, text = refused(stub, request_of(chat=asked))
+            assert (info.reason, "messages[1].tool_calls" in text) == ("INVALID_INPUT", True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ("", {}),
+        (" \n", {}),
+        ("null", {}),
+        ("{", {}),
+        ('{"a": "é😀', {"a": "é😀"}),
+        ('{"a": [1, {"b": "\\', {"a": [1, {"b": ""}]}),
+    ],
+)
+def test_arguments_that_the_end_of_an_answer_cut_are_a_prompt(worker, arguments, read):
+    call = pb.ToolCall(id="abcdefgh1", name="add", arguments=arguments)
+    chat = pb.Chat(messages=[*USER, pb.ChatMessage(role="assistant", tool_calls=[call]), *USER], tools=TOOLS)
+    [told] = PreparedChat(chat, worker.loaded).prompt.messages[1]["tool_calls"]
+    takes_text = call_format(worker.loaded).takes_text
+    assert told["function"]["arguments"] == ((arguments or "{}") if takes_text else read)
+    assert encode_prompt(worker.loaded, PreparedChat(chat, worker.loaded).prompt)
 
 
 def test_a_client_has_the_whole_message(stub, worker):
