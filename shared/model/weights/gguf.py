@@ -19,7 +19,7 @@ import gguf
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers import modeling_gguf_pytorch_utils as checkpoints
 
 from shared.errors import NeapError, UnsupportedModel
@@ -53,7 +53,7 @@ class GgufReaders:
         self._contents_of: Callable[[str], GgufContents] = contents_of
         self.replacements = _replacements(checkpoint, contents_of)
 
-    def complete(self, path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    def complete(self, path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Takes from the file what transformers does not. Raises `UnsupportedModel` (reason TOKENIZER_UNKNOWN)."""
         contents = self._contents_of(str(path))
         split_as_the_file_says(tokenizer, contents)

@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import structlog
 from tokenizers import Regex, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from shared.errors import UnsupportedModel
 from shared.model.weights.gguf_file import GgufContents
@@ -106,7 +106,7 @@ def end_token_ids(contents: GgufContents) -> list[int]:
     return sorted(ids | {known[text] for text in ends})
 
 
-def split_as_the_file_says(tokenizer: PreTrainedTokenizerFast, contents: GgufContents) -> None:
+def split_as_the_file_says(tokenizer: PreTrainedTokenizerBase, contents: GgufContents) -> None:
     """Transformers knows few of these names, and splits text as GPT-2 does where it does not.
 
     Raises `UnsupportedModel` (reason TOKENIZER_UNKNOWN) for a name that is not known here either.
@@ -124,7 +124,7 @@ def split_as_the_file_says(tokenizer: PreTrainedTokenizerFast, contents: GgufCon
             reason="TOKENIZER_UNKNOWN",
             metadata={"tokenizer.ggml.pre": name[:64]},
         )
-    backend = tokenizer.backend_tokenizer
+    backend: Any = tokenizer.backend_tokenizer
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[name]]
     bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_alone])
