@@ -70,7 +70,7 @@ def to_generation_request(
             metadata={"least_priority": str(least_priority)},
         )
     sampling = to_sampling(request.sampling, loaded)
-    stopping = to_stopping(request.stopping, loaded.vocabulary_size)
+    stopping = to_stopping(request.stopping)
     policy = to_policy(request.depth)
     answer = to_constraint(request.constraint) if request.HasField("constraint") else None
     constraint: Constraint | MessageConstraint | None = answer
@@ -102,7 +102,7 @@ def to_generation_request(
         resumed_ids=tuple(request.resume.token_ids[: loaded.context_length]),
         constraint=constraint,
         shown_special_ids=chat.shown_special_ids if chat else frozenset(),
-        prediction_ids=encode_prediction(loaded, prediction.text or prediction.token_ids.ids),
+        prediction_ids=encode_prediction(loaded, prediction.text or list(prediction.token_ids.ids)),
     )
     return generation, chat
 
@@ -153,11 +153,8 @@ def _bad_words(words: Sequence[inference_pb2.BadWord], loaded: LoadedModel) -> l
     return sequences
 
 
-def to_stopping(stopping: inference_pb2.Stopping, vocabulary_size: int) -> StoppingParams:
+def to_stopping(stopping: inference_pb2.Stopping) -> StoppingParams:
     """Raises InvalidInput."""
-    for token_id in stopping.stop_token_ids:
-        if token_id >= vocabulary_size:
-            raise InvalidInput(f"stop token id {token_id} is not in the vocabulary of {vocabulary_size} tokens")
     return StoppingParams(
         max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
         stop_strings=tuple(stopping.stop_strings),

@@ -33,6 +33,7 @@ from neap_engine.face import (
 from neap_engine.face import calibrate as calibrate_ladder
 from neap_engine.hugging_face.exit_stats import ExitStats
 from shared.errors import InvalidInput
+from shared.field_types import check_types
 from shared.ladder.rungs import DEFAULT_ROUTER_WIDTH
 
 # TIDE cuts each text of a calibration off after so many tokens.
@@ -78,6 +79,7 @@ class TIDEConfig:
                     reason="UNSUPPORTED_OPTION",
                     metadata={"option": name},
                 )
+        check_types(self)
         if self.checkpoint_interval is not None and self.checkpoint_interval < 1:
             raise InvalidInput(f"checkpoint_interval is {self.checkpoint_interval}; it must be at least 1")
 

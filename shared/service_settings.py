@@ -70,7 +70,7 @@ class ServiceSettings(ProcessSettings, SecuritySettings):
     )
     context_length: int | None = Field(
         default=None,
-        ge=1,
+        ge=2,
         description="Most tokens of prompt and answer together, per sequence; at most the model's own limit. Unset: "
         "the model's own limit.",
         json_schema_extra={"metavar": "TOKENS"},

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from shared.errors import InvalidInput
+from shared.field_types import check_types
 from shared.ladder.rungs import DEFAULT_ROUTER_WIDTH
 
 Label = Literal["agreement", "cosine"]
@@ -34,6 +35,7 @@ class SelfGenerated:
     use_workers: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self, "BAD_SPEC")
         if not 0 <= self.max_new_tokens <= MAX_NEW_TOKENS:
             raise _bad_spec(
                 "self_generated.max_new_tokens",
@@ -72,6 +74,7 @@ class HubDataset:
     public_only: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self, "BAD_SPEC")
         if not self.name.strip():
             raise _bad_spec("hub_dataset.name", "the hub dataset has no name")
 
@@ -90,6 +93,7 @@ class ParentRouter:
     share: float = 1.0
 
     def __post_init__(self) -> None:
+        check_types(self, "BAD_SPEC")
         if not 0 <= self.version <= _MAX_INT64:
             raise _bad_spec("parent.version", f"parent.version is {self.version}; it must be in [0, 2^63)")
         if not 0.0 < self.share <= 1.0:
@@ -121,6 +125,7 @@ class CalibrationSpec:
     parent: ParentRouter | None = None
 
     def __post_init__(self) -> None:
+        check_types(self, "BAD_SPEC")
         for name, least, most, limits in (
             ("max_tokens", 0, _MAX_INT64, "[0, 2^63)"),
             ("draft_vocabulary_size", 0, _MAX_UINT32, "[0, 2^32)"),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from shared.chat.formats import CallFormat
 from shared.constraints.schema import fitted
 from shared.errors import InvalidInput
+from shared.field_types import check_types
 
 FORMS = ("json_schema", "regex", "lark", "choice", "json_object")
 MAX_BYTES = 64 * 1024
@@ -30,15 +31,13 @@ class Constraint:
     unenforced: tuple[str, ...] = field(default=(), init=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_types(self, "CONSTRAINT_INVALID")
         forms = self._forms
         if len(forms) != 1:
             listed = " and ".join(forms) or "nothing"
             raise invalid(f"a constraint has exactly one form; this one has {listed}", "constraint")
-        if self.choice is not None:
-            # Frozen from here on; this is still construction.
-            object.__setattr__(self, "choice", tuple(self.choice))
-            if not self.choice:
-                raise invalid("a choice has at least one text", self.field)
+        if self.choice is not None and not self.choice:
+            raise invalid("a choice has at least one text", self.field)
         texts = self.choice or [getattr(self, self.form)]
         num_bytes = sum(len(text.encode(errors="replace")) for text in texts if text is not True)
         if num_bytes > MAX_BYTES:

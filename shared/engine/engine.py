@@ -28,6 +28,7 @@ from shared.engine.request.request import Finished, GeneratedToken, Generation, 
 from shared.engine.scheduler import Scheduler, SchedulerLimits
 from shared.engine.step import Decoder
 from shared.errors import InvalidInput, Unavailable
+from shared.field_types import check_whole
 from shared.ladder.ladder import Ladder
 from shared.ladder.learned_ngrams import LearnedNgrams
 from shared.model.loaded import LoadedModel
@@ -102,6 +103,18 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         tries_promise: bool = True,
     ) -> None:
+        if not isinstance(loaded, LoadedModel):
+            raise InvalidInput(f"the model is a {type(loaded).__name__}; it must be one that was loaded or wrapped")
+        for name, number, least in (
+            ("max_running", max_running, 1),
+            ("max_queue", max_queue, 1),
+            ("max_queue_tokens", max_queue_tokens, 1),
+            ("max_ladders", max_ladders, 1),
+            ("kv_budget_bytes", kv_budget_bytes or 0, 0),
+            ("prefix_cache_bytes", prefix_cache_bytes or 0, 0),
+            ("learned_bytes", learned_bytes, 0),
+        ):
+            check_whole(name, number, least)
         if ladder is not None:
             ladder.check_model(loaded)
         self.loaded = loaded

@@ -30,8 +30,9 @@ def score_prompt(part: Speculation, runner: Runner) -> list[TokenChunk]:
     first = part.offset + start + len(scores) - 1 - part.base
     states = part.passed.by_depth[runner.num_layers][0, first : first + len(scored)]
     num_rows = max(1, MAX_LOGITS // sequence.vocabulary_size)
-    for rows, ids in zip(states.split(num_rows), runner.ids(list(scored)).view(-1).split(num_rows), strict=True):
-        logits = runner.logits(rows)
+    for begin in range(0, len(scored), num_rows):
+        ids = runner.ids(list(scored[begin : begin + num_rows])).view(-1)
+        logits = runner.logits(states[begin : begin + num_rows])
         if not torch.isfinite(logits).all():
             raise non_finite_logits()
         numbers = map(logprobs_from_row, logprobs(logits, ids, request.prompt_logprobs).tolist())

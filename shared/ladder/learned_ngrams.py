@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from secrets import token_bytes
 
+from shared.errors import InvalidInput
 from shared.ladder.ngram_table import MAX_COUNT, MAX_ORDER, context_states
 from shared.ladder.rungs import Match
 
@@ -29,7 +30,7 @@ class LearnedNgrams:
     def __init__(self, max_bytes: int) -> None:
         self._num_sets = max_bytes // (SET_ENTRIES * ENTRY_BYTES)
         if self._num_sets < 1:
-            raise ValueError(f"a learned table needs {SET_ENTRIES * ENTRY_BYTES} bytes")
+            raise InvalidInput(f"a learned table needs {SET_ENTRIES * ENTRY_BYTES} bytes")
         size = self._num_sets * SET_ENTRIES
         self._secret = token_bytes(16)
         self._keys, self._firsts, self._seconds = (array("I", bytes(4 * size)) for _ in range(3))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shared.errors import InvalidInput
+from shared.field_types import check_types
 from shared.ladder.risk import Setting
 
 PolicyName = Literal["full", "exact", "relaxed"]
@@ -29,6 +30,7 @@ class DepthPolicy:
     max_drafts: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.name not in ("full", "exact", "relaxed"):
             raise InvalidInput(f"depth policy is {self.name!r}; it must be full, exact or relaxed")
         if not 0.0 < self.threshold <= 1.0:

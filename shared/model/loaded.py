@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from shared.errors import UnsupportedModel
-from shared.model.borders import context_limit
+from shared.field_types import check_whole
+from shared.model.borders import NUM_CHECKED, context_limit
 from shared.model.dtypes import dtype_name, rounded_to
 from shared.model.fingerprint import fingerprint
 from shared.model.parts import ModelParts, find_parts
@@ -95,12 +96,20 @@ def wrap_model(
     the model computes in. `compute_dtype`: for an accelerated model, bfloat16 multiplies
     weights that are kept in bfloat16 by inputs rounded to it, and int8 multiplies GGUF's blocks by inputs rounded to 8
     bits. None: int8 if there are such blocks, else the one of the model. `facts`: what is known about this model,
-    loaded in this way. It is not proven again. Raises `UnsupportedModel` (reason KV_DTYPE_NOT_SUPPORTED if the model's
-    attention cannot read that dtype, COMPUTE_DTYPE_NOT_SUPPORTED if no matrix can be multiplied in that one).
+    loaded in this way. It is not proven again. Raises `InvalidInput`, and `UnsupportedModel` (reason CONTEXT_TOO_SHORT;
+    KV_DTYPE_NOT_SUPPORTED if the model's attention cannot read that dtype, COMPUTE_DTYPE_NOT_SUPPORTED if no matrix can
+    be multiplied in that one).
     """
     model.requires_grad_(False).eval()
     parts = find_parts(model)
     limit = context_limit(model.config)
+    if limit < NUM_CHECKED:
+        raise UnsupportedModel(
+            f"{model_id} holds {limit} tokens; one that holds fewer than {NUM_CHECKED} cannot be checked",
+            reason="CONTEXT_TOO_SHORT",
+        )
+    if context_length is not None:
+        check_whole("context_length", context_length, 2)
     facts = facts or Facts()
     identity = identity or fingerprint(model)
     kv_dtype = kv_dtype or model.dtype
@@ -132,7 +141,7 @@ def wrap_model(
         parts=parts,
         fingerprint=identity,
         context_length=min(context_length or limit, limit),
-        eos_token_ids=_eos_token_ids(model),
+        eos_token_ids=_eos_token_ids(model, model_id, parts.vocabulary_size),
         kv_dtype=kv_dtype,
         compute_dtype=compute_dtype,
         acceleration=report,
@@ -171,10 +180,14 @@ def _merge(model: PreTrainedModel, model_id: str) -> None:
     torch.cuda.empty_cache()  # of the weights that were copied
 
 
-def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+def _eos_token_ids(model: PreTrainedModel, model_id: str, vocabulary_size: int) -> frozenset[int]:
     """From the generation config, as Hugging Face's own `generate`. It has one id or a list."""
     generation = getattr(model, "generation_config", None)
     ids = generation.eos_token_id if generation is not None else None
     if ids is None:
         return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
+    named = frozenset([ids] if isinstance(ids, int) else ids)
+    tokens = frozenset(token for token in named if 0 <= token < vocabulary_size)
+    if tokens != named:
+        log.warning("end tokens outside the vocabulary end nothing", model_id=model_id, ids=sorted(named - tokens))
+    return tokens

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import InvalidInput
+from shared.field_types import check_types
 
 # Beyond these limits logits overflow: several would be infinite, and no token would be the most probable one.
 MIN_TEMPERATURE = 1e-6
@@ -55,6 +56,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.temperature != 0.0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
             raise InvalidInput(
                 f"temperature is {self.temperature}; it must be 0, for greedy, or finite and at least {MIN_TEMPERATURE}"
@@ -80,14 +82,9 @@ class SamplingParams:
             raise InvalidInput(f"min_tokens is {self.min_tokens}; it must not be negative")
         try:
             biases = {index(token): float(bias) for token, bias in self.logit_bias.items()}
-            words = tuple(tuple(map(index, word)) for word in self.bad_words)
         except (AttributeError, TypeError, ValueError) as error:
-            raise InvalidInput(
-                "logit_bias must map token ids to numbers, and bad_words must be sequences of token ids"
-            ) from error
-        # Frozen from here on; this is still construction.
-        object.__setattr__(self, "logit_bias", biases)
-        object.__setattr__(self, "bad_words", words)
+            raise InvalidInput("logit_bias must map token ids to numbers") from error
+        object.__setattr__(self, "logit_bias", biases)  # frozen from here on; this is still construction
         if len(biases) > MAX_BIASED_TOKENS:
             raise InvalidInput(f"logit_bias has {len(biases)} tokens; at most {MAX_BIASED_TOKENS} are allowed")
         for token, bias in biases.items():
@@ -95,9 +92,9 @@ class SamplingParams:
                 raise InvalidInput(
                     f"logit_bias of token {token} is {bias}; it must be in [{-MAX_BIAS:g}, {MAX_BIAS:g}]"
                 )
-        if len(words) > MAX_BAD_WORDS:
-            raise InvalidInput(f"{len(words)} bad_words; at most {MAX_BAD_WORDS} are allowed")
-        if not all(0 < len(word) <= MAX_BAD_WORD_TOKENS for word in words):
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidInput(f"{len(self.bad_words)} bad_words; at most {MAX_BAD_WORDS} are allowed")
+        if not all(0 < len(word) <= MAX_BAD_WORD_TOKENS for word in self.bad_words):
             raise InvalidInput(f"each of bad_words must have 1 to {MAX_BAD_WORD_TOKENS} tokens")
 
     @cached_property

@@ -65,22 +65,22 @@ def test_a_bad_word_of_text_needs_a_tokenizer():
 
 
 def test_stopping_fields_arrive():
-    stopping = to_stopping(pb.Stopping(max_tokens=3, stop_strings=["a"], stop_token_ids=[7, 7], ignore_eos=True), 8)
+    stopping = to_stopping(pb.Stopping(max_tokens=3, stop_strings=["a"], stop_token_ids=[7, 7], ignore_eos=True))
     assert stopping.max_tokens == 3
     assert stopping.stop_strings == ("a",)
     assert stopping.stop_token_ids == {7}
     assert stopping.ignore_eos
-    assert to_stopping(pb.Stopping(), 8).max_tokens is None
+    assert to_stopping(pb.Stopping()).max_tokens is None
 
 
 @pytest.mark.parametrize(
     "field",
-    [{"stop_strings": [""]}, {"stop_strings": ["x" * 257]}, {"stop_strings": ["x"] * 17}, {"stop_token_ids": [8]}],
+    [{"stop_strings": [""]}, {"stop_strings": ["x" * 257]}, {"stop_strings": ["x"] * 17}],
     ids=lambda field: next(iter(field)),
 )
 def test_bad_stopping_is_refused(field):
     with pytest.raises(InvalidInput):
-        to_stopping(pb.Stopping(**field), 8)
+        to_stopping(pb.Stopping(**field))
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,11 @@ class Admission:
 
     def _check_sampling(self, request: GenerationRequest) -> None:
         sampling, size = request.sampling, self._loaded.vocabulary_size
-        tokens_by_field = {"logit_bias": sampling.logit_bias, "bad_words": chain(*sampling.bad_words)}
+        tokens_by_field = {
+            "logit_bias": sampling.logit_bias,
+            "bad_words": chain(*sampling.bad_words),
+            "stop_token_ids": request.stopping.stop_token_ids,
+        }
         for name, tokens in tokens_by_field.items():
             for token in tokens:
                 if not 0 <= token < size:
@@ -113,7 +117,7 @@ class Admission:
         num_ends = len(ends) if sampling.min_tokens else 0
         # Where nothing is allowed, the model could choose no token.
         if sampling.changes_scores and len(set(sampling.bad_words)) + num_ends >= size:
-            raise InvalidInput(f"bad_words may forbid all {size} tokens of the vocabulary")
+            raise InvalidInput(f"bad_words and min_tokens may forbid all {size} tokens of the vocabulary")
 
     def _check_against_model(self, request: GenerationRequest, ladder: Ladder | None) -> None:
         check_prompt_ids(self._loaded, request.prompt_ids)
@@ -128,8 +132,9 @@ class Admission:
                 reason="MAX_TOKENS_TOO_LARGE",
                 metadata={"available": str(room)},
             )
-        if request.logprobs is not None and request.logprobs > self._loaded.vocabulary_size:
-            raise InvalidInput(f"logprobs is {request.logprobs}; the model has {self._loaded.vocabulary_size} tokens")
+        num_logprobs = max(request.logprobs or 0, request.prompt_logprobs or 0)
+        if num_logprobs > self._loaded.vocabulary_size:
+            raise InvalidInput(f"{num_logprobs} logprobs; the model has {self._loaded.vocabulary_size} tokens")
         if request.policy.min_layers > self._loaded.num_layers:
             raise InvalidInput(
                 f"min_layers is {request.policy.min_layers}; the model has {self._loaded.num_layers} layers"

@@ -61,7 +61,7 @@ def request_of(loaded: LoadedModel, prompt: Prompt, options: Mapping[str, Any]) 
         policy=policy,
         logprobs=options.get("logprobs"),
         prompt_logprobs=options.get("prompt_logprobs"),
-        resumed_ids=tuple(options.get("resumed_ids", ())),
+        resumed_ids=options.get("resumed_ids", ()),
         constraint=constraint,
         prediction_ids=encode_prediction(loaded, options.get("prediction", ())),
     )

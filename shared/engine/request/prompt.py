@@ -14,6 +14,7 @@ from shared.model.loaded import LoadedModel
 # tokenised.
 MAX_CHARACTERS_PER_TOKEN = 64
 
+PROMPTS = "one text, chat messages, or token ids"
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Chat
 
 
@@ -24,7 +25,7 @@ def encode_prompt(loaded: LoadedModel, prompt: Prompt) -> tuple[int, ...]:
     CHAT_TEMPLATE_REFUSED, UNKNOWN_ROLE) and `PromptTooLong`.
     """
     if not isinstance(prompt, str | Chat):
-        prompt = _as_list(prompt)
+        prompt = _as_list(prompt, "prompt", PROMPTS)
     if not (prompt.messages if isinstance(prompt, Chat) else prompt):
         raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT")
     if isinstance(prompt, str):
@@ -34,10 +35,7 @@ def encode_prompt(loaded: LoadedModel, prompt: Prompt) -> tuple[int, ...]:
     elif isinstance(prompt[0], Mapping):
         ids = _encode_chat(loaded, Chat(prompt))
     else:
-        try:
-            ids = [index(token) for token in prompt]
-        except TypeError as error:
-            raise _bad_prompt(f"a list of {type(prompt[0]).__name__}") from error
+        ids = _token_ids(prompt, "prompt", PROMPTS)
     check_prompt_ids(loaded, ids)
     return tuple(ids)
 
@@ -49,15 +47,20 @@ def decode_prompt(loaded: LoadedModel, ids: Sequence[int]) -> str:
     return str(loaded.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _as_list(prompt: Any) -> list[Any]:
-    """The token ids or messages of a prompt that is no text. An array of ids [S] counts as a list."""
-    if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__iter__"):
-        raise _bad_prompt(f"of type {type(prompt).__name__}")
-    return prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+def _as_list(given: Any, what: str, forms: str) -> list[Any]:
+    """The token ids or messages of what is no text. An array of ids [S] counts as a list."""
+    if not isinstance(given, bytes | Mapping) and hasattr(given, "__iter__"):
+        listed = given.tolist() if hasattr(given, "tolist") else list(given)
+        if isinstance(listed, list):  # an array without dimensions gives none
+            return listed
+    raise InvalidInput(f"the {what} is of type {type(given).__name__}; it must be {forms}")
 
 
-def _bad_prompt(kind: str) -> InvalidInput:
-    return InvalidInput(f"the prompt is {kind}; it must be one text, chat messages, or token ids")
+def _token_ids(listed: Sequence[Any], what: str, forms: str) -> list[int]:
+    try:
+        return [index(token) for token in listed]
+    except TypeError as error:
+        raise InvalidInput(f"the {what} is a list of {type(listed[0]).__name__}; it must be {forms}") from error
 
 
 def check_prompt_ids(loaded: LoadedModel, ids: Sequence[int]) -> None:
@@ -82,7 +85,7 @@ def check_token_ids(loaded: LoadedModel, ids: Sequence[int]) -> None:
 def _encode_text(loaded: LoadedModel, text: str, *, add_special_tokens: bool = True) -> list[int]:
     if loaded.tokenizer is None:
         raise InvalidInput("this model has no tokenizer; send token ids", reason="NO_TOKENIZER")
-    _check_characters(loaded, len(text))
+    _check_text(loaded, text)
     encoded = loaded.tokenizer(text, add_special_tokens=add_special_tokens)
     return list(encoded["input_ids"])
 
@@ -109,10 +112,13 @@ def encode_answer(loaded: LoadedModel, text: str) -> list[int]:
 def encode_prediction(loaded: LoadedModel, prediction: str | Sequence[int]) -> tuple[int, ...]:
     """The token ids of what an answer is expected to be like. Raises as `check_prediction`, and `InvalidInput` (reason
     NO_TOKENIZER)."""
+    forms = "prediction", "a text or token ids"
+    if not isinstance(prediction, str):
+        prediction = _as_list(prediction, *forms)
     most = loaded.context_length * (MAX_CHARACTERS_PER_TOKEN if isinstance(prediction, str) else 1)
     if len(prediction) > most:  # before it is tokenised
         raise _prediction_too_long(loaded)
-    ids = encode_answer(loaded, prediction) if isinstance(prediction, str) else prediction
+    ids = encode_answer(loaded, prediction) if isinstance(prediction, str) else _token_ids(prediction, *forms)
     check_prediction(loaded, ids)
     return tuple(ids)
 
@@ -140,7 +146,7 @@ def _encode_chat(loaded: LoadedModel, chat: Chat) -> list[int]:
     text = render(loaded.tokenizer, chat)
     check_wanted()
     check_pieces(loaded, text.count(MARK), "control tokens as text")
-    _check_characters(loaded, len(text))
+    _check_text(loaded, text)
     return encode_rendered(loaded.tokenizer, text)
 
 
@@ -153,6 +159,17 @@ def check_pieces(loaded: LoadedModel, num_pieces: int, what: str) -> None:
 def _check_characters(loaded: LoadedModel, num_characters: int) -> None:
     if num_characters > loaded.context_length * MAX_CHARACTERS_PER_TOKEN:
         raise _too_long(f"{num_characters} characters", loaded)
+
+
+def _check_text(loaded: LoadedModel, text: str) -> None:
+    """Before it is tokenised."""
+    _check_characters(loaded, len(text))
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(
+            f"character {error.start} of the text is half of a surrogate pair", reason="NOT_UNICODE"
+        ) from error
 
 
 def _too_long(size: str, loaded: LoadedModel) -> PromptTooLong:

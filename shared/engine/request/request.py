@@ -5,11 +5,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from operator import index
 
 from shared.constraints.constraint import Constraint, MessageConstraint
 from shared.engine.memory.prefixes import key_of
 from shared.errors import InvalidInput
+from shared.field_types import check_types
 from shared.ladder.policy import DepthPolicy
 from shared.model.sampling import SamplingParams
 
@@ -31,18 +31,12 @@ class StoppingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.max_tokens is not None and self.max_tokens < 0:
             raise InvalidInput(f"max_tokens is {self.max_tokens}; it must be at least 0")
-        if isinstance(self.stop_strings, str):
-            raise InvalidInput(f"stop_strings is the text {self.stop_strings!r}; it must be a list of texts")
-        # Frozen from here on; this is still construction.
-        object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
-        object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
         if len(self.stop_strings) > MAX_STOP_STRINGS:
             raise InvalidInput(f"{len(self.stop_strings)} stop strings; at most {MAX_STOP_STRINGS} are allowed")
         for stop in self.stop_strings:
-            if not isinstance(stop, str):
-                raise InvalidInput(f"a stop string is {stop!r}; it must be a text")
             # "replace": a lone surrogate has no bytes of its own.
             if not 0 < len(stop.encode(errors="replace")) <= MAX_STOP_STRING_BYTES:
                 raise InvalidInput(f"a stop string must have 1 to {MAX_STOP_STRING_BYTES} bytes of UTF-8")
@@ -93,14 +87,9 @@ class GenerationRequest:
     prediction_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not self.prompt_ids:
             raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT")
-        for name in ("prompt_ids", "resumed_ids", "prediction_ids"):
-            try:
-                ids = tuple(map(index, getattr(self, name)))
-            except TypeError as error:
-                raise InvalidInput("token ids must be integers") from error
-            object.__setattr__(self, name, ids)  # frozen from here on; this is still construction
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
             raise InvalidInput(f"priority is {self.priority}; it must be in [{-MAX_PRIORITY}, {MAX_PRIORITY}]")
         if math.isnan(self.deadline_s):

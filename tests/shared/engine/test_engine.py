@@ -23,6 +23,7 @@ from shared.errors import (
     UnsupportedModel,
 )
 from shared.ladder.policy import DepthPolicy
+from shared.model.sampling import SamplingParams
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE
 from tests.fixed_costs import FixedCosts, fixed_cost_engine
 from tests.hooked_runner import HookedRunner
@@ -285,6 +286,11 @@ def test_invalid_requests_are_refused_before_they_are_queued(loaded):
         assert caught.value.reason == "MAX_TOKENS_TOO_LARGE"
         with pytest.raises(InvalidInput, match="outside the vocabulary"):
             engine.submit(request(prompt_ids=(1, VOCABULARY_SIZE)))
+        for token in (-1, VOCABULARY_SIZE, 2**70):
+            stopping = StoppingParams(8, stop_token_ids=frozenset({token}))
+            with pytest.raises(InvalidInput, match="stop_token_ids has token id") as caught:
+                engine.submit(GenerationRequest(PROMPT, SamplingParams(min_tokens=2), stopping, FULL))
+            assert caught.value.reason == "TOKEN_OUT_OF_RANGE"
         with pytest.raises(PreconditionFailed) as refused:
             engine.submit(request(policy=DepthPolicy("exact")))
         assert refused.value.reason == "ROUTER_REQUIRED"

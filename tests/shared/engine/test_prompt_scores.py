@@ -66,6 +66,20 @@ def test_no_more_logits_are_in_memory_than_allowed(loaded, monkeypatch):
     assert max(seen) <= 5
 
 
+def test_a_prompt_of_one_token_asks_for_no_logits_of_nothing(loaded, monkeypatch):
+    """Not every head takes no states."""
+    with fixed_cost_engine(loaded) as engine:
+        kind = type(engine._decoder.runner)
+        logits = kind.logits
+
+        def of_some(self, states):
+            assert len(states)
+            return logits(self, states)
+
+        monkeypatch.setattr(kind, "logits", of_some)
+        assert [value for _, value, _ in scores(engine, [5])] == [None]
+
+
 @pytest.mark.parametrize("policy", ["full", "exact"])
 def test_they_are_the_same_under_every_policy_cached_and_in_company(loaded, policy):
     other = [3, *LONG[1:]]

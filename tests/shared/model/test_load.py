@@ -2,13 +2,38 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 
-from shared.errors import UnsupportedModel
+from shared.errors import InvalidInput, UnsupportedModel
 from shared.model.load import load_model
-from tests.worker import save_model
+from shared.model.loaded import wrap_model
+from tests.worker import EOS, build_model, save_model
+
+
+@pytest.mark.parametrize("ids", [[EOS, 263, -1], 263])
+def test_an_end_token_outside_the_vocabulary_ends_nothing(ids: Any) -> None:
+    """On a GPU a rule about such a token, as min_tokens is one, would end the process."""
+    model = build_model()
+    model.generation_config.eos_token_id = ids
+    with structlog.testing.capture_logs() as lines:
+        assert wrap_model(model).eos_token_ids == ({EOS} if isinstance(ids, list) else set())
+    [line] = [line for line in lines if line["log_level"] == "warning"]
+    assert 263 in line["ids"]
+
+
+def test_a_context_that_is_too_short_is_refused() -> None:
+    model = build_model()
+    for length in (0, 1, -1, 8.0, "8"):
+        with pytest.raises(InvalidInput, match="context_length"):
+            wrap_model(model, context_length=length)  # type: ignore[arg-type]
+    assert wrap_model(model, context_length=2).context_length == 2
+    model.config.max_position_embeddings = 8
+    with pytest.raises(UnsupportedModel) as caught:
+        wrap_model(model)
+    assert caught.value.reason == "CONTEXT_TOO_SHORT"
 
 
 def broken(*_: object, **__: object) -> object:
