@@ -87,8 +87,8 @@ class GatewaySettings(ProcessSettings, TlsSettings):
         default=256,
         ge=2,
         description="MiB for all bodies together: the bytes that have arrived, then the bytes of each prompt once for "
-        "each of its choices. What would exceed it is refused with 429 (GATEWAY_FULL). It is divided among clients as "
-        "places are. At least twice max_body_mb.",
+        "each of its choices, and what has come of answers that are not streamed. What would exceed it is refused with "
+        "429 (GATEWAY_FULL). It is divided among clients as places are. At least twice max_body_mb.",
     )
     generation_timeout_s: float = Field(
         default=600.0,

@@ -1,20 +1,19 @@
 """Builds OpenAI's response objects from the events of the calls."""
 
-import json
 import time
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 from neap_client.inference.v1 import inference_pb2 as pb
 
-REPLACEMENT = "\ufffd"
+from neap_engine.gateway.collected import Collected, Piece, as_json
+from neap_engine.gateway.logprobs import chat_logprobs, text_logprobs
+
 FINISH_REASONS = {pb.FINISH_REASON_LENGTH: "length"}
-Piece = pb.TokenChunk | pb.Finished
 
 
 class Choice:
-    """One choice: what its events have brought so far. `logprobs` and the text are kept only if `keeps` is set.
+    """One choice: what its events have brought so far. The answer itself is kept only if `keeps` is set.
     `resumptions` of its stream, which grow."""
 
     def __init__(self, index: int, *, is_chat: bool, keeps: bool, resumptions: Sequence[pb.Started] = ()) -> None:
@@ -25,14 +24,15 @@ class Choice:
         self._has_called = False
         self._started: pb.Started | None = None
         self._is_chat = is_chat
-        self._keeps = keeps
+        self._kept = Collected() if keeps else None
         self._num_characters = 0
         # Characters of the prompt's tokens that have come.
         self._num_scored = 0
-        self._texts: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[dict[str, Any]] = []
-        self._logprobs: list[dict[str, Any]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """What the kept answer takes."""
+        return 0 if self._kept is None else self._kept.num_bytes
 
     def receive(self, event: pb.GenerateResponse) -> list[dict[str, Any]]:
         """Take in an event and return the choices of the chunks that it becomes in a stream."""
@@ -55,8 +55,8 @@ class Choice:
         said, self._started = self._started, started
         if said is None:
             self._num_characters = len(started.prompt_text)
-            if self._keeps:
-                self._texts.append(started.prompt_text)
+            if self._kept is not None:
+                self._kept.add_prompt(started.prompt_text)
             role = {"role": "assistant", "content": ""}
             first: dict[str, Any] = {"delta": role} if self._is_chat else {"text": started.prompt_text}
             return [self._part(first, neap=self._facts())]
@@ -64,37 +64,25 @@ class Choice:
             return []
         return [self._part({"delta": {}} if self._is_chat else {"text": ""}, neap=self._facts())]
 
-    def whole(self) -> dict[str, Any]:
-        """Return the choice of a response that is not a stream. Needs `keeps`, and Finished."""
-        text = "".join(self._texts)
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": None if self._calls and not text else text,
-            "refusal": None,
-        }
-        if self._reasoning:
-            message["reasoning_content"] = "".join(self._reasoning)
-        if self._calls:
-            message["tool_calls"] = self._calls
-        whole: dict[str, Any] = {"message": message} if self._is_chat else {"text": text}
-        whole = self._part(whole, self._finish_reason(), neap=self._facts() | self._figures())
-        if self._logprobs:
-            whole["logprobs"] = _joined(self._logprobs)
-        return whole
+    def whole(self) -> bytes:
+        """Return the JSON of the choice of a response that is not a stream. Needs `keeps`, and Finished.
+        It is not kept any longer."""
+        kept, self._kept = self._kept, None
+        assert kept is not None
+        content: dict[str, Any] = {"message": kept.message()} if self._is_chat else {"text": kept.text}
+        whole = self._part(content, self._finish_reason(), neap=self._facts() | self._figures())
+        del whole["logprobs"]
+        return as_json(whole)[:-1] + b',"logprobs":' + kept.logprobs() + b"}"
 
     def _piece(self, piece: Piece, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         self._num_characters += len(piece.text)
-        if self._keeps:
-            self._texts.append(piece.text)
-            if logprobs is not None:
-                self._logprobs.append(logprobs)
+        if self._kept is not None:
+            self._kept.add(piece, logprobs)
         if not self._is_chat:
             return self._part({"text": piece.text}, logprobs=logprobs)
         delta: dict[str, Any] = {}
         if piece.reasoning:
             delta["reasoning_content"] = piece.reasoning
-            if self._keeps:
-                self._reasoning.append(piece.reasoning)
         if piece.tool_calls:
             delta["tool_calls"] = [self._call(call) for call in piece.tool_calls]
         if piece.text or not delta:
@@ -105,15 +93,9 @@ class Choice:
         """What a piece of a call is in a stream."""
         self._has_called = True
         function = {"arguments": piece.arguments}
-        if piece.id:
-            function = {"name": piece.name, **function}
-            call = {"id": piece.id, "type": "function", "function": function}
-            if self._keeps:
-                self._calls.append(call)
-            return {"index": piece.index, **call}
-        if self._keeps:
-            self._calls[-1]["function"]["arguments"] += piece.arguments
-        return {"index": piece.index, "function": function}
+        if not piece.id:
+            return {"index": piece.index, "function": function}
+        return {"index": piece.index, "id": piece.id, "type": "function", "function": {"name": piece.name, **function}}
 
     def _part(
         self,
@@ -170,13 +152,15 @@ class Choice:
 
     def _logprobs_of(self, chunk: pb.TokenChunk) -> dict[str, Any] | None:
         if chunk.prompt_tokens:
-            logprobs, self._num_scored = _text_logprobs(chunk.prompt_tokens, self._num_scored)
+            assert self._started is not None
+            text = self._started.prompt_text
+            logprobs, self._num_scored = text_logprobs(chunk.prompt_tokens, self._num_scored, text)
             return logprobs
         if not any(token.HasField("logprob") for token in chunk.tokens):
             return None
         if self._is_chat:
-            return {"content": [_chat_logprob(token) for token in chunk.tokens], "refusal": None}
-        return _text_logprobs(chunk.tokens, self._num_characters)[0]
+            return chat_logprobs(chunk.tokens)
+        return text_logprobs(chunk.tokens, self._num_characters)[0]
 
 
 class Response:
@@ -193,21 +177,21 @@ class Response:
         # With usage requested, all chunks before the last have a usage of null.
         self._no_usage: dict[str, Any] = {"usage": None} if includes_usage else {}
 
-    def chunk(self, part: dict[str, Any]) -> str:
-        """Return the JSON text of a chunk with one part."""
-        return _json({**self._chunk_head(), "choices": [part], **self._no_usage})
+    def chunk(self, part: dict[str, Any]) -> bytes:
+        """Return the JSON of a chunk with one part."""
+        return as_json({**self._chunk_head(), "choices": [part], **self._no_usage})
 
-    def usage_chunk(self, choices: Sequence[Choice]) -> str:
-        """Return the JSON text of the last chunk, which has no choice."""
-        return _json({**self._chunk_head(), "choices": [], "usage": usage(choices)})
+    def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
+        """Return the JSON of the last chunk, which has no choice."""
+        return as_json({**self._chunk_head(), "choices": [], "usage": usage(choices)})
 
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        return {
-            **self._head,
-            "object": self._object,
-            "choices": [choice.whole() for choice in choices],
-            "usage": usage(choices),
-        }
+    def whole(self, choices: Sequence[Choice]) -> list[bytes]:
+        """Return the JSON of the response in parts."""
+        head = as_json({**self._head, "object": self._object, "usage": usage(choices)})
+        before = [head[:-1] + b',"choices":['] + [b","] * (len(choices) - 1)
+        parts = [text + choice.whole() for text, choice in zip(before, choices, strict=True)]
+        parts[-1] += b"]}"
+        return parts
 
     def _chunk_head(self) -> dict[str, Any]:
         return {**self._head, "object": f"{self._object}{'.chunk' if self._is_chat else ''}"}
@@ -273,47 +257,5 @@ def model_object(model: pb.Model) -> dict[str, Any]:
     }
 
 
-def _text_logprobs(tokens: Sequence[pb.Token], offset: int) -> tuple[dict[str, Any], int]:
-    """The log-probabilities of tokens of a text from `offset` on, and where it goes on. The first token of a prompt has
-    none."""
-    ends = list(accumulate((len(token.text) for token in tokens), initial=offset))
-    logprobs = {
-        "tokens": [token.text for token in tokens],
-        "token_logprobs": [token.logprob if token.HasField("logprob") else None for token in tokens],
-        "top_logprobs": [
-            {other.text: other.logprob for other in token.alternatives} if token.HasField("logprob") else None
-            for token in tokens
-        ],
-        "text_offset": ends[:-1],
-    }
-    return logprobs, ends[-1]
-
-
-def _chat_logprob(token: pb.Token) -> dict[str, Any]:
-    return {
-        **_logprob(token.text, token.logprob),
-        "top_logprobs": [_logprob(other.text, other.logprob) for other in token.alternatives],
-    }
-
-
-def _logprob(text: str, logprob: float) -> dict[str, Any]:
-    # The bytes of a part of a character are not known here.
-    encoded = None if REPLACEMENT in text else list(text.encode())
-    return {"token": text, "logprob": logprob, "bytes": encoded}
-
-
-def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join log-probabilities: lists are concatenated, other values are those of the last part."""
-    joined: dict[str, Any] = {}
-    for part in parts:
-        for name, value in part.items():
-            joined[name] = joined.get(name, []) + value if isinstance(value, list) else value
-    return joined
-
-
 def _says_something(piece: Piece) -> bool:
     return bool(piece.text or piece.reasoning or piece.tool_calls)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

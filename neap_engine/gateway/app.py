@@ -48,7 +48,7 @@ class Gateway:
         self._clients = Clients(workers)
         self._parser = BodyParser(settings.max_choices)
         self._places = Shares(settings.max_requests, "places")
-        self._bytes = Shares(settings.body_budget_mb << 20, "bytes for bodies")
+        self._bytes = Shares(settings.body_budget_mb << 20, "bytes for bodies and answers")
         metrics.running.set_function(lambda: self._places.used)
         metrics.body_bytes.set_function(lambda: self._bytes.used)
 
@@ -174,10 +174,15 @@ class Gateway:
                     metadata={"max_bytes": str(self._bytes.total // 2)},
                 )
             hold_bytes(generation.num_bytes)
-            await self._answer(exchange, generation, token, started_s)
+            await self._answer(exchange, generation, token, started_s, hold_bytes)
 
     async def _answer(
-        self, exchange: Exchange, generation: RequestedGeneration, token: Metadata, started_s: float
+        self,
+        exchange: Exchange,
+        generation: RequestedGeneration,
+        token: Metadata,
+        started_s: float,
+        hold_bytes: Callable[[int], None],
     ) -> None:
         is_chat, calls = generation.is_chat, generation.calls()
         exchange.log_fields.update(generation.log_fields, model_id=generation.model[:128])
@@ -195,6 +200,7 @@ class Gateway:
                 request_id=exchange.request_id + suffix,
                 metadata=token,
                 prefix=prefix,
+                keeps=False,
             )
             for (call, prefix), suffix in zip(calls, suffixes, strict=True)
         ]
@@ -203,6 +209,7 @@ class Gateway:
             for index, stream in enumerate(streams)
         ]
         events = merged(streams)
+        num_bytes = 0
         try:
             async with aclosing(events):
                 async for index, event in events:
@@ -210,11 +217,18 @@ class Gateway:
                         ttft_s = time.monotonic() - started_s
                         exchange.log_fields["ttft_s"] = round(ttft_s, 6)
                         self._metrics.first_token.labels(exchange.scope["path"]).observe(ttft_s)
-                    for part in choices[index].receive(event):
-                        if generation.is_stream:
-                            if not exchange.status:
-                                await exchange.start_stream()
-                            await exchange.send_event(response.chunk(part))
+                    choice = choices[index]
+                    num_bytes -= choice.num_bytes
+                    parts = choice.receive(event)
+                    num_bytes += choice.num_bytes
+                    if not generation.is_stream:
+                        self._check_answer(num_bytes)
+                        hold_bytes(generation.num_bytes + num_bytes)
+                        continue
+                    if not exchange.status:
+                        await exchange.start_stream()
+                    for part in parts:
+                        await exchange.send_event(response.chunk(part))
         finally:
             num_tokens = sum(choice.num_tokens for choice in choices)
             self._metrics.tokens.inc(num_tokens)
@@ -225,12 +239,22 @@ class Gateway:
         if any(choice.finished is None for choice in choices):
             raise Unavailable("the worker ended the answer early", reason="INCOMPLETE_ANSWER")
         if not generation.is_stream:
-            await exchange.respond(200, response.whole(choices))
+            await exchange.respond_in_parts(200, response.whole(choices))
             return
         if generation.includes_usage:
             await exchange.send_event(response.usage_chunk(choices))
-        await exchange.send_event("[DONE]")
+        await exchange.send_event(b"[DONE]")
         await exchange.end_stream()
+
+    def _check_answer(self, num_bytes: int) -> None:
+        """Raises InvalidInput for an answer that no client's share could hold."""
+        if 2 * num_bytes > self._bytes.total:
+            raise InvalidInput(
+                f"the answer takes more than {self._bytes.total // 2} bytes, which is the limit: ask for a stream, for "
+                "fewer choices or for fewer log-probabilities",
+                reason="ANSWER_TOO_LARGE",
+                metadata={"max_bytes": str(self._bytes.total // 2)},
+            )
 
     async def _ready(self, request: Request) -> JSONResponse:
         """200 if requests can be served: the gateway is not draining, and a worker serves."""

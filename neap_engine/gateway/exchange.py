@@ -1,11 +1,10 @@
 """One HTTP request and its response: bounded reads and writes, and a watch for the client that goes."""
 
 import asyncio
-import json
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +13,7 @@ from opentelemetry.trace import Span
 from starlette.types import Message, Receive, Scope, Send
 
 from neap_engine.gateway.body import drop_body, read_body
+from neap_engine.gateway.collected import as_json
 from neap_engine.gateway.errors import error_headers, error_object, http_status
 from shared.errors import Cancelled, Exhausted, NeapError, Unauthenticated, Unavailable
 from shared.rpc.tracing import start_http_span
@@ -97,12 +97,19 @@ class Exchange:
 
     async def respond(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
         """Send a whole response in JSON."""
-        body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+        await self.respond_in_parts(status, [as_json(content)], headers)
+
+    async def respond_in_parts(
+        self, status: int, parts: Sequence[bytes], headers: dict[str, str] | None = None
+    ) -> None:
+        """Send a whole response, whose JSON is that of the parts together."""
+        length = sum(map(len, parts))
         await self._start(
-            status, {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+            status, {"content-type": "application/json", "content-length": str(length), **(headers or {})}
         )
         self.is_complete = True
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        for index, part in enumerate(parts, 1):
+            await self._send({"type": "http.response.body", "body": part, "more_body": index < len(parts)})
 
     async def start_stream(self) -> None:
         """Send the head of a stream of server-sent events. Proxies are asked not to buffer it."""
@@ -124,9 +131,8 @@ class Exchange:
             else:
                 await self._send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
 
-    async def send_event(self, data: str) -> None:
-        body = f"data: {data}\n\n".encode()
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+    async def send_event(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
 
     async def end_stream(self) -> None:
         self.is_complete = True
@@ -144,7 +150,7 @@ class Exchange:
             if not self.status:
                 await self.respond(http_status(error), content, error_headers(error))
             else:
-                await self.send_event(json.dumps(content, ensure_ascii=False))
+                await self.send_event(as_json(content))
                 await self.end_stream()
 
     def _headers(self, name: str) -> list[str]:

@@ -15,7 +15,8 @@ class GatewayMetrics(ServiceMetrics):
             "HTTP requests to the API whose body has arrived and that are not answered yet",
         )
         self.body_bytes = self.gauge(
-            "neap_gateway_body_bytes", "Bytes of bodies that arrive, and of prompts on their way to workers"
+            "neap_gateway_body_bytes",
+            "Bytes of bodies that arrive, of prompts on their way to workers, and of answers that are not streamed",
         )
         self.requests = self.counter(
             "neap_gateway_requests", "HTTP requests to the API by endpoint and status", ("endpoint", "status")

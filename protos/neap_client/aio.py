@@ -70,6 +70,7 @@ class AsyncNeapClient(ClientBase):
         metadata: Metadata = (),
         prefix: str | None = None,
         on_started: OnStarted | None = None,
+        keeps: bool = True,
     ) -> AsyncGenerationStream:
         """Stream Started, token chunks and Finished. `timeout_s` is the deadline of the whole stream.
 
@@ -78,8 +79,10 @@ class AsyncNeapClient(ClientBase):
         sent beside the client's own. `request` may be serialized already, which spares calls with the same large prompt
         the work; `prefix` is then its `neap_client.affinity.prefix_key`, without which it goes to the workers in turn.
         `on_started` is called at once with the Started of a call, which the stream holds back until the first token.
+        A stream that does not keep the answer has no `text`, `reasoning`, `tool_calls`, `prompt_tokens` and `answer`.
         """
-        return AsyncGenerationStream(**self._generation(request, timeout_s, request_id, metadata, prefix, on_started))
+        options = self._generation(request, timeout_s, request_id, metadata, prefix, on_started, keeps)
+        return AsyncGenerationStream(**options)
 
     async def answer(
         self,

@@ -133,6 +133,7 @@ class ClientBase:
         metadata: Metadata,
         prefix: str | None,
         on_started: OnStarted | None,
+        keeps: bool,
     ) -> dict[str, Any]:
         """Return the arguments of a generation's stream.
         All attempts have the same request id; None makes a new one."""
@@ -157,4 +158,5 @@ class ClientBase:
             "timeout_s": timeout_s,
             "waits_when_full": self._waits_when_full,
             "on_started": on_started,
+            "keeps": keeps,
         }

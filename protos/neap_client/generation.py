@@ -79,10 +79,12 @@ class GenerationCalls:
         resumes: Resumes = "always",
         stall_timeout_s: float = math.inf,
         on_started: OnStarted | None = None,
+        keeps: bool = True,
     ) -> None:
         """`open_call` starts a call with a serialized request, a deadline in seconds, and the address of its worker,
         empty for any. `addresses`: workers that are to be asked first, in this order. `on_started` is called with the
-        Started of each call before the answer begins. The constructor starts the first call."""
+        Started of each call before the answer begins. Unless it `keeps` the answer, the stream knows no more of it than
+        what resuming takes: the token ids. The constructor starts the first call."""
         self.token_ids: list[int] = []
         self.prompt_tokens: list[pb.Token] = []
         self.text = ""
@@ -96,6 +98,8 @@ class GenerationCalls:
         self._resumed: pb.Started | None = None
         self._open_call = open_call
         self._on_started = on_started
+        self._keeps = keeps
+        self._num_prompt_tokens = 0
         self._request = request
         self._addresses = addresses
         # Once the answer was interrupted: where the others are, and those of them whose numerics may be equal.
@@ -124,8 +128,8 @@ class GenerationCalls:
 
     def answer(self) -> Answer:
         """Return the whole answer of a stream that was read to its end.
-        Raises Unavailable (INCOMPLETE_ANSWER) for any other stream."""
-        if self.started is None or self.finished is None:
+        Raises Unavailable (INCOMPLETE_ANSWER) for any other stream, and for one that does not keep it."""
+        if self.started is None or self.finished is None or not self._keeps:
             raise Unavailable("the answer has not been read to its end", reason="INCOMPLETE_ANSWER")
         return Answer(
             self.text,
@@ -221,6 +225,16 @@ class GenerationCalls:
 
     def _record(self, event: GenerateResponse) -> GenerateResponse:
         self.token_ids += [token.id for token in event.chunk.tokens]
+        self._num_prompt_tokens += len(event.chunk.prompt_tokens)
+        if self._keeps:
+            self._keep(event)
+        if event.HasField("started"):
+            self.started = event.started
+        elif event.HasField("finished"):
+            self.finished = event.finished
+        return event
+
+    def _keep(self, event: GenerateResponse) -> None:
         self.prompt_tokens += event.chunk.prompt_tokens
         for part in (event.chunk, event.finished):
             self.text += part.text
@@ -229,11 +243,6 @@ class GenerationCalls:
                 if piece.id:
                     self.tool_calls.append(pb.ToolCall(id=piece.id, name=piece.name))
                 self.tool_calls[-1].arguments += piece.arguments
-        if event.HasField("started"):
-            self.started = event.started
-        elif event.HasField("finished"):
-            self.finished = event.finished
-        return event
 
     def _open(self) -> Any:
         if self._is_closed:
@@ -270,7 +279,7 @@ class GenerationCalls:
                 prompt_digest=self.started.prompt_digest,
                 numerics_id=latest.numerics_id,
                 only_exactly=self._resumes == "exactly" or bool(self._equals),
-                num_prompt_tokens=len(self.prompt_tokens),
+                num_prompt_tokens=self._num_prompt_tokens,
             )
         )
         return added

@@ -9,9 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from neap_client.inference.v1 import inference_pb2 as pb
 
 from neap_engine.gateway import parsing, server, structure
 from neap_engine.gateway.clients import address_key
+from neap_engine.gateway.collected import Collected
+from neap_engine.gateway.logprobs import chat_logprobs, text_logprobs
 from shared.rpc.access import Access
 from shared.rpc.callers import Role
 from shared.rpc.security import ServerSecurity
@@ -181,6 +184,80 @@ def test_a_client_has_a_share_of_the_bytes_which_counts_a_prompt_for_each_choice
             go_on.set()
         assert of_ann[0].result() == (200, None)
         assert sample("neap_gateway_body_bytes") == 0
+
+
+def scored_chunk(num_tokens):
+    """A chunk whose tokens have twenty alternatives each."""
+    others = [pb.Alternative(id=i, logprob=-i - 0.123456789, text=f"other {i}") for i in range(20)]
+    token = pb.Token(id=1, logprob=-0.5, text="a", rung="full", alternatives=others)
+    return pb.GenerateResponse(chunk=pb.TokenChunk(text="a" * num_tokens, tokens=[token] * num_tokens))
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_an_answer_that_is_no_stream_counts_as_it_comes(secure, go_on, path):
+    worker, headers = secure
+    one, alone = scored_chunk(10), Collected()
+    logprobs = chat_logprobs(one.chunk.tokens) if path == CHAT else text_logprobs(one.chunk.tokens, 0)[0]
+    alone.add(one.chunk, logprobs)
+    num_pieces = 0
+
+    async def held():
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+
+    def script(request):
+        wait = [held()] if request.model_id == "held" else []
+        return [started(), *[one] * num_pieces, *wait, finished()]
+
+    worker.worker.script = script
+
+    def ask(name, **fields):
+        content = {"prompt": "x", "logprobs": 20} if path != CHAT else chat_body(logprobs=True, top_logprobs=20)
+        reply = gateway.http.post(path, json={"model": "tiny", **content, **fields}, headers=headers[name])
+        return reply.status_code, reply.json()["error"]["code"] if reply.status_code != 200 else "[DONE]" in reply.text
+
+    with gateway_to(worker.target, body_budget_mb=2, max_body_mb=1) as gateway, ThreadPoolExecutor(1) as pool:
+
+        def used():
+            return gateway.metrics.registry.get_sample_value("neap_gateway_body_bytes")
+
+        num_pieces = int(0.6 * (1 << 20) / alone.num_bytes)
+        of_ann = pool.submit(ask, "ann", model="held")
+        try:
+            wait_until(lambda: used() > num_pieces * alone.num_bytes)
+            assert ask("ann") == (429, "client_limit")
+            assert ask("ann", stream=True) == (200, True)
+            assert ask("bob") == (200, False)
+        finally:
+            go_on.set()
+        assert of_ann.result() == (200, False)
+        assert used() == 0
+        num_pieces *= 2
+        assert ask("ann") == (400, "answer_too_large")
+        assert ask("ann", stream=True) == (200, True)
+        assert used() == 0
+
+
+def test_what_is_kept_of_an_answer_is_counted():
+    tracemalloc.start()
+    try:
+        kept = Collected()
+        before, _ = tracemalloc.get_traced_memory()
+        for i in range(200):
+            event = scored_chunk(8)
+            event.chunk.reasoning = f"a thought {i}"
+            call = "" if i % 50 else f"id{i}"
+            event.chunk.tool_calls.add(id=call, name=call, arguments=f'{{"{i}":')
+            kept.add(event.chunk, chat_logprobs(event.chunk.tokens))
+            del event
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert 0.9 < kept.num_bytes / taken < 1.1
+    message = kept.message()
+    assert len(message["tool_calls"]) == 4
+    assert message["reasoning_content"].endswith("a thought 199")
+    assert len(json.loads(kept.logprobs())["content"]) == len(message["content"]) == 1600
 
 
 def test_clients_without_tokens_are_told_apart_by_address(go_on):

@@ -2,7 +2,9 @@
 
 import openai
 import pytest
+from neap_client.inference.v1 import inference_pb2 as pb
 
+from neap_engine.gateway.logprobs import text_logprobs
 from tests.worker import build_tokenizer
 
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -95,3 +97,35 @@ def test_a_prompt_is_scored_and_nothing_generated(client):
         client.chat.completions.create(
             **{**GREEDY, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 0}
         )
+
+
+def token(text, logprob=None, **others):
+    alternatives = [pb.Alternative(text=other.replace("_", " "), logprob=value) for other, value in others.items()]
+    return pb.Token(text=text, logprob=logprob, alternatives=alternatives)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "top"),
+    [
+        (token("a", -1.0, a=-1.0, b=-2.0), {"a": -1.0, "b": -2.0}),
+        (token("z", -9.0, a=-1.0, b=-2.0), {"a": -1.0, "b": -2.0, "z": -9.0}),
+        (token("z", -9.0), {"z": -9.0}),
+        # Two tokens with one text: the better one stays, wherever it stands.
+        (token("a", -9.0, a=-1.0), {"a": -1.0}),
+        (token("a", -1.0, a=-9.0), {"a": -1.0}),
+    ],
+)
+def test_the_chosen_token_and_the_best_of_each_text_are_there(chosen, top):
+    logprobs, _ = text_logprobs([chosen], 0)
+    assert logprobs["top_logprobs"] == [top]
+    assert logprobs["token_logprobs"] == [chosen.logprob]
+
+
+def test_offsets_of_a_prompt_are_those_of_its_text():
+    """Special tokens, the blank before a text, and parts of characters are not in it."""
+    texts = ["<s>", " he", "llo", "\ufffd", "\ufffd", " wor", "ld", "</s>", " x"]
+    first, offset = text_logprobs([token(text) for text in texts[:5]], 0, "hello\u00e9 world x")
+    rest, offset = text_logprobs([token(text) for text in texts[5:]], offset, "hello\u00e9 world x")
+    assert first["text_offset"] == [0, 0, 2, 5, 5]
+    assert rest["text_offset"] == [5, 10, 12, 12]
+    assert offset == 14
