@@ -112,7 +112,7 @@ def numbers(shape: Shape, tensor: Tensor, generator: np.random.Generator) -> np.
 
 def add_tokenizer(writer: gguf.GGUFWriter, source: Path, size: int) -> None:
     with closing(StableFile(source)) as file:
-        fields = read_contents(file).fields
+        fields = read_contents(source, lambda _: file).fields
     values: dict[str, list[Any]] = {key.removeprefix("tokenizer.ggml."): field.values for key, field in fields.items()}
     texts = values["tokens"][:size]
     known = set(texts)

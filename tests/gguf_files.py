@@ -38,6 +38,7 @@ def write_llama(
     inner: int = 96,
     tied: bool = True,
     more_tokens: Mapping[str, gguf.TokenType] = MappingProxyType({}),
+    name: str = "tiny",
     add_more: Callable[[GGUFWriter], object] = lambda _: None,
 ) -> Path:
     """Writes the file. `kinds`: that of all matrices, or by the last part of their names, such as "attn_q"; others are
@@ -45,7 +46,7 @@ def write_llama(
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*letters, "<eos>", "he", "ll", *more_tokens]
     writer = GGUFWriter(path, "llama")
-    writer.add_name("tiny")
+    writer.add_name(name)
     writer.add_context_length(128)
     writer.add_embedding_length(width)
     writer.add_block_count(NUM_LAYERS)

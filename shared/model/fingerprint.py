@@ -34,6 +34,14 @@ FUNCTIONAL_KEYS = (
     "sliding_window",
     "num_experts_per_tok",
 )
+# Those of some families alone. They count where they are set, so that other models keep their fingerprint.
+SOME_KEYS = (
+    *("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "query_pre_attn_scalar"),
+    *("residual_multiplier", "embedding_multiplier", "attention_multiplier", "attention_bias_scale", "clip_qkv"),
+    *("partial_rotary_factor", "rotary_dim", "rope_local_base_freq", "norm_eps", "norm_epsilon"),
+    *("norm_topk_prob", "routed_scaling_factor", "hidden_activation", "activation_function", "use_parallel_residual"),
+    *("new_decoder_architecture", "parallel_attn", "alibi"),
+)
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -45,7 +53,10 @@ def fingerprint(model: PreTrainedModel) -> str:
     """
     config = model.config.get_text_config(decoder=True)
     functional = {key: setting_of(config, key) for key in FUNCTIONAL_KEYS}
-    identity = {"architecture": type(model).__name__, "functional": functional}
+    some = {key: value for key in SOME_KEYS if (value := setting_of(config, key)) is not None}
+    kinds = getattr(config, "layer_types", None) or ()
+    some |= {"layer_types": list(kinds)} if len(set(kinds)) > 1 else {}
+    identity = {"architecture": type(model).__name__, "functional": functional} | ({"some": some} if some else {})
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
     parameters = sorted(
         ((n, p) for n, p in model.named_parameters() if p.is_floating_point() and is_plain(p)), key=lambda item: item[0]

@@ -15,6 +15,7 @@ from huggingface_hub.errors import (
 
 from shared.errors import NeapError, NotFound, PermissionDenied, Unavailable
 from shared.hub import HTTP_ERROR
+from shared.model.weights.files import parts_of
 
 log = structlog.get_logger("neap.model")
 
@@ -29,9 +30,11 @@ def arguments_of(source: str | Path) -> dict[str, Any]:
     # Code that comes with a model is never run. If this were not set, transformers would ask on standard input.
     arguments: dict[str, Any] = {"pretrained_model_name_or_path": str(source), "trust_remote_code": False}
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise missing_model(source, "there is no such file")
-        return arguments | {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        for part in parts_of(path):
+            if not part.is_file():
+                raise missing_model(source, "there is no such file" if part == path else f"it has no part {part.name}")
+        # The first part has the metadata.
+        return arguments | {"pretrained_model_name_or_path": str(path.parent), "gguf_file": parts_of(path)[0].name}
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise missing_model(source, "the folder has no config.json")
@@ -46,7 +49,7 @@ def arguments_of(source: str | Path) -> dict[str, Any]:
 def size_mb(path: Path) -> float | None:
     """Size of the weights on disk, in MB. None if they are on the hub or in its cache."""
     if path.is_file():
-        return round(path.stat().st_size / 1e6, 1)
+        return round(sum(part.stat().st_size for part in parts_of(path) if part.is_file()) / 1e6, 1)
     files = [*path.glob("*.safetensors")] if path.is_dir() else []
     return round(sum(file.stat().st_size for file in files) / 1e6, 1) if files else None
 

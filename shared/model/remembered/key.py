@@ -20,6 +20,7 @@ import torch
 
 from shared import ops
 from shared.cpus import usable_cpus
+from shared.model.weights.files import parts_of
 from shared.ops.library import LIBRARY
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -43,11 +44,12 @@ State = list[list[Any]]
 
 
 def files_of(source: str | Path) -> tuple[Path, ...]:
-    """The files of a model in a folder or a .gguf file. () if its source is neither."""
+    """The files of a model in a folder, or a .gguf file with all its parts. () if its source is neither."""
     path = Path(source)
     if path.is_dir():
         return tuple(sorted(p for p in path.iterdir() if p.suffix in _SUFFIXES and p.is_file()))
-    return (path,) if path.suffix == ".gguf" and path.is_file() else ()
+    parts = parts_of(path) if path.suffix == ".gguf" else ()
+    return parts if all(part.is_file() for part in parts) else ()
 
 
 def state_of(files: Iterable[Path]) -> State:

@@ -4,6 +4,7 @@ Files of others are not mapped: if a mapped file is cut, the next access to its 
 """
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from shared.errors import Corrupt, Unavailable
 
+# How llama.cpp names the parts of a .gguf file that is split.
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 # One call of `preadv` reads less than 2 GiB.
 LARGEST_READ = 1 << 30
 
@@ -22,6 +25,15 @@ def corrupt(path: str | Path, why: str) -> Corrupt:
     return Corrupt(
         f"{Path(path).name} cannot be read: {why}", reason="MODEL_FILE_CORRUPT", metadata={"file": str(path)}
     )
+
+
+def parts_of(path: Path) -> tuple[Path, ...]:
+    """The parts of a file that is split, by the name of one of them, and the path itself for others."""
+    named = _PART.fullmatch(path.name)
+    if named is None or not 1 <= int(named["number"]) <= int(named["count"]):
+        return (path,)
+    numbers = range(1, int(named["count"]) + 1)
+    return tuple(path.with_name(f"{named['stem']}-{number:05d}-of-{named['count']}.gguf") for number in numbers)
 
 
 class StableFile:

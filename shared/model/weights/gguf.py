@@ -23,7 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers import modeling_gguf_pytorch_utils as checkpoints
 
 from shared.errors import NeapError, UnsupportedModel
-from shared.model.weights.files import StableFile
+from shared.model.weights.files import parts_of
+from shared.model.weights.gguf_config import complete_config
 from shared.model.weights.gguf_file import Field, GgufContents, GgufTensor, read_contents
 from shared.model.weights.gguf_rope import TENSORS as ROPE_TENSORS
 from shared.model.weights.gguf_rope import rope_scaling
@@ -49,13 +50,13 @@ class GgufReaders:
     """Reads .gguf files for transformers, each once."""
 
     def __init__(self, checkpoint: CheckpointFiles) -> None:
-        contents_of = functools.cache(lambda path: read_contents(checkpoint.open(path)))
+        contents_of = functools.cache(lambda path: read_contents(Path(path), checkpoint.open))
         self._contents_of: Callable[[str], GgufContents] = contents_of
         self.replacements = _replacements(checkpoint, contents_of)
 
     def complete(self, path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Takes from the file what transformers does not. Raises `UnsupportedModel` (reason TOKENIZER_UNKNOWN)."""
-        contents = self._contents_of(str(path))
+        contents = self._contents_of(str(parts_of(path)[0]))
         split_as_the_file_says(tokenizer, contents)
         generation: Any = model.generation_config
         generation.eos_token_id = end_token_ids(contents) or None
@@ -108,7 +109,8 @@ def _header_replacements(contents_of: Callable[[str], GgufContents]) -> list[Rep
     def metadata(_: object, __: object, texts: Any = ()) -> tuple[dict[str, Any], int, int]:
         contents = latest[0]
         values = {key: _plain(field, key in texts) for key, field in contents.fields.items()}
-        return values, len(contents.tensors), contents.tensors_at
+        num_tensors = sum(entry.file.path == contents.path for entry in contents.tensors)
+        return values, num_tensors, contents.tensors_at
 
     return [(header_reader, "_mapped", mapped), (header_reader, "_read_metadata", metadata)]
 
@@ -127,7 +129,6 @@ class GgufModel:
     def __init__(self, checkpoint: CheckpointFiles, path: Path, contents: GgufContents) -> None:
         self._checkpoint = checkpoint
         self._path = str(path)
-        self._file: StableFile = checkpoint.open(path)
         self.contents = contents
         self._entries = {entry.name: entry for entry in self.contents.tensors}
         self._first_rows: dict[str, int] = {}
@@ -143,10 +144,11 @@ class GgufModel:
 
     @functools.cached_property
     def metadata(self) -> Any:
-        """Config and tokenizer, as transformers' `load_gguf_checkpoint` returns them, with the scaling of rotary
-        embeddings."""
+        """Config and tokenizer, as transformers' `load_gguf_checkpoint` returns them, with all that the file states of
+        the model."""
         parsed = self._run(return_tensors=False)
         config: dict[str, Any] = parsed["config"]
+        complete_config(config, self.contents)
         if config.keys().isdisjoint(("rope_scaling", "rope_parameters")):
             scaling = rope_scaling(self.contents, self._weights)
             config |= {"rope_scaling": scaling} if scaling else {}
@@ -215,7 +217,7 @@ class GgufModel:
 
     def _weights(self, name: str) -> np.ndarray:
         entry = self._entries[name]
-        data = self._file.read(entry.offset, entry.num_bytes)
+        data = entry.file.read(entry.offset, entry.num_bytes)
         return dequantise(data, entry.kind, entry.shape).numpy()
 
     def _weights_map(self, *args: Any, **options: Any) -> "_NotingNames":
@@ -248,7 +250,7 @@ class GgufModel:
             "transposed": transposed,
             "matrices": self._checkpoint.matrices,
         }
-        place = (self._file, entry.offset, (entry.shape[0], entry.shape[1]))
+        place = (entry.file, entry.offset, (entry.shape[0], entry.shape[1]))
         if entry.kind in PLAIN_KINDS:
             return Plain(*place, PLAIN_KINDS[entry.kind], **options)
         return Blocks(*place, entry.kind, **options)

@@ -6,13 +6,15 @@ offset is compared with the size of the file before it is used.
 
 import math
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from shared.errors import UnsupportedModel
-from shared.model.weights.files import StableFile, corrupt
+from shared.model.weights.files import StableFile, corrupt, parts_of
 
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -21,6 +23,8 @@ MAX_DIMENSIONS = 4
 READ_BYTES = 1 << 23
 # Metadata whose value no dimension of a tensor may be smaller than. Transformers allocates by them.
 SIZES = ("embedding_length", "feed_forward_length", "vocab_size")
+
+_NUM_PARTS = "split.count"
 
 _SCALARS = {
     GGUFValueType.UINT8: "B",
@@ -48,9 +52,10 @@ class Field:
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor: `num_bytes` bytes from `offset` on, counted from the start of the file.
+    """One tensor: `num_bytes` bytes of `file` from `offset` on, counted from its start.
     `shape` as in PyTorch: rows first."""
 
+    file: StableFile
     name: str
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
@@ -60,8 +65,10 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufContents:
-    """`header`: the bytes before the first tensor. `tensors_at`: where in them the table of tensors begins."""
+    """Of a file, or of all parts of one that is split: the metadata is then that of the first. `header`: the bytes of
+    the file at `path` before the first tensor. `tensors_at`: where in them the table of tensors begins."""
 
+    path: Path
     fields: dict[str, Field]
     tensors: tuple[GgufTensor, ...]
     header: bytes
@@ -72,9 +79,25 @@ class GgufContents:
         return str(self.fields["general.architecture"].values[0])
 
 
-def read_contents(file: StableFile) -> GgufContents:
-    """Raises `Corrupt` if the file is cut or contradicts itself, and `UnsupportedModel` for another version or byte
-    order."""
+def read_contents(path: Path, opened: Callable[[Path], StableFile]) -> GgufContents:
+    """The contents of the file at `path`, and of its other parts. Raises `Corrupt` if a file is cut or contradicts
+    itself or another part, and `UnsupportedModel` for another version or byte order."""
+    first, *others = (_read_part(opened(part)) for part in parts_of(path))
+    # The other parts need not have it.
+    if not _is_text(first.fields.get("general.architecture")):
+        raise corrupt(path, "its metadata has no general.architecture")
+    count = first.fields.get(_NUM_PARTS)
+    if (count.values[0] if count else 1) not in (0, 1 + len(others)):
+        raise corrupt(path, "it is a part of a split file, and its name does not say which")
+    tensors = sum((part.tensors for part in others), first.tensors)
+    if len({tensor.name for tensor in tensors}) < len(tensors):
+        raise corrupt(path, "two of its tensors have the same name")
+    contents = replace(first, tensors=tensors)
+    _check_sizes(contents)
+    return contents
+
+
+def _read_part(file: StableFile) -> GgufContents:
     cursor = _Cursor(file)
     if cursor.take(4) != b"GGUF":
         raise corrupt(file.path, "it is not a GGUF file")
@@ -94,19 +117,13 @@ def read_contents(file: StableFile) -> GgufContents:
         if key in fields:
             raise corrupt(file.path, f"its metadata has {key!r} twice")
         fields[key] = _field(cursor)
-    if not _is_text(fields.get("general.architecture")):
-        raise corrupt(file.path, "its metadata has no general.architecture")
     cursor.check_count(num_tensors, 24, "tensors")
     tensors_at = cursor.position
     table = [_table_entry(cursor) for _ in range(num_tensors)]
     alignment = _alignment(cursor, fields)
     data_start = -(-cursor.position // alignment) * alignment
     tensors = tuple(_checked_entry(cursor, *entry, data_start, alignment) for entry in table)
-    if len({tensor.name for tensor in tensors}) < num_tensors:
-        raise corrupt(file.path, "two of its tensors have the same name")
-    contents = GgufContents(fields, tensors, cursor.passed(), tensors_at)
-    _check_sizes(cursor, contents)
-    return contents
+    return GgufContents(file.path, fields, tensors, cursor.passed(), tensors_at)
 
 
 class _Cursor:
@@ -234,7 +251,7 @@ def _checked_entry(
     num_bytes = math.prod(shape) // block * block_bytes
     if offset % alignment or data_start + offset + num_bytes > cursor.file.size:
         raise corrupt(path, f"tensor {name!r} lies outside the file")
-    return GgufTensor(name, kind, shape, data_start + offset, num_bytes)
+    return GgufTensor(cursor.file, name, kind, shape, data_start + offset, num_bytes)
 
 
 def _alignment(cursor: _Cursor, fields: dict[str, Field]) -> int:
@@ -247,7 +264,7 @@ def _alignment(cursor: _Cursor, fields: dict[str, Field]) -> int:
     return int(value)
 
 
-def _check_sizes(cursor: _Cursor, contents: GgufContents) -> None:
+def _check_sizes(contents: GgufContents) -> None:
     """Refuses metadata that promises a larger model than the tensors make.
     Transformers would allocate what it promises."""
     widest = max((max(tensor.shape, default=1) for tensor in contents.tensors), default=0)
@@ -255,7 +272,7 @@ def _check_sizes(cursor: _Cursor, contents: GgufContents) -> None:
     for key, field in contents.fields.items():
         limit = limits.get(key.removeprefix(f"{contents.architecture}."))
         if limit is not None and any(isinstance(value, int) and not 0 <= value <= limit for value in field.values):
-            raise corrupt(cursor.file.path, f"its metadata has {key} = {field.values[0]}")
+            raise corrupt(contents.path, f"its metadata has {key} = {field.values[0]}")
 
 
 def _is_text(field: Field | None) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import gguf
 import structlog
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from shared.errors import UnsupportedModel
@@ -109,10 +109,14 @@ def end_token_ids(contents: GgufContents) -> list[int]:
 def split_as_the_file_says(tokenizer: PreTrainedTokenizerBase, contents: GgufContents) -> None:
     """Transformers knows few of these names, and splits text as GPT-2 does where it does not.
 
-    Raises `UnsupportedModel` (reason TOKENIZER_UNKNOWN) for a name that is not known here either.
+    Raises `UnsupportedModel` (reason TOKENIZER_UNKNOWN) for a name that is not known here either, or for a blank before
+    the text that transformers puts or leaves out.
     """
 
-    if _values(contents, "tokenizer.ggml.model") != ["gpt2"]:  # others have one way to split text
+    model = _values(contents, "tokenizer.ggml.model")
+    if model == ["llama"]:
+        _prefix_as_the_file_says(tokenizer, contents)
+    if model != ["gpt2"]:  # others have one way to split text
         return
     name = next(map(str, _values(contents, "tokenizer.ggml.pre")), "")
     if not name:
@@ -129,6 +133,30 @@ def split_as_the_file_says(tokenizer: PreTrainedTokenizerBase, contents: GgufCon
     bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_alone])
     backend.model.ignore_merges = name in _WHOLE
+
+
+def _prefix_as_the_file_says(tokenizer: PreTrainedTokenizerBase, contents: GgufContents) -> None:
+    """Sentencepiece puts a blank before a text, unless the file says otherwise."""
+    [wanted] = _values(contents, "tokenizer.ggml.add_space_prefix") or [True]
+    backend: Any = tokenizer.backend_tokenizer
+    if _has_prefix(tokenizer) == wanted:
+        return
+    if isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace) and not wanted:
+        backend.pre_tokenizer.prepend_scheme = "never"
+        blank = decoders.Replace("▁", " ")
+        backend.decoder = decoders.Sequence([blank, decoders.ByteFallback(), decoders.Fuse()])
+    if _has_prefix(tokenizer) != wanted:
+        raise UnsupportedModel(
+            f"the file states tokenizer.ggml.add_space_prefix = {wanted}, with which transformers would split text as "
+            "another model",
+            reason="TOKENIZER_UNKNOWN",
+            metadata={"tokenizer.ggml.add_space_prefix": str(wanted)},
+        )
+
+
+def _has_prefix(tokenizer: PreTrainedTokenizerBase) -> bool:
+    tokens = tokenizer.tokenize("a", add_special_tokens=False)
+    return bool(tokens) and tokens[0].startswith("▁")
 
 
 def _values(contents: GgufContents, key: str) -> list[Any]:

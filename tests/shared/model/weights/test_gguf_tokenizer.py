@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 from gguf import GGUFWriter, TokenType
 from tokenizers import Regex, pre_tokenizers
+from transformers import LlamaTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from neap_engine.cli.gguf import convert
 from shared.errors import UnsupportedModel
 from shared.model.load import load_model
-from shared.model.weights.gguf_tokenizer import SPLITS
+from shared.model.weights.gguf_file import Field, GgufContents
+from shared.model.weights.gguf_tokenizer import SPLITS, split_as_the_file_says
 from tests.gguf_files import write_llama
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -113,6 +115,22 @@ def test_a_name_that_is_not_known_is_refused(tmp_path: Path) -> None:
         load_model(written(tmp_path / "tiny.gguf", pre="kimi-k2"))
     assert caught.value.reason == "TOKENIZER_UNKNOWN"
     assert "kimi-k2" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("stated", "tokens", "text"),
+    [(None, ["▁a", "▁a"], "a a"), (True, ["▁a", "▁a"], "a a"), (False, ["a", "▁a"], "a a")],
+)
+def test_a_blank_is_put_before_a_text_where_the_file_says_so(stated: bool | None, tokens: list[str], text: str) -> None:
+    vocabulary = {token: number for number, token in enumerate(["<unk>", "<s>", "</s>", "▁", "a", "▁a"])}
+    tokenizer = LlamaTokenizer(vocab=vocabulary, merges=[("▁", "a")])
+    fields = {"tokenizer.ggml.model": Field(["llama"], [])}
+    if stated is not None:
+        fields["tokenizer.ggml.add_space_prefix"] = Field([stated], [])
+    split_as_the_file_says(tokenizer, GgufContents(Path("tiny.gguf"), fields, (), b"", 0))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == tokens
+    assert tokenizer.decode(ids) == text
 
 
 CONTROL, NORMAL = TokenType.CONTROL, TokenType.NORMAL

@@ -30,6 +30,7 @@ SAVED = ["llama", "llama-tied", "qwen2.5", "qwen3", "gemma3-sliding", "phi3", "g
 @pytest.fixture(autouse=True)
 def _no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.model.load.AutoTokenizer.from_pretrained", lambda **_: None)
+    monkeypatch.setattr("shared.model.weights.gguf.split_as_the_file_says", lambda *_: None)
 
 
 def save(folder: Path, family: str, dtype: torch.dtype) -> Path:
