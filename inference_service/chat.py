@@ -104,11 +104,16 @@ class PreparedChat:
             may_repeat=not self._chat.single_tool_call and self._choice != "name",
         )
 
-    def parser(self, prompt_ids: Sequence[int]) -> MessageParser:
+    def parser(self, prompt_ids: Sequence[int], constraint: Constraint | MessageConstraint | None) -> MessageParser:
+        """`constraint`: of the answer, as `constraint` makes it."""
+        has_grammar = isinstance(constraint, MessageConstraint) and constraint.answer is not None
         return MessageParser(
             self._thinking,
             in_thought=begins_in_thought(self._loaded, prompt_ids),
             calls=self._format if self._tools else None,
+            has_grammar=has_grammar,
+            bare_tools=[] if has_grammar or self._choice != "auto" else list(self._tools),
+            may_repeat=not self._chat.single_tool_call,
         )
 
     def _message(self, message: pb.ChatMessage, place: int, called: Mapping[str, str]) -> dict[str, Any]:

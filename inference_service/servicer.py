@@ -280,7 +280,7 @@ def _submit(
     stream.attach(handle)
     if chat is None:
         return handle, None
-    parser = chat.parser(generation.prompt_ids)
+    parser = chat.parser(generation.prompt_ids, generation.constraint)
     for text in handle.resumed_texts:
         parser.push(text, num_tokens=1)
     return handle, parser

@@ -4,7 +4,7 @@ transformers has the same since version 5.24 (`sanitize_control_tokens`), but ca
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,9 @@ from shared.errors import InvalidInput
 
 # Stands before each control token that a client has written. Unicode keeps this character out of texts.
 MARK = "\ufdd0"
+
+# Characters that stand before a text, in order.
+BEFORE = ("\n", "0", "x")
 
 
 class ControlTokens:
@@ -45,27 +48,12 @@ class ControlTokens:
         """The token ids of a template's text whose values were marked. Raises `InvalidInput`, if the tokenizer has no
         other tokens for the text of one."""
         first, *rest = self._marked.split(rendered)
-        ids = self._encoded([first])[0]
-        for control, behind in zip(rest[::2], self._encoded_behind(rest[1::2]), strict=True):
+        ids = _encoded(self._tokenizer, [first])[0]
+        for control, behind in zip(rest[::2], encode_behind(self._tokenizer, rest[1::2]), strict=True):
             if control:  # a template may have taken the text apart that a mark is in
                 ids += self._spelling(control)
             ids += behind
         return ids
-
-    def _encoded(self, texts: list[str]) -> list[list[int]]:
-        return [list(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
-
-    def _encoded_behind(self, texts: list[str]) -> list[list[int]]:
-        """Of texts behind other text. Tokenizers of sentencepiece put a blank before a text, but not behind a line
-        break."""
-        if not texts:
-            return []
-        line_break, *encoded = self._encoded(["\n", *(f"\n{text}" for text in texts)])
-        behind = [_without(line_break, ids) for ids in encoded]
-        joined = [place for place, text in enumerate(texts) if text and not behind[place]]
-        for place, ids in zip(joined, self._encoded([texts[place] for place in joined]), strict=True):
-            behind[place] = ids
-        return behind
 
     def _spelling(self, control: str) -> list[int]:
         """The tokens of a control token's text."""
@@ -91,7 +79,27 @@ class ControlTokens:
             units: Iterable[str] = "".join(pieces) if by_character else pieces
             return [token.id for unit in units for token in backend.model.tokenize(unit)]
 
-        return _without(tokens("\n"), tokens(f"\n{text}")) or tokens(text)
+        spellings = (_without(tokens(before), tokens(before + text)) for before in (*BEFORE, ""))
+        return next(filter(None, spellings), [])
+
+
+def encode_behind(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The token ids of each text, as it is behind other text. Tokenizers of sentencepiece put a blank before a text of
+    its own, but not behind another character; one that no token joins with the text is looked for."""
+    found: list[list[int]] = [[] for _ in texts]
+    left = [place for place, text in enumerate(texts) if text]
+    for before in (*BEFORE, ""):
+        if not left:
+            break
+        first, *encoded = _encoded(tokenizer, [before, *(before + texts[place] for place in left)])
+        for place, ids in zip(left, encoded, strict=True):
+            found[place] = _without(first, ids)
+        left = [place for place in left if not found[place]]
+    return found
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -1,11 +1,19 @@
 """Takes an answer apart as it is written: reasoning, text, and calls of tools."""
 
+import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import regex
 
 from shared.chat.formats import ID, NAME_CHARACTERS, NUM_ID_CHARACTERS, CallFormat
+
+FENCE = "```"
+# White space before tags that is dropped. It is held back until the tag is there, and looked at with each piece.
+MAX_SPACE = 64
 
 
 @dataclass(frozen=True)
@@ -36,10 +44,24 @@ class MessageParser:
     """
 
     def __init__(
-        self, thinking: tuple[str, str] | None = None, *, in_thought: bool = False, calls: CallFormat | None = None
+        self,
+        thinking: tuple[str, str] | None = None,
+        *,
+        in_thought: bool = False,
+        calls: CallFormat | None = None,
+        has_grammar: bool = False,
+        bare_tools: Sequence[str] = (),
+        may_repeat: bool = True,
     ) -> None:
         self._thinking = thinking or ("", "")
         self._calls = calls
+        # What calls begin with within a text; empty if they are at its beginning or nowhere.
+        self._tag = calls.tag if calls and not has_grammar else ""
+        self._bare: Any = _bare_call(bare_tools) if bare_tools else None
+        self._may_repeat = may_repeat
+        # A bare call so far.
+        self._held: list[str] = []
+        self._bare_name, self._is_fenced, self._has_text = "", False, False
         self._state: Callable[[MessagePart], bool] = self._opening
         if in_thought:
             self._state = self._reasoning
@@ -83,7 +105,7 @@ class MessageParser:
             self._buffer, self._skips_space = rest[len(tag) :], True
             self._state = self._reasoning
             return True
-        if tag.startswith(rest) and not self._is_at_end:
+        if self._may_become(tag, rest):
             return False
         self._state = self._text_begins
         return True
@@ -99,19 +121,82 @@ class MessageParser:
 
     def _text_begins(self, part: MessagePart) -> bool:
         """Where calls without a tag may begin."""
-        if self._calls and not self._calls.tag:
-            rest, begin = self._buffer.lstrip(), self._calls.begin
+        if self._calls and not self._tag:
+            rest, begin, tag = self._buffer.lstrip(), self._calls.begin, self._calls.tag
             if rest.startswith(begin):
                 return self._calls_begin()
-            if begin.startswith(rest) and not self._is_at_end:
+            if self._may_become(begin, rest):
                 return False
+            if tag and rest.startswith(tag) and begin.startswith(rest):  # of a call that is cut
+                return self._calls_begin()
         self._state = self._text
         return True
 
     def _text(self, part: MessagePart) -> bool:
-        shown, calls = self._before(self._calls.tag if self._calls else "")
-        part.text += shown
-        return self._calls_begin() if calls else False
+        bare = self._bare.search(self._buffer, partial=not self._is_at_end) if self._bare else None
+        tag = self._buffer.find(self._tag) if self._tag else -1
+        if bare is None or bare.start() == len(self._buffer) or 0 <= tag < bare.end():
+            shown, calls = self._before(self._tag)
+            part.text += shown
+            self._has_text |= bool(shown)
+            return self._calls_begin() if calls else False
+        before = self._shown(self._buffer[: bare.start()])
+        part.text += before
+        self._has_text |= bool(before)
+        if bare.partial:
+            self._buffer = self._buffer[bare.start() :]
+            return False
+        self._bare_name, self._is_fenced = bare["name"], bool(bare["fence"])
+        # All but the bracket that opens the arguments.
+        self._held, self._buffer = [bare[0][:-1]], self._buffer[bare.end() - 1 :]
+        self._state = self._bare_arguments
+        return True
+
+    def _bare_arguments(self, part: MessagePart) -> bool:
+        end = self._end_of_object()
+        self._held.append(self._buffer[:end])
+        self._buffer = self._buffer[end:]
+        if not self._depth:
+            self._state = self._bare_end
+        elif self._is_at_end:
+            self._depth, self._in_string = 0, False
+            self._give_up_bare(part)
+        else:
+            return False
+        return True
+
+    def _bare_end(self, part: MessagePart) -> bool:
+        rest = self._buffer.lstrip()
+        if not rest and not self._is_at_end:
+            return False
+        arguments = "".join(self._held[1:])
+        if not rest.startswith("}") or not _is_json(arguments):
+            self._give_up_bare(part)
+            return True
+        call_id = _new_id()
+        part.calls += [
+            CallPart(self._num_calls, call_id, self._bare_name),
+            CallPart(self._num_calls, "", "", arguments),
+        ]
+        self._num_calls += 1
+        self._buffer, self._skips_space = rest[1:], not self._has_text
+        self._state = self._fence_end if self._is_fenced else self._text
+        if not self._may_repeat:
+            self._bare = None
+        return True
+
+    def _fence_end(self, part: MessagePart) -> bool:
+        rest = self._buffer.lstrip()
+        if FENCE.startswith(rest) and rest != FENCE and not self._is_at_end:
+            return False
+        self._buffer = rest.removeprefix(FENCE)
+        self._state = self._text
+        return True
+
+    def _give_up_bare(self, part: MessagePart) -> None:
+        """It is text."""
+        part.text += self._shown("".join(self._held))
+        self._state = self._text
 
     def _calls_begin(self) -> bool:
         assert self._calls is not None
@@ -138,8 +223,7 @@ class MessageParser:
         if match.end() == len(self._buffer):  # it may go on
             return False
         self._buffer = self._buffer[match.end() :]
-        call_id = secrets.token_hex(NUM_ID_CHARACTERS)[:NUM_ID_CHARACTERS]
-        part.calls.append(CallPart(self._num_calls, call_id, match[1]))
+        part.calls.append(CallPart(self._num_calls, _new_id(), match[1]))
         return self._expect(self._calls.middle, self._arguments)
 
     def _arguments(self, part: MessagePart) -> bool:
@@ -166,6 +250,10 @@ class MessageParser:
         self._next, self._state = then, self._literal
         return True
 
+    def _may_become(self, tag: str, rest: str) -> bool:
+        """Whether `rest`, all of the buffer but white space, may be the beginning of `tag`."""
+        return not self._is_at_end and tag.startswith(rest) and len(self._buffer) - len(rest) <= MAX_SPACE
+
     def _before(self, tag: str) -> tuple[str, bool]:
         """Takes what is before `tag`, or cannot be a part of it. Also returns whether the tag is next."""
         end = self._buffer.find(tag) if tag else -1
@@ -175,13 +263,17 @@ class MessageParser:
         else:
             end = len(self._buffer)
             if tag and not self._is_at_end:
-                end = next(i for i in range(end + 1) if tag.startswith(self._buffer[i:].lstrip()))
+                first = max(0, end - MAX_SPACE - len(tag))
+                end = next(i for i in range(first, end + 1) if tag.startswith(self._buffer[i:].lstrip()))
             shown = self._buffer[:end]
         self._buffer = self._buffer[end:]
+        return self._shown(shown), has_tag
+
+    def _shown(self, text: str) -> str:
         if self._skips_space:
-            shown = shown.lstrip()
-            self._skips_space = not shown
-        return shown, has_tag
+            text = text.lstrip()
+            self._skips_space = not text
+        return text
 
     def _end_of_object(self) -> int:
         """Where the JSON object that the buffer goes on with ends; the buffer's length if it does not."""
@@ -198,3 +290,25 @@ class MessageParser:
                 if not self._depth:
                     return place + 1
         return len(self._buffer)
+
+
+def _bare_call(tools: Sequence[str]) -> Any:
+    """How a call of one of the tools begins that is written as JSON alone, perhaps in a block of Markdown."""
+    space, names = rf"\s{{0,{MAX_SPACE}}}", "|".join(map(regex.escape, sorted(tools, key=len, reverse=True)))
+    colon = f"{space}:{space}"
+    return regex.compile(
+        rf'{space}(?P<fence>{FENCE}\w{{0,16}}{space})?\{{{space}"name"{colon}"(?P<name>{names})"{space},{space}'
+        rf'"(?:arguments|parameters)"{colon}\{{'
+    )
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _new_id() -> str:
+    return secrets.token_hex(NUM_ID_CHARACTERS)[:NUM_ID_CHARACTERS]

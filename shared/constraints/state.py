@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import takewhile
 from time import perf_counter
 from typing import ParamSpec, TypeVar
 
@@ -41,7 +42,7 @@ class ConstraintState:
         self._matcher = matcher
         self._tokenizer = tokenizer
         self._vocabulary_size = vocabulary_size
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids, self._ends = eos_token_ids, sorted(eos_token_ids)
         self._has_ended = False
         self._left_s = MOST_S
         # The drafts that the matcher has consumed.
@@ -123,7 +124,8 @@ class ConstraintState:
         self._go_to(path)
         # Where text is forced, masks allow it as the tokenizer would write it. All that may follow the end of a text
         # that cannot go on is its token.
-        forced = self._ask(self._matcher.compute_ff_tokens)[:MAX_RUN]
+        text = self._ask(self._matcher.compute_ff_tokens)[:MAX_RUN]
+        forced = list(takewhile(lambda token: token not in self._eos_token_ids, text))
         if not forced and self._matcher.is_stopped() and self._matcher.is_accepting():
             forced = list(self._eos_token_ids) if len(self._eos_token_ids) == 1 else []
         for place, token in enumerate(forced):
@@ -141,7 +143,12 @@ class ConstraintState:
         words = np.zeros(-(-self._vocabulary_size // WORD_BITS), np.uint32)
         self._ask(self._matcher.unsafe_compute_mask_ptr, words.ctypes.data, words.nbytes)
         bits = np.unpackbits(words.view(np.uint8), count=self._vocabulary_size, bitorder="little")
-        return bits.view(np.bool_)
+        allowed = bits.view(np.bool_)
+        # A token that ends texts is none of a text, although it may stand for a piece of one.
+        allowed[self._ends] = self._matcher.is_accepting()
+        if not allowed.any():
+            raise _dead_end()
+        return allowed
 
     def _go_to(self, path: Sequence[int]) -> None:
         """Lets the matcher have consumed the drafts of `path`."""
@@ -164,9 +171,7 @@ class ConstraintState:
         if not self._matcher.is_error() and self._left_s >= 0.0:
             return answer
         if self._matcher.get_error().startswith(DEAD_END):
-            raise InvalidInput(
-                "no text that begins as the answer does fulfils the constraint", reason="CONSTRAINT_INVALID"
-            )
+            raise _dead_end()
         raise InvalidInput(
             "the answer has come to a place where the constraint takes too much work", reason="CONSTRAINT_TOO_COMPLEX"
         )
@@ -188,6 +193,10 @@ class Rows:
 
     def mask(self, row: int) -> Allowed:
         return self.state.allowed(self.tokens[: self.first + row])
+
+
+def _dead_end() -> InvalidInput:
+    return InvalidInput("no text that begins as the answer does fulfils the constraint", reason="CONSTRAINT_INVALID")
 
 
 def _after(token: int, known: Mapping[tuple[int, ...], Known]) -> dict[tuple[int, ...], Known]:

@@ -17,6 +17,7 @@ from inference_service.chat import PreparedChat
 from inference_service.convert import to_generation_request
 from shared.blocking import BlockingPool
 from shared.chat.formats import call_format
+from shared.constraints.constraint import Constraint
 from shared.engine.request.prompt import encode_prompt
 from shared.registry.factory import open_registry
 from tests.chats import MARKUP, TEMPLATES, build_chat_model
@@ -154,6 +155,28 @@ def test_free_text_is_free_and_calls_in_it_are_held_to_the_schema(stub, worker):
         assert calls
         for name, arguments in calls[: None if finished.reason == pb.FINISH_REASON_EOS else -1]:
             jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+
+def test_how_an_answer_is_read_follows_from_how_it_was_asked_for(worker):
+    """Bare calls are read where text is free, tags in it where it is not bound, and one call where one is allowed."""
+    bare = 'so {"name": "go", "arguments": {}}'
+    answer = Constraint(json_object=True)
+    for fields, constraint, num_calls in (
+        ({"tool_choice": None}, None, 2),
+        ({"tool_choice": None, "single_tool_call": True}, None, 1),
+        ({}, None, 0),
+        ({"tool_choice": None}, answer, 0),
+    ):
+        prepared = PreparedChat(chat(**fields), worker.loaded)
+        if constraint and not call_format(worker.loaded).tag:
+            continue
+        parser = prepared.parser([1], prepared.constraint(constraint, [1]))
+        parts = [parser.push(f"</think>{bare} {bare}"), parser.finish("")]
+        assert sum(bool(call.id) for part in parts for call in part.calls) == num_calls
+    if tag := call_format(worker.loaded).tag:
+        prepared = PreparedChat(chat(tool_choice=None), worker.loaded)
+        parser = prepared.parser([1], prepared.constraint(answer, [1]))
+        assert parser.push(f'{{"a": "{tag}"}}').text == f'{{"a": "{tag}"}}'
 
 
 def test_tools_that_may_not_be_called_are_not_shown(stub, worker):

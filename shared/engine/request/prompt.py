@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from shared.blocking import check_wanted
-from shared.chat.control_tokens import MARK
+from shared.chat.control_tokens import MARK, encode_behind
 from shared.chat.template import Chat, encode_rendered, has_template, render
 from shared.errors import InvalidInput, PromptTooLong
 from shared.model.loaded import LoadedModel
@@ -83,11 +85,15 @@ def check_token_ids(loaded: LoadedModel, ids: Sequence[int]) -> None:
 
 
 def _encode_text(loaded: LoadedModel, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    encoded = _tokenizer_for(loaded, text)(text, add_special_tokens=add_special_tokens)
+    return list(encoded["input_ids"])
+
+
+def _tokenizer_for(loaded: LoadedModel, text: str) -> PreTrainedTokenizerBase:
     if loaded.tokenizer is None:
         raise InvalidInput("this model has no tokenizer; send token ids", reason="NO_TOKENIZER")
     _check_text(loaded, text)
-    encoded = loaded.tokenizer(text, add_special_tokens=add_special_tokens)
-    return list(encoded["input_ids"])
+    return loaded.tokenizer
 
 
 def encode_bad_word(loaded: LoadedModel, text: str) -> list[tuple[int, ...]]:
@@ -98,7 +104,7 @@ def encode_bad_word(loaded: LoadedModel, text: str) -> list[tuple[int, ...]]:
     if not text.strip():
         raise InvalidInput(f"one of bad_words is {text!r}; it must be a word")
     word = text.lstrip()
-    return [tuple(encode_answer(loaded, spelling)) for spelling in (word, f" {word}")]
+    return [tuple(ids) for ids in encode_behind(_tokenizer_for(loaded, word), [word, f" {word}"])]
 
 
 def encode_answer(loaded: LoadedModel, text: str) -> list[int]:

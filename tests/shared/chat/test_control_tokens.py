@@ -1,10 +1,12 @@
 """Control tokens that a client writes are text, wherever a chat has them, and all other text is read as ever."""
 
+from dataclasses import replace
+
 import pytest
 from transformers import LlamaTokenizer
 
 from shared.chat.template import Chat, encode_rendered, render
-from shared.engine.request.prompt import encode_prompt
+from shared.engine.request.prompt import encode_bad_word, encode_prompt
 from shared.errors import PromptTooLong
 from tests.chats import IN_THOUGHT, MISTRAL, THINKING, build_chat_model
 from tests.worker import CONTEXT_LENGTH
@@ -80,3 +82,12 @@ def test_more_pieces_than_the_context_has_tokens_are_refused_before_they_are_tok
     monkeypatch.setattr("shared.engine.request.prompt.encode_rendered", None)
     with pytest.raises(PromptTooLong):
         encode_prompt(loaded, [{"role": "user", "content": text} for text in messages])
+
+
+def test_a_bad_word_is_also_forbidden_inside_words():
+    pieces = ["<unk>", "<s>", "</s>", "▁", "f", "o", "x", "fo", "▁f", "▁fo", "▁x", "<0x0A>"]
+    merges = [("▁", "f"), ("▁f", "o"), ("f", "o"), ("▁", "x")]
+    for last in (-1, None):  # without and with a token for a line break
+        vocabulary = {piece: i for i, piece in enumerate(pieces[:last])}
+        loaded = replace(build_chat_model(THINKING), tokenizer=LlamaTokenizer(vocab=vocabulary, merges=merges))
+        assert encode_bad_word(loaded, "fo") == [(pieces.index("fo"),), (pieces.index("▁fo"),)]

@@ -102,6 +102,61 @@ def test_the_tokens_of_reasoning_are_counted_with_its_tags(in_thought):
     assert without.num_reasoning_tokens == 0
 
 
+BARE = '{"name": "go", "arguments": {"a": "}```"}}'
+FENCED = f"```json\n{BARE}\n```"
+ONE = [("go", {"a": "}```"})]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "calls"),
+    [
+        (FENCED, "", ONE),
+        (f"```\n{BARE}", "", ONE),
+        (f"\n {BARE} \n", "", ONE),
+        (f"Sure:\n\n{FENCED}\nDone.", "Sure:\nDone.", ONE),
+        (f"{BARE}\n{FENCED}\n<tool_call>\n{BARE}\n</tool_call>\n", "", 3 * ONE),
+        (f"so <tool_call>\n{BARE}\n</tool_call>", "so", ONE),
+        ('{ "name":"mcp.go:all" ,"parameters" :{}}', "", [("mcp.go:all", {})]),
+        # No call of one of the tools, or no whole one.
+        *((text, text, []) for text in (BARE[:-1], BARE[:-3], f"{BARE[:-1]}, 1}}", BARE.replace("go", "gone"))),
+        *((text, text, []) for text in ('{"name": "go", "arguments": {"a": 1,}}', "```py\n{'name'}\n``` `{")),
+    ],
+)  # fmt: skip
+def test_calls_without_the_tag_are_read_if_they_name_a_tool_and_are_whole(text, shown, calls):
+    known = formats.call_format(build_chat_model(TEMPLATES["hermes"]))
+    for size in (1, 2, 7, len(text)):
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        parser = MessageParser(calls=known, bare_tools=["go", "mcp.go:all"])
+        assert read(parser, [*pieces, ""]) == ("", shown, calls)
+    once = MessageParser(calls=known, bare_tools=["go"], may_repeat=False)
+    assert read(once, [BARE, BARE, ""]) == ("", BARE, ONE)
+
+
+def test_an_answer_that_follows_a_grammar_may_have_the_tag_in_its_text():
+    known = formats.call_format(build_chat_model(TEMPLATES["hermes"]))
+    call = f"{known.begin}go{known.middle}{{}}{known.end}"
+    for text, shown, calls in (
+        ('{"a": "<tool_call> is a tag"}', '{"a": "<tool_call> is a tag"}', []),
+        (call, "", [("go", {})]),
+        (known.begin[:-3], "", []),
+    ):
+        for pieces in ([text, ""], [*text, ""]):
+            assert read(MessageParser(calls=known, has_grammar=True), pieces) == ("", shown, calls)
+
+
+def test_white_space_is_not_held_back_without_end():
+    known = formats.call_format(build_chat_model(TEMPLATES["hermes"]))
+    for parser, first in (
+        (MessageParser(("<think>", "</think>"), in_thought=True), "x"),
+        (MessageParser(("<think>", "</think>"), calls=known), ""),
+        (MessageParser(calls=known, has_grammar=True), ""),
+        (MessageParser(calls=known, bare_tools=["go"]), ""),
+    ):
+        parser.push(first)
+        parts = [parser.push(" ") for _ in range(1000)]
+        assert sum(len(part.text + part.reasoning) for part in parts) > 900
+
+
 def test_text_without_calls_is_left_as_it_is():
     known = formats.call_format(build_chat_model(TEMPLATES["hermes"]))
     for text in ("", " a <tool_cal ", "\n\n", "<tool>\n <thin", "a <think>b</think>"):

@@ -202,3 +202,21 @@ def test_the_library_bounds_what_a_token_takes(compiler, loaded, lark, text):
     with pytest.raises(InvalidInput) as caught:
         consume()
     assert caught.value.reason in ("CONSTRAINT_TOO_COMPLEX", "CONSTRAINT_INVALID")
+
+
+@pytest.mark.parametrize("ends", [{EOS, 40}, {40, 41}, {40}])
+def test_an_end_token_that_is_text_ends_the_answer_and_is_no_part_of_it(loaded, ends):
+    compiler = ConstraintCompiler(replace(loaded, eos_token_ids=frozenset(ends)))
+    state = compiler.start(Constraint(json_object=True))
+    for is_complete, text in ((False, '{"n": "'), (True, '"}')):
+        for token in loaded.tokenizer(text)["input_ids"]:
+            state.push(token)
+        allowed = state.allowed().tolist()
+        assert allowed == one_by_one(state, [])
+        assert [allowed[token] for token in ends] == [is_complete] * len(ends)
+    word = loaded.tokenizer.decode([40])
+    state = compiler.start(Constraint(choice=(word, "x")))
+    assert not state.allowed()[40]
+    with pytest.raises(InvalidInput) as caught:  # only that token could write it
+        compiler.start(Constraint(choice=(word,))).allowed()
+    assert caught.value.reason == "CONSTRAINT_INVALID"
