@@ -39,12 +39,15 @@ class Chat:
 
     @property
     def num_characters(self) -> int:
-        """Of all that a client may make long."""
+        """Of all that a client may make long. Raises `InvalidInput`."""
         more = [self.tools, self.arguments] if self.tools or self.arguments else []
         more += [message["tool_calls"] for message in self.messages if "tool_calls" in message]
-        lengths = (len(json.dumps(each, ensure_ascii=False, default=str)) for each in more)
+        try:
+            num_more = sum(len(json.dumps(each, ensure_ascii=False, default=str)) for each in more)
+        except RecursionError as error:
+            raise InvalidInput("the chat has values that are nested too deeply") from error
         texts = (text for message in self.messages for text in message.values() if isinstance(text, str))
-        return sum(map(len, texts)) + sum(lengths)
+        return sum(map(len, texts)) + num_more
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:

@@ -9,6 +9,7 @@ from shared.chat.parser import MessageParser
 from shared.chat.template import Chat, render
 from shared.constraints.compiler import ConstraintCompiler
 from shared.constraints.constraint import Constraint, MessageConstraint
+from shared.engine.request.prompt import encode_prompt
 from shared.errors import InvalidInput
 from tests.chats import MARKUP, TEMPLATES, build_chat_model
 from tests.worker import CHAT_TEMPLATE
@@ -236,3 +237,11 @@ def test_arguments_of_the_template_reach_it_and_its_own_are_kept_from_clients():
     for name in ("tools", "messages", "add_generation_prompt", "chat_template", "eos_token"):
         with pytest.raises(InvalidInput, match=name):
             prompt(**{name: "x"})
+
+
+def test_values_that_are_nested_without_end_are_refused():
+    nested = {}
+    for _ in range(5000):
+        nested = {"a": nested}
+    with pytest.raises(InvalidInput, match="nested too deeply"):
+        encode_prompt(build_chat_model(TEMPLATES["thinking"]), Chat([{"role": "user", "content": "x"}], (), nested))
