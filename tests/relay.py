@@ -8,13 +8,13 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def relay(
-    target_port: int,
+    target_port: int | Callable[[], int],
     *,
     accept: Callable[[socket.socket], socket.socket] = lambda client: client,
     answer: Callable[[bytes], tuple[bytes, bool]] = lambda data: (data, True),
 ) -> Iterator[int]:
-    """Yields the port. `accept` makes of each client's socket the one to talk over; where it raises OSError, nobody is
-    served.
+    """Yields the port. A function gives the target of each new connection, as names do. `accept` makes
+    of each client's socket the one to talk over; where it raises OSError, nobody is served.
 
     `answer` makes of what the target says what the client gets, and whether the connection goes on.
     """
@@ -38,7 +38,8 @@ def relay(
                 return
             with suppress(OSError):
                 near = accept(client)
-                far = socket.create_connection(("127.0.0.1", target_port))
+                port = target_port if isinstance(target_port, int) else target_port()
+                far = socket.create_connection(("127.0.0.1", port))
                 for ends in ((near, far, lambda data: (data, True)), (far, near, answer)):
                     threading.Thread(target=pump, args=ends, daemon=True).start()
 

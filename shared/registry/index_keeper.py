@@ -8,12 +8,17 @@ from typing import TypeVar
 
 import structlog
 
-from shared.errors import Corrupt, NotFound, Unavailable
+from shared.errors import Corrupt, Exhausted, NeapError, NotFound, Unavailable
 from shared.files import StepHook
 from shared.registry.index import ANYWHERE, Index, IndexDamaged
 from shared.registry.journal import Journal, JournalEntry, VersionRecord
 from shared.registry.state import Event, ModelState, advance
 from shared.timeouts import COMMIT_S
+
+# How long after a look that failed answers are given without another look.
+RETRY_S = 1.0
+# Clients may ask for any name. Beyond this all are looked for anew.
+MAX_MODELS_NOTED = 10_000
 
 T = TypeVar("T")
 log = structlog.get_logger("neap.registry")
@@ -39,6 +44,8 @@ class IndexKeeper:
         self._journal = journal
         self._step = step
         self._looked_at_s: dict[str, float] = {}
+        # model -> why its index is behind the journal
+        self._problems: dict[str, str] = {}
 
     def state(self, model_id: str, *, is_fresh: bool = False) -> ModelState:
         """Return the model's state. With `is_fresh`, as writers need it, it has all records that exist when it is
@@ -46,7 +53,8 @@ class IndexKeeper:
         state = self._known(model_id)
         now_s, looked_at_s = time.monotonic(), self._looked_at_s.get(model_id)
         may_be_lost = state.applied == 0 and self._index.may_forget
-        is_due = looked_at_s is None or now_s - looked_at_s >= self._index.freshness_s
+        pause_s = max(self._index.freshness_s, RETRY_S if model_id in self._problems else 0.0)
+        is_due = looked_at_s is None or now_s - looked_at_s >= pause_s
         if not (is_fresh or may_be_lost or is_due):
             return state
         if state.applied:
@@ -55,12 +63,18 @@ class IndexKeeper:
         try:
             if state.applied == 0 or self._is_behind(model_id, state.applied, is_fresh=is_fresh):
                 state = self._catch_up(model_id, state)
+            if len(self._looked_at_s) >= MAX_MODELS_NOTED:
+                self._looked_at_s.clear()
             self._looked_at_s[model_id] = now_s
-        except (Corrupt, Unavailable) as error:
+            self._problems.pop(model_id, None)
+        except (Corrupt, Unavailable, Exhausted) as error:
             # An empty answer could be wrong.
             if is_fresh or state.applied == 0:
                 raise
-            log.error("the index was not brought up to the journal", model_id=model_id, problem=error.message)
+            # A folder is looked at for every request.
+            if self._problems.get(model_id) != error.message:
+                log.error("the index was not brought up to the journal", model_id=model_id, problem=error.message)
+            self._problems[model_id] = error.message
         return state
 
     def _known(self, model_id: str) -> ModelState:
@@ -144,7 +158,11 @@ class IndexKeeper:
                 break
             if self._journal.append(proposed):
                 self._step("journal:written")
-                now_at = self._index.advance(model_id, advance(state, [proposed]))
+                try:
+                    now_at = self._index.advance(model_id, advance(state, [proposed]))
+                except NeapError as error:
+                    self._looked_at_s.pop(model_id, None)  # the next reader applies the record
+                    raise _recorded_error(error) from error
                 if now_at < proposed.sequence:
                     # Redis has lost data since `state` was read.
                     self.state(model_id, is_fresh=True)
@@ -180,6 +198,11 @@ class IndexKeeper:
         self._index.advance(model_id, step, replace_at=ANYWHERE)
         # Other writers may have advanced the index between the two lines above. Their records are in the journal.
         return self._catch_up(model_id, step.state)
+
+
+def _recorded_error(error: NeapError) -> NeapError:
+    text = f"{error.message}; the change is recorded nevertheless, and seen as soon as the index can be written"
+    return type(error)(text, reason=error.reason, metadata={**error.metadata, "is_recorded": "true"})
 
 
 def _damaged_again_error(model_id: str) -> Unavailable:

@@ -10,7 +10,7 @@ repaired.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import lru_cache
@@ -85,6 +85,13 @@ class RedisIndex:
 
     def __init__(self, address: RegistryAddress, *, freshness_s: float = FRESHNESS_S) -> None:
         self.freshness_s = freshness_s
+        self._address = address
+        self._registry_id = ""
+        with _errors():
+            self._client = self._connect()
+
+    def _connect(self) -> Any:
+        address = self._address
         options: dict[str, Any] = {
             "socket_connect_timeout": REDIS_CONNECT_S,
             "socket_timeout": REDIS_ANSWER_S,
@@ -93,20 +100,29 @@ class RedisIndex:
         }
         if address.ssl_ca_certs is not None:
             options["ssl_ca_certs"] = address.ssl_ca_certs
-        self._registry_id = ""
+        if address.is_cluster:
+            return redis.RedisCluster.from_url(address.redis_url, **options)
+        # All commands are safe to repeat. One retry, so that a hanging server is detected within seconds.
+        retry = Retry(ExponentialBackoff(cap=0.2, base=0.02), 1)
+        return redis.Redis.from_url(address.redis_url, retry=retry, **options)
+
+    def _ask(self, command: Callable[[Any], Any]) -> Any:
+        """Return the answer to `command`, which is given the client."""
         with _errors():
-            if address.is_cluster:
-                self._client: Any = redis.RedisCluster.from_url(address.redis_url, **options)
-            else:
-                # All commands are safe to repeat. One retry, so that a hanging server is detected within seconds.
-                retry = Retry(ExponentialBackoff(cap=0.2, base=0.02), 1)
-                self._client = redis.Redis.from_url(address.redis_url, retry=retry, **options)
+            client = self._client
+            try:
+                return command(client)
+            except redis.ResponseError:
+                # A demoted server refuses, on connections that outlive a failover. The address may mean another server
+                # now, so all connections are made anew. The old client closes its own when the last call is done.
+                if self._client is client:
+                    self._client = self._connect()
+                return command(self._client)
 
     def open(self, registry_id: str) -> None:
         """Check that the server answers. Logs a warning if it evicts keys when its memory is full."""
         self._registry_id = registry_id
-        with _errors():
-            self._client.ping()
+        self._ask(lambda client: client.ping())
         try:
             policy = self._client.info("memory").get("maxmemory_policy", "noeviction")
         except (redis.RedisError, AttributeError):
@@ -116,15 +132,14 @@ class RedisIndex:
 
     def check_writable(self) -> None:
         """Write a key that expires at once."""
-        with _errors():
-            self._client.set("neap:probe", "", px=1)
+        self._ask(lambda client: client.set("neap:probe", "", px=1))
 
     def state(self, model_id: str) -> ModelState:
         """Return the model's state, empty if it is not in the index.
         Raises PreconditionFailed (INDEX_OF_ANOTHER_REGISTRY)."""
         names = ("registry", "applied", "versions", "events", "aliases")
-        with _errors(), _parsed():
-            owner, *counts, encoded = self._client.hmget(_keys(model_id)[0], names)
+        with _parsed():
+            owner, *counts, encoded = self._ask(lambda client: client.hmget(_keys(model_id)[0], names))
             if owner is None:
                 return ModelState()
             self._check_owner(owner)
@@ -142,21 +157,22 @@ class RedisIndex:
         if not numbers:
             return []
         fields = [f"version:{number}" for number in numbers]
-        with _errors(), _parsed():
-            owner, *texts = self._client.hmget(_keys(model_id)[0], ["registry", *fields])
+        with _parsed():
+            owner, *texts = self._ask(lambda client: client.hmget(_keys(model_id)[0], ["registry", *fields]))
             if owner is not None:
                 self._check_owner(owner)
             return [version_from_record(json.loads(text)) for text in texts]
 
     def version_of_request(self, model_id: str, request_id: str) -> int | None:
-        with _errors(), _parsed():
-            number = self._client.hget(_keys(model_id)[0], f"request:{request_id}")
+        with _parsed():
+            number = self._ask(lambda client: client.hget(_keys(model_id)[0], f"request:{request_id}"))
             return None if number is None else int(number)
 
     def events(self, model_id: str, after: int) -> list[Event]:
         """Return the next page of events. Raises IndexDamaged if the stream does not match the index."""
-        with _errors(), _parsed():
-            expected, actual, rows = self._client.eval(_EVENTS, 2, *_keys(model_id), f"{after + 1}-0", EVENT_PAGE)
+        page = (*_keys(model_id), f"{after + 1}-0", EVENT_PAGE)
+        with _parsed():
+            expected, actual, rows = self._ask(lambda client: client.eval(_EVENTS, 2, *page))
             if expected != actual:
                 raise IndexDamaged(f"{actual} events instead of {expected}")
             return [(int(number.split(b"-")[0]), _event(model_id, json.loads(values[1]))) for number, values in rows]
@@ -164,8 +180,7 @@ class RedisIndex:
     def wait(self, model_id: str, after: int, timeout_s: float) -> None:
         """Wait until there is an event after `after`, for at most `timeout_s` and at most REDIS_WAIT_S."""
         block_ms = max(1, round(min(timeout_s, REDIS_WAIT_S) * 1000))
-        with _errors():
-            self._client.xread({_keys(model_id)[1]: f"{after}-0"}, count=1, block=block_ms)
+        self._ask(lambda client: client.xread({_keys(model_id)[1]: f"{after}-0"}, count=1, block=block_ms))
 
     def advance(self, model_id: str, step: Advance, *, replace_at: int | None = None) -> int:
         """See `Index.advance`. Events are numbered from 1. Raises PreconditionFailed (INDEX_OF_ANOTHER_REGISTRY)."""
@@ -182,9 +197,8 @@ class RedisIndex:
         pairs = [text for pair in fields.items() for text in pair]
         before, replaces = (step.before, "0") if replace_at is None else (replace_at, "1")
         first_event = state.num_events - len(events) + 1
-        arguments = [self._registry_id, before, replaces, state.applied, len(fields), *pairs]
-        with _errors():
-            now_at = int(self._client.eval(_ADVANCE, 2, *_keys(model_id), *arguments, first_event, *events))
+        arguments = [self._registry_id, before, replaces, state.applied, len(fields), *pairs, first_event, *events]
+        now_at = int(self._ask(lambda client: client.eval(_ADVANCE, 2, *_keys(model_id), *arguments)))
         if now_at < 0:
             raise _foreign_index_error()
         return now_at

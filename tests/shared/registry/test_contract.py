@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shared.errors import AlreadyExists, Conflict, InvalidInput, NotFound, PreconditionFailed
+from shared.registry import index_keeper
 from shared.registry.base import AliasChange, Canary, PublishedVersion
 from shared.registry.registry import Registry
 from tests.manifests import real_manifest
@@ -49,12 +50,14 @@ def test_manifest_digest_does_not_depend_on_key_order(registry: Registry) -> Non
     assert (first.version, second.version, third.version) == (1, 2, 3)
 
 
-def test_each_model_numbers_its_versions_from_1(registry: Registry) -> None:
+def test_each_model_numbers_its_versions_from_1(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     assert publish(registry, "one").version == 1
     assert publish(registry, "two", model_id="other").version == 1
     assert publish(registry, "three").version == 2
     assert [v.version for v in registry.list_versions(MODEL)] == [2, 1]
-    assert registry.list_versions("unknown") == []
+    monkeypatch.setattr(index_keeper, "MAX_MODELS_NOTED", 8)
+    assert [registry.list_versions(f"unknown-{number}") for number in range(20)] == [[]] * 20
+    assert len(registry._keeper._looked_at_s) <= 8, "clients may ask for any name, so few are kept"
 
 
 def test_versions_are_listed_in_pages_newest_first(registry: Registry) -> None:

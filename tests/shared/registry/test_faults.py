@@ -1,6 +1,8 @@
 """Servers that die, hang, refuse calls or come back. They are real processes, which the tests kill or suspend."""
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
 import pytest
@@ -34,9 +36,9 @@ def calls(registry: Registry) -> list[Callable[[], object]]:
 
 
 @contextmanager
-def fails(kind: type[NeapError], reason: str) -> Iterator[None]:
+def fails(kind: type[NeapError], reason: str) -> Iterator[pytest.ExceptionInfo[NeapError]]:
     with pytest.raises(kind) as raised:
-        yield
+        yield raised
     assert raised.value.reason == reason
 
 
@@ -153,6 +155,54 @@ def test_a_redis_with_full_memory_is_reported_and_works_when_it_has_room(registr
     with own_redis.client() as client:
         client.config_set("maxmemory", "0")
     assert publish(registry, "two") == 2
+
+
+@pytest.mark.parametrize("program", redis_programs())
+def test_after_a_failover_old_connections_are_given_up(tmp_path, s3, program):
+    """They stay with the server that was demoted, while the address means another one."""
+    servers = [RedisServer(tmp_path / name, redis_programs()[program]) for name in ("old", "new")]
+    old, new = servers
+    target = old
+    try:
+        for server in servers:
+            server.start()
+        with relay(lambda: target.port) as port:
+            url = shared_url(old, s3).replace(f":{old.port}?", f":{port}?")
+            with shared_registry(url) as registry, ThreadPoolExecutor(4) as pool:
+                publish(registry)
+                together = threading.Barrier(4)
+                list(pool.map(lambda _: together.wait() * 0 or registry.aliases("tiny"), range(4)))
+                with old.client() as client:
+                    client.replicaof("127.0.0.1", new.port)
+                target = new
+                assert registry.set_alias("tiny", "stable", 1).to_version == 1
+                assert publish(registry, "two") == 2
+                together.reset()
+                seen = list(pool.map(lambda _: together.wait() * 0 or registry.aliases("tiny"), range(4)))
+                assert seen == [{"latest": 2, "stable": 1}] * 4
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def test_a_change_whose_index_cannot_be_written_is_said_to_be_recorded_and_seen_at_the_next_look(url, own_redis):
+    def step(name: str) -> None:
+        if name == "journal:written" and is_full:
+            with own_redis.client() as client:
+                client.config_set("maxmemory", "1")
+
+    is_full = False
+    with closing(open_registry(url, step=step)) as registry:
+        publish(registry)
+        is_full = True
+        with fails(Exhausted, "REDIS_FULL") as raised:
+            registry.set_alias("tiny", "stable", 1)
+        assert raised.value.metadata["is_recorded"] == "true"
+        assert registry.aliases("tiny") == {"latest": 1}, "reading still works"
+        with own_redis.client() as client:
+            client.config_set("maxmemory", "0")
+        registry._keeper._looked_at_s.clear()
+        assert registry.aliases("tiny") == {"latest": 1, "stable": 1}
 
 
 def test_missing_permissions_and_wrong_passwords_of_redis_are_reported(own_redis, s3):
