@@ -1,21 +1,56 @@
-"""The standard health service, including its method List."""
+"""The standard health service.
 
-from collections.abc import Sequence
+gRPC's own servicer for asyncio writes to watchers while it holds a lock of all of them, so one that does not read keeps
+the health from being set or watched, and a drain from its beginning. It starts as SERVING, and lacks `List`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from shared.errors import NotFound
+
+_Status = health_pb2.HealthCheckResponse
 
 
-class HealthServicer(health.aio.HealthServicer):
-    """Adds `List` to gRPC's own servicer, where the method would end as UNKNOWN.
-    Lists `names` and "", the server itself."""
+class HealthServicer(health_pb2_grpc.HealthServicer):
+    """The health of `names` and of "", the server itself. NOT_SERVING until `set`. Belongs to one event loop."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        super().__init__()
-        self._names = ("", *names)
+        self._statuses: dict[str, Any] = dict.fromkeys(("", *names), _Status.NOT_SERVING)
+        self._changed = asyncio.Event()
+        self._is_stopping = False
+
+    def set(self, status: Any) -> None:
+        """Set the health of all. Has no effect after `stop`."""
+        if not self._is_stopping:
+            self._statuses = dict.fromkeys(self._statuses, status)
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def stop(self) -> None:
+        """Set the health of all to NOT_SERVING for good."""
+        self.set(_Status.NOT_SERVING)
+        self._is_stopping = True
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if request.service not in self._statuses:
+            raise NotFound(f"there is no service {request.service[:128]!r} here", reason="SERVICE_NOT_FOUND")
+        return _Status(status=self._statuses[request.service])
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        last: Any = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(request.service, _Status.SERVICE_UNKNOWN)
+            if status != last:
+                last = status
+                yield _Status(status=status)
+            await changed.wait()
 
     async def List(self, request: Any, context: Any) -> Any:  # noqa: N802
-        ask = health_pb2.HealthCheckRequest
-        statuses = {name: await self.Check(ask(service=name), context) for name in self._names}
         messages: Any = health_pb2  # the type stubs do not have List yet
+        statuses = {name: _Status(status=status) for name, status in self._statuses.items()}
         return messages.HealthListResponse(statuses=statuses)

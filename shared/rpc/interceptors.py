@@ -38,6 +38,9 @@ SIDE_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 # Only a client that does not read takes this long.
 FIRST_RESPONSE_S = 0.5
 
+# A client that reads nothing of a stream for so long has lost it. Generate has a limit of its own.
+STALL_TIMEOUT_S = 30.0
+
 # How a handler learns that the client is gone. `InternalError` comes from a write that failed just before the
 # cancellation.
 CLIENT_GONE = (asyncio.CancelledError, GeneratorExit, grpc.aio.InternalError)
@@ -172,7 +175,7 @@ class _Wrapped:
                     request = await self._request(context)
                     async with aclosing(inner(request, context)) as responses:
                         async for response in responses:
-                            await write_response(context, response)
+                            await write_response(context, response, STALL_TIMEOUT_S)
 
         return handle
 

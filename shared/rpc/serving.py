@@ -97,7 +97,7 @@ class RpcServer:
             ),
         )
         self._service_names = tuple(service_names)
-        self._health: Any = HealthServicer(self._service_names)
+        self._health = HealthServicer(self._service_names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
         names = (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server)
@@ -114,8 +114,6 @@ class RpcServer:
         Raises InvalidInput for an invalid address, Unavailable if it cannot be bound.
         """
         host, _ = parse_listen(self.listen)
-        # The aio HealthServicer starts as SERVING.
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self.port = bind(self.grpc_server, self.listen, self.security.credentials)
         if self.health_port is not None:
             await self.health_port.start()
@@ -126,7 +124,7 @@ class RpcServer:
 
     async def set_serving(self) -> None:
         """Set the health to SERVING. Does nothing once the server is draining."""
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._health.set(health_pb2.HealthCheckResponse.SERVING)
         log.info("serving")
 
     async def drain(self) -> None:
@@ -135,7 +133,7 @@ class RpcServer:
         Calls that still run after `drain_timeout_s` end with UNAVAILABLE (reason SHUTTING_DOWN). A second
         `request_stop` ends them at once.
         """
-        await self._health.enter_graceful_shutdown()
+        self._health.stop()
         log.info("draining", grace_s=self.grace_s, drain_timeout_s=self.drain_timeout_s)
         self.waits.drain()
         # server.stop() closes the listener at once, so the grace period comes first.
@@ -148,8 +146,7 @@ class RpcServer:
         num_ended = self._calls.end()
         await self._calls.wait_all_answered(ENDING_S)
         # A later stop with a shorter grace overrides the earlier one.
-        await self.grpc_server.stop(ENDING_S)
-        await self._stop_health()
+        await self._stop_servers(ENDING_S)
         log.info("stopped at once", num_calls_ended=num_ended)
 
     async def _finish(self) -> bool:
@@ -172,9 +169,8 @@ class RpcServer:
             if not idle.done() or self._stop_now.is_set():
                 return False
             log.warning("clients have not read their answers", waited_s=self.waits.delivery_timeout_s)
-            await self.grpc_server.stop(0)
-        await stopping
-        await self._stop_health()
+        await self._stop_servers(0)
+        stopping.cancel()
         return True
 
     def request_stop(self) -> None:
@@ -199,7 +195,7 @@ class RpcServer:
         await asyncio.wait((preparing, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not preparing.done():
             preparing.cancel()
-            await self._health.enter_graceful_shutdown()
+            self._health.stop()
             await self.stop()
             return False
         try:
@@ -215,16 +211,14 @@ class RpcServer:
 
     async def stop(self) -> None:
         """Stop at once and end running calls."""
-        await self.grpc_server.stop(None)
-        await self._stop_health()
+        await self._stop_servers(None)
 
-    async def _stop_health(self) -> None:
-        if self.health_port is not None:
-            await self.health_port.stop()
-
-    async def _set_health(self, status: Any) -> None:
-        for name in ("", *self._service_names):
-            await self._health.set(name, status)
+    async def _stop_servers(self, grace_s: float | None) -> None:
+        """Stop both, and wait for that at most `ENDING_S` longer, whatever their peers do."""
+        stops = [self.grpc_server.stop(grace_s)] + ([self.health_port.stop()] if self.health_port else [])
+        _, pending = await asyncio.wait(map(asyncio.ensure_future, stops), timeout=(grace_s or 0) + ENDING_S)
+        for stopping in pending:
+            stopping.cancel()
 
 
 def _milliseconds(name: str, seconds: float | None) -> tuple[tuple[str, int], ...]:
