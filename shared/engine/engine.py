@@ -300,7 +300,7 @@ class Engine:
         constraint = None
         if request.constraint is not None:
             constraint = self._constraints.start(request.constraint)
-        _ = request.given_key  # this and the answer are made here, not on the engine's thread
+        _ = request.given_key, request.predicted  # these and the answer are made here, not on the engine's thread
         job = EngineJob(
             request,
             None if request.policy.name == "full" else ladder,

@@ -11,13 +11,13 @@ alone.
 """
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shared.model.context_counts import ContextCounts, Counts, before_rows
 from shared.model.sampling import AllowedTokens, SamplingParams, Trial
 from shared.ops.choices import NO_TOKEN
 
@@ -127,18 +127,18 @@ def _penalise(scores: Tensor, trial: Trial) -> None:
     answer alone.
     """
     sampling, device = trial.sampling, scores.device
+    counted = trial.counts or ContextCounts(sampling, trial.context, trial.num_prompt_tokens, scores.shape[1])
     if sampling.logit_bias:
         tokens = _on_device([*sampling.logit_bias], device, torch.int64)
         biases = _on_device([*sampling.logit_bias.values()], device, torch.float32)
         scores.index_copy_(1, tokens, scores.index_select(1, tokens) + biases)
     if sampling.repetition_penalty != 1.0:
-        seen, counts = _counts(trial.context, trial.drafts, device)
+        seen, counts = _before(counted.whole, trial, device)
         seen_scores, penalty = scores.index_select(1, seen), sampling.repetition_penalty
         lowered = torch.where(seen_scores > 0, seen_scores / penalty, seen_scores * penalty)
         scores.index_copy_(1, seen, torch.where(counts > 0, lowered, seen_scores))
-    answer = trial.context[trial.num_prompt_tokens :]
-    if (sampling.presence_penalty or sampling.frequency_penalty) and (answer or trial.drafts):
-        seen, counts = _counts(answer, trial.drafts, device)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        seen, counts = _before(counted.answer, trial, device)
         lowered = scores.index_select(1, seen) - counts * sampling.frequency_penalty
         lowered -= (counts > 0) * sampling.presence_penalty
         scores.index_copy_(1, seen, lowered)
@@ -147,16 +147,11 @@ def _penalise(scores: Tensor, trial: Trial) -> None:
         scores.index_put_((rows, tokens), scores.new_full((), -math.inf))
 
 
-def _counts(context: Sequence[int], drafts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tokens [m] int64 of context and drafts, and how often each stands before each row [n, m] float32.
-    A draft stands before the rows after its own."""
-    before = Counter(context)
-    before.update(dict.fromkeys(drafts, 0))
-    tokens = [*before]
-    counts = torch.tensor([*before.values()], dtype=torch.float32).repeat(len(drafts) + 1, 1)
-    for row, draft in enumerate(drafts, 1):
-        counts[row:, tokens.index(draft)] += 1.0
-    return _on_device(tokens, device, torch.int64), counts.to(device, non_blocking=True)
+def _before(counts: Counts | None, trial: Trial, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tokens [m] int64 that are penalised, and how often each stands before each row [n, m] float32."""
+    assert counts is not None
+    seen, rows = before_rows(counts, trial.path, trial.drafts)
+    return _on_device(seen, device, torch.int64), _on_device(rows, device, torch.float32)
 
 
 def _kth_largest(scores: Tensor, counts: Sequence[int]) -> Tensor:
@@ -197,4 +192,4 @@ def _column(numbers: Sequence[float], device: torch.device) -> Tensor:
 
 def _on_device(values: object, device: torch.device, dtype: torch.dtype) -> Tensor:
     # Nothing waits for the copy: the device orders it before the operations that read it.
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    return torch.as_tensor(values, dtype=dtype).to(device, non_blocking=True)

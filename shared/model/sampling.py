@@ -12,13 +12,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from shared.errors import InvalidInput
 from shared.field_types import check_types
+
+if TYPE_CHECKING:
+    from shared.model.context_counts import ContextCounts
 
 # Beyond these limits logits overflow: several would be infinite, and no token would be the most probable one.
 MIN_TEMPERATURE = 1e-6
@@ -169,6 +172,9 @@ class Trial:
 
     The answer begins after `num_prompt_tokens` of the context. `end_token_ids` end it. `allowed`: the tokens that a
     constraint allows at each row. None: all.
+
+    `path`: drafts that stand between the context and row 0. `counts`: what penalties count of the context; None: it is
+    counted when they are applied.
     """
 
     sampling: SamplingParams
@@ -178,6 +184,8 @@ class Trial:
     num_prompt_tokens: int = 0
     end_token_ids: frozenset[int] = frozenset()
     allowed: AllowedTokens | None = None
+    path: Sequence[int] = ()
+    counts: "ContextCounts | None" = None
 
     @property
     def num_rows(self) -> int:
@@ -185,15 +193,15 @@ class Trial:
 
     def uniform(self, row: int) -> float:
         """The uniform number of the position that row `row` predicts."""
-        return uniform_at(self.sampling.seed, len(self.context) + row)
+        return uniform_at(self.sampling.seed, len(self.context) + len(self.path) + row)
 
     def forbidden(self) -> list[tuple[int, int]]:
         """(row, token) of all tokens that `min_tokens` and `bad_words` forbid."""
         if not self.sampling.forbids_tokens:
             return []
         # The place in the answer that row 0 predicts.
-        first = len(self.context) - self.num_prompt_tokens
-        before = [*self.context[-MAX_BAD_WORD_TOKENS:], *self.drafts]
+        first = len(self.context) + len(self.path) - self.num_prompt_tokens
+        before = [*self.context[-MAX_BAD_WORD_TOKENS:], *self.path, *self.drafts]
         num_before = len(before) - len(self.drafts)
         return [
             (row, token)

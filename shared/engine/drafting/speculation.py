@@ -133,8 +133,7 @@ class Speculation:
 
         def trial(path: Sequence[int], others: Sequence[int], margin: float | None = None) -> Trial:
             allowed = constraint.rows(path, others) if constraint else None
-            context = [*sequence.tokens, *path] if path else sequence.tokens
-            return Trial(request.sampling, context, others, margin, start, ends, allowed)
+            return Trial(request.sampling, sequence.tokens, others, margin, start, ends, allowed, path, sequence.counts)
 
         trials = [trial((), drafts, request.policy.margin)]
         for branch in self.branches:

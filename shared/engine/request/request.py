@@ -11,6 +11,7 @@ from shared.engine.memory.prefixes import key_of
 from shared.errors import InvalidInput
 from shared.field_types import check_types
 from shared.ladder.policy import DepthPolicy
+from shared.ladder.prediction import PredictedText
 from shared.model.sampling import SamplingParams
 
 MAX_STOP_STRINGS = 16
@@ -119,10 +120,15 @@ class GenerationRequest:
                 reason="MARGIN_NEEDS_GREEDY",
             )
 
-    @property
+    @cached_property
     def given_ids(self) -> tuple[int, ...]:
         """All that is read before the first new token: the prompt, and what of the answer the caller has."""
         return self.prompt_ids + self.resumed_ids
+
+    @cached_property
+    def predicted(self) -> PredictedText | None:
+        """The prediction as it is drafted from."""
+        return PredictedText(self.prediction_ids) if self.prediction_ids else None
 
     @cached_property
     def given_key(self) -> bytes:

@@ -18,6 +18,7 @@ from shared.ladder.learned_ngrams import ClientNgrams
 from shared.ladder.prediction import PredictionProposer
 from shared.ladder.rungs import Proposer
 from shared.model.cache import KVCache
+from shared.model.context_counts import ContextCounts
 from shared.model.loaded import LoadedModel
 from shared.model.regimes import Regimes
 from shared.model.runner import captured_depths
@@ -82,9 +83,12 @@ class DecodingSequence:
         assert (request.constraint is None) == (answer.constraint is None)
         self.grammar = GrammarProposer(answer.constraint) if answer.constraint else None
         self._prediction: PredictionProposer | None = None
-        if request.prediction_ids:
-            self._prediction = PredictionProposer(request.prediction_ids, self.num_prompt_tokens)
+        if request.predicted is not None:
+            self._prediction = PredictionProposer(request.predicted, self.num_prompt_tokens)
             self.proposers += (self._prediction,)
+        self.counts: ContextCounts | None = None
+        if request.sampling.changes_scores:
+            self.counts = ContextCounts(request.sampling, self.tokens, self.num_prompt_tokens, loaded.vocabulary_size)
         self._num_shown = 0
         self._learned = learned
         self.submitted_s = time.monotonic() if submitted_s is None else submitted_s
@@ -184,6 +188,8 @@ class DecodingSequence:
             if self.is_finished:
                 break
             self.tokens.append(token.token_id)
+            if self.counts is not None:
+                self.counts.append(token.token_id)
             if self.first_token_s is None:
                 self.first_token_s = time.monotonic()
             text = self.answer.push(token.token_id)

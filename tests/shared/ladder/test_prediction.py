@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from shared.ladder.prediction import ALIGNMENTS, PredictionProposer
+from shared.ladder.prediction import ALIGNMENTS, MAX_TAIL, PredictedText, PredictionProposer
 from shared.ladder.rungs import PREDICTION
 
 PROMPT = (3, 4, 5)
@@ -13,7 +13,7 @@ TEXT = tuple(range(100, 160))
 
 def followed(prediction: tuple[int, ...], answer: tuple[int, ...]) -> list[bool]:
     """Of each token of the answer, whether it was proposed."""
-    one = PredictionProposer(prediction, len(PROMPT))
+    one = PredictionProposer(PredictedText(prediction), len(PROMPT))
     one.append(PROMPT[:2])
     one.append(PROMPT[2:])
     found = []
@@ -69,14 +69,14 @@ def test_a_part_that_was_moved_is_found():
 @pytest.mark.parametrize(("lost_at", "found_at"), [(13, 10), (20, 24)])
 def test_of_two_places_the_nearer_one_is_taken(lost_at, found_at):
     prediction = [7 if place in (10, 24) else token for place, token in enumerate(TEXT)]
-    one = PredictionProposer(prediction, 0)
+    one = PredictionProposer(PredictedText(prediction), 0)
     one.append([*prediction[:lost_at], 7])
     [draft] = one.propose()
     assert draft.token == prediction[found_at + 1]
 
 
 def test_what_is_drafted_does_not_move_it():
-    one = PredictionProposer(TEXT, 0)
+    one = PredictionProposer(PredictedText(TEXT), 0)
     one.append(TEXT[:10])
     for drafted in ((TEXT[10],), (7,), (TEXT[30], TEXT[31]), TEXT[10:20]):
         one.propose(drafted)
@@ -91,7 +91,7 @@ def test_drafting_along_tokens_is_appending_them(seed):
     draw = random.Random(seed)
     prediction = tuple(draw.randrange(9) for _ in range(60))
     answer = tuple(t if draw.random() < 0.7 else draw.randrange(9) for t in prediction)
-    ahead, behind = PredictionProposer(prediction, 0), PredictionProposer(prediction, 0)
+    ahead, behind = PredictionProposer(PredictedText(prediction), 0), PredictionProposer(PredictedText(prediction), 0)
     for place in range(0, 60, 6):
         behind.append(answer[max(place - 6, 0) : place])
         for number in range(6):
@@ -101,7 +101,7 @@ def test_drafting_along_tokens_is_appending_them(seed):
 
 
 def test_it_is_believed_as_far_as_it_was_right():
-    good, bad = PredictionProposer(TEXT, 0), PredictionProposer(TEXT, 0)
+    good, bad = PredictionProposer(PredictedText(TEXT), 0), PredictionProposer(PredictedText(TEXT), 0)
     good.append(TEXT[:30])
     bad.append([400 + number for number in range(30)])
     [sure], [unsure] = good.propose(), bad.propose()
@@ -109,3 +109,42 @@ def test_it_is_believed_as_far_as_it_was_right():
     assert unsure.probability < 0.1
     bad.append([TEXT[20], TEXT[21]])
     assert bad.propose()[0].probability > unsure.probability
+
+
+@pytest.mark.parametrize("num_kinds", [1, 2, 9, 300])
+@pytest.mark.parametrize("size", [0, 3, 4, 5, 200])
+def test_the_index_finds_what_a_search_would(num_kinds, size):
+    draw = random.Random(size)
+    prediction = [draw.randrange(num_kinds) for _ in range(size)]
+    one, text = PredictedText(prediction), "".join(map(chr, prediction))
+    for _ in range(200):
+        place = draw.randrange(size + 2)
+        tail = "".join(chr(draw.randrange(num_kinds)) for _ in range(MAX_TAIL))
+        if size > MAX_TAIL and draw.random() < 0.5:
+            start = draw.randrange(size - MAX_TAIL)
+            tail = text[start : start + MAX_TAIL]
+        ahead = text.find(tail, max(place - MAX_TAIL, 0))
+        behind = text.rfind(tail, 0, place)
+        ends = [start + MAX_TAIL for start in (ahead, behind) if start >= 0]
+        assert one.nearest(tail, place) == min(ends, key=lambda end: abs(end - place), default=None)
+
+
+def test_a_long_prediction_is_not_searched_at_every_step():
+    """Its index answers, whatever its length."""
+
+    class Text(str):
+        num_searched = 0
+
+        def find(self, tail, start, end):
+            Text.num_searched += end - start
+            return super().find(tail, start, end)
+
+        def rfind(self, tail, start, end):
+            Text.num_searched += end - start
+            return super().rfind(tail, start, end)
+
+    predicted = PredictedText(range(100, 50_000))
+    predicted.text = Text(predicted.text)
+    one = PredictionProposer(predicted, 0)
+    one.append([7] * 10)
+    assert 0 < Text.num_searched < 10 * 200
