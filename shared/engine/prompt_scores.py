@@ -1,16 +1,26 @@
 """Log-probabilities of a prompt's tokens, from the passes that read it."""
 
-import torch
+import math
 
 from shared.engine.drafting.speculation import Speculation
 from shared.engine.failure import non_finite_logits
 from shared.engine.request.logprobs import logprobs, logprobs_from_row
 from shared.engine.request.request import GeneratedToken, TokenChunk
+from shared.model.loaded import LoadedModel
 from shared.model.runner import Runner
 
 # Logits that are in memory at once: 16 MiB.
 MAX_LOGITS = 2**22
 PROMPT = "prompt"
+# What a logit takes beside the head's product, in multiply-adds: its exponential, and the search for the largest.
+LOGIT_COST = 300
+
+
+def score_weight(loaded: LoadedModel) -> float:
+    """How many tokens that are only read take as long as one whose log-probability is wanted. By the usual shape of
+    layers, and not measured, so that a prompt is read in the same pieces every time."""
+    width = loaded.hidden_size
+    return 1.0 + loaded.vocabulary_size * (width + LOGIT_COST) / (12 * loaded.num_layers * width**2)
 
 
 def score_prompt(part: Speculation, runner: Runner) -> list[TokenChunk]:
@@ -33,9 +43,9 @@ def score_prompt(part: Speculation, runner: Runner) -> list[TokenChunk]:
     for begin in range(0, len(scored), num_rows):
         ids = runner.ids(list(scored[begin : begin + num_rows])).view(-1)
         logits = runner.logits(states[begin : begin + num_rows])
-        if not torch.isfinite(logits).all():
+        numbers = [logprobs_from_row(row) for row in logprobs(logits, ids, request.prompt_logprobs).tolist()]
+        if not all(math.isfinite(entry.value) for entry in numbers):
             raise non_finite_logits()
-        numbers = map(logprobs_from_row, logprobs(logits, ids, request.prompt_logprobs).tolist())
         scores += [
             GeneratedToken(token, runner.num_layers, PROMPT, entry.value, entry.alternatives)
             for token, entry in zip(ids.tolist(), numbers, strict=True)

@@ -1,6 +1,7 @@
 """One decode step, top to bottom: admit, prefill, draft, plan, verify, commit."""
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from shared.engine.drafting.planner import PassCosts, best_trees
 from shared.engine.drafting.speculation import Speculation, settle
 from shared.engine.failure import attempt, fail_all, non_finite_logits
 from shared.engine.memory.prefixes import Prefixes
-from shared.engine.prompt_scores import score_prompt
+from shared.engine.prompt_scores import score_prompt, score_weight
 from shared.engine.request.admission import max_num_tokens
 from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import OnStates
@@ -68,6 +69,7 @@ class Decoder:
         self.learned = learned
         self.statistics = EngineStatistics(runner.num_layers)
         self.prefill_rate = PrefillRate()
+        self._score_weight = score_weight(runner.loaded)
 
     def admit(
         self,
@@ -175,13 +177,13 @@ class Decoder:
         budget, copies = prefill_budget(len(reading), num_decoding), MAX_COPIED_TOKENS
         parts: list[Speculation] = []
         for sequence in reading:
-            if budget:
+            if budget > 0:
                 others, num_cached = [part.sequence for part in parts], sequence.num_cached
                 part = attempt(sequence, self._prefill_piece, sequence, running, others, budget, copies)
                 copies = max(copies - sequence.num_cached + num_cached, 0)
                 if part is not None:
                     parts.append(part)
-                    budget -= len(part.tokens)
+                    budget -= math.ceil(len(part.tokens) * self._weight_of(sequence))
         return parts
 
     def _prefill_piece(
@@ -203,7 +205,7 @@ class Decoder:
             if self.prefixes.is_being_computed(sequence, others):
                 return None
         start, end = sequence.num_settled, sequence.read_until
-        stop = min(start + budget, end)
+        stop = min(start + max(int(budget / self._weight_of(sequence)), 1), end)
         sequence.show_prompt(stop)
         return Speculation(
             sequence,
@@ -214,6 +216,10 @@ class Decoder:
             captured={depth: [] for depth in sequence.kept_depths},
             read_length=sequence.read_length,
         )
+
+    def _weight_of(self, sequence: DecodingSequence) -> float:
+        """What a token of its prompt takes of the budget."""
+        return self._score_weight if sequence.scores_prompt else 1.0
 
     # Plan.
 

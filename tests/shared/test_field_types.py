@@ -58,6 +58,7 @@ REFUSED = [
     (StoppingParams, "stop_strings", None),
     (StoppingParams, "stop_token_ids", {"a"}),
     (StoppingParams, "stop_token_ids", None),
+    (StoppingParams, "stop_token_ids", range(1025)),
     (StoppingParams, "ignore_eos", "no"),
     (DepthPolicy, "max_drafts", 1.5),
     (DepthPolicy, "threshold", "1"),

@@ -16,6 +16,8 @@ from shared.model.sampling import SamplingParams
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
+# With min_tokens each step forbids all of them.
+MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_PRIORITY = 100
 DEFAULT_MAX_TOKENS = 256
@@ -37,6 +39,8 @@ class StoppingParams:
             raise InvalidInput(f"max_tokens is {self.max_tokens}; it must be at least 0")
         if len(self.stop_strings) > MAX_STOP_STRINGS:
             raise InvalidInput(f"{len(self.stop_strings)} stop strings; at most {MAX_STOP_STRINGS} are allowed")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidInput(f"{len(self.stop_token_ids)} stop_token_ids; at most {MAX_STOP_TOKEN_IDS} are allowed")
         for stop in self.stop_strings:
             # "replace": a lone surrogate has no bytes of its own.
             if not 0 < len(stop.encode(errors="replace")) <= MAX_STOP_STRING_BYTES:

@@ -10,6 +10,7 @@ import torch
 from shared.engine.engine import Engine
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
+from shared.model import context_counts
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.sampling import SamplingParams, Trial
 from tests.changed_scores import changed
@@ -36,6 +37,16 @@ def plain_loop(loaded: LoadedModel, sampling: SamplingParams, stops: set[int]) -
         if token in ends:
             break
     return tokens[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("policy", ["full", "exact"])
+def test_a_text_is_counted_once_and_not_at_every_step(bare, policy, monkeypatch):
+    counted, count = [], context_counts._counted
+    monkeypatch.setattr(context_counts, "_counted", lambda *text: counted.append(text) or count(*text))
+    sampling = SamplingParams(repetition_penalty=1.2, frequency_penalty=0.1)
+    with fixed_cost_engine(bare, ScriptedLadder(lambda context: (2, 0.9))) as engine:
+        found = engine.generate(PROMPT, policy=policy, sampling=sampling, max_tokens=NUM_NEW, ignore_eos=True)
+    assert (len(found.tokens), len(counted)) == (NUM_NEW, 2), "the whole and the answer"
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,10 @@ import torch
 
 from shared.engine import prompt_scores
 from shared.engine.engine import Engine
+from shared.engine.prompt_scores import score_weight
 from shared.engine.request.prompt import Prompt
 from shared.engine.request.request import FinishReason, GenerationRequest, StoppingParams
+from shared.engine.step import MAX_PREFILL_TOKENS
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import LoadedModel, wrap_model
@@ -64,6 +66,24 @@ def test_no_more_logits_are_in_memory_than_allowed(loaded, monkeypatch):
         scores(engine, LONG)
     assert sum(seen) >= len(LONG) - 1
     assert max(seen) <= 5
+
+
+def test_a_piece_that_is_scored_is_shorter(loaded):
+    """What the head takes for it counts among what streams beside it wait for."""
+    sizes: dict[bool, list[int]] = {}
+    for scored in (False, True):
+        with fixed_cost_engine(loaded, prefix_cache_bytes=0) as engine:
+            taken = sizes[scored] = []
+            handle = engine.submit(
+                LONG,
+                policy="full",
+                max_tokens=1,
+                prompt_logprobs=0 if scored else None,
+                on_states=lambda position, states, taken=taken: taken.append(len(states)),
+            )
+            assert list(handle.events())
+    assert sum(sizes[True]) == sum(sizes[False]) == len(LONG)
+    assert max(sizes[True]) == int(MAX_PREFILL_TOKENS / score_weight(loaded)) < max(sizes[False])
 
 
 def test_a_prompt_of_one_token_asks_for_no_logits_of_nothing(loaded, monkeypatch):

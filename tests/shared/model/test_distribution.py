@@ -19,6 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from shared.model.context_counts import ContextCounts
 from shared.model.distribution import candidates, drawn, nucleus, penalised, unit_mass
 from shared.model.sampling import SamplingParams, Trial
 from tests.changed_scores import changed
@@ -32,6 +33,21 @@ def masses(logits: Tensor, trials: list[Trial]) -> Tensor:
     """Masses [T, V] after all filters."""
     params = [trial.sampling for trial in trials for _ in range(trial.num_rows)]
     return nucleus(*candidates(logits, trials), params)
+
+
+@pytest.mark.parametrize("field", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_counts_that_are_kept_are_those_of_the_text(field):
+    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(1))
+    params, prompt, answer = SamplingParams(**{field: 1.5}), [1, 2, 1], [3, 3, 2, 7]
+    counts = ContextCounts(params, prompt, len(prompt), 20)
+    for token in answer:
+        counts.append(token)
+    for path in ((), (3,), (9, 1, 9)):
+        for drafts in ((5, 5), (2, 3)):
+            whole = Trial(params, [*prompt, *answer, *path], drafts, num_prompt_tokens=3)
+            kept = Trial(params, [*prompt, *answer], drafts, num_prompt_tokens=3, path=path, counts=counts)
+            assert torch.equal(penalised(logits, [kept]), penalised(logits, [whole]))
+            assert kept.uniform(1) == whole.uniform(1)
 
 
 @pytest.mark.parametrize(
