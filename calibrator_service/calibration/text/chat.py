@@ -57,7 +57,7 @@ class PromptFormat:
         assert self._tokenizer is not None
         text = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         assert isinstance(text, str)
-        return text.strip()
+        return text.rstrip(REPLACEMENT).strip()  # it may be cut inside a character
 
     def first_token(self, rng: random.Random) -> int:
         """The token that starts a text without a prompt: the beginning-of-sequence token, else one drawn at random."""

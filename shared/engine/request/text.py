@@ -46,8 +46,8 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """The rest of the text, at the end. Invalid bytes become U+FFFD."""
-        text = self._new_text()
+        """The rest of the text, at the end, without a character whose last bytes are missing."""
+        text = self._new_text().rstrip(REPLACEMENT)
         self._start, self._read = self._read, len(self._ids)
         return text
 

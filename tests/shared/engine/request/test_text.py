@@ -24,11 +24,26 @@ def test_pieces_never_split_a_character_and_add_up(bytes_tokenizer) -> None:
     assert detokenizer.flush() == ""
 
 
-def test_broken_bytes_become_replacement_characters_at_the_end(bytes_tokenizer) -> None:
-    croissant = bytes_tokenizer("🥐")["input_ids"]
-    detokenizer = Detokenizer(bytes_tokenizer)
-    assert [detokenizer.push(token) for token in croissant[:3]] == ["", "", ""]
-    assert set(detokenizer.flush()) == {"\ufffd"}
+@pytest.fixture(scope="module")
+def fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """A token per byte, as sentencepiece has them for characters that it does not know, and one per letter."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    letters = [chr(byte) for byte in range(32, 127)]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate([*names, *letters])}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["bytes_tokenizer", "fallback_tokenizer"])
+@pytest.mark.parametrize("text", ["ab🥐", "é", "a漢漢", "🥐🥐x🥐"])
+def test_a_text_that_is_cut_inside_a_character_ends_before_it(kind, text, request) -> None:
+    tokenizer = request.getfixturevalue(kind)
+    tokens = tokenizer(text)["input_ids"]
+    assert len(tokens) == len(text.encode())
+    for size in range(len(tokens) + 1):
+        detokenizer = Detokenizer(tokenizer)
+        shown = "".join(detokenizer.push(token) for token in tokens[:size]) + detokenizer.flush()
+        assert shown == text.encode()[:size].decode(errors="ignore")
 
 
 def test_an_endless_run_of_broken_bytes_does_not_hold_the_text_back(bytes_tokenizer) -> None:
