@@ -12,6 +12,7 @@ from shared.field_types import check_whole
 from shared.model.borders import NUM_CHECKED, context_limit
 from shared.model.dtypes import dtype_name, rounded_to
 from shared.model.fingerprint import fingerprint
+from shared.model.generation_defaults import eos_token_ids, warn_of_defaults
 from shared.model.parts import ModelParts, find_parts
 from shared.model.remembered.facts import Facts
 from shared.model.substitution import attention
@@ -110,6 +111,7 @@ def wrap_model(
         )
     if context_length is not None:
         check_whole("context_length", context_length, 2)
+    warn_of_defaults(model, model_id)
     facts = facts or Facts()
     identity = identity or fingerprint(model)
     kv_dtype = kv_dtype or model.dtype
@@ -141,7 +143,7 @@ def wrap_model(
         parts=parts,
         fingerprint=identity,
         context_length=min(context_length or limit, limit),
-        eos_token_ids=_eos_token_ids(model, model_id, parts.vocabulary_size),
+        eos_token_ids=eos_token_ids(model, model_id, parts.vocabulary_size),
         kv_dtype=kv_dtype,
         compute_dtype=compute_dtype,
         acceleration=report,
@@ -178,16 +180,3 @@ def _merge(model: PreTrainedModel, model_id: str) -> None:
 
     log.info("merged", model_id=model_id, products=merge_linears(model))
     torch.cuda.empty_cache()  # of the weights that were copied
-
-
-def _eos_token_ids(model: PreTrainedModel, model_id: str, vocabulary_size: int) -> frozenset[int]:
-    """From the generation config, as Hugging Face's own `generate`. It has one id or a list."""
-    generation = getattr(model, "generation_config", None)
-    ids = generation.eos_token_id if generation is not None else None
-    if ids is None:
-        return frozenset()
-    named = frozenset([ids] if isinstance(ids, int) else ids)
-    tokens = frozenset(token for token in named if 0 <= token < vocabulary_size)
-    if tokens != named:
-        log.warning("end tokens outside the vocabulary end nothing", model_id=model_id, ids=sorted(named - tokens))
-    return tokens

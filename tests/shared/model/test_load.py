@@ -24,6 +24,31 @@ def test_an_end_token_outside_the_vocabulary_ends_nothing(ids: Any) -> None:
     assert 263 in line["ids"]
 
 
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "num_beams": 1, "temperature": 0.7},
+        {"repetition_penalty": 1.05},
+        {"bad_words_ids": [[7]], "no_repeat_ngram_size": 3},
+        {"suppress_tokens": [1], "forced_eos_token_id": 0},
+        {"min_new_tokens": 1, "sequence_bias": [[[3], 1.5]]},
+    ],
+)
+def test_rules_of_the_generation_config_that_are_not_applied_are_named(rules: dict[str, Any]) -> None:
+    model = build_model()
+    for name, value in rules.items():
+        setattr(model.generation_config, name, value)
+    with structlog.testing.capture_logs() as lines:
+        wrap_model(model)
+    warned = [line for line in lines if line["log_level"] == "warning"]
+    if rules and "temperature" not in rules:
+        [line] = warned
+        assert rules.items() <= line.items()
+    else:
+        assert not warned
+
+
 def test_a_context_that_is_too_short_is_refused() -> None:
     model = build_model()
     for length in (0, 1, -1, 8.0, "8"):
