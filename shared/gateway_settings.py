@@ -71,11 +71,11 @@ class GatewaySettings(ProcessSettings, TlsSettings):
         "(CLIENT_LIMIT). A client is a token or, if the workers need none, an address.",
     )
     max_choices: int = Field(
-        default=16,
+        default=128,
         ge=1,
-        le=128,
+        le=1024,
         description="Most choices of one HTTP request: n times the number of prompts. Each choice is a call to a "
-        "worker.",
+        "worker; 16 of a request run at once.",
     )
     max_body_mb: int = Field(
         default=4,

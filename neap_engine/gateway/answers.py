@@ -8,17 +8,18 @@ from neap_client.inference.v1 import inference_pb2 as pb
 
 from neap_engine.gateway.collected import Collected, Piece, as_json
 from neap_engine.gateway.logprobs import chat_logprobs, text_logprobs
+from neap_engine.gateway.merging import EarlyStream
 
 FINISH_REASONS = {pb.FINISH_REASON_LENGTH: "length"}
 
 
 class Choice:
     """One choice: what its events have brought so far. The answer itself is kept only if `keeps` is set.
-    `resumptions` of its stream, which grow."""
+    `stream` brings its events."""
 
-    def __init__(self, index: int, *, is_chat: bool, keeps: bool, resumptions: Sequence[pb.Started] = ()) -> None:
+    def __init__(self, index: int, *, is_chat: bool, keeps: bool, stream: EarlyStream) -> None:
         self.index = index
-        self._resumptions = resumptions
+        self._stream = stream
         self.finished: pb.Finished | None = None
         self.num_tokens = 0
         self._has_called = False
@@ -63,6 +64,10 @@ class Choice:
         if said == started:
             return []
         return [self._part({"delta": {}} if self._is_chat else {"text": ""}, neap=self._facts())]
+
+    def usage_so_far(self) -> dict[str, int]:
+        prompt = 0 if self._started is None else self._started.num_prompt_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": self.num_tokens, "total_tokens": prompt + self.num_tokens}
 
     def whole(self) -> bytes:
         """Return the JSON of the choice of a response that is not a stream. Needs `keeps`, and Finished.
@@ -146,7 +151,7 @@ class Choice:
             "decode_s": timing.decode.ToNanoseconds() / 1e9,
             "resumptions": [
                 {"token": resumption.num_resumed_tokens, "inexact": resumption.continued_inexactly}
-                for resumption in self._resumptions
+                for resumption in self._stream.resumptions
             ],
         }
 
@@ -166,7 +171,9 @@ class Choice:
 class Response:
     """The fields that all objects of one response share."""
 
-    def __init__(self, request_id: str, model: str, *, is_chat: bool, includes_usage: bool) -> None:
+    def __init__(
+        self, request_id: str, model: str, *, is_chat: bool, includes_usage: bool, continues_usage: bool
+    ) -> None:
         self._is_chat = is_chat
         self._object = "chat.completion" if is_chat else "text_completion"
         self._head = {
@@ -174,12 +181,14 @@ class Response:
             "created": int(time.time()),
             "model": model,
         }
+        self._continues_usage = continues_usage
         # With usage requested, all chunks before the last have a usage of null.
         self._no_usage: dict[str, Any] = {"usage": None} if includes_usage else {}
 
-    def chunk(self, part: dict[str, Any]) -> bytes:
-        """Return the JSON of a chunk with one part."""
-        return as_json({**self._chunk_head(), "choices": [part], **self._no_usage})
+    def chunk(self, part: dict[str, Any], choice: Choice) -> bytes:
+        """Return the JSON of a chunk with one part of a choice."""
+        usage = {"usage": choice.usage_so_far()} if self._continues_usage else self._no_usage
+        return as_json({**self._chunk_head(), "choices": [part], **usage})
 
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
         """Return the JSON of the last chunk, which has no choice."""

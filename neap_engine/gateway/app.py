@@ -187,16 +187,19 @@ class Gateway:
         is_chat, calls = generation.is_chat, generation.calls()
         exchange.log_fields.update(generation.log_fields, model_id=generation.model[:128])
         response = Response(
-            exchange.request_id, generation.model, is_chat=is_chat, includes_usage=generation.includes_usage
+            exchange.request_id,
+            generation.model,
+            is_chat=is_chat,
+            includes_usage=generation.includes_usage,
+            continues_usage=generation.continues_usage,
         )
         # The workers' logs tell the calls of one request apart by these.
         suffixes = [f"-{index}" for index in range(len(calls))] if len(calls) > 1 else [""]
-        left_s = max(0.0, started_s + self._settings.generation_timeout_s - time.monotonic())
         streams = [
             EarlyStream(
                 self._workers,
                 call,
-                timeout_s=left_s,
+                deadline_s=started_s + self._settings.generation_timeout_s,
                 request_id=exchange.request_id + suffix,
                 metadata=token,
                 prefix=prefix,
@@ -205,7 +208,7 @@ class Gateway:
             for (call, prefix), suffix in zip(calls, suffixes, strict=True)
         ]
         choices = [
-            Choice(index, is_chat=is_chat, keeps=not generation.is_stream, resumptions=stream.stream.resumptions)
+            Choice(index, is_chat=is_chat, keeps=not generation.is_stream, stream=stream)
             for index, stream in enumerate(streams)
         ]
         events = merged(streams)
@@ -228,12 +231,12 @@ class Gateway:
                     if not exchange.status:
                         await exchange.start_stream()
                     for part in parts:
-                        await exchange.send_event(response.chunk(part))
+                        await exchange.send_event(response.chunk(part, choice))
         finally:
             num_tokens = sum(choice.num_tokens for choice in choices)
             self._metrics.tokens.inc(num_tokens)
             exchange.log_fields["generated_tokens"] = num_tokens
-            if resumed := sum(len(stream.stream.resumptions) for stream in streams):
+            if resumed := sum(len(stream.resumptions) for stream in streams):
                 self._metrics.resumptions.inc(resumed)
                 exchange.log_fields["resumptions"] = resumed
         if any(choice.finished is None for choice in choices):

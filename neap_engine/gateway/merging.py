@@ -1,28 +1,46 @@
 """Merges the events of several generations into one stream, beginning before the first token."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
-from neap_client import AsyncNeapClient
+from neap_client import AsyncGenerationStream, AsyncNeapClient
 from neap_client.inference.v1.inference_pb2 import GenerateResponse, Started
+
+# Calls of one request. The others follow as these end.
+CALLS_AT_ONCE = 16
 
 
 class EarlyStream:
     """A stream that says at once that a worker has accepted the request: if that call is repeated before the first
-    token, another Started follows. `options` are those of the client's `generate`."""
+    token, another Started follows. `deadline_s` in `time.monotonic()` seconds; `options` are those of the client's
+    `generate`."""
 
-    def __init__(self, workers: AsyncNeapClient, call: bytes, **options: Any) -> None:
+    def __init__(self, workers: AsyncNeapClient, call: bytes, *, deadline_s: float, **options: Any) -> None:
         self._accepted: asyncio.Future[GenerateResponse] = asyncio.get_running_loop().create_future()
-        self.stream = workers.generate(call, on_started=self._accept, **options)
+        self._open = partial(workers.generate, call, on_started=self._accept, **options)
+        self._deadline_s = deadline_s
+        self._stream: AsyncGenerationStream | None = None
+
+    @property
+    def resumptions(self) -> Sequence[Started]:
+        return () if self._stream is None else self._stream.resumptions
 
     def _accept(self, started: Started) -> None:
         if not self._accepted.done():
             self._accepted.set_result(GenerateResponse(started=started))
 
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
     async def events(self) -> AsyncGenerator[GenerateResponse, None]:
-        begun = asyncio.create_task(self.stream.start())
+        """Call a worker, and yield what comes."""
+        stream = self._stream = self._open(timeout_s=max(0.0, self._deadline_s - time.monotonic()))
+        begun = asyncio.create_task(stream.start())
         try:
             await asyncio.wait((begun, self._accepted), return_when=asyncio.FIRST_COMPLETED)
             if self._accepted.done():
@@ -31,22 +49,23 @@ class EarlyStream:
         finally:
             begun.cancel()
             await asyncio.gather(begun, return_exceptions=True)
-        async for event in self.stream:
+        async for event in stream:
             yield event
 
 
 async def merged(streams: Sequence[EarlyStream]) -> AsyncGenerator[tuple[int, GenerateResponse], None]:
     """Yield (index of the stream, event) as events come. The first error of a stream ends all.
-    Leaving closes the streams.
+    Leaving closes the streams. So many run at once as one request may take of the workers.
 
     A reader that takes no events holds up the streams, which pauses their calls on the workers.
     """
     # None: a stream has ended.
+    places = asyncio.Semaphore(CALLS_AT_ONCE)
     queue = asyncio.Queue[tuple[int, GenerateResponse] | Exception | None](len(streams))
 
     async def forward(index: int, stream: EarlyStream) -> None:
         try:
-            async with aclosing(stream.events()) as events:
+            async with places, aclosing(stream.events()) as events:
                 async for event in events:
                     await queue.put((index, event))
         except Exception as error:
@@ -76,4 +95,4 @@ async def merged(streams: Sequence[EarlyStream]) -> AsyncGenerator[tuple[int, Ge
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for stream in streams:
-            stream.stream.close()
+            stream.close()

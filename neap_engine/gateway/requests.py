@@ -1,24 +1,25 @@
 """Turns the bodies of the API into calls of `Generate`, one for each choice."""
 
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from neap_client.affinity import prefix_key
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.requests import depth_policy
 
 from neap_engine.gateway.body import parse_object, validated
+from neap_engine.gateway.constraints import constraint, json_text
 from neap_engine.gateway.errors import refused
 from neap_engine.gateway.schema import (
+    AllowedToolsChoice,
     ChatRequest,
     CompletionRequest,
     DepthOptions,
     Function,
     GenerationFields,
     NamedTool,
-    ResponseFormat,
     TextPart,
+    Tool,
     ToolCall,
 )
 from shared.errors import InvalidInput
@@ -27,6 +28,8 @@ from shared.errors import InvalidInput
 COMPLETION_TOKENS = 16
 # OpenAI's default. An absent temperature would mean greedy decoding to a worker.
 TEMPERATURE = 1.0
+# Below this a worker's scores would overflow; the most probable token is sure long before.
+LEAST_TEMPERATURE = 1e-6
 UINT64 = 2**64 - 1
 # Fields of DepthOptions that are arguments of `depth_policy`.
 DEPTH = {"policy", "threshold", "margin", "max_drafts", "min_layers"}
@@ -36,12 +39,13 @@ SAMPLING = {field.name for field in pb.Sampling.DESCRIPTOR.fields} - {"seed"}
 @dataclass(frozen=True)
 class RequestedGeneration:
     """What a request asks for. `prompts` are serialized messages GenerateRequest, each of which is called `num_choices`
-    times, and `prefixes` their prefix keys."""
+    times, and `prefixes` their prefix keys. `continues_usage`: every chunk of a stream has the usage so far."""
 
     model: str
     is_chat: bool
     is_stream: bool
     includes_usage: bool
+    continues_usage: bool
     prompts: tuple[bytes, ...]
     prefixes: tuple[str, ...]
     num_choices: int
@@ -96,6 +100,7 @@ def parse_generation(body: bytes, *, is_chat: bool, max_choices: int) -> Request
         is_chat=is_chat,
         is_stream=bool(request.stream),
         includes_usage=bool(options and options.include_usage),
+        continues_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         prompts=tuple(prompt.SerializeToString() for prompt in prompts),
         prefixes=tuple(map(prefix_key, prompts)),
         num_choices=num_choices,
@@ -110,11 +115,12 @@ def _seeded(seed: int) -> bytes:
 
 
 def _chat(request: ChatRequest) -> pb.Chat:
+    tools, choice = _allowed(request)
     chat = pb.Chat(
-        tools=[_tool(tool.function) for tool in request.tools or []],
-        tool_choice=_tool_choice(request.tool_choice),
+        tools=[_tool(tool.function) for tool in tools],
+        tool_choice=_tool_choice(choice),
         single_tool_call=request.parallel_tool_calls is False,
-        template_arguments=_json(request.chat_template_kwargs),
+        template_arguments=json_text(request.chat_template_kwargs),
     )
     for i, message in enumerate(request.messages):
         is_assistant = message.role == "assistant"
@@ -132,7 +138,7 @@ def _chat(request: ChatRequest) -> pb.Chat:
             # OpenAI's newer models call the role "system" "developer".
             role="system" if message.role == "developer" else message.role,
             content=_text(message.content or "", "\n"),
-            reasoning=message.reasoning_content or "",
+            reasoning=message.reasoning_content or message.reasoning or "",
             tool_calls=calls,
             tool_call_id=message.tool_call_id or "",
         )
@@ -141,15 +147,26 @@ def _chat(request: ChatRequest) -> pb.Chat:
 
 def _call(call: ToolCall) -> pb.ToolCall:
     arguments = call.function.arguments
-    text = arguments if isinstance(arguments, str) else _json(arguments)
+    text = arguments if isinstance(arguments, str) else json_text(arguments)
     return pb.ToolCall(id=call.id, name=call.function.name, arguments=text)
+
+
+def _allowed(request: ChatRequest) -> tuple[Sequence[Tool], str | NamedTool | None]:
+    """The tools that the model gets, and whether it calls them. Raises InvalidInput."""
+    tools, choice = request.tools or [], request.tool_choice
+    if not isinstance(choice, AllowedToolsChoice):
+        return tools, choice
+    names = {tool.function.name for tool in choice.allowed_tools.tools}
+    if unknown := names - {tool.function.name for tool in tools}:
+        raise refused(f"there is no tool {min(unknown)[:128]!r}", "tool_choice.allowed_tools.tools")
+    return [tool for tool in tools if tool.function.name in names], choice.allowed_tools.mode
 
 
 def _tool(function: Function) -> pb.Tool:
     return pb.Tool(
         name=function.name,
         description=function.description or "",
-        parameters=_json(function.parameters),
+        parameters=json_text(function.parameters),
         strict=bool(function.strict),
     )
 
@@ -160,11 +177,6 @@ def _tool_choice(choice: str | NamedTool | None) -> pb.ToolChoice | None:
     if choice == "none":
         return pb.ToolChoice(none=pb.NoTool())
     return pb.ToolChoice(required=pb.AnyTool()) if choice == "required" else None
-
-
-def _json(value: Any) -> str:
-    """Empty for nothing, which the worker understands."""
-    return "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _text(content: str | list[TextPart], between: str) -> str:
@@ -195,7 +207,7 @@ def _common(request: ChatRequest | CompletionRequest) -> pb.GenerateRequest:
         stopping=_stopping(request),
         depth=_depth(request.neap or DepthOptions()),
         logprobs=_logprobs(request),
-        constraint=_constraint(request.response_format),
+        constraint=constraint(request.response_format, request.structured_outputs),
     )
     if isinstance(request, CompletionRequest) and request.echo:
         call.echo = True
@@ -221,7 +233,13 @@ def _sampling(request: GenerationFields) -> pb.Sampling:
     fields = request.model_dump(include=SAMPLING, exclude_none=True)
     if "bad_words" in fields:
         fields["bad_words"] = [pb.BadWord(text=word) for word in fields["bad_words"]]
-    return pb.Sampling(**{"temperature": TEMPERATURE, **fields})
+    fields.setdefault("temperature", TEMPERATURE)
+    # Nothing but the most probable token is left.
+    if fields["temperature"] < LEAST_TEMPERATURE or fields.get("top_p") == 0:
+        fields["temperature"] = 0
+    if fields.get("top_p") == 0:
+        del fields["top_p"]
+    return pb.Sampling(**fields)
 
 
 def _stopping(request: ChatRequest | CompletionRequest) -> pb.Stopping:
@@ -251,20 +269,6 @@ def _depth(options: DepthOptions) -> pb.DepthPolicy:
     if options.max_drafts is not None and not depth.HasField("exact"):
         raise refused(f"max_drafts applies to the policy exact, not to {options.policy}", "neap.max_drafts")
     return depth
-
-
-def _constraint(response_format: ResponseFormat | None) -> pb.Constraint | None:
-    if response_format is None or response_format.type == "text":
-        return None
-    if response_format.type == "json_object":
-        return pb.Constraint(json_object=pb.JsonObject())
-    if response_format.json_schema is None:
-        field = "response_format.json_schema"
-        raise refused(f"the type json_schema needs {field}", field)
-    schema = response_format.json_schema.schema_
-    if schema is None:
-        return pb.Constraint(json_object=pb.JsonObject())
-    return pb.Constraint(json_schema=_json(schema), strict=bool(response_format.json_schema.strict))
 
 
 def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:

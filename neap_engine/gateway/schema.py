@@ -42,7 +42,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 # The same for the fields of a message. Clients send back the messages that they got, with all their fields.
 NEUTRAL_IN_MESSAGE: Mapping[str, tuple[Any, ...]] = {
-    "annotations": ([],),
+    "annotations": (list,),
     "audio": (),
     "function_call": (),
     "name": (str,),
@@ -111,8 +111,11 @@ class DepthOptions(Strict):
 
 
 class StreamOptions(Strict):
+    """`include_obfuscation` has no effect. `continuous_usage_stats` is vLLM's."""
+
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class NamedSchema(Strict):
@@ -123,11 +126,39 @@ class NamedSchema(Strict):
 
 
 class ResponseFormat(Strict):
+    """`schema` of a JSON object is llama.cpp's."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
-class TextPart(Strict):
+class StructuredOutputs(Strict):
+    """vLLM's. At most one of its fields is set. `grammar` is llguidance's variant of Lark."""
+
+    unsupported = {
+        "backend": (str,),
+        "disable_additional_properties": (False,),
+        "disable_any_whitespace": (bool,),
+        "disable_fallback": (bool,),
+        "structural_tag": (),
+        "whitespace_pattern": (),
+    }
+
+    json_: str | dict[str, Any] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Items[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Returned(Strict):
+    """What clients send back of answers, also of other servers': fields that are not known have no effect."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TextPart(Returned):
     type: Literal["text"]
     text: str
 
@@ -137,21 +168,21 @@ class Prediction(Strict):
     content: str | Items[TextPart]
 
 
-class CalledFunction(Strict):
+class CalledFunction(Returned):
     """Some clients send arguments as the object that they are, or leave out empty ones."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(Strict):
+class ToolCall(Returned):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
 
 
-class Message(Strict):
+class Message(Returned):
     """Only messages of assistants, and results without text, may have no content."""
 
     unsupported = NEUTRAL_IN_MESSAGE
@@ -159,6 +190,7 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[TextPart] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
 
@@ -184,6 +216,16 @@ class NamedTool(Strict):
     function: FunctionName
 
 
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: Items[NamedTool] = Field(min_length=1)
+
+
+class AllowedToolsChoice(Strict):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class GenerationFields(Strict):
     """The fields that both endpoints have. Those from `top_k` on are not OpenAI's; vLLM has the same ones under the
     same names."""
@@ -193,7 +235,7 @@ class GenerationFields(Strict):
     model: str = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1, le=UINT32)
     temperature: float | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: float | None = Field(default=None, ge=0, le=1)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     seed: Seed | None = None
     stop: Stop | Annotated[Items[Stop], Field(max_length=MAX_STOPS)] | None = None
@@ -207,6 +249,7 @@ class GenerationFields(Strict):
     prediction: Prediction | None = None
     neap: DepthOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     top_k: TopK = None
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
@@ -224,7 +267,7 @@ class ChatRequest(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tools: Items[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -248,6 +291,8 @@ _NESTED: Mapping[str, type[Strict]] = {
     "tool_calls": ToolCall,
     "response_format": ResponseFormat,
     "json_schema": NamedSchema,
+    "structured_outputs": StructuredOutputs,
+    "allowed_tools": AllowedTools,
     "prediction": Prediction,
     "content": TextPart,
     "function": Function,

@@ -35,6 +35,7 @@ def refused(gateway, body, path="/v1/chat/completions"):
 
 
 TEXT = {"model": "tiny", "prompt": "x"}
+ALLOWED = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.mark.parametrize(
@@ -82,10 +83,17 @@ TEXT = {"model": "tiny", "prompt": "x"}
             "INVALID_INPUT",
             "messages[0].content[0].type",
         ),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "INVALID_INPUT", "structured_outputs"),
+        ({"structured_outputs": {"backend": 1}}, "UNSUPPORTED_FIELD", "structured_outputs.backend"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}]},
-            "UNKNOWN_FIELD",
-            "messages[0].content[0].y",
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "INVALID_INPUT",
+            "structured_outputs",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [ALLOWED]}}},
+            "INVALID_INPUT",
+            "tool_choice.allowed_tools.tools",
         ),
         ({"messages": []}, "INVALID_INPUT", "messages"),
         ({"messages": "x"}, "INVALID_INPUT", "messages"),
@@ -93,7 +101,7 @@ TEXT = {"model": "tiny", "prompt": "x"}
         ({"temperature": "1"}, "INVALID_INPUT", "temperature"),
         ({"temperature": True}, "INVALID_INPUT", "temperature"),
         ({"temperature": -1}, "INVALID_INPUT", "temperature"),
-        ({"top_p": 0}, "INVALID_INPUT", "top_p"),
+        ({"top_p": -0.1}, "INVALID_INPUT", "top_p"),
         ({"max_tokens": 0}, "INVALID_INPUT", "max_tokens"),
         ({"max_tokens": 1.5}, "INVALID_INPUT", "max_tokens"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "INVALID_INPUT", "max_completion_tokens"),
@@ -168,7 +176,6 @@ def test_null_is_as_good_as_no_field(gateway, name):
         ({"max_new_tokens": 1}, "max_tokens"),
         ({"policy": "full"}, "neap.policy"),
         ({"neap": {"polcy": "full"}}, "neap.policy"),
-        ({"messages": [{"role": "user", "content": "x", "nam": "a"}]}, "messages[0].name"),
         ({"stream_options": {"include_usag": True}, "stream": True}, "stream_options.include_usage"),
         ({"zzz": 1}, None),
     ],

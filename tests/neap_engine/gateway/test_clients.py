@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from neap_engine.gateway import exchange
+from neap_engine.gateway.merging import CALLS_AT_ONCE
 from shared.errors import Unavailable
 from tests.gateways import chat_body, chunk, finished, gateway_to, scripted_worker, started
 from tests.waiting import wait_until
@@ -55,6 +56,27 @@ def test_a_stream_begins_and_stays_alive_before_the_first_token(scripted, monkey
     said = [json.loads(part)["choices"][0] for part in parts]
     assert sum("neap" in part for part in said) == num_choices, "only the last parts"
     assert [part["delta"]["content"] for part in said if part["delta"]] == ["a"] * num_choices
+
+
+def test_many_prompts_are_answered_a_few_at_a_time():
+    """lm-eval sends batches of 32, and a worker takes about 80 calls."""
+    now, most = 0, 0
+
+    async def alone():
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.01)
+        now -= 1
+
+    def script(request):
+        return [started(), alone(), chunk(request.text), finished()]
+
+    prompts = [str(index) for index in range(100)]
+    with scripted_worker(script) as worker, gateway_to(worker.target) as gateway:
+        reply = gateway.http.post("/v1/completions", json={"model": "tiny", "prompt": prompts})
+    assert [choice["text"] for choice in reply.json()["choices"]] == prompts
+    assert 1 < most <= CALLS_AT_ONCE
 
 
 def test_a_call_that_is_repeated_before_the_first_token_says_what_runs_in_the_end():

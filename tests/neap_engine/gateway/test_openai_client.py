@@ -60,6 +60,15 @@ def test_a_stream_has_the_same_text_and_usage_if_asked_for(client, direct):
     assert all(chunk.usage is None for chunk in chunks)
 
 
+def test_each_chunk_has_the_usage_so_far_if_asked_for(client, gateway):
+    options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": True}
+    *chunks, last = client.chat.completions.create(**CHAT, max_tokens=12, stream=True, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert (counts[0], counts[-1]) == (0, 12)
+    assert counts == sorted(counts)
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {last.usage.prompt_tokens}
+
+
 def test_events_end_with_done(gateway):
     reply = gateway.http.post("/v1/chat/completions", json=chat_body(stream=True, max_tokens=2))
     assert reply.headers["content-type"].startswith("text/event-stream")

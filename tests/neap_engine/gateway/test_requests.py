@@ -1,0 +1,88 @@
+"""What bodies become as calls of workers."""
+
+import json
+
+import pytest
+from neap_client.inference.v1 import inference_pb2 as pb
+
+from neap_engine.gateway.requests import parse_generation
+from tests.gateways import chat_body
+
+
+def call(**fields):
+    body = {"model": "tiny", "prompt": "x", **fields} if "messages" not in fields else {"model": "tiny", **fields}
+    generation = parse_generation(json.dumps(body).encode(), is_chat="messages" in fields, max_choices=4)
+    return pb.GenerateRequest.FromString(generation.calls()[0][0])
+
+
+SCHEMA = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({"structured_outputs": {"regex": "a+"}}, pb.Constraint(regex="a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, pb.Constraint(choice=pb.Choice(texts=["a", "b"]))),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, pb.Constraint(lark='start: "a"')),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+            pb.Constraint(json_schema='{"type": "object"}'),
+        ),
+        ({"structured_outputs": {"json": '{"type":"object"}'}}, pb.Constraint(json_schema='{"type":"object"}')),
+        ({"structured_outputs": {"json_object": True}}, pb.Constraint(json_object=pb.JsonObject())),
+        ({"structured_outputs": {"regex": "a", "json_object": False}}, pb.Constraint(regex="a")),
+        ({"structured_outputs": {"json_object": False, "json": None}}, None),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, pb.Constraint(regex="a")),
+        ({"response_format": {"type": "json_object"}}, pb.Constraint(json_object=pb.JsonObject())),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            pb.Constraint(json_schema='{"type": "object"}'),
+        ),
+    ],
+    ids=str,
+)
+def test_structured_answers_have_the_forms_of_other_servers(fields, constraint):
+    sent = call(**fields)
+    assert (sent.constraint if sent.HasField("constraint") else None) == constraint
+    assert call(**fields, messages=chat_body()["messages"]).constraint == sent.constraint
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_those_that_the_model_gets(mode):
+    tools = [{"type": "function", "function": {"name": name}} for name in "abc"]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tools[2], tools[0]]}}
+    chat = call(**chat_body(tools=tools, tool_choice=choice)).chat
+    assert [tool.name for tool in chat.tools] == ["a", "c"]
+    assert chat.tool_choice.HasField("required") == (mode == "required")
+
+
+def test_what_clients_send_back_of_messages_has_no_effect():
+    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    called = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
+    messages = [
+        {"role": "user", "content": [part], "cache_control": {"type": "ephemeral"}},
+        {
+            "role": "assistant", "content": None, "provider_specific_fields": {"a": 1}, "audio": None,
+            "reasoning": "so", "annotations": [{"type": "url_citation"}],
+            "tool_calls": [{"id": "1", "type": "function", "function": called, "caller": {}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "y", "status": "success"},
+    ]  # fmt: skip
+    sent = call(messages=messages).chat.messages
+    assert [(message.content, message.reasoning) for message in sent] == [("x", ""), ("", "so"), ("y", "")]
+    assert sent[1].tool_calls == [pb.ToolCall(id="1", name="f", arguments="{}")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sampling"),
+    [
+        ({"temperature": 1e-7}, pb.Sampling(temperature=0)),
+        ({"temperature": 1e-6}, pb.Sampling(temperature=1e-6)),
+        ({"top_p": 0}, pb.Sampling(temperature=0)),
+        ({"temperature": 1e-7, "top_p": 0.5}, pb.Sampling(temperature=0, top_p=0.5)),
+        ({}, pb.Sampling(temperature=1)),
+    ],
+    ids=str,
+)
+def test_where_only_the_most_probable_token_is_left_sampling_is_greedy(fields, sampling):
+    assert call(**fields).sampling == sampling
