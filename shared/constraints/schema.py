@@ -12,19 +12,19 @@ UNENFORCED = frozenset(
     | {"dependencies", "dependentRequired", "dependentSchemas", "if", "then", "else", "not"}
     | {"propertyNames", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"}
 )
-# Values by which such a keyword asks for nothing. Names are texts in any case.
-ASKS_NOTHING: tuple[dict[str, Any], ...] = (
-    {"uniqueItems": False},
-    {"propertyNames": {"type": "string"}},
-    {"propertyNames": {}},
-    {"contains": {}},
-)
+# Where such a keyword asks for nothing: names are texts in any case.
+ASKS_NOTHING: tuple[dict[str, Any], ...] = ({"uniqueItems": False}, {"propertyNames": {"type": "string"}})
 # Formats that it enforces. Others are annotations, as the specification has them by default.
 FORMATS = frozenset(
     {"date", "date-time", "duration", "time", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"}
 )
-# What is looked for beyond the text itself, or at its place: look-around, references back, borders of words.
-_BEYOND = re.compile(r"\\\\|(\(\?<?[=!]|\\[1-9bBGkZ])")
+# Annotations that it takes for more where a reference to a schema around it has them beside itself.
+BESIDE_REFERENCES = frozenset({"$comment", "deprecated", "discriminator", "example", "nullable"})
+LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+# From here on it finds no numbers between two limits.
+LARGE, SMALL = 2.0**63, 1e-30
+# Of ECMA's regular expressions: look-around, references back, borders of words, and what Rust's write differently.
+_BEYOND = re.compile(r"(\\[0-9bBcehGkKQRZ]|\(\?<?[=!]|\(\?[>#]|\[(?:\\.|[^\]\\[])*\[(?!:)|\[\^?\])|\\.")
 
 
 def fitted(schema: str, *, is_strict: bool) -> tuple[str, tuple[str, ...]]:
@@ -44,8 +44,7 @@ def _fit(root: dict[str, Any], *, is_strict: bool) -> tuple[str, ...]:
     left = [("#", root)]
     while left:
         place, schema = left.pop()
-        if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
-            del schema["format"]
+        _drop_annotations(schema)
         if not is_strict:
             dropped += [f"{place}/{name}" for name in _drop(schema)]
         left += [(f"{place}/{where}", inner) for where, inner in inner_schemas(schema)]
@@ -55,10 +54,21 @@ def _fit(root: dict[str, Any], *, is_strict: bool) -> tuple[str, ...]:
     return tuple(sorted(dropped))
 
 
+def _drop_annotations(schema: dict[str, Any]) -> None:
+    """Removes what asks for nothing of one schema, without those in it."""
+    if isinstance(schema.get("format"), str) and schema["format"] not in FORMATS:
+        del schema["format"]
+    for name in list(schema):
+        if {name: schema[name]} in ASKS_NOTHING or (name in BESIDE_REFERENCES and "$ref" in schema):
+            del schema[name]
+
+
 def _drop(schema: dict[str, Any]) -> list[str]:
-    """Removes what of one schema, without those in it, cannot be enforced. What it is, if it asks for something."""
-    found = [name for name in schema if name in UNENFORCED or (name == "pattern" and _is_beyond(schema[name]))]
-    dropped = [name for name in found if {name: schema.pop(name)} not in ASKS_NOTHING]
+    """Removes what of one schema cannot be enforced, and returns its names."""
+    dropped = [name for name in schema if name in UNENFORCED or (name == "pattern" and _is_beyond(schema[name]))]
+    dropped += [name for name in LIMITS if _is_out_of_range(schema.get(name))]
+    for name in dropped:
+        del schema[name]
     if isinstance(named := schema.get("patternProperties"), dict):
         beyond = [pattern for pattern in named if _is_beyond(pattern)]
         for pattern in beyond:
@@ -69,6 +79,10 @@ def _drop(schema: dict[str, Any]) -> list[str]:
         dropped.append("$ref")
         del schema["$ref"]
     return dropped
+
+
+def _is_out_of_range(limit: Any) -> bool:
+    return isinstance(limit, int | float) and limit != 0 and not SMALL <= abs(limit) < LARGE
 
 
 def _is_beyond(pattern: Any) -> bool:
