@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from shared.errors import InvalidInput
 
-# Stands before each control token that a client has written. Unicode keeps this character out of texts.
+# Stands within each control token that a client has written, behind its first character: what a template makes of it,
+# such as JSON or Python's own form of a value, is no control token either. Unicode keeps this character out of texts.
 MARK = "\ufdd0"
 
 # Characters that stand before a text, in order.
@@ -31,7 +32,7 @@ class ControlTokens:
         tags = {token.content: i for i, token in added if token.content in template and not token.content.isspace()}
         self._control_ids = {*special.values(), *tags.values()}
         self._any, self._special = _any_of({**special, **tags}), _any_of(special)
-        self._marked = re.compile(f"{MARK}({self._any.pattern})?")
+        self._marked = re.compile(f"({_any_of(map(_marked, {**special, **tags})).pattern})|{MARK}")
         self._spellings: dict[str, list[int]] = {}
 
     def mark(self, value: Any, may_have_tags: bool = False) -> Any:
@@ -39,7 +40,7 @@ class ControlTokens:
         are text, because a model wrote it, and the template may look for its tags."""
         if isinstance(value, str):
             found = self._special if may_have_tags else self._any
-            return found.sub(rf"{MARK}\g<0>", value.replace(MARK, ""))
+            return found.sub(lambda control: _marked(control[0]), value.replace(MARK, ""))
         if isinstance(value, Mapping):
             return {self.mark(key): self.mark(inner) for key, inner in value.items()}
         return [self.mark(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -51,7 +52,7 @@ class ControlTokens:
         ids = _encoded(self._tokenizer, [first])[0]
         for control, behind in zip(rest[::2], encode_behind(self._tokenizer, rest[1::2]), strict=True):
             if control:  # a template may have taken the text apart that a mark is in
-                ids += self._spelling(control)
+                ids += self._spelling(control.replace(MARK, ""))
             ids += behind
         return ids
 
@@ -81,6 +82,10 @@ class ControlTokens:
 
         spellings = (_without(tokens(before), tokens(before + text)) for before in (*BEFORE, ""))
         return next(filter(None, spellings), [])
+
+
+def _marked(control: str) -> str:
+    return f"{control[0]}{MARK}{control[1:]}"
 
 
 def encode_behind(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

@@ -58,6 +58,16 @@ def test_only_the_template_writes_control_tokens(template):
     assert controls_of(wanted) != controls_of(chat_of("x"))
 
 
+@pytest.mark.parametrize("shown", ["tools", "tools | tojson(ensure_ascii=True)", "messages[0].content | list | join"])
+def test_they_are_none_however_the_template_shows_them(shown):
+    loaded = build_chat_model(THINKING + "{{ " + shown + " }}", own_tokens=True)
+    controls = set(loaded.tokenizer.get_added_vocab().values())
+    forged, plain = (
+        [token for token in prompt_of(loaded, chat_of(text)) if token in controls] for text in (FORGED, "x")
+    )
+    assert forged == plain
+
+
 def test_tags_of_a_models_own_turn_are_as_it_wrote_them():
     loaded = build_chat_model(THINKING, own_tokens=True)
     said = [{"role": "assistant", "content": "<think>a</think> b <tool_call>"}, {"role": "user", "content": "c"}]
