@@ -6,6 +6,7 @@ the health from being set or watched, and a drain from its beginning. It starts 
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -13,6 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from shared.errors import NotFound
 
 _Status = health_pb2.HealthCheckResponse
+# How long a stop waits until watchers are told. Only those that do not read take this long.
+TELLING_S = 0.5
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):
@@ -21,19 +24,28 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     def __init__(self, names: Sequence[str]) -> None:
         self._statuses: dict[str, Any] = dict.fromkeys(("", *names), _Status.NOT_SERVING)
         self._changed = asyncio.Event()
+        self._watches: set[object] = set()
+        # Watches that are not told of the latest change.
+        self._untold: set[object] = set()
+        self._all_told = asyncio.Event()
         self._is_stopping = False
 
     def set(self, status: Any) -> None:
         """Set the health of all. Has no effect after `stop`."""
         if not self._is_stopping:
             self._statuses = dict.fromkeys(self._statuses, status)
+            self._untold = set(self._watches)
             self._changed.set()
             self._changed = asyncio.Event()
 
-    def stop(self) -> None:
-        """Set the health of all to NOT_SERVING for good."""
+    async def stop(self) -> None:
+        """Set the health of all to NOT_SERVING for good, and wait at most `TELLING_S` until watchers are told."""
         self.set(_Status.NOT_SERVING)
         self._is_stopping = True
+        self._all_told.clear()
+        with suppress(TimeoutError):
+            while self._untold:
+                await asyncio.wait_for(self._all_told.wait(), TELLING_S)
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
         if request.service not in self._statuses:
@@ -41,14 +53,26 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         return _Status(status=self._statuses[request.service])
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        last: Any = None
-        while True:
-            changed = self._changed
-            status = self._statuses.get(request.service, _Status.SERVICE_UNKNOWN)
-            if status != last:
-                last = status
-                yield _Status(status=status)
-            await changed.wait()
+        last, watch = None, object()
+        self._watches.add(watch)
+        try:
+            while True:
+                changed = self._changed
+                status = self._statuses.get(request.service, _Status.SERVICE_UNKNOWN)
+                if status != last:
+                    last = status
+                    yield _Status(status=status)
+                if changed is self._changed:
+                    self._told(watch)
+                    await changed.wait()
+        finally:
+            self._watches.discard(watch)
+            self._told(watch)
+
+    def _told(self, watch: object) -> None:
+        self._untold.discard(watch)
+        if not self._untold:
+            self._all_told.set()
 
     async def List(self, request: Any, context: Any) -> Any:  # noqa: N802
         messages: Any = health_pb2  # the type stubs do not have List yet

@@ -133,7 +133,7 @@ class RpcServer:
         Calls that still run after `drain_timeout_s` end with UNAVAILABLE (reason SHUTTING_DOWN). A second
         `request_stop` ends them at once.
         """
-        self._health.stop()
+        await self._health.stop()
         log.info("draining", grace_s=self.grace_s, drain_timeout_s=self.drain_timeout_s)
         self.waits.drain()
         # server.stop() closes the listener at once, so the grace period comes first.
@@ -195,7 +195,7 @@ class RpcServer:
         await asyncio.wait((preparing, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not preparing.done():
             preparing.cancel()
-            self._health.stop()
+            await self._health.stop()
             await self.stop()
             return False
         try:
