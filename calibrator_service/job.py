@@ -13,7 +13,8 @@ from shared.errors import Corrupt
 
 # Raised when states are added, too.
 JOBS_SCHEMA_VERSION = 3
-# Prompts may have megabytes, and every report of progress writes the job's whole row, so they have rows of their own.
+# Prompts may have megabytes, and every report of progress writes the job's whole row, so they have rows of their own. A
+# job that has ended keeps their digest only.
 JOBS_SCHEMA = """
 CREATE TABLE jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, calibration_id TEXT NOT NULL UNIQUE, request_id TEXT NOT NULL UNIQUE,
@@ -80,10 +81,10 @@ Report = Progress | Problem | Ended | str
 class Job:
     """A job at the time it was read. `number` orders jobs; `revision` increases with every change.
 
-    `spec`: without prompts, if the job was read without them; the error (JOB_UNREADABLE) if this build cannot read it,
-    so that the queue and lists can handle such a job. `publishing`: an attempt to publish the product has begun, so the
-    registry may have the version. `num_deaths` counts processes that died by themselves while their service was
-    running.
+    `spec`: without prompts, if the job was read without them or has ended; the error (JOB_UNREADABLE) if this build
+    cannot read it, so that the queue and lists can handle such a job. `publishing`: an attempt to publish the product
+    has begun, so the registry may have the version. `num_deaths` counts processes that died by themselves while their
+    service was running.
     """
 
     number: int
@@ -115,8 +116,9 @@ def job_from_row(row: Row) -> Job:
     """Reads a row of the table of jobs, with the job's prompts if it has a column of them."""
     values = dict(row)
     spec: CalibrationSpec | Corrupt
+    prompts = json.loads(values.pop("prompts", None) or "[]")
     try:
-        spec = read_stored_spec(values["spec"], json.loads(values.pop("prompts", None) or "[]"))
+        spec = read_stored_spec(values["spec"], prompts if isinstance(prompts, list) else ())
     except Corrupt as error:
         calibration_id = values["calibration_id"]
         spec = Corrupt(

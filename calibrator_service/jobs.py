@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from sqlite3 import Connection
 
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import CalibrationSpec
@@ -24,12 +25,15 @@ from calibrator_service.job import (
     job_from_row,
 )
 from calibrator_service.spec_messages import stored_spec
+from shared.digests import digest_of
 from shared.errors import AlreadyExists, Corrupt, Exhausted, NotFound, PreconditionFailed
 from shared.registry.base import PublishedVersion
 from shared.sqlite import Database
 
 APPLICATION_ID = 0x6E65616A
 MAX_RESUMES = 3
+# Records of older jobs are removed once these have ended, however short ago.
+MAX_RECORDS = 10_000
 _LARGEST_INTEGER = 2**63 - 1
 _QUEUE_RETRY_S = 30.0
 
@@ -73,16 +77,18 @@ class JobStore:
 
         Raises AlreadyExists if the request id was used for another job, Exhausted (QUEUE_FULL).
         """
+        bare, prompts = spec.without_prompts(), json.dumps(spec.prompts, separators=(",", ":"))
         with self.database.transaction() as connection:
             known = connection.execute("SELECT calibration_id FROM jobs WHERE request_id = ?", (request_id,)).fetchone()
             if known is not None:
-                job = self.get(known["calibration_id"], with_prompts=True)
-                if not _asks_for(job, spec, aliases):
+                job = self.get(known["calibration_id"])
+                has_same_prompts = _digest(self._prompts(job.calibration_id)) == _digest(prompts)
+                if not (has_same_prompts and _asks_for(job, bare, aliases)):
                     raise AlreadyExists(
                         f"request {request_id!r} has already started another calibration, {job.calibration_id}",
                         metadata={"calibration_id": job.calibration_id},
                     )
-                return self.get(job.calibration_id)
+                return job
             (num_queued,) = connection.execute("SELECT count(*) FROM jobs WHERE state = 'queued'").fetchone()
             if num_queued >= max_queued:
                 raise Exhausted(
@@ -93,14 +99,20 @@ class JobStore:
                 "INSERT INTO jobs (calibration_id, request_id, model_id, spec, aliases, num_prompts, state, "
                 "create_time_s) VALUES (?, ?, ?, ?, ?, ?, 'queued', ?)",
                 (
-                    *(calibration_id, request_id, spec.model_id, stored_spec(spec)),
+                    *(calibration_id, request_id, spec.model_id, stored_spec(bare)),
                     *(json.dumps(list(aliases)), len(spec.prompts), time.time()),
                 ),
             )
             if spec.prompts:
-                row = (calibration_id, json.dumps(spec.prompts, separators=(",", ":")))
-                connection.execute("INSERT INTO job_prompts VALUES (?, ?)", row)
-            return self.get(calibration_id)
+                connection.execute("INSERT INTO job_prompts VALUES (?, ?)", (calibration_id, prompts))
+            job = self.get(calibration_id)
+            # However fast jobs are made and cancelled.
+            _remove_ended(connection, "number <= ?", job.number - MAX_RECORDS)
+            return job
+
+    def _prompts(self, calibration_id: str) -> str:
+        row = self.database.row("SELECT prompts FROM job_prompts WHERE calibration_id = ?", (calibration_id,))
+        return "[]" if row is None else str(row["prompts"])
 
     def has_request(self, request_id: str) -> bool:
         """Whether a job was created for the request."""
@@ -179,19 +191,8 @@ class JobStore:
 
     def remove_ended(self, before_s: float) -> int:
         """Removes the records of jobs that ended before `before_s` (Unix time) and returns their number."""
-        is_old = "end_time_s < ? AND state IN ('succeeded', 'failed', 'cancelled')"
         with self.database.transaction() as connection:
-            connection.execute(
-                "INSERT INTO removed_jobs SELECT model_id, sum(num_resumes) FROM jobs"
-                f" WHERE {is_old} GROUP BY model_id"
-                " ON CONFLICT (model_id) DO UPDATE SET num_resumes = num_resumes + excluded.num_resumes",
-                (before_s,),
-            )
-            connection.execute(
-                f"DELETE FROM job_prompts WHERE calibration_id IN (SELECT calibration_id FROM jobs WHERE {is_old})",
-                (before_s,),
-            )
-            return connection.execute(f"DELETE FROM jobs WHERE {is_old}", (before_s,)).rowcount
+            return _remove_ended(connection, "end_time_s < ?", before_s)
 
     # A job's work, recorded by the supervisor.
 
@@ -331,6 +332,10 @@ class JobStore:
                 (*changes.values(), calibration_id),
             )
             job = self.get(calibration_id)
+            if job.state.has_ended:
+                # Nobody runs it again. A repeated request is compared by the digest.
+                row = (_digest(self._prompts(calibration_id)), calibration_id)
+                connection.execute("UPDATE job_prompts SET prompts = ? WHERE calibration_id = ?", row)
         self._on_change()
         return job
 
@@ -340,7 +345,26 @@ def _ended(state: JobState, reason: str = "", message: str = "") -> Changes:
     return {"state": state, "phase": "", "end_time_s": time.time(), **failure}
 
 
+def _remove_ended(connection: Connection, which: str, limit: float) -> int:
+    """Removes the records of the ended jobs that meet `which` and returns their number."""
+    which = f"{which} AND state IN ('succeeded', 'failed', 'cancelled')"
+    connection.execute(
+        f"INSERT INTO removed_jobs SELECT model_id, sum(num_resumes) FROM jobs WHERE {which} GROUP BY model_id"
+        " ON CONFLICT (model_id) DO UPDATE SET num_resumes = num_resumes + excluded.num_resumes",
+        (limit,),
+    )
+    connection.execute(
+        f"DELETE FROM job_prompts WHERE calibration_id IN (SELECT calibration_id FROM jobs WHERE {which})", (limit,)
+    )
+    return connection.execute(f"DELETE FROM jobs WHERE {which}", (limit,)).rowcount
+
+
+def _digest(prompts: str) -> str:
+    """What `job_prompts` keeps of the prompts of a job that has ended: their digest, as JSON."""
+    return json.dumps(digest_of(prompts.encode())) if prompts.startswith("[") else prompts
+
+
 def _asks_for(job: Job, spec: CalibrationSpec, aliases: Sequence[str]) -> bool:
-    """Whether the caller of `job` asked for the same. What this build cannot read is not the same."""
+    """Whether the caller of `job` asked for the same, prompts apart. What this build cannot read is not the same."""
     known = job.spec
     return not isinstance(known, Corrupt) and known.as_asked() == spec.as_asked() and job.aliases == tuple(aliases)

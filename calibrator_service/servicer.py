@@ -28,6 +28,8 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CalibrationService"].full_name
 MAX_ALIASES = 16
 # Half of the largest message, so that every spec that was accepted can be returned.
 MAX_SPEC_BYTES = MAX_MESSAGE_BYTES // 2
+# Of short prompts even these bytes hold millions, and each costs some microseconds.
+MAX_PROMPTS = 100_000
 # The alias that a calibration moves if its spec names none.
 LATEST = "latest"
 
@@ -61,6 +63,8 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
     ) -> pb.CreateCalibrationResponse:
         # Aliases decide which version every client is served with, as in RouterService.SetAlias.
         # "latest" is there for calibrations.
+        if len(request.spec.aliases) > MAX_ALIASES:
+            raise InvalidInput(f"at most {MAX_ALIASES} aliases", reason="BAD_SPEC")
         if any(alias != LATEST for alias in request.spec.aliases):
             require_role(Role.ADMIN, "an alias other than latest")
         aliases, spec = await self._pool.call(self._checked, request)
@@ -87,12 +91,16 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
                 reason="SPEC_TOO_LARGE",
                 metadata={"field": "spec", "max_bytes": str(MAX_SPEC_BYTES)},
             )
+        if (num_prompts := len(request.spec.self_generated.prompts)) > MAX_PROMPTS:
+            raise InvalidInput(
+                f"the spec has {num_prompts} prompts; at most {MAX_PROMPTS} are allowed. Give answers in a file",
+                reason="SPEC_TOO_LARGE",
+                metadata={"field": "spec.self_generated.prompts", "max_prompts": str(MAX_PROMPTS)},
+            )
         if request.spec.parent.version:
             # Beside a version an alias is ignored. In a stored spec both stand: what was asked for, and what it named.
             request.spec.parent.ClearField("alias")
         spec = spec_from_proto(request.spec, max_time_budget_s=self._settings.max_time_budget_s)
-        if len(request.spec.aliases) > MAX_ALIASES:
-            raise InvalidInput(f"at most {MAX_ALIASES} aliases", reason="BAD_SPEC")
         aliases = unique_aliases(request.spec.aliases or (LATEST,))
         check_model_id(spec.model_id)
         if spec.model_id not in self._settings.sources:
@@ -112,7 +120,11 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
     async def GetCalibration(  # noqa: N802
         self, request: pb.GetCalibrationRequest, context: Any
     ) -> pb.GetCalibrationResponse:
-        job = await self._pool.call(self._store.get, request.calibration_id, with_prompts=True)
+        return await self._pool.call(self._get, request.calibration_id)
+
+    def _get(self, calibration_id: str) -> pb.GetCalibrationResponse:
+        # In the pool: there may be many prompts.
+        job = self._store.get(calibration_id, with_prompts=True)
         return pb.GetCalibrationResponse(calibration=job_to_proto(job))
 
     async def ListCalibrations(  # noqa: N802

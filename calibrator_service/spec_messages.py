@@ -129,7 +129,7 @@ def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_
     if spec.parent is not None:
         message.parent.CopyFrom(calibration_pb2.ParentRouter(**asdict(spec.parent)))
     name = next(name for name, kind in _SOURCES.items() if isinstance(spec.source, kind))
-    source = {field: value for field, value in asdict(spec.source).items() if field != "public_only"}
+    source = {field: value for field, value in vars(spec.source).items() if field != "public_only"}
     message.MergeFrom(calibration_pb2.CalibrationSpec(**{name: source}))  # type: ignore[arg-type]
     return message
 
@@ -137,10 +137,7 @@ def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_
 def stored_spec(spec: CalibrationSpec) -> str:
     """The spec as the job store keeps it, without its prompts: they may have megabytes, and have a table of their
     own."""
-    message = spec_to_proto(spec, ())
-    if spec.prompts:
-        message.self_generated.ClearField("prompts")
-    return MessageToJson(message, indent=None)
+    return MessageToJson(spec_to_proto(spec.without_prompts(), ()), indent=None)
 
 
 def read_stored_spec(text: str, prompts: Sequence[str]) -> CalibrationSpec:

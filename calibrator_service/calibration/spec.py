@@ -153,6 +153,11 @@ class CalibrationSpec:
         """The prompts of a SelfGenerated source; () for any other."""
         return self.source.prompts if isinstance(self.source, SelfGenerated) else ()
 
+    def without_prompts(self) -> "CalibrationSpec":
+        if not isinstance(self.source, SelfGenerated):
+            return self
+        return replace(self, source=replace(self.source, prompts=()))
+
     @property
     def uses_workers(self) -> bool:
         """Whether inference workers are asked to write its text, too."""

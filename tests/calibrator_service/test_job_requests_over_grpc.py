@@ -22,6 +22,8 @@ BAD_SPECS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no model id": ({"model_id": ""}, InvalidInput, "BAD_MODEL_ID"),
     "bad alias": ({"aliases": ["No Way"]}, InvalidInput, "BAD_ALIAS"),
     "too large": ({"self_generated": pb.SelfGenerated(prompts=["x" * 1_000_000] * 9)}, InvalidInput, "SPEC_TOO_LARGE"),
+    "too many": ({"self_generated": pb.SelfGenerated(prompts=["x"] * 100_001)}, InvalidInput, "SPEC_TOO_LARGE"),
+    "too many aliases": ({"aliases": ["latest"] * 17}, InvalidInput, "BAD_SPEC"),
     "workers, but none are configured": (
         {"self_generated": pb.SelfGenerated(use_workers=True)},
         PreconditionFailed,

@@ -2,16 +2,19 @@
 
 import multiprocessing
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from calibrator_service import jobs
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, HubDataset, SelfGenerated, TextFile
 from calibrator_service.job import Ended, Job, JobState, Problem
 from calibrator_service.jobs import MAX_RESUMES, JobStore
 from calibrator_service.spec_messages import stored_spec
-from shared.errors import Corrupt, PreconditionFailed
+from shared.errors import AlreadyExists, Corrupt, PreconditionFailed
+from shared.registry.base import PublishedVersion
 from tests.calibrator_service.conftest import rewrite
 
 SPEC = CalibrationSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, rung_depths=(1, 2))
@@ -109,6 +112,40 @@ def test_old_jobs_are_removed_but_none_that_is_not_published(store):
     assert len(store.database.rows("SELECT * FROM job_prompts")) == 2
     assert sum(count.num_resumes for count in store.count_jobs()) == 2, "a counter never falls"
     assert create(store, "a").calibration_id not in (ended, unpublished, waiting)
+
+
+@pytest.mark.parametrize("end", ["cancelled while it waits", "cancelled while it runs", "failed", "published"])
+def test_a_job_that_has_ended_keeps_the_digest_of_its_prompts_only(store, tmp_path, end):
+    spec = replace(SPEC, source=SelfGenerated(("a secret of somebody", "b")))
+    job_id = create(store, spec=spec).calibration_id
+    if end == "cancelled while it waits":
+        store.cancel(job_id)
+    else:
+        store.claim()
+        if end == "published":
+            store.record_end(job_id, FINISHED)
+            store.end_publishing(job_id, PublishedVersion("tiny", 1, "sha256:0", 0.0, 1, {}))
+        else:
+            state = JobState.FAILED if end == "failed" else JobState.CANCELLED
+            store.record_end(job_id, Ended(state, "A", "b"))
+    job = store.get(job_id, with_prompts=True)
+    assert (job.state.has_ended, job.num_prompts, job.spec) == (True, 2, spec.without_prompts())
+    (kept,) = store.database.rows("SELECT prompts FROM job_prompts")
+    assert "secret" not in kept["prompts"]
+    assert create(store, spec=spec).calibration_id == job_id
+    for other in (SelfGenerated(("a secret of somebody", "c")), SelfGenerated(), SelfGenerated((kept["prompts"],))):
+        with pytest.raises(AlreadyExists):
+            create(store, spec=replace(spec, source=other))
+
+
+def test_of_jobs_made_and_cancelled_fast_the_last_records_stay(store, monkeypatch):
+    monkeypatch.setattr(jobs, "MAX_RECORDS", 5)
+    waiting = create(store, "waits").calibration_id
+    for number in range(20):
+        last = store.cancel(create(store, f"request-{number}").calibration_id).calibration_id
+    assert len(states := store.states()) == 6
+    assert (states[waiting], states[last]) == ("queued", "cancelled")
+    assert len(store.database.rows("SELECT * FROM job_prompts")) == 6
 
 
 def test_a_store_of_another_version_is_refused(store, tmp_path):
