@@ -173,7 +173,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             least_priority=least_priority(self._priority_of_roles),
             chats_have_control_tokens=self._chats_have_control_tokens,
         )
-        if generation.constraint is not None:
+        if generation.constraint is not None and not engine.has_compiled(generation.constraint):
             await self._pools.constraints.call(engine.compile, generation.constraint)
         router: LoadedRouter | None = None
         if generation.policy.name != "full":

@@ -1,31 +1,34 @@
 """Compiles constraints for one model."""
 
-import json
+import re
 from collections import OrderedDict
 from contextlib import suppress
 from copy import copy
+from dataclasses import dataclass
 from sys import getsizeof
 from threading import Lock
 from typing import Any
 
 import structlog
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from shared.constraints.constraint import Constraint, MessageConstraint, invalid
 from shared.constraints.message import message_grammar
-from shared.constraints.state import DEAD_END, ConstraintState
+from shared.constraints.state import DEAD_END, Compiled, ConstraintState
 from shared.constraints.trials import Trials
 from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
 
 log = structlog.get_logger("neap.constraints")
 
-# Compiled constraints and refusals are kept up to this size, each counted with its text and OVERHEAD_BYTES.
+# What is known of constraints is kept up to this size, each counted with its text and OVERHEAD_BYTES.
 MAX_KEPT_BYTES = 64 << 20
 OVERHEAD_BYTES = 64 << 10
 # Of one compiled constraint.
 MAX_COMPILED_BYTES = 32 << 20
+# What a lexer keeps of a second's work at most. The library does not say how much it keeps.
+GROWTH_PER_S = 256 << 20
 # What ambiguous grammars take at a token grows with the cube of these items, what regular expressions keep with the
 # lexer's states, at one or two kilobytes each. Schemas of Kubernetes need a tenth.
 LIMITS: dict[str, Any] = {
@@ -43,6 +46,22 @@ MAX_REASON_CHARACTERS = 400
 _AnyConstraint = Constraint | MessageConstraint
 
 
+@dataclass
+class _Known:
+    """Why a constraint is refused, or that it may be compiled to `compiled_bytes`. `compiled`: None once its place was
+    needed."""
+
+    text_bytes: int
+    refusal: InvalidInput | None = None
+    compiled_bytes: int = 0
+    compiled: Compiled | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        grown = 0 if self.compiled is None else self.compiled_bytes + int(GROWTH_PER_S * self.compiled.spent_s)
+        return OVERHEAD_BYTES + self.text_bytes + grown
+
+
 class ConstraintCompiler:
     """Thread-safe. A constraint is compiled in a process of its own first, where it can harm nobody, and here only if
     it stays within the limits (`trial_process`). This takes milliseconds to seconds, so it is not for the engine's
@@ -52,8 +71,8 @@ class ConstraintCompiler:
         self._loaded = loaded
         self._lock, self._reading = Lock(), Lock()
         self._libraries: tuple[LLTokenizer, Trials] | None = None
-        # The least recently used first, with its size.
-        self._kept: OrderedDict[_AnyConstraint, tuple[LLMatcher | InvalidInput, int]] = OrderedDict()
+        # The least recently used first.
+        self._known: OrderedDict[_AnyConstraint, _Known] = OrderedDict()
 
     def start(self, constraint: _AnyConstraint) -> ConstraintState:
         """The state of an answer without tokens.
@@ -61,62 +80,87 @@ class ConstraintCompiler:
         Raises `InvalidInput` (reasons CONSTRAINT_INVALID with its place, CONSTRAINT_TOO_COMPLEX, NO_TOKENIZER,
         CONSTRAINTS_NOT_SUPPORTED), `Unavailable`.
         """
-        loaded = self._loaded
-        matcher = self.compiled(constraint).deep_copy()
-        return ConstraintState(matcher, self._libraries_of_model()[0], loaded.vocabulary_size, loaded.eos_token_ids)
+        loaded, compiled = self._loaded, self.compiled(constraint)
+        return ConstraintState(compiled, self._libraries_of_model()[0], loaded.vocabulary_size, loaded.eos_token_ids)
 
-    def compiled(self, constraint: _AnyConstraint) -> LLMatcher:
+    def compiled(self, constraint: _AnyConstraint) -> Compiled:
         """Compiles it, unless it is kept. Raises as `start` does."""
-        with self._lock:
-            known, num_bytes = self._kept.pop(constraint, (None, 0))
-            if known is not None:
-                self._kept[constraint] = known, num_bytes
+        known = self._find(constraint)
         if known is None:
+            text_bytes = _num_bytes(constraint)
             try:
-                known, num_bytes = self._compile(constraint)
+                known = _Known(text_bytes, compiled_bytes=self._try(constraint))
             except InvalidInput as error:
-                known, num_bytes = error, 0
-            self._keep(constraint, known, num_bytes + OVERHEAD_BYTES + _num_bytes(constraint))
-        if isinstance(known, InvalidInput):
+                known = _Known(text_bytes, error)
+        if known.refusal is not None:
+            self._keep(constraint, known)
             # A new one each time, because a traceback is added to what is raised.
-            raise InvalidInput(known.message, reason=known.reason, metadata=known.metadata)
-        return known
+            raise InvalidInput(known.refusal.message, reason=known.refusal.reason, metadata=known.refusal.metadata)
+        if (compiled := known.compiled) is None:
+            compiled = known.compiled = self._compile(constraint)
+        self._keep(constraint, known)
+        return compiled
 
-    def _keep(self, constraint: _AnyConstraint, compiled: LLMatcher | InvalidInput, num_bytes: int) -> None:
+    def has(self, constraint: _AnyConstraint) -> bool:
+        """Whether `compiled` need not compile."""
+        known = self._find(constraint)
+        return known is not None and (known.refusal or known.compiled) is not None
+
+    def _find(self, constraint: _AnyConstraint) -> _Known | None:
+        """What is known, without a lexer that answers have made too large or brought to its limit."""
         with self._lock:
-            self._kept[constraint] = compiled, num_bytes
-            sizes = sum(size for _, size in self._kept.values())
-            while sizes > MAX_KEPT_BYTES:
-                _, (_, size) = self._kept.popitem(last=False)
-                sizes -= size
+            known = self._known.get(constraint)
+            compiled = known.compiled if known else None
+            if known and compiled and (compiled.has_failed or known.num_bytes > MAX_COMPILED_BYTES):
+                known.compiled = None
+            return known
 
-    def _compile(self, constraint: _AnyConstraint) -> tuple[LLMatcher, int]:
-        """The compiled constraint, and the bytes that it takes."""
-        tokenizer, trials = self._libraries_of_model()
-        try:
-            if isinstance(constraint, MessageConstraint):
-                grammar = message_grammar(constraint, grammar_of, self._special_tokens(tokenizer))
-            else:
-                grammar = grammar_of(constraint)
-        except ValueError as error:
-            raise invalid(_shortened(str(error)), constraint.field) from error
+    def _keep(self, constraint: _AnyConstraint, known: _Known) -> None:
+        with self._lock:
+            self._known[constraint] = known
+            self._known.move_to_end(constraint)
+            sizes = sum(each.num_bytes for each in self._known.values())
+            for other, each in [*self._known.items()]:
+                if sizes <= MAX_KEPT_BYTES:
+                    return
+                sizes -= each.num_bytes
+                each.compiled = None
+                sizes += each.num_bytes
+                if sizes > MAX_KEPT_BYTES:
+                    del self._known[other]
+                    sizes -= each.num_bytes
+
+    def _try(self, constraint: _AnyConstraint) -> int:
+        """The bytes that it takes when it is compiled. Raises as `start` does."""
+        grammar, trials = self._grammar(constraint), self._libraries_of_model()[1]
         verdict = trials.attempt(grammar=grammar, schemas=constraint.schemas, limits=LIMITS, json_options=JSON_OPTIONS)
         if verdict is None or verdict.num_bytes > MAX_COMPILED_BYTES:
-            raise InvalidInput(
-                f"{constraint.field}: to compile it takes too much time or memory",
-                reason="CONSTRAINT_TOO_COMPLEX",
-                metadata={"field": constraint.field},
-            )
-        if verdict.error is not None:
-            if verdict.error.startswith(DEAD_END):
-                raise invalid("no text fulfils it", constraint.field)
-            place = f"{verdict.place}: " if verdict.place else ""
-            raise invalid(_shortened(f"{place}{verdict.error}"), verdict.field or constraint.field)
+            raise _too_complex("to compile it takes too much time or memory", constraint.field)
+        if verdict.error is None:
+            return verdict.num_bytes
+        if verdict.error.startswith(DEAD_END):
+            raise invalid("no text fulfils it", constraint.field)
+        place = f"{verdict.place}: " if verdict.place else ""
+        error = _too_complex if verdict.is_limit else invalid
+        raise error(_shortened(f"{place}{verdict.error}"), verdict.field or constraint.field)
+
+    def _compile(self, constraint: _AnyConstraint) -> Compiled:
+        """Compiles here what has been tried."""
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        tokenizer = self._libraries_of_model()[0]
+        matcher = LLMatcher(tokenizer, self._grammar(constraint), log_level=0, limits=limits)
         # Copies know what the first tokens may be.
         matcher.compute_logit_bias()
-        return matcher, verdict.num_bytes
+        return Compiled(matcher)
+
+    def _grammar(self, constraint: _AnyConstraint) -> str:
+        try:
+            if isinstance(constraint, MessageConstraint):
+                special = self._special_tokens(self._libraries_of_model()[0])
+                return message_grammar(constraint, grammar_of, special)
+            return grammar_of(constraint)
+        except ValueError as error:
+            raise invalid(_shortened(str(error)), constraint.field) from error
 
     def _special_tokens(self, tokenizer: LLTokenizer) -> dict[str, int]:
         """Those that the library tells apart from the text that they stand for."""
@@ -164,6 +208,10 @@ def _tokenizer(model_id: str, described: dict[str, Any]) -> LLTokenizer:
         raise _not_supported("llguidance does not know its tokenizer") from error
 
 
+def _too_complex(why: str, field: str) -> InvalidInput:
+    return InvalidInput(f"{field}: {why}", reason="CONSTRAINT_TOO_COMPLEX", metadata={"field": field})
+
+
 def _not_supported(why: str) -> InvalidInput:
     return InvalidInput(f"answers of this model cannot be constrained: {why}", reason="CONSTRAINTS_NOT_SUPPORTED")
 
@@ -171,7 +219,8 @@ def _not_supported(why: str) -> InvalidInput:
 def grammar_of(constraint: Constraint) -> str:
     """The constraint in the library's own format. Raises ValueError for a schema that is no JSON."""
     if constraint.choice is not None:
-        return grammar_from("choice", json.dumps(constraint.choice, ensure_ascii=False))
+        # One lexeme: as a rule of Lark each text would be an item of the parser, which may have a thousand.
+        return LLMatcher.grammar_from_regex("|".join(map(re.escape, constraint.choice)))
     if constraint.regex is not None:
         return LLMatcher.grammar_from_regex(constraint.regex)
     if constraint.lark is not None:

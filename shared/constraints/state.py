@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
-from time import perf_counter
+from time import thread_time
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -20,26 +20,38 @@ T = TypeVar("T")
 WORD_BITS = 32
 # Forced tokens that are kept at once. A grammar may force text without end.
 MAX_RUN = 64
-# What a grammar may take of the engine's thread, in seconds: at once, and for each token of the answer. Those that
-# people write take a tenth of it. The library's limits bound what it takes at one token.
+# Bytes of forced text of which the first token is looked for.
+MAX_BEGUN = 256
+# What a grammar may take of the engine's thread, in seconds of a processor: at once, and for each token of the answer.
+# Those that people write take a tenth of it. The library's limits bound what it takes at one token.
 MOST_S, MOST_PER_TOKEN_S = 0.5, 0.005
 # How the library calls a state from which no text is complete.
 DEAD_END = "NoExtensionBias"
 
 
+@dataclass
+class Compiled:
+    """A matcher that has consumed nothing. Its copies, one for each answer, share its lexer, which keeps what it has
+    computed: in `spent_s` seconds of a processor. `has_failed`: a copy has come to a limit, perhaps the lexer's own."""
+
+    matcher: LLMatcher
+    spent_s: float = 0.0
+    has_failed: bool = False
+
+
 class ConstraintState:
     """The grammar's state after the final tokens of one answer. Used by one thread at a time.
 
-    `matcher` has consumed nothing, and is this state's own. A `path` is a sequence of drafts after the final tokens.
-    The matcher is moved between paths by rollback, and what it says of a path is kept until a final token rules the
-    path out: drafting and verification ask for the same ones. Whether one token is allowed takes it microseconds, and a
-    mask a hundred times as long.
+    A `path` is a sequence of drafts after the final tokens. The matcher is moved between paths by rollback, and what it
+    says of a path is kept until a final token rules the path out: drafting and verification ask for the same ones.
+    Whether one token is allowed takes it microseconds, and a mask a hundred times as long.
     """
 
     def __init__(
-        self, matcher: LLMatcher, tokenizer: LLTokenizer, vocabulary_size: int, eos_token_ids: Set[int]
+        self, compiled: Compiled, tokenizer: LLTokenizer, vocabulary_size: int, eos_token_ids: Set[int]
     ) -> None:
-        self._matcher = matcher
+        self._compiled = compiled
+        self._matcher = compiled.matcher.deep_copy()
         self._tokenizer = tokenizer
         self._vocabulary_size = vocabulary_size
         self._eos_token_ids, self._ends = eos_token_ids, sorted(eos_token_ids)
@@ -58,6 +70,7 @@ class ConstraintState:
     def push(self, token: int) -> None:
         """Adds a final token. Raises `InvalidInput` (reason CONSTRAINT_BROKEN) if the grammar does not allow it."""
         if not self.allows((), token):
+            self._mask(())  # of a token alone the library does not say that it has come to a limit
             raise InvalidInput(
                 f"token {token} is not what the constraint allows at its place", reason="CONSTRAINT_BROKEN"
             )
@@ -99,7 +112,7 @@ class ConstraintState:
         if self.has_ended(path):
             return None
         self._go_to(path)
-        text = self._ask(self._matcher.compute_ff_bytes)
+        text = self._ask(self._matcher.compute_ff_bytes)[:MAX_BEGUN]
         return next(iter(self._tokenizer.tokenize_bytes(text)), None) if text else None
 
     def allows(self, path: Sequence[int], token: int) -> bool:
@@ -110,7 +123,7 @@ class ConstraintState:
             return token == only
         self._go_to(path)
         if token in self._eos_token_ids:
-            return self._matcher.is_accepting()
+            return self._ask(self._matcher.is_accepting)
         return self._ask(self._matcher.validate_tokens, [token]) == 1
 
     def rows(self, path: Sequence[int], drafts: Sequence[int]) -> "Rows":
@@ -165,11 +178,16 @@ class ConstraintState:
     def _ask(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What one of the matcher's functions returns. Raises `InvalidInput` if it has failed, or if the grammar has
         taken too much time."""
-        start_s = perf_counter()
+        start_s = thread_time()
         answer = function(*args, **kwargs)
-        self._left_s -= perf_counter() - start_s
-        if not self._matcher.is_error() and self._left_s >= 0.0:
-            return answer
+        spent_s = thread_time() - start_s
+        self._left_s -= spent_s
+        self._compiled.spent_s += spent_s
+        if not self._matcher.is_error():
+            if self._left_s >= 0.0:
+                return answer
+        else:
+            self._compiled.has_failed = True
         if self._matcher.get_error().startswith(DEAD_END):
             raise _dead_end()
         raise InvalidInput(

@@ -30,6 +30,8 @@ MEMORY_BYTES = 128 << 20
 # Of the stack of a thread that compiles afterwards. Where the limit is infinite, glibc gives threads 2 MiB.
 STACK_SHARE, USUAL_STACK_BYTES = 0.5, 2 << 20
 NICENESS = 5
+# How the library writes that a token may be chosen.
+ALLOWED = 200
 
 
 def serve(control: socket.socket, tokenizer: LLTokenizer) -> None:
@@ -48,8 +50,9 @@ def serve(control: socket.socket, tokenizer: LLTokenizer) -> None:
 
 
 def _answer(channel: socket.socket, tokenizer: LLTokenizer) -> None:
-    """Reads a request, and writes a line of JSON: `error`, empty if the grammar can be compiled, and the bytes that it
-    takes. Then, perhaps, another one with the `field` of the request that has the error, and the `place` in it."""
+    """Reads a request, and writes a line to say that it begins, and a line of JSON: `error`, empty if the grammar can
+    be compiled and begun, whether it `is_limit`, and the bytes that it takes. Then, perhaps, another one with the
+    `field` of the request that has the error, and the `place` in it."""
     stack_bytes = resource.getrlimit(resource.RLIMIT_STACK)[0]
     if stack_bytes == resource.RLIM_INFINITY:
         stack_bytes = USUAL_STACK_BYTES
@@ -58,20 +61,28 @@ def _answer(channel: socket.socket, tokenizer: LLTokenizer) -> None:
         request = json.load(stream)
         limits = LLParserLimits(**request["limits"], verbose_errors=False)
 
-        def compiled(grammar: str) -> LLMatcher:
+        def tried(grammar: str) -> tuple[LLMatcher, bool]:
+            """What it is compiled to, and whether it is: its first token, which can take longest, may be an error."""
             matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-            # What the first tokens may be can take longer than the rest, and fail.
-            if not matcher.is_error():
-                matcher.compute_logit_bias()
-            return matcher
+            if matcher.is_error():
+                return matcher, False
+            allowed = matcher.compute_logit_bias()
+            token = allowed.find(ALLOWED)
+            while token in tokenizer.eos_tokens:
+                token = allowed.find(ALLOWED, token + 1)
+            if token >= 0 and not matcher.is_error():
+                matcher.consume_token(token)
+            return matcher, True
 
-        compiled(LLMatcher.grammar_from_regex("a"))  # so that what every compilation touches is not counted
+        tried(LLMatcher.grammar_from_regex("a"))  # so that what every compilation touches is not counted
         in_use, before = _memory_bytes()
         _limit(resource.RLIMIT_AS, in_use + MEMORY_BYTES)
+        stream.write(b"\n")
+        stream.flush()
         signal.setitimer(signal.ITIMER_PROF, COMPILE_S)  # its signal ends the process
-        matcher = compiled(request["grammar"])
+        matcher, is_limit = tried(request["grammar"])
         why = matcher.get_error()
-        _write(stream, error=why, num_bytes=max(_memory_bytes()[1] - before, 0))
+        _write(stream, error=why, is_limit=is_limit, num_bytes=max(_memory_bytes()[1] - before, 0))
         if not why:
             return
         end_s = time.process_time() + PLACE_S

@@ -22,9 +22,11 @@ ANSWER_S = 30.0
 @dataclass(frozen=True)
 class Verdict:
     """What compiling a grammar has shown. `error`: why it cannot be, or None; then it takes `num_bytes` of memory.
-    `field` and `place`: where in the request's schemas the error is, if that is known."""
+    `is_limit`: the error is one of `limits`. `field` and `place`: where in the request's schemas it is, if that is
+    known."""
 
     error: str | None
+    is_limit: bool = False
     num_bytes: int = 0
     field: str | None = None
     place: str | None = None
@@ -45,7 +47,7 @@ class Trials:
     def attempt(self, **request: Any) -> Verdict | None:
         """The verdict on `request`, as `trial_process` takes it. None: it exceeds the limits of time, memory or stack.
 
-        Raises `Unavailable` (reason CONSTRAINTS_NOT_COMPILED) if there is no process, or none that answers.
+        Raises `Unavailable` (reason CONSTRAINTS_NOT_COMPILED) if there is no process, or none that begins and answers.
         """
         with self._running:
             ours, theirs = socket.socketpair()
@@ -57,8 +59,8 @@ class Trials:
                     ours.sendall(json.dumps(request).encode())
                     ours.shutdown(socket.SHUT_WR)
                     with ours.makefile("rb") as stream:
-                        lines = stream.read().splitlines(keepends=True)
-                except OSError as error:
+                        _, *lines = stream.read().splitlines(keepends=True)
+                except (OSError, ValueError) as error:
                     raise Unavailable(
                         "the process that compiles constraints does not answer", reason="CONSTRAINTS_NOT_COMPILED"
                     ) from error

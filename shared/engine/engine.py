@@ -249,6 +249,10 @@ class Engine:
         """
         self._constraints.compiled(constraint)
 
+    def has_compiled(self, constraint: Constraint | MessageConstraint) -> bool:
+        """Whether `compile` returns, or raises, at once."""
+        return self._constraints.has(constraint)
+
     def _wait_until_ready(self) -> None:
         self._loop.is_ready.wait()
         if self._loop.costs is None:

@@ -1,6 +1,7 @@
 """Constrained answers over real gRPC: every form, every policy, many at once, resumed, and refused."""
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -12,6 +13,8 @@ from grpc_status import rpc_status
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1 import inference_pb2_grpc
 
+from inference_service.pools import NUM_CONSTRAINT_THREADS
+from shared.constraints.compiler import ConstraintCompiler
 from shared.registry.factory import open_registry
 from tests.constrained import CONSTRAINTS, OBJECT, TREE, build_loaded
 from tests.fixed_costs import fixed_cost_engine
@@ -38,6 +41,30 @@ def stub(tmp_path_factory):
         with serving(engine, registry) as worker, grpc.insecure_channel(worker.target) as channel:
             yield inference_pb2_grpc.InferenceServiceStub(channel)
     registry.close()
+
+
+def test_a_known_constraint_does_not_wait_while_others_are_compiled(stub, monkeypatch):
+    known = request_of(constraint=FORMS["regex"], depth=FULL, stopping=STOPPING)
+    answer(stub, known)
+    compiling, may_go_on, own = threading.Semaphore(0), threading.Event(), ConstraintCompiler._try
+
+    def waiting(self, constraint):
+        compiling.release()
+        assert may_go_on.wait(60)
+        return own(self, constraint)
+
+    monkeypatch.setattr(ConstraintCompiler, "_try", waiting)
+    new = [pb.Constraint(regex=f"a{{{count}}}") for count in range(3, 3 + NUM_CONSTRAINT_THREADS)]
+    with ThreadPoolExecutor(len(new)) as pool:
+        slow = [pool.submit(answer, stub, request_of(constraint=own, depth=FULL, stopping=STOPPING)) for own in new]
+        try:
+            assert all(compiling.acquire(timeout=60) for _ in new)
+            answer(stub, known)
+            assert not any(one.done() for one in slow)
+        finally:
+            may_go_on.set()
+        for one in slow:
+            one.result(60)
 
 
 def ids(tokens):

@@ -54,6 +54,8 @@ def fits(compiler, loaded, constraint, text):
         (Constraint(regex="a+|é"), ["a", "aaa", "é"], ["", "ab", "ba", "éé"]),
         (Constraint(lark='start: "(" start? ")"'), ["()", "((()))"], ["(()", "()()", ""]),
         (CONSTRAINTS["choice"], ["hell", "é😀", 'a "quoted" text\\', ""], ["hel", "é", "hello"]),
+        (Constraint(choice=("a.b", "[/\n", " #")), ["a.b", "[/\n", " #"], ["a-b", "[/", "#"]),
+        (Constraint(choice=tuple(f"{number:04d}" for number in range(8000))), ["0000", "7999"], ["8000", "799"]),
         (Constraint(json_schema='{"enum": ["é😀", "\\u0000"]}'), ['"é😀"'], ['"é"', '"\x00"']),
     ],
 )
@@ -148,6 +150,48 @@ def test_constraints_are_kept_by_content_up_to_a_size(compiler, monkeypatch):
     assert trials.count == 7
 
 
+def test_what_answers_have_added_to_a_lexer_counts(compiler, monkeypatch):
+    trials, regex, other = CountingTrials(compiler, num_bytes=0), Constraint(regex="a+"), Constraint(regex="b+")
+    first, kept = compiler.compiled(regex), compiler.compiled(other)
+    walked = compiler.start(regex)
+    for token in [int(walked.allowed().argmax())] * 3:
+        walked.push(token)
+    assert first.spent_s > 0.0
+    assert compiler.compiled(regex) is first
+    first.spent_s = 2.0 * module.MAX_COMPILED_BYTES / module.GROWTH_PER_S
+    assert not compiler.has(regex)
+    second = compiler.compiled(regex)
+    assert second is not first
+    assert compiler.has(regex)
+    # What is used gives way to no other, and is not tried again.
+    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 3 * module.OVERHEAD_BYTES)
+    kept.spent_s = 2.0 * module.OVERHEAD_BYTES / module.GROWTH_PER_S
+    assert compiler.compiled(regex) is second
+    assert not compiler.has(other)
+    assert compiler.compiled(other) is not kept
+    assert trials.count == 2
+
+
+def test_an_answer_that_brings_the_lexer_to_its_limit_harms_no_later_one(compiler, monkeypatch):
+    """Answers share it. One that runs beside it ends, too, and for the same reason."""
+    monkeypatch.setitem(module.LIMITS, "max_lexer_states", 60)
+    constraint = Constraint(regex="(a?b?c?.?){40}(x|y){20,40}")
+    costly, beside = compiler.start(constraint), compiler.start(constraint)
+    token = int(beside.allowed().argmax())
+
+    def go_on(state):
+        for _ in range(100):
+            state.push(int(state.allowed().argmax()))
+
+    with pytest.raises(InvalidInput) as caught:
+        go_on(costly)
+    assert caught.value.reason == "CONSTRAINT_TOO_COMPLEX"
+    with pytest.raises(InvalidInput) as caught:
+        beside.push(token)
+    assert caught.value.reason == "CONSTRAINT_TOO_COMPLEX"
+    compiler.start(constraint).push(token)
+
+
 def chain(num_links, link):
     definitions = {f"a{i}": link(f"#/$defs/a{i + 1}") for i in range(num_links)}
     last = {f"a{num_links}": {"type": "null"}}
@@ -186,12 +230,16 @@ def test_what_ends_the_process_that_compiles_is_refused_and_remembered(compiler,
     compiler.start(CONSTRAINTS["choice"])
 
 
+def changed_program(folder, pattern, text):
+    program = folder / "shared" / "constraints" / trials.PROGRAM.name
+    program.parent.mkdir(parents=True)
+    program.write_text(re.sub(pattern, text, trials.PROGRAM.read_text()))
+    return program
+
+
 @pytest.mark.parametrize(("limit", "value"), [("COMPILE_S", 1e-6), ("MEMORY_BYTES", 1)])
 def test_the_process_that_compiles_has_limits_of_time_and_memory(loaded, tmp_path, monkeypatch, limit, value):
-    text = trials.PROGRAM.read_text()
-    program = tmp_path / "shared" / "constraints" / trials.PROGRAM.name
-    program.parent.mkdir(parents=True)
-    program.write_text(re.sub(rf"(?m)^{limit} = .*$", f"{limit} = {value}", text))
+    program = changed_program(tmp_path, rf"(?m)^{limit} = .*$", f"{limit} = {value}")
     monkeypatch.setattr(trials, "PROGRAM", program)
     monkeypatch.setenv("PYTHONPATH", str(Path(module.__file__).parents[2]))
     with pytest.raises(InvalidInput) as caught:
@@ -235,6 +283,29 @@ def children():
             if int(parent) == os.getpid() and state != "Z" and trials.PROGRAM.name.encode() in command:
                 running.add(int(stat.parent.name))
     return running
+
+
+@pytest.mark.parametrize(
+    ("constraint", "why"),
+    [
+        (Constraint(lark="start: (" + " | ".join(f'"w{i}"' for i in range(1500)) + ")+"), "1503 items"),
+        (Constraint(regex="((a{100}){100}){100}"), "too many expressions"),
+    ],
+)
+def test_what_no_answer_could_begin_within_the_limits_of_a_token_is_refused(compiler, constraint, why):
+    with pytest.raises(InvalidInput, match=why) as caught:
+        compiler.start(constraint)
+    assert caught.value.reason == "CONSTRAINT_TOO_COMPLEX"
+
+
+def test_a_process_that_ends_before_it_has_begun_refuses_nothing(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(trials, "PROGRAM", changed_program(tmp_path, "request = json.load", "os._exit(1); json.load"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(module.__file__).parents[2]))
+    compiler = ConstraintCompiler(loaded)
+    with pytest.raises(Unavailable) as caught:
+        compiler.start(Constraint(regex="a"))
+    assert caught.value.reason == "CONSTRAINTS_NOT_COMPILED"
+    assert not compiler.has(Constraint(regex="a"))
 
 
 def test_a_process_that_does_not_answer_is_an_error_that_is_not_remembered(compiler, monkeypatch):

@@ -34,7 +34,7 @@ def after(compiler: ConstraintCompiler, constraint: Constraint, tokens: list[int
     """What the library's mask allows after these tokens."""
     if EOS in tokens:
         return np.ones(VOCABULARY_SIZE, np.bool_)
-    matcher = compiler.compiled(constraint).deep_copy()
+    matcher = compiler.compiled(constraint).matcher.deep_copy()
     assert matcher.consume_tokens(tokens)
     return np.frombuffer(matcher.compute_logit_bias(), np.uint8) > 0
 
@@ -167,7 +167,7 @@ def test_a_place_that_leads_nowhere_and_one_that_takes_too_much_work_are_errors(
 def test_a_grammar_that_takes_too_long_ends_its_answer(compiler, monkeypatch):
     """Whatever the library's limits allow."""
     state, now_s = compiler.start(CONSTRAINTS["any object"]), itertools.count(0.0, 0.1)
-    monkeypatch.setattr(module, "perf_counter", lambda: next(now_s))
+    monkeypatch.setattr(module, "thread_time", lambda: next(now_s))
 
     def go_on() -> None:
         for number in range(20):
