@@ -5,7 +5,7 @@
 
 Two workers with one thread each serve the same model. `--streams` answers to Spec-Bench prompts run, greedy and
 sampled, exact. When each has at most `--left` tokens before it, the worker of most of them is killed (SIGKILL), or told
-to end (SIGTERM, --grace-s 1, --drain-timeout-s 3600). Printed: the time from then to the next token of answers that
+to end (SIGTERM, --grace-s 1, --drain-timeout-s 1). Printed: the time from then to the next token of answers that
 moved; to the first token of as many fresh requests of the same length, sent at once to the other worker afterwards; the
 longest time between two tokens of the other answers; and how long the worker took to end. An answer that is not that of
 an uninterrupted run ends the program. Of each answer only the first `--read` tokens are read.
@@ -36,7 +36,7 @@ from bench.table import head, row
 from bench.worker import MODEL_ID, READY_S, publish_router, worker_process
 
 FAULTS = {"killed": signal.SIGKILL, "drained": signal.SIGTERM}
-FLAGS = ("--threads", "1", "--grace-s", "1", "--drain-timeout-s", "3600")
+FLAGS = ("--threads", "1", "--grace-s", "1", "--drain-timeout-s", "1")
 
 
 @dataclass

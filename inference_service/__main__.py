@@ -102,7 +102,7 @@ async def serve(settings: WorkerSettings) -> int:
         },
         chats_have_control_tokens=settings.chat_control_tokens,
     )
-    server = RpcServer(settings, [SERVICE_NAME], security=security, after_grace=servicer.hand_over)
+    server = RpcServer(settings, [SERVICE_NAME], security=security, hand_over=servicer.hand_over)
     metrics.registry.register(SecurityCollector(security))
     metrics.registry.register(ClientWaitsCollector(server.waits))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.grpc_server)

@@ -132,14 +132,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def set_ready(self) -> None:
         self._ready = True
 
-    def hand_over(self) -> None:
+    def hand_over(self) -> int:
         """Ends the calls whose clients resume them elsewhere, after the tokens that they have, and refuses such calls
-        from now on."""
+        from now on. Returns their number."""
         self._hands_over = True
         if self._resumable:
             log.info("answers are handed over", num_calls=len(self._resumable))
         for stream in self._resumable:
             stream.push(_handed_over())
+        return len(self._resumable)
 
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Any

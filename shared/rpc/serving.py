@@ -41,6 +41,8 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
 
 # How long ended calls may take to deliver their status. Only clients that do not read take this long.
 ENDING_S = 2.0
+# How long calls that are handed over may take to deliver what they have.
+HANDING_OVER_S = 0.5
 
 log = structlog.get_logger("neap.rpc")
 
@@ -65,7 +67,8 @@ class RpcServer:
     - `service_names`: full names ("neap.inference.v1.InferenceService"), each with its own health entry beside "".
     - `delivery_timeout_s`: how long a drain waits for a client to read.
     - `on_stop`: called as soon as a stop is requested. It may end calls that never end by themselves.
-    - `after_grace`: called when the grace period of a drain is over. It may end calls that need not be waited for.
+    - `hand_over`: called when the time of a drain is over. It may end calls that go on elsewhere, with a reason of its
+      own, and returns their number.
     """
 
     def __init__(
@@ -76,14 +79,14 @@ class RpcServer:
         security: ServerSecurity | None = None,
         delivery_timeout_s: float = DELIVERY_TIMEOUT_S,
         on_stop: Callable[[], object] = lambda: None,
-        after_grace: Callable[[], object] = lambda: None,
+        hand_over: Callable[[], int] = lambda: 0,
     ) -> None:
         self.listen = settings.listen
         self.port = 0
         self.grace_s = settings.grace_s
         self.drain_timeout_s = settings.drain_timeout_s
         self._on_stop = on_stop
-        self.after_grace = after_grace
+        self._hand_over = hand_over
         self.security = security or ServerSecurity()
         self.waits = ClientWaits(settings.request_timeout_s, delivery_timeout_s=delivery_timeout_s)
         interceptor = ServiceInterceptor(self.security.access, self.waits)
@@ -138,10 +141,11 @@ class RpcServer:
         self.waits.drain()
         # server.stop() closes the listener at once, so the grace period comes first.
         is_hurried = await _set_within(self._stop_now, self.grace_s)
-        self.after_grace()
         if not is_hurried and await self._finish():
             log.info("stopped")
             return
+        if self._hand_over():
+            await self._calls.wait_all_answered(HANDING_OVER_S)
         # This also covers calls that arrive before the listener is closed. gRPC would end them without a reason.
         num_ended = self._calls.end()
         await self._calls.wait_all_answered(ENDING_S)

@@ -34,7 +34,7 @@ NUM_NEW = 700
 STALL_S, STOPPED_S, PAUSE_S = 6.0, 10.0, 3.0
 READY_S = 300.0
 # All streams run, whatever is left of the workers.
-FLAGS = ("--grace-s", "0.5", "--drain-timeout-s", "3600", "--max-running", str(NUM_STREAMS))
+FLAGS = ("--grace-s", "0.5", "--drain-timeout-s", "0.5", "--max-running", str(NUM_STREAMS))
 KILL, DRAIN, STOP, LOSE = "killed", "drained", "stopped for a while", "stopped and killed"
 KINDS = (KILL, DRAIN, STOP, LOSE)
 EQUAL = ("auto", "auto", "auto")

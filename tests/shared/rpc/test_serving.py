@@ -138,6 +138,7 @@ class PausedStream:
 def test_drain_takes_calls_for_the_grace_and_finishes_streams(scripted, server, channel):
     scripted.on_generate = stream = PausedStream(10, pause_at=3)
     server.server.grace_s = 3600.0
+    server.server._hand_over = lambda: pytest.fail("handed over although it ends in time")
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
     server.run(server.server.set_serving())
     call = stub.Generate(inference_pb2.GenerateRequest())
@@ -160,6 +161,8 @@ def test_drain_takes_calls_for_the_grace_and_finishes_streams(scripted, server, 
 def test_drain_ends_streams_that_outlast_the_timeout(scripted, server, channel):
     scripted.on_generate = stream = PausedStream(4, pause_at=3)
     server.server.grace_s, server.server.drain_timeout_s = 0.0, 3600.0
+    handed_over: list[int] = []
+    server.server._hand_over = lambda: handed_over.append(len(server.server._calls)) or 0
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
     call = stub.Generate(inference_pb2.GenerateRequest())
     next(call)
@@ -167,11 +170,13 @@ def test_drain_ends_streams_that_outlast_the_timeout(scripted, server, channel):
     for _ in range(2):
         next(call)
     assert stream.is_paused.wait(60)
+    assert not handed_over
     # The listener closes when the server waits for running calls, so the timer of that wait is set by then.
     wait_until(lambda: not _listens(server.target))
     assert not draining.done()
     pass_time(server, 3600)
     draining.result(60)
+    assert handed_over == [1]
     _ended_with_a_reason(call)
 
 
