@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from shared.process_settings import METRICS_LISTEN, METRICS_LISTEN_PATTERN, ProcessSettings
+from shared.process_settings import METRICS_LISTEN, METRICS_LISTEN_PATTERN, Listed, ProcessSettings
 from shared.security_settings import OptionalFile, TlsSettings
 
 
@@ -102,6 +102,20 @@ class GatewaySettings(ProcessSettings, TlsSettings):
         allow_inf_nan=False,
         description="Seconds for which a client may stop reading. Its connection is then closed and its calls are "
         "cancelled (SLOW_READER).",
+    )
+    idle_timeout_s: int = Field(
+        default=75,
+        ge=1,
+        le=86_400,
+        description="Seconds for which a connection without a request stays open. A proxy in front should close idle "
+        "connections earlier than that.",
+    )
+    cors_origins: Listed[str] = Field(
+        default=(),
+        description="Origin of web pages that may use the API, such as https://chat.example.com; * allows all. May be "
+        "repeated; the variable takes a comma-separated list. Unset: pages of the gateway's own host only. Programs "
+        "that are no browsers have no origin.",
+        json_schema_extra={"metavar": "ORIGIN"},
     )
     worker_stall_timeout_s: float = Field(
         default=20.0,

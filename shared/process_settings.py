@@ -1,14 +1,26 @@
 """Settings that every process which serves has. `shared.config` explains where the values come from."""
 
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AliasChoices, Field, model_validator
-from pydantic_settings import BaseSettings
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
+from pydantic_settings import BaseSettings, NoDecode
 
 METRICS_LISTEN = (
     "Address for Prometheus metrics over HTTP, in plain text. Port 0 picks a free port. Unset: metrics are not served."
 )
 METRICS_LISTEN_PATTERN = r"^$|^.+:[0-9]+$"
+T = TypeVar("T")
+
+
+def listed(value: Any) -> Any:
+    """Split a comma-separated string into a list. Other values are returned unchanged."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+# Several values; a variable has them as a comma-separated list.
+Listed = Annotated[tuple[T, ...], NoDecode, BeforeValidator(listed)]
 
 
 class ProcessSettings(BaseSettings):

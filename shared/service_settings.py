@@ -2,17 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 from platformdirs import user_data_path
-from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from shared.process_settings import METRICS_LISTEN, METRICS_LISTEN_PATTERN, ProcessSettings
+from shared.process_settings import METRICS_LISTEN, METRICS_LISTEN_PATTERN, Listed, ProcessSettings, listed
 from shared.security_settings import HEALTH_LISTEN, SecuritySettings
 
 Alias = Annotated[str, StringConstraints(pattern=r"^[a-z0-9._-]{1,64}$")]
-T = TypeVar("T")
 RolePriority = Annotated[str, StringConstraints(pattern=r"^(generate|calibrate|admin)=(0|-?[1-9][0-9]?|-?100)$")]
 
 
@@ -30,17 +29,6 @@ class ModelSource:
         if not (equals and model_id.strip() and source.strip()):
             raise ValueError(f"model is {text!r}; it must be ID=SOURCE")
         return cls(model_id.strip(), source.strip())
-
-
-def _listed(value: Any) -> Any:
-    """Split a comma-separated string into a list. Other values are returned unchanged."""
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    return value
-
-
-# Several values; a variable has them as a comma-separated list.
-Listed = Annotated[tuple[T, ...], NoDecode, BeforeValidator(_listed)]
 
 
 class ServiceSettings(ProcessSettings, SecuritySettings):
@@ -124,7 +112,7 @@ class ServiceSettings(ProcessSettings, SecuritySettings):
     @field_validator("models", mode="before")
     @classmethod
     def _models_from_text(cls, value: Any) -> Any:
-        parts = _listed(value)
+        parts = listed(value)
         return tuple(ModelSource.parse(part) if isinstance(part, str) else part for part in parts)
 
     @model_validator(mode="after")
@@ -351,7 +339,7 @@ class CalibratorSettings(ServiceSettings):
     @field_validator("hub_datasets", mode="before")
     @classmethod
     def _datasets_from_text(cls, value: Any) -> Any:
-        patterns = list(_listed(value))
+        patterns = list(listed(value))
         if "none" not in patterns:
             return patterns
         if len(patterns) > 1:

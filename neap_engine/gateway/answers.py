@@ -65,6 +65,11 @@ class Choice:
             return []
         return [self._part({"delta": {}} if self._is_chat else {"text": ""}, neap=self._facts())]
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Equal for answers of the same model that were computed in the same way."""
+        return (self._started and self._started.numerics_id) or None
+
     def usage_so_far(self) -> dict[str, int]:
         prompt = 0 if self._started is None else self._started.num_prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": self.num_tokens, "total_tokens": prompt + self.num_tokens}
@@ -188,22 +193,24 @@ class Response:
     def chunk(self, part: dict[str, Any], choice: Choice) -> bytes:
         """Return the JSON of a chunk with one part of a choice."""
         usage = {"usage": choice.usage_so_far()} if self._continues_usage else self._no_usage
-        return as_json({**self._chunk_head(), "choices": [part], **usage})
+        return as_json({**self._chunk_head(choice), "choices": [part], **usage})
 
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
         """Return the JSON of the last chunk, which has no choice."""
-        return as_json({**self._chunk_head(), "choices": [], "usage": usage(choices)})
+        return as_json({**self._chunk_head(choices[0]), "choices": [], "usage": usage(choices)})
 
     def whole(self, choices: Sequence[Choice]) -> list[bytes]:
         """Return the JSON of the response in parts."""
-        head = as_json({**self._head, "object": self._object, "usage": usage(choices)})
+        fingerprint = {"system_fingerprint": choices[0].fingerprint}
+        head = as_json({**self._head, "object": self._object, **fingerprint, "usage": usage(choices)})
         before = [head[:-1] + b',"choices":['] + [b","] * (len(choices) - 1)
         parts = [text + choice.whole() for text, choice in zip(before, choices, strict=True)]
         parts[-1] += b"]}"
         return parts
 
-    def _chunk_head(self) -> dict[str, Any]:
-        return {**self._head, "object": f"{self._object}{'.chunk' if self._is_chat else ''}"}
+    def _chunk_head(self, choice: Choice) -> dict[str, Any]:
+        kind = f"{self._object}{'.chunk' if self._is_chat else ''}"
+        return {**self._head, "object": kind, "system_fingerprint": choice.fingerprint}
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:

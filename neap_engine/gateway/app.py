@@ -11,6 +11,8 @@ from neap_client import AsyncNeapClient
 from neap_client.metadata import REQUEST_ID_KEY, Metadata
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -26,6 +28,7 @@ from neap_engine.gateway.parsing import BodyParser
 from neap_engine.gateway.requests import RequestedGeneration
 from neap_engine.gateway.shares import Shares
 from neap_engine.gateway.workers import SERVICE_NAME
+from neap_engine.version import installed_version
 from shared.errors import InvalidInput, NeapError, Unavailable
 from shared.gateway_settings import GatewaySettings
 from shared.rpc.tracing import end_http_span, trace_id_of
@@ -69,8 +72,17 @@ class Gateway:
             self._route("/v1/models/{model_id:path}", "GET", self._get_model),
             Route("/healthz", _alive),
             Route("/readyz", self._ready),
+            Route("/health", self._ready),
+            Route("/version", _version),
         ]
-        app = Starlette(routes=routes, exception_handlers={HTTPException: _path_error})
+        origins = self._settings.cors_origins
+        every, methods = ["*"], ["GET", "POST"]
+        cors = Middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=every, expose_headers=every
+        )
+        app = Starlette(
+            routes=routes, exception_handlers={HTTPException: _path_error}, middleware=[cors] if origins else []
+        )
         # A path with another slash is unknown. A redirect would name a host that a proxy may not know.
         app.router.redirect_slashes = False
         return app
@@ -94,6 +106,7 @@ class Gateway:
             exchange.log_fields["trace_id"] = trace_id
         error: NeapError | None = None
         try:
+            exchange.check_origin(self._settings.cors_origins)
             await exchange.run(handler, self.ending)
         except NeapError as caught:
             # The frames of its traceback hold the request, and would do so until the next collection of garbage.
@@ -285,6 +298,10 @@ class _Endpoint:
 
 async def _alive(request: Request) -> JSONResponse:
     return JSONResponse({"status": "alive"})
+
+
+async def _version(request: Request) -> JSONResponse:
+    return JSONResponse({"version": installed_version() or ""})
 
 
 async def _path_error(request: Request, error: Exception) -> JSONResponse:

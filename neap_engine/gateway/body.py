@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope
 
 from neap_engine.gateway.errors import refused
-from neap_engine.gateway.schema import suggestion
+from neap_engine.gateway.schema import MEMBERS, suggestion
 from neap_engine.gateway.structure import Structure
 from shared.errors import Cancelled, InvalidInput
 
@@ -122,7 +122,7 @@ def _path(location: tuple[int | str, ...]) -> str:
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
+        elif part.isidentifier() and part not in MEMBERS:
             path += f".{part[:64]}" if path else part[:64]
         elif not path:
             path = repr(part[:64])

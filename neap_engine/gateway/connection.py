@@ -16,6 +16,19 @@ from shared.errors import Exhausted, NeapError
 
 # Bytes buffered here for a client that does not read, in addition to the kernel's buffer.
 WRITE_BUFFER_BYTES = 16 * 1024
+MAX_HEAD_BYTES = 64 * 1024
+
+
+class _Requests(h11.Connection):
+    """Refuses a request whose body has two lengths: another server may take the other one (RFC 9112, section 6.1)."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if {b"content-length", b"transfer-encoding"} <= names:
+                raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
+        return event
 
 
 class Connection(H11Protocol):
@@ -32,6 +45,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.conn = _Requests(h11.SERVER, MAX_HEAD_BYTES)
         self.app_state = {**self.app_state, "abort": self._abort}
         self._head_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None

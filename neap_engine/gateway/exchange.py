@@ -4,7 +4,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from neap_engine.gateway.body import drop_body, read_body
 from neap_engine.gateway.collected import as_json
 from neap_engine.gateway.errors import error_headers, error_object, http_status
-from shared.errors import Cancelled, Exhausted, NeapError, Unauthenticated, Unavailable
+from shared.errors import Cancelled, Exhausted, NeapError, PermissionDenied, Unauthenticated, Unavailable
 from shared.rpc.tracing import start_http_span
 
 # Proxies end connections that bring nothing for a minute.
@@ -73,6 +73,17 @@ class Exchange:
         if len(tokens) > 1 or any(not _PRINTABLE.fullmatch(token) for token in tokens):
             raise Unauthenticated("authorization must be a single 'Bearer TOKEN'", reason="TOKEN_MALFORMED")
         return [(AUTHORIZATION_KEY, token) for token in tokens]
+
+    def check_origin(self, allowed: Collection[str]) -> None:
+        """Raises PermissionDenied (ORIGIN_NOT_ALLOWED) if a browser says that a page of another host sends a request.
+        It need not ask before it sends a text, and needs no answer to do harm."""
+        hosts = [f"{scheme}://{host}" for host in self._headers("host") for scheme in ("http", "https")]
+        for origin in self._headers("origin"):
+            if self.scope["method"] == "POST" and not {origin, "*"}.intersection([*allowed, *hosts]):
+                raise PermissionDenied(
+                    f"pages of {origin[:200]} may not use this API; --cors-origin allows them",
+                    reason="ORIGIN_NOT_ALLOWED",
+                )
 
     async def run(self, handler: Callable[["Exchange"], Awaitable[None]], ending: asyncio.Event) -> None:
         """Await `handler`. Raises Cancelled (CLIENT_GONE) when the client goes, Unavailable (SHUTTING_DOWN) at
@@ -148,7 +159,9 @@ class Exchange:
         content = {"error": error_object(error)}
         with suppress(Exhausted):
             if not self.status:
-                await self.respond(http_status(error), content, error_headers(error))
+                # What is left of the body would be read as the next request.
+                close = {} if self._body_read.is_set() else {"connection": "close"}
+                await self.respond(http_status(error), content, error_headers(error) | close)
             else:
                 await self.send_event(as_json(content))
                 await self.end_stream()

@@ -3,7 +3,7 @@ honour."""
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -297,6 +297,16 @@ _NESTED: Mapping[str, type[Strict]] = {
     "content": TextPart,
     "function": Function,
 }
+
+
+def _names(kind: type[BaseModel]) -> Iterator[str]:
+    yield kind.__name__
+    for below in kind.__subclasses__():
+        yield from _names(below)
+
+
+# What pydantic's locations call the members of unions.
+MEMBERS = {"str", "int", "float", "bool", *_names(Strict)}
 
 
 def suggestion(kind: type[BaseModel], location: tuple[int | str, ...]) -> str | None:

@@ -14,7 +14,7 @@ import uvicorn
 from neap_client.addresses import is_loopback
 
 from neap_engine.gateway.app import Gateway
-from neap_engine.gateway.connection import connection_class
+from neap_engine.gateway.connection import MAX_HEAD_BYTES, connection_class
 from neap_engine.gateway.https import HttpsCertificate
 from shared.errors import Unavailable
 from shared.gateway_settings import GatewaySettings
@@ -24,7 +24,6 @@ from shared.rpc.security import ServerSecurity
 
 # How long ended requests may take to deliver their error.
 ENDING_S = 2.0
-MAX_HEAD_BYTES = 64 * 1024
 # Connections that wait to be accepted: uvicorn's own value.
 BACKLOG = 2048
 MAX_CONNECTIONS = 4096
@@ -151,6 +150,7 @@ def _config(settings: GatewaySettings, gateway: Gateway, tls: ssl.SSLContext | N
         proxy_headers=False,
         server_header=False,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        timeout_keep_alive=settings.idle_timeout_s,
     )
     config.load()
     config.ssl = tls

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from shared.chat.control_tokens import control_tokens
 from shared.errors import InvalidInput
 
+MAX_SAID_CHARACTERS = 256
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -72,8 +74,10 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
             )
         )
     except Exception as error:  # a template is a program of its own and may raise anything
+        # What it says itself, by raise_exception; other errors of Jinja are subclasses.
+        said = f": {str(error)[:MAX_SAID_CHARACTERS]}" if type(error) is TemplateError else ""
         raise InvalidInput(
-            "the model's chat template refuses these messages", reason="CHAT_TEMPLATE_REFUSED"
+            f"the model's chat template refuses these messages{said}", reason="CHAT_TEMPLATE_REFUSED"
         ) from error
 
 

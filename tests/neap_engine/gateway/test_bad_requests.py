@@ -54,6 +54,8 @@ ALLOWED = {"type": "function", "function": {"name": "f"}}
         ({"bad_words": "x"}, "INVALID_INPUT", "bad_words"),
         ({"bad_words": ["x", ""]}, "INVALID_INPUT", "bad_words[1]"),
         ({"tools": [{"type": "function"}]}, "INVALID_INPUT", "tools[0].function"),
+        ({"tool_choice": {"type": "function"}}, "INVALID_INPUT", "tool_choice.function"),
+        ({"tool_choice": {"type": "function", "function": {"nam": "f"}}}, "INVALID_INPUT", "tool_choice.function.name"),
         ({"response_format": {"type": "xml"}}, "INVALID_INPUT", "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "INVALID_INPUT", "response_format.json_schema"),
         (
@@ -240,26 +242,24 @@ def test_a_body_that_is_too_large_is_refused_and_its_sender_sees_why(gateway, is
     assert gateway.http.get("/healthz").status_code == 200
 
 
-def received(connection, expected):
-    """What has arrived once `expected` has, or once the other side has closed the connection: headers and body may come
-    apart."""
-    answer = b""
-    while expected not in answer and (piece := connection.recv(65_536)):
-        answer += piece
-    return answer
-
-
 @pytest.mark.parametrize(
     ("sent", "status", "reason"),
     [
         (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{", b"408", b"REQUEST_TIMEOUT"),
         (b"\x16\x03\x01 no http\r\n\r\n", b"400", b"BAD_HTTP"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"2\r\n{}\r\n0\r\n\r\nGET /healthz HTTP/1.1\r\nhost: x\r\n\r\n",
+            b"400",
+            b"BAD_HTTP",
+        ),
     ],
 )
 def test_half_a_body_and_bytes_that_are_not_http_get_an_error_object(gateway, sent, status, reason):
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=60) as connection:
         connection.sendall(sent)
-        answer = received(connection, reason)
+        answer = b"".join(iter(lambda: connection.recv(65_536), b""))  # until it is closed
+    assert answer.count(b"HTTP/1.1 ") == 1
     assert answer.startswith(b"HTTP/1.1 %s " % status)
     assert reason in answer
 
@@ -270,6 +270,49 @@ def test_a_connection_without_a_request_is_closed(gateway, sent):
         connection.sendall(sent)
         with suppress(ConnectionResetError):
             assert connection.recv(1) == b""
+
+
+PAGE = "https://chat.example.com"
+
+
+@pytest.mark.parametrize(
+    ("origin", "allowed", "may_post", "is_told"),
+    [
+        (None, (), True, False),
+        ("http://{host}", (), True, False),
+        (PAGE, (), False, False),
+        ("null", (), False, False),
+        (PAGE, (PAGE,), True, True),
+        (PAGE, ("*",), True, True),
+        ("https://other.example.com", (PAGE,), False, False),
+    ],
+)
+def test_pages_of_other_hosts_need_a_setting(worker, origin, allowed, may_post, is_told):
+    with gateway_to(worker.target, cors_origins=allowed) as gateway:
+        headers = {} if origin is None else {"origin": origin.format(host=f"127.0.0.1:{gateway.port}")}
+        before = len(worker.worker.requests)
+        # A body of plain text is one that a browser sends without asking.
+        plain = {**headers, "content-type": "text/plain"}
+        reply = gateway.http.post("/v1/completions", content=json.dumps(TEXT), headers=plain)
+        assert reply.status_code == (200 if may_post else 403), reply.text
+        assert may_post or reply.json()["error"]["neap"]["reason"] == "ORIGIN_NOT_ALLOWED"
+        assert len(worker.worker.requests) == before + may_post
+        assert ("access-control-allow-origin" in reply.headers) == is_told
+        wanted = {"access-control-request-method": "POST", "access-control-request-headers": "x-stainless-os"}
+        asked = gateway.http.options("/v1/chat/completions", headers={**headers, **wanted})
+        assert (asked.status_code == 200) == is_told
+        assert not is_told or "x-stainless-os" in asked.headers["access-control-allow-headers"]
+        assert gateway.http.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_connections_stay_open_as_long_as_is_set(worker):
+    with gateway_to(worker.target, idle_timeout_s=1234) as gateway:
+        assert gateway.server._server.config.timeout_keep_alive == 1234
+
+
+def test_probes_of_other_servers_are_answered(gateway):
+    assert gateway.http.get("/health").status_code == 200
+    assert set(gateway.http.get("/version").json()) == {"version"}
 
 
 @pytest.mark.parametrize(

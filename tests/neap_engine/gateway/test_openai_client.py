@@ -56,6 +56,9 @@ def test_a_stream_has_the_same_text_and_usage_if_asked_for(client, direct):
     reasons = [chunk.choices[0].finish_reason for chunk in chunks]
     assert reasons == [None] * (len(chunks) - 1) + ["length"]
     assert {chunk.id for chunk in chunks} == {last.id}
+    whole = client.chat.completions.create(**CHAT, max_tokens=1)
+    assert {chunk.system_fingerprint for chunk in [*chunks, last]} == {whole.system_fingerprint}
+    assert whole.system_fingerprint == whole.choices[0].model_extra["neap"]["numerics_id"]
     assert (last.choices, last.usage.completion_tokens) == ([], 12)
     assert all(chunk.usage is None for chunk in chunks)
 

@@ -124,7 +124,7 @@ def test_without_workers_a_request_fails_and_readiness_says_so():
         assert str(port) not in reply.text
         assert reply.headers["retry-after"] == "1"
         assert gateway.http.get("/v1/models").status_code == 503
-        assert gateway.http.get("/readyz").status_code == 503
+        assert gateway.http.get("/readyz").status_code == gateway.http.get("/health").status_code == 503
         assert gateway.http.get("/healthz").status_code == 200
 
 

@@ -239,6 +239,21 @@ def test_arguments_of_the_template_reach_it_and_its_own_are_kept_from_clients():
             prompt(**{name: "x"})
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", ": roles must alternate"),
+        ("{{ messages.x.y }}", ""),
+        ("{%", ""),
+    ],
+)
+def test_a_template_that_refuses_is_quoted_and_its_faults_are_not(template, said):
+    with pytest.raises(InvalidInput) as caught:
+        render(build_chat_model(template).tokenizer, Chat([{"role": "user", "content": "x"}]))
+    assert caught.value.reason == "CHAT_TEMPLATE_REFUSED"
+    assert caught.value.message == f"the model's chat template refuses these messages{said}"
+
+
 def test_values_that_are_nested_without_end_are_refused():
     nested = {}
     for _ in range(5000):

@@ -1,0 +1,30 @@
+"""Texts of single tokens are those that they have within a text."""
+
+import pytest
+from transformers import LlamaTokenizer
+
+from inference_service.token_texts import token_texts
+from tests.worker import build_tokenizer
+
+PIECES = ["<unk>", "<s>", "</s>", "▁", "a", "t", "h", "e", "▁t", "he", "▁the", "▁a", "<0xE2>", "<0x41>"]
+MERGES = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "a")]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece():
+    return LlamaTokenizer(vocab={piece: i for i, piece in enumerate(PIECES)}, merges=MERGES)
+
+
+@pytest.mark.parametrize(
+    ("piece", "text"),
+    [("▁the", " the"), ("he", "he"), ("▁", " "), ("▁a", " a"), ("<0xE2>", "\ufffd"), ("<0x41>", "A"), ("</s>", "</s>")],
+)
+def test_tokens_of_sentencepiece_keep_their_blank(sentencepiece, piece, text):
+    assert token_texts(sentencepiece)(PIECES.index(piece)) == text
+
+
+def test_texts_of_tokens_are_the_text():
+    tokenizer = build_tokenizer()
+    text_of = token_texts(tokenizer)
+    assert "".join(map(text_of, tokenizer(" hello the<eos>").input_ids)) == " hello the<eos>"
+    assert token_texts(None)(5) == ""
