@@ -20,6 +20,7 @@ from shared.config import make_settings
 from shared.cpus import size_thread_pools
 from shared.metrics_server import serve_metrics
 from shared.registry.factory import open_registry
+from shared.rpc.callers import caller_name
 from shared.rpc.security import open_security
 from shared.rpc.security_metrics import SecurityCollector
 from shared.rpc.service_logs import log_all_output
@@ -42,8 +43,8 @@ async def serve(settings: CalibratorSettings) -> int:
         make_settings(ClientSettings)  # wrong settings are noticed now, and not by a job
     security = open_security(settings, settings.listen)
     # Calls about jobs do not use the registry, so one that hangs must not delay them.
-    job_pool = BlockingPool(name="neap-jobs")
-    router_pool = BlockingPool(name="neap-routers", max_wait_s=ROUTER_CALL_WAIT_S)
+    job_pool = BlockingPool(name="neap-jobs", client=caller_name)
+    router_pool = BlockingPool(name="neap-routers", max_wait_s=ROUTER_CALL_WAIT_S, client=caller_name)
     watchers, metrics = Watchers(), CalibratorMetrics()
     metrics.registry.register(SecurityCollector(security))
     registry = open_registry(settings.registry)

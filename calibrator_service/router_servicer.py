@@ -15,12 +15,13 @@ from shared.ladder.blob_names import served_blobs
 from shared.registry.base import AliasChange, Canary, PublishedVersion, RegistryEvent
 from shared.registry.contents import version_damaged_error
 from shared.registry.registry import Registry
-from shared.rpc.callers import recorded_actor
-from shared.rpc.pages import named_page, page_token, read_numbered_page
+from shared.rpc.callers import client_key, recorded_actor
+from shared.rpc.pages import MAX_PAGE_BYTES, named_page, page_token, read_numbered_page
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RouterService"].full_name
 WATCH_INTERVAL_S = 0.2
-WATCH_PAGE = 100
+# Each publication among the events costs reading its manifest.
+WATCH_PAGE = 16
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
@@ -33,9 +34,15 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: pb.ListVersionsRequest, context: Any
     ) -> pb.ListVersionsResponse:
         limit, before = read_numbered_page(request)
-        versions = await self._pool.call(self._registry.list_versions, request.model_id, before=before, limit=limit)
-        # A full page may be the last; the next one is then empty.
-        has_more = len(versions) == limit and versions[-1].version > 1
+        versions = await self._pool.call(
+            self._registry.list_versions,
+            request.model_id,
+            before=before,
+            limit=limit,
+            max_manifest_bytes=MAX_PAGE_BYTES,
+        )
+        # Numbers have no gaps. The next page may nevertheless be empty.
+        has_more = bool(versions) and versions[-1].version > 1
         token = page_token(request, versions[-1].version) if has_more else ""
         return pb.ListVersionsResponse(
             versions=[version_to_proto(version, with_manifest=False) for version in versions], next_page_token=token
@@ -140,7 +147,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """Streams events. The next page is read only after the caller has taken the previous one."""
         if request.after_event < 0:
             raise InvalidInput("after_event must not be negative", reason="BAD_EVENT")
-        with self._watchers.track_stream():
+        with self._watchers.track_stream("routers", client_key(context)):
             cursor = request.after_event
             while True:
                 events = await self._pool.call(self._next_events, request.model_id, cursor)

@@ -20,7 +20,7 @@ from shared.blocking import BlockingPool
 from shared.errors import InvalidInput, NotFound, PreconditionFailed
 from shared.registry.names import check_model_id, check_request_id, unique_aliases
 from shared.registry.registry import Registry
-from shared.rpc.callers import Role, require_role
+from shared.rpc.callers import Role, client_key, require_role
 from shared.rpc.interceptors import annotate_call
 from shared.rpc.pages import MAX_PAGE_BYTES, page_token, read_numbered_page
 
@@ -162,7 +162,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         self, request: pb.WatchCalibrationRequest, context: Any
     ) -> AsyncIterator[pb.WatchCalibrationResponse]:
         """Streams the job's state at each change. Changes while the caller does not read are merged."""
-        with self._watchers.track_stream():
+        with self._watchers.track_stream("jobs", client_key(context)):
             revision = 0
             while True:
                 change = self._watchers.change

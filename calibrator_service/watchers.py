@@ -1,12 +1,15 @@
 """Open watch streams: their limit, what wakes them, and their end when the service stops."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from shared.errors import Exhausted, Unavailable
 
+# Of each kind, of jobs or of routers, and of each kind by one client.
 MAX_WATCHERS = 128
+MAX_WATCHERS_PER_CLIENT = 32
 _RETRY_S = 1.0
 
 
@@ -18,23 +21,26 @@ class Watchers:
     """
 
     def __init__(self) -> None:
-        self._num_watchers = 0
+        self._open: Counter[tuple[str, ...]] = Counter()
         self._loop = asyncio.get_running_loop()
         self._stopping, self.change = asyncio.Event(), asyncio.Event()
 
     @contextmanager
-    def track_stream(self) -> Iterator[None]:
+    def track_stream(self, kind: str, client: str) -> Iterator[None]:
         """Scope of one open stream. Raises Exhausted (TOO_MANY_WATCHERS), and Unavailable (SHUTTING_DOWN) once the
         service stops."""
         if self._stopping.is_set():
             raise _stopping_error()
-        if self._num_watchers >= MAX_WATCHERS:
-            raise Exhausted("too many watch streams are open", reason="TOO_MANY_WATCHERS", retry_after_s=_RETRY_S)
-        self._num_watchers += 1
+        counts: tuple[tuple[str, ...], ...] = ((kind,), (kind, client))
+        for count, most in zip(counts, (MAX_WATCHERS, MAX_WATCHERS_PER_CLIENT), strict=True):
+            if self._open[count] >= most:
+                raise Exhausted("too many watch streams are open", reason="TOO_MANY_WATCHERS", retry_after_s=_RETRY_S)
+        self._open.update(counts)
         try:
             yield
         finally:
-            self._num_watchers -= 1
+            self._open.subtract(counts)
+            self._open = +self._open  # without clients that have none
 
     async def pause(self, seconds: float) -> None:
         """Waits. Raises Unavailable (SHUTTING_DOWN) as soon as the service stops."""

@@ -6,6 +6,7 @@ create a record; the index (in memory or in Redis) answers what the journal says
 """
 
 import json
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -106,10 +107,13 @@ class Registry:
         state, last = self._last_change(model_id, alias)
         return AliasTarget(self._listed(model_id, last.to_version, state), last.canary)
 
-    def list_versions(self, model_id: str, *, before: int | None = None, limit: int = 100) -> list[PublishedVersion]:
+    def list_versions(
+        self, model_id: str, *, before: int | None = None, limit: int = 100, max_manifest_bytes: float = math.inf
+    ) -> list[PublishedVersion]:
         """List versions, newest first, only those below `before`. Damaged ones have `damage` set. Empty: unknown model.
 
-        `limit` is in [1, 1000]. Raises InvalidInput.
+        `limit` is in [1, 1000]. The list ends early once the manifests read have `max_manifest_bytes` together. Raises
+        InvalidInput.
         """
         check_limit(limit)
         newest = self._state(model_id).num_versions
@@ -117,7 +121,14 @@ class Registry:
             newest = min(newest, before - 1)
         numbers = list(range(newest, max(newest - limit, 0), -1))
         records = self._keeper.records(model_id, numbers)
-        return [self._intact_or_damaged(model_id, record) for record in records]
+        versions: list[PublishedVersion] = []
+        for record in records:
+            encoded, damage = self._read(record)
+            versions.append(_version_of(model_id, record, encoded, damage=damage))
+            max_manifest_bytes -= len(encoded)
+            if max_manifest_bytes <= 0:
+                break
+        return versions
 
     def read_blob(self, version: PublishedVersion, name: str) -> bytes:
         """Return a blob. Its digest is checked at every read.
@@ -339,10 +350,15 @@ class Registry:
         return self._intact_or_damaged(model_id, self._record(model_id, version, state))
 
     def _intact_or_damaged(self, model_id: str, record: VersionRecord) -> PublishedVersion:
+        encoded, damage = self._read(record)
+        return _version_of(model_id, record, encoded, damage=damage)
+
+    def _read(self, record: VersionRecord) -> tuple[bytes, str]:
+        """Return a version's manifest, and what is wrong with it."""
         try:
-            return self._version(model_id, record)
+            return self._contents.read_manifest(record.manifest_digest), ""
         except Corrupt as error:
-            return _version_of(model_id, record, b"{}", damage=error.message)
+            return b"{}", error.message
 
 
 def _version_of(model_id: str, record: VersionRecord, manifest: bytes, *, damage: str = "") -> PublishedVersion:

@@ -56,6 +56,12 @@ def certificate_caller(context: Any) -> Caller | None:
     return Caller(f"certificate:{shown}", frozenset(Role))
 
 
+def caller_name() -> str:
+    """Return the name of the caller of the call that this task serves, "" if callers are not authenticated."""
+    caller = current_caller()
+    return "" if caller is None else caller.name
+
+
 def client_key(context: Any) -> str:
     """Return the key for limits per client: the caller's name, or the peer address if callers are not authenticated.
 

@@ -1,14 +1,19 @@
 """The calibration service with tokens: who may move aliases, and which actor is recorded."""
 
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from neap_client.calibration.v1 import calibration_pb2 as pb
 from neap_client.router.v1 import router_pb2
 
-from shared.errors import PermissionDenied, Unauthenticated
+from calibrator_service import watchers
+from calibrator_service.watchers import Watchers
+from shared.errors import Exhausted, PermissionDenied, Unauthenticated
 from tests.calibrator_service.conftest import error_of
 from tests.tokens import bearer, write_tokens
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -48,3 +53,40 @@ def test_only_admins_move_aliases(start_service, tokens, tmp_path):
     assert f'"calibration_id": "{job.calibration_id}"' in log
     assert '"caller": "calibrate"' in log
     assert not any(token in log for token in tokens.values())
+
+
+def test_watches_of_one_client_leave_room_for_others_and_watches_of_routers_for_those_of_jobs(
+    start_service, tokens, tmp_path
+):
+    service = start_service(*("--model", "tiny=/nowhere", "--auth-tokens", str(tmp_path / "tokens")))
+    request = router_pb2.WatchRequest(model_id="tiny")
+
+    def watch(name: str) -> Any:
+        return service.routers.Watch(request, metadata=bearer(tokens[name]), timeout=60)
+
+    def num_refused(watches: list[Any]) -> int:
+        return sum(not watch.is_active() for watch in watches)
+
+    watches = [watch("generate") for _ in range(watchers.MAX_WATCHERS_PER_CLIENT + 1)]
+    wait_until(lambda: num_refused(watches) == 1)
+    (refused,) = (watch for watch in watches if not watch.is_active())
+    assert error_of(lambda: next(refused)).reason == "TOO_MANY_WATCHERS"
+    watches += [other := watch("calibrate"), watch("generate")]
+    wait_until(lambda: num_refused(watches) == 2)
+    assert other.is_active()
+    job = service.calibrations.CreateCalibration(_create("4"), metadata=bearer(tokens["calibrate"]), timeout=60)
+    asked = pb.WatchCalibrationRequest(calibration_id=job.calibration.calibration_id)
+    assert next(service.calibrations.WatchCalibration(asked, metadata=bearer(tokens["calibrate"]), timeout=60))
+    for each in watches:
+        each.cancel()
+
+
+async def test_kinds_of_watches_are_counted_apart():
+    counted = Watchers()
+    with ExitStack() as stack:
+        for number in range(watchers.MAX_WATCHERS):
+            stack.enter_context(counted.track_stream("routers", f"client {number}"))
+        with pytest.raises(Exhausted):
+            stack.enter_context(counted.track_stream("routers", "another"))
+        stack.enter_context(counted.track_stream("jobs", "another"))
+    assert not counted._open, "nothing is kept of clients that have none"

@@ -78,6 +78,18 @@ def test_versions(service, publish, request):
     assert service.routers.GetVersion(by_alias).version.version == 5
 
 
+def test_a_page_of_versions_ends_where_its_manifests_are_large(service, registry, request):
+    for number in range(5):
+        registry.publish(model(request), {"pad": "x" * 900_000, "i": number}, {"x": b"x"}, request_id=f"large {number}")
+    sizes, token = [], ""
+    while not sizes or token:
+        asked = pb.ListVersionsRequest(model_id=model(request), page_token=token)
+        page = service.routers.ListVersions(asked)
+        sizes.append(len(page.versions))
+        token = page.next_page_token
+    assert sizes == [3, 2]
+
+
 def test_aliases(service, publish, request):
     publish(0)
     publish(1)
