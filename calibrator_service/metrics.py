@@ -50,7 +50,12 @@ class CalibratorMetrics(ServiceMetrics):
         )
 
     def observe(self, queue: "Supervisor") -> None:
-        """Adds the metrics of `queue`."""
+        """Adds the metrics of `queue`. The series that alerts ask about are there at 0 from the start: one that is born
+        at 1 has not increased."""
+        for model_id in queue.settings.sources:
+            self.process_deaths.labels(model_id)
+            for reason in ("INTERNAL", "DISK_FULL", "JOB_PROCESS_DIED"):
+                self.failures.labels(model_id, reason)
         self.registry.register(_QueueCollector(queue))
 
     def count_ended_job(self, job: Job) -> None:

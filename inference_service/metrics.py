@@ -8,6 +8,7 @@ from prometheus_client.registry import Collector
 
 from inference_service.router_metrics import read_versions, version_families
 from shared.engine.engine import Engine
+from shared.engine.request.request import FinishReason
 from shared.engine.statistics import Distribution
 from shared.service_metrics import ServiceMetrics
 
@@ -87,7 +88,17 @@ class WorkerMetrics(ServiceMetrics):
     def add_engine(self, engine: Engine, *, versions: Callable[[], Collection[int]] = tuple) -> None:
         """Reports `engine` from now on, under its model's id. `versions` returns the router versions to report.
         Any thread may call it."""
+        self._begin(engine.loaded.model_id)
         self._engines.engines.append((engine, versions))
+
+    def _begin(self, model_id: str) -> None:
+        """The series that alerts ask about are there at 0 from the start: one that is born at 1 has not increased."""
+        for finished in FinishReason:
+            self.request_success.labels(model_id, finished.value)
+        for reason in ("INTERNAL", "HANDED_OVER", "DEADLINE_EXCEEDED"):
+            self.request_failures.labels(model_id, reason)
+        self.requests_resumed.labels(model_id)
+        self.stale_resolutions.labels(model_id)
 
 
 class _EngineCollector(Collector):

@@ -65,6 +65,7 @@ def busy_calibrator_metrics() -> CalibratorMetrics:
     metrics = CalibratorMetrics()
     running = SimpleNamespace(model_id="tiny", phase="loading", fraction=0.1)
     jobs: Any = SimpleNamespace(
+        settings=SimpleNamespace(sources={"tiny": None}),
         is_alive=True,
         is_held_up=False,
         store=SimpleNamespace(

@@ -21,6 +21,15 @@ def metrics_in(query: str) -> set[str]:
     return {node.name for node in _nodes(query) if isinstance(node, promql_parser.VectorSelector)}
 
 
+def counters_in(query: str) -> list[tuple[str, dict[str, str]]]:
+    """The counters that an expression selects, each with the labels that it must have and a pattern for each."""
+    return [
+        (node.name, {m.name: m.value for m in node.matchers.matchers if not str(m.op).endswith(("NotEqual", "NotRe"))})
+        for node in _nodes(query)
+        if isinstance(node, promql_parser.VectorSelector) and node.name.endswith("_total")
+    ]
+
+
 def matched_labels(query: str) -> set[str]:
     """Labels that selectors of the expression compare with a value."""
     return {

@@ -88,8 +88,9 @@ class Gateway:
         return app
 
     def _route(self, path: str, method: str, handler: Handler) -> Route:
-        endpoint = _Endpoint(self, path.partition("/{")[0], handler)
-        return Route(path, endpoint, methods=[method])
+        name = path.partition("/{")[0]
+        self._metrics.begin(name)
+        return Route(path, _Endpoint(self, name, handler), methods=[method])
 
     async def serve(self, endpoint: str, handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request to the API: every failure becomes OpenAI's error object. Logs and counts it."""

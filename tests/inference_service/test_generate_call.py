@@ -83,7 +83,7 @@ def _request(max_tokens=6, **changes):
 
 
 def _ended(metrics):
-    """{(kind, model, reason): number of calls}."""
+    """{(kind, model, reason): number of calls}, of those that there were."""
     found = {}
     for kind in ("request_success", "requests_rejected", "request_failures"):
         for family in getattr(metrics, kind).collect():
@@ -91,7 +91,7 @@ def _ended(metrics):
                 labels = sample.labels
                 reason = labels.get("reason") or labels.get("finished_reason")
                 found[kind, labels["model_id"], reason] = sample.value
-    return found
+    return {key: value for key, value in found.items() if value}
 
 
 def _value(metrics, name, **labels):
