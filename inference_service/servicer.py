@@ -164,6 +164,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         call: GenerateCall,
     ) -> None:
         engine = served.engine
+        # Where a worker dies, its log has the requests that have begun and not ended: one of them may be the cause.
+        log.info("generation begins", request_id=current_request_id(), client=client_key(context))
         generation, chat = await self._pools.requests.call(
             to_generation_request,
             request,

@@ -1,6 +1,7 @@
 """How every service's process begins and ends."""
 
 import asyncio
+import faulthandler
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
@@ -26,6 +27,7 @@ def run_service(
     Returns the process' exit status: that of `serve`, or 2 if the service cannot start with these settings.
     """
     configure_logging()
+    faulthandler.enable()  # native code that ends the process leaves its place in the log
     try:
         settings = settings_from_command_line(kind, program, argv)
         configure_logging(settings.log_level)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from neap_client.errors import Cancelled, NeapError, Unavailable
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1.inference_pb2 import GenerateResponse
-from neap_client.retry import Attempts, is_unavailable, was_not_started
+from neap_client.retry import MAX_LOST, Attempts, is_unavailable, was_not_started
 
 # Whether an answer that its worker interrupts is resumed by another: always, only where the tokens are those of an
 # uninterrupted run, or never.
@@ -146,6 +146,8 @@ class GenerationCalls:
         return Attempts(
             lambda error: helps(error) and not self._is_closed,
             num_attempts=self._num_attempts,
+            # The attempt that has brought something does not count.
+            max_lost=MAX_LOST + (self.started is not None),
             deadline_s=self._deadline_s,
             resumes=self.started is not None,
         )

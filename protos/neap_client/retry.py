@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,11 @@ from neap_client.errors import DeadlineExceeded, Exhausted, NeapError, Unavailab
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+# So many attempts at a request may be lost together with their workers, before it brings anything: it may be what ends
+# them.
+MAX_LOST = 2
+# How gRPC describes a call that no worker has got.
+_NOT_SENT = re.compile("failed to connect|connections to all backends|resolution|address list|no connection")
 # A watch that is lost later than this after its opening was no failed attempt.
 STEADY_S = 5.0
 
@@ -28,11 +34,19 @@ def was_not_started(error: BaseException) -> bool:
     return is_unavailable(error)
 
 
+def was_lost(error: BaseException) -> bool:
+    """Whether a worker had the call, and is gone or hangs."""
+    if not isinstance(error, Unavailable):
+        return False
+    return error.reason == "STALLED" or (error.reason == "GRPC_UNAVAILABLE" and not _NOT_SENT.search(error.message))
+
+
 class Attempts:
     """Counts the attempts at one call and says how long to wait before the next one.
 
-    `deadline_s` is in `time.monotonic()` seconds; no attempt begins after it. `resumes`: the attempts go on with an
-    answer that has begun, so it is the deadline that ends it where none is left, and not the worker that was lost.
+    No more than `max_lost` attempts may be lost with their workers. `deadline_s` is in `time.monotonic()` seconds; no
+    attempt begins after it. `resumes`: the attempts go on with an answer that has begun, so it is the deadline that
+    ends it where none is left, and not the worker that was lost.
     """
 
     def __init__(
@@ -40,9 +54,11 @@ class Attempts:
         may_repeat: Callable[[BaseException], bool],
         *,
         num_attempts: float,
+        max_lost: float = math.inf,
         deadline_s: float = math.inf,
         resumes: bool = False,
     ) -> None:
+        self._left_to_lose = max_lost
         self._may_repeat = may_repeat
         self._num_attempts = num_attempts
         self._resumes = resumes
@@ -59,6 +75,13 @@ class Attempts:
         self._num_failed += 1
         if self._num_failed >= self._num_attempts or not self._may_repeat(error):
             raise error
+        if was_lost(error):
+            self._left_to_lose -= 1
+            if self._left_to_lose <= 0:
+                raise Unavailable(
+                    f"the request was lost with every worker that had it, and is not repeated: {error.message}",
+                    reason="LOST_WITH_WORKERS",
+                ) from error
         delay_s = random.uniform(0.0, min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(self._num_failed - 1, 30)))
         asked_s = error.retry_after_s if isinstance(error, Exhausted) else None
         if asked_s is not None:
