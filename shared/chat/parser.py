@@ -12,7 +12,7 @@ import regex
 from shared.chat.formats import ID, NAME_CHARACTERS, NUM_ID_CHARACTERS, CallFormat
 
 FENCE = "```"
-# White space before tags that is dropped. It is held back until the tag is there, and looked at with each piece.
+# White space before tags that is dropped, at most: it is held back until the tag is there.
 MAX_SPACE = 64
 
 
@@ -100,12 +100,12 @@ class MessageParser:
 
     def _opening(self, part: MessagePart) -> bool:
         """Where reasoning may begin."""
-        rest, tag = self._buffer.lstrip(), self._thinking[0]
+        rest, tag = self._without_space(), self._thinking[0]
         if rest.startswith(tag):
             self._buffer, self._skips_space = rest[len(tag) :], True
             self._state = self._reasoning
             return True
-        if self._may_become(tag, rest):
+        if tag.startswith(rest) and not self._is_at_end:
             return False
         self._state = self._text_begins
         return True
@@ -122,10 +122,10 @@ class MessageParser:
     def _text_begins(self, part: MessagePart) -> bool:
         """Where calls without a tag may begin."""
         if self._calls and not self._tag:
-            rest, begin, tag = self._buffer.lstrip(), self._calls.begin, self._calls.tag
+            rest, begin, tag = self._without_space(), self._calls.begin, self._calls.tag
             if rest.startswith(begin):
                 return self._calls_begin()
-            if self._may_become(begin, rest):
+            if begin.startswith(rest) and not self._is_at_end:
                 return False
             if tag and rest.startswith(tag) and begin.startswith(rest):  # of a call that is cut
                 return self._calls_begin()
@@ -250,16 +250,17 @@ class MessageParser:
         self._next, self._state = then, self._literal
         return True
 
-    def _may_become(self, tag: str, rest: str) -> bool:
-        """Whether `rest`, all of the buffer but white space, may be the beginning of `tag`."""
-        return not self._is_at_end and tag.startswith(rest) and len(self._buffer) - len(rest) <= MAX_SPACE
+    def _without_space(self) -> str:
+        """The buffer, without what of white space at its beginning is dropped before tags."""
+        return self._buffer[:MAX_SPACE].lstrip() + self._buffer[MAX_SPACE:]
 
     def _before(self, tag: str) -> tuple[str, bool]:
         """Takes what is before `tag`, or cannot be a part of it. Also returns whether the tag is next."""
         end = self._buffer.find(tag) if tag else -1
         has_tag = end >= 0
         if has_tag:
-            shown = self._buffer[:end].rstrip()
+            near = max(0, end - MAX_SPACE)
+            shown = self._buffer[:near] + self._buffer[near:end].rstrip()
         else:
             end = len(self._buffer)
             if tag and not self._is_at_end:

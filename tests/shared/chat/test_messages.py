@@ -156,6 +156,9 @@ def test_white_space_is_not_held_back_without_end():
         parser.push(first)
         parts = [parser.push(" ") for _ in range(1000)]
         assert sum(len(part.text + part.reasoning) for part in parts) > 900
+    for text in (f"{' ' * 100}<tool_call>", f"x{' ' * 100}<tool_call>", f"x{' ' * 100}{BARE}", f"{' ' * 100}<think>"):
+        options = {"thinking": ("<think>", "</think>"), "calls": known, "bare_tools": ["go"]}
+        assert read(MessageParser(**options), [*text, ""]) == read(MessageParser(**options), [text, ""])
 
 
 def test_text_without_calls_is_left_as_it_is():
