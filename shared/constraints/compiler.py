@@ -231,9 +231,9 @@ def grammar_of(constraint: Constraint) -> str:
 
 def _num_bytes(constraint: _AnyConstraint) -> int:
     """Of its texts, which are kept with it."""
-    if isinstance(constraint, MessageConstraint):
-        return sum(getsizeof(schema) for _, schema in constraint.schemas)
-    texts = constraint.choice or [constraint.json_schema or constraint.regex or constraint.lark or ""]
+    texts = [*constraint.unenforced, *(schema for _, schema in constraint.schemas)]
+    if isinstance(constraint, Constraint):
+        texts += constraint.choice or [constraint.regex or constraint.lark or ""]
     return sum(map(getsizeof, texts))
 
 

@@ -23,6 +23,8 @@ BESIDE_REFERENCES = frozenset({"$comment", "deprecated", "discriminator", "examp
 LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 # From here on it finds no numbers between two limits.
 LARGE, SMALL = 2.0**63, 1e-30
+# Names may be as long as the schema, and be repeated in the place of each schema below.
+MAX_PLACE_CHARACTERS = 256
 # Of ECMA's regular expressions: look-around, references back, borders of words, and what Rust's write differently.
 _BEYOND = re.compile(r"(\\[0-9bBcehGkKQRZ]|\(\?<?[=!]|\(\?[>#]|\[(?:\\.|[^\]\\[])*\[(?!:)|\[\^?\])|\\.")
 
@@ -46,12 +48,17 @@ def _fit(root: dict[str, Any], *, is_strict: bool) -> tuple[str, ...]:
         place, schema = left.pop()
         _drop_annotations(schema)
         if not is_strict:
-            dropped += [f"{place}/{name}" for name in _drop(schema)]
-        left += [(f"{place}/{where}", inner) for where, inner in inner_schemas(schema)]
+            dropped += [_within(place, name) for name in _drop(schema)]
+        left += [(_within(place, where), inner) for where, inner in inner_schemas(schema)]
     if not is_strict:
         given = root.get("x-guidance")
         root["x-guidance"] = {**(given if isinstance(given, dict) else {}), "lenient": True}
     return tuple(sorted(dropped))
+
+
+def _within(place: str, name: str) -> str:
+    """The place of a part, cut where it is too long."""
+    return f"{place}/{name}"[:MAX_PLACE_CHARACTERS]
 
 
 def _drop_annotations(schema: dict[str, Any]) -> None:

@@ -97,6 +97,14 @@ def test_what_cannot_be_enforced_is_named_and_refused_only_if_it_is_strict(compi
         compiler.start(strict)
 
 
+def test_places_take_no_more_than_a_part_of_a_name_each():
+    parts = {f"a{i}": {"not": {}} for i in range(1000)}
+    for schema in ({"properties": {"K" * 30_000: {"properties": parts}}}, {"patternProperties": {"\\b" * 10_000: {}}}):
+        unenforced = Constraint(json_schema=json.dumps(schema)).unenforced
+        assert unenforced
+        assert max(map(len, unenforced)) <= 300
+
+
 def test_kinds_that_overlap_are_any_of_them_and_named(compiler):
     schema = '{"oneOf": [{"type": "string"}, {"maxLength": 3}]}'
     [warning] = compiler.start(Constraint(json_schema=schema)).warnings
