@@ -33,11 +33,13 @@ GROWTH_PER_S = 256 << 20
 # lexer's states, at one or two kilobytes each. Schemas of Kubernetes need a tenth.
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 1_000,
-    "step_max_items": 10_000,
+    "step_max_items": 4_000,
     "max_lexer_states": 10_000,
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 100_000,
 }
+# Those of a client's own grammar, which may be ambiguous from a late place on.
+LARK_LIMITS = LIMITS | {"max_items_in_row": 500}
 # JSON in one line, as most models write it. If they could choose between kinds of white space, hardly any token would
 # be forced, and some models would go on with white space for ever.
 JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -133,7 +135,8 @@ class ConstraintCompiler:
     def _try(self, constraint: _AnyConstraint) -> int:
         """The bytes that it takes when it is compiled. Raises as `start` does."""
         grammar, trials = self._grammar(constraint), self._libraries_of_model()[1]
-        verdict = trials.attempt(grammar=grammar, schemas=constraint.schemas, limits=LIMITS, json_options=JSON_OPTIONS)
+        limits, schemas = _limits(constraint), constraint.schemas
+        verdict = trials.attempt(grammar=grammar, schemas=schemas, limits=limits, json_options=JSON_OPTIONS)
         if verdict is None or verdict.num_bytes > MAX_COMPILED_BYTES:
             raise _too_complex("to compile it takes too much time or memory", constraint.field)
         if verdict.error is None:
@@ -146,7 +149,7 @@ class ConstraintCompiler:
 
     def _compile(self, constraint: _AnyConstraint) -> Compiled:
         """Compiles here what has been tried."""
-        limits = LLParserLimits(**LIMITS, verbose_errors=False)
+        limits = LLParserLimits(**_limits(constraint), verbose_errors=False)
         tokenizer = self._libraries_of_model()[0]
         matcher = LLMatcher(tokenizer, self._grammar(constraint), log_level=0, limits=limits)
         # Copies know what the first tokens may be.
@@ -227,6 +230,11 @@ def grammar_of(constraint: Constraint) -> str:
         return LLMatcher.grammar_from_lark(constraint.lark)
     schema = '{"type": "object"}' if constraint.json_schema is None else constraint.json_schema
     return LLMatcher.grammar_from_json_schema(schema, JSON_OPTIONS)
+
+
+def _limits(constraint: _AnyConstraint) -> dict[str, Any]:
+    own = constraint.answer if isinstance(constraint, MessageConstraint) else constraint
+    return LIMITS if own is None or own.lark is None else LARK_LIMITS
 
 
 def _num_bytes(constraint: _AnyConstraint) -> int:

@@ -288,7 +288,7 @@ def children():
 @pytest.mark.parametrize(
     ("constraint", "why"),
     [
-        (Constraint(lark="start: (" + " | ".join(f'"w{i}"' for i in range(1500)) + ")+"), "1503 items"),
+        (Constraint(lark="start: (" + " | ".join(f'"w{i}"' for i in range(700)) + ")+"), "703 items"),
         (Constraint(regex="((a{100}){100}){100}"), "too many expressions"),
     ],
 )
@@ -296,6 +296,17 @@ def test_what_no_answer_could_begin_within_the_limits_of_a_token_is_refused(comp
     with pytest.raises(InvalidInput, match=why) as caught:
         compiler.start(constraint)
     assert caught.value.reason == "CONSTRAINT_TOO_COMPLEX"
+
+
+def test_schemas_and_choices_may_be_large(compiler):
+    properties = {f"k{i}": {"type": "integer"} for i in range(240)}
+    schema = json.dumps({"type": "object", "properties": properties, "additionalProperties": False})
+    tools = tuple((f"tool_{i}", json.dumps({"type": "object", "properties": {"a": {}}})) for i in range(300))
+    calls = CallFormat("<call>", ":", None, "</call>", "<call>", False)
+    lark = "start: " + " | ".join(f'"w{i}"' for i in range(450))
+    for large in (Constraint(json_schema=schema), Constraint(lark=lark), MessageConstraint(calls=calls, tools=tools)):
+        state = compiler.start(large)
+        state.push(int(state.allowed().argmax()))
 
 
 def test_a_process_that_ends_before_it_has_begun_refuses_nothing(loaded, tmp_path, monkeypatch):
