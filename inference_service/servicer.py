@@ -20,6 +20,7 @@ from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
 from inference_service.served_request import published_bound, with_router
 from inference_service.stream import EventStream
 from inference_service.token_texts import token_texts
+from inference_service.tokenization import described, tokenized
 from shared.chat.parser import MessageParser
 from shared.engine.engine import Engine
 from shared.engine.request.handle import GenerationHandle
@@ -222,7 +223,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetModelRequest, context: Any
     ) -> inference_pb2.GetModelResponse:
         served = self._find(request.model_id)
-        return inference_pb2.GetModelResponse(model=self._describe(served.engine))
+        return inference_pb2.GetModelResponse(
+            model=self._describe(served.engine), tokenizer=described(served.engine.loaded)
+        )
+
+    async def Tokenize(  # noqa: N802
+        self, request: inference_pb2.TokenizeRequest, context: Any
+    ) -> inference_pb2.TokenizeResponse:
+        served = self._find(request.model_id)
+        with served.admitted(client_key(context)):
+            return await self._pools.requests.call(
+                tokenized,
+                request,
+                served.engine.loaded,
+                served.text_of,
+                chats_have_control_tokens=self._chats_have_control_tokens,
+            )
 
     async def ListModels(  # noqa: N802
         self, request: inference_pb2.ListModelsRequest, context: Any

@@ -5,9 +5,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from functools import partial
+from typing import Any
+from urllib.parse import parse_qs
 
 import structlog
 from neap_client import AsyncNeapClient
+from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.metadata import REQUEST_ID_KEY, Metadata
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,13 +23,27 @@ from starlette.types import Receive, Scope, Send
 
 from neap_engine.gateway.answers import Choice, Response, model_object
 from neap_engine.gateway.clients import Clients, address_key
-from neap_engine.gateway.errors import CLIENT_CLOSED_REQUEST, error_headers, error_object, path_error, unexpected
+from neap_engine.gateway.errors import (
+    CLIENT_CLOSED_REQUEST,
+    error_headers,
+    error_object,
+    path_error,
+    refused,
+    unexpected,
+)
 from neap_engine.gateway.exchange import Exchange
 from neap_engine.gateway.merging import EarlyStream, merged
 from neap_engine.gateway.metrics import GatewayMetrics
 from neap_engine.gateway.parsing import BodyParser
-from neap_engine.gateway.requests import RequestedGeneration
+from neap_engine.gateway.requests import RequestedGeneration, parse_generation
 from neap_engine.gateway.shares import Shares
+from neap_engine.gateway.tokenization import (
+    detokenize_request,
+    text_object,
+    tokenize_request,
+    tokenizer_object,
+    tokens_object,
+)
 from neap_engine.gateway.workers import SERVICE_NAME
 from neap_engine.version import installed_version
 from shared.errors import InvalidInput, NeapError, Unavailable
@@ -34,6 +51,8 @@ from shared.gateway_settings import GatewaySettings
 from shared.rpc.tracing import end_http_span, trace_id_of
 
 HEALTH_TIMEOUT_S = 2.0
+# Of a number in a list, and of its digits.
+TOKEN_BYTES = 48
 
 Handler = Callable[[Exchange], Awaitable[None]]
 log = structlog.get_logger("neap.gateway")
@@ -49,7 +68,7 @@ class Gateway:
         self._metrics = metrics
         self._is_draining = False
         self._clients = Clients(workers)
-        self._parser = BodyParser(settings.max_choices)
+        self._parser = BodyParser()
         self._places = Shares(settings.max_requests, "places")
         self._bytes = Shares(settings.body_budget_mb << 20, "bytes for bodies and answers")
         metrics.running.set_function(lambda: self._places.used)
@@ -69,6 +88,9 @@ class Gateway:
             self._route("/v1/chat/completions", "POST", chat),
             self._route("/v1/completions", "POST", text),
             self._route("/v1/models", "GET", self._list_models),
+            self._route("/tokenize", "POST", partial(self._tokenize, parse=tokenize_request, answer=tokens_object)),
+            self._route("/detokenize", "POST", partial(self._tokenize, parse=detokenize_request, answer=text_object)),
+            self._route("/tokenizer_info", "GET", self._get_tokenizer),
             self._route("/v1/models/{model_id:path}", "GET", self._get_model),
             Route("/healthz", _alive),
             Route("/readyz", self._ready),
@@ -161,6 +183,39 @@ class Gateway:
             model = await self._workers.get_model(model_id, metadata=self._metadata(exchange))
             await exchange.respond(200, model_object(model))
 
+    async def _get_tokenizer(self, exchange: Exchange) -> None:
+        (model_id,) = parse_qs(exchange.scope["query_string"].decode("latin-1")).get("model", [""])[:1]
+        metadata = self._metadata(exchange)
+        with self._placed(exchange):
+            model_id = model_id or await self._only_model(metadata)
+            tokenizer = await self._workers.get_tokenizer(model_id, metadata=metadata)
+            await exchange.respond(200, tokenizer_object(tokenizer))
+
+    async def _tokenize(
+        self,
+        exchange: Exchange,
+        *,
+        parse: Callable[[bytes], pb.TokenizeRequest],
+        answer: Callable[[pb.TokenizeResponse], dict[str, Any]],
+    ) -> None:
+        metadata = self._metadata(exchange)
+        client = await self._clients.identify(self._token(exchange), exchange.address, exchange.request_id)
+        with self._bytes.holding(client) as hold_bytes, self._places.holding(client) as hold_places:
+            body = await exchange.read_body(hold_bytes, max_bytes=self._settings.max_body_mb << 20)
+            hold_places(1)
+            request = await self._parser.parse(client, body, parse)
+            request.model_id = request.model_id or await self._only_model(metadata)
+            response = await self._workers.tokenize(request, metadata=metadata)
+            hold_bytes(len(body) + TOKEN_BYTES * len(response.token_ids))
+            await exchange.respond(200, answer(response))
+
+    async def _only_model(self, metadata: Metadata) -> str:
+        """The model that a request without one means. Raises InvalidInput if there are several."""
+        models = await self._workers.list_models(metadata=metadata)
+        if len(models) != 1:
+            raise refused("the workers serve several models: name one", "model")
+        return models[0].model_id
+
     @contextmanager
     def _placed(self, exchange: Exchange) -> Iterator[None]:
         """Hold a place for a request without a body."""
@@ -178,7 +233,8 @@ class Gateway:
         with self._bytes.holding(client) as hold_bytes, self._places.holding(client) as hold_places:
             body = await exchange.read_body(hold_bytes, max_bytes=self._settings.max_body_mb << 20)
             hold_places(1)
-            generation = await self._parser.parse(client, body, is_chat=is_chat)
+            parse = partial(parse_generation, is_chat=is_chat, max_choices=self._settings.max_choices)
+            generation = await self._parser.parse(client, body, parse)
             del body
             if 2 * generation.num_bytes > self._bytes.total:
                 raise InvalidInput(

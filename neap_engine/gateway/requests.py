@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from neap_client.affinity import prefix_key
 from neap_client.inference.v1 import inference_pb2 as pb
@@ -17,6 +18,7 @@ from neap_engine.gateway.schema import (
     DepthOptions,
     Function,
     GenerationFields,
+    Message,
     NamedTool,
     TextPart,
     Tool,
@@ -116,13 +118,17 @@ def _seeded(seed: int) -> bytes:
 
 def _chat(request: ChatRequest) -> pb.Chat:
     tools, choice = _allowed(request)
-    chat = pb.Chat(
-        tools=[_tool(tool.function) for tool in tools],
-        tool_choice=_tool_choice(choice),
-        single_tool_call=request.parallel_tool_calls is False,
-        template_arguments=json_text(request.chat_template_kwargs),
-    )
-    for i, message in enumerate(request.messages):
+    chat = chat_of(request.messages, tools, request.chat_template_kwargs)
+    chat.single_tool_call = request.parallel_tool_calls is False
+    if (wanted := _tool_choice(choice)) is not None:
+        chat.tool_choice.CopyFrom(wanted)
+    return chat
+
+
+def chat_of(messages: Sequence[Message], tools: Sequence[Tool], arguments: dict[str, Any] | None) -> pb.Chat:
+    """Raises InvalidInput for messages without what their role must have."""
+    chat = pb.Chat(tools=[_tool(tool.function) for tool in tools], template_arguments=json_text(arguments))
+    for i, message in enumerate(messages):
         is_assistant = message.role == "assistant"
         for name, is_misplaced in (
             ("content", message.content is None and message.role not in ("assistant", "tool")),

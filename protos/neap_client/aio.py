@@ -103,6 +103,16 @@ class AsyncNeapClient(ClientBase):
         request = inference_pb2.GetModelRequest(model_id=model_id)
         return (await self._unary(methods.GET_MODEL, request, metadata)).model
 
+    async def get_tokenizer(self, model_id: str, *, metadata: Metadata = ()) -> inference_pb2.Tokenizer:
+        """Return an empty description for a model without a tokenizer."""
+        request = inference_pb2.GetModelRequest(model_id=model_id)
+        return (await self._unary(methods.GET_MODEL, request, metadata)).tokenizer
+
+    async def tokenize(
+        self, request: inference_pb2.TokenizeRequest, *, metadata: Metadata = ()
+    ) -> inference_pb2.TokenizeResponse:
+        return await self._unary(methods.TOKENIZE, request, metadata)
+
     async def list_models(self, *, metadata: Metadata = ()) -> list[inference_pb2.Model]:
         """Return the models in alphabetical order."""
         pages = self._pages(methods.LIST_MODELS, inference_pb2.ListModelsRequest(), metadata)

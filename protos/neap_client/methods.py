@@ -51,6 +51,7 @@ CHECK = Method(_HEALTH, "Check", health_pb2.HealthCheckRequest, health_pb2.Healt
 # A generation is repeated and resumed by its stream: see neap_client.generation.
 GENERATE = Method(_INFERENCE, "Generate", inference.GenerateRequest, inference.GenerateResponse, repeatable=False)
 GET_MODEL = Method(_INFERENCE, "GetModel", inference.GetModelRequest, inference.GetModelResponse)
+TOKENIZE = Method(_INFERENCE, "Tokenize", inference.TokenizeRequest, inference.TokenizeResponse)
 LIST_MODELS = Method(_INFERENCE, "ListModels", inference.ListModelsRequest, inference.ListModelsResponse)
 
 # Idempotent by its `request_id`.

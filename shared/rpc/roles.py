@@ -16,6 +16,7 @@ _ADMIN = frozenset((Role.ADMIN,))
 # "/package.Service/Method" -> roles. The caller must have at least one of them.
 METHOD_ROLES: Mapping[str, frozenset[Role]] = {
     "/neap.inference.v1.InferenceService/Generate": _GENERATE,
+    "/neap.inference.v1.InferenceService/Tokenize": _GENERATE,
     "/neap.inference.v1.InferenceService/GetModel": _ANY,
     "/neap.inference.v1.InferenceService/ListModels": _ANY,
     # A spec with aliases other than "latest" needs ADMIN, too: see the servicer.

@@ -31,7 +31,7 @@ def encode_prompt(loaded: LoadedModel, prompt: Prompt) -> tuple[int, ...]:
     if not (prompt.messages if isinstance(prompt, Chat) else prompt):
         raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT")
     if isinstance(prompt, str):
-        ids = _encode_text(loaded, prompt)
+        ids = encode_text(loaded, prompt)
     elif isinstance(prompt, Chat):
         ids = _encode_chat(loaded, prompt)
     elif isinstance(prompt[0], Mapping):
@@ -42,11 +42,13 @@ def encode_prompt(loaded: LoadedModel, prompt: Prompt) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def decode_prompt(loaded: LoadedModel, ids: Sequence[int]) -> str:
-    """Its text without special tokens. Raises `InvalidInput` (reason NO_TOKENIZER)."""
+def decode_prompt(loaded: LoadedModel, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """Its text, without special tokens unless they are wanted. Raises `InvalidInput` (reason NO_TOKENIZER)."""
     if loaded.tokenizer is None:
         raise InvalidInput("this model has no tokenizer, so no text", reason="NO_TOKENIZER")
-    return str(loaded.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return str(
+        loaded.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    )
 
 
 def _as_list(given: Any, what: str, forms: str) -> list[Any]:
@@ -84,7 +86,11 @@ def check_token_ids(loaded: LoadedModel, ids: Sequence[int]) -> None:
         )
 
 
-def _encode_text(loaded: LoadedModel, text: str, *, add_special_tokens: bool = True) -> list[int]:
+def encode_text(loaded: LoadedModel, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Text -> token ids, which may be more than the context holds.
+
+    Raises `InvalidInput` (reason NO_TOKENIZER) and `PromptTooLong` for a text that cannot fit into the context.
+    """
     encoded = _tokenizer_for(loaded, text)(text, add_special_tokens=add_special_tokens)
     return list(encoded["input_ids"])
 
@@ -112,7 +118,7 @@ def encode_answer(loaded: LoadedModel, text: str) -> list[int]:
 
     Raises `InvalidInput` (reason NO_TOKENIZER) and `PromptTooLong`.
     """
-    return _encode_text(loaded, text, add_special_tokens=False)
+    return encode_text(loaded, text, add_special_tokens=False)
 
 
 def encode_prediction(loaded: LoadedModel, prediction: str | Sequence[int]) -> tuple[int, ...]:
