@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 from neap_client.inference.v1 import inference_pb2 as pb
 
-from neap_engine.gateway import parsing, server, structure
+from neap_engine.gateway import app, parsing, server, structure
 from neap_engine.gateway.clients import address_key
 from neap_engine.gateway.collected import Collected
 from neap_engine.gateway.logprobs import chat_logprobs, text_logprobs
@@ -319,14 +319,14 @@ def test_a_peer_has_a_share_of_the_connections(monkeypatch):
 
 def test_large_bodies_are_parsed_beside_the_loop_and_clients_take_turns(secure, monkeypatch):
     worker, headers = secure
-    parse, order, may_parse = parsing.parse_generation, [], threading.Event()
+    parse, order, may_parse = app.parse_generation, [], threading.Event()
 
     def slow(body, **options):
         order.append(json.loads(body)["user"])
         assert may_parse.wait(60)
         return parse(body, **options)
 
-    monkeypatch.setattr(parsing, "parse_generation", slow)
+    monkeypatch.setattr(app, "parse_generation", slow)
     large = {"messages": [{"role": "user", "content": "x" * parsing.INLINE_BYTES}]}
     with gateway_to(worker.target) as gateway, ThreadPoolExecutor(5) as pool:
         asked = []
