@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
@@ -43,6 +44,7 @@ class Trials:
         self._lock = Lock()
         self._running = BoundedSemaphore(MAX_TRIALS)
         self._control: socket.socket | None = None
+        self._end: Callable[[], object] = lambda: None
 
     def attempt(self, **request: Any) -> Verdict | None:
         """The verdict on `request`, as `trial_process` takes it. None: it exceeds the limits of time, memory or stack.
@@ -76,6 +78,7 @@ class Trials:
                     socket.send_fds(self._control, [b"."], [channel.fileno()])
                     return
                 except OSError:
+                    self._end()
                     self._control = None
                     if is_last:
                         raise
@@ -92,7 +95,7 @@ class Trials:
                 # Ctrl-C in a terminal then reaches the worker only.
                 start_new_session=True,
             )
-        weakref.finalize(self, _end, ours, process)
+        self._end = weakref.finalize(self, _end, ours, process)
         assert process.stdin is not None
         with process.stdin as stream:
             stream.write(json.dumps(self._tokenizer).encode())

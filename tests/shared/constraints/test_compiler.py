@@ -268,6 +268,7 @@ def test_the_process_that_compiles_is_started_again_when_it_has_died_and_ends_wi
     compiler.start(Constraint(regex="b"))
     [second] = children() - others
     assert first != second
+    assert not Path(f"/proc/{first}").exists(), "it is a zombie"
     del compiler
     gc.collect()
     assert children() == others
