@@ -60,7 +60,9 @@ class _Served:
         if self.active.total() >= self.max_active:
             self._refuse(f"{self.active.total()} requests are waiting or running", "QUEUE_FULL")
         num_active = self.active[client]
-        if self.max_active_per_client is not None and num_active >= self.max_active_per_client:
+        # By default a client may have no more than it leaves free for others, so that none can take all.
+        most = self.max_active_per_client or self.max_active - self.active.total()
+        if num_active >= most:
             self._refuse(f"{num_active} requests of this client are waiting or running", "CLIENT_LIMIT")
         self.active[client] += 1
         try:

@@ -3,11 +3,13 @@ of one peer."""
 
 import asyncio
 import json
+import ssl
 from http import HTTPStatus
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.utils import get_remote_addr
 
 from neap_engine.gateway.clients import address_key
 from neap_engine.gateway.errors import error_headers, error_object, http_status, refused
@@ -36,12 +38,14 @@ class Connection(H11Protocol):
 
     A connection whose request has no complete head after `request_timeout_s` is closed, and so is one whose client
     reads nothing of what is left of a response for `stall_timeout_s`. A peer that has more than its share of
-    `connections` gets 429.
+    `connections` gets 429, or, where it is to be asked for `tls` first, is closed: a connection counts from its
+    beginning, so the handshake, which may take `request_timeout_s`, is done here and not by the event loop.
     """
 
     request_timeout_s: float
     stall_timeout_s: float
     connections_of_peers: Shares
+    tls: ssl.SSLContext | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,26 +54,71 @@ class Connection(H11Protocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
         self._peer: str | None = None
+        self._has_begun = False
+        # What arrives with the end of the handshake.
+        self._early = b""
+        self._handshake: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        peer = address_key(self.client[0] if self.client else "")
+        address = get_remote_addr(transport)
+        peer = address_key(address[0] if address else "")
         try:
             self.connections_of_peers.take(peer)
         except Exhausted as error:
+            if self.tls is not None:
+                transport.abort()
+                return
+            self._begin(transport)
             self._refuse(error)
             return
         self._peer = peer
+        if self.tls is None:
+            self._begin(transport)
+            self._await_head()
+        else:
+            transport.pause_reading()
+            self._handshake = self.loop.create_task(self._secure(transport, self.tls))
+
+    def _begin(self, transport: asyncio.Transport) -> None:
+        self._has_begun = True
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+
+    async def _secure(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        try:
+            secured = await self.loop.start_tls(
+                transport, self, tls, server_side=True, ssl_handshake_timeout=self.request_timeout_s
+            )
+        except OSError:  # also of TLS, and of a peer that has gone
+            secured = None
+        if secured is None or secured.is_closing():
+            transport.abort()
+            self._give_back()
+            return
+        self._begin(secured)
         self._await_head()
+        if self._early:
+            self.data_received(self._early)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers()
+        self._give_back()
+        if self._has_begun:
+            super().connection_lost(exc)
+
+    def _give_back(self) -> None:
         if self._peer is not None:
             self.connections_of_peers.give_back(self._peer)
-        super().connection_lost(exc)
+            self._peer = None
+
+    def eof_received(self) -> None:
+        if self._has_begun:
+            super().eof_received()
 
     def data_received(self, data: bytes) -> None:
+        if not self._has_begun:
+            self._early += data
+            return
         if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._await_head()
         super().data_received(data)
@@ -131,11 +180,14 @@ class Connection(H11Protocol):
         self._head_timer = self._read_timer = None
 
 
-def connection_class(*, request_timeout_s: float, stall_timeout_s: float, max_connections: int) -> type[Connection]:
+def connection_class(
+    *, request_timeout_s: float, stall_timeout_s: float, max_connections: int, tls: ssl.SSLContext | None = None
+) -> type[Connection]:
     """Return the class with these bounds. uvicorn passes no arguments of ours to it."""
     bounds = {
         "request_timeout_s": request_timeout_s,
         "stall_timeout_s": stall_timeout_s,
         "connections_of_peers": Shares(max_connections, "connections"),
+        "tls": tls,
     }
     return type("BoundedConnection", (Connection,), bounds)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import resource
 import signal
 import socket
 import ssl
@@ -18,6 +17,7 @@ from neap_engine.gateway.connection import MAX_HEAD_BYTES, connection_class
 from neap_engine.gateway.https import HttpsCertificate
 from shared.errors import Unavailable
 from shared.gateway_settings import GatewaySettings
+from shared.rpc import connections
 from shared.rpc.addresses import parse_listen
 from shared.rpc.logs import underlying_stream
 from shared.rpc.security import ServerSecurity
@@ -26,9 +26,6 @@ from shared.rpc.security import ServerSecurity
 ENDING_S = 2.0
 # Connections that wait to be accepted: uvicorn's own value.
 BACKLOG = 2048
-MAX_CONNECTIONS = 4096
-# Open files that are no connections of clients: those to workers, for logs and metrics, of the interpreter.
-OTHER_FILES = 128
 # Bytes that the kernel buffers for one client. The default grows to megabytes, all of which a client that does not read
 # would get.
 SEND_BUFFER_BYTES = 64 * 1024
@@ -139,7 +136,8 @@ def _config(settings: GatewaySettings, gateway: Gateway, tls: ssl.SSLContext | N
         http=connection_class(
             request_timeout_s=settings.request_timeout_s,
             stall_timeout_s=settings.stall_timeout_s,
-            max_connections=_max_connections(),
+            max_connections=connections.max_connections(),
+            tls=tls,
         ),
         ws="none",
         lifespan="off",
@@ -153,16 +151,7 @@ def _config(settings: GatewaySettings, gateway: Gateway, tls: ssl.SSLContext | N
         timeout_keep_alive=settings.idle_timeout_s,
     )
     config.load()
-    config.ssl = tls
     return config
-
-
-def _max_connections() -> int:
-    """Connections beyond the limit of open files would make the listener stop for everybody."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
-    return max(2, min(MAX_CONNECTIONS, limit - OTHER_FILES))
 
 
 def _bind(listen: str) -> socket.socket:

@@ -15,6 +15,7 @@ from neap_client.channel import MAX_MESSAGE_BYTES
 
 from shared.rpc.addresses import bind, parse_listen
 from shared.rpc.client_waits import DELIVERY_TIMEOUT_S, ClientWaits
+from shared.rpc.connections import max_connections
 from shared.rpc.health import HealthServicer
 from shared.rpc.health_port import HealthPort
 from shared.rpc.interceptors import SIDE_SERVICES, ServiceInterceptor
@@ -33,6 +34,8 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    # gRPC would give a handshake two minutes.
+    ("grpc.server_handshake_timeout_ms", 10_000),
     # Clients may ping this often.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     # Bytes buffered here for a client that does not read, in addition to its flow-control window.
@@ -95,6 +98,8 @@ class RpcServer:
             interceptors=(interceptor,),
             options=(
                 *SERVER_OPTIONS,
+                # Also those that have not finished their handshake.
+                ("grpc.max_allowed_incoming_connections", max_connections()),
                 *_milliseconds("grpc.max_connection_age_ms", settings.max_connection_age_s),
                 *_milliseconds("grpc.max_connection_age_grace_ms", settings.max_connection_age_grace_s),
             ),

@@ -11,10 +11,11 @@ from contextlib import ExitStack, contextmanager
 import pytest
 from neap_client.inference.v1 import inference_pb2 as pb
 
-from neap_engine.gateway import app, parsing, server, structure
+from neap_engine.gateway import app, parsing, structure
 from neap_engine.gateway.clients import address_key
 from neap_engine.gateway.collected import Collected
 from neap_engine.gateway.logprobs import chat_logprobs, text_logprobs
+from shared.rpc import connections
 from shared.rpc.access import Access
 from shared.rpc.callers import Role
 from shared.rpc.security import ServerSecurity
@@ -301,7 +302,7 @@ def test_addresses_of_one_host_are_one_client(address, key):
 
 
 def test_a_peer_has_a_share_of_the_connections(monkeypatch):
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 8)
     with gateway_to("127.0.0.1:1") as gateway, ExitStack() as stack:
         for _ in range(4):
             stack.enter_context(connected(gateway, "127.0.0.2"))

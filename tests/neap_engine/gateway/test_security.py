@@ -1,6 +1,8 @@
 """TLS on both sides of the gateway, and tokens."""
 
+import socket
 import ssl
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 
 import httpx
@@ -12,6 +14,7 @@ from neap_engine.gateway.workers import open_client
 from shared import errors
 from shared.config import make_settings
 from shared.gateway_settings import GatewaySettings
+from shared.rpc import connections
 from shared.rpc.access import Access
 from shared.rpc.certificates import ServerCertificate
 from shared.rpc.security import ServerSecurity
@@ -102,6 +105,30 @@ def test_the_gateway_serves_https_with_rotated_certificates(tmp_path):
         for result in ("taken", "refused"):
             labels = {"kind": "certificate", "result": result}
             assert registry.get_sample_value("neap_security_reloads_total", labels) == 1
+
+
+def test_connections_count_before_their_handshake_and_may_not_take_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 8)
+    authority = trustme.CA()
+    files = certificates.write(tmp_path, certificates.issued(authority, "127.0.0.1"))
+    with (
+        gateway_to("127.0.0.1:1", tls_cert=files.certificate, tls_key=files.key, request_timeout_s=2.0) as gateway,
+        ExitStack() as stack,
+    ):
+
+        def silent():
+            address = ("127.0.0.1", gateway.port)
+            return stack.enter_context(socket.create_connection(address, timeout=60, source_address=("127.0.0.2", 0)))
+
+        held = [silent() for _ in range(4)]
+        with suppress(ConnectionResetError):
+            assert silent().recv(1) == b"", "more than its share"
+        assert status_over_tls(gateway, authority) == 200, "somebody else"
+        for connection in held:
+            with suppress(ConnectionResetError):
+                assert connection.recv(1) == b"", "the handshake takes too long"
+        silent().close()
+        assert status_over_tls(gateway, authority) == 200
 
 
 def test_only_clients_with_a_certificate_can_connect_if_asked_for(tmp_path):
