@@ -122,8 +122,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def add_model(self, engine: Engine, *, max_active: int = 80, max_active_per_client: int | None = None) -> None:
         """Serves `engine` under its model's id. `max_active` bounds the calls that are being prepared, wait or run.
 
-        A client is an authenticated caller's name or, without authentication, an address. In the second case set
-        `max_active_per_client` only if clients do not share a proxy.
+        A client is an authenticated caller's name or, without authentication, an address. None: it may have as many as
+        it leaves free for others.
         """
         self._served[engine.loaded.model_id] = _Served(
             engine, max_active, max_active_per_client, token_texts(engine.loaded.tokenizer)

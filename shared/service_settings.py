@@ -148,7 +148,8 @@ class WorkerSettings(ServiceSettings):
         default=None,
         ge=1,
         description="Most waiting and running requests of one caller, per model. Callers are told apart by name if "
-        "tokens or client certificates are used, otherwise by address. Unset: no limit.",
+        "tokens or client certificates are used, otherwise by address. Unset: as many as the caller leaves free for "
+        "others of --max-queue and --max-running together, so half if there is no other.",
     )
     kv_budget_mb: int | None = Field(
         default=None,

@@ -168,8 +168,9 @@ def _num_caches():
     return sum(cache.capacity > 1 and bool(cache.keys) for cache in caches)
 
 
-def test_one_client_cannot_take_all_places(engine, registry, handles):
-    with serving(engine, registry, max_active_per_client=1) as worker, grpc.insecure_channel(worker.target) as channel:
+@pytest.mark.parametrize("limits", [{"max_active_per_client": 1}, {"max_active": 2}], ids=["set", "by default"])
+def test_one_client_cannot_take_all_places(engine, registry, handles, limits):
+    with serving(engine, registry, **limits) as worker, grpc.insecure_channel(worker.target) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         call = stub.Generate(request_of(2000))
         next(call)
@@ -183,7 +184,8 @@ def test_one_client_cannot_take_all_places(engine, registry, handles):
 
 
 def test_beyond_the_queue_is_refused_with_a_time_to_retry(engine, registry, handles):
-    with serving(engine, registry, max_active=2) as worker, grpc.insecure_channel(worker.target) as channel:
+    sizes = {"max_active": 2, "max_active_per_client": 2}
+    with serving(engine, registry, **sizes) as worker, grpc.insecure_channel(worker.target) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         calls = [stub.Generate(request_of(2000)) for _ in range(2)]
         for call in calls:
