@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
-from time import thread_time
+from time import perf_counter, thread_time
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -112,7 +112,7 @@ class ConstraintState:
         if self.has_ended(path):
             return None
         self._go_to(path)
-        text = self._ask(self._matcher.compute_ff_bytes)[:MAX_BEGUN]
+        text = self._ask(perf_counter, self._matcher.compute_ff_bytes)[:MAX_BEGUN]
         return next(iter(self._tokenizer.tokenize_bytes(text)), None) if text else None
 
     def allows(self, path: Sequence[int], token: int) -> bool:
@@ -123,8 +123,8 @@ class ConstraintState:
             return token == only
         self._go_to(path)
         if token in self._eos_token_ids:
-            return self._ask(self._matcher.is_accepting)
-        return self._ask(self._matcher.validate_tokens, [token]) == 1
+            return self._ask(perf_counter, self._matcher.is_accepting)
+        return self._ask(perf_counter, self._matcher.validate_tokens, [token]) == 1
 
     def rows(self, path: Sequence[int], drafts: Sequence[int]) -> "Rows":
         """The tokens that may follow `path` and the first i of `drafts`, in row i."""
@@ -137,7 +137,7 @@ class ConstraintState:
         self._go_to(path)
         # Where text is forced, masks allow it as the tokenizer would write it. All that may follow the end of a text
         # that cannot go on is its token.
-        text = self._ask(self._matcher.compute_ff_tokens)[:MAX_RUN]
+        text = self._ask(perf_counter, self._matcher.compute_ff_tokens)[:MAX_RUN]
         forced = list(takewhile(lambda token: token not in self._eos_token_ids, text))
         if not forced and self._matcher.is_stopped() and self._matcher.is_accepting():
             forced = list(self._eos_token_ids) if len(self._eos_token_ids) == 1 else []
@@ -154,7 +154,7 @@ class ConstraintState:
             return alone
         self._go_to(path)
         words = np.zeros(-(-self._vocabulary_size // WORD_BITS), np.uint32)
-        self._ask(self._matcher.unsafe_compute_mask_ptr, words.ctypes.data, words.nbytes)
+        self._ask(thread_time, self._matcher.unsafe_compute_mask_ptr, words.ctypes.data, words.nbytes)
         bits = np.unpackbits(words.view(np.uint8), count=self._vocabulary_size, bitorder="little")
         allowed = bits.view(np.bool_)
         # A token that ends texts is none of a text, although it may stand for a piece of one.
@@ -172,15 +172,19 @@ class ConstraintState:
         same = next((place for place, (consumed, draft) in pairs if consumed != draft), shorter)
         self._matcher.rollback(len(self._path) - same)
         self._path = list(path)
-        num_consumed = self._ask(self._matcher.try_consume_tokens, self._path[same:])
+        num_consumed = self._ask(perf_counter, self._matcher.try_consume_tokens, self._path[same:])
         assert num_consumed == len(path) - same, "a draft that the constraint forbids"
 
-    def _ask(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def _ask(self, clock: Callable[[], float], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What one of the matcher's functions returns. Raises `InvalidInput` if it has failed, or if the grammar has
-        taken too much time."""
-        start_s = thread_time()
+        taken too much time.
+
+        `clock`: of the thread for masks, after which it may wait for other threads; one that takes no longer than the
+        function for the others.
+        """
+        start_s = clock()
         answer = function(*args, **kwargs)
-        spent_s = thread_time() - start_s
+        spent_s = clock() - start_s
         self._left_s -= spent_s
         self._compiled.spent_s += spent_s
         if not self._matcher.is_error():
