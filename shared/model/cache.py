@@ -32,6 +32,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def refuse_if_out_of_memory(error: BaseException) -> None:
+    """For checks of what a model can do: memory that is short now says nothing about the model, and a verdict is
+    remembered for later starts. Raises `Exhausted` (OUT_OF_MEMORY) if that is what `error` says."""
+    if is_out_of_memory(error):
+        raise Exhausted("there is not enough memory to try the model", reason="OUT_OF_MEMORY") from error
+
+
 class LengthlessCache(Cache):
     """A transformers cache without a length. Transformers asks for it to place positions and masks; the answer is for
     the current pass.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shared.model.borders import NUM_CHECKED, crossing_length, origins
-from shared.model.cache import KVCache, as_contiguous
+from shared.model.cache import KVCache, as_contiguous, refuse_if_out_of_memory
 from shared.model.cut_check import check_cuts
 from shared.model.gated_model import GatedModel
 from shared.model.inference import inference
@@ -130,7 +130,8 @@ class ContiguousRunner(GatedModel):
                     if held:
                         self._run_all(ids[:, :held], cache, 0, read)
                 states = self._run_all(ids[:, held:], caches[0], held, read)
-            except _CANNOT:
+            except _CANNOT as error:
+                refuse_if_out_of_memory(error)
                 return False  # it cannot begin late, so it cannot be checked
             # All but the first token again, as a branch beside the others.
             count = length - held
@@ -143,7 +144,8 @@ class ContiguousRunner(GatedModel):
         try:
             self.run_ragged(asked.flip(1), sequences, first=0, last=last)
             together = self.run_ragged(asked, sequences, first=0, last=last)
-        except _CANNOT:
+        except _CANNOT as error:
+            refuse_if_out_of_memory(error)
             return False  # the family's own code looks inside the objects of `substitution.ragged`
         scale = expected.abs().max().clamp_min(1e-9)
         return bool((together - expected).abs().max() <= RAGGED_TOLERANCE * scale)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shared.errors import UnsupportedModel
 from shared.model.borders import NUM_CHECKED, origins
+from shared.model.cache import refuse_if_out_of_memory
 from shared.model.gated_model import GatedModel
 
 # The first two end just before a border.
@@ -45,7 +46,8 @@ def check_cuts(model: GatedModel) -> None:
     for place in origins(loaded.model.config, loaded.context_length):
         try:
             whole, pieces = (_states(model, ids, place, cut) for cut in ((NUM_CHECKED,), PIECES))
-        except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError):
+        except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            refuse_if_out_of_memory(error)
             if not place:
                 raise
             continue  # the model makes something as long as the text, such as ALiBi's biases, and cannot begin late

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shared.model.borders import origins
-from shared.model.cache import ContiguousCache, KVCache, as_contiguous
+from shared.model.cache import ContiguousCache, KVCache, as_contiguous, refuse_if_out_of_memory
 from shared.model.direct_pass import DirectPass
 from shared.model.gates import Gates, LayerCounters
 from shared.model.inference import inference
@@ -147,7 +147,8 @@ class GatedModel:
         expected = self._model_head(state)
         try:
             direct = self.loaded.parts.head(self.normed(state)).float()
-        except RuntimeError:  # a projection stands between norm and head, as in some OPT models
+        except RuntimeError as error:  # a projection stands between norm and head, as in some OPT models
+            refuse_if_out_of_memory(error)
             return False
         scale = expected.abs().max().clamp_min(1e-9)
         return direct.shape == expected.shape and bool((direct - expected).abs().max() <= HEAD_TOLERANCE * scale)

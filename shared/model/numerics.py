@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shared import ops
 from shared.model.borders import origins
-from shared.model.cache import KVCache
+from shared.model.cache import KVCache, refuse_if_out_of_memory
 from shared.model.dtypes import dtype_name
 from shared.model.loaded import LoadedModel
 from shared.model.ragged import RaggedSequence
@@ -112,7 +112,8 @@ def _probe(runner: Runner) -> tuple[str, bool]:
     for place in origins(loaded.model.config, loaded.context_length, length):
         try:
             logits, is_same = _tried_at(runner, place, length)
-        except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError):
+        except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            refuse_if_out_of_memory(error)
             if not place:
                 raise
             continue  # the model makes something as long as the text, and cannot begin late

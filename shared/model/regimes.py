@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from shared.errors import UnsupportedModel
 from shared.model.borders import borders
-from shared.model.cache import LengthlessCache
+from shared.model.cache import LengthlessCache, refuse_if_out_of_memory
 from shared.model.cache_argument import with_cache
 
 # Positions whose angles are compared under different lengths.
@@ -85,7 +85,8 @@ def find_regimes(model: PreTrainedModel, context_length: int) -> Regimes:
     for module, calls in _position_modules(model).items():
         try:
             starts = {start for call in calls for start in _starts(module, call, lengths)}
-        except (LookupError, TypeError, ValueError, RuntimeError):
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            refuse_if_out_of_memory(error)
             continue  # it takes more than positions; `check_cuts` shows whether lengths matter
         if starts:
             starts_of[module] = tuple(starts)

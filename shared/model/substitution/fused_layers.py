@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shared.errors import UnsupportedModel
 from shared.model.borders import NUM_CHECKED, context_limit, origins
-from shared.model.cache import ContiguousCache
+from shared.model.cache import ContiguousCache, refuse_if_out_of_memory
 from shared.model.cache_argument import with_cache
 from shared.model.parts import find_layers
 from shared.model.substitution.layer import Call, FusedLayer, plan, watch
@@ -99,6 +99,7 @@ def _find_disagreeing(
             named = {name: twin if value is cache else value for name, value in kwargs.items()}
             out = candidates[layer].fused(args, named)
         except RuntimeError as error:
+            refuse_if_out_of_memory(error)
             refuted[layer] = f"the op refuses it: {error}"
             return
         if out is None:

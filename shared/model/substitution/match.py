@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shared.model.cache import refuse_if_out_of_memory
 from shared.model.weights.stored import Stored
 
 TOLERANCE = 1e-5  # largest error relative to the largest output
@@ -140,6 +141,7 @@ def agrees(actual: Forward, expected: Forward, *inputs: Tensor) -> bool:
     try:
         expected_output: Any = expected(x)
     except Exception as error:
+        refuse_if_out_of_memory(error)
         raise Unsuitable(f"does not run on a random tensor: {type(error).__name__}") from error
     if not isinstance(expected_output, Tensor):
         raise Unsuitable("does not return a tensor")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shared import ops
+from shared.model.cache import refuse_if_out_of_memory
 from shared.model.substitution.match import Unsuitable, random_input
 
 FUNCTION = "apply_rotary_pos_emb"
@@ -100,6 +101,7 @@ def _check_same_bits(original: _Rotary) -> None:
         try:
             expected = original(q, k, cos, sin)
         except Exception as error:
+            refuse_if_out_of_memory(error)
             raise Unsuitable(f"takes other arguments: {type(error).__name__}") from error
         if not all(map(torch.equal, ops.rotary(q, k, cos, sin), expected)):
             raise Unsuitable("is not the half-rotation, bit for bit")

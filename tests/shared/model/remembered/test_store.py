@@ -17,12 +17,17 @@ from torch import Tensor
 from shared import ops
 from shared.engine.drafting.costs import CostMeter, RememberingMeter
 from shared.engine.engine import Engine
+from shared.errors import Exhausted
+from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.gated_model import GatedModel
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 from shared.model.numerics import Numerics
 from shared.model.remembered import key, store
 from shared.model.remembered.store import StartStore
 from shared.model.substitution import apply
+from shared.model.substitution import rotary as rotary_files
+from shared.model.substitution.layer import FusedLayer
 from tests.gguf_files import write_llama
 from tests.worker import save_model
 
@@ -322,3 +327,31 @@ def test_costs_are_measured_again_when_they_are_old(model: Path, folder: Path, m
     monkeypatch.setattr("shared.engine.drafting.costs.REMEMBERED_S", 0.0)
     second = _start(model, folder)
     assert second.facts.values[name]["measured_s"] > first.facts.values[name]["measured_s"]
+
+
+@pytest.mark.parametrize(
+    "where",
+    [(ContiguousRunner, "run_ragged"), (GatedModel, "normed"), (FusedLayer, "fused"), (rotary_files, "acquire")],
+    ids=lambda where: where[1],
+)
+def test_memory_that_is_short_at_a_start_is_no_property_of_the_model(model, tmp_path, folder, monkeypatch, where):
+    def refuse(*given: object, **named: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
+
+    expected = ContiguousRunner(_start(model, tmp_path / "another"))
+    with monkeypatch.context() as patch:
+        patch.setattr(*where, refuse)
+        with pytest.raises(Exhausted) as raised:
+            _start_contiguous(model, folder)
+    assert raised.value.reason == "OUT_OF_MEMORY"
+    runner = _start_contiguous(model, folder)
+    assert runner.loaded.facts.known().keys() <= expected.loaded.facts.known().keys()
+    assert (runner.supports_ragged, runner.head_is_direct, runner.gates.all_fused) == (True, True, True)
+
+
+def _start_contiguous(model: Path, folder: Path) -> ContiguousRunner:
+    loaded = load_model(model, store=StartStore(folder, MAX_BYTES))
+    try:
+        return ContiguousRunner(loaded)
+    finally:
+        loaded.facts.keep()
