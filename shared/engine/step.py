@@ -178,9 +178,9 @@ class Decoder:
         parts: list[Speculation] = []
         for sequence in reading:
             if budget > 0:
-                others, num_cached = [part.sequence for part in parts], sequence.num_cached
+                others, num_settled = [part.sequence for part in parts], sequence.num_settled
                 part = attempt(sequence, self._prefill_piece, sequence, running, others, budget, copies)
-                copies = max(copies - sequence.num_cached + num_cached, 0)
+                copies = max(copies - sequence.num_settled + num_settled, 0)
                 if part is not None:
                     parts.append(part)
                     budget -= math.ceil(len(part.tokens) * self._weight_of(sequence))

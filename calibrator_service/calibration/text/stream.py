@@ -4,11 +4,13 @@ Whoever reads the sequences decides the pace, so text is written and passed thro
 memory.
 """
 
+import json
 import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.plan import HEADS_SHARE, RISK_PROMPTS
 from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.spec import AnswerFile, HubDataset, SelfGenerated, TextFile
@@ -207,11 +209,15 @@ def split_sequences(
     """Yields new sequences with their splits until there are enough tokens, the phase's time is over, or nothing new
     comes.
 
-    Raises what the source raises, `Cancelled`, and `InvalidInput` (BUDGET_TOO_SHORT) if the time is too short to write
-    any text.
+    A run that was killed since goes on with the same text, whatever time is left: its last chunk is in the sums as it
+    was. Raises what the source raises, `Cancelled`, and `InvalidInput` (BUDGET_TOO_SHORT) if the time is too short to
+    write any text.
     """
-    num_stale = 0
+    num_stale = num_read = 0
+    end = run.folder / "text.json"
+    num_known = json.loads(end.read_text())["num_sequences"] if end.exists() else None
     for sequence in _sequences(run, text, progress, writer):
+        num_read += 1
         split = splitter.assign(sequence)
         if split is None:
             num_stale += 1
@@ -221,9 +227,12 @@ def split_sequences(
             yield split, sequence
         # Generated text ends by itself once it is late: what the last answers have is used.
         is_over = isinstance(text, GivenText) and progress.is_late()
+        if num_known is not None:
+            is_over = num_read >= num_known
         is_stale = num_stale >= max(MAX_STALE_SEQUENCES, 2 * run.plan.sizes.rows)
         if progress.num_assigned >= run.plan.max_tokens or is_stale or is_over:
-            return
+            break
+    write_atomically(end, json.dumps({"num_sequences": num_read}).encode())
 
 
 def _sequences(

@@ -55,6 +55,7 @@ class Reader(Donor, Protocol):
 
     num_settled: int
     num_cached: int
+    num_read_before: int
 
 
 class Prefixes:
@@ -133,7 +134,7 @@ class Prefixes:
             return 0
         end = shared if shared - start < most + MIN_SHARED else start + most
         reader.cache.copy(best, start, end)
-        reader.num_cached += end - start
+        reader.num_cached += max(end - max(start, reader.num_read_before), 0)
         reader.num_settled = end
         if key_of_best:
             self._caches[key_of_best] = self._caches.pop(key_of_best)

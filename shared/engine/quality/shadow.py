@@ -67,6 +67,7 @@ class _Check:
     cache: KVCache
     num_settled: int = 0
     num_cached: int = 0
+    num_read_before: int = 0
 
     @property
     def read_length(self) -> int:

@@ -64,6 +64,8 @@ class DecodingSequence:
         self.tokens = list(request.given_ids)
         self.num_settled = 0
         self.num_cached = 0
+        # Tokens that were read before the sequence was put back. To copy them again is no help of others.
+        self.num_read_before = 0
         # Tokens of the prompt whose log-probabilities the caller has, if it wants them.
         self.num_scored = request.num_scored
         self._regimes = regimes or Regimes()
@@ -155,6 +157,7 @@ class DecodingSequence:
         answer = tuple(self.tokens[self.num_prompt_tokens :])
         self.request = replace(self.request, resumed_ids=answer)
         self.cache, self.settled_states = empty, None
+        self.num_read_before = max(self.num_read_before, self.num_settled)
         self.num_settled, self.read_until = 0, len(self.tokens)
 
     def forbidden_after(self, drafted: Sequence[int]) -> set[int]:

@@ -287,18 +287,25 @@ def test_a_time_budget_that_is_too_short_is_named_as_the_cause(counting):
 
 
 @pytest.mark.usefixtures("_by_tokens")
-def test_a_run_that_is_killed_after_its_time_for_text_continues(counting, tmp_path):
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_run_that_is_killed_after_its_time_for_text_continues(counting, tmp_path, is_given):
+    learned = []
+
     def die(progress: Progress) -> None:
         if progress.phase == "training_heads":
+            learned.append(progress.figures["tokens"])
             raise Killed
 
-    spec = CalibrationSpec(time_budget_s=6.0)
+    sequences = [[5 + (i + n) % 24 for n in range(40)] for i in range(24)] + [[5 + i, 6, 5 + i] for i in range(24)]
+    source = answers_file(tmp_path, sequences) if is_given else SelfGenerated()
+    spec = CalibrationSpec(time_budget_s=6.0, source=source)
     with pytest.raises(Killed):
         calibrate(counting, spec, work_dir=tmp_path, progress=die)
     [state] = tmp_path.glob("*/state.json")
     state.write_text(json.dumps({"elapsed_s": 5.5}))
     result = calibrate(counting, spec, work_dir=tmp_path)
     assert result.report["tokens"]["report"] > 0
+    assert sum(result.report["tokens"].values()) >= learned[0]
 
 
 def answers_file(folder: Path, sequences: list[list[int]]) -> AnswerFile:

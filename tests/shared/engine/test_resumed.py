@@ -180,6 +180,30 @@ def test_a_request_that_is_put_back_goes_on_with_the_same_tokens(loaded, way, kv
     assert finished.num_cached_tokens <= len(PROMPT)
 
 
+@pytest.mark.parametrize("loaded", [CASES[0][0]], indirect=True)
+def test_what_a_request_copies_from_itself_after_it_was_put_back_is_not_cached(loaded):
+    token_bytes = kv_token_bytes(ContiguousRunner(loaded))
+    with fixed_cost_engine(loaded, kv_budget_bytes=4096 * token_bytes, max_running=1) as engine:
+        prompt = tuple(number % 7 + 1 for number in range(60))
+        low = GenerationRequest(
+            prompt, stopping=StoppingParams(max_tokens=60), policy=DepthPolicy("full"), priority=100
+        )
+        got: list[Any] = []
+        begun, ended = threading.Event(), threading.Event()
+
+        def on_event(event: Any) -> None:
+            got.append(event)
+            (ended if event is None else begun).set()
+
+        engine.submit(low, on_event=on_event)
+        assert begun.wait(60)
+        engine.generate([7, 8], policy="full", max_tokens=3)
+        assert ended.wait(60)
+        assert engine.statistics.num_put_back == 1
+        assert got[-2].num_cached_tokens == 0
+        assert engine.num_cached_tokens > 50, "others may copy it"
+
+
 def test_a_request_is_not_put_back_for_ever(engine, monkeypatch):
     monkeypatch.setattr("shared.engine.request.job.MAX_PUT_BACK", 0)
     low = GenerationRequest(PROMPT, stopping=StoppingParams(max_tokens=20), policy=DepthPolicy("full"), priority=100)

@@ -1,5 +1,6 @@
 """A calibration's text has figures that people understand, and a budget that cannot pay for it is named early."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,11 @@ import pytest
 
 from calibrator_service.calibration.plan import resolve
 from calibrator_service.calibration.run import CalibrationRun
-from calibrator_service.calibration.spec import CalibrationSpec
+from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec
 from calibrator_service.calibration.text import stream
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig
+from calibrator_service.calibration.text.shards import TokenSequence
+from calibrator_service.calibration.text.splits import Splitter
 from calibrator_service.calibration.text.stream import CollectingProgress, GeneratedText
 from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
@@ -105,3 +108,23 @@ def test_what_a_killed_run_has_written_counts(counting, tmp_path, clock):
     progress.add_written(0)
     clock.now += 60
     progress.add_written(0)
+
+
+def test_a_killed_run_goes_on_with_the_same_given_text(counting, tmp_path):
+    """Though more time is left then: the last chunk is in the sums, and is not to become another one."""
+    path = tmp_path / "answers.jsonl"
+    rows = [{"prompt": [5 + i % 20], "answer": [5 + (i * n) % 24 for n in range(12)]} for i in range(40)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    text = stream.GivenText(AnswerFile(str(path)))
+
+    def late(most: int) -> list[TokenSequence]:
+        run, progress = progress_of(counting, tmp_path / "work", max_tokens=10_000)
+        found: list[TokenSequence] = []
+        progress.is_late = lambda: len(found) + 1 >= most
+        for _, sequence in stream.split_sequences(run, text, Splitter(), progress, None):
+            found.append(sequence)
+        return found
+
+    first = late(7)
+    assert 5 <= len(first) <= 8
+    assert late(1) == late(30) == first

@@ -33,6 +33,7 @@ class _Sequence:
     given_key: bytes
     read_length: int
     num_cached: int = 0
+    num_read_before: int = 0
 
 
 def sequence(tokens: list[int], *, num_settled: int = 0, fill: float = 0.0, read_length: int = 0) -> _Sequence:
