@@ -20,6 +20,7 @@ from calibrator_service.publisher import Publisher
 from calibrator_service.service_thread import ServiceThread
 from shared.errors import Corrupt, NeapError, PreconditionFailed
 from shared.file_lock import file_lock
+from shared.files import make_private
 from shared.service_settings import CalibratorSettings
 
 # How soon a stop and a request to cancel are noticed while a process says nothing.
@@ -58,7 +59,7 @@ class Supervisor:
         self.settings = settings
         self._folder = folder
         self._metrics = metrics or CalibratorMetrics()
-        folder.root.mkdir(parents=True, exist_ok=True)
+        make_private(folder.root)  # jobs, their logs and their text hold prompts
         folder.log_root.mkdir(exist_ok=True)
         in_use = PreconditionFailed(f"another calibration service works in {folder.root}", reason="DATA_DIR_IN_USE")
         self._lock = ExitStack()

@@ -1,6 +1,7 @@
 """Writes files atomically and durably: a file is complete or absent, also after a crash."""
 
 import os
+import stat
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,15 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only its owner may enter, and close one that there is already to all others who are not of its
+    group. For files that hold what clients have sent. Raises `OSError`."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if mode & stat.S_IRWXO:
+        folder.chmod(mode & ~stat.S_IRWXO)
 
 
 def sync_folder(path: Path) -> None:

@@ -1,5 +1,6 @@
 """How the supervisor handles jobs that are recorded as running but have no process."""
 
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,22 @@ def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
 def create(supervisor: Supervisor, *prompts: str) -> Job:
     spec = CalibrationSpec("tiny", SelfGenerated(prompts))
     return supervisor.store.create("one", spec, [], max_queued=9)
+
+
+@pytest.mark.parametrize("before", [None, 0o755, 0o770], ids=["new", "open to all", "shared with a group"])
+def test_other_users_of_the_machine_cannot_read_what_jobs_hold(tmp_path, before):
+    """The job store, its log, the logs of jobs and their text are in one folder."""
+    root = tmp_path / "calibrator"
+    if before is not None:
+        root.mkdir()
+        root.chmod(before)
+    service = supervisor_of(root)
+    create(service, "a secret")
+    mode = stat.S_IMODE(root.stat().st_mode)
+    assert mode == {None: 0o700, 0o755: 0o750, 0o770: 0o770}[before]
+    paths = JobFolder(root)
+    assert all(path.is_relative_to(root) for path in (paths.store, paths.lock, paths.work("a"), paths.log("a")))
+    service.stop()
 
 
 def test_death_of_the_service_does_not_count_against_the_job(tmp_path):
