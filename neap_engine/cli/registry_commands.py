@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from neap_engine.cli.console import DataDir, Model, RegistryUrl, exit_on_error, out, print_line
+from neap_engine.cli.console import DataDir, Model, RegistryUrl, err, exit_on_error, out, print_line
 from neap_engine.cli.routers import current_user, selector
 from shared.config import make_settings
-from shared.errors import AlreadyExists, Corrupt
+from shared.errors import AlreadyExists, Corrupt, NotFound
 from shared.service_settings import ServiceSettings
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def export_router(
 
     if folder.exists():
         raise AlreadyExists(f"{folder} exists; name a new folder")
-    with opened_registry(registry, data_dir) as opened:
+    with existing_registry(registry, data_dir) as opened:
         chosen = selector(version)
         router = opened.get(model, chosen["version"]) if "version" in chosen else opened.resolve(model, chosen["alias"])
         blobs = {name: opened.read_blob(router, name) for name in router.manifest["blobs"]}
@@ -127,6 +127,7 @@ def export_router(
 @exit_on_error
 def sweep(
     registry: RegistryUrl = None,
+    data_dir: DataDir = None,
     grace_hours: Annotated[
         float, typer.Option("--grace-hours", min=0, help="Keep objects written within this many hours.")
     ] = 24.0,
@@ -136,7 +137,7 @@ def sweep(
 
     The command may run while the services run. Publications wait until it ends, which can take minutes for a bucket.
     """
-    with opened_registry(registry, None) as opened:
+    with existing_registry(registry, data_dir) as opened:
         done = opened.sweep(grace_s=grace_hours * 3600, is_rehearsal=dry_run)
     out.print(
         f"{done.num_in_use} objects in use, {done.num_removed} unused ({done.num_removed_bytes} bytes)"
@@ -154,6 +155,7 @@ def sweep(
 @exit_on_error
 def rebuild_index(
     registry: RegistryUrl = None,
+    data_dir: DataDir = None,
     model: Annotated[
         list[str] | None,
         typer.Option("--model", help="Rebuild only this model. May be given several times. Default: all models."),
@@ -163,8 +165,11 @@ def rebuild_index(
 
     The command may be repeated and may run while the services run. Registries without Redis have no index to rebuild.
     """
-    with opened_registry(registry, None) as opened:
-        for model_id in model or opened.models():
+    with existing_registry(registry, data_dir) as opened:
+        models = model or opened.models()
+        if not models:
+            print_line("no router has been published in it")
+        for model_id in models:
             state = opened.rebuild(model_id)
             print_line(
                 f"{model_id}: {state.num_versions} versions, {len(state.aliases)} aliases, {state.num_events} events"
@@ -177,7 +182,33 @@ def opened_registry(url: str | None, data_dir: Path | None) -> Iterator["Registr
     from shared.registry.factory import open_registry
     from shared.rpc.logs import configure_logging
 
-    settings = make_settings(ServiceSettings, registry=url, data_dir=data_dir)
     configure_logging("warning")  # to standard error
-    with closing(open_registry(settings.registry)) as opened:
+    with closing(open_registry(_named(url, data_dir))) as opened:
         yield opened
+
+
+@contextmanager
+def existing_registry(url: str | None, data_dir: Path | None) -> Iterator["Registry"]:
+    """As `opened_registry`, and prints which one it is. Raises `NotFound` (REGISTRY_NOT_FOUND) instead of making a
+    folder."""
+    from shared.registry.address import RegistryAddress
+    from shared.registry.factory import folder_of
+
+    name = _named(url, data_dir)
+    folder = folder_of(name)
+    if folder is not None and not folder.is_dir():
+        raise NotFound(
+            f"there is no registry in {folder}; name one with --registry, or the services' folder with --data-dir",
+            reason="REGISTRY_NOT_FOUND",
+        )
+    if folder is None:
+        address = RegistryAddress.parse(name)  # the name may have a password
+        err.print(f"registry: s3://{address.bucket}/{address.prefix}", markup=False)
+    else:
+        err.print(f"registry: {folder}", markup=False)
+    with opened_registry(url, data_dir) as opened:
+        yield opened
+
+
+def _named(url: str | None, data_dir: Path | None) -> str:
+    return make_settings(ServiceSettings, registry=url, data_dir=data_dir).registry

@@ -130,6 +130,7 @@ def test_a_router_may_be_imported_without_its_statistics(neap, folder, tmp_path)
 
 
 def test_what_is_not_published_is_not_exported(neap, tmp_path):
+    open_registry(str(tmp_path / "registry")).close()
     command = ["routers", "export", str(tmp_path / "files"), "--model", "tiny"]
     for version, reason in (("latest", "ALIAS_NOT_FOUND"), ("7", "ROUTER_VERSION_NOT_FOUND")):
         result = neap(*command, version, "--data-dir", str(tmp_path))

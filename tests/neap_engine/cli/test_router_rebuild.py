@@ -28,6 +28,7 @@ def test_an_empty_index_is_rebuilt(neap, own_redis, s3, monkeypatch):
 
 
 def test_a_rebuild_that_cannot_work_is_an_error(neap, own_redis, s3, tmp_path):
+    (tmp_path / "registry").mkdir()
     for without in (str(tmp_path / "registry"), bucket_url(s3)):
         result = neap("routers", "rebuild-index", "--registry", without, "--model", "tiny")
         assert result.exit_code != 0

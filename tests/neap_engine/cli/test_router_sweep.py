@@ -30,3 +30,18 @@ def test_a_sweep_prints_what_it_found_and_removed(neap, request, monkeypatch, ki
         result = neap("routers", "sweep", "--grace-hours", "0")
         assert "1 unused (9 bytes) removed" in result.stdout
         assert not contents.has("blobs", digest_of(b"left over"))
+
+
+@pytest.mark.parametrize("command", [("sweep",), ("rebuild-index",), ("export", "--model", "tiny", "folder")])
+def test_a_command_about_a_registry_makes_none_and_names_it(neap, monkeypatch, tmp_path, command):
+    monkeypatch.delenv("NEAP_REGISTRY", raising=False)
+    result = neap("routers", *command, "--data-dir", tmp_path / "data")
+    assert result.exit_code != 0
+    assert "REGISTRY_NOT_FOUND" in result.output
+    assert str(tmp_path / "data" / "registry") in result.output.replace("\n", "")
+    assert not (tmp_path / "data").exists()
+    with closing(open_registry(str(tmp_path / "data" / "registry"))):
+        pass
+    result = neap("routers", "sweep", "--data-dir", tmp_path / "data")
+    assert result.exit_code == 0
+    assert f"registry: {tmp_path / 'data' / 'registry'}" in result.stderr.replace("\n", "")
