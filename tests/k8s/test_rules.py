@@ -16,6 +16,7 @@ from calibrator_service.metrics import CalibratorMetrics
 from inference_service.metrics import WorkerMetrics
 from neap_engine.gateway.app import Gateway
 from neap_engine.gateway.metrics import GatewayMetrics
+from shared.gateway_settings import GatewaySettings
 from shared.rpc.security_metrics import SecurityCollector
 from tests.exported_metrics import (
     HISTOGRAM_SUFFIXES,
@@ -108,7 +109,7 @@ async def test_counters_whose_first_event_is_an_alert_are_there_at_0_from_the_st
             store=SimpleNamespace(count_jobs=lambda: [JobCount("tiny", "queued", 1, 0)], in_state=lambda _: []),
         )
     )
-    Gateway(SimpleNamespace(max_choices=1, max_requests=1, body_budget_mb=1), None, gateway).app()
+    Gateway(GatewaySettings(workers="127.0.0.1:1"), None, gateway).app()
     found = [family for one in (worker, calibrator, gateway) for family in one.registry.collect()]
     samples = [sample for family in [*found, *security_families()] for sample in family.samples]
     for alert in alerts():
