@@ -42,6 +42,7 @@ from shared.memory import release_free_memory
 from shared.metrics_server import serve_metrics
 from shared.model.loaded import LoadedModel
 from shared.model.runners import make_runner
+from shared.model.source import check_files
 from shared.registry.factory import folder_of, open_registry
 from shared.rpc.callers import Role
 from shared.rpc.security import open_security
@@ -68,6 +69,8 @@ async def serve(settings: WorkerSettings) -> int:
     Raises NeapError if it cannot start."""
     if not settings.models:
         raise InvalidInput("no model is named: give --model ID=SOURCE", reason="BAD_CONFIGURATION")
+    for source in settings.models:  # before anything listens, so that nobody waits for a model that is not there
+        check_files(source.source)
     num_threads = settings.threads or min(torch.get_num_threads(), usable_cpus())
     torch.set_num_threads(num_threads)
     log.info("threads", usable_cpus=usable_cpus(), model_threads=num_threads)

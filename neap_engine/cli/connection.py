@@ -133,7 +133,7 @@ def _wait_until_serving(client: NeapClient, wait_s: float | None) -> None:
     began_s = time.monotonic()
     limits_s = (START_S, math.inf) if wait_s is None else (wait_s, wait_s)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    last_state = ""
+    last_state, has_answered = "", False
     progress = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
     task = progress.add_task("")
     try:
@@ -141,10 +141,13 @@ def _wait_until_serving(client: NeapClient, wait_s: float | None) -> None:
             try:
                 if interruptible_call(lambda: client.is_serving(timeout_s=HEALTH_TIMEOUT_S)):
                     return
+                has_answered = True
                 state, limit_s = interruptible_call(lambda: _loading(client)), limits_s[1]
             except Unavailable as error:
                 # By default only where nobody listens. A peer that speaks something else would not change.
                 if wait_s is None and not any(text in error.message for text in NOBODY_LISTENS):
+                    return
+                if has_answered:  # it could not start, and its own output says why
                     return
                 state, limit_s = "nobody answers yet", limits_s[0]
             except NeapError:  # it answers

@@ -46,6 +46,14 @@ def arguments_of(source: str | Path) -> dict[str, Any]:
     return arguments | {"local_files_only": _is_only_cached(str(source))}
 
 
+def check_files(source: str | Path) -> None:
+    """Whether a folder or a file can be a model, as far as a look tells. Does not ask the hub.
+    Raises `NotFound` (reason MODEL_NOT_FOUND)."""
+    path = Path(source)
+    if path.suffix == ".gguf" or path.exists() or path.is_absolute() or str(source).startswith("."):
+        arguments_of(source)
+
+
 def size_mb(path: Path) -> float | None:
     """Size of the weights on disk, in MB. None if they are on the hub or in its cache."""
     if path.is_file():

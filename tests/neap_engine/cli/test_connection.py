@@ -23,6 +23,7 @@ class StartingWorker:
             taken.bind(("127.0.0.1", 0))
             self.address = f"127.0.0.1:{taken.getsockname()[1]}"
         self._output = output
+        self.dies, self.num_pauses_after = False, 0
         self.inference = FakeInference()
         self.inference.loading = "loading (reading tiny, 1 of 2)"
         self._health = health.HealthServicer()
@@ -37,6 +38,10 @@ class StartingWorker:
             self._server.add_insecure_port(self.address)
             self._server.start()
         elif "(reading tiny, 1 of 2)" in self._output():
+            if self.dies:
+                self.stop()
+                self.num_pauses_after += 1
+                assert self.num_pauses_after < 10, "waits for a service that has ended"
             self.inference.loading = ""
             self._health.set("", STATUS.SERVING)
         _sleep(0.01)
@@ -68,6 +73,15 @@ def test_a_command_waits_for_a_service_that_starts_and_loads(starting, neap, fla
         "nobody answers yet (--wait 0 does not wait)",
         "loading (reading tiny, 1 of 2) (--wait 0 does not wait)",
     ]
+
+
+def test_a_command_does_not_wait_for_a_service_that_has_ended(starting, neap):
+    worker, said = starting
+    worker.dies = True
+    result = neap("generate", "hi", "--worker", worker.address)
+    assert result.exit_code != 0
+    assert "GRPC_UNAVAILABLE" in result.output
+    assert len(said) == 2
 
 
 def test_commands_do_not_wait_for_other_machines(monkeypatch):
