@@ -242,9 +242,12 @@ class GenerationCalls:
             self.text += part.text
             self.reasoning += part.reasoning
             for piece in part.tool_calls:
-                if piece.id:
-                    self.tool_calls.append(pb.ToolCall(id=piece.id, name=piece.name))
-                self.tool_calls[-1].arguments += piece.arguments
+                # Those that another stream has had the beginning of stay without a name.
+                missing = piece.index + 1 - len(self.tool_calls)
+                self.tool_calls += [pb.ToolCall() for _ in range(missing)]
+                call = self.tool_calls[piece.index]
+                call.id, call.name = piece.id or call.id, piece.name or call.name
+                call.arguments += piece.arguments
 
     def _open(self) -> Any:
         if self._is_closed:

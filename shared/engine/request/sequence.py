@@ -210,6 +210,8 @@ class DecodingSequence:
         assert self.answer.end is not None
         reason, match = self.answer.end
         predicted = self._prediction
+        if predicted is not None:  # also of an answer that was whole when it was resumed
+            self.show_prompt(len(self.request.given_ids))
         if self._learned is not None:  # only now: within an answer, prompt look-up knows the same
             self._learned.learn(self.tokens, self.num_prompt_tokens)
         now = time.monotonic()

@@ -391,3 +391,12 @@ def test_an_answer_that_has_begun_waits_for_room(scripted, server, make_client):
     _script(scripted, *calls)
     with make_client(server.target, num_attempts=3, waits_when_full=False) as client:
         assert [event.chunk.text for event in client.generate(REQUEST)] == ["", "a", ""]
+
+
+def test_pieces_of_a_call_that_another_stream_began_are_kept(scripted, client):
+    """A program may keep an answer's state and resume it itself, within a call of a tool."""
+    pieces = [pb.ToolCallChunk(index=1, arguments="1}"), pb.ToolCallChunk(index=2, id="i", name="n", arguments="{}")]
+    chunk = pb.GenerateResponse(chunk=pb.TokenChunk(tokens=[pb.Token(id=65)], tool_calls=pieces))
+    _script(scripted, [_started(1), chunk, FINISHED])
+    calls = client.answer(REQUEST).tool_calls
+    assert [(call.id, call.name, call.arguments) for call in calls] == [("", "", ""), ("", "", "1}"), ("i", "n", "{}")]

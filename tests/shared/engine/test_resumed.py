@@ -109,6 +109,18 @@ def test_a_whole_answer_only_ends(engine):
     assert (rest, end.reason) == ([], FinishReason.STOP_TOKEN)
 
 
+def test_what_a_prediction_was_worth_is_known_of_an_answer_that_was_whole_when_it_was_resumed(engine):
+    options = {"policy": "full", "max_tokens": 12, "ignore_eos": True}
+    tokens = engine.generate([1, 2, 3], **options).token_ids
+    options["prediction"] = [*tokens[:5], tokens[5] + 1, *tokens[6:]]
+    whole = engine.generate([1, 2, 3], **options).finished
+    assert whole.num_accepted_prediction_tokens > 0
+    for given in (tokens[:7], tokens):
+        resumed = engine.generate([1, 2, 3], resumed_ids=given, **options).finished
+        assert resumed.num_accepted_prediction_tokens == whole.num_accepted_prediction_tokens
+        assert resumed.num_rejected_prediction_tokens == whole.num_rejected_prediction_tokens
+
+
 def test_only_new_tokens_are_counted(engine):
     whole, _ = generated(engine, SamplingParams(), policy="full")
     before = engine.statistics.num_generated_tokens, engine.statistics.num_requests
