@@ -51,6 +51,10 @@ class JobCount:
     num_resumes: int
 
 
+# Of a job that has nothing left to do but to publish.
+PUBLISHING_FRACTION = 0.99
+
+
 class JobStore:
     """Safe to use from several threads. Raises as `shared.sqlite.Database` does.
 
@@ -221,7 +225,8 @@ class JobStore:
                 return {"failure_reason": report.reason, "failure_message": report.message}
             return {
                 "phase": report.phase,
-                "fraction": min(max(report.fraction, 0.0), 1.0),
+                # Less than a whole until it is published.
+                "fraction": min(max(report.fraction, 0.0), PUBLISHING_FRACTION),
                 "figures": json.dumps({**job.figures, **report.figures}),
             }
 
@@ -241,7 +246,7 @@ class JobStore:
             return {
                 "state": JobState.PUBLISHING,
                 "phase": "publishing",
-                "fraction": max(job.fraction, 0.99),
+                "fraction": PUBLISHING_FRACTION,
                 "failure_reason": "",
                 "failure_message": "",
             }

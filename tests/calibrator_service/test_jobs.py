@@ -177,6 +177,7 @@ def test_every_change_is_told_and_raises_the_revision(tmp_path):
     job_id = create(store).calibration_id
     store.claim()
     store.record(job_id, Progress("collecting", 7.0, {"a": 1.0}))
+    assert store.get(job_id).fraction == 0.99, "published is not what it is"
     store.record(job_id, Progress("collecting", 0.5, {"b": float("nan")}))
     now = store.get(job_id)
     assert (now.fraction, now.figures.keys()) == (0.5, {"a", "b"})

@@ -10,13 +10,17 @@ MAX_COLUMNS = 120
 FENCE = re.compile(r"^\s*```")
 # Tables and pictures cannot be broken.
 UNBREAKABLE = re.compile(r"\s*(\||!\[)")
+# What the examples' tools leave.
+INSTALLED = {"node_modules"}
 DOCUMENTS = ("*.md", "docs/**/*.md", "bench/*.md", "protos/*.md")
 # Of these the comments.
 SOURCES = ("Makefile", "*.toml", "*.yaml", ".ci/*", "k8s/Dockerfile", "k8s/**/*.yaml", "protos/neap/**/*.proto")
 
 
 def found(patterns: tuple[str, ...]) -> list[Path]:
-    return sorted(path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file())
+    return sorted(
+        path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file() and not INSTALLED & {*path.parts}
+    )
 
 
 def too_long(lines: list[tuple[int, str]]) -> list[int]:

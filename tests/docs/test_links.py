@@ -17,6 +17,8 @@ from shared.settings_flags import flag_of
 ROOT = Path(__file__).parents[2]
 # A decision that is replaced describes code that is gone.
 REPLACED = re.compile(r"^Date: .* State: replaced by \d{3}", re.MULTILINE)
+# What the examples' tools leave.
+INSTALLED = {"node_modules"}
 DOCUMENTS = [
     document
     for document in (
@@ -25,7 +27,7 @@ DOCUMENTS = [
         ROOT / "bench/RESULTS.md",
         *sorted((ROOT / "docs").rglob("*.md")),
     )
-    if not REPLACED.search(document.read_text())
+    if not INSTALLED & {*document.parts} and not REPLACED.search(document.read_text())
 ]
 SERVICES = {"worker": WorkerSettings, "calibrator": CalibratorSettings, "gateway": GatewaySettings}
 FENCE = re.compile(r"^```.*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -49,7 +51,8 @@ def code_of(document: Path) -> list[str]:
 def test_the_index_lists_every_document():
     index = ROOT / "docs/README.md"
     linked = {(index.parent / target).resolve() for target in LINK.findall(index.read_text())}
-    assert not {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - linked - {index}
+    documents = {path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")) if not INSTALLED & {*path.parts}}
+    assert not documents - linked - {index}
 
 
 def exists(path: str) -> bool:
