@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import grpc
@@ -213,8 +214,9 @@ def test_a_write_that_fails_as_the_client_goes_counts_as_cancelled(stub, metrics
     assert _ended(metrics) == {("request_failures", "tiny", "CANCELLED"): 1}
 
 
-@pytest.mark.parametrize("worker", [{"max_running": 0}], indirect=True)
 def test_a_call_cancelled_while_it_waits_has_a_queue_span_only(stub, metrics, spans, worker):
+    scheduler = worker.engine._loop.scheduler
+    scheduler.limits = replace(scheduler.limits, max_running=0)
     call = stub.Generate(_request())
     assert next(call).HasField("started")
     wait_until(lambda: _value(metrics, "neap_num_requests_waiting") == 1)

@@ -52,6 +52,7 @@ def test_a_worker_whose_metrics_port_is_taken_says_so_and_exits_with_2(tmp_path,
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
+        (tmp_path / "config.json").write_text("{}")
         flags = ["--model", f"tiny={tmp_path}", "--listen", "127.0.0.1:0"]
         flags += ["--data-dir", str(tmp_path), "--metrics-listen", address]
         assert main(flags) == 2

@@ -40,7 +40,10 @@ def given(request):
 @pytest.fixture
 def loaded():
     """Its tokens are the numbers of the characters."""
-    tokenizer = lambda text, **_: {"input_ids": [*map(ord, text)]}  # noqa: E731
+
+    def tokenizer(text, **_):
+        return {"input_ids": [*map(ord, text)] if isinstance(text, str) else [[*map(ord, one)] for one in text]}
+
     return SimpleNamespace(tokenizer=tokenizer, context_length=100)
 
 

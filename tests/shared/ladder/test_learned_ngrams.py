@@ -4,6 +4,7 @@ import tracemalloc
 
 import pytest
 
+from shared.errors import InvalidInput
 from shared.ladder.learned_ngrams import ENTRY_BYTES, SET_ENTRIES, LearnedNgrams
 from shared.ladder.ngram_table import MAX_ORDER
 from shared.ladder.rungs import Match
@@ -88,5 +89,5 @@ def test_memory_is_bounded_whatever_is_recorded() -> None:
 
 
 def test_a_table_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="60 bytes"):
+    with pytest.raises(InvalidInput, match="60 bytes"):
         LearnedNgrams(ONE_SET - 1)
