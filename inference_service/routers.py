@@ -25,6 +25,8 @@ DEFAULT_ALIAS = "latest"
 ALIAS, CANARY, DEFAULT = "alias", "canary", "default"
 # Requests that may wait for the registry at once, because their alias or version is not known here.
 MAX_WAITING = 32
+# Other models among which routers of the same weights are looked for.
+MAX_NAMES = 64
 
 log = structlog.get_logger("neap.routers")
 
@@ -137,6 +139,8 @@ class RouterStore:
         """
         for loaded in served:
             await self._preload_or_log(loaded, self._default_alias)
+            if not self.loaded(loaded.model_id):
+                await self._log_other_names(loaded)
         for loaded in served:
             for alias in await self._all_aliases(loaded.model_id) if aliases is None else aliases:
                 if alias != self._default_alias:
@@ -151,6 +155,19 @@ class RouterStore:
     async def _preload_or_log(self, loaded: LoadedModel, alias: str) -> None:
         with _logged(loaded.model_id, alias):
             await self._preload(loaded, alias)
+
+    async def _log_other_names(self, loaded: LoadedModel) -> None:
+        """Routers belong to weights, but are found by the model's id, which may be another where they are published."""
+        names: list[str] = []
+        with _logged(loaded.model_id, alias="all"):
+            names = await self._pools.fetches.call(_names_of, self._registry, loaded.fingerprint)
+        if names:
+            log.warning(
+                "routers of the same weights are published under other ids: serve the model as one of them, or export "
+                "a router and import it under this one (--model)",
+                model_id=loaded.model_id,
+                published_as=names,
+            )
 
     async def _preload(self, loaded: LoadedModel, alias: str) -> None:
         resolution = await self._resolutions.resolve(loaded.model_id, alias)
@@ -234,6 +251,17 @@ class RouterStore:
             return await self._resolutions.resolve(model_id, alias)
         with self._count_waiting():
             return await self._resolutions.resolve(model_id, alias)
+
+
+def _names_of(registry: Registry, fingerprint: str) -> list[str]:
+    """The models whose newest router is of these weights. Looks at `MAX_NAMES` at most. Blocks."""
+    newest = {name: registry.list_versions(name, limit=1) for name in registry.models()[:MAX_NAMES]}
+    return [name for name, versions in newest.items() if any(_fingerprint_of(v) == fingerprint for v in versions)]
+
+
+def _fingerprint_of(version: PublishedVersion) -> object:
+    model = version.manifest.get("model")
+    return model.get("fingerprint") if isinstance(model, dict) else None
 
 
 @contextmanager

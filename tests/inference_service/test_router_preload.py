@@ -30,6 +30,12 @@ class Counted:
     def target(self, model_id, alias):
         return self._answer().target(model_id, alias)
 
+    def models(self):
+        return self._answer().models()
+
+    def list_versions(self, model_id, **options):
+        return self._answer().list_versions(model_id, **options)
+
     def get(self, model_id, version):
         return self._answer().get(model_id, version)
 
@@ -129,6 +135,15 @@ async def test_an_empty_registry_delays_nothing_and_the_first_publication_is_loa
     publish("first", "latest")
     await routers.refresh(loaded)
     assert await burst(routers, loaded, RouterChoice()) == {1}
+
+
+async def test_routers_of_the_same_weights_under_other_ids_are_named(store, loaded, registry):
+    for model_id, fingerprint in (("theirs", "other"), ("ours", loaded.fingerprint), ("older", "")):
+        manifest = {"model": {"fingerprint": fingerprint}} if fingerprint else {}
+        registry.registry.publish(model_id, manifest, {"x": b"x"}, request_id=model_id)
+    with structlog.testing.capture_logs() as logs:
+        await preload_routers(store(), [loaded], None, timeout_s=None)
+    assert [entry["published_as"] for entry in logs if "published_as" in entry] == [["ours"]]
 
 
 @pytest.mark.parametrize("damage", ["other model", "truncated"])
