@@ -27,6 +27,9 @@ from neap_engine.cli.json_lines import print_message
 
 app = typer.Typer(help="List, watch, cancel and retry calibration jobs.", no_args_is_help=True)
 
+# Of a time as `format_time` writes it, without seconds.
+MINUTES = len("2026-11-22 12:00")
+
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, as `neap calibrate` printed it.")]
 
 
@@ -48,6 +51,9 @@ def list_jobs(
             print_message(job)
     elif jobs:
         out.print(job_table(jobs))
+        for job in jobs:
+            if job.failure.reason:
+                print_line(f"{job.calibration_id}: {result_text(job)}")
     else:
         print_line(f"there is no job for {model}" if model else "there is no job")
     for record in unreadable:
@@ -120,7 +126,8 @@ def print_states(client: NeapClient, calibration_id: str) -> pb.Calibration:
 
 
 def job_table(jobs: list[pb.Calibration]) -> Table:
-    table = Table("job", "model", "state", "created (UTC)", "ended (UTC)", "result")
+    """In 80 columns, which most terminals have: messages stand below it."""
+    table = Table("job", "model", "state", "created (UTC)", "result")
     table.columns[0].no_wrap = True  # ids are there to be copied
     for job in jobs:
         running = f" {job.fraction:.0%}" if job.state == pb.STATE_RUNNING else ""
@@ -128,9 +135,8 @@ def job_table(jobs: list[pb.Calibration]) -> Table:
             table_cell(job.calibration_id),
             table_cell(job.spec.model_id),
             table_cell(phase_name(job) + running),
-            format_time(job.create_time),
-            format_time(job.end_time) if job.HasField("end_time") else "",
-            table_cell(result_text(job)),
+            format_time(job.create_time)[:MINUTES],
+            table_cell(job.failure.reason or result_text(job)),
         )
     return table
 
