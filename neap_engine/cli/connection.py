@@ -39,6 +39,8 @@ START_S = 60.0
 NOBODY_LISTENS = ("Connection refused", "No such file or directory")
 HEALTH_TIMEOUT_S = 5.0
 POLL_S = 0.2
+# Each look is a line in the log of a service that loads.
+POLL_GROWTH, MAX_POLL_S = 1.3, 5.0
 T = TypeVar("T")
 Wait = Annotated[
     float | None,
@@ -133,7 +135,7 @@ def _wait_until_serving(client: NeapClient, wait_s: float | None) -> None:
     began_s = time.monotonic()
     limits_s = (START_S, math.inf) if wait_s is None else (wait_s, wait_s)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    last_state, has_answered = "", False
+    last_state, has_answered, pause_s = "", False, POLL_S
     progress = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
     task = progress.add_task("")
     try:
@@ -159,7 +161,8 @@ def _wait_until_serving(client: NeapClient, wait_s: float | None) -> None:
                 say(f"waiting for {client.target}: {state} (--wait 0 does not wait)")
                 progress.update(task, description=state)
                 progress.start()
-            time.sleep(POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(POLL_GROWTH * pause_s, MAX_POLL_S)
     finally:
         progress.stop()
 

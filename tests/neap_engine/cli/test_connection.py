@@ -24,6 +24,7 @@ class StartingWorker:
             self.address = f"127.0.0.1:{taken.getsockname()[1]}"
         self._output = output
         self.dies, self.num_pauses_after = False, 0
+        self.pauses: list[float] = []
         self.inference = FakeInference()
         self.inference.loading = "loading (reading tiny, 1 of 2)"
         self._health = health.HealthServicer()
@@ -31,6 +32,7 @@ class StartingWorker:
         self._server: grpc.Server | None = None
 
     def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
         if self._server is None:
             self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -73,6 +75,8 @@ def test_a_command_waits_for_a_service_that_starts_and_loads(starting, neap, fla
         "nobody answers yet (--wait 0 does not wait)",
         "loading (reading tiny, 1 of 2) (--wait 0 does not wait)",
     ]
+    first, second, third = worker.pauses[:3]
+    assert first < second < third, "each look is a line in the log of the service"
 
 
 def test_a_command_does_not_wait_for_a_service_that_has_ended(starting, neap):
