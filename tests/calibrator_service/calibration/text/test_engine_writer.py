@@ -97,8 +97,8 @@ def test_a_request_may_follow_from_an_answer(writer):
 
 
 def test_answers_arrive_when_they_end(writer):
-    requests = [WriteRequest((0, 7), 60, stop_loops=False, stop_ids=frozenset())]
-    requests += [WriteRequest((0, 9), 2) for _ in range(5)]
+    requests = [WriteRequest((0, 7), 120, stop_loops=False, stop_ids=frozenset())]
+    requests += [WriteRequest((0, 9), 2) for _ in range(3)]
     rest = iter(requests)
     order = [written.index for written in writer.write(lambda: next(rest, None), Pace())]
     assert order[-1] == 0, "the long answer held nothing up"
