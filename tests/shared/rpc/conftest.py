@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,8 +35,10 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         self.num_calls += 1
-        async for event in self.on_generate(request, context):
-            yield event
+        # Where the call ends between two events, `async for` alone would leave the inner generator to the collector.
+        async with aclosing(self.on_generate(request, context)) as events:
+            async for event in events:
+                yield event
 
 
 @contextmanager
