@@ -6,7 +6,6 @@ import pytest
 from gguf import GGUFWriter, TokenType
 from tokenizers import Regex, pre_tokenizers
 from transformers import LlamaTokenizer
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from neap_engine.cli.gguf import convert
 from shared.errors import UnsupportedModel
@@ -14,6 +13,11 @@ from shared.model.load import load_model
 from shared.model.weights.gguf_file import Field, GgufContents
 from shared.model.weights.gguf_tokenizer import SPLITS, split_as_the_file_says
 from tests.gguf_files import write_llama
+
+try:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+except ImportError:  # an older version of transformers
+    GGUF_PRE_TOKENIZER_SPLITS = {}
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
