@@ -146,8 +146,8 @@ class GenerationCalls:
         return Attempts(
             lambda error: helps(error) and not self._is_closed,
             num_attempts=self._num_attempts,
-            # The attempt that has brought something does not count.
-            max_lost=MAX_LOST + (self.started is not None),
+            # A request whose answer has begun ends no worker by being read.
+            max_lost=MAX_LOST if self.started is None else math.inf,
             deadline_s=self._deadline_s,
             resumes=self.started is not None,
         )

@@ -35,10 +35,9 @@ def was_not_started(error: BaseException) -> bool:
 
 
 def was_lost(error: BaseException) -> bool:
-    """Whether a worker had the call, and is gone or hangs."""
-    if not isinstance(error, Unavailable):
-        return False
-    return error.reason == "STALLED" or (error.reason == "GRPC_UNAVAILABLE" and not _NOT_SENT.search(error.message))
+    """Whether a worker had the call, and is gone."""
+    is_transport = isinstance(error, Unavailable) and error.reason == "GRPC_UNAVAILABLE"
+    return is_transport and not _NOT_SENT.search(str(error))
 
 
 class Attempts:

@@ -20,7 +20,7 @@ from neap_client import NeapClient
 from neap_client.inference.v1 import inference_pb2 as pb
 
 from inference_service.servicer import SERVICE_NAME
-from shared.errors import PreconditionFailed
+from shared.errors import PreconditionFailed, Unavailable
 from shared.registry.factory import open_registry
 from tests.e2e.test_gateway_process import gateway_process
 from tests.generation import EXACT, FULL, publish, request_of
@@ -41,6 +41,8 @@ EQUAL = ("auto", "auto", "auto")
 # One of three workers computes with other kernels, so what it begins nobody else goes on with exactly.
 MIXED = ("auto", "auto", "portable")
 REFUSED = "NUMERICS_DIFFER"
+# Two workers in a row died with a request that had brought nothing: it might have been the cause.
+LOST = "LOST_WITH_WORKERS"
 SAMPLED = pb.Sampling(temperature=1.1, top_p=0.95, seed=5)
 PENALISED = pb.Sampling(temperature=0.8, top_k=50, min_p=0.01, repetition_penalty=1.2, seed=9, frequency_penalty=0.3)
 
@@ -181,8 +183,11 @@ class Clients:
         stream, events, end = client.generate(self._asked[name]), [], "answers"
         try:
             events += stream
-        except PreconditionFailed as error:
+        except (PreconditionFailed, Unavailable) as error:
             end = error.reason
+        if end == LOST:
+            assert not events, "an answer that had begun"
+            return {f"gRPC, {LOST}": 1}
         assert end in ("answers", REFUSED)
         whole = self._wholes[stream.started.numerics_id][name]
         chunks = [event.chunk for event in events if event.HasField("chunk")]
@@ -218,12 +223,18 @@ class Clients:
             body["logprobs"] = request.logprobs
         parts, ends = [], 0
         with http.stream("POST", f"{self._url}/v1/completions", json=body) as response:
+            if response.status_code == 503:
+                assert LOST.lower() in response.read().decode()
+                return {f"HTTP, {LOST}": 1}
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 if line == "data: [DONE]":
                     ends += 1
                 elif line.startswith("data: "):
                     parts.append(json.loads(line.removeprefix("data: ")))
+                    if parts[-1].get("error", {}).get("code") == LOST.lower():
+                        assert not any(part["choices"][0]["text"] for part in parts[:-1]), "an answer that had begun"
+                        return {f"HTTP, {LOST}": 1}
                     assert "error" not in parts[-1], parts[-1]
         assert ends == 1
         *choices, usage = parts
