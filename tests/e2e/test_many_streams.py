@@ -110,7 +110,7 @@ def _resident_bytes(pid):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks into /proc")
 async def test_none_of_a_thousand_streams_is_lost_starved_or_changed(folder, tmp_path):
     # What ended requests keep for later ones would be growth, too.
-    flags = ("--max-queue", str(NUM_STREAMS), "--prefix-cache-mb", "1")
+    flags = ("--max-queue", str(NUM_STREAMS), "--max-active-per-client", str(NUM_STREAMS), "--prefix-cache-mb", "1")
     with worker_process(folder, tmp_path / "registry", *flags) as (process, address):
         with NeapClient(address) as client:
             client.wait_ready(SERVICE_NAME, timeout_s=60)
@@ -141,7 +141,7 @@ async def test_none_of_a_thousand_streams_is_lost_starved_or_changed(folder, tmp
 
 
 async def test_beyond_the_default_queue_all_are_refused_at_once(folder, tmp_path):
-    with worker_process(folder, tmp_path / "registry") as (_, address):
+    with worker_process(folder, tmp_path / "registry", "--max-active-per-client", "1000") as (_, address):
         with NeapClient(address) as client:
             client.wait_ready(SERVICE_NAME, timeout_s=60)
         with _HealthWatch(address) as health:

@@ -34,6 +34,7 @@ NUM_CLIENTS, NUM_PROMPTS, MAX_TOKENS = 32, 12, 24
 PAUSE_S, HOLD_S, SAMPLE_S = 0.1, 3.0, 0.25
 # What ended requests keep for later ones is full long before the first sample of memory that counts.
 FLAGS = ("--max-queue", "8", "--grace-s", "1", "--stall-timeout-s", "1", "--prefix-cache-mb", "8")
+FLAGS += ("--max-active-per-client", "1000")
 MAX_GROWTH_BYTES = 48 << 20
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096))
 BAD = (
