@@ -47,7 +47,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "embedding_scale": (0.0, 1.0),
     "attention.output_scale": (0.0, 1.0),
     "attention.clamp_kqv": (0.0,),
-    "attention.max_alibi_bias": (0.0,),
     "attention.causal": (True,),
     "attention.shared_kv_layers": (0,),
     "attention.temperature_length": (0,),
@@ -55,7 +54,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "expert_used_count": (0,),
     "expert_feed_forward_length": (0,),
     "expert_shared_feed_forward_length": (0,),
-    "expert_shared_count": (0,),
     "expert_group_count": (0, 1),
     "expert_group_used_count": (0, 1),
     "expert_weights_scale": (0.0, 1.0),
@@ -68,7 +66,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_parallel_residual": (True,),  # said by families that have no other form here
     "swin_norm": (False,),
 }
-# They say how the file was made, or what the tensors show.
+# They say how the file was made, or what the tensors show. Keys with a method of their own are in no table.
 _IGNORED = frozenset({"tensor_data_layout", "expert_shared_count"})
 # Families that look no further back than the window on all layers, or on those that the config names.
 _WINDOWED = frozenset({"phi3", "gemma2", "gemma3", "gemma4", "starcoder2", "gpt-oss"})
@@ -146,12 +144,13 @@ class _Statements:
         return hasattr(self._usual, name) or name in (getattr(self._usual, "rope_parameters", None) or {})
 
     def _name(self, key: str, value: Any) -> None:
+        if value in _NEUTRAL.get(key, ()):
+            return
         name = next((name for name in _NAMES.get(key, ()) if self._has(name)), None)
-        is_neutral = value in _NEUTRAL.get(key, ())
-        if name is not None and not is_neutral:
-            self._config[name] = value
-        elif not is_neutral and name is None:
+        if name is None:
             self._refuse(key, value)
+        else:
+            self._config[name] = value
 
     def _refuse(self, key: str, value: Any) -> None:
         raise UnsupportedModel(
