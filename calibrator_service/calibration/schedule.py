@@ -51,6 +51,11 @@ class Schedule:
         share = fitting * prompt_s / self._budget_s
         self._risk_share = share if is_worth else 0.0
 
+    def budget_for(self, collecting_s: float) -> float:
+        """The least time budget, in seconds, that leaves `collecting_s` for collecting and what solving needs."""
+        solving_s = self._solving_share * self._budget_s
+        return (collecting_s + solving_s) / (self.collecting + self._solving_share)
+
     @property
     def certifies(self) -> bool:
         """Whether there is time for a risk split."""

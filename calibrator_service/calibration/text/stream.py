@@ -5,6 +5,7 @@ memory.
 """
 
 import json
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -32,8 +33,11 @@ MIN_RATE_S = 1.0
 # The rest is one pass over many tokens at once.
 WRITING_SHARE = 0.9
 # Less generated text than this teaches nothing. Whether a budget pays for it is judged once EARLY_SHARE of the time to
-# write has passed, with a slack, because the first prompts are read then.
+# write has passed, with a slack, because rows that still read their prompts write later.
 MIN_WRITTEN_TOKENS, EARLY_SHARE, EARLY_SLACK = 256, 0.25, 2.0
+# As long as prompts are read and the speed is not known, it is judged at another share, and the next try is told to
+# take a multiple of the time.
+UNKNOWN_SPEED_SHARE, UNKNOWN_SPEED_FACTOR = 0.5, 4.0
 # One in HELD_OUT_INTERVAL given prompts is held out for the risk split.
 # Fewer than MIN_HELD_OUT certify nothing, so then none is.
 HELD_OUT_INTERVAL, MIN_HELD_OUT = 5, 20
@@ -115,6 +119,8 @@ class CollectingProgress:
         # writer is ready.
         self._written_s = 0.0
         self._since_s: float | None = None
+        # When the first token had been written, in seconds of writing: prompts are read before it.
+        self._first_s: float | None = None
         self.num_assigned = 0
 
     @property
@@ -130,6 +136,8 @@ class CollectingProgress:
         self._since_s = self._since_s or time.monotonic()
         self._num_written += num_tokens
         seconds = max(self._written_s + time.monotonic() - self._since_s, 1e-3)
+        if self._num_written and self._first_s is None:
+            self._first_s = seconds
         figures = self._run.figures
         figures["generated_tokens"] = float(self._num_written)
         if seconds >= MIN_RATE_S:
@@ -155,14 +163,17 @@ class CollectingProgress:
             )
         elapsed_s, written = self._run.elapsed_s(), max(self._num_written, self.num_assigned)
         left_s = max(self._text_s - elapsed_s, 0.0)
-        expected = written + written / seconds * left_s
+        since_first_s = seconds - (self._first_s or seconds)
+        rate = self._num_written / since_first_s if since_first_s >= MIN_RATE_S else None
+        expected = written + (written / seconds if rate is None else rate) * left_s
         self._run.schedule.expect_positions(HEADS_SHARE * expected)
         slack = EARLY_SLACK if left_s else 1.0
-        if slack * expected >= MIN_WRITTEN_TOKENS:
+        is_reading = rate is None and seconds < UNKNOWN_SPEED_SHARE * self._text_s
+        if slack * expected >= MIN_WRITTEN_TOKENS or (left_s and is_reading):
             return
-        # Before the writer is ready, and then what it needs for twice the least text.
-        enough_s = elapsed_s - seconds + 2 * MIN_WRITTEN_TOKENS * seconds / max(written, 1)
-        needed_s = max(enough_s, 0.0) / (TEXT_SHARE * self._run.schedule.collecting)
+        needed_s = UNKNOWN_SPEED_FACTOR * elapsed_s
+        if rate is not None:
+            needed_s = elapsed_s + (2 * MIN_WRITTEN_TOKENS - written) / rate
         finding = f"it had written {written} tokens after {elapsed_s:.0f} seconds"
         raise _budget_too_short(self._run, finding, needed_s)
 
@@ -189,17 +200,19 @@ def too_little_text(run: CalibrationRun, lacks: str, *, is_cut: bool) -> Invalid
     """The error of a calibration whose text is not enough: BUDGET_TOO_SHORT if time cut it (`is_cut`), or else
     TOO_LITTLE_TEXT."""
     if is_cut:
-        return _budget_too_short(run, lacks, 2 * max(run.plan.budget_s, run.elapsed_s()))
+        return _budget_too_short(run, lacks, 2 * min(run.elapsed_s(), run.schedule.collecting * run.plan.budget_s))
     return InvalidInput(f"the source gave too little text: {lacks}", reason="TOO_LITTLE_TEXT")
 
 
-def _budget_too_short(run: CalibrationRun, finding: str, needed_s: float) -> InvalidInput:
+def _budget_too_short(run: CalibrationRun, finding: str, text_s: float) -> InvalidInput:
+    """`text_s`: seconds that would do until the text is there."""
+    needed_s = run.schedule.budget_for(text_s / TEXT_SHARE)
     # The caller may not have asked for that budget: it may be the default.
     return InvalidInput(
         f"{run.plan.budget_s:.0f} seconds were too short a time budget for this model on this machine: {finding}. Give "
-        f"it about {needed_s:.0f} seconds, or max_tokens",
+        f"it about {math.ceil(needed_s)} seconds, or max_tokens",
         reason="BUDGET_TOO_SHORT",
-        metadata={"needed_s": f"{needed_s:.0f}"},
+        metadata={"needed_s": f"{math.ceil(needed_s)}"},
     )
 
 

@@ -18,7 +18,7 @@ from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
 
 # At least.
-TEXT_SHARE_OF_BUDGET = 0.5 * 0.85
+TEXT_SHARE_OF_BUDGET = 0.85
 
 
 class Clock:
@@ -62,29 +62,40 @@ def test_the_speed_is_that_of_writing_alone(counting, tmp_path, clock):
     assert run.figures == {"generated_tokens": 200.0, "tokens": 80.0, "tokens_per_s": 50.0}
 
 
-@pytest.mark.parametrize(("tokens_per_s", "pays"), [(20.0, True), (1.0, False), (0.0, False)])
+@pytest.mark.parametrize(
+    ("read_s", "tokens_per_s", "end_s"), [(1, 20, None), (25, 20, None), (1, 1, 40), (30, 1, 60), (99, 0, 70)]
+)
 def test_a_budget_that_is_too_short_is_named_early_with_one_that_would_do(
-    counting, tmp_path, clock, tokens_per_s, pays
+    counting, tmp_path, clock, read_s, tokens_per_s, end_s
 ):
-    run, progress = progress_of(counting, tmp_path, time_budget_s=100.0)
-    clock.now += 15  # a slow start alone says nothing
-    progress.add_written(0)
-    assert run.elapsed_s() == 15
+    """The time that prompts take is no speed of writing."""
 
-    def write() -> None:
-        for _ in range(27):
-            clock.now += 1
-            progress.add_written(int(tokens_per_s))
+    def write(budget_s: float) -> CalibrationRun:
+        run, progress = progress_of(counting, tmp_path / f"{budget_s}", time_budget_s=budget_s)
+        clock.now += 15  # a slow start alone says nothing
+        progress.add_written(0)
+        try:
+            for second in range(int(0.9 * TEXT_SHARE_OF_BUDGET * budget_s) - 15):
+                clock.now += 1
+                progress.add_written(tokens_per_s if second >= read_s else 0)
+        finally:
+            seconds.append(run.elapsed_s())
+        return run
 
-    if pays:
-        write()
+    seconds: list[float] = []
+    if end_s is None:
+        assert write(100).figures["generated_tokens"] >= stream.MIN_WRITTEN_TOKENS
         return
     with pytest.raises(InvalidInput) as caught:
-        write()
+        write(100)
     assert caught.value.reason == "BUDGET_TOO_SHORT"
-    assert run.elapsed_s() < 40, "long before the time is over"
-    needed_s, rate = float(caught.value.metadata["needed_s"]), max(tokens_per_s, 0.1)
-    assert needed_s * TEXT_SHARE_OF_BUDGET * rate >= stream.MIN_WRITTEN_TOKENS
+    assert seconds[-1] < end_s, "before the time is over"
+    needed_s = int(caught.value.metadata["needed_s"])
+    if tokens_per_s:
+        assert needed_s < 5 * stream.MIN_WRITTEN_TOKENS
+        assert write(needed_s).figures["generated_tokens"] >= stream.MIN_WRITTEN_TOKENS
+    else:
+        assert 200 < needed_s < 600
 
 
 @pytest.mark.parametrize(
