@@ -67,6 +67,22 @@ def test_links_lead_to_files(document):
             assert (document.parent / target.partition("#")[0]).exists(), target
 
 
+@cache
+def anchors(document: Path) -> set[str]:
+    """The fragments by which headings can be linked, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", document.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@every_document
+def test_fragments_lead_to_headings(document):
+    for target in LINK.findall(FENCE.sub("", document.read_text())):
+        path, _, fragment = target.partition("#")
+        linked = document.parent / path if path else document
+        if fragment and not re.match(r"[a-z]+:", target) and linked.suffix == ".md":
+            assert fragment in anchors(linked), target
+
+
 @every_document
 def test_paths_lead_to_files(document):
     folders = "|".join(
