@@ -8,7 +8,7 @@ are stored; medians over rounds. The keys and values of the prompts, except the 
 so this is decoding alone.
 
 On a CPU, an answer that differs from the one at full depth and batch 1 ends the run. On a GPU, passes of more than 16
-tokens run other kernels than smaller ones, so nearly equal logits may be ranked differently (docs/decisions/015);
+tokens run other kernels than smaller ones, so nearly equal logits may be ranked differently (docs/decisions/008);
 there, differing answers are counted.
 """
 

@@ -1,4 +1,4 @@
-"""What a JSON Schema costs, and what it gives (docs/decisions/048): `full` and `exact` under the same schemas.
+"""What a JSON Schema costs, and what it gives (docs/decisions/016): `full` and `exact` under the same schemas.
 
     python -m bench.constraints --model DIR --router FOLDER [--dtype float32] [--max-tokens 160] [--at-once 1 8]
         [--file FILE]

@@ -4,7 +4,7 @@ synchronous client from the one for asyncio.
 Hatchling runs `ProtosBuildHook` (see pyproject.toml); `python protos/hatch_build.py` does the same by hand. A proto
 that does not compile ends the installation. protoc maps the folder `neap` to `neap_client`, so
 `neap/inference/v1/inference.proto` becomes `neap_client.inference.v1.inference_pb2`, and no file that it generates is
-rewritten. See docs/decisions/020.
+rewritten. See docs/decisions/001.
 """
 
 import re

@@ -118,7 +118,7 @@ def calibrate(
             scratch = TemporaryDirectory(prefix="neap-calibration-", ignore_cleanup_errors=True)
             work_dir = stack.enter_context(scratch)
         run = CalibrationRun(loaded, plan, Path(work_dir), progress, should_stop)
-        # A thread of its own, because OpenMP keeps a pool of threads per calling thread (docs/decisions/004).
+        # A thread of its own, because OpenMP keeps a pool of threads per calling thread (docs/decisions/007).
         return run_in_own_thread(run_phases, run, parent, fleet_of)
 
 

@@ -1,7 +1,7 @@
 // Chooses the instruction set at run time, so that one library works on every machine of its architecture.
 //
 // The choice follows the processor's features and nothing else: instruction sets differ in the last bits of their
-// results, so machines of one kind must choose alike (decision 032). Each set asks for exactly what its object is
+// results, so machines of one kind must choose alike (decision 003). Each set asks for exactly what its object is
 // compiled with: ISA_FLAGS in shared/ops/build.py.
 #if defined(__x86_64__)
 #include <cpuid.h>

@@ -31,7 +31,7 @@ namespace neap::NEAP_ISA {
 // kAccumulators: vectors of sums in a tile. kMaxPanels: streams of weights that one tile reads; few, because tiles
 // prefetch what they read next, and then more streams only get into each other's way. kOwnTiles: up to so many row
 // tiles of a quantised matrix dequantise it each for itself, which takes less time than a copy that they share.
-// Measured on Zen 5 (decision 030): AVX-512 and AVX2.
+// Measured on Zen 5 (decision 007): AVX-512 and AVX2.
 #if defined(NEAP_AVX512)
 constexpr int kLanes = 16, kAccumulators = 24, kMaxTileRows = 12, kMaxPanels = 3, kRegisters = 32, kOwnTiles = 3;
 #elif defined(NEAP_AVX2)

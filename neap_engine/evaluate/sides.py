@@ -72,7 +72,7 @@ def neap(engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens:
 def in_process(make: Callable[..., Callable[[Any], Any]], *arguments: object) -> Iterator[Callable[[Any], Any]]:
     """A function that calls, in a process of its own, what `make(*arguments)` has returned there.
 
-    A process because two OpenMP pools in one slow each other down (docs/decisions/004).
+    A process because two OpenMP pools in one slow each other down (docs/decisions/007).
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

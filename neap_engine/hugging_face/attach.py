@@ -3,7 +3,7 @@
 transformers' `generate` takes a decoding loop as `custom_generate`: it prepares prompt, options, logits processors and
 stopping criteria and then calls the loop. `attach` passes the loop below. transformers 5.17 to 5.24 does not hand the
 streamer, the tokenizer and the assistant model to such a loop, so `Attached` takes them from the call itself. See
-docs/decisions/021.
+docs/decisions/001.
 """
 
 import copy

@@ -21,7 +21,7 @@ class JointWeights:
     `table_second`: a table's token, while a table proposes another one with more confidence.
 
     The defaults were fitted to 3,787 and 725 verified positions of SmolLM2-135M and Qwen2.5-Coder-1.5B; both give
-    nearly the same numbers (docs/decisions/041). A calibration starts from them.
+    nearly the same numbers (docs/decisions/012). A calibration starts from them.
     """
 
     agree: Weights = (0.55, 0.55, 0.3)

@@ -2,7 +2,7 @@
 
 PyTorch uses OpenMP on the CPU, and libgomp keeps one pool for every thread that has run a parallel region. If the pools
 together have more threads than there are cores, libgomp stops spinning between regions, and a forward pass of hundreds
-of short regions takes twice as long (docs/decisions/004). So loading, checks and calibration run in threads that end,
+of short regions takes twice as long (docs/decisions/007). So loading, checks and calibration run in threads that end,
 and only the engine's thread keeps a pool.
 """
 

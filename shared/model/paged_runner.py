@@ -2,7 +2,7 @@
 
 A pass of N tokens runs in the smallest bucket that holds N; the rest of the bucket is padding. The smallest bucket is
 16: reading the weights takes as long for one token as for sixteen. All passes of up to sixteen tokens run the same
-kernels over the same shapes, so a token gets the same bits alone and in a batch. See docs/decisions/015.
+kernels over the same shapes, so a token gets the same bits alone and in a batch. See docs/decisions/008.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """Publishes a router: contents first, then one journal record, which names them.
 
-A publication is final with its record and visible with the index (docs/decisions/009). If a publisher dies in between,
+A publication is final with its record and visible with the index (docs/decisions/018). If a publisher dies in between,
 the next client applies its record.
 """
 

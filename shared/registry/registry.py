@@ -2,7 +2,7 @@
 
 A publication stores and reads back the blobs and the manifest, and then writes one journal record, so a reader never
 sees an incomplete router. A change of an alias is one journal record. The store (a folder or a bucket) lets one writer
-create a record; the index (in memory or in Redis) answers what the journal says (docs/decisions/009, 042).
+create a record; the index (in memory or in Redis) answers what the journal says (docs/decisions/018).
 """
 
 import json

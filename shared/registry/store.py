@@ -99,7 +99,7 @@ class Store(Protocol):
 
     def publishing(self) -> AbstractContextManager[SweepWatch]:
         """A block in which contents are stored and then named by a record.
-        How it and `sweeping` keep apart: docs/decisions/042."""
+        How it and `sweeping` keep apart: docs/decisions/018."""
 
     def sweeping(self, *, dead_s: float) -> AbstractContextManager[SweepLease]:
         """A block in which objects may be removed.

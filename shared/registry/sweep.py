@@ -2,9 +2,9 @@
 
 A publisher may be about to record contents that no record names yet. In a folder, a sweep therefore waits for the
 publishers and keeps new ones waiting. In a bucket it holds a lease, for which publishers check after storing contents
-and before writing their record (docs/decisions/009). A publisher that checked before the lease existed writes its
+and before writing their record (docs/decisions/018). A publisher that checked before the lease existed writes its
 record within COMMIT_S, and the sweep waits that long before it reads the journals. A publisher that was later checks
-again before it answers. A sweep that outlives its lease cannot remove anything (docs/decisions/034).
+again before it answers. A sweep that outlives its lease cannot remove anything (docs/decisions/018).
 """
 
 import json

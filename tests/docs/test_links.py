@@ -15,8 +15,6 @@ from shared.service_settings import CalibratorSettings, WorkerSettings
 from shared.settings_flags import flag_of
 
 ROOT = Path(__file__).parents[2]
-# A decision that is replaced describes code that is gone.
-REPLACED = re.compile(r"^Date: .* State: replaced by \d{3}", re.MULTILINE)
 # What the examples' tools leave.
 INSTALLED = {"node_modules"}
 DOCUMENTS = [
@@ -27,9 +25,10 @@ DOCUMENTS = [
         ROOT / "bench/RESULTS.md",
         *sorted((ROOT / "docs").rglob("*.md")),
     )
-    if not INSTALLED & {*document.parts} and not REPLACED.search(document.read_text())
+    if not INSTALLED & {*document.parts}
 ]
 SERVICES = {"worker": WorkerSettings, "calibrator": CalibratorSettings, "gateway": GatewaySettings}
+SOURCES = ("*.py", "*.cpp", "*.cu", "*.h", "*.cuh", "*.proto", "*.yaml")
 FENCE = re.compile(r"^```.*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -93,6 +92,16 @@ def test_paths_lead_to_files(document):
     named += [span for span in code_of(document) if re.fullmatch(sources, span)]
     missing = {path for path in named if not exists(path)}
     assert not missing
+
+
+def test_decisions_that_sources_name_exist():
+    numbers = {path.name[:3] for path in ROOT.glob("docs/decisions/*.md")}
+    folders = [entry for entry in ROOT.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    sources = [path for folder in folders for kind in SOURCES for path in folder.rglob(kind)]
+    assert len(sources) > 300
+    for source in sources:
+        named = re.findall(r"\bdecisions?[ /](\d{3})\b", source.read_text())
+        assert {*named} <= numbers, source
 
 
 @every_document

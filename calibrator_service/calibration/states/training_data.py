@@ -94,7 +94,7 @@ def collect_training_data(
             choice_counts.add_(torch.bincount(torch.from_numpy(choices), minlength=len(choice_counts)))
         progress.set_learned(sum(num_tokens.values()))
 
-    # Passes run in threads that end, beside the thread of the engine that writes (docs/decisions/004).
+    # Passes run in threads that end, beside the thread of the engine that writes (docs/decisions/007).
     for split, sequence in sequences:
         take(split, run_in_own_thread(collector.add, split, sequence))
     for split in SPLITS:

@@ -11,7 +11,7 @@ from shared.ladder.exit_head import NUM_STATES, ExitHead
 
 # The ridge is this share of the mean square of an input, times inputs per position, within these bounds: measured on a
 # model of 135 M parameters with 5,000 and 17,000 positions and on one of 1.5 B with 1,500 and 4,000
-# (docs/decisions/038).
+# (docs/decisions/010).
 RIDGE_PER_LOAD, LEAST_RIDGE, MOST_RIDGE = 0.2, 0.003, 0.2
 # Inputs of the ridge that `seconds_to_solve` solves, at most. Solving takes cubic time.
 TRIED_INPUTS = 1024

@@ -21,7 +21,7 @@ from shared.ladder.rungs import Draft
 # Positions that are learned from and measured on.
 MAX_POSITIONS = 20_000
 # Precision of the priors. A few hundred positions of a few texts say less than they do, a few thousand of them more
-# (docs/decisions/041).
+# (docs/decisions/012).
 PRECISION = 500.0
 # Chains at a time.
 PASS_SIZE = 1024

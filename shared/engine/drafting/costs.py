@@ -1,7 +1,7 @@
 """Measures the costs of passes and exits on this device.
 
 A cost is the least of its repeats: what the work takes alone. Beside other processes, medians were up to six times as
-high, and a worker goes by them for as long as it lives (docs/decisions/045).
+high, and a worker goes by them for as long as it lives (docs/decisions/013).
 """
 
 import statistics

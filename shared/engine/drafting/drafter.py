@@ -22,7 +22,7 @@ DECAY, REST_DECAY = 0.95, 0.99
 
 class HostTime:
     """The mean time that the host takes for one place of a chain, without the time of exits. The device waits
-    meanwhile, which matters where a pass takes a GPU a millisecond or two (decision 056)."""
+    meanwhile, which matters where a pass takes a GPU a millisecond or two (decision 008)."""
 
     def __init__(self) -> None:
         self._seconds = self._places = 0.0

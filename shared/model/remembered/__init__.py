@@ -1,4 +1,4 @@
-"""What a start of a service remembers for the next one: docs/decisions/043.
+"""What a start of a service remembers for the next one: docs/decisions/020.
 
 key      what an entry depends on: the model's content, this build, this machine
 facts    what was proven and measured, by name
