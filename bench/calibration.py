@@ -7,16 +7,12 @@ Each budget is a calibration of its own, as `neap calibrate --budget` runs it. T
 depth and with every router in turn, as `bench.decode` does, so that a busy machine slows all sides alike. `--router`:
 more routers, which take part as they are. `--requests`: prompts of one kind, a JSON object with "prompt" on each line.
 The last `--held-out` of them are measured instead of Spec-Bench, and a router that goes on from the first --router with
-`--learned` others takes part. `--out` keeps the routers. `--json FILE` keeps the figures under the name `--label`, for
-`bench.curve`, which draws them.
+`--learned` others takes part. `--out` keeps the routers.
 """
 
 import argparse
-import json
-import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import neap_engine
 from bench.decode_figures import EXACT, FULL, MAX_LADDERS, measure, print_tables, summarise
@@ -26,14 +22,13 @@ from bench.prompts import BenchPrompt, read_prompts, read_texts
 from calibrator_service.calibration.pipeline import CalibrationResult
 from neap_engine.evaluate.sides import neap
 from shared.engine.engine import Engine
-from shared.ladder.artefact import unpack_ladder
-from shared.ladder.folder import read_router_folder
+from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import LoadedModel
 
-# By name: a router, and the seconds that its calibration took.
-Routers = dict[str, tuple[Ladder, float]]
+# By name.
+Routers = dict[str, Ladder]
 
 
 def main() -> None:
@@ -47,11 +42,9 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, help="folder for the routers that are made")
-    parser.add_argument("--json", type=Path, help="write seconds and speed-ups here")
-    parser.add_argument("--label", help="of the figures in --json; default: the model's id")
     options = parsed(parser)
     loaded = load(options)
-    routers: Routers = {path.name: read_router(path) for path in options.router}
+    routers: Routers = {path.name: read_ladder(path) for path in options.router}
     if options.requests is None:
         prompts = read_prompts(options.prompts, options.per_task)
         for budget_s in options.budgets:
@@ -59,18 +52,7 @@ def main() -> None:
             routers |= calibrated(loaded, spec, f"{budget_s:.0f} s", options.out)
     else:
         prompts = add_one_kind(loaded, routers, options)
-    tables = compare(loaded, routers, prompts, options.max_tokens)
-    if options.json:
-        points = [
-            (seconds, statistics.mean(table[name]["speed_up"] for table in tables.values()))
-            for name, (_, seconds) in routers.items()
-        ]
-        options.json.write_text(json.dumps({"label": options.label or loaded.model_id, "points": sorted(points)}))
-
-
-def read_router(folder: Path) -> tuple[Ladder, float]:
-    manifest, blobs = read_router_folder(folder)
-    return unpack_ladder(manifest, blobs), float(manifest["calibration"]["seconds"]["total"])
+    compare(loaded, routers, prompts, options.max_tokens)
 
 
 def calibrated(
@@ -87,7 +69,7 @@ def calibrated(
     )
     if out is not None:
         result.save(out / name.replace(" ", "-"))
-    return {name: (result.ladder, result.report["seconds"]["total"])}
+    return {name: result.ladder}
 
 
 def add_one_kind(loaded: LoadedModel, routers: Routers, options: argparse.Namespace) -> list[BenchPrompt]:
@@ -102,18 +84,16 @@ def add_one_kind(loaded: LoadedModel, routers: Routers, options: argparse.Namesp
     return [BenchPrompt("one kind", (text,)) for text in texts[-options.held_out :]]
 
 
-def compare(loaded: LoadedModel, routers: Routers, prompts: list[BenchPrompt], max_tokens: int) -> dict[str, Any]:
-    """Prints and returns the tables of `bench.decode` for full depth and exact with every router."""
+def compare(loaded: LoadedModel, routers: Routers, prompts: list[BenchPrompt], max_tokens: int) -> None:
+    """Prints the tables of `bench.decode` for full depth and exact with every router."""
     with Engine(loaded, prefix_cache_bytes=0, max_ladders=MAX_LADDERS) as engine:
         engine.warm_up()
         sides = {FULL: neap(engine, DepthPolicy(FULL), None, max_tokens)}
-        for name, (ladder, _) in routers.items():
+        for name, ladder in routers.items():
             sides[name] = neap(engine, DepthPolicy(EXACT), ladder, max_tokens)
         results = measure(loaded, sides, prompts)
     print(described(loaded.device))
-    tables = summarise(results)
-    print_tables(tables)
-    return tables
+    print_tables(summarise(results))
 
 
 if __name__ == "__main__":
