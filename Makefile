@@ -59,7 +59,7 @@ $(LIBRARY): $(STAMP) $(NATIVE_SOURCES) shared/ops/build.py
 	@touch $@
 
 demo: $(LIBRARY)
-	@$(BIN)/neap demo --data-dir .neap $(DEMO_FLAGS)
+	@$(BIN)/python -m demo $(DEMO_FLAGS)
 
 test: $(LIBRARY)
 	@$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist worksteal --durations 15 -m "not full" $(TESTS)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from neap_engine.cli.demo_model import demo_model
+from demo.model import demo_model
 
 BENCHMARKS = ("decode", "batch", "load")
 

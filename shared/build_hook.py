@@ -32,8 +32,6 @@ class NeapBuildHook(BuildHookInterface[Any]):
         root = Path(self.root)
         library = build_ops(root).relative_to(root)
         build_data["artifacts"].append(f"/{library}")
-        if version == "standard":  # an editable installation reads it where it is
-            build_data["force_include"]["bench/router"] = "neap_engine/shipped_router"
         # The library depends on the platform but not on the Python version, because it uses only torch's stable ABI.
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

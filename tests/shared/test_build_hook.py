@@ -19,7 +19,7 @@ def checkout(tmp_path: Path) -> Path:
     """A tree with the files that packaging needs and nothing generated.
     The files of csrc are empty, so they compile quickly."""
     ignored = shutil.ignore_patterns("*_pb2*", "__pycache__", "_lib")
-    for name in ("protos", "neap_engine", "calibrator_service", "inference_service", "shared", "bench/router"):
+    for name in ("protos", "neap_engine", "calibrator_service", "inference_service", "shared"):
         shutil.copytree(ROOT / name, tmp_path / "neap" / name, ignore=ignored)
     for name in ("pyproject.toml", "LICENSE", ".gitignore"):
         shutil.copy(ROOT / name, tmp_path / "neap" / name)
@@ -57,8 +57,6 @@ def test_the_wheel_contains_the_library(checkout: Path, tmp_path: Path):
     assert (site / "shared/py.typed").is_file()
     assert (site / "neap_engine/__init__.py").is_file()
     assert not (site / "shared" / "build_hook.py").exists()
-    for path in (ROOT / "bench" / "router").iterdir():
-        assert (site / "neap_engine" / "shipped_router" / path.name).read_bytes() == path.read_bytes()
     assert (site / "shared" / "ops" / "_lib" / "libneap_ops.so").is_file()
 
 

@@ -7,7 +7,6 @@ from gguf import GGUFWriter, TokenType
 from tokenizers import Regex, pre_tokenizers
 from transformers import LlamaTokenizer
 
-from neap_engine.cli.gguf import convert
 from shared.errors import UnsupportedModel
 from shared.model.load import load_model
 from shared.model.weights.gguf_file import Field, GgufContents
@@ -98,11 +97,6 @@ def test_a_file_is_split_as_it_says(tmp_path: Path, pre: str | None, tokens: lis
     backend = loaded.tokenizer.backend_tokenizer
     assert pieces(backend.pre_tokenizer, " 12") == tokens
     assert not backend.model.ignore_merges
-    convert(file, tmp_path / "folder")
-    converted = load_model(tmp_path / "folder")
-    assert converted.tokenizer is not None
-    assert pieces(converted.tokenizer.backend_tokenizer.pre_tokenizer, " 12") == tokens
-    assert converted.eos_token_ids == loaded.eos_token_ids
 
 
 def test_a_token_is_taken_whole_where_the_vocabulary_says_so(tmp_path: Path) -> None:

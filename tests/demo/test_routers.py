@@ -1,8 +1,8 @@
 import pytest
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
+from demo.routers import Catalogue, parent_digest
 from neap_engine.cli.connection import connect
-from neap_engine.cli.demo_routers import Catalogue, parent_digest
 from shared.errors import NeapError
 from tests.manifests import real_manifest
 

@@ -41,7 +41,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(model_folder: Path, data_dir: Path) -> list[str]:
-    arguments = [sys.executable, "-m", "neap_engine.cli.main", "demo", "--data-dir", str(data_dir)]
+    arguments = [sys.executable, "-m", "demo", "--data-dir", str(data_dir)]
     arguments += ["--model-path", str(model_folder), "--max-tokens", "12"]
     return [*arguments, "--calibration-budget", "20"]
 

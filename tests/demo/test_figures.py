@@ -5,8 +5,9 @@ import pytest
 from neap_client.inference.v1 import inference_pb2 as pb
 from rich.console import Console
 
-from neap_engine.cli import charts
-from neap_engine.cli.measure import PolicyFigures, policy_table
+from demo import charts
+from demo.figures import PolicyFigures, policy_table
+from neap_engine.cli.charts import DOTS_PER_INCH
 
 
 def figures() -> list[PolicyFigures]:
@@ -55,6 +56,6 @@ def test_stories_are_drawn_side_by_side(tmp_path, num_stories):
     path = charts.write_stories(tmp_path / "demo.png", title="tiny", stories=stories)
     header = path.read_bytes()[:24]
     assert header.startswith(b"\x89PNG\r\n")
-    expected = tuple(round(side * charts.DOTS_PER_INCH) for side in charts.SIZE_INCHES)
+    expected = tuple(round(side * DOTS_PER_INCH) for side in charts.SIZE_INCHES)
     assert struct.unpack(">II", header[16:]) == expected
     assert path.stat().st_size > 10_000

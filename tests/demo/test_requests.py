@@ -1,4 +1,4 @@
-from neap_engine.cli.demo_requests import LEARNED, MEASURED, NUM_LEARNED
+from demo.requests import LEARNED, MEASURED, NUM_LEARNED
 
 
 def test_no_request_is_both_learned_from_and_measured():

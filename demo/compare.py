@@ -7,10 +7,10 @@ from neap_client import Answer, NeapClient, generate_request
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.requests import Policy
 
+from demo.figures import PolicyFigures
 from neap_engine.cli.console import out
 from neap_engine.cli.depth_view import DepthView
-from neap_engine.cli.generate import NO_CHAT_TEMPLATE, PLAIN_TEXT_NOTE
-from neap_engine.cli.measure import PolicyFigures, statistics_line
+from neap_engine.cli.generate import NO_CHAT_TEMPLATE, PLAIN_TEXT_NOTE, statistics_line
 from shared.errors import NeapError
 
 WARM_UP_TOKENS = 8

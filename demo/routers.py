@@ -1,4 +1,4 @@
-"""The routers of `neap demo`: found if an earlier run has published them, calibrated over gRPC otherwise."""
+"""The routers of the demo: found if an earlier run has published them, calibrated over gRPC otherwise."""
 
 import json
 import time

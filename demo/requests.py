@@ -1,4 +1,4 @@
-"""Requests of one narrow kind for `neap demo`: the facts of a short passage as JSON. The places are invented."""
+"""Requests of one narrow kind for the demo: the facts of a short passage as JSON. The places are invented."""
 
 TASK = (
     'Write the facts of this passage as JSON with the keys "name", "kind", "country", "year", "size" and "keeper".'

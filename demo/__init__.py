@@ -1,0 +1,1 @@
+"""What neap is worth, shown in five minutes: `make demo`."""
