@@ -1,5 +1,5 @@
 # Every target installs what it needs on a machine with Python 3.11+, git, make and a C++ compiler.
-#   make demo | test | test-full | check | bench | format | build-ops | venv | clean
+#   make demo | test | test-full | check | bench | docs | format | build-ops | venv | clean
 # Variables: PYTHON, VENV, EXTRAS, TORCH_VERSION, TORCH_INDEX_URL (an index with the torch build you want), TESTS,
 #   TEST_JOBS, DEMO_FLAGS, BENCH_FLAGS.
 
@@ -32,7 +32,7 @@ SCRIPTS := .ci/run .ci/promtool .ci/proto-breaking
 quietly = out=$$($(1) 2>&1) || { echo "$$out" >&2; $(if $(2),echo "$(2)" >&2;) exit 1; }
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 
-.PHONY: help venv build-ops demo test test-full check bench format clean
+.PHONY: help venv build-ops demo test test-full check bench docs format clean
 
 help:
 	@sed -n '1,4s/^# *//p' Makefile
@@ -81,6 +81,10 @@ check: $(STAMP)
 
 bench: $(LIBRARY)
 	@$(BIN)/python -m bench $(BENCH_FLAGS)
+
+docs: $(STAMP)
+	@for page in reference settings; do \
+		$(BIN)/python -m docs.generators.$$page > docs/$$page.md; echo "docs/$$page.md"; done
 
 format: $(STAMP)
 	@$(BIN)/ruff check --quiet --fix-only .

@@ -7,8 +7,8 @@ comma-separated in variables; their flags are repeated. Flags win over variables
 does not start if a variable NEAP_.. is set that nothing reads, because a misspelt name would leave a setting at its
 default.
 
-`description` of a field is its help text and its entry in docs/settings.md (`python -m docs.generators.settings`): it
-gives the unit and the meaning of the default. `shared.settings_flags` makes the flags.
+`description` of a field is its help text and its entry in the page of settings (`make docs`): it gives the unit and the
+meaning of the default. `shared.settings_flags` makes the flags.
 
 Whether traces are exported is decided here, from OpenTelemetry's own variables.
 The SDK reads its other variables itself.

@@ -1,5 +1,4 @@
-"""Prints docs/reference.md: `python -m docs.generators.reference > docs/reference.md`.
-A test checks that the file is up to date."""
+"""Prints docs/reference.md, which `make docs` writes."""
 
 import sys
 
@@ -8,11 +7,11 @@ from docs.generators.reasons import Reason, collect_reasons
 
 PREFACE = """# Reference
 
-This page is generated from the protos and the source: `python -m docs.generators.reference > docs/reference.md`.
+This page is made from the protos and the source by `make docs`.
 
 - RPCs, messages and fields of each proto package, with the roles of the tokens that may call an RPC: below.
 - [Reasons of errors](#reasons-of-errors).
-- Settings: [settings.md](settings.md), generated in the same way.
+- Settings: [settings.md](settings.md), made in the same way.
 - Metrics: [metrics.md](metrics.md), which a test compares with what the services export.
 - HTTP: [openai.md](openai.md).
 """

@@ -1,5 +1,4 @@
-"""Prints docs/settings.md: `python -m docs.generators.settings > docs/settings.md`.
-A test checks that the file is up to date."""
+"""Prints docs/settings.md, which `make docs` writes."""
 
 import sys
 import typing
@@ -20,7 +19,7 @@ from shared.settings_flags import default_text, fields_by_group, flag_of, named_
 
 PREFACE = """# Settings
 
-This page is generated from the code: `python -m docs.generators.settings > docs/settings.md`.
+This page is made from the code by `make docs`.
 
 `neap serve worker` (or `python -m inference_service`), `neap serve calibrator` (or `python -m calibrator_service`) and
 `neap serve gateway` (or `python -m neap_engine.gateway`) read each setting from its flag, else from its environment

@@ -1,24 +1,51 @@
-"""docs/settings.md is what the settings' fields say, and each of them says something."""
-
-from pathlib import Path
+"""The page of settings has what the settings' fields say, and each of them says something."""
 
 import pytest
 
-from docs.generators.settings import settings_page
+from docs.generators.settings import client_flag, settings_page
 from shared.config import settings_from_command_line
 from shared.gateway_settings import GatewaySettings
 from shared.security_settings import ClientSettings
 from shared.service_settings import CalibratorSettings, WorkerSettings
 from shared.settings_flags import flag_of, variables_of
+from tests.docs.test_line_lengths import prose, too_long
 
-ROOT = Path(__file__).parents[2]
 SERVICES = (WorkerSettings, CalibratorSettings, GatewaySettings)
 
 
-def test_the_page_is_generated_from_the_settings():
-    assert (ROOT / "docs/settings.md").read_text() == settings_page(), (
-        "run: python -m docs.generators.settings > docs/settings.md"
-    )
+@pytest.fixture(scope="module")
+def rows() -> list[str]:
+    """The rows of all tables of the page."""
+    return [line for line in settings_page().splitlines() if line.startswith(("| `", "|  |"))]
+
+
+@pytest.mark.parametrize("kind", [*SERVICES, ClientSettings])
+def test_the_page_has_a_row_for_every_setting(kind, rows):
+    for name, field in kind.model_fields.items():
+        flag = client_flag(name) if kind is ClientSettings else flag_of(kind, name)
+        names = f"| {f'`{flag}`' if flag else ''} | {' or '.join(f'`{name}`' for name in variables_of(kind, name))} |"
+        meaning = field.description.replace("|", "\\|")
+        assert any(row.startswith(names) and row.endswith(f" | {meaning} |") for row in rows), names
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| `--max-queue` | `NEAP_MAX_QUEUE` | integer, at least 1 | 64 | ",
+        "| `--compile-layers` | `NEAP_COMPILE_LAYERS` | auto, on, off | auto | ",
+        "| `--listen` | `NEAP_GATEWAY_LISTEN` | HOST:PORT | ",
+    ],
+)
+def test_a_row_has_values_and_default(row, rows):
+    assert any(line.startswith(row) for line in rows)
+
+
+def test_the_page_does_not_depend_on_the_environment(monkeypatch):
+    page = settings_page()
+    monkeypatch.setenv("NEAP_MAX_QUEUE", "7")
+    monkeypatch.setenv("HOME", "/elsewhere")
+    assert settings_page() == page
+    assert not too_long(prose(page))
 
 
 @pytest.mark.parametrize("kind", [*SERVICES, ClientSettings])
