@@ -62,7 +62,8 @@ async def serve(settings: CalibratorSettings) -> int:
                 server.grpc_server,
             )
             router_pb2_grpc.add_RouterServiceServicer_to_server(
-                router_servicer.RouterServicer(registry, pool=router_pool, watchers=watchers), server.grpc_server
+                router_servicer.RouterServicer(registry, models=settings.sources, pool=router_pool, watchers=watchers),
+                server.grpc_server,
             )
 
             loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
 """neap.router.v1.RouterService over the registry. Methods raise NeapErrors; an interceptor of shared.rpc maps them."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from itertools import islice
 from typing import Any
 
@@ -14,6 +14,7 @@ from shared.errors import Corrupt, InvalidInput
 from shared.ladder.blob_names import served_blobs
 from shared.registry.base import AliasChange, Canary, PublishedVersion, RegistryEvent
 from shared.registry.contents import version_damaged_error
+from shared.registry.names import only_model
 from shared.registry.registry import Registry
 from shared.rpc.callers import client_key, recorded_actor
 from shared.rpc.pages import MAX_PAGE_BYTES, named_page, page_token, read_numbered_page
@@ -25,14 +26,18 @@ WATCH_PAGE = 16
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
-    def __init__(self, registry: Registry, *, pool: BlockingPool, watchers: Watchers) -> None:
+    """`models`: those that the service is configured with. Where there is one, a request need not name it."""
+
+    def __init__(self, registry: Registry, *, models: Collection[str], pool: BlockingPool, watchers: Watchers) -> None:
         self._registry = registry
+        self._models = models
         self._pool = pool
         self._watchers = watchers
 
     async def ListVersions(  # noqa: N802
         self, request: pb.ListVersionsRequest, context: Any
     ) -> pb.ListVersionsResponse:
+        request.model_id = only_model(request.model_id, self._models)
         limit, before = read_numbered_page(request)
         versions = await self._pool.call(
             self._registry.list_versions,
@@ -51,6 +56,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def GetVersion(  # noqa: N802
         self, request: pb.GetVersionRequest, context: Any
     ) -> pb.GetVersionResponse:
+        request.model_id = only_model(request.model_id, self._models)
         version = await self._pool.call(self._get, request)
         return pb.GetVersionResponse(version=version_to_proto(version, with_manifest=True))
 
@@ -65,6 +71,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def ListAliases(  # noqa: N802
         self, request: pb.ListAliasesRequest, context: Any
     ) -> pb.ListAliasesResponse:
+        request.model_id = only_model(request.model_id, self._models)
         aliases = await self._pool.call(self._registry.aliases, request.model_id)
         canaries = await self._pool.call(self._registry.canaries, request.model_id)
         names, token = named_page(request, sorted(aliases), str)
@@ -78,12 +85,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def SetAlias(  # noqa: N802
         self, request: pb.SetAliasRequest, context: Any
     ) -> pb.SetAliasResponse:
+        request.model_id = only_model(request.model_id, self._models)
         await self._pool.call(self._check_contents, request.model_id, request.version)
         return pb.SetAliasResponse(change=await self._change(request, self._registry.set_alias, request.version))
 
     async def SetCanary(  # noqa: N802
         self, request: pb.SetCanaryRequest, context: Any
     ) -> pb.SetCanaryResponse:
+        request.model_id = only_model(request.model_id, self._models)
         canary = None
         if request.HasField("canary"):
             canary = Canary(request.canary.version, request.canary.share_per_mille)
@@ -93,6 +102,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def PromoteCanary(  # noqa: N802
         self, request: pb.PromoteCanaryRequest, context: Any
     ) -> pb.PromoteCanaryResponse:
+        request.model_id = only_model(request.model_id, self._models)
         change = await self._change(request, self._registry.promote_canary, expects="expected_canary")
         return pb.PromoteCanaryResponse(change=change)
 
@@ -126,11 +136,13 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def RollbackAlias(  # noqa: N802
         self, request: pb.RollbackAliasRequest, context: Any
     ) -> pb.RollbackAliasResponse:
+        request.model_id = only_model(request.model_id, self._models)
         return pb.RollbackAliasResponse(change=await self._change(request, self._registry.rollback_alias))
 
     async def GetAliasHistory(  # noqa: N802
         self, request: pb.GetAliasHistoryRequest, context: Any
     ) -> pb.GetAliasHistoryResponse:
+        request.model_id = only_model(request.model_id, self._models)
         limit, num_left = read_numbered_page(request)
         changes = await self._pool.call(self._registry.alias_history, request.model_id, request.alias)
         # Counted from the oldest change, because new ones are added before the newest.
@@ -145,6 +157,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: pb.WatchRequest, context: Any
     ) -> AsyncIterator[pb.WatchResponse]:
         """Streams events. The next page is read only after the caller has taken the previous one."""
+        request.model_id = only_model(request.model_id, self._models)
         if request.after_event < 0:
             raise InvalidInput("after_event must not be negative", reason="BAD_EVENT")
         with self._watchers.track_stream("routers", client_key(context)):

@@ -18,7 +18,7 @@ from calibrator_service.supervisor import Supervisor
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
 from shared.errors import InvalidInput, NotFound, PreconditionFailed
-from shared.registry.names import check_model_id, check_request_id, unique_aliases
+from shared.registry.names import check_model_id, check_request_id, only_model, unique_aliases
 from shared.registry.registry import Registry
 from shared.rpc.callers import Role, client_key, require_role
 from shared.rpc.interceptors import annotate_call
@@ -100,6 +100,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         if request.spec.parent.version:
             # Beside a version an alias is ignored. In a stored spec both stand: what was asked for, and what it named.
             request.spec.parent.ClearField("alias")
+        request.spec.model_id = only_model(request.spec.model_id, self._settings.sources)
         spec = spec_from_proto(request.spec, max_time_budget_s=self._settings.max_time_budget_s)
         aliases = unique_aliases(request.spec.aliases or (LATEST,))
         check_model_id(spec.model_id)

@@ -34,7 +34,7 @@ LABELS = {"agreement": pb.LABEL_AGREEMENT, "cosine": pb.LABEL_COSINE}
 
 @calls_service
 def calibrate(
-    model: Model,
+    model: Model = "",
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
     text: Annotated[
         Path | None,
@@ -268,7 +268,7 @@ def parent_of(name: str, model: str, share: float) -> pb.ParentRouter:
     if not folder.is_dir():
         return pb.ParentRouter(**selector(name), share=share)
     published = publish_folder(folder, model, aliases=())
-    note(f"{folder} is version {published.version} of {model}")
+    note(f"{folder} is version {published.version} of {published.model_id}")
     # The service may have another registry, where the number belongs to another router: it compares the digests.
     return pb.ParentRouter(version=published.version, manifest_digest=published.manifest_digest, share=share)
 

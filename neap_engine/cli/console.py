@@ -65,7 +65,10 @@ Calibrator = Annotated[
 Worker = Annotated[
     str, typer.Option("--worker", help="Address of the inference worker, HOST:PORT.", callback=checked_address)
 ]
-Model = Annotated[str, typer.Option("--model", help="Id of the model, as configured on the service.")]
+Model = Annotated[
+    str,
+    typer.Option("--model", help="Id of the model. Needed only if the service is configured with more than one model."),
+]
 ServedModel = Annotated[
     str, typer.Option("--model", help="Id of the model. Needed only if the worker serves more than one model.")
 ]

@@ -35,7 +35,7 @@ Reason = Annotated[str, typer.Option("--reason", help="Reason to record in the a
 @app.command("list")
 @calls_service
 def list_routers(
-    model: Model,
+    model: Model = "",
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
     as_json: Annotated[bool, typer.Option("--json", help="Print each version as one line of JSON.")] = False,
 ) -> None:
@@ -48,7 +48,7 @@ def list_routers(
             print_message(version, aliases=names.get(version.version, []))
         return
     if not versions:
-        print_line(f"no router is published for {model}")
+        print_line(f"no router is published{f' for {model}' * bool(model)}")
         return
     table = Table("version", "aliases", "published", "rungs", "MB", "digest")
     for version in versions:
@@ -69,7 +69,7 @@ def list_routers(
 @app.command("show")
 @calls_service
 def show(
-    model: Model,
+    model: Model = "",
     version: Annotated[str, typer.Argument(help="A version number or an alias.")] = "latest",
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
     manifest: Annotated[bool, typer.Option("--manifest", help="Print only the manifest, as JSON.")] = False,
@@ -82,7 +82,7 @@ def show(
     if manifest:
         out.print(router.manifest_json, markup=False, soft_wrap=True)
         return
-    print_line(f"{model} version {router.version}")
+    print_line(f"{router.model_id} version {router.version}")
     out.print(f"  published {format_time(router.create_time)}, {router.size_bytes / 1e6:.2f} MB")
     print_line(f"  manifest  {router.manifest_digest}")
     print_line(f"  model     {router.model_fingerprint}")
@@ -106,7 +106,7 @@ def show(
 @app.command("promote")
 @calls_service
 def promote(
-    model: Model,
+    model: Model = "",
     version: Annotated[
         int | None, typer.Argument(help="Version to point the alias at. Default: the version of its canary.", min=1)
     ] = None,
@@ -134,9 +134,9 @@ def promote(
 @app.command("canary")
 @calls_service
 def canary(
-    model: Model,
     version: Annotated[int, typer.Argument(help="Version that gets a share of the requests.", min=1)],
     share: Annotated[str, typer.Option("--share", help="Share of the alias' requests, in steps of 0.1%: 10% or 2.5%.")],
+    model: Model = "",
     alias: Alias = "stable",
     reason: Reason = "",
     expect: Expect = None,
@@ -160,7 +160,7 @@ def canary(
 @app.command("abort")
 @calls_service
 def abort(
-    model: Model, alias: Alias = "stable", reason: Reason = "", calibrator: Calibrator = DEFAULT_CALIBRATOR
+    model: Model = "", alias: Alias = "stable", reason: Reason = "", calibrator: Calibrator = DEFAULT_CALIBRATOR
 ) -> None:
     """End an alias' canary. All requests get the alias' own version again."""
     request = router_pb2.SetCanaryRequest(model_id=model, alias=alias, actor=current_user(), reason=reason)
@@ -172,7 +172,7 @@ def abort(
 @app.command("rollback")
 @calls_service
 def rollback(
-    model: Model,
+    model: Model = "",
     alias: Alias = "stable",
     reason: Reason = "",
     expect: Expect = None,
@@ -186,7 +186,7 @@ def rollback(
 
 @app.command("history")
 @calls_service
-def history(model: Model, alias: Alias = "stable", calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
+def history(model: Model = "", alias: Alias = "stable", calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
     """List every change of an alias, newest first."""
     with connect(calibrator) as client:
         changes = client.alias_history(model, alias)

@@ -2,7 +2,7 @@
 The rules are strict so that every backend can use names as keys and paths."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from shared.errors import InvalidInput
 from shared.plain_text import check_plain_text
@@ -30,6 +30,21 @@ def check_model_id(model_id: str) -> str:
             reason="BAD_MODEL_ID",
         )
     return model_id
+
+
+def only_model(model_id: str, configured: Collection[str]) -> str:
+    """The model that a request means: an empty id is the only one that its service is configured with.
+    Raises InvalidInput (MODEL_REQUIRED)."""
+    if model_id:
+        return model_id
+    if len(configured) != 1:
+        names = ", ".join(sorted(configured)) or "none"
+        raise InvalidInput(
+            f"the request names no model, and this service has: {names}",
+            reason="MODEL_REQUIRED",
+            metadata={"models": names},
+        )
+    return next(iter(configured))
 
 
 def check_alias(alias: str) -> str:

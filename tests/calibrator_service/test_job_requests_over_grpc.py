@@ -12,6 +12,7 @@ from neap_client.status import from_rpc_error
 from calibrator_service.calibration.spec import AnswerFile, TextFile
 from calibrator_service.sources import allowed_source
 from shared.errors import InvalidInput, NotFound, PreconditionFailed
+from shared.registry.names import only_model
 from shared.service_settings import CalibratorSettings
 from tests.calibrator_service.conftest import Service, error_of
 from tests.fuzzing import extremes
@@ -19,7 +20,6 @@ from tests.fuzzing import extremes
 BAD_SPECS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown model": ({"model_id": "unknown"}, NotFound, "MODEL_NOT_FOUND"),
     "bad model id": ({"model_id": "../tiny"}, InvalidInput, "BAD_MODEL_ID"),
-    "no model id": ({"model_id": ""}, InvalidInput, "BAD_MODEL_ID"),
     "bad alias": ({"aliases": ["No Way"]}, InvalidInput, "BAD_ALIAS"),
     "too large": ({"self_generated": pb.SelfGenerated(prompts=["x" * 1_000_000] * 9)}, InvalidInput, "SPEC_TOO_LARGE"),
     "too many": ({"self_generated": pb.SelfGenerated(prompts=["x"] * 100_001)}, InvalidInput, "SPEC_TOO_LARGE"),
@@ -67,6 +67,18 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def num_jobs(service: Service) -> int:
     every = pb.ListCalibrationsRequest(page_size=1000)
     return len(service.calibrations.ListCalibrations(every, timeout=60).calibrations)
+
+
+def test_a_model_need_not_be_named_where_there_is_one(service):
+    assert service.create(model_id="", request_id="without a model").spec.model_id == "tiny"
+    for models in ((), ("a", "b")):
+        assert only_model("c", models) == "c"
+        with pytest.raises(InvalidInput) as caught:
+            only_model("", models)
+        assert (caught.value.reason, caught.value.metadata["models"]) == (
+            "MODEL_REQUIRED",
+            ", ".join(models) or "none",
+        )
 
 
 def test_bad_specs_are_refused_at_once(service):

@@ -112,6 +112,22 @@ def test_aliases(service, publish, request):
     assert [(alias.name, alias.version) for alias in aliases] == [("latest", 2), ("stable", 1)]
 
 
+def test_a_request_without_a_model_is_about_the_services_only_one(service, registry):
+    for number in range(2):
+        registry.publish("tiny", {**MANIFEST, "number": number}, {"x": b"x"}, request_id=f"of the only model {number}")
+    routers, name = service.routers, {"alias": "stable"}
+    routers.SetAlias(pb.SetAliasRequest(**name, version=1))
+    routers.SetCanary(pb.SetCanaryRequest(**name, canary=pb.Canary(version=2, share_per_mille=5)))
+    routers.PromoteCanary(pb.PromoteCanaryRequest(**name))
+    routers.RollbackAlias(pb.RollbackAliasRequest(**name))
+    assert [version.model_id for version in routers.ListVersions(pb.ListVersionsRequest()).versions] == ["tiny"] * 2
+    assert routers.GetVersion(pb.GetVersionRequest(**name)).version.model_id == "tiny"
+    assert len(routers.GetAliasHistory(pb.GetAliasHistoryRequest(**name)).changes) == 4
+    aliases = routers.ListAliases(pb.ListAliasesRequest()).aliases
+    assert [alias.name for alias in aliases] == ["latest", "stable"]
+    assert next(routers.Watch(pb.WatchRequest(), timeout=60)).event
+
+
 def test_aliases_and_their_history_come_in_pages(service, publish, request):
     publish(0)
     publish(1)
@@ -190,7 +206,6 @@ def test_bad_requests(service, publish, request):
         ("GetVersion", pb.GetVersionRequest(model_id=name), InvalidInput, "BAD_SELECTOR"),
         ("GetVersion", pb.GetVersionRequest(model_id="../x", version=1), InvalidInput, "BAD_MODEL_ID"),
         ("ListVersions", pb.ListVersionsRequest(model_id=name, page_token="-1"), InvalidInput, "BAD_PAGE_TOKEN"),
-        ("ListVersions", pb.ListVersionsRequest(), InvalidInput, "BAD_MODEL_ID"),
         ("SetAlias", pb.SetAliasRequest(model_id=name, alias="a/b", version=1), InvalidInput, "BAD_ALIAS"),
         ("SetAlias", pb.SetAliasRequest(model_id=name, alias="a", version=2), NotFound, "ROUTER_VERSION_NOT_FOUND"),
         ("SetAlias", noted, InvalidInput, "NOTE_TOO_LONG"),

@@ -35,9 +35,9 @@ WRITING_SHARE = 0.9
 # Less generated text than this teaches nothing. Whether a budget pays for it is judged once EARLY_SHARE of the time to
 # write has passed, with a slack, because rows that still read their prompts write later.
 MIN_WRITTEN_TOKENS, EARLY_SHARE, EARLY_SLACK = 256, 0.25, 2.0
-# As long as prompts are read and the speed is not known, it is judged at another share, and the next try is told to
-# take a multiple of the time.
-UNKNOWN_SPEED_SHARE, UNKNOWN_SPEED_FACTOR = 0.5, 4.0
+# The first tokens say nothing of the speed: most rows still read their prompts. As long as it is not known, the budget
+# is judged at another share, and the next try is told to take a multiple of the time.
+FIRST_TOKENS, UNKNOWN_SPEED_SHARE, UNKNOWN_SPEED_FACTOR = 32, 0.5, 4.0
 # One in HELD_OUT_INTERVAL given prompts is held out for the risk split.
 # Fewer than MIN_HELD_OUT certify nothing, so then none is.
 HELD_OUT_INTERVAL, MIN_HELD_OUT = 5, 20
@@ -119,8 +119,8 @@ class CollectingProgress:
         # writer is ready.
         self._written_s = 0.0
         self._since_s: float | None = None
-        # When the first token had been written, in seconds of writing: prompts are read before it.
-        self._first_s: float | None = None
+        # When the first tokens had been written, in seconds of writing, and their number.
+        self._first: tuple[float, int] | None = None
         self.num_assigned = 0
 
     @property
@@ -136,8 +136,8 @@ class CollectingProgress:
         self._since_s = self._since_s or time.monotonic()
         self._num_written += num_tokens
         seconds = max(self._written_s + time.monotonic() - self._since_s, 1e-3)
-        if self._num_written and self._first_s is None:
-            self._first_s = seconds
+        if self._first is None and self._num_written >= FIRST_TOKENS:
+            self._first = seconds, self._num_written
         figures = self._run.figures
         figures["generated_tokens"] = float(self._num_written)
         if seconds >= MIN_RATE_S:
@@ -163,8 +163,8 @@ class CollectingProgress:
             )
         elapsed_s, written = self._run.elapsed_s(), max(self._num_written, self.num_assigned)
         left_s = max(self._text_s - elapsed_s, 0.0)
-        since_first_s = seconds - (self._first_s or seconds)
-        rate = self._num_written / since_first_s if since_first_s >= MIN_RATE_S else None
+        first_s, num_first = self._first or (seconds, 0)
+        rate = (self._num_written - num_first) / (seconds - first_s) if seconds - first_s >= MIN_RATE_S else None
         expected = written + (written / seconds if rate is None else rate) * left_s
         self._run.schedule.expect_positions(HEADS_SHARE * expected)
         slack = EARLY_SLACK if left_s else 1.0
@@ -173,7 +173,7 @@ class CollectingProgress:
             return
         needed_s = UNKNOWN_SPEED_FACTOR * elapsed_s
         if rate is not None:
-            needed_s = elapsed_s + (2 * MIN_WRITTEN_TOKENS - written) / rate
+            needed_s = elapsed_s + (2 * MIN_WRITTEN_TOKENS - written) / max(rate, 1 / elapsed_s)
         finding = f"it had written {written} tokens after {elapsed_s:.0f} seconds"
         raise _budget_too_short(self._run, finding, needed_s)
 

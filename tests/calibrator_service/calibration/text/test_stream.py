@@ -63,7 +63,8 @@ def test_the_speed_is_that_of_writing_alone(counting, tmp_path, clock):
 
 
 @pytest.mark.parametrize(
-    ("read_s", "tokens_per_s", "end_s"), [(1, 20, None), (25, 20, None), (1, 1, 40), (30, 1, 60), (99, 0, 70)]
+    ("read_s", "tokens_per_s", "end_s"),
+    [(1, 20, None), (25, 20, None), (1, 1, 60), (1, 0, 60), (30, 2, 60), (99, 0, 60)],
 )
 def test_a_budget_that_is_too_short_is_named_early_with_one_that_would_do(
     counting, tmp_path, clock, read_s, tokens_per_s, end_s
