@@ -74,6 +74,7 @@ check: $(STAMP)
 	@echo "ruff"; $(BIN)/ruff check --quiet .
 	@echo "mypy"; $(BIN)/mypy --no-error-summary
 	@echo "import-linter"; $(call quietly,$(BIN)/lint-imports)
+	@echo "budget of lines"; $(call quietly,$(BIN)/python .ci/budget.py,a room grows only by a commit that changes its number in budget.toml and says why)
 	@echo "buf lint"; $(BIN)/buf lint
 	@echo "buf breaking"; BUF=$(BIN)/buf .ci/proto-breaking
 	@echo "shellcheck"; $(BIN)/shellcheck $(SCRIPTS)
