@@ -4,7 +4,8 @@ the ladder.
     python -m bench.decode --model DIR --router FOLDER [--device cuda] [--dtype float32] [--per-task 5] [--levers]
 
 All sides answer every prompt in turn, in an order that rotates. The decoding time runs from the first token to the
-last. Greedy, batch 1, at most 64 new tokens; weights as they are stored. `--levers`: also `exact` with each part alone.
+last. Batch 1, at most 64 new tokens; weights as they are stored. Greedy, or sampled with `--temperature T` by the same
+seed on all sides (without `generate`). `--levers`: also `exact` with each part alone.
 `--beside FOLDER ..`: also `exact` with other routers.
 
 Formats of weights in turn: `bench.peers --ours`.
@@ -31,6 +32,7 @@ from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
+from shared.model.sampling import SamplingParams
 
 
 def levers(ladder: Ladder, vocabulary_size: int) -> dict[str, Ladder]:
@@ -54,8 +56,9 @@ def usual_sides(loaded: LoadedModel, options: argparse.Namespace, stack: ExitSta
     """Our full depth, Hugging Face, parts of the ladder, and exact, as the options name them."""
     engine = stack.enter_context(Engine(loaded, prefix_cache_bytes=0, max_ladders=MAX_LADDERS))
     engine.warm_up()
-    sides = {FULL: neap(engine, DepthPolicy(FULL), None, options.max_tokens)}
-    if not options.no_hf:
+    sampling = SamplingParams(temperature=options.temperature, seed=0)
+    sides = {FULL: neap(engine, DepthPolicy(FULL), None, options.max_tokens, sampling)}
+    if not (options.no_hf or options.temperature):
         where = {"device": options.device}
         answer = in_process(transformers_sides, options.model, where, options.max_tokens)
         generate = stack.enter_context(answer)
@@ -68,7 +71,7 @@ def usual_sides(loaded: LoadedModel, options: argparse.Namespace, stack: ExitSta
     ladders[EXACT] = ladder
     ladders |= {f"{EXACT}, {folder.name}": read_ladder(folder) for folder in options.beside}
     for name, part in ladders.items():
-        sides[name] = neap(engine, DepthPolicy(EXACT), part, options.max_tokens)
+        sides[name] = neap(engine, DepthPolicy(EXACT), part, options.max_tokens, sampling)
     return sides
 
 
@@ -82,7 +85,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         tables = summarise(measure(loaded, usual_sides(loaded, options, stack), prompts))
     if not tables:
         raise SystemExit("nothing was measured")
-    print(f"{described(options.device)}, computes in {loaded.model.dtype}")
+    how = f"sampled at {options.temperature:g}" if options.temperature else "greedy"
+    print(f"{described(options.device)}, computes in {loaded.model.dtype}, {how}")
     print_tables(tables)
     return tables
 
@@ -97,6 +101,7 @@ def main() -> None:
         "--levers", nargs="*", help="also exact with these parts of the ladder alone; all if none is named"
     )  # fmt: skip
     parser.add_argument("--beside", type=Path, nargs="*", default=[], help="other routers")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--no-hf", action="store_true")
     parser.add_argument("--json", type=Path, help="write the figures here")
     figures = {}

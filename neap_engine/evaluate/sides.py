@@ -12,6 +12,7 @@ from shared.engine.engine import Engine
 from shared.engine.request.request import Finished, TokenChunk
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
+from shared.model.sampling import SamplingParams
 from shared.rpc.logs import configure_logging
 
 
@@ -43,13 +44,15 @@ class TimedAnswer:
 Side = Callable[[list[int]], TimedAnswer]
 
 
-def neap(engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens: int) -> Side:
-    """A `Side` that answers with the engine, greedily, as far as the context has room."""
+def neap(
+    engine: Engine, policy: DepthPolicy, ladder: Ladder | None, max_tokens: int, sampling: SamplingParams | None = None
+) -> Side:
+    """A `Side` that answers with the engine, greedily without `sampling`, as far as the context has room."""
 
     def run(ids: list[int]) -> TimedAnswer:
         room = engine.loaded.context_length - len(ids)
         start = time.perf_counter()
-        handle = engine.submit(ids, ladder, policy=policy, max_tokens=min(max_tokens, room))
+        handle = engine.submit(ids, ladder, policy=policy, sampling=sampling, max_tokens=min(max_tokens, room))
         *events, finished = handle.events()
         assert isinstance(finished, Finished)
         chunks = [event for event in events if isinstance(event, TokenChunk)]
