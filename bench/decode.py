@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if not tables:
         raise SystemExit("nothing was measured")
     how = f"sampled at {options.temperature:g}" if options.temperature else "greedy"
-    print(f"{described(options.device)}, computes in {loaded.model.dtype}, {how}")
+    print(f"{described(options.device)}, computes in {loaded.compute_dtype}, {how}")
     print_tables(tables)
     return tables
 
