@@ -35,11 +35,12 @@ from shared.model.own_thread import run_in_own_thread
 from shared.model.sampling import SamplingParams
 
 
-def levers(ladder: Ladder, vocabulary_size: int) -> dict[str, Ladder]:
-    """Ladders that hold only a part of `ladder`, by name."""
+def levers(ladder: Ladder, vocabulary_size: int) -> dict[str, Ladder | None]:
+    """Ladders that hold only a part of `ladder`, by name; None for what serves without a router."""
     no_tables = replace(ladder, lookup_confidence=None, ngrams=None, ngram_confidence=None)
     no_exits = replace(ladder, exits=(), draft_vocabulary=None)
-    found = {
+    found: dict[str, Ladder | None] = {
+        "no router": None,
         "prompt look-up": replace(no_exits, ngrams=None, ngram_confidence=None),
         "n-gram table": replace(no_exits, lookup_confidence=None),
         "both tables": no_exits,
@@ -64,7 +65,7 @@ def usual_sides(loaded: LoadedModel, options: argparse.Namespace, stack: ExitSta
         generate = stack.enter_context(answer)
         sides[GENERATE] = lambda ids: generate((GENERATE, ids, []))
     ladder = read_ladder(options.router)
-    ladders = {}
+    ladders: dict[str, Ladder | None] = {}
     if options.levers is not None:
         ladders = levers(ladder, loaded.vocabulary_size)
         ladders = {name: ladders[name] for name in options.levers or ladders}

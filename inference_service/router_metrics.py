@@ -1,4 +1,5 @@
-"""Metrics per router version, for comparing a canary with the version in use. Only loaded versions have series."""
+"""Metrics per router version, for comparing a canary with the version in use. Only loaded versions have series, and
+version 0, which stands for requests without a router."""
 
 from collections.abc import Collection, Mapping
 
@@ -57,7 +58,7 @@ def read_versions(
         family.add_metric([model_id, *map(str, labels)], value)
 
     for version, counts in list(statistics.by_version.items()):
-        if version not in versions:
+        if version and version not in versions:
             continue
         put("requests", counts.num_requests, version)
         put("generation_tokens", counts.num_generated_tokens, version)

@@ -274,7 +274,7 @@ def _logged(model_id: str, alias: str) -> Iterator[None]:
         raise
     except NotFound as error:
         log.warning(
-            "no router is published: without one the policy exact runs at full depth",
+            "no router is published: until then exact drafts by prompt look-up alone",
             model_id=model_id,
             alias=alias,
             reason=error.reason,

@@ -17,13 +17,13 @@ def with_router(
 
     The bound is the published one for the request's threshold or margin, and `default_bound` if the router publishes
     none. A threshold that the published bounds do not cover has no bound. A margin that they do not cover has
-    `default_bound`. If `shadow` has suspended the version, relaxed becomes exact. Without a router exact becomes full,
-    whose tokens are the same. Raises `PreconditionFailed`: MARGIN_NOT_CERTIFIED for a margin without a bound,
+    `default_bound`. If `shadow` has suspended the version, relaxed becomes exact. Exact without a
+    router is served by what needs none. Raises `PreconditionFailed`: MARGIN_NOT_CERTIFIED for a margin without a bound,
     ROUTER_REQUIRED for relaxed without a router.
     """
     policy = request.policy
     if router is None and policy.name == "exact":
-        return replace(request, policy=DepthPolicy("full", min_layers=policy.min_layers))
+        return request
     if router is None:
         raise PreconditionFailed(
             f"the policy {policy.name} needs a router, and none is published for this model: calibrate one with `neap "

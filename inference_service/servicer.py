@@ -27,6 +27,7 @@ from shared.engine.request.handle import GenerationHandle
 from shared.engine.request.prompt import decode_prompt
 from shared.engine.request.request import GenerationRequest
 from shared.errors import DeadlineExceeded, Exhausted, NotFound, PreconditionFailed, Unavailable
+from shared.ladder.rungs import GRAMMAR, PREDICTION
 from shared.rpc.callers import Role, client_key, least_priority
 from shared.rpc.interceptors import annotate_call, current_request_id, write_response
 from shared.rpc.pages import named_page
@@ -278,6 +279,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             exact_promise=_promise(engine),
             why_not_exact=engine.numerics.why_not,
             numerics_id=engine.numerics.id,
+            proposers=engine.proposer_names(),
             routers=[
                 inference_pb2.LoadedRouter(version=router.version, manifest_digest=router.digest, rungs=router.rungs)
                 for router in self._routers.loaded(loaded.model_id)
@@ -333,8 +335,18 @@ def _started(
             prompt_digest=prompt_digest(request.prompt_ids),
             num_resumed_tokens=len(request.resumed_ids),
             continued_inexactly=continued_inexactly,
+            proposers=_proposers(request, engine, router),
         )
     )
+
+
+def _proposers(request: GenerationRequest, engine: Engine, router: LoadedRouter | None) -> tuple[str, ...]:
+    """The names of all that may draft for this request."""
+    if request.policy.name == "full":
+        return ()
+    names = engine.proposer_names(router.ladder if router is not None else None)
+    own = {PREDICTION: request.prediction_ids, GRAMMAR: request.constraint}
+    return (*names, *(name for name, given in own.items() if given))
 
 
 def _warnings(handle: GenerationHandle) -> list[str]:

@@ -24,7 +24,7 @@ def registry(url: str, model_ids: Sequence[str]) -> Finding:
         opened.check_writable()
     where = str(folder) if folder is not None else _described(RegistryAddress.parse(url))
     routers = [
-        f"{model_id} has {f'version {number}' if number else 'no router yet: exact runs at full depth'}"
+        f"{model_id} has {f'version {number}' if number else 'no router yet: exact drafts by look-up alone'}"
         for model_id, number in newest.items()
     ]
     detail = "; ".join([f"{where} can be read and written", *routers])

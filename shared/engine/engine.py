@@ -31,6 +31,8 @@ from shared.errors import InvalidInput, Unavailable
 from shared.field_types import check_whole
 from shared.ladder.ladder import Ladder
 from shared.ladder.learned_ngrams import LearnedNgrams
+from shared.ladder.rungs import LEARNED
+from shared.ladder.untrained import untrained_ladder
 from shared.model.loaded import LoadedModel
 from shared.model.numerics import Numerics, numerics_of
 from shared.model.own_thread import run_in_own_thread
@@ -55,11 +57,12 @@ class Engine:
         loaded: the model. At most one engine may use it at a time: another one is refused (`PreconditionFailed`, reason
         MODEL_IN_USE)
             until this one is closed, or has ended after it was dropped.
-        ladder: used for requests that are submitted without a ladder. max_running: requests that share each step.
-        Paused requests do not count; if more go on than this, they take turns. max_queue: requests that may wait.
-        max_queue_tokens: prompt tokens that waiting requests may have together. max_ladders: ladders that are kept
-        bound. Those of running requests are kept in any case. kv_budget_bytes: bytes of keys and values that all
-        running requests share. None: half of the free memory. prefix_cache_bytes: the part of this budget that may hold
+        ladder: used for requests that are submitted without a ladder; by default prompt look-up alone.
+        max_running: requests that share each step. Paused requests do not count; if more go on than this, they
+        take turns. max_queue: requests that may wait. max_queue_tokens: prompt tokens that waiting requests may
+        have together. max_ladders: ladders that are kept bound. Those of running requests are kept in any case.
+        kv_budget_bytes: bytes of keys and values that all running requests share. None: half of the free
+        memory. prefix_cache_bytes: the part of this budget that may hold
         the KV caches of ended requests for reuse by later requests with
             the same prefix, while running requests do not need it. None: a quarter. 0: no prefix is shared.
         learned_bytes: bytes of a table that learns from the answers of policy exact and drafts later ones, for each
@@ -118,7 +121,7 @@ class Engine:
         if ladder is not None:
             ladder.check_model(loaded)
         self.loaded = loaded
-        self._ladder = ladder
+        self._ladder = ladder or untrained_ladder(loaded)
         self._constraints = ConstraintCompiler(loaded)
         cost_meter = cost_meter or CostMeter()
         claim = ModelClaim(loaded.model)
@@ -154,7 +157,7 @@ class Engine:
                 self._admission,
                 self._ladders,
                 Scheduler(SchedulerLimits(max_running, max_queue, max_queue_tokens, self._admission.kv_budget_tokens)),
-                ladder=ladder,
+                ladder=self._ladder,
                 claim=claim,
                 on_failure=on_failure,
                 cost_meter=cost_meter,
@@ -199,6 +202,11 @@ class Engine:
     def num_bound_ladders(self) -> int:
         """Ladders that are bound to the model."""
         return len(self._ladders)
+
+    def proposer_names(self, ladder: Ladder | None = None) -> tuple[str, ...]:
+        """What drafts for every request of the policy exact that has `ladder`, or none."""
+        learned = (LEARNED,) if self._decoder.learned is not None else ()
+        return (*(ladder or self._ladder).rung_names, *learned)
 
     @property
     def max_running(self) -> int:
@@ -289,7 +297,7 @@ class Engine:
 
         `on_event` receives its events on the engine's thread; without it they come through the handle. `on_states`
         receives the states of its tokens there. Blocks while a new constraint is compiled. Raises `InvalidInput`,
-        `PromptTooLong`, `PreconditionFailed` (reason ROUTER_REQUIRED), `RouterMismatch`, `DeadlineExceeded`,
+        `PromptTooLong`, `RouterMismatch`, `DeadlineExceeded`,
         `Exhausted` (reasons QUEUE_FULL and KV_BUDGET) and `Unavailable` once closed.
         """
         if not isinstance(prompt, GenerationRequest):

@@ -48,7 +48,7 @@ class EngineLoop:
         ladders: LadderCache,
         scheduler: Scheduler[EngineJob],
         *,
-        ladder: Ladder | None,
+        ladder: Ladder,
         claim: ModelClaim,
         on_failure: Callable[[], object],
         cost_meter: CostMeter,
@@ -118,7 +118,7 @@ class EngineLoop:
 
     # From here on: the engine's thread.
 
-    def _run(self, ladder: Ladder | None) -> None:
+    def _run(self, ladder: Ladder) -> None:
         ended = stopping_error()
         self._claim.thread = threading.get_ident()
         try:
@@ -149,15 +149,13 @@ class EngineLoop:
         if ended.reason == "ENGINE_FAILED":
             self._on_failure()
 
-    def _make_ready(self, ladder: Ladder | None) -> None:
+    def _make_ready(self, ladder: Ladder) -> None:
         """Records passes if the runner does so, measures the costs of passes, and binds the engine's own ladder."""
         runner = self._decoder.runner
         self._finish_slices(runner.prepare(()))
         self.costs = self._cost_meter.measure_passes(runner, between=self._check_stop)
         for num_tokens, seconds in self.costs.wide:
             self._decoder.prefill_rate.record(num_tokens, seconds)
-        if ladder is None:
-            return
         try:
             self._finish_slices(self._ladders.prepare(ladder, self.costs, self_tests=False))
         except _Stopped:

@@ -100,7 +100,8 @@ class DepthCounts:
 
 class EngineStatistics(DepthCounts):
     """Counts over all requests since the engine was created. `by_version` has them per router version, for the
-    MAX_VERSIONS versions used last. Requests without a router have version 0 and are not in `by_version`."""
+    MAX_VERSIONS versions used last. Requests of `exact`
+    without a router have version 0, those of `full` none."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
@@ -113,13 +114,13 @@ class EngineStatistics(DepthCounts):
         self.step_s = Distribution(STEP_BOUNDS_S)
         self.step_sequences = Distribution(BATCH_BOUNDS)
 
-    def record_drafts(self, drafts: Sequence[Draft], num_accepted: int, version: int = 0) -> None:
+    def record_drafts(self, drafts: Sequence[Draft], num_accepted: int, version: int | None) -> None:
         """See `count_drafts`."""
         for counts in self._counts(version):
             counts.count_drafts(drafts, num_accepted)
 
-    def _counts(self, version: int) -> tuple[DepthCounts, ...]:
-        if not version:
+    def _counts(self, version: int | None) -> tuple[DepthCounts, ...]:
+        if version is None:
             return (self,)
         of_version = self.by_version.get(version)
         if of_version is None:
@@ -144,7 +145,7 @@ class EngineStatistics(DepthCounts):
             if not num_tokens:  # a piece of a prompt
                 continue
             num_executions = sequence.num_layer_executions - seen.num_layer_executions
-            for counts in self._counts(sequence.request.router_version):
+            for counts in self._counts(sequence.request.counted_version):
                 counts.count_tokens(num_tokens, chunks)
                 if seen.delivered_s:
                     counts.count_layers(num_executions, num_tokens)

@@ -243,7 +243,7 @@ class Decoder:
         final = part.drafts[: part.num_final]
         part.chunks += sequence.emit([GeneratedToken(d.token, d.depth, d.rung) for d in final])
         sequence.num_accepted += len(final)
-        self.statistics.record_drafts(final, len(final), sequence.request.router_version)
+        self.statistics.record_drafts(final, len(final), sequence.request.counted_version)
         if sequence.is_finished:  # there will be no verify pass that counts these layers
             sequence.count_layers(part.num_layer_executions, part.num_token_layers)
         return not sequence.is_finished
@@ -345,7 +345,7 @@ class Decoder:
         sequence.read_again_if_outgrown()
 
     def _record_drafts(self, part: Speculation, verdict: Verdict) -> None:
-        version = part.sequence.request.router_version
+        version = part.sequence.request.counted_version
         self.statistics.record_drafts(part.drafts[part.num_final :], verdict.num_accepted, version)
         for number, branch in enumerate(part.branches):
             num_accepted = verdict.num_in_branch if number == verdict.branch else 0

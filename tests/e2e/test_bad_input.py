@@ -24,7 +24,7 @@ def test_unknown_model(stub):
     assert explained(caught.value)[1].reason == "MODEL_NOT_FOUND"
 
 
-def test_exact_is_full_without_a_router_and_relaxed_says_how_to_get_one(stub):
+def test_exact_drafts_without_a_router_and_relaxed_says_how_to_get_one(stub):
     stopping = pb.Stopping(max_tokens=3)
     answers = [
         answer(stub, request_of(stopping=stopping, depth=depth, router=router))
@@ -34,10 +34,12 @@ def test_exact_is_full_without_a_router_and_relaxed_says_how_to_get_one(stub):
             (pb.DepthPolicy(exact=pb.Exact(max_drafts=4), min_layers=1), pb.RouterSelector()),
         )
     ]
-    for started, tokens, _, finished in answers:
-        assert (started.policy, started.router_version, started.router_digest) == ("full", 0, "")
+    for policy, (started, tokens, _, finished) in zip(("full", "exact", "exact"), answers, strict=True):
+        assert (started.policy, started.router_version, started.router_digest) == (policy, 0, "")
+        assert started.proposers == ([] if policy == "full" else ["suffix"])
         assert len(tokens) == finished.usage.num_completion_tokens == 3
         assert [token.id for token in tokens] == [token.id for token in answers[0][1]]
+    assert stub.GetModel(pb.GetModelRequest(model_id="tiny")).model.proposers == ["suffix"]
     code, info, message = refused(stub, request_of(depth=pb.DepthPolicy(relaxed=pb.Relaxed())))
     assert (code, info.reason) == (Code.FAILED_PRECONDITION, "ROUTER_REQUIRED")
     assert "neap calibrate" in message

@@ -62,7 +62,7 @@ class LadderCache:
         yield
         yield from self._runner.prepare(bound.depths)
         yield from bound.prepare()
-        exits = self._exit_costs.get(bound.layout)
+        exits = self._exit_costs.get(bound.layout) if bound.depths else ()
         if exits is None:
             exits = yield from self._measured(bound)
         costs = replace(costs, exits=exits)

@@ -8,7 +8,7 @@ from shared.engine.memory.budget import round_up_to_blocks
 from shared.engine.request.prefill_rate import PrefillRate
 from shared.engine.request.prompt import check_prediction, check_prompt_ids, check_token_ids
 from shared.engine.request.request import DEFAULT_MAX_TOKENS, GenerationRequest
-from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, PreconditionFailed
+from shared.errors import DeadlineExceeded, Exhausted, InvalidInput
 from shared.ladder.ladder import Ladder
 from shared.model.loaded import LoadedModel
 
@@ -60,7 +60,7 @@ class Admission:
         num_tokens = max_num_tokens(request, self._loaded.context_length)
         return round_up_to_blocks(num_tokens, self._block_tokens)
 
-    def check(self, request: GenerationRequest, ladder: Ladder | None, num_known: Callable[[], int]) -> None:
+    def check(self, request: GenerationRequest, ladder: Ladder, num_known: Callable[[], int]) -> None:
         """`num_known` returns how many tokens of the prompt are cached; it is called only if the deadline is close.
 
         Raises `InvalidInput`, `PromptTooLong`, `PreconditionFailed` (reason ROUTER_REQUIRED), `RouterMismatch`,
@@ -119,7 +119,7 @@ class Admission:
         if sampling.changes_scores and len(set(sampling.bad_words)) + num_ends >= size:
             raise InvalidInput(f"bad_words and min_tokens may forbid all {size} tokens of the vocabulary")
 
-    def _check_against_model(self, request: GenerationRequest, ladder: Ladder | None) -> None:
+    def _check_against_model(self, request: GenerationRequest, ladder: Ladder) -> None:
         check_prompt_ids(self._loaded, request.prompt_ids)
         self._check_resumed(request)
         self._check_sampling(request)
@@ -140,8 +140,4 @@ class Admission:
                 f"min_layers is {request.policy.min_layers}; the model has {self._loaded.num_layers} layers"
             )
         if request.policy.name != "full":
-            if ladder is None:
-                raise PreconditionFailed(
-                    f"policy {request.policy.name} needs a router, and none is loaded", reason="ROUTER_REQUIRED"
-                )
             ladder.check_model(self._loaded)

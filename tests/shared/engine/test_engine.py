@@ -291,9 +291,6 @@ def test_invalid_requests_are_refused_before_they_are_queued(loaded):
             with pytest.raises(InvalidInput, match="stop_token_ids has token id") as caught:
                 engine.submit(GenerationRequest(PROMPT, SamplingParams(min_tokens=2), stopping, FULL))
             assert caught.value.reason == "TOKEN_OUT_OF_RANGE"
-        with pytest.raises(PreconditionFailed) as refused:
-            engine.submit(request(policy=DepthPolicy("exact")))
-        assert refused.value.reason == "ROUTER_REQUIRED"
         with pytest.raises(RouterMismatch):
             engine.submit(request(policy=DepthPolicy("exact")), other)  # type: ignore[arg-type]
         with pytest.raises(InvalidInput, match="min_layers"):

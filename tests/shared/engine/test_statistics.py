@@ -88,7 +88,7 @@ def test_tokens_copied_from_another_request_are_counted_as_cached(loaded: Loaded
 def test_of_drafts_the_first_are_accepted() -> None:
     counted = EngineStatistics(NUM_LAYERS)
     rungs = ("suffix", "depth-2", "suffix")
-    counted.record_drafts([Draft(1, 0.5, rung, 0) for rung in rungs], num_accepted=2)
+    counted.record_drafts([Draft(1, 0.5, rung, 0) for rung in rungs], num_accepted=2, version=None)
     assert counted.drafted == {"suffix": 2, "depth-2": 1}
     assert counted.accepted == {"suffix": 1, "depth-2": 1}
 
@@ -97,7 +97,11 @@ def test_time_between_steps_is_shared_by_their_tokens() -> None:
     counted = EngineStatistics(NUM_LAYERS)
     seen = CountedProgress(3, 7, delivered_s=time.monotonic() - 900)
     sequence = SimpleNamespace(
-        request=SimpleNamespace(router_version=0), failure=None, num_generated=6, num_layer_executions=11, counted=seen
+        request=SimpleNamespace(counted_version=None),
+        failure=None,
+        num_generated=6,
+        num_layer_executions=11,
+        counted=seen,
     )
     counted.record_step(0.25, [sequence], [[]])
     assert sum(counted.inter_token_s.counts) == 3
