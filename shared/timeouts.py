@@ -5,7 +5,7 @@ docs/reliability.md lists the resulting bound for each call.
 
 # Waiting for another process that writes to the same SQLite file.
 DATABASE_BUSY_S = 30.0
-# Waiting for a file lock of another process, which sweeps or publishes into the same folder.
+# Waiting for a file lock of another process.
 FILE_LOCK_S = 30.0
 
 # Connecting to Redis, and waiting for an answer. A command is sent at most twice, the second time over a new
@@ -28,11 +28,13 @@ OBJECT_STORE_RETRY_S = 10
 # Pauses before a write is repeated that the store has refused because of a concurrent one, times 0.5 to 1.5.
 OBJECT_STORE_CONFLICT_PAUSES_S = (0.05, 0.2, 0.8)
 
-# A publisher writes its record within this time after it checked for a sweep.
-# Also how long a writer retries if others are faster.
+# How long a writer retries if others are faster.
 COMMIT_S = 60.0
-# How long a publisher waits for a sweep to end.
-SWEEP_WAIT_S = 600.0
+# After this time a publication or a sweep that has not ended counts as dead.
+PUBLICATION_LASTS_S = 3600.0
+SWEEP_LASTS_S = 900.0
+# How long a sweep waits for publications to end.
+PUBLICATIONS_WAIT_S = 60.0
 
 # How long a call about routers waits for a free thread of the calibration service.
 # While the registry hangs, all of them wait for it.

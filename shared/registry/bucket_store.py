@@ -1,26 +1,19 @@
-"""A `Store` in a bucket. Objects are created only if absent (If-None-Match: *).
-
-Besides the objects that every store has there is sweep.json while a sweep runs, see lease.py. Only this object changes.
-"""
+"""A `Store` in a bucket. Objects are created only if absent (If-None-Match: *)."""
 
 import random
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from http.client import HTTPException
 from typing import TYPE_CHECKING
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
 
-from shared.errors import NeapError, PreconditionFailed, Unavailable
+from shared.errors import NeapError, Unavailable
 from shared.registry.address import RegistryAddress
-from shared.registry.lease import Lease, LeaseWatch
 from shared.registry.store import StoredObject
-from shared.registry.timed_removal import send_removal, signed_removal
 from shared.timeouts import (
     OBJECT_STORE_CONFLICT_PAUSES_S,
     OBJECT_STORE_CONNECT_S,
@@ -36,8 +29,6 @@ if TYPE_CHECKING:  # the library has these for type checkers only
 
 # Where large objects are.
 CONTENTS = ("blobs/", "manifests/")
-# How long a probe of `check_removals` is accepted.
-PROBE_S = 2.0
 
 
 class BucketStore:
@@ -49,6 +40,7 @@ class BucketStore:
     def __init__(self, address: RegistryAddress) -> None:
         # Requests for small records have a short timeout; large contents may take longer.
         self._small = _client(address, OBJECT_STORE_RECORD_S, OBJECT_STORE_RECORD_S)
+        self._removing = _client(address, OBJECT_STORE_RECORD_S, OBJECT_STORE_RECORD_S, max_retries=0)
         self._large = _client(address, OBJECT_STORE_CONTENT_S, OBJECT_STORE_STALL_S)
         self._sending = _client(address, OBJECT_STORE_CONTENT_S, OBJECT_STORE_SENDING_STALL_S)
 
@@ -96,43 +88,9 @@ class BucketStore:
 
     def remove(self, path: str) -> None:
         with _errors(), suppress(FileNotFoundError):
-            obstore.delete(self._small, path)
-
-    def remove_before(self, path: str, before_s: float) -> None:
-        """Remove an object by a request that the store refuses after `before_s`, in Unix seconds by its own clock.
-
-        Raises Unavailable (also SWEEP_TOO_SLOW).
-        """
-        with _errors():
-            url, _ = signed_removal(self._small, path, before_s)
-            if not send_removal(url):
-                raise Unavailable(
-                    "the registry's object store refuses a removal: it came too late, or the credentials do not allow "
-                    "it",
-                    reason="OBJECT_STORE_REFUSED",
-                )
-
-    def check_removals(self) -> None:
-        """Check that the store refuses a removal that comes too late.
-        Raises PreconditionFailed (NO_EXPIRING_REQUESTS)."""
-        path = f"probes/{uuid.uuid4().hex}"
-        self.create(path, b"")
-        with _errors():
-            url, ends_at_s = signed_removal(self._small, path, time.time() + PROBE_S)
-            while self.last_modified_s(path) <= ends_at_s:
-                time.sleep(PROBE_S / 4)
-                self.replace(path, b"")
-            send_removal(url)
-        if not self.exists(path):
-            raise PreconditionFailed(
-                "the object store accepts signed requests whose time has passed; a sweep could remove what is in use",
-                reason="NO_EXPIRING_REQUESTS",
-            )
-        self.remove(path)
+            obstore.delete(self._removing, path)
 
     def last_modified_s(self, path: str) -> float:
-        """Return the time of the last write in Unix seconds by the store's clock.
-        Raises Unavailable, also if the object is missing."""
         with _errors():
             return obstore.head(self._small, path)["last_modified"].timestamp()
 
@@ -140,15 +98,7 @@ class BucketStore:
         with _errors():
             for page in obstore.list(self._small, f"{folder}/"):
                 for entry in page:
-                    name, written = entry["path"].rpartition("/")[2], entry["last_modified"]
-                    yield StoredObject(name, entry["size"], written.timestamp())
-
-    @contextmanager
-    def publishing(self) -> Iterator[LeaseWatch]:
-        yield LeaseWatch(self)
-
-    def sweeping(self, *, dead_s: float) -> AbstractContextManager[Lease]:
-        return Lease(self).held(dead_s=dead_s)
+                    yield StoredObject(entry["path"], entry["size"], entry["last_modified"].timestamp())
 
     def names(self, folder: str, *, after: str = "") -> list[str]:
         with _errors():
@@ -164,7 +114,7 @@ class BucketStore:
         return sorted(path.rstrip("/").rpartition("/")[2] for path in prefixes)
 
 
-def _client(address: RegistryAddress, timeout_s: int, stall_s: int) -> S3Store:
+def _client(address: RegistryAddress, timeout_s: int, stall_s: int, *, max_retries: int = 1) -> S3Store:
     # Settings that the URL does not give are left to the library, which reads AWS_* variables.
     config: S3Config = {}
     options: ClientConfig = {
@@ -178,7 +128,7 @@ def _client(address: RegistryAddress, timeout_s: int, stall_s: int) -> S3Store:
         config["endpoint"] = address.endpoint
         options["allow_http"] = address.endpoint.startswith("http://")
     prefix = address.prefix or None
-    retry: RetryConfig = {"max_retries": 1, "retry_timeout": timedelta(seconds=OBJECT_STORE_RETRY_S)}
+    retry: RetryConfig = {"max_retries": max_retries, "retry_timeout": timedelta(seconds=OBJECT_STORE_RETRY_S)}
     with _errors():
         return S3Store(address.bucket, prefix=prefix, config=config, client_options=options, retry_config=retry)
 
@@ -190,7 +140,7 @@ def _errors() -> Iterator[None]:
         yield
     except (PermissionDeniedError, UnauthenticatedError) as error:
         raise _unavailable("refuses the credentials", "OBJECT_STORE_REFUSED") from error
-    except (BaseError, OSError, HTTPException) as error:
+    except (BaseError, OSError) as error:
         raise _unavailable("does not answer", "OBJECT_STORE_UNAVAILABLE") from error
 
 

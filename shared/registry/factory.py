@@ -10,10 +10,9 @@ from shared.registry.bucket_store import BucketStore
 from shared.registry.folder_store import FolderStore
 from shared.registry.index import Index
 from shared.registry.memory_index import MemoryIndex
-from shared.registry.old_index import take_over
 from shared.registry.redis_index import RedisIndex
 from shared.registry.registry import Registry
-from shared.registry.store import Store
+from shared.registry.store import Store, check_schema
 
 # How old an answer about a bucket may be without Redis, and how often the bucket is asked while an event is awaited.
 BUCKET_FRESHNESS_S, BUCKET_POLL_S = 0.5, 1.0
@@ -34,8 +33,9 @@ def open_registry(
     store: Store
     index: Index
     if folder is not None:
+        if (folder / "index.db").exists():
+            check_schema(1)
         store = FolderStore(folder, step=step)
-        take_over(store)
         index = MemoryIndex(freshness_s=0.0, poll_s=FOLDER_POLL_S)
     else:
         address = RegistryAddress.parse(url_or_path)

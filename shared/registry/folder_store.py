@@ -6,24 +6,18 @@ path is synced.
 """
 
 import errno
-import math
 import os
-import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from shared.errors import Corrupt, PreconditionFailed
-from shared.file_lock import file_lock
 from shared.files import StepHook, sync_folder
 from shared.registry.store import StoredObject
 from shared.storage import storage_error
 
-PUBLISH_LOCK = "publish.lock"
 _PARTS = "parts"
-# Parts of killed processes are removed after this time.
-_PART_S = 24 * 3600.0
 # Errors that concern one file, in contrast to errors of the process or of the whole file system.
 _DAMAGED = {errno.EIO, errno.EISDIR, errno.ELOOP}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EMLINK}
@@ -133,9 +127,9 @@ class FolderStore:
         with _errors(path):
             (self.root / path).unlink(missing_ok=True)
 
-    def remove_before(self, path: str, before_s: float) -> None:
-        # The kernel's lock does not run out, so no removal is late.
-        self.remove(path)
+    def last_modified_s(self, path: str) -> float:
+        with _errors(path):
+            return (self.root / path).stat().st_mtime
 
     def names(self, folder: str, *, after: str = "") -> list[str]:
         return sorted(entry.name for entry in self._entries(folder) if entry.name > after)
@@ -149,8 +143,11 @@ class FolderStore:
                 yield from self.objects(f"{folder}/{entry.name}")
             else:
                 with _errors(folder):
-                    status = entry.stat(follow_symlinks=False)
-                yield StoredObject(entry.name, status.st_size, status.st_mtime)
+                    try:
+                        status = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:  # removed since it was listed
+                        continue
+                yield StoredObject(f"{folder}/{entry.name}", status.st_size, status.st_mtime)
 
     def _entries(self, folder: str) -> list[os.DirEntry[str]]:
         with _errors(folder):
@@ -159,60 +156,6 @@ class FolderStore:
                     return list(entries)
             except FileNotFoundError:
                 return []
-
-    @contextmanager
-    def publishing(self) -> Iterator["_NoSweep"]:
-        """Publishers share the lock that a sweep needs for itself. Raises Unavailable (LOCKED)."""
-        with self._locked(shared=True):
-            for entry in self._entries(_PARTS):
-                # Others end while they are listed.
-                with _errors(_PARTS), suppress(FileNotFoundError):
-                    if time.time() - entry.stat().st_mtime > _PART_S:
-                        Path(entry).unlink()
-            yield _NoSweep()
-
-    @contextmanager
-    def sweeping(self, *, dead_s: float) -> Iterator["_Alone"]:
-        # The kernel releases the lock of a process that dies.
-        with self._locked(shared=False):
-            yield _Alone(self.root / PUBLISH_LOCK)
-
-    @contextmanager
-    def _locked(self, *, shared: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            with _errors(PUBLISH_LOCK):
-                stack.enter_context(file_lock(self.root / PUBLISH_LOCK, shared=shared))
-            yield
-
-    def check_removals(self) -> None:
-        """Nothing to check: see `remove_before`."""
-
-
-class _NoSweep:
-    """While a publisher holds the shared lock there is no sweep."""
-
-    safe_s = math.inf
-
-    def is_held(self) -> bool:
-        return False
-
-
-class _Alone:
-    """The lease of a sweep that has the folder to itself: no publisher is at work, and none begins."""
-
-    def __init__(self, lock: Path) -> None:
-        self._lock = lock
-
-    def renew(self) -> float:
-        return math.inf
-
-    def wait(self, seconds: float) -> None:
-        """Nothing to wait for: the publishers have ended."""
-
-    def now_s(self) -> float:
-        # By the clock that also gives the times of the objects, which is a server's for a mounted folder.
-        os.utime(self._lock)
-        return self._lock.stat().st_mtime
 
 
 @contextmanager

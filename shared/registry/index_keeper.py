@@ -1,6 +1,5 @@
 """Keeps an index up to date with the journal and answers queries from it."""
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,11 +21,6 @@ MAX_MODELS_NOTED = 10_000
 
 T = TypeVar("T")
 log = structlog.get_logger("neap.registry")
-
-
-def elapsed_s() -> float:
-    """Return the seconds of a clock that, where there is one, also runs while the machine is suspended."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class IndexKeeper:
@@ -138,24 +132,19 @@ class IndexKeeper:
         """See `Journal.sync`."""
         self._journal.sync(model_id)
 
-    def commit(
-        self, model_id: str, propose: Callable[[ModelState], JournalEntry | T], give_up_at: float = math.inf
-    ) -> JournalEntry | T:
+    def commit(self, model_id: str, propose: Callable[[ModelState], JournalEntry | T]) -> JournalEntry | T:
         """Call `propose` with the newest state, record the entry it returns and add it to the index.
 
-        If `propose` returns anything but an entry, nothing is recorded and the value is returned. Nothing is recorded
-        after `give_up_at` (of `elapsed_s`), unless the process stands still just then.
+        If `propose` returns anything but an entry, nothing is recorded and the value is returned.
         """
-        give_up_at = min(give_up_at, elapsed_s() + COMMIT_S)
+        give_up_at = time.monotonic() + COMMIT_S
         state = self.state(model_id, is_fresh=True)
-        while elapsed_s() < give_up_at:
+        while time.monotonic() < give_up_at:
             proposed = propose(state)
             if not isinstance(proposed, JournalEntry):
                 self.sync(model_id)
                 return proposed
             self._step("journal:begin")
-            if elapsed_s() >= give_up_at:
-                break
             if self._journal.append(proposed):
                 self._step("journal:written")
                 try:

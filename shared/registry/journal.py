@@ -9,19 +9,17 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
 import structlog
 
-from shared.errors import Corrupt, PreconditionFailed
+from shared.errors import Corrupt
 from shared.registry.base import AliasChange, Canary
 from shared.registry.sealed import open_sealed, seal
-from shared.registry.store import Store
+from shared.registry.store import SCHEMA_VERSION, Store, check_schema
 
-# Records with a canary have schema 2. All others keep schema 1, which older builds can read.
-_ENTRY_SCHEMA = 2
 _NAME = re.compile(r"[0-9]{20}\.json")
 
 log = structlog.get_logger("neap.registry")
@@ -41,18 +39,13 @@ class VersionRecord:
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """Record `sequence` of a model: a publication with the aliases it moved, or an alias change.
-
-    `event` is the number of its event if an older neap wrote it into a folder. That one counted events over all models
-    and wrote one record per event.
-    """
+    """Record `sequence` of a model: a publication with the aliases it moved, or an alias change."""
 
     model_id: str
     sequence: int
     changes: tuple[AliasChange, ...]
     published: VersionRecord | None = None
     entry_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    event: int | None = None
 
 
 class Journal:
@@ -72,10 +65,6 @@ class Journal:
 
     def has(self, model_id: str, sequence: int) -> bool:
         return self._store.exists(_path(model_id, sequence))
-
-    def restore(self, entry: JournalEntry) -> None:
-        """Write a record that is damaged or missing. Only for callers that know its contents for certain."""
-        self._store.replace(_path(entry.model_id, entry.sequence), _encode(entry))
 
     def sync(self, model_id: str) -> None:
         """Make the records that exist survive a power cut, because their writers may not have come so far."""
@@ -126,16 +115,11 @@ def _path(model_id: str, sequence: int) -> str:
 
 def _encode(entry: JournalEntry) -> bytes:
     changes = [change_to_record(change) for change in entry.changes]
-    record = asdict(replace(entry, changes=()))
-    if entry.event is None:
-        del record["event"]
-    schema = _ENTRY_SCHEMA if any("canary" in change for change in changes) else 1
-    return seal({**record, "changes": changes, "schema_version": schema})
+    return seal({**asdict(entry), "changes": changes, "schema_version": SCHEMA_VERSION})
 
 
 def _decode(record: dict[str, Any]) -> JournalEntry:
-    if record.get("schema_version", 0) > _ENTRY_SCHEMA:
-        raise PreconditionFailed("the registry contains records of a newer neap; upgrade neap", reason="SCHEMA_TOO_NEW")
+    check_schema(record["schema_version"])
     model_id, published = record["model_id"], record["published"]
     return JournalEntry(
         model_id=model_id,
@@ -143,16 +127,13 @@ def _decode(record: dict[str, Any]) -> JournalEntry:
         changes=changes_from_records(model_id, record["changes"]),
         published=None if published is None else version_from_record(published),
         entry_id=record["entry_id"],
-        event=record.get("event"),
     )
 
 
 def change_to_record(change: AliasChange) -> dict[str, Any]:
-    """Encode a change without its model, which the record's path names. The canary is left out if there is none."""
+    """Encode a change without its model, which the record's path names."""
     record = asdict(change)
     del record["model_id"]
-    if change.canary is None:
-        del record["canary"]
     return record
 
 
@@ -161,7 +142,7 @@ def changes_from_records(model_id: str, records: Sequence[dict[str, Any]]) -> tu
 
 
 def change_from_record(model_id: str, record: Mapping[str, Any]) -> AliasChange:
-    canary = record.get("canary")
+    canary = record["canary"]
     canary = None if canary is None else Canary(**_known(Canary, canary))
     return AliasChange(**_known(AliasChange, {**record, "model_id": model_id, "canary": canary}))
 

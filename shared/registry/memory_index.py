@@ -1,7 +1,6 @@
 """An `Index` in the memory of one process."""
 
 import threading
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -52,12 +51,11 @@ class MemoryIndex:
     def events(self, model_id: str, after: int) -> list[Event]:
         with self._changed:
             known = self._model(model_id).events
-            first = bisect_right(known, after, key=lambda event: event[0])
-            return known[first : first + EVENT_PAGE]
+            return known[after : after + EVENT_PAGE]
 
     def wait(self, model_id: str, after: int, timeout_s: float) -> None:
         with self._changed:
-            if self.state(model_id).last_event <= after:
+            if self.state(model_id).num_events <= after:
                 self._changed.wait(min(timeout_s, self._poll_s))
 
     def advance(self, model_id: str, step: Advance, *, replace_at: int | None = None) -> int:

@@ -146,7 +146,7 @@ class RedisIndex:
             changes = changes_from_records(model_id, json.loads(encoded))
             applied, num_versions, num_events = map(int, counts)
             aliases = {change.alias: change for change in changes}
-            return ModelState(applied, num_versions, num_events, num_events, aliases)
+            return ModelState(applied, num_versions, num_events, aliases)
 
     def _check_owner(self, owner: bytes) -> None:
         if owner.decode("utf-8", "replace") != self._registry_id:

@@ -8,7 +8,6 @@ create a record; the index (in memory or in Redis) answers what the journal says
 import json
 import math
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ from shared.registry.contents import (
 from shared.registry.index import Index
 from shared.registry.index_keeper import IndexKeeper
 from shared.registry.journal import Journal, JournalEntry, VersionRecord
+from shared.registry.marks import publishing
 from shared.registry.names import check_alias, check_model_id, check_publication, unique_aliases
 from shared.registry.publication import Publication, VersionPublisher
 from shared.registry.state import Event, ModelState
@@ -45,12 +45,14 @@ class Registry:
     """All methods block, and all are safe to call from several threads and processes.
 
     `step` is called with the name of each step of a publication, for fault injection in tests. Raises the errors of the
-    store and the index, and PreconditionFailed (SCHEMA_TOO_NEW, NO_CONDITIONAL_WRITES).
+    store and the index, and PreconditionFailed (SCHEMA_TOO_NEW, SCHEMA_TOO_OLD,
+    NO_CONDITIONAL_WRITES).
     """
 
     def __init__(self, store: Store, index: Index, *, step: StepHook = lambda name: None) -> None:
         self._store = store
         self._index = index
+        self._step = step
         try:
             index.open(registry_id(store))
         except BaseException:
@@ -73,10 +75,10 @@ class Registry:
         """Publish `blobs` (name -> bytes) with `manifest`, which gets {"blobs": {name: {"digest", "size_bytes"}}}.
 
         Idempotent by `request_id`: a repeated id returns the version it created and moves no alias, or raises
-        AlreadyExists if the contents differ. After Unavailable the publication may have succeeded; repeat the request
-        to find out. Raises InvalidInput (names, sizes), Exhausted (disk full; nothing visible is left behind), Corrupt
-        (reading back failed), PreconditionFailed (CHECKS_FAILED: there are aliases to set, and the manifest records a
-        failed check).
+        AlreadyExists if the contents differ. After Unavailable (other than SWEEP_RUNNING) the publication may have
+        succeeded; repeat the request to find out. Raises InvalidInput (names, sizes), Exhausted (disk full; nothing
+        visible is left behind), Corrupt (reading back failed), PreconditionFailed (CHECKS_FAILED: there are aliases to
+        set, and the manifest records a failed check).
         """
         check_publication(model_id, request_id, actor)
         names = unique_aliases(aliases)
@@ -290,15 +292,12 @@ class Registry:
 
     def last_event(self, model_id: str) -> int:
         """Return the number of the newest event, 0 if there is none."""
-        return self._state(model_id).last_event
+        return self._state(model_id).num_events
 
     def check_writable(self) -> None:
-        """Write a probe where publications are written, and remove it. Raises what a publication would raise."""
-        path = f"probes/{uuid.uuid4().hex}"
-        with self._store.publishing():
-            self._store.create(path, b"")
-            self._store.remove(path)
-        self._index.check_writable()
+        """Write and remove what a publication writes first. Raises what a publication would raise."""
+        with publishing(self._store):
+            self._index.check_writable()
 
     def models(self) -> list[str]:
         """List all models with a published router."""
@@ -314,13 +313,8 @@ class Registry:
         return self._keeper.rebuild(check_model_id(model_id))
 
     def sweep(self, *, grace_s: float = GRACE_S, is_rehearsal: bool = False) -> Sweep:
-        """See `shared.registry.sweep.sweep`. Publications wait meanwhile: for a bucket, at least a minute and a half.
-
-        Raises also PreconditionFailed (NO_EXPIRING_REQUESTS).
-        """
-        if not is_rehearsal:
-            self._store.check_removals()
-        return sweep(self._store, grace_s=grace_s, is_rehearsal=is_rehearsal)
+        """See `shared.registry.sweep.sweep`."""
+        return sweep(self._store, grace_s=grace_s, is_rehearsal=is_rehearsal, step=self._step)
 
     def close(self) -> None:
         """Release connections. Idempotent."""

@@ -15,14 +15,12 @@ Event = tuple[int, int | AliasChange | None]
 class ModelState:
     """A model's state after the first `applied` records.
 
-    `aliases` has the last change of each alias. `last_event` is larger than `num_events` if an older neap has counted
-    events over all models of a folder.
+    Events are numbered from 1. `aliases` has the last change of each alias.
     """
 
     applied: int = 0
     num_versions: int = 0
     num_events: int = 0
-    last_event: int = 0
     aliases: Mapping[str, AliasChange] = field(default_factory=dict)
 
 
@@ -38,31 +36,29 @@ class Advance:
 
 def advance(state: ModelState, entries: Sequence[JournalEntry]) -> Advance:
     """Apply records in order. Deterministic, so every client computes the same index. Raises Corrupt."""
-    before, last_event = state.applied, state.last_event
-    num_versions, aliases = state.num_versions, dict(state.aliases)
+    before, aliases = state.applied, dict(state.aliases)
+    num_versions, num_events = state.num_versions, state.num_events
     versions: list[VersionRecord] = []
     events: list[Event] = []
     for sequence, entry in enumerate(entries, start=before + 1):
         fits = entry.sequence == sequence
-        last_event = max(last_event, (entry.event or 0) - 1)
         if (published := entry.published) is not None:
             num_versions += 1
             fits = fits and published.version == num_versions
             versions.append(published)
-            events.append((last_event := last_event + 1, published.version))
+            events.append((num_events := num_events + 1, published.version))
         for change in entry.changes:
             last = aliases.get(change.alias)
             fits = fits and change.from_version == (None if last is None else last.to_version)
             named = [change.to_version, *([change.canary.version] if change.canary else [])]
             fits = fits and all(1 <= version <= num_versions for version in named)
             aliases[change.alias] = change
-            events.append((last_event := last_event + 1, change))
+            events.append((num_events := num_events + 1, change))
         if not fits:
             raise Corrupt(
                 f"record {entry.sequence} of the journal of {entry.model_id!r} contradicts earlier records",
                 reason="JOURNAL_INCONSISTENT",
                 metadata={"model_id": entry.model_id, "sequence": str(entry.sequence)},
             )
-    num_events = state.num_events + len(events)
-    after = ModelState(before + len(entries), num_versions, num_events, last_event, aliases)
+    after = ModelState(before + len(entries), num_versions, num_events, aliases)
     return Advance(before, after, versions, events)

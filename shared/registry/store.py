@@ -5,19 +5,20 @@ blobs/sha256/ab/<hex>                   content, named by its digest
 manifests/sha256/ab/<hex>
 models/<model id, '/' as '!'>/journal/<20 digits>.json     see journal.py
 requests/<sha256 of a request id>.json  the model to which a request id belongs
-probes/<random>                         empty; exists for a moment, see `Registry.check_writable`
+publications/<random>, sweeps/<random>  empty; exist while somebody publishes or sweeps, see marks.py
+parts/<random>                          in a folder: what is being written
 """
 
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from shared.errors import PreconditionFailed
 from shared.registry.sealed import open_sealed, seal
 
-SCHEMA_VERSION = 1
+# Of the registry and of each record of its journals. 1 and 2 were forms before the first release.
+SCHEMA_VERSION = 3
 _MARKER = "neap-registry.json"
 
 
@@ -25,31 +26,13 @@ _MARKER = "neap-registry.json"
 class StoredObject:
     """`last_modified_s`: Unix seconds by the store's clock."""
 
-    name: str
+    path: str
     size_bytes: int
     last_modified_s: float
 
-
-class SweepWatch(Protocol):
-    """Tells one publisher whether a sweep is running."""
-
-    # How long after `is_held` returned False no sweep removes an unnamed object.
-    safe_s: float
-
-    def is_held(self) -> bool: ...
-
-
-class SweepLease(Protocol):
-    """The right to remove objects, as long as it is renewed."""
-
-    def renew(self) -> float:
-        """Renew it if that is due. Returns until when the store accepts removals, in Unix seconds by its clock."""
-
-    def wait(self, seconds: float) -> None:
-        """Wait for publishers that have not seen the lease, unless the lease itself has waited for them."""
-
-    def now_s(self) -> float:
-        """Unix seconds by the store's clock, which is that of `StoredObject.last_modified_s`."""
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
 
 
 class Store(Protocol):
@@ -70,7 +53,7 @@ class Store(Protocol):
         """
 
     def replace(self, path: str, data: bytes) -> None:
-        """Overwrite an object. Only for damaged contents, and what a store keeps for itself."""
+        """Overwrite an object. Only for damaged contents."""
 
     def sync(self, path: str) -> None:
         """Make an object that another process created survive a power cut, because that process may have died before it
@@ -83,10 +66,11 @@ class Store(Protocol):
     def exists(self, path: str) -> bool: ...
 
     def remove(self, path: str) -> None:
-        """Remove an object. Does nothing if it does not exist."""
+        """Remove an object. Does nothing if it does not exist. Never repeats a request: it would be a late one."""
 
-    def remove_before(self, path: str, before_s: float) -> None:
-        """Remove an object for the holder of the sweep's lease, not later than `before_s` by the store's clock."""
+    def last_modified_s(self, path: str) -> float:
+        """Return when an object was written, in Unix seconds by the store's clock.
+        Raises Unavailable if it does not exist."""
 
     def names(self, folder: str, *, after: str = "") -> list[str]:
         """List the names of objects in `folder`, which has no folders, in order; only those greater than `after`."""
@@ -95,27 +79,13 @@ class Store(Protocol):
         """List the folders in `folder` in order."""
 
     def objects(self, folder: str) -> Iterator[StoredObject]:
-        """Iterate over all objects in `folder` and the folders in it. Their names are without the folders."""
-
-    def publishing(self) -> AbstractContextManager[SweepWatch]:
-        """A block in which contents are stored and then named by a record.
-        How it and `sweeping` keep apart: docs/decisions/018."""
-
-    def sweeping(self, *, dead_s: float) -> AbstractContextManager[SweepLease]:
-        """A block in which objects may be removed.
-        A holder that has not renewed its lease for `dead_s` is taken for dead.
-
-        Raises Conflict (SWEEP_RUNNING), Unavailable (LOCKED).
-        """
-
-    def check_removals(self) -> None:
-        """Check that `remove_before` keeps its promise. Raises PreconditionFailed (NO_EXPIRING_REQUESTS)."""
+        """Iterate over all objects in `folder` and the folders in it."""
 
 
 def registry_id(store: Store) -> str:
     """Return the id of the registry, which its first client creates.
 
-    Raises PreconditionFailed (SCHEMA_TOO_NEW, NO_CONDITIONAL_WRITES), Corrupt.
+    Raises PreconditionFailed (SCHEMA_TOO_NEW, SCHEMA_TOO_OLD, NO_CONDITIONAL_WRITES), Corrupt.
     """
     marker = store.get(_MARKER)
     if marker is None:
@@ -127,10 +97,23 @@ def registry_id(store: Store) -> str:
             )
         marker = store.get(_MARKER)
     record = open_sealed(marker or b"", _MARKER)
-    if record["schema_version"] > SCHEMA_VERSION:
-        raise PreconditionFailed(
-            "the registry was written by a newer neap; upgrade neap, or use another folder, bucket or prefix",
-            reason="SCHEMA_TOO_NEW",
-            metadata={"found": str(record["schema_version"]), "supported": str(SCHEMA_VERSION)},
-        )
+    check_schema(record["schema_version"])
     return str(record["registry_id"])
+
+
+def check_schema(found: int) -> None:
+    """Raise PreconditionFailed (SCHEMA_TOO_NEW, SCHEMA_TOO_OLD) for a registry or record of another schema."""
+    metadata = {"found": str(found), "supported": str(SCHEMA_VERSION)}
+    if found > SCHEMA_VERSION:
+        raise PreconditionFailed(
+            "the registry has been written by a newer neap; upgrade neap, or use another folder, bucket or prefix",
+            reason="SCHEMA_TOO_NEW",
+            metadata=metadata,
+        )
+    if found < SCHEMA_VERSION:
+        raise PreconditionFailed(
+            "the registry has the form that neap had before version 0.1.0; use a new folder, bucket or prefix, and "
+            "calibrate again",
+            reason="SCHEMA_TOO_OLD",
+            metadata=metadata,
+        )

@@ -1,29 +1,27 @@
-"""Removes contents that no record names, which unfinished publications left behind.
+"""Removes contents that no record names, which publications that never ended have left behind.
 
-A publisher may be about to record contents that no record names yet. In a folder, a sweep therefore waits for the
-publishers and keeps new ones waiting. In a bucket it holds a lease, for which publishers check after storing contents
-and before writing their record (docs/decisions/018). A publisher that checked before the lease existed writes its
-record within COMMIT_S, and the sweep waits that long before it reads the journals. A publisher that was later checks
-again before it answers. A sweep that outlives its lease cannot remove anything (docs/decisions/018).
+A sweep is maintenance: while it runs nothing can be published (see marks.py), and all else goes on. It may be killed at
+any point and repeated: each removal is of an object that no record names, whatever was removed before.
 """
 
 import json
+import re
 from dataclasses import dataclass
 
 import structlog
 
-from shared.digests import DIGEST_PATTERN, PREFIX
 from shared.errors import Corrupt, InvalidInput
+from shared.files import StepHook
 from shared.registry.content_store import ContentStore
-from shared.registry.contents import Kind, content_path
+from shared.registry.contents import hexadecimal_of
 from shared.registry.journal import Journal
-from shared.registry.lease import DEAD_S
-from shared.registry.store import Store, SweepLease
-from shared.timeouts import COMMIT_S
+from shared.registry.marks import sweeping
+from shared.registry.store import Store
 
-GRACE_S = 24 * 3600.0
-# The last request of a publisher may end this many seconds after COMMIT_S.
-REQUEST_MARGIN_S = 30.0
+# What may be removed: the folders of `shared/registry/store.py`, and the names that neap gives there.
+PARTS, MANIFESTS, BLOBS = "parts", "manifests/sha256", "blobs/sha256"
+_NAME = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
+GRACE_S = PART_S = 24 * 3600.0
 
 log = structlog.get_logger("neap.registry")
 
@@ -49,57 +47,57 @@ def sweep(
     *,
     grace_s: float = GRACE_S,
     is_rehearsal: bool = False,
-    settle_s: float | None = None,
-    dead_s: float = DEAD_S,
+    step: StepHook = lambda name: None,
 ) -> Sweep:
     """Remove blobs and manifests that no journal names and that were last written more than `grace_s` seconds ago by
-    the store's clock.
+    the store's clock, and what killed processes had begun to write into a folder more than a day ago.
 
-    If a manifest is damaged, no blob is removed, because its blobs are unknown. Raises InvalidInput, Conflict
-    (SWEEP_RUNNING), Unavailable (also LOCKED: publishers of a folder did not end in time), and Corrupt if a journal
-    cannot be read, in which case nothing is removed.
+    If a manifest is damaged, no blob is removed, because its blobs are unknown. Raises InvalidInput, Unavailable
+    (PUBLICATION_RUNNING; SWEEP_TOO_SLOW: the rest is left to the next sweep), and Corrupt if a journal cannot be read,
+    in which case nothing is removed.
+
+    `step` is called with the name of each step, for fault injection in tests.
     """
     if grace_s < 0:
         raise InvalidInput(f"the grace period is {grace_s} s; it must not be negative")
-    with store.sweeping(dead_s=dead_s) as lease:
-        lease.wait(COMMIT_S + REQUEST_MARGIN_S if settle_s is None else settle_s)
-        in_use, num_damaged = _digests_in_use(store, lease)
-        now_s = lease.now_s()
+    with sweeping(store) as mark:
+        step("sweep:marked")
+        now_s = mark.now_s()
+        in_use, num_damaged = _names_in_use(store)
+        step("sweep:read")
         num_removed = num_bytes = num_in_grace_period = num_kept = 0
-        kinds: tuple[Kind, ...] = ("manifests", "blobs")
-        for kind in kinds:
-            for content in store.objects(f"{kind}/sha256"):
-                ends_at_s = lease.renew()
-                digest = PREFIX + content.name
-                if not DIGEST_PATTERN.fullmatch(digest) or digest in in_use[kind]:
+        for folder, names in in_use.items():
+            keep_s = PART_S if folder == PARTS else grace_s
+            for found in store.objects(folder):
+                if found.name in names or not _NAME.fullmatch(found.name):
                     continue
-                if now_s - content.last_modified_s < grace_s:
+                if now_s - found.last_modified_s < keep_s:
                     num_in_grace_period += 1
                     continue
-                if kind == "blobs" and num_damaged:
+                if folder == BLOBS and num_damaged:
                     num_kept += 1
                     continue
                 if not is_rehearsal:
-                    store.remove_before(content_path(kind, digest), ends_at_s)
-                    log.info("unused content removed", kind=kind, digest=digest)
+                    mark.check()
+                    store.remove(found.path)
+                    log.info("unused object removed", path=found.path)
+                    step("sweep:removed")
                 num_removed += 1
-                num_bytes += content.size_bytes
+                num_bytes += found.size_bytes
     num_in_use = sum(map(len, in_use.values()))
     return Sweep(num_in_use, num_removed, num_bytes, num_in_grace_period, num_damaged, num_kept)
 
 
-def _digests_in_use(store: Store, lease: SweepLease) -> tuple[dict[Kind, set[str]], int]:
-    """Return the digests that the journals name, and how many of their manifests are damaged."""
+def _names_in_use(store: Store) -> tuple[dict[str, set[str]], int]:
+    """Return the names of the objects in use by folder, and how many manifests are damaged."""
     journal, contents = Journal(store), ContentStore(store)
     manifests: set[str] = set()
     for model_id in journal.models():
-        lease.renew()
         entries = journal.after(model_id, 0)
         manifests |= {e.published.manifest_digest for e in entries if e.published is not None}
     blobs: set[str] = set()
     num_damaged = 0
     for digest in sorted(manifests):
-        lease.renew()
         try:
             manifest = json.loads(contents.read_manifest(digest))
         except Corrupt as error:
@@ -107,4 +105,8 @@ def _digests_in_use(store: Store, lease: SweepLease) -> tuple[dict[Kind, set[str
             num_damaged += 1
             continue
         blobs |= {str(entry["digest"]) for entry in manifest["blobs"].values()}
-    return {"manifests": manifests, "blobs": blobs}, num_damaged
+    return {
+        PARTS: set(),
+        MANIFESTS: set(map(hexadecimal_of, manifests)),
+        BLOBS: set(map(hexadecimal_of, blobs)),
+    }, num_damaged

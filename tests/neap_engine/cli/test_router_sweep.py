@@ -13,8 +13,6 @@ from tests.registry_servers import SERVERS, new_place
 @pytest.mark.parametrize("kind", ["folder", "bucket", SERVERS[0]])
 def test_a_sweep_prints_what_it_found_and_removed(neap, request, monkeypatch, kind):
     url = new_place(kind, request)
-    monkeypatch.setattr("shared.registry.sweep.COMMIT_S", 0.0)
-    monkeypatch.setattr("shared.registry.sweep.REQUEST_MARGIN_S", 0.0)
     monkeypatch.setenv("NEAP_REGISTRY", url)
     with closing(open_registry(url)) as registry:
         registry.publish("tiny", {}, {"x": b"1"}, request_id="one")

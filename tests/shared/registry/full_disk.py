@@ -2,7 +2,8 @@
 `full_disk.py FOLDER STEP..`.
 
 One JSON line per step: what the publication ended with, what can be read then, here and by another client, which parts
-are left, and what publishing the same again ended with once there was room.
+are left, and what publishing the same again ended with once there was room. Without a step, sweeps the full file
+system: what a publication ended with before, how many objects were removed, and what it ended with then.
 """
 
 import json
@@ -38,14 +39,25 @@ def main() -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     folder = Path(sys.argv[1])
     root, ballast = folder / "registry", folder / "ballast"
+
+    def fill_up() -> None:
+        for size in (1 << 16, 1 << 12, 1):
+            with suppress(OSError), ballast.open("ab", buffering=0) as file:
+                while file.write(b"x" * size):
+                    pass
+
+    if not sys.argv[2:]:
+        registry = open_registry(str(root))
+        assert outcome(registry, "one") == "1"
+        registry._contents.put("blobs", b"left over" * 10_000)
+        fill_up()
+        ended = outcome(registry, "two")
+        print(json.dumps([ended, registry.sweep(grace_s=0).num_removed, outcome(registry, "two")]))
     for wanted in sys.argv[2:]:
 
         def fill(step: str, wanted: str = wanted) -> None:
             if step == wanted:
-                for size in (1 << 16, 1 << 12, 1):
-                    with suppress(OSError), ballast.open("ab", buffering=0) as file:
-                        while file.write(b"x" * size):
-                            pass
+                fill_up()
 
         registry = open_registry(str(root), step=fill)
         ended = outcome(registry, wanted)

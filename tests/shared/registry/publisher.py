@@ -1,9 +1,11 @@
-"""Publishes in a separate process, as a program or forked: `publisher.py ROOT_OR_URL REQUEST_ID COUNT [STEP]`.
+"""Publishes or sweeps in a separate process, as a program or forked:
+`publisher.py ROOT_OR_URL REQUEST_ID COUNT [STEP]`.
 
 Says what it published, or class and reason of what it raised; the program in one JSON line per attempt.
 """
 
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -26,16 +28,23 @@ def publish_named(registry: Registry, name: str) -> int:
     return registry.publish("tiny", {"by": name}, blobs, request_id=name).version
 
 
-def run(root: str, request_id: str, count: int, step: str = "", say: Callable[[Any], object] = print) -> None:
-    """With `step`, kills this process at that step. `say` gets what each attempt has come to."""
-    # Log lines go elsewhere, because standard output carries the results.
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+def killing_at(step: str) -> Callable[[str], None]:
+    """A step hook that kills this process at that step."""
 
     def kill_at(name: str) -> None:
         if name == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    registry = open_registry(root, step=kill_at)
+    return kill_at
+
+
+def run(root: str, request_id: str, count: int, step: str = "", say: Callable[[Any], object] = print) -> None:
+    """`step`: where this process is killed. `say` gets what each attempt has come to. Without a request id, sweeps."""
+    # Log lines go elsewhere, because standard output carries the results.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    registry = open_registry(root, step=killing_at(step))
+    if not request_id:
+        registry.sweep(grace_s=0)
     for number in range(count):
         try:
             version = publish_named(registry, f"{request_id}-{number}")
@@ -50,6 +59,26 @@ def run_forked(pipe: Connection, environment: Mapping[str, str], *arguments: Any
     """`run` in a process of the fork server, whose environment is an older one."""
     os.environ.update(environment)
     run(*arguments, say=pipe.send)
+
+
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload([__name__])
+
+
+def forked(*arguments: object) -> tuple[Any, Connection]:
+    """The process, and the pipe through which it says what it does. It is forked by a process that has all imports."""
+    ours, theirs = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=run_forked, args=(theirs, dict(os.environ), *arguments))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def killed_at(place: str, step: str, request_id: str = "one") -> None:
+    """A publication, or without a request id a sweep, in a process that is killed at that step."""
+    process, _ = forked(place, request_id, 1, step)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from contextlib import closing, contextmanager
 import pytest
 
 from shared.errors import NotFound, Unavailable
+from shared.registry.address import RegistryAddress
+from shared.registry.bucket_store import BucketStore
 from shared.registry.factory import open_registry
 from shared.registry.journal import Journal
 from shared.registry.registry import Registry
@@ -138,3 +140,21 @@ def test_what_exists_is_found_while_another_thread_applies_only_a_part_of_it(s3)
 
         other._index.advance = after_another
         assert other.find_publication("tiny", "three").version == 3
+
+
+def test_a_removal_is_sent_once(s3):
+    """A repeated one could arrive when the object is in use again."""
+    sent: list[str] = []
+
+    def gate(method, path, headers):
+        if method == "DELETE" or "?delete" in path:
+            sent.append(path)
+            return 503
+        return None
+
+    with s3_gate(s3.port, gate) as endpoint:
+        store = BucketStore(RegistryAddress.parse(bucket_url(s3).replace(s3.endpoint, endpoint)))
+        store.create("blobs/x", b"x")
+        with pytest.raises(Unavailable):
+            store.remove("blobs/x")
+    assert len(sent) == 1

@@ -1,8 +1,5 @@
 """Publishers that are killed at any step, work at once or lose an answer, in every pairing of a store and an index."""
 
-import multiprocessing
-import os
-import signal
 from contextlib import closing, suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -11,11 +8,8 @@ import pytest
 
 from shared.registry.factory import open_registry
 from tests.registry_servers import SERVERS, new_place
-from tests.shared.registry import publisher as module
-from tests.shared.registry.publisher import publish_named, run_forked
+from tests.shared.registry.publisher import forked, killed_at, publish_named
 
-FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload([module.__name__])
 BEFORE_THE_RECORD = [
     f"{step}:{kind}" for kind in ("blobs", "manifests") for step in ("write", "written", "verified")
 ] + ["claimed", "journal:begin"]
@@ -31,15 +25,6 @@ def place(request: pytest.FixtureRequest) -> str:
     return new_place(request.param, request)
 
 
-def publisher(*arguments: object) -> tuple[Any, Connection]:
-    """The process, and the pipe through which it says what it does. It is forked by a process that has all imports."""
-    ours, theirs = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=run_forked, args=(theirs, dict(os.environ), *arguments))
-    process.start()
-    theirs.close()
-    return process, ours
-
-
 def said(process: Any, pipe: Connection) -> list[dict[str, object]]:
     lines = []
     with suppress(EOFError):
@@ -53,12 +38,6 @@ def said(process: Any, pipe: Connection) -> list[dict[str, object]]:
 def publish(registry, request_id: str = "one") -> int:
     blobs = {"x": b"weights" * 1000}
     return registry.publish("tiny", {"a": 1}, blobs, request_id=request_id).version
-
-
-def killed_at(place: str, step: str) -> None:
-    process, _ = publisher(place, "one", 1, step)
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
 
 
 def check_nothing_is_published_and_a_retry_publishes(open_again) -> None:
@@ -119,7 +98,7 @@ def test_the_next_writer_after_a_killed_one_gets_the_next_version(place, open_ag
 
 
 def test_concurrent_processes_get_distinct_versions(place, open_again):
-    processes = [publisher(place, f"publisher-{number}", 10) for number in range(3)]
+    processes = [forked(place, f"publisher-{number}", 10) for number in range(3)]
     versions = [line["version"] for process in processes for line in said(*process)]
     assert sorted(versions) == list(range(1, 31))
     reader = open_again()
@@ -131,7 +110,7 @@ def test_concurrent_processes_get_distinct_versions(place, open_again):
 
 
 def test_concurrent_processes_with_one_request_id_publish_one_version(place, open_again):
-    processes = [publisher(place, "same", 5) for _ in range(3)]
+    processes = [forked(place, "same", 5) for _ in range(3)]
     outputs = [said(*process) for process in processes]
     assert outputs[0] == outputs[1] == outputs[2]
     assert [v.version for v in open_again().list_versions("tiny")] == [5, 4, 3, 2, 1]

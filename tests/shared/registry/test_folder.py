@@ -168,6 +168,11 @@ def test_after_a_disk_was_full_at_any_step_publishing_works_again(tmp_path: Path
     assert not any(ended.isdigit() for _, ended, *_ in seen[:2])
 
 
+def test_a_sweep_makes_room_on_a_full_disk(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("full_disk.py")
+    assert json.loads(run_on_small_disk(tmp_path, "4m", sys.executable, script, tmp_path)) == ["DISK_FULL", 1, "2"]
+
+
 def on_a_read_only_mount(folder: Path, then: str) -> str:
     """Runs `then` on a registry with one version, mounted read-only, because root may write anywhere else.
     Returns its last line."""
@@ -227,15 +232,16 @@ def test_a_folder_below_one_that_may_not_be_read_is_written(tmp_path, monkeypatc
     assert refused
 
 
-def test_parts_of_killed_processes_are_removed_after_a_day(tmp_path: Path) -> None:
+def test_a_sweep_removes_parts_of_killed_processes_after_a_day(tmp_path: Path) -> None:
     registry = open_registry(str(tmp_path))
     publish(registry)
-    old, new = tmp_path / "parts" / "old", tmp_path / "parts" / "new"
-    for part in (old, new):
-        part.touch()
-    os.utime(old, (time.time() - 25 * 3600,) * 2)
-    publish(registry, "two")
-    assert list((tmp_path / "parts").iterdir()) == [new]
+    old, new, foreign = (tmp_path / "parts" / name for name in (32 * "0", 32 * "1", "notes"))
+    for part in (old, new, foreign):
+        part.write_bytes(b"half")
+        os.utime(part, (time.time() - (23 if part == new else 25) * 3600,) * 2)
+    swept = registry.sweep(grace_s=0)
+    assert (swept.num_removed, swept.num_removed_bytes, swept.num_in_grace_period) == (1, 4, 1)
+    assert sorted((tmp_path / "parts").iterdir()) == [new, foreign]
 
 
 @pytest.mark.parametrize("damage", ["huge", "folder"])

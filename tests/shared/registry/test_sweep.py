@@ -1,14 +1,10 @@
 """Sweeps, in every pairing of a store and an index."""
 
-import threading
-
 import pytest
 
-from shared import file_lock
 from shared.digests import digest_of
-from shared.errors import Corrupt, InvalidInput, Unavailable
+from shared.errors import Corrupt, InvalidInput
 from shared.registry.content_store import ContentStore
-from shared.registry.factory import open_registry
 from shared.registry.registry import Registry
 from shared.registry.store import Store
 from shared.registry.sweep import Sweep, sweep
@@ -35,24 +31,24 @@ def test_unused_objects_are_removed_and_used_ones_kept(registry, store, contents
     version = publish(registry)
     contents.put("blobs", b"left over")
     contents.put("manifests", b"{}")
-    rehearsed = sweep(store, grace_s=0, settle_s=0, is_rehearsal=True)
+    rehearsed = sweep(store, grace_s=0, is_rehearsal=True)
     assert rehearsed == Sweep(num_in_use=2, num_removed=2, num_removed_bytes=11, num_in_grace_period=0)
     assert contents.read("blobs", digest_of(b"left over")) == b"left over"
-    assert sweep(store, grace_s=0, settle_s=0) == rehearsed
+    assert sweep(store, grace_s=0) == rehearsed
     assert registry.read_blob(version, "x") == WEIGHTS
     assert not contents.has("blobs", digest_of(b"left over"))
     assert not contents.has("manifests", digest_of(b"{}"))
-    assert sweep(store, grace_s=0, settle_s=0) == Sweep(2, 0, 0, 0)
-    assert not store.exists("sweep.json")
+    assert sweep(store, grace_s=0) == Sweep(2, 0, 0, 0)
+    assert [*store.objects("sweeps"), *store.objects("publications")] == []
 
 
 def test_objects_within_the_grace_period_are_kept(registry, store, contents):
     publish(registry)
     contents.put("blobs", b"left over")
-    assert sweep(store, grace_s=3600, settle_s=0) == Sweep(2, 0, 0, 1)
+    assert sweep(store, grace_s=3600) == Sweep(2, 0, 0, 1)
     assert contents.has("blobs", digest_of(b"left over"))
     with pytest.raises(InvalidInput):
-        sweep(store, grace_s=-1, settle_s=0)
+        sweep(store, grace_s=-1)
 
 
 def test_nothing_is_removed_if_a_record_cannot_be_read(registry, store, contents, harm):
@@ -61,9 +57,9 @@ def test_nothing_is_removed_if_a_record_cannot_be_read(registry, store, contents
     path = f"models/acme!tiny/journal/{1:020d}.json"
     harm(path, "truncate")
     with pytest.raises(Corrupt):
-        sweep(store, grace_s=0, settle_s=0)
+        sweep(store, grace_s=0)
     assert contents.has("blobs", digest_of(b"left over"))
-    assert not store.exists("sweep.json")
+    assert [*store.objects("sweeps"), *store.objects("publications")] == []
 
 
 def test_no_blob_is_removed_if_a_manifest_is_damaged(registry, store, contents, harm):
@@ -72,46 +68,9 @@ def test_no_blob_is_removed_if_a_manifest_is_damaged(registry, store, contents, 
     contents.put("blobs", b"left over")
     contents.put("manifests", b"{}")
     harm(content_path("manifests", version.manifest_digest), "truncate")
-    found = sweep(store, grace_s=0, settle_s=0)
+    found = sweep(store, grace_s=0)
     assert (found.num_removed, found.num_damaged) == (1, 1), "the manifest that no journal names"
     assert found.num_kept == 2
     assert contents.has("blobs", digest_of(WEIGHTS))
     assert publish(registry, WEIGHTS, "again").version == 3, "the same contents repair it"
-    assert sweep(store, grace_s=0, settle_s=0) == Sweep(4, 1, 9, 0)
-
-
-def test_a_sweep_of_a_folder_waits_for_its_publishers(tmp_path, monkeypatch):
-    folder = str(tmp_path)
-    done = []
-
-    def step(name: str) -> None:
-        if name == "claimed":
-            with monkeypatch.context() as patch:
-                patch.setattr(file_lock, "FILE_LOCK_S", 0.05)
-                with pytest.raises(Unavailable) as raised:
-                    sweep(open_registry(folder)._store, grace_s=0)
-                assert raised.value.reason == "LOCKED"
-            done.append(name)
-
-    registry = open_registry(folder, step=step)
-    version = publish(registry)
-    assert done == ["claimed"]
-    assert sweep(registry._store, grace_s=0) == Sweep(2, 0, 0, 0)
-    assert registry.read_blob(version, "x") == WEIGHTS
-
-
-def test_a_publisher_in_a_folder_waits_for_a_sweep(tmp_path):
-    registry = open_registry(str(tmp_path))
-    contents = ContentStore(registry._store)
-    # The object exists but is unused, so a publisher of the same contents that did not wait would rely on it.
-    contents.put("blobs", WEIGHTS)
-    done: list[object] = []
-    publisher = threading.Thread(target=lambda: done.append(publish(registry)))
-    with registry._store.sweeping(dead_s=1.0) as lease:
-        publisher.start()
-        publisher.join(0.3)
-        registry._store.remove_before(content_path("blobs", digest_of(WEIGHTS)), lease.renew())
-        assert done == []
-    publisher.join(60)
-    (version,) = done
-    assert registry.read_blob(version, "x") == WEIGHTS
+    assert sweep(store, grace_s=0) == Sweep(4, 1, 9, 0)
