@@ -135,7 +135,7 @@ def sweep(
 ) -> None:
     """Remove objects that no publication refers to from a registry's bucket or folder.
 
-    The command may run while the services run. Publications wait until it ends, which can take minutes for a bucket.
+    The services may run meanwhile, but nothing can be published until it ends. It may be killed and repeated.
     """
     with existing_registry(registry, data_dir) as opened:
         done = opened.sweep(grace_s=grace_hours * 3600, is_rehearsal=dry_run)

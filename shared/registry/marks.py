@@ -22,7 +22,7 @@ from shared.timeouts import PUBLICATION_LASTS_S, PUBLICATIONS_WAIT_S, SWEEP_LAST
 
 POLL_S = 0.5
 # A mark that is not removed keeps the other side waiting.
-_ATTEMPTS_TO_REMOVE = 3
+_ATTEMPTS_TO_REMOVE = 2
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,7 @@ def test_a_mark_is_removed_also_if_the_store_answers_later(registry, store, monk
     def failing(store: Any, path: str) -> None:
         nonlocal num_failed
         num_failed += 1
-        if num_failed % 3:
+        if num_failed % 2:
             raise Unavailable("does not answer")
         remove(store, path)
 
