@@ -97,7 +97,6 @@ async def serve(settings: WorkerSettings) -> int:
         routers,
         stall_timeout_s=settings.stall_timeout_s,
         metrics=metrics,
-        relaxed_bound=settings.relaxed_bound,
         pools=pools,
         priority_of_roles={
             Role(role): int(number)
@@ -183,7 +182,6 @@ def _load_engine(
         kv_budget_bytes=budget,
         prefix_cache_bytes=prefix_cache,
         learned_bytes=settings.learned_table_mb << 20,
-        shadow_share=settings.shadow_share,
         on_failure=on_failure,
         cost_meter=RememberingMeter(),
         runner_of=partial(

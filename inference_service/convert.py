@@ -171,8 +171,6 @@ def to_policy(depth: inference_pb2.DepthPolicy) -> DepthPolicy:
     if kind == "relaxed":
         relaxed = depth.relaxed
         limits = {name: getattr(relaxed, name) for name in ("threshold", "margin") if relaxed.HasField(name)}
-        if len(limits) > 1:
-            raise InvalidInput("relaxed has a threshold or a margin, not both")
         return DepthPolicy("relaxed", min_layers=depth.min_layers, **limits)
     return DepthPolicy("exact", min_layers=depth.min_layers, max_drafts=depth.exact.max_drafts)
 

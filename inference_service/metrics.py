@@ -111,7 +111,7 @@ class _EngineCollector(Collector):
         families, of_versions = _families(), version_families()
         for engine, versions in list(self.engines):
             _read(engine, families)
-            read_versions(engine.loaded.model_id, engine.statistics, engine.shadow, versions(), of_versions)
+            read_versions(engine.loaded.model_id, engine.statistics, versions(), of_versions)
         yield from families.values()
         yield from of_versions.values()
 
@@ -147,7 +147,7 @@ def _families() -> dict[str, Metric]:
         "Of these, the ones whose keys and values were copied from a request with the same prefix.",
     )
     counter("generation_tokens", "Tokens generated, end tokens and those of failed calls included.")
-    counter("drafted_tokens", "Drafts that were verified or final at once, by rung.", "rung")
+    counter("drafted_tokens", "Drafts that were verified, by rung.", "rung")
     counter("accepted_tokens", "Drafts that were accepted, by rung.", "rung")
     counter("exits", 'Tokens delivered by the rung they left at; "full": the full model.', "rung")
     counter(

@@ -5,19 +5,17 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from inference_service.lru_cache import LruCache
 from inference_service.pools import Pools
-from inference_service.published_bounds import bounds_that_hold
 from shared.errors import Corrupt, NeapError, NotFound, Unavailable
 from shared.ladder.artefact import MAX_BLOB_BYTES, unpack_ladder
 from shared.ladder.blob_names import served_blobs
 from shared.ladder.ladder import Ladder
-from shared.ladder.risk import PublishedRisk, Setting
 from shared.model.loaded import LoadedModel
 from shared.registry.base import PublishedVersion
 from shared.registry.registry import Registry
@@ -39,15 +37,13 @@ log = structlog.get_logger("neap.routers")
 
 @dataclass(frozen=True)
 class LoadedRouter:
-    """A published ladder in memory, checked against its model.
-    `risks`: the published bounds of policy relaxed that hold here."""
+    """A published ladder in memory, checked against its model."""
 
     model_id: str
     version: int
     digest: str
     rungs: tuple[str, ...]
     ladder: Ladder
-    risks: Mapping[Setting, PublishedRisk] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -170,7 +166,6 @@ class RouterLoader:
     ) -> LoadedRouter:
         ladder = self._unpack(published.manifest, blobs)
         ladder.check_model(loaded)
-        risks = bounds_that_hold(published, loaded)
         prepare = self._prepare.get(loaded.model_id)
         if prepare is not None:
             prepare(ladder)
@@ -181,7 +176,6 @@ class RouterLoader:
             digest=published.manifest_digest,
             rungs=ladder.rung_names,
             ladder=ladder,
-            risks=risks,
         )
 
     def _settle(self, key: tuple[str, int], task: asyncio.Task[LoadedRouter]) -> None:

@@ -17,7 +17,7 @@ from inference_service.generate_call import GenerateCall
 from inference_service.metrics import WorkerMetrics
 from inference_service.pools import Pools
 from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
-from inference_service.served_request import published_bound, with_router
+from inference_service.served_request import with_router
 from inference_service.stream import EventStream
 from inference_service.token_texts import token_texts
 from inference_service.tokenization import described, tokenized
@@ -29,7 +29,7 @@ from shared.engine.request.request import GenerationRequest
 from shared.errors import DeadlineExceeded, Exhausted, NotFound, PreconditionFailed, Unavailable
 from shared.ladder.rungs import GRAMMAR, PREDICTION
 from shared.rpc.callers import Role, client_key, least_priority
-from shared.rpc.interceptors import annotate_call, current_request_id, write_response
+from shared.rpc.interceptors import current_request_id, write_response
 from shared.rpc.pages import named_page
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -86,8 +86,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Belongs to one event loop. UNAVAILABLE (reason NOT_READY) until `set_ready`.
 
     `stall_timeout_s`: a client that reads nothing for so long has its call ended with RESOURCE_EXHAUSTED (SLOW_READER).
-    `pools`: the same as those of `routers`, so that a process has each pool once. `relaxed_bound`: bound for shadow
-    checks of routers that publish none for policy relaxed. None: these are only counted.
+    `pools`: the same as those of `routers`, so that a process has each pool once.
     `priority_of_roles`: 0 for roles that are absent. `chats_have_control_tokens` as in `to_generation_request`.
     """
 
@@ -97,7 +96,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         *,
         stall_timeout_s: float = 30.0,
         metrics: WorkerMetrics | None = None,
-        relaxed_bound: float | None = None,
         pools: Pools | None = None,
         priority_of_roles: Mapping[Role, int] | None = None,
         chats_have_control_tokens: bool = False,
@@ -108,7 +106,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._routers = routers
         self._metrics = metrics or WorkerMetrics()
         self._stall_timeout_s = stall_timeout_s
-        self._relaxed_bound = relaxed_bound
         self._served: dict[str, _Served] = {}
         self._ready = False
         # Of calls whose clients go on elsewhere.
@@ -186,11 +183,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if generation.policy.name != "full":
             choice = to_router_choice(request.router)
             router = await self._routers.select(engine.loaded, choice, request_id=generation.request_id)
-            asked = generation.policy.name
-            generation = with_router(generation, router, engine.shadow, self._relaxed_bound)
+            generation = with_router(generation, router)
             call.set_router(generation.router_version, by_default=choice == RouterChoice())
-            if generation.policy.name != asked:
-                annotate_call(served_policy=generation.policy.name)
         inexact = _why_inexact(request.resume, generation, engine)
         if inexact and request.resume.only_exactly:
             raise PreconditionFailed(
@@ -318,7 +312,6 @@ def _promise(engine: Engine) -> inference_pb2.ExactPromise:
 def _started(
     request: GenerationRequest, engine: Engine, router: LoadedRouter | None, *, continued_inexactly: bool
 ) -> inference_pb2.GenerateResponse:
-    bound, num_tokens = (None, None) if router is None else published_bound(request, router)
     return inference_pb2.GenerateResponse(
         started=inference_pb2.Started(
             request_id=request.request_id,
@@ -328,8 +321,7 @@ def _started(
             seed=request.sampling.seed,
             num_prompt_tokens=len(request.prompt_ids),
             policy=request.policy.name,
-            risk_bound=bound,
-            risk_bound_tokens=num_tokens if bound is not None else None,
+            lossy=request.policy.name == "relaxed",
             exact_promise=_promise(engine),
             numerics_id=engine.numerics.id,
             prompt_digest=prompt_digest(request.prompt_ids),

@@ -24,7 +24,7 @@ Names:
     read_parent         the same router as what `calibrate(..., parent=)` goes on from
     Engine              generates: `generate` for one answer, `submit` for streams and for many requests at once
     attach              lets an engine decode for `model.generate(...)` and `pipeline(...)` of transformers
-    DepthPolicy         whether early tokens are drafts (`exact`), final (`relaxed`), or not wanted (`full`)
+    DepthPolicy         whether nothing is drafted (`full`), or which drafts are accepted (`exact`; `relaxed`, lossy)
     Constraint          what an answer must be: JSON of a schema, a regular expression, a grammar, a choice
     SamplingParams      temperature, top-k, top-p, min-p, penalties, biases, forbidden tokens, seed
     NeapError           base of all errors that neap raises; `shared.errors` has the tree

@@ -55,7 +55,8 @@ class TIDEConfig:
     """TIDE's fields. None leaves a choice to neap, which differs from TIDE's default.
 
     `exit_threshold` None: policy exact, whose answers are those of the full model. A number: policy relaxed with that
-    threshold, under which a token is final if the full model chooses it with at least that probability, as calibrated.
+    threshold, under which a draft is accepted if the full model chooses it with at least that probability, as
+    calibrated, or chooses it indeed.
     The fields that TIDE itself does not use may only have TIDE's defaults. Raises `InvalidInput`.
     """
 

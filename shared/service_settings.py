@@ -264,24 +264,6 @@ class WorkerSettings(ServiceSettings):
         description="Seconds after which a worker that starts is ready although the registry does not answer. It then "
         "serves policy full. Unset: it waits for the registry.",
     )
-    shadow_share: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        allow_inf_nan=False,
-        description="Share, from 0 to 1, of the greedy answers by policy relaxed that are compared with the full model "
-        "in idle time. 0 compares no answer.",
-    )
-    relaxed_bound: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        allow_inf_nan=False,
-        description="Largest share, between 0 and 1, of compared answers that may differ, for routers that publish no "
-        "bound, and for margins that exceed the published ones. Without it, such margins are refused. A version that "
-        "breaks its bound is served as exact. Unset: no bound.",
-        json_schema_extra={"metavar": "SHARE"},
-    )
 
 
 class CalibratorSettings(ServiceSettings):

@@ -15,8 +15,6 @@ from calibrator_service.jobs import JobCount
 from calibrator_service.metrics import CalibratorMetrics
 from inference_service.metrics import WorkerMetrics
 from neap_engine.gateway.metrics import GatewayMetrics
-from shared.engine.memory.prefixes import Prefixes
-from shared.engine.quality.shadow import Shadow, ShadowCounts
 from shared.engine.statistics import EngineStatistics
 from shared.ladder.rungs import Draft
 from shared.model.numerics import Numerics
@@ -30,13 +28,10 @@ def busy_engine() -> SimpleNamespace:
     statistics.record_drafts([Draft(1, 0.5, "suffix", 0)], 1, 3)
     statistics.exits["suffix"] += 1
     statistics.by_version[3].exits["suffix"] += 1
-    shadow = Shadow(None, Prefixes(0))
-    shadow.counts[3, 0.05] = ShadowCounts(num_checked=20, num_differing=1)
     return SimpleNamespace(
         loaded=SimpleNamespace(model_id="tiny"),
         numerics=Numerics("0123456789abcdef", is_exact=True),
         statistics=statistics,
-        shadow=shadow,
         num_running=1,
         num_waiting=2,
         kv_usage_ratio=0.5,

@@ -15,14 +15,13 @@ from calibrator_service.calibration.plan import resolve
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.report.held_out import held_out_report
 from calibrator_service.calibration.report.joint_figures import joint_figures
-from calibrator_service.calibration.report.risk import certified_risks
+from calibrator_service.calibration.report.relaxed import relaxed_figures
 from calibrator_service.calibration.report.worth import without_unpaid
 from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.source_record import published_spec, source_record
 from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.calibration.states.training_data import TrainingData, collect_training_data, layouts_of
 from calibrator_service.calibration.statistics import Statistics
-from calibrator_service.calibration.text.risk_answers import write_risk_answers
 from calibrator_service.calibration.text.splits import Split, Splitter
 from calibrator_service.calibration.text.stream import (
     CollectingProgress,
@@ -32,7 +31,7 @@ from calibrator_service.calibration.text.stream import (
     too_little_text,
 )
 from calibrator_service.calibration.text.writer import Writer
-from calibrator_service.calibration.text.writers import Writers
+from calibrator_service.calibration.text.writers import text_writer
 from calibrator_service.calibration.training.closed_form import seconds_to_solve, share_to_solve
 from calibrator_service.calibration.training.confidence import fit_ladder
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary, choose_draft_vocabulary
@@ -135,16 +134,15 @@ def run_phases(
         lambda count: solving_s * share_to_solve(hidden_size, count if parent is None else math.inf)
     )
 
-    with run.phase("collecting"), closing(Writers(run, fleet_of)) as writers:
-        knows_speed = writers.of_text is writers.of_model
+    with run.phase("collecting"), closing(text_writer(run, fleet_of)) as writer:
         source = source_record(run.spec.source)
         text = plan_text(run)
         splitter = Splitter(
             text.held_out_kinds if isinstance(text, GivenText) else (),
             parent.statistics.learned.tolist() if parent is not None else (),
         )
-        collecting = CollectingProgress(run, text, knows_speed=knows_speed)
-        sequences = split_sequences(run, text, splitter, collecting, writers.of_text)
+        collecting = CollectingProgress(run, text)
+        sequences = split_sequences(run, text, splitter, collecting, writer)
         material = collect_training_data(run, runner, sequences, collecting)
         is_cut = collecting.is_late()
         statistics = Statistics.of(run.loaded, material, splitter.learned)
@@ -153,8 +151,6 @@ def run_phases(
             material = replace(
                 material, moments=statistics.moments, ngrams=statistics.ngrams, choice_counts=statistics.choice_counts
             )
-        is_used = splitter.has_assigned
-        risk_answers = write_risk_answers(run, text, is_used, writers.of_model, knows_speed=knows_speed)
 
     with run.phase("training_heads"):
         vocabulary = choose_draft_vocabulary(run, material)
@@ -172,8 +168,8 @@ def run_phases(
         agrees = any(report["rungs"][name]["agreement"] for name in ladder.rung_names)
         if not agrees and not ladder.exits and not is_child:
             raise too_little_text(run, "what was learned agrees with the model nowhere", is_cut=is_cut)
-        report |= certified_risks(run, runner, ladder, risk_answers)
         ladder = with_measured_agreement(ladder, report)
+        report["relaxed"] = relaxed_figures(run, runner, ladder, material.table_sequences["report"])
 
     report["spec"] = published_spec(run.spec, source)
     report["seconds"] = {**run.seconds, "total": run.elapsed_s()}

@@ -25,9 +25,6 @@ ARTEFACT_BYTES = 16_000_000
 LEAST_TABLE_BYTES = 4_000_000
 DEFAULT_NEW_TOKENS = 128
 DEFAULT_DEPTHS = (0,)
-# Prompts of the risk split if neither the time nor the text is limited to less: enough to tell a risk of zero from a
-# risk of one in fifty.
-RISK_PROMPTS = 300
 MAX_STATE_BYTES = 12 << 30
 MAX_DEFAULT_VOCABULARY = 8192
 # Tokens of one forward pass, padding included, and positions of one chunk of states, both on a CPU.

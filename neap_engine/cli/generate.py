@@ -16,7 +16,6 @@ from neap_engine.cli.console import DEFAULT_WORKER, ServedModel, Worker, err, ou
 from neap_engine.cli.depth_view import DepthView
 from neap_engine.cli.json_lines import print_message
 from neap_engine.cli.request_flags import takes_request_flags
-from neap_engine.cli.risk_view import bound_line
 from shared.errors import InvalidInput, NeapError
 
 NO_CHAT_TEMPLATE = "NO_CHAT_TEMPLATE"
@@ -100,8 +99,9 @@ def print_text(
         return
     if finished is not None:
         err.print(statistics_line(finished), markup=False, style="dim")
-    if started is not None and started.policy == "relaxed":
-        err.print(bound_line(started), markup=False, style="dim")
+    if started is not None and finished is not None and started.lossy:
+        num_other = finished.depth.num_relaxed
+        say(f"{started.policy} is lossy: {num_other} tokens are not the full model's own choice")
 
 
 def say_inexact(stream: GenerationStream) -> None:

@@ -21,16 +21,16 @@ def request_options(
         typer.Option(
             "--policy",
             help="Depth policy. full: no early exits. exact: early tokens are drafts that the full model verifies, so "
-            "the output is that of full. relaxed: with --margin, drafts are also accepted that the full model ranks "
-            "close to its own choice; without it, early tokens are final where the router is confident.",
+            "the output is that of full. relaxed is lossy: drafts are also accepted that the full model ranks close to "
+            "its own choice (--margin), or that are probable enough (--threshold).",
         ),
     ] = "exact",
     threshold: Annotated[
         float | None,
         typer.Option(
             "--threshold",
-            help="With --policy relaxed: router probability, in (0, 1], from which an early token is final. A wrong "
-            "token may then be any token; a margin loses less for the same speed. Default: 0.85, if there is no "
+            help="With --policy relaxed: accept a draft whose calibrated probability is at least this, in (0, 1]. A "
+            "wrong token may then be any token; a margin loses less for the same speed. Default: 0.85, if there is no "
             "--margin.",
         ),
     ] = None,

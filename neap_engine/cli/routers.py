@@ -15,7 +15,7 @@ from neap_engine.cli.job_progress import LEAST_POSITIONS_SHOWN
 from neap_engine.cli.json_lines import print_message
 from neap_engine.cli.learned_view import print_learned
 from neap_engine.cli.line_view import ancestry, print_ancestry
-from neap_engine.cli.risk_view import print_risk
+from neap_engine.cli.relaxed_view import print_relaxed
 from shared.errors import InvalidInput
 
 app = typer.Typer(help="List, inspect, import and roll out published routers.", no_args_is_help=True)
@@ -74,8 +74,8 @@ def show(
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
     manifest: Annotated[bool, typer.Option("--manifest", help="Print only the manifest, as JSON.")] = False,
 ) -> None:
-    """Show one version: its held-out figures per rung, the routers that it goes on from, and the certified bounds of
-    the policy relaxed."""
+    """Show one version: its held-out figures per rung, the routers that it goes on from, and how often answers
+    by the policy relaxed differed."""
     with connect(calibrator) as client:
         router = client.get_version(model, **selector(version))
         line = [] if manifest else list(ancestry(client, router))
@@ -100,7 +100,7 @@ def show(
     out.print(table)
     print_learned(contents)
     print_ancestry(line)
-    print_risk(contents)
+    print_relaxed(contents)
 
 
 @app.command("promote")

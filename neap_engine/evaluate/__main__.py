@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from inference_service.published_bounds import bounds_that_hold
 from neap_engine.evaluate.answers_file import AnswersFile, Key
 from neap_engine.evaluate.figures import UNSCORED, Row, ScoredAnswer, expected_answers, is_right, row
 from neap_engine.evaluate.prompts import read_prompts
@@ -30,7 +29,6 @@ from neap_engine.measuring import Subject, describe_machine, load_subject, run_p
 from shared.engine.engine import Engine
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.risk import PublishedRisk, Setting
 from shared.model.loaded import LoadedModel
 
 FULL: Final = "full"
@@ -79,8 +77,7 @@ def run(options: argparse.Namespace) -> None:
     policies = engine_policies(options.threshold, options.margin)
     subject = load_subject(options.model, options.router)
     prompts = read_prompts(options.prompts, subject.loaded)
-    bounds = bounds_that_hold(subject.published, subject.loaded)
-    description = described(subject, prompts, options.max_tokens, bounds)
+    description = described(subject, prompts, options.max_tokens)
     answers: MutableMapping[Key, TimedAnswer] = {}
     if options.results is not None:
         answers = AnswersFile(options.results, description)
@@ -100,9 +97,7 @@ def run(options: argparse.Namespace) -> None:
         by_side = {
             name: [judged(number, ids, answers[number, name]) for number, ids in enumerate(prompts)] for name in sides
         }
-    rows = [
-        row(name, of_side, by_side[FULL], *certified(bounds, policies.get(name))) for name, of_side in by_side.items()
-    ]
+    rows = [row(name, of_side, by_side[FULL]) for name, of_side in by_side.items()]
     rows += [Row(name, f"not measured: {why}") for name, why in others.refused.items()]
     say(report={"run": description, "rows": [asdict(entry) for entry in rows]})
 
@@ -115,11 +110,8 @@ def engine_policies(thresholds: Sequence[float], margins: Sequence[float]) -> di
     return {FULL: DepthPolicy(FULL), EXACT: DepthPolicy(EXACT), **relaxed}
 
 
-def described(
-    subject: Subject, prompts: Prompts, max_tokens: int, bounds: Mapping[Setting, PublishedRisk]
-) -> dict[str, Any]:
-    """What answers depend on. `bound_tokens`: the first tokens of an answer that all bounds cover; None for all."""
-    covered = [risk.num_tokens for risk in bounds.values() if risk.num_tokens is not None]
+def described(subject: Subject, prompts: Prompts, max_tokens: int) -> dict[str, Any]:
+    """What answers depend on."""
     return {
         "model_id": subject.loaded.model_id,
         "fingerprint": subject.loaded.fingerprint,
@@ -128,7 +120,6 @@ def described(
         "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         "num_prompts": len(prompts),
         "max_tokens": max_tokens,
-        "bound_tokens": min(covered, default=None),
         "machine": describe_machine(subject.loaded),
     }
 
@@ -180,16 +171,6 @@ def judge(
         return ScoredAnswer(run, scores[key], is_right(text, expected[number]))
 
     return judged
-
-
-def certified(bounds: Mapping[Setting, PublishedRisk], policy: DepthPolicy | None) -> tuple[str, float | None]:
-    """What is certified for a policy, in words, and the share of answers that may differ; nothing but for relaxed."""
-    if policy is None or policy.name != "relaxed":
-        return "", None
-    risk = bounds.get(policy.setting)
-    value = policy.threshold if policy.margin is None else policy.margin
-    bound = risk.epsilon_at(value) if risk is not None else None
-    return f"certified: {bound:.1%} differ" if bound else "not certified", bound
 
 
 if __name__ == "__main__":

@@ -35,8 +35,7 @@ class Row:
     `num_identical`: answers that are those of the first side, token by token. `chosen_share`: tokens that are the full
     model's choice after what precedes them. `perplexity`: of the answers under the full model. `num_right` of
     `num_checkable` answers end with the number that is expected; `lost_low` to `lost_high`: 95 % bootstrap interval of
-    the share that is right in the first side and not in this one, less the reverse. `note`: why a side has no figures,
-    or what is certified; `bound`: the certified share of answers that may differ from those of full.
+    the share that is right in the first side and not in this one, less the reverse. `note`: why a side has no figures.
     """
 
     side: str
@@ -52,22 +51,15 @@ class Row:
     tokens_per_s: float = 0.0
     layers_per_token: float = 0.0
     tokens_per_pass: float = 0.0
-    bound: float | None = None
 
 
-def row(
-    side: str,
-    answers: Sequence[ScoredAnswer],
-    baseline: Sequence[ScoredAnswer],
-    note: str = "",
-    bound: float | None = None,
-) -> Row:
+def row(side: str, answers: Sequence[ScoredAnswer], baseline: Sequence[ScoredAnswer]) -> Row:
     runs, scores = [answer.run for answer in answers], [answer.score for answer in answers]
     nats = [nat for score in scores for nat in score.nats]
     num_decoded, seconds = sum(run.num_decoded for run in runs), sum(run.decode_s for run in runs)
     return Row(
         side,
-        note,
+        "",
         len(answers),
         sum(answer.run.token_ids == other.run.token_ids for answer, other in zip(answers, baseline, strict=True)),
         sum(score.num_chosen for score in scores) / max(len(nats), 1),
@@ -78,7 +70,6 @@ def row(
         num_decoded / seconds if seconds else 0.0,
         sum(run.layer_executions for run in runs) / max(num_decoded, 1),
         num_decoded / max(sum(run.verify_passes for run in runs), 1),
-        bound,
     )
 
 

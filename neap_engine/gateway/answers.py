@@ -128,7 +128,7 @@ class Choice:
         """What ran, as `Started` says it."""
         started = self._started
         assert started is not None
-        facts: dict[str, Any] = {
+        return {
             "request_id": started.request_id,
             "policy": started.policy,
             "router_version": started.router_version,
@@ -137,10 +137,8 @@ class Choice:
             "seed": str(started.seed),
             "numerics_id": started.numerics_id,
             "warnings": list(started.warnings),
+            "lossy": started.lossy,
         }
-        for name in ("risk_bound", "risk_bound_tokens"):
-            facts[name] = getattr(started, name) if started.HasField(name) else None
-        return facts
 
     def _figures(self) -> dict[str, Any]:
         """What the choice took, as `Finished` says it."""

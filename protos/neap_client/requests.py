@@ -122,8 +122,6 @@ def depth_policy(
     if policy == "exact":
         return pb.DepthPolicy(exact=pb.Exact(max_drafts=max_drafts), min_layers=min_layers)
     if policy == "relaxed":
-        if threshold is not None and margin is not None:
-            raise _bad_depth("margin", "relaxed has a threshold or a margin, not both")
         relaxed = pb.Relaxed(threshold=threshold, margin=margin)
         return pb.DepthPolicy(relaxed=relaxed, min_layers=min_layers)
     raise _bad_depth("policy", f"policy is {policy!r}; it must be full, exact or relaxed")

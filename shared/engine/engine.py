@@ -17,7 +17,6 @@ from shared.engine.loop import EngineLoop
 from shared.engine.memory.budget import default_budget, kv_token_bytes
 from shared.engine.memory.prefixes import Prefixes, common_prefix
 from shared.engine.model_claim import ModelClaim
-from shared.engine.quality.shadow import Shadow
 from shared.engine.request.admission import Admission
 from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import GenerationHandle, OnEvent, OnStates
@@ -68,8 +67,7 @@ class Engine:
         learned_bytes: bytes of a table that learns from the answers of policy exact and drafts later ones, for each
         client (see
             `GenerationRequest`) apart. 0: nothing is learned.
-        shadow_share: share of the answers of policy relaxed, in [0, 1], that are checked while the engine is idle: see
-        `Shadow`. on_failure: called by the engine's thread if an error ends it. Later requests are refused with
+        on_failure: called by the engine's thread if an error ends it. Later requests are refused with
         `Unavailable` (reason
             ENGINE_FAILED).
         runner_of: makes the runner of the model from the model and `kv_budget_bytes`. cost_meter: measures the costs of
@@ -77,7 +75,7 @@ class Engine:
         Tests pass one that they can move. tries_promise: whether what `exact` promises is tried at the start, which
         takes a few passes. Without it there are no `numerics`.
 
-    `statistics` and `shadow` hold the engine's counts. Any thread may read them.
+    `statistics` holds the engine's counts. Any thread may read them.
 
     `numerics` says whether `exact` promises the tokens of `full` for this model here, and names the bits that it gives.
     The log says the first when the engine starts.
@@ -99,7 +97,6 @@ class Engine:
         kv_budget_bytes: int | None = None,
         prefix_cache_bytes: int | None = None,
         learned_bytes: int = 0,
-        shadow_share: float = 0.0,
         on_failure: Callable[[], object] = lambda: None,
         runner_of: Callable[[LoadedModel, int], Runner] = make_runner,
         cost_meter: CostMeter | None = None,
@@ -149,12 +146,9 @@ class Engine:
                 clock=clock,
             )
             self.statistics = self._decoder.statistics
-            self.shadow = Shadow(runner, self._decoder.prefixes, share=shadow_share)
             self._ladders = LadderCache(runner, max_ladders, cost_meter)
             self._loop = EngineLoop(
                 self._decoder,
-                self.shadow,
-                self._admission,
                 self._ladders,
                 Scheduler(SchedulerLimits(max_running, max_queue, max_queue_tokens, self._admission.kv_budget_tokens)),
                 ladder=self._ladder,

@@ -15,8 +15,6 @@ from shared.engine.drafting.planner import PassCosts
 from shared.engine.failure import failure_of
 from shared.engine.lifetime import ForkGate, stop_at_exit
 from shared.engine.model_claim import ModelClaim
-from shared.engine.quality.shadow import Shadow
-from shared.engine.request.admission import Admission
 from shared.engine.request.handle import EngineEvent
 from shared.engine.request.job import EngineJob
 from shared.engine.request.sequence import DecodingSequence
@@ -43,8 +41,6 @@ class EngineLoop:
     def __init__(
         self,
         decoder: Decoder,
-        shadow: Shadow,
-        admission: Admission,
         ladders: LadderCache,
         scheduler: Scheduler[EngineJob],
         *,
@@ -65,8 +61,8 @@ class EngineLoop:
         # When the thread was ready for requests, by `time.monotonic`.
         # What came before waited for that, and not in the queue.
         self._ready_s = math.inf
-        self._decoder, self._shadow = decoder, shadow
-        self._admission, self._ladders = admission, ladders
+        self._decoder = decoder
+        self._ladders = ladders
         self._ladders.in_use = lambda: {id(job.ladder) for job in scheduler.running}
         self._on_failure = on_failure
         self._claim = claim
@@ -181,8 +177,7 @@ class EngineLoop:
                 self._wake_ups.get_nowait()
             with self.lock:
                 now = self._clock()
-                has_background_work = not (self.background.is_empty and self._shadow.is_idle)
-                if self.scheduler.has_work(now) or has_background_work:
+                if self.scheduler.has_work(now) or not self.background.is_empty:
                     return not self._is_stopping
                 wait_s = max(self.scheduler.next_deadline_s - now, 0.0)
             timeout_s = None if wait_s >= threading.TIMEOUT_MAX or math.isinf(wait_s) else wait_s
@@ -208,17 +203,14 @@ class EngineLoop:
                 self._end(job, DeadlineExceeded("the deadline passed during generation"))
         for job in put_back:
             self._put_back(job)
-        # Caches that are only kept for reuse, and shadow checks, give way to running requests.
-        self._shadow.make_room(num_free_tokens)
-        self._decoder.prefixes.shrink_to(num_free_tokens - self._shadow.num_tokens)
+        # Caches that are only kept for reuse give way to running requests.
+        self._decoder.prefixes.shrink_to(num_free_tokens)
         ready = [job for job in turn if self._is_started(job)]
         if ready:
             self._step(ready)
             self.background.after_step()
         elif not self.background.is_empty:
             self.background.run_slice()
-        elif not self._shadow.is_idle:
-            self._shadow.run_slice(num_free_tokens)
 
     def _put_back(self, job: EngineJob) -> None:
         job.count_put_back()
@@ -304,10 +296,6 @@ class EngineLoop:
             self._remove_and_end(job, failure_of(error))
             return
         self._deliver(job, finished)
-        try:
-            self._shadow.offer(sequence, self._admission.kv_budget_tokens)
-        except Exception:  # the answer is complete; only its check is missing
-            logger.exception("an answer could not be offered for a shadow check")
         self._remove_and_end(job, None)
 
     def _remove_and_end(self, job: EngineJob, error: NeapError | None) -> None:

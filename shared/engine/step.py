@@ -87,9 +87,7 @@ class Decoder:
         """
         loaded, cache = self.runner.loaded, self._new_cache(request)
         learned = None
-        # Under relaxed, drafts may be final. The published bounds know none of this table, and it may learn the full
-        # model's choices only.
-        if self.learned is not None and request.policy.name == "exact":
+        if self.learned is not None and request.policy.name != "full":
             learned = self.learned.of(request.client)
         return DecodingSequence(
             request,
@@ -156,11 +154,10 @@ class Decoder:
         # Sequences that want the same exit share its pass.
         drafted = [part for part in draft_chains(decoding, len(decoding)) if part.sequence.failure is None]
         self._plan(drafted, prefills, costs)
-        unsettled = [part for part in drafted if not part.num_final or attempt(part.sequence, self._commit_final, part)]
-        parts = [*unsettled, *prefills]
+        parts = [*drafted, *prefills]
         self._verify_and_commit(parts)
 
-        chunks_of = {id(part.sequence): part.chunks for part in (*drafted, *prefills)}
+        chunks_of = {id(part.sequence): part.chunks for part in parts}
         results = [chunks_of.get(id(sequence), []) for sequence in batch]
         seconds = time.perf_counter() - start_s
         # Where nothing is read from the device, the time is not that of the pass.
@@ -229,24 +226,12 @@ class Decoder:
             [part.probabilities for part in drafted],
             costs,
             branches=[part.possible for part in drafted],
-            least=[len(part.drafts) if part.sequence.request.policy.max_drafts else part.num_final for part in drafted],
+            least=[len(part.drafts) if part.sequence.request.policy.max_drafts else 0 for part in drafted],
             num_other_tokens=sum(len(part.tokens) for part in prefills),
         )
         for part, tree in zip(drafted, trees, strict=True):
             part.prune(tree)
             part.sequence.num_drafted += len(part.tokens) - 1
-
-    def _commit_final(self, part: Speculation) -> bool:
-        """Commits the drafts that need no verification (policy relaxed).
-        Returns whether the part still needs the verify pass."""
-        sequence = part.sequence
-        final = part.drafts[: part.num_final]
-        part.chunks += sequence.emit([GeneratedToken(d.token, d.depth, d.rung) for d in final])
-        sequence.num_accepted += len(final)
-        self.statistics.record_drafts(final, len(final), sequence.request.counted_version)
-        if sequence.is_finished:  # there will be no verify pass that counts these layers
-            sequence.count_layers(part.num_layer_executions, part.num_token_layers)
-        return not sequence.is_finished
 
     # Verify and commit.
 
@@ -324,7 +309,7 @@ class Decoder:
             sequence.num_verify_passes += 1
             sequence.num_accepted += len(verdict.tokens) - 1
             sequence.num_relaxed += verdict.num_relaxed
-            sequence.confidence.record(part.proposals[part.num_final :], verdict.tokens[: verdict.num_accepted + 1])
+            sequence.confidence.record(part.proposals, verdict.tokens[: verdict.num_accepted + 1])
             self._record_drafts(part, verdict)
         through = part.through(None if part.is_prefill else verdict)
         sequence.num_settled = part.base + len(through)
@@ -346,7 +331,7 @@ class Decoder:
 
     def _record_drafts(self, part: Speculation, verdict: Verdict) -> None:
         version = part.sequence.request.counted_version
-        self.statistics.record_drafts(part.drafts[part.num_final :], verdict.num_accepted, version)
+        self.statistics.record_drafts(part.drafts, verdict.num_accepted, version)
         for number, branch in enumerate(part.branches):
             num_accepted = verdict.num_in_branch if number == verdict.branch else 0
             self.statistics.record_drafts(branch.drafts, num_accepted, version)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.request.logprobs import Logprobs, logprobs, logprobs_from_row
-from shared.model.choosing import choose, num_accepted, within_margins
+from shared.model.choosing import choose, num_accepted, relaxed
 from shared.model.distribution import reads_without_sync
 from shared.model.sampling import Trial
 from shared.ops.choices import NO_TOKEN
@@ -17,8 +17,8 @@ from shared.ops.choices import NO_TOKEN
 @dataclass(frozen=True)
 class Verdict:
     """`tokens`: the accepted drafts and the token that the full model chooses after them, NO_TOKEN if it has none.
-    `logprobs`: of these tokens, if asked for. `num_relaxed`: how many of the drafts were accepted by the request's
-    margin alone, where the full model chose another token. `branch`: the number of the branch whose first
+    `logprobs`: of these tokens, if asked for. `num_relaxed`: how many of the drafts were accepted although
+    the full model chose another token (policy relaxed). `branch`: the number of the branch whose first
     `num_in_branch` drafts are the last accepted ones, if there is one.
     """
 
@@ -54,11 +54,11 @@ def verify(logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[i
     host waits for the device once.
     """
     num_logprobs = num_alternatives or [None] * len(trials)
-    choices, scores, relaxed = compute_choices(logits, trials, num_logprobs)
-    parts = [*choices, *relaxed, *(rows.flatten() for rows in scores)]
+    choices, scores, others = compute_choices(logits, trials, num_logprobs)
+    parts = [*choices, *others, *(rows.flatten() for rows in scores)]
     numbers = iter((parts[0] if len(parts) == 1 else torch.cat(parts)).tolist())
     chosen = [[int(number) for number in islice(numbers, len(part))] for part in choices]
-    replaced = [list(islice(numbers, len(part))) for part in relaxed] or [[]] * len(trials)
+    replaced = [list(islice(numbers, len(part))) for part in others] or [[]] * len(trials)
     token_logprobs = [[logprobs_from_row(list(islice(numbers, len(row)))) for row in rows] for rows in scores]
     verdicts = []
     for index, (trial, tokens) in enumerate(zip(trials, chosen, strict=True)):
@@ -73,21 +73,20 @@ def compute_choices(
     logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[int | None]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Per trial its choices [n] int64, its log-probabilities [n, 1 + 2 * alternatives], [0, 1] if it asks for none, and
-    which choices are drafts within the margin [n] bool. The second list is empty if no trial asks for any, the third if
-    none has a margin.
+    which choices are drafts in place of others [n] bool. The second list is empty if no trial asks for any, the third
+    if none is relaxed.
 
     The tensors are on the logits' device. `verify` reads them; this function does not wait for the device, except on
     devices that are read without a synchronisation.
     """
     choices = exact_choices = choose(logits, trials)
-    relaxed = []
-    if any(trial.margin is not None for trial in trials):
+    others = []
+    if any(trial.is_relaxed for trial in trials):
         # Choices and drafts are allowed, so a constraint changes none of their logits.
-        choices = within_margins(logits, trials, exact_choices)
-        pairs = zip(choices, exact_choices, strict=True)
-        relaxed = [accepted != exact[: len(accepted)] for accepted, exact in pairs]
+        choices = relaxed(logits, trials, exact_choices)
+        others = [accepted != exact for accepted, exact in zip(choices, exact_choices, strict=True)]
     if all(count is None for count in num_alternatives):
-        return choices, [], relaxed
+        return choices, [], others
     if reads_without_sync(logits.device):  # so nothing is computed of rows that do not count
         choices = [
             tokens[: 1 + num_accepted(tokens.tolist(), trial.drafts)]
@@ -98,4 +97,4 @@ def compute_choices(
         tokens.new_empty(0, 1) if count is None else logprobs(row_logits[: len(tokens)], tokens, count)
         for row_logits, tokens, count in zip(rows, choices, num_alternatives, strict=True)
     ]
-    return choices, scores, relaxed
+    return choices, scores, others

@@ -20,7 +20,6 @@ from shared.ladder.exits import LayerExit
 from shared.ladder.joint_weights import JointWeights
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.ngram_table import NgramTable
-from shared.ladder.risk import RISK_KEYS
 from shared.ladder.rungs import NGRAM_TABLE, PROMPT_LOOKUP, exit_name
 from shared.ladder.table_confidence import TableConfidence
 from shared.model.own_thread import run_in_own_thread
@@ -54,9 +53,8 @@ def round_weights(module: nn.Module) -> None:
 def pack_ladder(ladder: Ladder, report: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """(manifest, blobs) of a ladder.
 
-    `report` is what `calibrate` returned. Its "rungs" figures go to the manifest's rungs. Its "risk" and "margin_risk",
-    if they have bounds, become the manifest's (see `shared.ladder.risk`). The rest becomes the manifest's
-    "calibration".
+    `report` is what `calibrate` returned. Its "rungs" figures go to the manifest's rungs. The rest becomes the
+    manifest's "calibration".
 
     The weights are stored as float16 and must have been rounded before (`round_weights`).
     """
@@ -88,16 +86,13 @@ def pack_ladder(ladder: Ladder, report: Mapping[str, Any]) -> tuple[dict[str, An
         )
     if ladder.draft_vocabulary is not None:
         tensors["draft_vocabulary"] = ladder.draft_vocabulary.to(torch.int32).cpu()
-    published = {key: report[key] for key in RISK_KEYS.values() if report.get(key, {}).get("bounds")}
-    elsewhere = {"rungs", *published}
     manifest = {
         "schema_version": SCHEMA_VERSION if ladder.exits else FIRST_VERSION,
         "model": _model_json(ladder.model),
         "rungs": rungs,
         "draft_vocabulary": 0 if ladder.draft_vocabulary is None else len(ladder.draft_vocabulary),
         "joint_weights": ladder.joint_weights.to_json(),
-        **published,
-        "calibration": {key: value for key, value in report.items() if key not in elsewhere},
+        "calibration": {key: value for key, value in report.items() if key != "rungs"},
     }
     return json.loads(json.dumps(manifest, allow_nan=False)), {BLOB: save(tensors)}
 

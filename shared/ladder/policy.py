@@ -1,4 +1,4 @@
-"""The depth policy: whether tokens may leave early, and what makes such a token final."""
+"""The depth policy: whether tokens may leave early, and which of these drafts the verify pass accepts."""
 
 import math
 from dataclasses import dataclass
@@ -6,25 +6,27 @@ from typing import Literal
 
 from shared.errors import InvalidInput
 from shared.field_types import check_types
-from shared.ladder.risk import Setting
 
 PolicyName = Literal["full", "exact", "relaxed"]
+# Of relaxed, if it is given neither a threshold nor a margin: TIDE's.
+DEFAULT_THRESHOLD = 0.85
 
 
 @dataclass(frozen=True)
 class DepthPolicy:
-    """`full`: no exits. `exact`: tokens that leave early are drafts, which a verify pass verifies.
+    """`full`: no exits. `exact`: tokens that leave early are drafts, and the verify pass accepts those that the full
+    model chooses.
 
-    `relaxed` with a `margin`: the verify pass also accepts a draft if the log-probability of its own choice exceeds the
-    draft's by at most `margin`. Without one: a token that leaves early is final, unverified, if its probability is at
-    least `threshold`.
+    `relaxed` is lossy: the verify pass also accepts a draft if the log-probability of its own choice exceeds the
+    draft's by at most `margin`, or if the draft's calibrated probability is at least `threshold`. With neither of them
+    the threshold is DEFAULT_THRESHOLD.
 
     `min_layers`: a token may leave only after this many layers. `max_drafts`: upper limit of pending tokens per verify
     pass, or 0 if the planner chooses. Raises `InvalidInput`.
     """
 
     name: PolicyName = "exact"
-    threshold: float = 0.85
+    threshold: float | None = None
     margin: float | None = None
     min_layers: int = 0
     max_drafts: int = 0
@@ -33,24 +35,16 @@ class DepthPolicy:
         check_types(self)
         if self.name not in ("full", "exact", "relaxed"):
             raise InvalidInput(f"depth policy is {self.name!r}; it must be full, exact or relaxed")
-        if not 0.0 < self.threshold <= 1.0:
+        for what, value in (("threshold", self.threshold), ("margin", self.margin)):
+            if value is not None and self.name != "relaxed":
+                raise InvalidInput(f"a {what} needs the policy relaxed, not {self.name}")
+        if self.name == "relaxed" and self.threshold is None and self.margin is None:
+            object.__setattr__(self, "threshold", DEFAULT_THRESHOLD)  # frozen from here on; this is still construction
+        if self.threshold is not None and not 0.0 < self.threshold <= 1.0:
             raise InvalidInput(f"threshold is {self.threshold}; it must be in (0, 1]")
-        if self.margin is not None:
-            if self.name != "relaxed":
-                raise InvalidInput(f"a margin needs the policy relaxed, not {self.name}")
-            if not 0.0 <= self.margin < math.inf:
-                raise InvalidInput(f"margin is {self.margin}; it must be finite and not negative")
+        if self.margin is not None and not 0.0 <= self.margin < math.inf:
+            raise InvalidInput(f"margin is {self.margin}; it must be finite and not negative")
         if self.min_layers < 0:
             raise InvalidInput(f"min_layers is {self.min_layers}; it must not be negative")
         if not 0 <= self.max_drafts <= 64:
             raise InvalidInput(f"max_drafts is {self.max_drafts}; it must be in [0, 64]")
-
-    @property
-    def leaves_unverified(self) -> bool:
-        """Whether drafts with a probability of at least `threshold` are final without verification."""
-        return self.name == "relaxed" and self.margin is None
-
-    @property
-    def setting(self) -> Setting:
-        """What makes tokens final under policy relaxed."""
-        return "threshold" if self.margin is None else "margin"

@@ -11,6 +11,7 @@ LEARNED = "learned"
 # Nor are these: what the constraint of a request forces, and the text that a request expects.
 GRAMMAR = "grammar"
 PREDICTION = "prediction"
+NOT_CALIBRATED = frozenset((LEARNED, GRAMMAR, PREDICTION))
 # Width of a confidence head's hidden layer. Here, because services check specs without torch.
 DEFAULT_ROUTER_WIDTH = 128
 # What the names of rungs with an exit head begin with, and no others do.
@@ -37,14 +38,19 @@ class Match:
 class Draft(NamedTuple):
     """A token that a proposer proposes before the full model has run for it.
 
-    `probability`: calibrated probability that the full model's greedy choice is `token`, given that the drafts before
-    it in the same chain are right. `rung`: the proposer's name. `depth`: layers run for it.
+    `probability`: that the full model's greedy choice is `token`, given that the drafts before it in the same chain are
+    right. `rung`: the proposer's name. `depth`: layers run for it.
     """
 
     token: int
     probability: float
     rung: str
     depth: int
+
+    @property
+    def calibrated_probability(self) -> float:
+        """0 of a proposer that no calibration has measured."""
+        return 0.0 if self.rung in NOT_CALIBRATED else self.probability
 
 
 class Proposer(Protocol):

@@ -19,8 +19,8 @@ def choose(logits: Tensor, trials: Sequence[Trial]) -> list[Tensor]:
     """The tokens chosen at each trial's rows, of those that its constraint allows: per trial [n] int64. logits [T, V]
     float: the rows of all trials, trial after trial.
 
-    NO_TOKEN where an allowed logit is NaN, or the largest one is infinite. A row counts only if every row before it
-    chose its draft, so rows after the first that did not may be missing from the result. All greedy trials take one
+    NO_TOKEN where an allowed logit is NaN, or the largest one is infinite. A row counts only if every draft before it
+    is accepted, so rows after the first whose draft is not may be missing from the result. All greedy trials take one
     launch, all others another one. Nothing waits for the device.
     """
     num_greedy = sum(trial.sampling.is_greedy for trial in trials)
@@ -37,26 +37,32 @@ def choose(logits: Tensor, trials: Sequence[Trial]) -> list[Tensor]:
     return [chosen[index] for index in range(len(trials))]
 
 
-def within_margins(logits: Tensor, trials: Sequence[Trial], choices: list[Tensor]) -> list[Tensor]:
-    """`choices`, with each draft in place of a choice that leads it by at most its trial's margin.
+def relaxed(logits: Tensor, trials: Sequence[Trial], choices: list[Tensor]) -> list[Tensor]:
+    """`choices`, with each draft in place of another choice that its trial accepts all the same (policy relaxed).
 
     logits and choices as of `choose`. Nothing waits for the device.
     """
     rows = logits.split_with_sizes([trial.num_rows for trial in trials])
     return [
-        chosen if trial.margin is None else _within_margin(row_logits, trial.drafts, trial.margin, chosen)
+        _relaxed(row_logits, trial, chosen) if trial.is_relaxed else chosen
         for row_logits, trial, chosen in zip(rows, trials, choices, strict=True)
     ]
 
 
-def _within_margin(logits: Tensor, drafts: Sequence[int], margin: float, choices: Tensor) -> Tensor:
+def _relaxed(logits: Tensor, trial: Trial, choices: Tensor) -> Tensor:
     """Row i of logits [n + 1, V] judges draft i of n; the last row judges none.
     Logits differ as log-probabilities do."""
-    drafted = torch.tensor(drafts, dtype=torch.int64).to(logits.device, non_blocking=True)
-    chosen, last = choices.split([len(drafted), 1])
-    scores = logits[:-1].gather(1, torch.stack([chosen.clamp(min=0), drafted], 1))
-    is_near = (scores[:, 0] - scores[:, 1] <= margin) & (chosen != NO_TOKEN)
-    return torch.cat([torch.where(is_near, drafted, chosen), last])
+    num_judged = min(len(choices), len(trial.drafts))
+    drafts = torch.tensor(trial.drafts[:num_judged], dtype=torch.int64)
+    sure = torch.tensor([trial.is_sure(row) for row in range(num_judged)], dtype=torch.bool)
+    drafts, sure = (of_rows.to(logits.device, non_blocking=True) for of_rows in (drafts, sure))
+    chosen = choices[:num_judged]
+    is_accepted = sure
+    if trial.margin is not None:
+        scores = logits[:num_judged].gather(1, torch.stack([chosen.clamp(min=0), drafts], 1))
+        is_accepted = sure | (scores[:, 0] - scores[:, 1] <= trial.margin)
+    accepted = torch.where(is_accepted & (chosen != NO_TOKEN), drafts, chosen)
+    return torch.cat([accepted, choices[num_judged:]])
 
 
 def num_accepted(chosen: Sequence[int], drafts: Sequence[int]) -> int:

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 log = structlog.get_logger("neap.model")
 
 # What changes greedy answers of `generate`, and the value with which it does not, beside None. They are options of a
-# request here: rules of its own would end the bound of relaxed, and are no part of what a router has learned.
+# request here: rules of its own are no part of what a router has learned.
 NEUTRAL = {
     "bad_words_ids": [],
     "begin_suppress_tokens": [],

@@ -14,7 +14,7 @@ from shared.ops.choices import NO_TOKEN
 
 def allowed_only(chosen: Tensor, scores: Tensor, trial: Trial) -> Tensor:
     """The first of the largest allowed scores of each row [n] int64, up to the first row that does not choose its
-    draft; a trial with a margin needs all. chosen [n] int64: those of all tokens. scores [n, V] float, on the host.
+    draft; a relaxed trial needs all. chosen [n] int64: those of all tokens. scores [n, V] float, on the host.
 
     NO_TOKEN as for `choose`.
     """
@@ -29,6 +29,6 @@ def allowed_only(chosen: Tensor, scores: Tensor, trial: Trial) -> Tensor:
             best = allowed_scores.argmax()  # of a NaN, if there is one
             token = int(few[best]) if np.isfinite(allowed_scores[best]) else NO_TOKEN
         tokens.append(token)
-        if token != draft and trial.margin is None:
+        if token != draft and not trial.is_relaxed:
             break
     return torch.tensor(tokens)

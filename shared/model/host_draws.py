@@ -36,8 +36,8 @@ Tokens = npt.NDArray[np.int64]
 
 
 def draw(logits: Tensor, trials: Sequence[Trial]) -> list[Tensor]:
-    """The tokens drawn at each trial's rows, up to the first that is not its draft: per trial [n] int64. logits [T, V]
-    float on the host.
+    """The tokens drawn at each trial's rows, up to the first whose draft is not accepted: per trial [n] int64. logits
+    [T, V] float on the host.
 
     NO_TOKEN as for `choose`. Temperatures must be positive.
     """
@@ -51,13 +51,14 @@ def draw(logits: Tensor, trials: Sequence[Trial]) -> list[Tensor]:
 
 def _drawn_in_turn(rows: Floats, trial: Trial) -> list[int]:
     chosen: list[int] = []
-    for number, draft in enumerate([*trial.drafts, None]):
+    for number in range(trial.num_rows):
         scores = rows[number]
         if trial.allowed is not None:
             # By one thread, which is faster than many beside other work.
             scores = np.where(trial.allowed.mask(number), scores, np.float32(-np.inf))
         chosen.append(token_at(trial.uniform(number), scores, trial.sampling))
-        if chosen[-1] != draft:
+        is_last = number == len(trial.drafts)
+        if is_last or (chosen[-1] != trial.drafts[number] and not trial.is_sure(number)):
             break
     return chosen
 

@@ -167,8 +167,9 @@ class Trial:
     Row i counts only if all drafts before it are accepted.
     In that case it is the row that plain decoding would compute.
 
-    `margin`: a draft is accepted, too, if the log-probability of the choice exceeds its own by at most this. None: it
-    is not. Only plain greedy trials have one.
+    A draft is accepted if it is the choice of its row, and under policy relaxed also if the log-probability of the
+    choice exceeds its own by at most `margin`, or if its probability in `probabilities`, one per draft, is at least
+    `threshold`. None: these do not count. Only plain greedy trials have a margin.
 
     The answer begins after `num_prompt_tokens` of the context. `end_token_ids` end it. `allowed`: the tokens that a
     constraint allows at each row. None: all.
@@ -186,10 +187,21 @@ class Trial:
     allowed: AllowedTokens | None = None
     path: Sequence[int] = ()
     counts: "ContextCounts | None" = None
+    threshold: float | None = None
+    probabilities: Sequence[float] = ()
 
     @property
     def num_rows(self) -> int:
         return len(self.drafts) + 1
+
+    @property
+    def is_relaxed(self) -> bool:
+        """Whether a draft may be accepted that is not the choice."""
+        return self.margin is not None or self.threshold is not None
+
+    def is_sure(self, row: int) -> bool:
+        """Whether the draft that row `row` judges is accepted whatever the choice is."""
+        return self.threshold is not None and self.probabilities[row] >= self.threshold
 
     def uniform(self, row: int) -> float:
         """The uniform number of the position that row `row` predicts."""

@@ -148,8 +148,7 @@ def test_products_are_rounded_as_the_settings_say(model_folder, tmp_path):
     spec = CalibrationSpec("tiny", SelfGenerated(max_new_tokens=24), max_tokens=2000)
     formats = {"dtype": "bfloat16", "compute_dtype": "bfloat16"}
     manifest = run(model_folder, spec, tmp_path, **formats).manifest
-    risk = manifest.get("risk") or manifest["calibration"]["risk"]
-    assert risk["engine"]["compute_dtype"] == "bfloat16"
+    assert manifest["calibration"]["relaxed"]["engine"]["compute_dtype"] == "bfloat16"
 
 
 def test_model_and_dataset_that_do_not_exist(start_service, model_folder, tmp_path, monkeypatch):

@@ -98,6 +98,7 @@ def test_bad_stopping_is_refused(field):
             pb.DepthPolicy(relaxed=pb.Relaxed(margin=0.0), min_layers=1),
             DepthPolicy("relaxed", margin=0.0, min_layers=1),
         ),
+        (pb.DepthPolicy(relaxed=pb.Relaxed(threshold=0.9, margin=0.1)), DepthPolicy("relaxed", 0.9, 0.1)),
     ],
 )
 def test_depth_policies(message, policy):
@@ -112,7 +113,6 @@ def test_depth_policies(message, policy):
         pb.DepthPolicy(relaxed=pb.Relaxed(margin=-0.1)),
         pb.DepthPolicy(relaxed=pb.Relaxed(margin=math.nan)),
         pb.DepthPolicy(relaxed=pb.Relaxed(margin=math.inf)),
-        pb.DepthPolicy(relaxed=pb.Relaxed(threshold=0.9, margin=0.1)),
         pb.DepthPolicy(exact=pb.Exact(max_drafts=1000)),
     ],
 )
@@ -197,7 +197,6 @@ def test_predictions_are_tokenised_without_special_tokens(loaded):
         (predicted(token_ids=pb.TokenIds(ids=[263])), "TOKEN_OUT_OF_RANGE"),
         (predicted(token_ids=pb.TokenIds(ids=[0] * 2049)), "PREDICTION_TOO_LONG"),
         (predicted(text="x" * (64 * 2048 + 1)), "PREDICTION_TOO_LONG"),
-        ({**predicted(text="x"), "depth": pb.DepthPolicy(relaxed=pb.Relaxed())}, "PREDICTION_NEEDS_EXACT"),
     ],
 )
 def test_bad_prompts_are_refused(loaded, fields, reason):

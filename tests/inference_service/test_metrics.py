@@ -7,7 +7,6 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from inference_service.metrics import WorkerMetrics
-from shared.engine.quality.shadow import ShadowCounts
 from shared.engine.statistics import MAX_VERSIONS, EngineStatistics
 from tests.exported_metrics import busy_engine, busy_metrics, exported
 
@@ -50,14 +49,12 @@ def test_versions_that_left_leave_no_series():
     for version in (3, 4, 5):
         engine.statistics.record_drafts((), 0, version)
         engine.statistics.by_version[version].num_requests = version
-        engine.shadow.counts[version, None] = ShadowCounts(num_dropped=1)
 
     def versions(name):
         samples = _parsed(metrics)[name].samples
         return {sample.labels["router_version"]: sample.value for sample in samples}
 
     assert versions("neap_router_requests") == {"3": 3.0, "4": 4.0}
-    assert set(versions("neap_router_shadow_dropped")) == {"3", "4"}
     served.remove(3)
     assert versions("neap_router_requests") == {"4": 4.0}
     served.add(5)

@@ -32,12 +32,10 @@ ROOT = K8S.parent
 # Prometheus adds these to every series of a pod.
 TARGET_LABELS = {"namespace", "pod", "instance"}
 # Rows of the documents whose advice is no alert: comparisons of two router versions during a rollout (docs/rollout.md),
-# a label as a number, which the worker itself compares (neap_router_relaxed_suspended), and what only somebody who
-# knows the callers can judge.
+# and what only somebody who knows the callers can judge.
 NOT_ALERTS = {
     "neap_router_accepted_tokens_total",
     "neap_router_layer_executions_saved_total",
-    "neap_router_shadow_disagreement_lower_limit",
     "neap_unauthorized_calls_total",
 }
 

@@ -12,6 +12,7 @@ from neap_engine.tide import TIDE, TIDEConfig, calibrate
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import wrap_model
+from tests.fixed_costs import fixed_cost_engine
 from tests.random_ladder import random_ladder
 from tests.worker import build_model, build_tokenizer
 
@@ -21,8 +22,9 @@ PROMPT = torch.tensor([[260, 220, 260, 220, 260, 220, 257]])
 @pytest.fixture
 def router(tmp_path: Path) -> Path:
     """A router's folder. Nothing was trained."""
-    ladder = random_ladder(wrap_model(build_model()), 0, agreement=0.9)
-    CalibrationResult(ladder, {}).save(tmp_path / "router")
+    ladder = random_ladder(wrap_model(build_model()), 3)
+    figures = {name: {"agreement": 0.9} for name in ladder.rung_names}
+    CalibrationResult(ladder, {"rungs": figures}).save(tmp_path / "router")
     return tmp_path / "router"
 
 
@@ -44,6 +46,38 @@ def test_a_model_serves_one_engine_after_another(router):
             engine.generate(PROMPT, max_new_tokens=2, temperature=0)
 
 
+@pytest.fixture
+def _drafting_pays(monkeypatch):
+    monkeypatch.setattr(tide, "Engine", fixed_cost_engine)
+
+
+def answer_of(router, **config):
+    """(answer, its statistics) of a script of TIDE's with this configuration, for a fresh model."""
+    with TIDE(build_model(), router, TIDEConfig(**config)) as engine:
+        return engine.generate(PROMPT, max_new_tokens=24, temperature=0), engine.last_stats
+
+
+@pytest.mark.usefixtures("_drafting_pays")
+def test_an_exit_threshold_lets_sure_tokens_leave(router):
+    exact, stats = answer_of(router)
+    for threshold, differs in ((0.85, True), (1.0, False)):
+        found, stats = answer_of(router, exit_threshold=threshold)
+        assert found.shape == exact.shape
+        assert torch.equal(found, exact) != differs
+        assert stats.total_tokens == 24
+        assert (stats.exit_rate > 0) == differs
+
+
+@pytest.mark.usefixtures("_drafting_pays")
+def test_min_layers_keeps_shallow_exits_out(router):
+    exact, _ = answer_of(router)
+    assert torch.equal(answer_of(router, min_layers=2)[0], exact)
+    for min_layers, depths in ((0, {0, 2}), (2, {2})):
+        _, stats = answer_of(router, exit_threshold=0.05, min_layers=min_layers)
+        assert set(stats.exits_per_layer) == depths
+        assert stats.total_tokens == 24
+
+
 def test_a_calibration_saves_what_the_engine_reads(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("the hen in the inn says hello to the thin hen " * 250)
     monkeypatch.setattr(tide, "WIKITEXT", TextFile(str(tmp_path / "text.txt")))
@@ -61,7 +95,6 @@ def test_a_calibration_of_few_samples_writes_little_text_and_shows_its_progress(
     config = TIDEConfig(calibration_samples=1)
     calibrate(build_model(), build_tokenizer(), config, tmp_path / "router")
     figures = seen[-1].figures
-    assert figures["risk_tokens"] <= 4 * 512
     assert figures["generated_tokens"] <= 4 * 512
     assert "calibrating: 100%, publishing" in capsys.readouterr().err
 

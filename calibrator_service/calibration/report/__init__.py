@@ -1,1 +1,1 @@
-"""What is known of a trained ladder: held-out figures, and the certified risk of the policy relaxed."""
+"""What is known of a trained ladder: held-out figures, and how often answers by the policy relaxed differ."""

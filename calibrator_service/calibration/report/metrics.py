@@ -1,5 +1,7 @@
 """Metrics of a rung: how often its draft is right, and how well its probability predicts that."""
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -35,6 +37,18 @@ def confidence_figures(probability: Floats, agreed: npt.NDArray[np.bool_]) -> di
         "router_precision": float(confident.mean()) if len(confident) else 0.0,
         "router_ece": calibration_error(probability, agreed),
     }
+
+
+def wilson_interval(count: int, num_trials: int, z: float) -> tuple[float, float]:
+    """Wilson's interval of the share of independent trials of which `count` came out so; `z`: the quantile of the
+    normal distribution. (0, 1) without trials."""
+    if num_trials == 0:
+        return 0.0, 1.0
+    share, square = count / num_trials, z**2 / num_trials
+    middle = share + square / 2
+    spread = math.sqrt(square * (share * (1 - share) + square / 4))
+    # Rounding may leave something of a bound that is 0 or 1.
+    return max((middle - spread) / (1 + square), 0.0), min((middle + spread) / (1 + square), 1.0)
 
 
 def auc(probability: Floats, agreed: npt.NDArray[np.bool_]) -> float:

@@ -1,6 +1,5 @@
 """Which exits would not pay: what they get right on held-out text against what asking them costs on this machine."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import structlog
 
 from calibrator_service.calibration.report.held_out import LEAST_POSITIONS
+from calibrator_service.calibration.report.metrics import wilson_interval
 from calibrator_service.calibration.run import CalibrationRun
 from shared.engine.drafting.costs import exit_timings, measure_verify
 from shared.engine.drafting.planner import PassCosts, exit_gain_s
@@ -27,10 +27,10 @@ def without_unpaid(
     """The ladder without the exits that would not pay, and name -> why, of those.
 
     `report`: see `held_out_report`. An exit must agree more often than the report split's commonest token, by the lower
-    bound of its agreement (see `lower_bound`). An exit that the spec does not name must also save more than it costs on
-    this machine, where the tables do not help. One that the spec names may be meant for another machine. Few positions
-    are no reason against the exits of a child (`is_child`): most of what they know is from its parent's text. Raises
-    `Cancelled`.
+    end of Wilson's interval. Positions of one text are not independent, so that end is somewhat too high. An exit that
+    the spec does not name must also save more than it costs on this machine, where the tables do not help. One that the
+    spec names may be meant for another machine. Few positions are no reason against the exits of a child (`is_child`):
+    most of what they know is from its parent's text. Raises `Cancelled`.
     """
     reasons: dict[str, str] = {}
     for layer_exit in ladder.exits:
@@ -59,18 +59,6 @@ def with_exits(ladder: Ladder, exits: tuple[LayerExit, ...]) -> Ladder:
     return replace(ladder, exits=exits, draft_vocabulary=ladder.draft_vocabulary if exits else None)
 
 
-def lower_bound(share: float, count: int) -> float:
-    """The lower end of Wilson's interval of a share of `count` independent trials; 0 without any.
-
-    Positions of one text are not independent, so the bound is somewhat too high.
-    """
-    if count == 0:
-        return 0.0
-    square = CONFIDENCE_Z**2
-    spread = math.sqrt(share * (1 - share) / count + square / (4 * count**2))
-    return (share + square / (2 * count) - CONFIDENCE_Z * spread) / (1 + square / count)
-
-
 def measured_costs(run: CalibrationRun, runner: ContiguousRunner, ladder: Ladder) -> PassCosts:
     """What passes over one and two tokens and the exits of `ladder` cost here at the least. Raises `Cancelled`.
 
@@ -96,7 +84,7 @@ def _why_unproven(figures: Mapping[str, Any], commonest: float) -> str:
     count, share = int(figures["positions"]), float(figures["agreement_1"])
     if count < LEAST_POSITIONS:
         return f"{count} held-out positions are too few to know how often it agrees with the model"
-    if lower_bound(share, count) > commonest:
+    if wilson_interval(round(share * count), count, CONFIDENCE_Z)[0] > commonest:
         return ""
     return (
         f"it agrees with the model on {share:.1%} of {count} held-out positions, and always naming the commonest token "

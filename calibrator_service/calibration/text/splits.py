@@ -1,8 +1,7 @@
 """Assigns sequences to splits, so that heads, routers and the report learn from and are measured on different
 sequences.
 
-A confidence head trained on the data of its head would trust the head too much. The fourth split, risk, has prompts of
-its own: see `risk_answers`.
+A confidence head trained on the data of its head would trust the head too much.
 """
 
 import hashlib
@@ -68,10 +67,6 @@ class Splitter:
         split = pattern[self._num_assigned % len(pattern)]
         self._num_assigned += 1
         return "heads" if self._held_out_kinds and split == "report" else split
-
-    def has_assigned(self, prompt: Sequence[int]) -> bool:
-        """Whether a sequence with this prompt is in one of the splits, or was learned from before."""
-        return _key(prompt) in self._split_of or _key(prompt) in self._before
 
 
 def _key(prompt: Sequence[int]) -> int:

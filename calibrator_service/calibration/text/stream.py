@@ -6,13 +6,12 @@ memory.
 
 import json
 import math
-import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from calibrator_service.calibration.files import write_atomically
-from calibrator_service.calibration.plan import HEADS_SHARE, RISK_PROMPTS
+from calibrator_service.calibration.plan import HEADS_SHARE
 from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.spec import AnswerFile, HubDataset, SelfGenerated, TextFile
 from calibrator_service.calibration.text.answers import answer_sequences, count_kinds
@@ -38,14 +37,11 @@ MIN_WRITTEN_TOKENS, EARLY_SHARE, EARLY_SLACK = 256, 0.25, 2.0
 # The first tokens say nothing of the speed: most rows still read their prompts. As long as it is not known, the budget
 # is judged at another share, and the next try is told to take a multiple of the time.
 FIRST_TOKENS, UNKNOWN_SPEED_SHARE, UNKNOWN_SPEED_FACTOR = 32, 0.5, 4.0
-# One in HELD_OUT_INTERVAL given prompts is held out for the risk split.
-# Fewer than MIN_HELD_OUT certify nothing, so then none is.
-HELD_OUT_INTERVAL, MIN_HELD_OUT = 5, 20
 
 
 @dataclass(frozen=True)
 class GivenText:
-    """A text file or dataset. Without answers the model chose none of it, and there is no risk split.
+    """A text file or dataset. Without answers the model chose none of it.
 
     `held_out_kinds`: kinds of prompts, in a file of answers, that only the report split has.
     """
@@ -56,11 +52,9 @@ class GivenText:
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """Text that the model writes. `risk_prompts`: held out of the given prompts, () if prompts are drawn or too few
-    were given."""
+    """Text that the model writes."""
 
     config: SelfGenerationConfig
-    risk_prompts: tuple[str, ...]
 
 
 Text = GivenText | GeneratedText
@@ -73,41 +67,16 @@ def plan_text(run: CalibrationRun) -> Text:
         return GivenText(source, held_out_kinds(count_kinds(source), run.spec.seed))
     if not isinstance(source, SelfGenerated):
         return GivenText(source)
-    prompts, risk_prompts = hold_out_prompts(source.prompts, run.spec.seed)
-    config = SelfGenerationConfig(seed=run.spec.seed, prompts=prompts, max_new_tokens=run.plan.max_new_tokens)
-    return GeneratedText(config, risk_prompts)
-
-
-def hold_out_prompts(prompts: tuple[str, ...], seed: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(prompts of the other splits, prompts of the risk split). A prompt that was given twice is on one side only."""
-    distinct = sorted(set(prompts))
-    random.Random(f"{seed}/apart").shuffle(distinct)
-    held_out = distinct[: len(distinct) // HELD_OUT_INTERVAL]
-    if len(held_out) < MIN_HELD_OUT:
-        return prompts, ()
-    apart = set(held_out)
-    return tuple(prompt for prompt in prompts if prompt not in apart), tuple(held_out)
-
-
-def most_risk_prompts(run: CalibrationRun, text: Text) -> int:
-    """Prompts that the risk split may have. Their answers have no more tokens than the spec asks for in the other
-    splits together."""
-    most = RISK_PROMPTS
-    if isinstance(text, GeneratedText) and text.config.prompts:
-        most = min(most, len(text.risk_prompts))
-    return int(min(most, max(run.plan.max_tokens / run.plan.max_new_tokens, 1)))
+    return GeneratedText(
+        SelfGenerationConfig(seed=run.spec.seed, prompts=source.prompts, max_new_tokens=run.plan.max_new_tokens)
+    )
 
 
 class CollectingProgress:
-    """Progress of the collecting phase, in tokens: those written, those assigned to splits, and those learned from.
+    """Progress of the collecting phase, in tokens: those written, those assigned to splits, and those learned from."""
 
-    `knows_speed`: the text is written as the answers of the risk split will be, so its speed says how many fit.
-    """
-
-    def __init__(self, run: CalibrationRun, text: Text, *, knows_speed: bool = False) -> None:
+    def __init__(self, run: CalibrationRun, text: Text) -> None:
         self._run = run
-        self._knows_speed = knows_speed
-        self._risk_prompts = most_risk_prompts(run, text)
         self._is_written = isinstance(text, GeneratedText)
         self._expected = run.plan.max_tokens
         if isinstance(text, GeneratedText) and text.config.prompts:
@@ -157,10 +126,6 @@ class CollectingProgress:
     def _judge(self, seconds: float) -> None:
         """What the speed of writing, in `seconds` so far, says about the rest.
         Raises `InvalidInput` (BUDGET_TOO_SHORT)."""
-        if self._knows_speed and self._num_written:
-            self._run.schedule.expect_risk(
-                self._risk_prompts, self._run.plan.max_new_tokens, self._num_written / seconds
-            )
         elapsed_s, written = self._run.elapsed_s(), max(self._num_written, self.num_assigned)
         left_s = max(self._text_s - elapsed_s, 0.0)
         first_s, num_first = self._first or (seconds, 0)

@@ -1,5 +1,5 @@
-"""Which writers a calibration has: one on the model itself, perhaps a faster one on a copy of it in bfloat16, perhaps
-others' machines."""
+"""Who writes a calibration's text: the model itself, a copy of it in bfloat16 where that is faster, or others'
+machines."""
 
 import math
 from collections.abc import Callable
@@ -26,25 +26,17 @@ COPY_PARAMETER_BYTES = 4
 log = structlog.get_logger("neap.calibration")
 
 
-class Writers:
-    """To be closed. `of_model` writes with the model itself; `of_text` is who writes the text of the splits that
-    train. `fleet_of`: see `pipeline.calibrate`.
-    """
-
-    def __init__(self, run: CalibrationRun, fleet_of: Callable[[Writer], Writer] | None = None) -> None:
-        self.of_model: Writer = EngineWriter(run.loaded, run.plan.sizes.rows)
-        self.of_text: Writer = self.of_model
-        if not isinstance(run.spec.source, SelfGenerated):
-            return
-        if fleet_of is not None:
-            self.of_text = fleet_of(self.of_model)
-        elif not run.has_collected and pays_for_copy(run):
-            log.info("text is written with a copy of the model in bfloat16")
-            self.of_text = EngineWriter(bfloat16_copy(run.loaded), run.plan.sizes.rows, is_own=False)
-
-    def close(self) -> None:
-        self.of_text.close()
-        self.of_model.close()
+def text_writer(run: CalibrationRun, fleet_of: Callable[[Writer], Writer] | None = None) -> Writer:
+    """Who writes the text of the splits. To be closed. `fleet_of`: see `pipeline.calibrate`."""
+    own = EngineWriter(run.loaded, run.plan.sizes.rows)
+    if not isinstance(run.spec.source, SelfGenerated):
+        return own
+    if fleet_of is not None:
+        return fleet_of(own)
+    if not run.has_collected and pays_for_copy(run):
+        log.info("text is written with a copy of the model in bfloat16")
+        return EngineWriter(bfloat16_copy(run.loaded), run.plan.sizes.rows, is_own=False)
+    return own
 
 
 def pays_for_copy(run: CalibrationRun) -> bool:

@@ -41,7 +41,7 @@ def fit_heads(
     """Depth -> head, rounded as published; trained heads are read from disk if an earlier run has trained them.
     Raises `Cancelled`."""
     ends = run.schedule
-    run.report("training_heads", ends.risk_text)
+    run.report("training_heads", ends.collecting)
     heads = {
         depth: solve_head(moments, run.plan.mlp_width).to(vocabulary.device)
         for depth, moments in material.moments.items()
@@ -55,7 +55,7 @@ def fit_heads(
 
     def on_step(done: float, losses: dict[str, float]) -> None:
         run.figures.update(losses)
-        run.report("training_heads", ends.risk_text + (ends.heads - ends.risk_text) * done)
+        run.report("training_heads", ends.collecting + (ends.heads - ends.collecting) * done)
 
     train_heads(
         heads,

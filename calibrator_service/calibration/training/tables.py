@@ -8,12 +8,12 @@ from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.states.collect import LabelledSequence
 from calibrator_service.calibration.states.training_data import TrainingData
 from shared.ladder.ladder import Ladder, ModelIdentity
-from shared.ladder.risk import CERTIFIED_DRAFTS
 from shared.ladder.rungs import NGRAM_TABLE, PROMPT_LOOKUP
 from shared.ladder.table_confidence import Bins, bins_of, fit_table_confidence, lookup_bins
 from shared.ladder.table_proposer import TableProposer
 
-MAX_CHAIN = CERTIFIED_DRAFTS
+# Drafts of a chain.
+MAX_CHAIN = 8
 
 
 @dataclass(frozen=True)

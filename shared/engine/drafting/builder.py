@@ -1,6 +1,5 @@
 """A chain of drafts while it is built."""
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from shared.engine.drafting.speculation import Speculation
 from shared.engine.request.sequence import DecodingSequence
 from shared.errors import Corrupt
 from shared.ladder.native_chain import HeadDraft
-from shared.ladder.risk import CERTIFIED_DRAFTS
 from shared.ladder.rungs import Draft
 from shared.ops.chains import ChainStart
 
@@ -87,8 +85,6 @@ class DraftBuilder:
         passes = sequence.num_verify_passes
         given = PASS_WEIGHT * USUAL_TOKENS_PER_PASS + passes + sequence.num_accepted
         self.tokens_per_pass = given / (PASS_WEIGHT + passes)
-        # The probability from which on drafts are final without verification.
-        self._final_from = policy.threshold if policy.leaves_unverified else math.inf
         self._forbids_tokens = sequence.request.sampling.forbids_tokens
         self.survival = 1.0
         self.best: Draft | None = None
@@ -100,8 +96,6 @@ class DraftBuilder:
         self._possible: list[tuple[float, int, Draft, float]] = []
         # The verify pass itself gives one token of the answer.
         self._room = min(sequence.num_left_in_regime - 1, costs.max_drafts)
-        if policy.name == "relaxed":
-            self._room = min(self._room, CERTIFIED_DRAFTS)
         if policy.max_drafts:
             self._room = min(self._room, policy.max_drafts)
         # Whether proposers have a say in the next position: not where a constraint leaves no choice.
@@ -112,7 +106,7 @@ class DraftBuilder:
         self._least_survival = MIN_SURVIVAL
         if self._room > 0 and not policy.max_drafts:
             self._least_survival = least_survival(costs, num_sequences, host_s)
-        # A fixed number of drafts is what it says. Bounds are certified for chains alone.
+        # A fixed number of drafts is what it says.
         self._allows_branches = (
             branches
             and policy.name == "exact"
@@ -155,11 +149,7 @@ class DraftBuilder:
         if not self.is_open:
             self._rated, self.best, self.best_probability = [], forced, 1.0
             return
-        drafts = self._proposed(path)
-        if self.sequence.request.policy.name != "exact":
-            # Bounds are certified for the draft of which its confidence head is surest.
-            drafts = sorted(drafts, key=lambda draft: -draft.probability)[:1]
-        self.consider(drafts)
+        self.consider(self._proposed(path))
 
     def consider(self, drafts: Sequence[Draft]) -> None:
         """Adds drafts of the next position.
@@ -183,9 +173,6 @@ class DraftBuilder:
         if self._allows_branches:
             self._begin_branches()
         chain.proposals.append(list(self._proposals))
-        if draft.probability >= self._final_from and chain.num_final == len(chain.drafts):
-            chain.num_final += 1
-            probability = 1.0
         chain.append(draft, probability)
         for ahead in self.ahead.values():
             ahead.follow(draft.token)
@@ -238,8 +225,7 @@ class DraftBuilder:
             return []
         drafts = [draft for proposer in self.sequence.proposers for draft in proposer.propose(path)]
         grammar = self.sequence.grammar
-        if grammar is not None and self.sequence.request.policy.name == "exact":
-            # Nothing may become final by a probability that is not calibrated.
+        if grammar is not None:
             drafts += grammar.propose_begun(path)
         return drafts
 

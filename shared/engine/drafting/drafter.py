@@ -55,14 +55,14 @@ class Drafter:
         self._runner = runner
         weights = ladder.joint_weights if ladder else DEFAULT_WEIGHTS
         # Sampled tokens agree with drafts less often than greedy ones, changed scores less often than the model's own,
-        # and a margin accepts more drafts: each kind has its own record.
+        # and relaxed accepts more drafts: each kind has its own record.
         self._confidence = {kind: Confidence(weights) for kind in product((True, False), repeat=3)}
 
     def confidence(self, request: GenerationRequest) -> Confidence:
-        """What earlier requests of this kind (greedy or sampled, with changed scores, with a margin or without) have
+        """What earlier requests of this kind (greedy or sampled, with changed scores, relaxed or not) have
         shown of the ladder's drafts."""
-        sampling, margin = request.sampling, request.policy.margin is not None
-        return self._confidence[sampling.is_greedy, sampling.changes_scores, margin]
+        sampling, is_relaxed = request.sampling, request.policy.name == "relaxed"
+        return self._confidence[sampling.is_greedy, sampling.changes_scores, is_relaxed]
 
     def builder(self, sequence: DecodingSequence, num_sequences: int) -> DraftBuilder:
         """The builder of a sequence's chain. See `draft_chains`."""

@@ -8,7 +8,7 @@ from shared.engine.background import Slices
 from shared.engine.drafting.costs import CostMeter
 from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.planner import ExitCost, PassCosts
-from shared.engine.quality.self_test import check_draft, self_test
+from shared.engine.self_test import check_draft, self_test
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.model.runner import Runner
 

@@ -2,7 +2,7 @@
 became of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class Speculation:
     prompt.
 
     The drafts are a trunk, `drafts`, and `branches` beside it, which are chosen from `possible` branches when drafting
-    has ended. The first `num_final` drafts are final already (policy relaxed). `proposals`: what all proposers said of
+    has ended. `proposals`: what all proposers said of
     the trunk's places. `tokens`: the final token, the trunk, then the branches. The i-th of them has been through
     `reached[i]` layers before the verify pass; `states[i]` [D] is its state there, None at depth 0. `captured[depth]`
     are the states [D] of the first tokens at a depth that they have reached, for the depths that are its keys.
@@ -40,9 +40,8 @@ class Speculation:
     is_prefill: bool = False
     num_logits: int = 1
     drafts: list[Draft] = field(default_factory=list)
-    # Adjusted for this request; 1 for drafts that are final.
+    # Adjusted for this request.
     probabilities: list[float] = field(default_factory=list)
-    num_final: int = 0
     proposals: list[list[Draft]] = field(default_factory=list)
     possible: list[BranchDrafts] = field(default_factory=list)
     branches: list[BranchDrafts] = field(default_factory=list)
@@ -85,7 +84,7 @@ class Speculation:
                 self.tokens += [draft.token for draft in drafts]
                 self.reached += [0] * len(drafts)
                 self.states += [None] * len(drafts)
-        self.num_logits = len(self.tokens) - self.num_final
+        self.num_logits = len(self.tokens)
 
     # The pass.
 
@@ -124,10 +123,9 @@ class Speculation:
     # Verification.
 
     def trials(self) -> list[Trial]:
-        """That of the trunk's drafts, and one per branch for the tokens after its first. Only after drafts that are
-        final already have been committed."""
+        """That of the trunk's drafts, and one per branch for the tokens after its first."""
         sequence, request = self.sequence, self.sequence.request
-        drafts = [draft.token for draft in self.drafts[self.num_final :]]
+        drafts = [draft.token for draft in self.drafts]
         start, ends = sequence.num_prompt_tokens, sequence.answer.end_token_ids
         constraint = sequence.answer.constraint
 
@@ -135,7 +133,9 @@ class Speculation:
             allowed = constraint.rows(path, others) if constraint else None
             return Trial(request.sampling, sequence.tokens, others, margin, start, ends, allowed, path, sequence.counts)
 
-        trials = [trial((), drafts, request.policy.margin)]
+        of_trunk = trial((), drafts, request.policy.margin)
+        probabilities = [draft.calibrated_probability for draft in self.drafts]
+        trials = [replace(of_trunk, threshold=request.policy.threshold, probabilities=probabilities)]
         for branch in self.branches:
             first, *others = [draft.token for draft in branch.drafts]
             trials.append(trial([*drafts[: branch.place], first], others))
@@ -151,7 +151,7 @@ class Speculation:
 
     def accepted(self, verdict: Verdict) -> list[Draft]:
         """The drafts that a pass has accepted."""
-        trunk = self.drafts[self.num_final :][: verdict.num_accepted]
+        trunk = self.drafts[: verdict.num_accepted]
         if verdict.branch is None:
             return trunk
         return trunk + self.branches[verdict.branch].drafts[: verdict.num_in_branch]
@@ -166,7 +166,7 @@ class Speculation:
         None: all are."""
         if verdict is None:
             return list(range(len(self.tokens)))
-        trunk = [*range(1 + self.num_final + verdict.num_accepted)]
+        trunk = [*range(1 + verdict.num_accepted)]
         if verdict.branch is None:
             return trunk
         first = self._index_of(verdict.branch)

@@ -56,10 +56,8 @@ class GenerationRequest:
     """One continuation to generate. `deadline_s` is in `time.monotonic()` seconds. `client`: who asks; a table that
     learns from answers drafts for the same client only.
 
-    Statistics count it under `router_version` (0: no router). `risk_bound`: the share of prompts, in (0, 1), on which
-    its router may differ from the full model under policy relaxed; None: there is no bound. `risk_bound_tokens`: the
-    bound holds for so many tokens of the answer, up to its first end-of-sequence token; None: for all of them.
-    `priority`, in [-MAX_PRIORITY, MAX_PRIORITY]: requests with lower numbers come first.
+    Statistics count it under `router_version` (0: no router). `priority`, in [-MAX_PRIORITY, MAX_PRIORITY]: requests
+    with lower numbers come first.
 
     `resumed_ids`: tokens of the answer that the caller has already, from here or from another worker. They are read as
     the prompt is, and the answer goes on after them as if it had never been interrupted. `constraint`: what the answer
@@ -83,8 +81,6 @@ class GenerationRequest:
     client: str = ""
     deadline_s: float = math.inf
     router_version: int = 0
-    risk_bound: float | None = None
-    risk_bound_tokens: int | None = None
     priority: int = 0
     resumed_ids: tuple[int, ...] = ()
     constraint: Constraint | MessageConstraint | None = None
@@ -105,18 +101,11 @@ class GenerationRequest:
                 raise InvalidInput(f"{name} is {num_logprobs}; it must be in [0, {MAX_LOGPROBS}]")
         if self.resumed_ids:
             object.__setattr__(self, "num_scored", len(self.prompt_ids))
-        if self.logprobs is not None and self.policy.leaves_unverified:
-            raise InvalidInput("logprobs need policy full or exact, or relaxed with a margin")
         if self.constraint is not None and self.stopping.ignore_eos:
             raise InvalidInput("a constraint and ignore_eos exclude each other: an end-of-sequence token ends the text")
         if self.constraint is not None and (self.sampling.min_tokens or self.sampling.bad_words):
             raise InvalidInput(
                 "a constraint excludes min_tokens and bad_words: it may leave only tokens that they forbid"
-            )
-        if self.prediction_ids and self.policy.name == "relaxed":
-            raise InvalidInput(
-                "a prediction needs policy full or exact: the bounds of relaxed are certified without it",
-                reason="PREDICTION_NEEDS_EXACT",
             )
         if self.policy.margin is not None and not self.sampling.is_plain_greedy:
             raise InvalidInput(
@@ -180,7 +169,7 @@ class DepthStatistics:
 
     A layer execution is one call of one decoder layer with any number of tokens; `num_token_layers` is the sum of their
     tokens. `exits` maps a rung's name to (depth, tokens). `num_relaxed`: accepted drafts where the full model chose
-    another token, within the margin of policy relaxed.
+    another token (policy relaxed).
     """
 
     exits: dict[str, tuple[int, int]]

@@ -32,8 +32,8 @@ class DecodingSequence:
     """Tokens, KV cache and counts of one request.
 
     The tokens at positions [0, num_settled) have been through every layer; `settled_states` [K, D], for a ladder with
-    exits, are the states of the last of them at the depths `kept_depths`, of which the last is L. Later tokens are
-    final but pending: their keys and values in deeper layers are not computed yet. `num_cached`: prompt tokens whose
+    exits, are the states of the last of them at the depths `kept_depths`, of which the last is L. No layer has run
+    for later tokens yet. `num_cached`: prompt tokens whose
     keys and values were copied from another sequence. `failure`: why the request ends without an answer; a failed
     sequence takes part in no further step.
 
@@ -212,7 +212,8 @@ class DecodingSequence:
         predicted = self._prediction
         if predicted is not None:  # also of an answer that was whole when it was resumed
             self.show_prompt(len(self.request.given_ids))
-        if self._learned is not None:  # only now: within an answer, prompt look-up knows the same
+        # Only now: within an answer, prompt look-up knows the same. Of the full model's choices only.
+        if self._learned is not None and self.request.policy.name == "exact":
             self._learned.learn(self.tokens, self.num_prompt_tokens)
         now = time.monotonic()
         started = self.started_s or now

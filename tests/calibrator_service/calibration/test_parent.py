@@ -14,7 +14,7 @@ from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
 from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, ParentRouter
 from calibrator_service.calibration.statistics import Statistics
-from calibrator_service.calibration.text import splits, stream
+from calibrator_service.calibration.text import splits
 from shared.errors import Cancelled, InvalidInput, PreconditionFailed, RouterMismatch
 from shared.ladder.blob_names import STATISTICS_BLOB
 from shared.ladder.folder import read_ladder, read_router_folder
@@ -47,8 +47,6 @@ def one_pattern_of_splits() -> Iterator[None]:
     own here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(splits, "NUM_EARLY", 0)
-        # Of their answers nothing here is a sum.
-        patch.setattr(stream, "RISK_PROMPTS", 10)
         yield
 
 

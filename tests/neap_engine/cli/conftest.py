@@ -74,8 +74,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         response = inference_pb2.GenerateResponse
         started = inference_pb2.Started(request_id="r", model_id="tiny", num_prompt_tokens=3)
         started.policy = request.depth.WhichOneof("policy")
-        if request.depth.relaxed.threshold >= 0.9:
-            started.risk_bound, started.risk_bound_tokens = 0.2, 128
+        started.lossy = started.policy == "relaxed"
         resumed = len(request.resume.token_ids)
         started.num_resumed_tokens, started.continued_inexactly = resumed, bool(resumed)
         yield response(started=started)
@@ -94,6 +93,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
                 num_accepted=1 if exact else 0,
                 num_layer_executions=NUM_LAYERS if exact else 2 * NUM_LAYERS,
                 mean_layers_per_token=15 if exact else 30,
+                num_relaxed=int(started.lossy),
             ),
         )
         finished.timing.decode.FromMilliseconds(50 if exact else 100)

@@ -90,12 +90,12 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(service, chat):
 def test_in_a_terminal_an_error_does_not_end_the_conversation(service, chat, monkeypatch):
     def refuse_once(request):
         service.inference.on_generate = lambda request: None
-        raise InvalidInput("no", reason="MARGIN_NOT_CERTIFIED")
+        raise InvalidInput("no", reason="MARGIN_NEEDS_GREEDY")
 
     service.inference.on_generate = refuse_once
     monkeypatch.setattr("neap_engine.cli.chat.is_terminal", lambda: True)
     result = chat("a", "b")
     assert result.exit_code == 0, result.output
-    assert "error: no [MARGIN_NOT_CERTIFIED]" in result.stderr
+    assert "error: no [MARGIN_NEEDS_GREEDY]" in result.stderr
     assert "Héllo there" in result.stdout
     assert said(service.inference.requests[-1]) == [("user", "b")]

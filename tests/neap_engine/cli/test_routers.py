@@ -54,24 +54,25 @@ def test_show(service, neap):
     assert "VERSION_NOT_FOUND" in missing.stderr
 
 
-def test_show_prints_the_certified_bounds(service, neap):
+def test_show_prints_how_often_answers_by_relaxed_differed(service, neap):
     show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
-    assert "3.0% of prompts" in neap(*show).stdout
     service.routers.manifest = {"rungs": []}
-    assert "no certified bound\n" in neap(*show).stdout
-    service.routers.manifest = {"rungs": [], "calibration": {"risk": {"reason": "GIVEN_TEXT"}}}
-    bounds = [{"threshold": 0.99, "epsilon": 0.05}, {"threshold": 0.9, "epsilon": 0.2}]
-    risk = {"loss": "generation_differs", "delta": 0.05, "num_prompts": 400, "bounds": bounds}
-    assert "no certified bound (GIVEN_TEXT)" in neap(*show).stdout
-    service.routers.manifest = {"rungs": [], "risk": {**risk, "max_new_tokens": 128}}
+    assert "relaxed: not measured for this router; it is lossy" in neap(*show).stdout
+    counted = {"num_tokens": 640, "num_tokens_differing": 8, "token_low": 0.006, "token_high": 0.025}
+    rows = [
+        {"margin": 0.1, "num_differing": 2, "low": 0.057, "high": 0.51, **counted},
+        {"threshold": 0.85, "num_differing": 9, "low": 0.6, "high": 0.98, **counted},
+    ]
+    figures = {"num_answers": 10, "max_new_tokens": 64, "interval": "wilson", "confidence": 0.95, "settings": rows}
+    service.routers.manifest = {"rungs": [], "calibration": {"relaxed": figures}}
     shown = neap(*show).stdout
-    for part in (">= 0.99", "5.0%", ">= 0.9", "20.0%", "first 128 tokens", "400 prompts", "0.95"):
-        assert part in shown, part
-    margins = {**risk, "bounds": [{"margin": 0.02, "epsilon": 0.3}]}
-    service.routers.manifest = {"rungs": [], "margin_risk": margins}
-    shown = neap(*show).stdout
-    for part in ("relaxed with threshold  no certified bound", "<= 0.02", "30.0%", "whole answers"):
-        assert part in shown, part
+    lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown.splitlines() if "of 10" in line]
+    assert lines == [
+        ["margin 0.1", "2 of 10 (5.7% to 51.0%)", "1.25% (0.60% to 2.50%)"],
+        ["threshold 0.85", "9 of 10 (60.0% to 98.0%)", "1.25% (0.60% to 2.50%)"],
+    ]
+    assert "10 held-out prompts, greedy, the first 64 tokens; 95% Wilson intervals" in shown
+    assert "relaxed (lossy)" in shown
 
 
 @pytest.mark.parametrize("left_out", [{"depth-0": "it would not pay"}, None, 7])
@@ -110,7 +111,7 @@ def test_promote_rollback_history(service, neap):
 def test_control_characters_from_a_service_are_escaped(service, neap, reason):
     where = ["--model", "tiny", "--calibrator", service.address]
     service.routers.reason = service.routers.damage[2] = reason
-    service.routers.manifest = {"calibration": {"risk": {"reason": reason}}}
+    service.routers.manifest = {"calibration": {"left_out": {"depth-0": reason}}}
     for command in ("history", "list", "show"):
         result = neap("routers", command, *where)
         assert result.exit_code == 0, result.output

@@ -17,15 +17,6 @@ from tests.random_ladder import random_ladder
 from tests.worker import save_model
 
 PROMPTS = [{"prompt": "hello hello he", "answer": "so 7"}, {"prompt": "in the thin"}]
-RISK = {
-    "loss": "generation_differs",
-    "engine": {"dtype": "float32", "device": "cpu"},
-    "delta": 0.05,
-    "num_prompts": 400,
-    "max_new_tokens": 128,
-    "bounds": [{"threshold": 0.95, "epsilon": 0.1}],
-}
-MARGIN_RISK = {**RISK, "max_new_tokens": 64, "bounds": [{"margin": 0.5, "epsilon": 0.2}]}
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +25,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     source = save_model(folder / "model")
     ladder = random_ladder(load_model(source, model_id="tiny"), 0, agreement=0.9)
     registry = open_registry(str(folder / "registry"))
-    risks = {"risk": RISK, "margin_risk": MARGIN_RISK}
-    registry.publish("tiny", *pack_ladder(ladder, risks), request_id="once")
+    registry.publish("tiny", *pack_ladder(ladder, {}), request_id="once")
     registry.close()
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
@@ -88,8 +78,6 @@ def test_all_sides_answer_all_prompts(report):
         assert (rows[name]["num_identical"], rows[name]["chosen_share"]) == (2, 1.0), name
     for name in ("full", "HF generate", "TIDE's method"):
         assert rows[name]["layers_per_token"] == 4, name
-    assert rows["relaxed, margin 0.5"]["note"] == "certified: 20.0% differ"
-    assert rows["relaxed, margin 1000"]["note"] == "not certified"
     assert {row["num_checkable"] for row in rows.values()} == {1}
     assert all(row["tokens_per_s"] > 0 for row in rows.values())
 
@@ -110,17 +98,9 @@ def test_a_sweep_measures_the_policies_alone(sweep):
     )
     assert progress == [{"measured": n, "total": 12} for n in range(1, 13)]
     assert run == report["run"]
-    assert (run["router_version"], run["num_prompts"], run["bound_tokens"]) == (1, 2, 64)
-    bounds = {
-        "full": None,
-        "exact": None,
-        "relaxed 0.97": 0.1,
-        "relaxed 0.5": None,
-        "relaxed, margin 0.25": 0.2,
-        "relaxed, margin 1e+09": None,
-    }
-    assert {row["side"]: row["bound"] for row in report["rows"]} == bounds
-    assert [line["side"] for line in lines[:6]] == list(bounds)
+    assert (run["router_version"], run["num_prompts"]) == (1, 2)
+    names = ["full", "exact", "relaxed 0.97", "relaxed 0.5", "relaxed, margin 0.25", "relaxed, margin 1e+09"]
+    assert [row["side"] for row in report["rows"]] == [line["side"] for line in lines[:6]] == names
     full, exact, *_ = report["rows"]
     assert (full["tokens_per_pass"], exact["num_identical"]) == (1.0, 2)
     assert full["tokens_per_s"] > 0
@@ -137,13 +117,11 @@ def test_a_second_sweep_measures_only_what_is_missing(sweep):
     assert (progress, len(report["rows"])) == ([], 3)
 
 
-def test_another_dtype_is_measured_as_a_worker_would_serve_it_and_no_bound_holds(sweep, monkeypatch):
+def test_another_dtype_is_measured_as_a_worker_would_serve_it(sweep, monkeypatch):
     monkeypatch.setenv("NEAP_DTYPE", "bfloat16")
     monkeypatch.setenv("NEAP_COMPUTE_DTYPE", "bfloat16")
     _, report, _ = sweep("--threshold", "0.97", "--margin", "0.25")
     assert "products in torch.bfloat16" in report["run"]["machine"]
-    assert report["run"]["bound_tokens"] is None
-    assert {row["bound"] for row in report["rows"]} == {None}
 
 
 def test_results_of_other_prompts_are_not_mixed(sweep, report, tmp_path):

@@ -101,7 +101,7 @@ def test_a_process_of_its_own_leaves_standard_output_to_its_parent(source, capfd
 def test_figures_are_sums_over_prompts():
     full = [ScoredAnswer(TimedAnswer((1, 2, 3), 0.2, 1.0, 8), Score((0.5, 0.5, 0.5), 3), True)] * 2
     own = [full[0], ScoredAnswer(TimedAnswer((1, 2, 4, 5, 6), 0.2, 1.0, 4, num_first=3), Score((0.5,) * 5, 1), False)]
-    found = row("own", own, full, "note")
+    found = row("own", own, full)
     assert (found.num_answers, found.num_identical) == (2, 1)
     assert (found.num_right, found.num_checkable) == (1, 2)
     assert found.chosen_share == 4 / 8

@@ -125,7 +125,6 @@ ALLOWED = {"type": "function", "function": {"name": "f"}}
         ({"neap": {"priority": 101}}, "INVALID_INPUT", "neap.priority"),
         ({"neap": {"margin": 0.1}}, "INVALID_INPUT", "neap.margin"),
         ({"neap": {"policy": "relaxed", "margin": -1}}, "INVALID_INPUT", "neap.margin"),
-        ({"neap": {"policy": "relaxed", "margin": 1, "threshold": 0.9}}, "INVALID_INPUT", "neap.margin"),
         ({"neap": {"policy": "full", "max_drafts": 2}}, "INVALID_INPUT", "neap.max_drafts"),
         ({"neap": {"policy": "relaxed", "max_drafts": 0}}, "INVALID_INPUT", "neap.max_drafts"),
         ({"neap": {"router_version": 1, "router_alias": "a"}}, "INVALID_INPUT", "neap.router_alias"),

@@ -157,14 +157,13 @@ def test_what_begins_forced_text_is_drafted_and_never_final_by_itself(loaded):
         exact = answer_of(engine, "hello", **options)
         relaxed = answer_of(engine, "hello", policy=DepthPolicy("relaxed", threshold=0.5), **options)
     assert exact.token_ids == relaxed.token_ids == full.token_ids
-    num_forced = accepted_of(relaxed, "grammar")
-    assert accepted_of(exact, "grammar") > num_forced
+    assert accepted_of(exact, "grammar") == accepted_of(relaxed, "grammar") > 0
     assert exact.stats.num_accepted < exact.stats.num_drafted, "some were wrong"
 
 
 @pytest.mark.parametrize("policy", [DepthPolicy("relaxed", threshold=0.5), DepthPolicy("relaxed", margin=50.0)])
 def test_relaxed_never_leaves_the_grammar(loaded, policy):
-    """Its drafts are final, or nearly so, whatever the model says: wrong tokens, some of which are allowed."""
+    """Its drafts are accepted, or nearly so, whatever the model says: wrong tokens, some of which are allowed."""
     script = lambda context: ((context[-1] * 7 + len(context)) % 300, 0.95)  # noqa: E731
     reasons = set()
     for constraint in (JSON, CONSTRAINTS["tree"], CONSTRAINTS["choice"]):
@@ -316,15 +315,6 @@ def test_a_bad_constraint_is_refused_before_anything_is_queued(loaded, ladder):
             with pytest.raises(InvalidInput):
                 engine.submit("hello", **options)
         assert engine.statistics.num_requests == 0
-
-
-def test_constrained_answers_of_relaxed_are_not_checked_in_idle_time(loaded, ladder):
-    """A router's bound is certified for answers without a constraint."""
-    relaxed = DepthPolicy("relaxed", threshold=0.5)
-    with fixed_cost_engine(loaded, ladder, shadow_share=1.0) as engine:
-        answer_of(engine, "hello", constraint=JSON, policy=relaxed)
-        assert engine.shadow.is_idle
-        assert not engine.shadow.counts
 
 
 def checked_answers(loaded: Any, ladder: Any, schemas: Sequence[dict[str, Any]], per_schema: int) -> tuple[int, int]:

@@ -14,7 +14,6 @@ import torch
 from shared.engine import verification
 from shared.engine.engine import Engine
 from shared.engine.memory.prefixes import Prefixes
-from shared.engine.quality.shadow import Shadow
 from shared.engine.request import answer as answer_module
 from shared.engine.request.request import Finished, GenerationRequest, StoppingParams, TokenChunk
 from shared.engine.request.text import Detokenizer
@@ -260,10 +259,8 @@ def test_a_request_that_cannot_be_closed_fails_beside_one_that_ends(loaded, alon
         check_nothing_is_left(engine)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(EngineStatistics, "record_step"), (Shadow, "offer"), (Prefixes, "insert")]
-)
-def test_an_error_in_counts_checks_or_reuse_leaves_answers_complete(loaded, alone, monkeypatch, owner, name):
+@pytest.mark.parametrize(("owner", "name"), [(EngineStatistics, "record_step"), (Prefixes, "insert")])
+def test_an_error_in_counts_or_reuse_leaves_answers_complete(loaded, alone, monkeypatch, owner, name):
     with fixed_cost_engine(loaded) as engine:
         monkeypatch.setattr(owner, name, fail)
         for handle, expected in zip(start_neighbours(engine), alone, strict=False):

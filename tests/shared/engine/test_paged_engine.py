@@ -5,7 +5,6 @@ import gc
 import random
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ import torch
 from bench.imposed import SHAPES, impose
 from shared.engine.engine import Engine
 from shared.engine.memory import prefixes as prefixes_module
-from shared.engine.memory.prefixes import Prefixes, key_of
-from shared.engine.quality.shadow import Shadow
+from shared.engine.memory.prefixes import key_of
 from shared.engine.request.request import Finished, GenerationRequest, StoppingParams, TokenChunk
 from shared.errors import Cancelled
 from shared.ladder.policy import DepthPolicy
@@ -176,34 +174,6 @@ def test_a_request_counts_by_whole_blocks(engine):
     assert engine.kv_usage_ratio == 6 / NUM_PAGES
     handle.resume()
     assert len(all_tokens(handle)) == 41
-
-
-def test_a_shadow_check_takes_blocks_from_kept_caches(loaded):
-    runner = make_runner(loaded, 4 * make_runner(loaded).pool.block_bytes)
-    prefixes = Prefixes(4 * BLOCK_TOKENS)
-    for start in (0, 1):  # kept, and all there is but the reserve
-        kept = runner.new_cache(2 * BLOCK_TOKENS)
-        prefixes.insert(
-            SimpleNamespace(  # type: ignore[arg-type]
-                tokens=(), given_key=key_of(STEM[start:]), num_settled=30, cache=kept, read_length=30
-            )
-        )
-    del kept
-    reserve = []
-    while runner.pool.num_free:
-        reserve.append(runner.new_cache(BLOCK_TOKENS))
-    shadow = Shadow(runner, prefixes, share=1.0)
-    asked = request(STEM[:20], DepthPolicy("relaxed", threshold=0.5))
-    shadow.offer(
-        SimpleNamespace(  # type: ignore[arg-type]
-            request=asked, tokens=STEM, num_prompt_tokens=20, num_resumed=0, read_length=20
-        ),
-        4 * BLOCK_TOKENS,
-    )
-    while not shadow.is_idle:
-        shadow.run_slice(4 * BLOCK_TOKENS)
-    (counts,) = shadow.counts.values()
-    assert (counts.num_checked, counts.num_dropped) == (1, 0)
 
 
 def test_exact_is_full_with_random_exits(own, engine):

@@ -8,6 +8,7 @@ from shared.engine.verification import compute_choices, verify
 from shared.model import distribution
 from shared.model.sampling import SamplingParams, Trial
 from shared.ops import library
+from shared.ops.choices import NO_TOKEN
 from tests.device_waits import Crossings, Reads
 
 GREEDY = SamplingParams()
@@ -64,6 +65,31 @@ def test_a_margin_accepts_drafts_that_the_choice_leads_by_no_more():
 
 
 @pytest.mark.usefixtures("_device")
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1e-6)])
+def test_a_threshold_accepts_drafts_that_are_probable_enough(sampling):
+    """Whatever the full model chooses, but not where it cannot choose; and what follows is verified."""
+
+    def verdict(threshold: float | None, *probabilities: float) -> tuple[list[int], int]:
+        trial = Trial(sampling, [0], [5, 2, 5], threshold=threshold, probabilities=probabilities)
+        [found] = verify(logits, [trial])
+        return found.tokens, found.num_relaxed
+
+    logits = rows(1, 2, 3, 4)
+    assert verdict(0.9, 0.9, 0.1, 0.95) == ([5, 2, 5, 4], 2)
+    assert verdict(0.9, 0.95, 0.1, 0.89) == ([5, 2, 3], 1)
+    assert verdict(0.9, 0.89, 0.9, 0.9) == verdict(None, 0.9, 0.9, 0.9) == ([1], 0)
+    logits[0] = float("nan")
+    assert verdict(0.9, 1.0, 1.0, 1.0) == ([NO_TOKEN], 0)
+
+
+@pytest.mark.usefixtures("_device")
+def test_a_margin_or_a_threshold_is_enough():
+    logits = torch.tensor([[9.0, 8.9, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0]])
+    [both] = verify(logits, [Trial(GREEDY, [0], [1, 2], 0.2, threshold=0.5, probabilities=[0.1, 0.5])])
+    assert (both.tokens, both.num_relaxed) == ([1, 2, 0], 2)
+
+
+@pytest.mark.usefixtures("_device")
 def test_a_margin_is_that_of_its_own_request():
     near = torch.tensor([[9.0, 8.9], [9.0, 8.9]])
     strict, lenient = Trial(GREEDY, [0], [1]), Trial(GREEDY, [0], [1], 0.2)
@@ -91,7 +117,11 @@ def mixed() -> tuple[Tensor, list[Trial], list[int | None]]:
         if len(trials) % 2:
             drafts[-1] = (drafts[-1] + 1) % 40
         margin = 1e-3 if kind.is_plain_greedy else None
-        trials.append(Trial(kind, [7, 9], drafts, margin))
+        # The choice itself is wrong somewhere, and a sure draft in its place is accepted in none of these.
+        sure = [0.4] * len(drafts)
+        trials.append(
+            Trial(kind, [7, 9], drafts, margin, threshold=0.5 if len(trials) > 4 else None, probabilities=sure)
+        )
         logits.append(own[: len(drafts) + 1])
     return torch.cat(logits), trials, [None, 0, 3, None, 5, 2, None, None, 1, 0]
 

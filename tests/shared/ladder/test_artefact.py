@@ -86,16 +86,6 @@ def test_figures_go_to_their_rungs() -> None:
     assert manifest["calibration"] == {"tokens": {"total": 7}}
 
 
-def test_only_a_risk_with_bounds_becomes_the_manifests_risk() -> None:
-    bounds = {"bounds": [{"threshold": 0.9, "epsilon": 0.1}]}
-    manifest, _ = pack_ladder(ladder(), {"risk": bounds, "tokens": 7})
-    assert manifest["risk"] == bounds
-    assert manifest["calibration"] == {"tokens": 7}
-    manifest, _ = pack_ladder(ladder(), {"risk": {"bounds": [], "reason": "WHY"}})
-    assert "risk" not in manifest
-    assert manifest["calibration"]["risk"]["reason"] == "WHY"
-
-
 @pytest.mark.parametrize(("model_id", "published"), [("/models/tiny", "tiny"), ("a/tiny", "a/tiny")])
 def test_a_path_is_not_published(model_id: str, published: str) -> None:
     named = replace(ladder(), model=replace(MODEL, model_id=model_id))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from calibrator_service.calibration.report import worth
-from calibrator_service.calibration.report.worth import lower_bound, without_unpaid
+from calibrator_service.calibration.report.worth import without_unpaid
 from calibrator_service.calibration.spec import CalibrationSpec
 from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.ladder.artefact import pack_ladder, unpack_ladder
@@ -110,11 +110,3 @@ def test_other_processes_do_not_make_an_exit_seem_expensive(counting, monkeypatc
     costs = worth.measured_costs(run, ContiguousRunner(counting), random_ladder(counting, seed=0))
     assert costs.verify[0] == 1.0
     assert [one.alone_s for one in costs.exits] == [1.0, 1.0]
-
-
-def test_the_lower_bound_is_wilsons():
-    assert lower_bound(0.5, 100) == pytest.approx(0.419, abs=1e-3)
-    assert lower_bound(0.5, 0) == 0.0
-    assert lower_bound(0.0, 10) == pytest.approx(0.0)
-    assert lower_bound(1.0, 10) < 0.9 < lower_bound(1.0, 100)
-    assert lower_bound(0.3, 10**7) == pytest.approx(0.3, abs=1e-3)

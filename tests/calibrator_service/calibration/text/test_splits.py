@@ -4,7 +4,6 @@ import pytest
 
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.splits import SPLITS, Splitter
-from calibrator_service.calibration.text.stream import hold_out_prompts
 
 
 def test_splits_are_disjoint_and_none_is_empty() -> None:
@@ -21,29 +20,6 @@ def test_splits_are_disjoint_and_none_is_empty() -> None:
     assert splitter.assign(TokenSequence((3, 8, 9), 2)) is not None
 
 
-def test_a_given_prompt_is_either_trained_on_or_held_out() -> None:
-    prompts = tuple(f"prompt {number // 2}" for number in range(300))  # each of them twice
-    kept, held_out = hold_out_prompts(prompts, seed=0)
-    assert len(held_out) == 30
-    assert set(held_out).isdisjoint(kept)
-    assert set(held_out) | set(kept) == set(prompts)
-    assert set(hold_out_prompts(prompts, seed=1)[1]) != set(held_out)
-    assert hold_out_prompts(prompts[:100], seed=0) == (prompts[:100], ())
-
-
-def test_holding_prompts_out_looks_at_each_a_few_times():
-    class Counted(str):
-        num_hashes = 0
-
-        def __hash__(self) -> int:
-            Counted.num_hashes += 1
-            return super().__hash__()
-
-    prompts = tuple(Counted(number) for number in range(1000))
-    assert len(hold_out_prompts(prompts, seed=0)[1]) == 200
-    assert Counted.num_hashes < 5 * len(prompts)
-
-
 def test_what_a_parent_learned_is_neither_learned_nor_measured_again():
     before = Splitter()
     sequences = [TokenSequence((i, 7), 1) for i in range(50)]
@@ -53,7 +29,6 @@ def test_what_a_parent_learned_is_neither_learned_nor_measured_again():
     # Another answer to a prompt that was learned from is learned from, too.
     others = [TokenSequence((*s.prompt, 8, 9), 1, is_greedy=False) for s in learned]
     assert {splitter.assign(sequence) for sequence in others} == {"heads"}
-    assert all(splitter.has_assigned(sequence.prompt) for sequence in learned)
     assert before.learned < splitter.learned
     new = [splitter.assign(TokenSequence((i, 7), 1)) for i in range(100, 110)]
     assert set(new) == set(SPLITS)

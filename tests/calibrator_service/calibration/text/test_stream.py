@@ -37,13 +37,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def progress_of(
-    loaded: LoadedModel, folder: Path, *, knows_speed: bool = False, **spec: Any
-) -> tuple[CalibrationRun, CollectingProgress]:
+def progress_of(loaded: LoadedModel, folder: Path, **spec: Any) -> tuple[CalibrationRun, CollectingProgress]:
     plan = resolve(CalibrationSpec(**spec), loaded)
     run = CalibrationRun(loaded, plan, folder, lambda _: None, lambda: False)
-    text = GeneratedText(SelfGenerationConfig(), ())
-    return run, CollectingProgress(run, text, knows_speed=knows_speed)
+    return run, CollectingProgress(run, GeneratedText(SelfGenerationConfig()))
 
 
 def test_the_speed_is_that_of_writing_alone(counting, tmp_path, clock):
@@ -97,21 +94,6 @@ def test_a_budget_that_is_too_short_is_named_early_with_one_that_would_do(
         assert write(needed_s).figures["generated_tokens"] >= stream.MIN_WRITTEN_TOKENS
     else:
         assert 200 < needed_s < 600
-
-
-@pytest.mark.parametrize(
-    ("tokens_per_s", "knows_speed", "certifies"),
-    [(30, True, False), (2000, True, True), (30, False, True), (0, True, True)],
-)
-def test_the_risk_split_needs_time_for_enough_answers(counting, tmp_path, clock, tokens_per_s, knows_speed, certifies):
-    """Unless the speed is unknown: others write the text, or a killed run has written all of it."""
-    run, progress = progress_of(counting, tmp_path, knows_speed=knows_speed, time_budget_s=100.0)
-    progress.num_assigned = stream.MIN_WRITTEN_TOKENS
-    progress.add_written(0)
-    for _ in range(40):
-        clock.now += 1
-        progress.add_written(tokens_per_s)
-    assert run.schedule.certifies == certifies
 
 
 def test_what_a_killed_run_has_written_counts(counting, tmp_path, clock):

@@ -1,5 +1,4 @@
-"""A calibration writes with a copy in bfloat16 only where that is faster, and never the text that a bound is certified
-on."""
+"""A calibration writes with a copy in bfloat16 only where that is faster."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -15,7 +14,7 @@ from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.spec import CalibrationSpec, TextFile
 from calibrator_service.calibration.text import writers
 from calibrator_service.calibration.text.writer import Pace, WriteRequest, write_all
-from calibrator_service.calibration.text.writers import Writers, pays_for_copy
+from calibrator_service.calibration.text.writers import pays_for_copy, text_writer
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 from tests.worker import save_model
@@ -65,17 +64,16 @@ def test_no_copy_on_a_processor_without_bfloat16_or_without_memory(loaded, tmp_p
 def test_the_text_of_a_copy_is_not_the_models_own_choice(loaded, tmp_path):
     run = run_of(loaded, tmp_path, max_tokens=20_000)
     requests = [WriteRequest((50, 60), 8)]
-    with closing(Writers(run)) as both:
-        assert both.of_text is not both.of_model
-        [by_copy], [by_model] = (write_all(w, requests, Pace()) for w in (both.of_text, both.of_model))
+    with closing(text_writer(run)) as writer:
+        [by_copy] = write_all(writer, requests, Pace())
     assert by_copy.tokens
-    assert (by_copy.is_choice, by_model.is_choice) == (False, True)
+    assert not by_copy.is_choice
 
 
 def test_given_text_needs_no_copy_and_a_fleet_replaces_it(loaded, tmp_path):
     run = run_of(loaded, tmp_path, max_tokens=20_000, source=TextFile("a.txt"))
-    with closing(Writers(run)) as both:
-        assert both.of_text is both.of_model
-    fleet: Any = SimpleNamespace(close=lambda: None)
-    with closing(Writers(run_of(loaded, tmp_path, max_tokens=20_000), lambda _: fleet)) as both:
-        assert both.of_text is fleet
+    with closing(text_writer(run)) as writer:
+        [answer] = write_all(writer, [WriteRequest((50, 60), 8)], Pace())
+    assert answer.is_choice
+    fleet: Any = SimpleNamespace()
+    assert text_writer(run_of(loaded, tmp_path, max_tokens=20_000), lambda _: fleet) is fleet

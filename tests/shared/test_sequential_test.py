@@ -1,23 +1,23 @@
-"""The sequential test that suspends a version: it rarely rejects wrongly, and it finds exceeded bounds."""
+"""The sequential test rarely rejects wrongly, and it finds exceeded bounds."""
 
 import math
 import random
 
 import pytest
 
-from shared.engine.quality.disagreement import ALPHA, exceeds, log_evidence, lower_limit
+from shared.sequential_test import exceeds, log_evidence
 
 
-def first_alarm(rate: float, bound: float, num_checks: int, seed: int) -> int | None:
-    """The number of checks after which the bound is found exceeded, tested after each one that differs; None if it
+def first_alarm(rate: float, bound: float, num_observed: int, seed: int) -> int | None:
+    """The number of observations after which the bound is found exceeded, tested after each event; None if it
     never is."""
     generator = random.Random(seed)
-    differing = 0
-    for checked in range(1, num_checks + 1):
+    events = 0
+    for observed in range(1, num_observed + 1):
         if generator.random() < rate:
-            differing += 1
-            if exceeds(checked, differing, bound):
-                return checked
+            events += 1
+            if exceeds(observed, events, bound):
+                return observed
     return None
 
 
@@ -33,7 +33,7 @@ def test_an_exceeded_bound_is_found_sooner_the_larger_the_excess(rate: float, mo
     assert found[10] <= most
 
 
-def test_a_few_checks_are_not_enough() -> None:
+def test_a_few_observations_are_not_enough() -> None:
     assert not exceeds(1, 1, 0.1)
     assert not exceeds(0, 0, 0.1)
     assert exceeds(5, 5, 0.05)
@@ -41,19 +41,9 @@ def test_a_few_checks_are_not_enough() -> None:
 
 
 def test_the_expected_evidence_at_the_bound_is_one() -> None:
-    """The expected evidence after n checks is 1 if the rate equals the bound."""
+    """The expected evidence after n observations is 1 if the rate equals the bound."""
     n, bound = 12, 0.2
     expected = sum(
         math.comb(n, k) * bound**k * (1 - bound) ** (n - k) * math.exp(log_evidence(n, k, bound)) for k in range(n + 1)
     )
     assert expected == pytest.approx(1.0)
-
-
-def test_the_lower_limit_is_the_largest_bound_that_is_exceeded() -> None:
-    for checked, differing in ((10, 5), (100, 20), (1000, 30)):
-        limit = lower_limit(checked, differing)
-        assert 0 < limit < differing / checked
-        assert exceeds(checked, differing, limit * 0.999)
-        assert not exceeds(checked, differing, limit * 1.001)
-    assert lower_limit(0, 0) == lower_limit(50, 0) == 0.0
-    assert ALPHA == 0.01
