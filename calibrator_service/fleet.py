@@ -25,6 +25,7 @@ from calibrator_service.calibration.text.writer import (
     WrittenAnswer,
 )
 from shared.config import make_settings
+from shared.engine.request.request import MAX_PRIORITY
 from shared.errors import Cancelled, NeapError, PreconditionFailed
 from shared.model.loaded import LoadedModel
 from shared.security_settings import ClientSettings
@@ -248,5 +249,5 @@ class _RemoteAnswer:
             top_k=NUCLEUS_CANDIDATES if is_sampled else None,
             top_p=asked.top_p if is_sampled else None,
             seed=asked.seed if is_sampled else None,
-            low_priority=True,
+            priority=MAX_PRIORITY,
         )

@@ -12,7 +12,7 @@ from calibrator_service.spec_messages import read_stored_spec
 from shared.errors import Corrupt
 
 # Raised when states are added, too.
-JOBS_SCHEMA_VERSION = 3
+JOBS_SCHEMA_VERSION = 4
 # Prompts may have megabytes, and every report of progress writes the job's whole row, so they have rows of their own. A
 # job that has ended keeps their digest only.
 JOBS_SCHEMA = """

@@ -69,8 +69,7 @@ def _check_parent(published: PublishedVersion, asked: ParentRouter) -> None:
     if STATISTICS_BLOB not in published.manifest.get("blobs", {}):
         raise PreconditionFailed(
             f"version {published.version} of {published.model_id!r} has no statistics, so no calibration can go on "
-            "from it: it was imported without them, is too large, or is of an earlier version of neap. Calibrate it "
-            "again, or name another version",
+            "from it: it was imported without them, or is too large. Calibrate it again, or name another version",
             reason="NO_STATISTICS",
             metadata={"version": str(published.version)},
         )

@@ -35,20 +35,18 @@ _SOURCES: dict[str, type[Source]] = {
     "answer_file": AnswerFile,
     "hub_dataset": HubDataset,
 }
-_HEAD_FORMS = (calibration_pb2.HEAD_FORM_UNSPECIFIED, calibration_pb2.HEAD_FORM_FUSED)
 
 
 def spec_from_proto(
     spec: calibration_pb2.CalibrationSpec, *, max_time_budget_s: float = MAX_DURATION_S
 ) -> CalibrationSpec:
     """The spec without its aliases, which belong to the job. Raises InvalidInput."""
-    for name, known in (("label", _LABELS), ("head_form", _HEAD_FORMS)):
-        if getattr(spec, name) not in known:
-            raise InvalidInput(
-                f"{name} {getattr(spec, name)} is not one that this service calibrates",
-                reason="BAD_SPEC",
-                metadata={"field": f"spec.{name}"},
-            )
+    if spec.label not in _LABELS:
+        raise InvalidInput(
+            f"label {spec.label} is not one that this service calibrates",
+            reason="BAD_SPEC",
+            metadata={"field": "spec.label"},
+        )
     # Absent fields get the defaults of CalibrationSpec.
     chosen: dict[str, Any] = {}
     if spec.HasField("cosine_threshold"):

@@ -17,7 +17,6 @@ from shared.engine.memory.prefixes import key_of
 from shared.engine.prompt_scores import PROMPT
 from shared.engine.request.prompt import Prompt, encode_bad_word, encode_prediction, encode_prompt
 from shared.engine.request.request import (
-    MAX_PRIORITY,
     DepthStatistics,
     Finished,
     FinishReason,
@@ -97,7 +96,7 @@ def to_generation_request(
         request_id=request_id,
         client=client,
         deadline_s=deadline_s,
-        priority=max(priority, MAX_PRIORITY) if request.low_priority else priority,
+        priority=priority,
         # The engine refuses so many, and millions of ids need not become Python integers before.
         resumed_ids=tuple(request.resume.token_ids[: loaded.context_length]),
         constraint=constraint,

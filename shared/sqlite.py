@@ -83,7 +83,7 @@ class Database:
         if tables and found_version != schema_version:
             raise PreconditionFailed(
                 f"{self.path} was written by another version of neap (schema {found_version}; this one reads"
-                f" {schema_version}): use that version, or another folder",
+                f" {schema_version}): use that version or another folder, or move the file away",
                 reason="SCHEMA_NOT_SUPPORTED",
                 metadata={"found": str(found_version), "supported": str(schema_version)},
             )

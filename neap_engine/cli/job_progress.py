@@ -131,7 +131,7 @@ def figures_line(job: pb.Calibration) -> str:
     for name in sorted(figures):
         rung, _, kind = name.rpartition(".")
         if kind == "agreement":
-            num_positions = figures.get(f"{rung}.positions")
+            num_positions = figures.get(f"{rung}.positions", 0.0)
             agreements.append(f"{rung_in_words(rung)} {shown_share(figures[name], num_positions)}")
     if agreements:
         return f"agrees with the model on held-out positions: {', '.join(agreements)}"
@@ -151,8 +151,8 @@ def rung_in_words(name: str) -> str:
     return known.get(name, name)
 
 
-def shown_share(share: float, num_positions: float | None) -> str:
-    """Format a share of held-out positions. Older services do not tell the number of positions."""
-    if num_positions is not None and num_positions < LEAST_POSITIONS_SHOWN:
+def shown_share(share: float, num_positions: float) -> str:
+    """Format a share of held-out positions."""
+    if num_positions < LEAST_POSITIONS_SHOWN:
         return f"not known (only {num_positions:.0f} positions)"
     return f"{share:.0%}"

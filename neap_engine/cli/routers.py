@@ -206,7 +206,8 @@ def history(model: Model = "", alias: Alias = "stable", calibrator: Calibrator =
 
 
 def positions_by_rung(contents: dict[str, Any]) -> dict[str, int]:
-    """Return the numbers of held-out positions that a manifest's figures stand on. Older manifests do not tell them."""
+    """Return the numbers of held-out positions that a manifest's figures stand on. Only a calibration's report tells
+    them."""
     positions = {}
     for rung in contents.get("rungs", []):
         figures = rung.get("figures")

@@ -204,9 +204,7 @@ class GenerationCalls:
             return
         if event.started.num_resumed_tokens != self.started.num_resumed_tokens + len(self.token_ids):
             self._call.cancel()
-            raise Unavailable(
-                "the worker that answered cannot resume an answer; it is older than this client", reason="CANNOT_RESUME"
-            )
+            raise Unavailable("the worker that answered has not resumed the answer", reason="CANNOT_RESUME")
         self._resumed = event.started
 
     @property

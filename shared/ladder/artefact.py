@@ -25,12 +25,9 @@ from shared.ladder.table_confidence import TableConfidence
 from shared.model.own_thread import run_in_own_thread
 from shared.tensor_parts import take_part
 
-# 3: a head has a matrix of its own for the further steps of its chains; in 2 it was tied to that of the first. Without
-# exits a manifest says 1, which earlier versions of neap read, too.
-SCHEMA_VERSION, TIED_VERSION, FIRST_VERSION = 3, 2, 1
+# 1 to 3 were forms before the first release.
+SCHEMA_VERSION = 4
 BLOB = LADDER_BLOB
-# The form of exit heads, and those that earlier versions of neap calibrated as well.
-FORM, FORMER_FORMS = "fused", ("affine", "gated")
 MAX_BLOB_BYTES = 1 << 30
 # Upper limits of the sizes in a manifest, because memory is allocated by them.
 MAX_HIDDEN_SIZE, MAX_ROUTER_WIDTH, MAX_EXITS = 65_536, 8_192, 64
@@ -79,7 +76,6 @@ def pack_ladder(ladder: Ladder, report: Mapping[str, Any]) -> tuple[dict[str, An
         rung(
             layer_exit.name,
             layer_exit.depth,
-            form=FORM,
             mlp_width=head.mlp_width,
             head_width=head.hidden_size,
             router_width=confidence.hidden.out_features,
@@ -87,7 +83,7 @@ def pack_ladder(ladder: Ladder, report: Mapping[str, Any]) -> tuple[dict[str, An
     if ladder.draft_vocabulary is not None:
         tensors["draft_vocabulary"] = ladder.draft_vocabulary.to(torch.int32).cpu()
     manifest = {
-        "schema_version": SCHEMA_VERSION if ladder.exits else FIRST_VERSION,
+        "schema_version": SCHEMA_VERSION,
         "model": _model_json(ladder.model),
         "rungs": rungs,
         "draft_vocabulary": 0 if ladder.draft_vocabulary is None else len(ladder.draft_vocabulary),
@@ -108,9 +104,8 @@ def _model_json(model: ModelIdentity) -> dict[str, Any]:
 def unpack_ladder(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
     """The ladder that `pack_ladder` packed. Statistics among `blobs` are not looked at.
 
-    Raises `PreconditionFailed` for a later format (reason SCHEMA_TOO_NEW) and for exit heads of a former form
-    (FORM_NOT_SUPPORTED), and `Corrupt` for wrong names, shapes or dtypes, numbers that are not finite, sizes above the
-    limits of this module, and pickles (PICKLE_REFUSED).
+    Raises `PreconditionFailed` for another format (SCHEMA_TOO_NEW, SCHEMA_TOO_OLD), and `Corrupt` for wrong names,
+    shapes or dtypes, numbers that are not finite, sizes above the limits of this module, and pickles (PICKLE_REFUSED).
     """
     return run_in_own_thread(_unpack, manifest, blobs)
 
@@ -119,10 +114,15 @@ def _unpack(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
     version = manifest.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise PreconditionFailed(
-            f"the router has format {version}; this version of neap reads formats up to {SCHEMA_VERSION}",
+            f"the router has format {version}; this version of neap reads format {SCHEMA_VERSION}",
             reason="SCHEMA_TOO_NEW",
         )
-    if version not in (FIRST_VERSION, TIED_VERSION, SCHEMA_VERSION) or served_blobs(blobs) != [BLOB]:
+    if version in range(1, SCHEMA_VERSION):
+        raise PreconditionFailed(
+            "the router has the form that neap had before version 0.1.0: calibrate the model again",
+            reason="SCHEMA_TOO_OLD",
+        )
+    if version != SCHEMA_VERSION or served_blobs(blobs) != [BLOB]:
         raise Corrupt(f"the router has no valid schema_version, or its blobs are not just {BLOB}")
     if len(blobs[BLOB]) > MAX_BLOB_BYTES:
         raise Corrupt("the router's blob is too large")
@@ -189,20 +189,13 @@ class _Unpacker:
             ngram_confidence=TableConfidence.from_json(ngrams["router"]) if ngrams else None,
             exits=exits,
             draft_vocabulary=vocabulary,
-            # Routers of earlier versions have none.
-            joint_weights=JointWeights.from_json(self.manifest.get("joint_weights", {})),
+            joint_weights=JointWeights.from_json(self.manifest["joint_weights"]),
         )
 
     def _exit(self, rung: Mapping[str, Any], model: ModelIdentity) -> LayerExit:
         depth = _size(rung["depth"], model.num_layers - 1, least=0)
-        if rung["form"] in FORMER_FORMS:
-            raise PreconditionFailed(
-                f"rung {_text(rung['name'])!r} has an exit head of the form {rung['form']}, which this version of neap "
-                "does not serve: calibrate the model again",
-                reason="FORM_NOT_SUPPORTED",
-            )
-        if rung["name"] != exit_name(depth) or rung["form"] != FORM:
-            raise Corrupt(f"rung {rung['name']!r} has a depth other than its name says, or an unknown form")
+        if rung["name"] != exit_name(depth):
+            raise Corrupt(f"rung {rung['name']!r} has a depth other than its name says")
         if _size(rung["head_width"], MAX_HIDDEN_SIZE) != model.hidden_size:
             raise Corrupt(f"the head of rung {rung['name']!r} is not as wide as the model's states")
         router_width = _size(rung["router_width"], MAX_ROUTER_WIDTH)
@@ -211,10 +204,7 @@ class _Unpacker:
         with torch.device("meta"):
             head = ExitHead(model.hidden_size, _size(rung["mlp_width"], MAX_MLP_WIDTH))
             confidence = ConfidenceHead(model.hidden_size, router_width)
-        tensors = take_part(self.tensors, f"{rung['name']}.head")
-        if self.manifest["schema_version"] == TIED_VERSION:
-            tensors["fuse"] = _untied(tensors["fuse"], model.hidden_size)
-        _fill(head, tensors)
+        _fill(head, take_part(self.tensors, f"{rung['name']}.head"))
         _fill(confidence, take_part(self.tensors, f"{rung['name']}.router"))
         agreement = float(rung["figures"].get("agreement", 0.0))
         if not 0.0 <= agreement <= 1.0:
@@ -238,16 +228,6 @@ class _Unpacker:
         ):
             raise Corrupt("the draft vocabulary is not a set of the model's tokens")
         return vocabulary
-
-
-def _untied(fuse: Tensor, hidden_size: int) -> Tensor:
-    """The matrix of a head of format 2 [D, 4D], whose chains put the output in the place of all states, in today's
-    format [D, 6D]."""
-    if fuse.shape[-1] != 4 * hidden_size:
-        raise Corrupt("fuse of an ExitHead has the wrong shape")
-    *states, entering = fuse.float().split(hidden_size, 1)
-    further = torch.cat([torch.stack(states).sum(0), entering], 1)
-    return torch.cat([fuse, further.to(fuse.dtype)], 1)
 
 
 def _fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:

@@ -39,11 +39,10 @@ class JointWeights:
 
     @classmethod
     def from_json(cls, data: Any) -> "JointWeights":
-        """The defaults for cases that `data` does not have.
-        Raises `Corrupt` unless it has the form that `to_json` returns."""
-        if not isinstance(data, Mapping):
+        """Raises `Corrupt` unless `data` has all cases in the form that `to_json` returns."""
+        if not isinstance(data, Mapping) or not set(CASES) <= set(data):
             raise Corrupt("the router's joint weights are not lists of numbers by case")
-        return cls(**{case: _weights(data[case]) for case in CASES if case in data})
+        return cls(**{case: _weights(data[case]) for case in CASES})
 
 
 DEFAULT_WEIGHTS = JointWeights()

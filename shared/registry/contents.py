@@ -77,7 +77,7 @@ def content_damaged(kind: Kind, digest: str, what: str, actual: str = "") -> Cor
 def failed_checks(manifest: Mapping[str, Any]) -> list[str]:
     """Return the names of the failed checks in a manifest's record {"checks": {name: {"passed": bool, ..}}}.
 
-    A manifest without the record has no failed checks, because older routers were published before the record existed.
+    A manifest without the record has no failed checks.
     """
     checks = manifest.get("checks", {})
     if not isinstance(checks, Mapping):

@@ -30,8 +30,6 @@ BAD_SPECS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "NO_TEXT_WORKERS",
     ),
     "unknown label": ({"label": 77}, InvalidInput, "BAD_SPEC"),
-    "unknown head": ({"head_form": 77}, InvalidInput, "BAD_SPEC"),
-    "former head": ({"head_form": pb.HEAD_FORM_GATED}, InvalidInput, "BAD_SPEC"),
     "no time": ({"time_budget": Duration(seconds=0)}, InvalidInput, "BAD_SPEC"),
     "negative time": ({"time_budget": Duration(seconds=-5)}, InvalidInput, "BAD_SPEC"),
     "longest time": ({"time_budget": Duration(seconds=2**63 - 1)}, InvalidInput, "BAD_SPEC"),

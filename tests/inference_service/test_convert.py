@@ -150,8 +150,6 @@ def test_the_three_forms_of_a_prompt(loaded):
         ({}, -3, -3),
         ({"priority": 0}, -3, 0),
         ({"priority": 7}, 0, 7),
-        ({"low_priority": True}, -3, 100),
-        ({"low_priority": True, "priority": 7}, 0, 100),
     ],
 )
 def test_a_request_has_the_priority_that_it_asks_for_or_its_callers(loaded, fields, least, priority):

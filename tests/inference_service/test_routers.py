@@ -108,24 +108,24 @@ async def test_an_alias_that_moves_serves_its_old_version_until_the_new_one_is_r
     assert (await store.select(loaded, RouterChoice())) is first, "it is still there"
 
 
-async def test_a_router_with_heads_of_a_former_form_leaves_what_served_before(registry, loaded):
+async def test_a_router_of_the_former_form_leaves_what_served_before(registry, loaded):
     manifest, blobs = pack_ladder(random_ladder(loaded, 1, (0,)), {})
     registry.publish("tiny", manifest, blobs, request_id="now", aliases=("latest",))
     fallbacks = []
     store = RouterStore(registry, on_fallback=lambda *labels: fallbacks.append(labels))
     first = await store.select(loaded, RouterChoice())
-    former = {**manifest, "rungs": [{**manifest["rungs"][0], "form": "gated", "rank": 8}]}
+    former = {**manifest, "schema_version": 3}
     registry.publish("tiny", former, blobs, request_id="former", aliases=("latest",))
 
     async def is_refused():
         assert await store.select(loaded, RouterChoice()) is first
-        return fallbacks[-1] == ("tiny", "alias", "FORM_NOT_SUPPORTED")
+        return fallbacks[-1] == ("tiny", "alias", "SCHEMA_TOO_OLD")
 
     await wait_until_async(is_refused)
     for just_started, choice in ((RouterStore(registry), RouterChoice()), (store, RouterChoice(version=2))):
         with pytest.raises(PreconditionFailed, match="calibrate the model again") as caught:
             await just_started.select(loaded, choice)
-        assert caught.value.reason == "FORM_NOT_SUPPORTED"
+        assert caught.value.reason == "SCHEMA_TOO_OLD"
 
 
 async def test_a_router_that_fails_its_self_test_never_serves(registry, loaded, publish, unpack):

@@ -156,7 +156,7 @@ def test_a_failed_job_says_why(service, calibrate):
 def test_control_characters_in_a_failure_are_escaped(service, calibrate):
     failure = pb.Failure(reason="BAD\x9b", message="no dataset \x1b]0;x\x07 [/red]")
     service.calibration.states[-1] = {"state": pb.STATE_FAILED, "failure": failure}
-    service.calibration.states[1]["figures"] = {"\x1b[2J.agreement": 1.0}
+    service.calibration.states[1]["figures"] = {"\x1b[2J.agreement": 1.0, "\x1b[2J.positions": 800.0}
     result = calibrate()
     assert "no dataset \\u001b]0;x\\u0007 [/red] [BAD\\u009b]" in result.stderr
     assert "\\u001b[2J 100%" in result.stdout
@@ -267,7 +267,7 @@ def test_invalid_flags_are_refused(service, calibrate, flags, code):
             "agrees with the model on held-out positions: exit at depth 2 31%",
         ),
         (
-            {"depth-0.agreement": 0.5, "depth-0.positions": 6.0, "suffix.agreement": 0.2},
+            {"depth-0.agreement": 0.5, "depth-0.positions": 6.0, "suffix.agreement": 0.2, "suffix.positions": 800.0},
             "agrees with the model on held-out positions: exit at depth 0 not known (only 6 positions), repeated text "
             "20%",
         ),

@@ -167,8 +167,8 @@ DAMAGES = {
     "another width": (lambda f: edit(f, model={"id": "tiny"}), "[CORRUPT]"),
     "a later format": (lambda f: edit(f, schema_version=SCHEMA_VERSION + 1), "[SCHEMA_TOO_NEW]"),
     "a former form": (
-        lambda f: edit(f, rungs=[{"name": "depth-2", "depth": 2, "form": "gated", "rank": 8}]),
-        "calibrate the model again [FORM_NOT_SUPPORTED]",
+        lambda f: edit(f, schema_version=SCHEMA_VERSION - 1),
+        "calibrate the model again [SCHEMA_TOO_OLD]",
     ),
     "damaged statistics": (
         lambda f: add_statistics(f, STATISTICS[:-1]),
