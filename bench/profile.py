@@ -54,7 +54,7 @@ LARGEST_SHARE = 0.2
 FIRST_TOKEN = 16
 # The first steps touch memory.
 WARM_UP_STEPS = 3
-# Of exact, so that no request ends before the steps that are wanted.
+# What `exact` gives at most, so that no request ends before the steps that are wanted.
 MOST_TOKENS_PER_STEP = 4
 
 Sample = dict[str, float]
@@ -148,7 +148,7 @@ def measure(
 
 
 def cells(samples: Sequence[Sample]) -> list[str]:
-    """Of a table: the whole step, then each title's time and share."""
+    """The cells of a row: the whole step, then each title's time and share."""
     medians = {title: statistics.median(each[title] for each in samples) for title in TITLES}
     total = statistics.median(sum(each.values()) for each in samples)
     found = [f"{1e3 * total:.1f}"]

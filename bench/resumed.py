@@ -8,7 +8,7 @@ sampled, exact. When each has at most `--left` tokens before it, the worker of m
 to end (SIGTERM, --grace-s 1, --drain-timeout-s 1). Printed: the time from then to the next token of answers that
 moved; to the first token of as many fresh requests of the same length, sent at once to the other worker afterwards; the
 longest time between two tokens of the other answers; and how long the worker took to end. An answer that is not that of
-an uninterrupted run ends the program. Of each answer only the first `--read` tokens are read.
+an uninterrupted run ends the program. Only the first `--read` tokens of each answer are read.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def arrivals_s(stream: GenerationStream, num_tokens: int = 1) -> list[float]:
 
 
 def first_token_s(target: str, num_tokens: int) -> float:
-    """Of a prompt of random tokens, which no prefix cache has."""
+    """Seconds to the first token of a prompt of random tokens, which no prefix cache has."""
     ids = pb.TokenIds(ids=[random.randrange(100, 30_000) for _ in range(num_tokens)])
     with NeapClient(target) as client:
         begin_s = time.perf_counter()

@@ -28,7 +28,7 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["CalibrationService"].full_name
 MAX_ALIASES = 16
 # Half of the largest message, so that every spec that was accepted can be returned.
 MAX_SPEC_BYTES = MAX_MESSAGE_BYTES // 2
-# Of short prompts even these bytes hold millions, and each costs some microseconds.
+# Even these bytes hold millions of short prompts, and each costs some microseconds.
 MAX_PROMPTS = 100_000
 # The alias that a calibration moves if its spec names none.
 LATEST = "latest"

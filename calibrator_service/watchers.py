@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 from shared.errors import Exhausted, Unavailable
 
-# Of each kind, of jobs or of routers, and of each kind by one client.
+# Watchers of jobs, and as many of routers; and those of one client.
 MAX_WATCHERS = 128
 MAX_WATCHERS_PER_CLIENT = 32
 _RETRY_S = 1.0

@@ -168,7 +168,7 @@ def _tools(tools: Sequence[pb.Tool]) -> dict[str, Any]:
 
 
 def _arguments(text: str, field: str) -> dict[str, Any]:
-    """Of a call that was made. The end of its answer may have cut them: then as much of them as there is."""
+    """The arguments of a call that was made: as much of them as there is, where the answer's end has cut them."""
     try:
         value = from_json(text, allow_partial="trailing-strings") if text.strip() else None
     except ValueError as error:

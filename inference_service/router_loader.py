@@ -95,7 +95,7 @@ class RouterLoader:
 
     @property
     def num_loaded(self) -> int:
-        """Of all models."""
+        """The loaded routers of all models."""
         return len(self._loaded)
 
     def find(self, model_id: str, version: int) -> LoadedRouter | None:

@@ -52,7 +52,7 @@ class BlockingPool:
         self._client = client
         self._share = max(1, num_threads // 2)
         self._max_per_client = max(1, max_pending // 2)
-        # client -> its calls, and what lets its share of them run. Of clients that have calls only.
+        # client -> its calls, and what lets its share of them run; only clients that have calls.
         self._calls: Counter[str] = Counter()
         self._shares: dict[str, asyncio.Semaphore] = {}
 
@@ -65,7 +65,7 @@ class BlockingPool:
             raise _too_many_calls_error()
         self._num_pending += 1
         self._calls[client] += 1
-        # Of somebody who is not known the threads are the limit.
+        # Callers that are not known are limited by the threads.
         share = self._shares.setdefault(client, asyncio.Semaphore(self._share)) if client else None
         loop = asyncio.get_running_loop()
         give_up_at_s = math.inf if self._max_wait_s is None else loop.time() + self._max_wait_s

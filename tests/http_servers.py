@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Quiet:
-    """Of a handler: it logs nothing, and connections stay open."""
+    """What handlers share: they log nothing, and connections stay open."""
 
     protocol_version = "HTTP/1.1"
 

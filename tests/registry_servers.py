@@ -89,12 +89,12 @@ def own_s3(tmp_path: Path, s3: S3Server) -> Iterator[S3Server]:
 
 
 def bucket_url(s3: S3Server) -> str:
-    """Of a new registry without Redis."""
+    """The URL of a new registry without Redis."""
     return f"s3://neap/{uuid.uuid4().hex}?endpoint={s3.endpoint}"
 
 
 def shared_url(server: RedisServer, s3: S3Server, prefix: str = "") -> str:
-    """Of a new registry, unless `prefix` names one."""
+    """The URL of a new registry, unless `prefix` names one."""
     scheme = "redis+cluster" if isinstance(server, RedisCluster) else "redis"
     objects = f"s3://neap/{prefix or uuid.uuid4().hex}"
     return f"{scheme}://127.0.0.1:{server.port}?objects={objects}&endpoint={s3.endpoint}"

@@ -103,7 +103,7 @@ def environments(cache: Path, build_jobs: int) -> dict[str, Environment]:
 
 
 def digest(folder: Path) -> str:
-    """Of config and weights; a file's own. Raises `NotFound` if the folder has no safetensors."""
+    """The digest of config and weights, or of a file. Raises `NotFound` if the folder has no safetensors."""
     if folder.is_file():
         with folder.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()[:16]

@@ -51,7 +51,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Of the process, and of its session and process group."""
+        """The id of the process, which is that of its session and process group as well."""
         return self._process.pid
 
     def load(self, settings: EngineSettings, timeout_s: float) -> None:

@@ -15,7 +15,7 @@ from neap_engine.evaluate.transformers_sides import Score
 
 RESAMPLES = 4000
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-# Of an answer of which the full model is not asked.
+# The score of an answer about which the full model is not asked.
 UNSCORED = Score((), 0)
 
 

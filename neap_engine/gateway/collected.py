@@ -7,7 +7,7 @@ from typing import Any
 from neap_client.inference.v1 import inference_pb2 as pb
 
 Piece = pb.TokenChunk | pb.Finished
-# Of a slot in a list.
+# What a slot in a list takes.
 SLOT_BYTES = 8
 
 

@@ -18,7 +18,7 @@ from neap_client.inference.v1 import inference_pb2 as pb
 
 # In a call's metadata: the address that it is to go to. See `neap_client.channel`.
 WORKER_KEY = "neap-worker"
-# Of a prompt that is no chat, so much counts as its beginning, because it may be the beginning of a longer one.
+# So much of a prompt that is no chat counts as its beginning, because a longer prompt may begin with it.
 NUM_CHARS, NUM_IDS = 256, 64
 # A worker that has so many times its share of the client's running calls is asked last.
 MOST_SHARES = 1.25

@@ -17,7 +17,7 @@ NAME_CHARACTERS = "[a-zA-Z0-9_.:/-]"
 # Templates of Mistral's models take no other ids. In a format, `ID` stands for one that the model makes up.
 NUM_ID_CHARACTERS = 9
 ID = "\0"
-# Of models that write reasoning: how it begins and ends. No template says it in another way that is known.
+# How models begin and end what they think. No template says it in another way that is known.
 THINKING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 _NAMES, _IDS, _TEXT = ("zq_tool", "zq_other"), ("zq0calls0", "zq0calls1"), "zq"

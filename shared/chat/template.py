@@ -41,7 +41,7 @@ class Chat:
 
     @property
     def num_characters(self) -> int:
-        """Of all that a client may make long. Raises `InvalidInput`."""
+        """Characters of all that a client may make long. Raises `InvalidInput`."""
         more = [self.tools, self.arguments] if self.tools or self.arguments else []
         more += [message["tool_calls"] for message in self.messages if "tool_calls" in message]
         try:

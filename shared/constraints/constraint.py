@@ -9,7 +9,7 @@ from shared.field_types import check_types
 
 FORMS = ("json_schema", "regex", "lark", "choice", "json_object")
 MAX_BYTES = 64 * 1024
-# Of the schemas of all tools together.
+# The limit of the schemas of all tools together.
 MAX_TOOL_BYTES = 4 * MAX_BYTES
 
 

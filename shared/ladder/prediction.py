@@ -33,7 +33,7 @@ class PredictedText:
         keys = np.zeros(max(len(tokens) - MAX_TAIL + 1, 0), np.uint64)
         for place in range(MAX_TAIL):
             keys = keys * np.uint64(MIXER) + tokens[place : place + len(keys)]
-        # Of equal keys the first place comes first.
+        # The first place comes first where keys are equal.
         self._places = np.argsort(keys, kind="stable")
         self._keys = keys[self._places]
 

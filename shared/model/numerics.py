@@ -39,8 +39,8 @@ class Numerics:
 
     `id`: two workers that are exact have the same one if they give the same bits, and only then. It depends on the
     model, the formats of weights, keys and values, the kernels in use, torch, and the library of constraints. It does
-    not depend on the number of threads. Of workers that are not exact it says how they compute, but no two of their
-    passes need agree.
+    not depend on the number of threads. It says how workers that are not exact compute, but no two of their passes need
+    agree.
     """
 
     id: str

@@ -97,7 +97,7 @@ class Service:
         return status
 
     def job_processes(self) -> list[psutil.Process]:
-        """Of this service, wherever they hang now: found by the log file they write to."""
+        """The processes of this service, wherever they hang now: found by the log file they write to."""
         logs = self.folder / "calibrator" / "logs"
         found = []
         for process in psutil.process_iter():
@@ -151,7 +151,7 @@ class Service:
         return self.routers.GetVersion(request, timeout=60).version
 
     def aliases(self) -> dict[str, int]:
-        """Of the model "tiny"."""
+        """The aliases of the model "tiny"."""
         request = router_pb2.ListAliasesRequest(model_id="tiny")
         found = self.routers.ListAliases(request, timeout=60).aliases
         return {alias.name: alias.version for alias in found}

@@ -13,7 +13,7 @@ UNBREAKABLE = re.compile(r"\s*(\||!\[)")
 # What the examples' tools leave.
 INSTALLED = {"node_modules"}
 DOCUMENTS = ("*.md", "docs/**/*.md", "bench/*.md", "protos/*.md")
-# Of these the comments.
+# Files of which the comments are read.
 SOURCES = ("Makefile", "*.toml", "*.yaml", ".ci/*", "k8s/Dockerfile", "k8s/**/*.yaml", "protos/neap/**/*.proto")
 
 

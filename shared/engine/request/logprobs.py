@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Of one token, under the full model without constraint, penalty or temperature.
+    """Log-probabilities at one token, under the full model without constraint, penalty or temperature.
     `alternatives`: (token id, value), largest value first."""
 
     value: float

@@ -53,7 +53,7 @@ class PackedMatrices:
 
     @property
     def num_bytes(self) -> int:
-        """Of those that were made."""
+        """The bytes of those that were made."""
         return sum(self._known[name].nbytes for name in self._headers)
 
     def write(self, file: BinaryIO) -> Table:

@@ -70,7 +70,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _IGNORED = frozenset({"tensor_data_layout", "expert_shared_count"})
 # Families that look no further back than the window on all layers, or on those that the config names.
 _WINDOWED = frozenset({"phi3", "gemma2", "gemma3", "gemma4", "starcoder2", "gpt-oss"})
-# Of which 27 B's query scale differs, and how many layers that has.
+# Families whose 27 B has another query scale, and how many layers that has.
 _OTHER_SCALE = {"gemma2": 46, "gemma3": 62}
 # Without them transformers would build a model of its default sizes.
 _NEEDED = ("embedding_length", "block_count", "feed_forward_length", "attention.head_count")

@@ -65,8 +65,8 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufContents:
-    """Of a file, or of all parts of one that is split: the metadata is then that of the first. `header`: the bytes of
-    the file at `path` before the first tensor. `tensors_at`: where in them the table of tensors begins."""
+    """What stands in a file, or in all parts of a split one, whose first has the metadata. `header`: the bytes of the
+    file at `path` before the first tensor. `tensors_at`: where in them the table of tensors begins."""
 
     path: Path
     fields: dict[str, Field]

@@ -12,7 +12,7 @@ TEXT = tuple(range(100, 160))
 
 
 def followed(prediction: tuple[int, ...], answer: tuple[int, ...]) -> list[bool]:
-    """Of each token of the answer, whether it was proposed."""
+    """Whether each token of the answer was proposed."""
     one = PredictionProposer(PredictedText(prediction), len(PROMPT))
     one.append(PROMPT[:2])
     one.append(PROMPT[2:])

@@ -106,7 +106,7 @@ def test_matmuls_with_blocks_round_inputs_to_bytes_and_rows_ignore_their_neighbo
     out = ops.packed_linear(x, packed, n)
     weight = dequantised_blocks(kind, blocks).double()
     expected = _rounded_to_bytes(x) @ weight.T
-    # Of quants with an offset, two large numbers may nearly cancel.
+    # Two large numbers may nearly cancel where quants have an offset.
     size = x.abs().double() @ weight.abs().T
     assert ((out - expected).abs() <= 1e-5 * size + 1e-6).all()
     rows = [ops.packed_linear(row, packed, n) for row in x.split(1)]

@@ -154,7 +154,7 @@ def test_keys_are_in_the_order_of_their_tokens():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_longest_match_is_found_among_many(seed):
-    """Of prompts of few kinds of tokens, which share prefixes of all lengths."""
+    """Requests whose prompts have few kinds of tokens, so that they share prefixes of all lengths."""
     draw = random.Random(seed)
     prefixes = Prefixes(10_000)
     kept: list[list[int]] = []
