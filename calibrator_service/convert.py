@@ -1,5 +1,6 @@
 """Converts between protobuf messages and the service's own types."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -66,9 +67,17 @@ def version_to_proto(version: PublishedVersion, *, with_manifest: bool) -> route
         create_time=timestamp(version.create_time_s),
         rungs=[_rung(rung) for rung in manifest.get("rungs", ())],
         size_bytes=version.size_bytes,
+        speed_up=_speed_up(manifest),
         manifest_json=canonical_json(manifest).decode() if with_manifest else "",
         damage=version.damage,
     )
+
+
+def _speed_up(manifest: Mapping[str, Any]) -> float:
+    try:
+        return float(manifest["calibration"]["speed"]["speed_up"])
+    except (KeyError, TypeError, ValueError):  # not measured, or the manifest of an import says something else there
+        return 0.0
 
 
 def _rung(rung: dict[str, Any]) -> router_pb2.Rung:

@@ -16,6 +16,7 @@ from calibrator_service.calibration.progress import Progress
 from calibrator_service.calibration.report.held_out import held_out_report
 from calibrator_service.calibration.report.joint_figures import joint_figures
 from calibrator_service.calibration.report.relaxed import relaxed_figures
+from calibrator_service.calibration.report.speed import speed_figures
 from calibrator_service.calibration.report.worth import without_unpaid
 from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.source_record import published_spec, source_record
@@ -169,6 +170,7 @@ def run_phases(
         if not agrees and not ladder.exits and not is_child:
             raise too_little_text(run, "what was learned agrees with the model nowhere", is_cut=is_cut)
         ladder = with_measured_agreement(ladder, report)
+        report["speed"] = speed_figures(run, runner, ladder, material.table_sequences["report"])
         report["relaxed"] = relaxed_figures(run, runner, ladder, material.table_sequences["report"])
 
     report["spec"] = published_spec(run.spec, source)

@@ -35,6 +35,14 @@ def learned_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
         ]
         if shares:
             yield f"guessed right, of {measured:,} tokens that it did not learn from: {', '.join(shares)}"
+    speed = as_mapping(calibration.get("speed"))
+    median, low, high, per_pass = map(speed.get, ("speed_up", "low", "high", "tokens_per_pass"))
+    if all(isinstance(figure, float) for figure in (median, low, high, per_pass)):
+        yield (
+            f"answers {median:.2f} times as fast as full depth on the machine that calibrated it: the median of "
+            f"{speed.get('num_answers')} held-out prompts, half of them {low:.2f} to {high:.2f}, {per_pass:.2f} tokens "
+            "per pass"
+        )
     if briers := list(_briers(as_mapping(calibration.get("joint")))):
         what = "Brier score of how sure it is of a guess, 0 is best (in brackets: of one proposer alone)"
         yield f"{what}: {', '.join(briers)}"

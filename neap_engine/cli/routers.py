@@ -50,7 +50,7 @@ def list_routers(
     if not versions:
         print_line(f"no router is published{f' for {model}' * bool(model)}")
         return
-    table = Table("version", "aliases", "published", "rungs", "MB", "digest")
+    table = Table("version", "aliases", "published", "rungs", "MB", "speed-up")
     for version in versions:
         table.add_row(
             str(version.version),
@@ -58,7 +58,7 @@ def list_routers(
             format_time(version.create_time),
             table_cell("DAMAGED" if version.damage else " ".join(rung.name for rung in version.rungs)),
             f"{version.size_bytes / 1e6:.2f}",
-            table_cell(version.manifest_digest[:19]),
+            f"{version.speed_up:.2f}x" if version.speed_up else "",
         )
     out.print(table)
     for version in versions:

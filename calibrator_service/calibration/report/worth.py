@@ -59,8 +59,9 @@ def with_exits(ladder: Ladder, exits: tuple[LayerExit, ...]) -> Ladder:
     return replace(ladder, exits=exits, draft_vocabulary=ladder.draft_vocabulary if exits else None)
 
 
-def measured_costs(run: CalibrationRun, runner: ContiguousRunner, ladder: Ladder) -> PassCosts:
-    """What passes over one and two tokens and the exits of `ladder` cost here at the least. Raises `Cancelled`.
+def measured_costs(run: CalibrationRun, runner: ContiguousRunner, ladder: Ladder, *, most_tokens: int = 2) -> PassCosts:
+    """What passes over one to `most_tokens` tokens and the exits of `ladder` cost here at the least.
+    Raises `Cancelled`.
 
     The least of the repeats, because another process that runs now would make an exit, which waits for all threads
     several times in a fraction of a millisecond, seem five times as expensive. Workers measure for themselves whether
@@ -70,7 +71,7 @@ def measured_costs(run: CalibrationRun, runner: ContiguousRunner, ladder: Ladder
     def between() -> None:
         run.report("evaluating", 0.99)
 
-    verify = measure_verify(runner, most_tokens=2, between=between)
+    verify = measure_verify(runner, most_tokens=most_tokens, between=between)
     timings = exit_timings(runner, ladder.bind(runner))
     while True:
         try:

@@ -75,6 +75,7 @@ def test_every_rung_learns(finished):
             assert figures["router_brier"] < 0.1
             assert figures["router_ece"] < 0.1
     assert result.report["draft_vocabulary_coverage"] > 0.95
+    assert result.report["speed"]["num_answers"] > 0
     tokens = result.report["tokens"]
     assert tokens["heads"] > tokens["routers"] > 0 < tokens["report"]
     assert tokens["total"] >= 3000

@@ -131,6 +131,7 @@ class FakeCalibration(calibration_pb2_grpc.CalibrationServiceServicer):
                 "fraction": 1.0,
                 "router_version": 7,
                 "manifest_digest": "sha256:abc",
+                "figures": {"speed_up": 1.417},
             },
         ]
 

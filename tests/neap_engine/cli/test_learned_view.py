@@ -35,6 +35,14 @@ def test_it_reads_what_a_calibration_writes():
     assert "exit at depth 0 49%" in guessed
 
 
+def test_it_says_how_much_faster_it_answers():
+    speed = {"num_answers": 12, "speed_up": 1.42, "low": 1.2, "high": 1.61, "tokens_per_pass": 1.8}
+    assert list(learned_lines({"calibration": {"speed": speed}})) == [
+        "answers 1.42 times as fast as full depth on the machine that calibrated it: the median of 12 held-out "
+        "prompts, half of them 1.20 to 1.61, 1.80 tokens per pass"
+    ]
+
+
 def test_it_says_how_well_it_knows_which_guesses_are_right():
     def figures(count: int) -> dict[str, float]:
         return {"positions": count, "agreement": 0.5, "brier": 0.1234, "brier_alone": 0.25}
@@ -53,6 +61,8 @@ def test_it_says_how_well_it_knows_which_guesses_are_right():
         {},
         {"calibration": 7},
         {"calibration": {"joint": 7}},
+        {"calibration": {"speed": 7}},
+        {"calibration": {"speed": {"speed_up": "x"}}},
         {"calibration": {"joint": {"agree": 7, "differ": {"positions": "x"}}}},
         {"calibration": {"joint": {"agree": {"positions": 300, "brier": "x"}}}},
         {"calibration": {"tokens": []}},

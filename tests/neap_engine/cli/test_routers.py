@@ -7,12 +7,15 @@ from tests.manifests import real_manifest
 
 
 def test_list(service, neap):
+    calibration = {**real_manifest()["calibration"], "speed": {"num_answers": 9, "speed_up": 1.42}}
+    service.routers.manifests[2] = {**real_manifest(), "calibration": calibration}
+    service.routers.manifests[1] = {**real_manifest(), "calibration": {"speed": ["an import may say anything"]}}
     result = neap("routers", "list", "--model", "tiny", "--calibrator", service.address)
     assert result.exit_code == 0, result.output
     rows = [line.split("│") for line in result.stdout.splitlines() if "suffix" in line]
     assert [row[1].strip() for row in rows] == ["2", "1"]
     assert [row[2].strip() for row in rows] == ["", "stable"]
-    assert rows[0][5].strip() == "2.50"
+    assert [[cell.strip() for cell in row[5:7]] for row in rows] == [["2.50", "1.42x"], ["2.50", ""]]
 
 
 def test_list_as_json(service, neap):
