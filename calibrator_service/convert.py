@@ -11,7 +11,7 @@ from calibrator_service.job import Job, JobState
 from calibrator_service.spec_messages import spec_to_proto
 from shared.errors import Corrupt
 from shared.registry.base import AliasChange, Canary, PublishedVersion, RegistryEvent
-from shared.registry.canonical import canonical_json
+from shared.registry.encoding import canonical_json
 
 _RUNG_FIGURES = ("agreement", "router_auc", "router_brier", "router_precision", "coverage")
 

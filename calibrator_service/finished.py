@@ -8,7 +8,7 @@ from pathlib import Path
 
 from calibrator_service.recipe import Product
 from shared.files import sync_folder, write_synced
-from shared.registry.canonical import canonical_json
+from shared.registry.encoding import canonical_json
 
 _FOLDER = "finished"
 _RECORD = "product.json"

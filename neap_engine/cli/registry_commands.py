@@ -66,8 +66,8 @@ def publish_folder(
     from shared.ladder.blob_names import STATISTICS_BLOB
     from shared.ladder.checks import check_artefact
     from shared.ladder.folder import read_router_folder
-    from shared.registry.canonical import canonical_json
     from shared.registry.contents import blob_entries
+    from shared.registry.encoding import canonical_json
 
     manifest, blobs = read_router_folder(folder, with_statistics=True)
     # A registry has added it to the manifest of a router that was copied out of it.

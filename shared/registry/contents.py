@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from shared.digests import DIGEST_PATTERN, PREFIX, digest_of
 from shared.errors import AlreadyExists, Conflict, Corrupt, InvalidInput, NotFound, PreconditionFailed
-from shared.registry.canonical import canonical_json
+from shared.registry.encoding import canonical_json
 from shared.registry.names import check_blob_name
 
 MAX_MANIFEST_BYTES = 2 * 1024 * 1024

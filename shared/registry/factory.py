@@ -8,8 +8,7 @@ from shared.files import StepHook
 from shared.registry.address import BUCKET_SCHEME, REDIS_SCHEMES, RegistryAddress
 from shared.registry.bucket_store import BucketStore
 from shared.registry.folder_store import FolderStore
-from shared.registry.index import Index
-from shared.registry.memory_index import MemoryIndex
+from shared.registry.index import Index, MemoryIndex
 from shared.registry.redis_index import RedisIndex
 from shared.registry.registry import Registry
 from shared.registry.store import Store, check_schema

@@ -9,9 +9,8 @@ import structlog
 
 from shared.errors import Corrupt, Exhausted, NeapError, NotFound, Unavailable
 from shared.files import StepHook
-from shared.registry.index import ANYWHERE, Index, IndexDamaged
+from shared.registry.index import ANYWHERE, Event, Index, IndexDamaged, ModelState, advance
 from shared.registry.journal import Journal, JournalEntry, VersionRecord
-from shared.registry.state import Event, ModelState, advance
 from shared.timeouts import COMMIT_S
 
 # How long after a look that failed answers are given without another look.

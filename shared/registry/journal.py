@@ -17,7 +17,7 @@ import structlog
 
 from shared.errors import Corrupt
 from shared.registry.base import AliasChange, Canary
-from shared.registry.sealed import open_sealed, seal
+from shared.registry.encoding import open_sealed, seal
 from shared.registry.store import SCHEMA_VERSION, Store, check_schema
 
 _NAME = re.compile(r"[0-9]{20}\.json")

@@ -13,11 +13,11 @@ from shared.files import StepHook
 from shared.registry.alias_moves import AliasMove
 from shared.registry.content_store import ContentStore
 from shared.registry.contents import hexadecimal_of, other_contents_error
+from shared.registry.encoding import open_sealed, seal
+from shared.registry.index import ModelState
 from shared.registry.index_keeper import IndexKeeper
 from shared.registry.journal import JournalEntry, VersionRecord
 from shared.registry.marks import Mark, publishing
-from shared.registry.sealed import open_sealed, seal
-from shared.registry.state import ModelState
 from shared.registry.store import Store
 
 

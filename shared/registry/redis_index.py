@@ -24,7 +24,7 @@ from redis.retry import Retry
 from shared.errors import Exhausted, NeapError, PreconditionFailed, Unavailable
 from shared.registry.address import RegistryAddress
 from shared.registry.base import AliasChange
-from shared.registry.index import EVENT_PAGE, IndexDamaged
+from shared.registry.index import EVENT_PAGE, Advance, Event, IndexDamaged, ModelState
 from shared.registry.journal import (
     VersionRecord,
     change_from_record,
@@ -32,7 +32,6 @@ from shared.registry.journal import (
     changes_from_records,
     version_from_record,
 )
-from shared.registry.state import Advance, Event, ModelState
 from shared.timeouts import REDIS_ANSWER_S, REDIS_CONNECT_S, REDIS_WAIT_S
 
 # A change of another client is told by the stream. This is for records whose writer died, and for data that Redis lost.

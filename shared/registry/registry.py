@@ -26,13 +26,12 @@ from shared.registry.contents import (
     no_version_error,
     version_damaged_error,
 )
-from shared.registry.index import Index
+from shared.registry.index import Event, Index, ModelState
 from shared.registry.index_keeper import IndexKeeper
 from shared.registry.journal import Journal, JournalEntry, VersionRecord
 from shared.registry.marks import publishing
 from shared.registry.names import check_alias, check_model_id, check_publication, unique_aliases
 from shared.registry.publication import Publication, VersionPublisher
-from shared.registry.state import Event, ModelState
 from shared.registry.store import Store, registry_id
 from shared.registry.sweep import GRACE_S, Sweep, sweep
 

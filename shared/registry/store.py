@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shared.errors import PreconditionFailed
-from shared.registry.sealed import open_sealed, seal
+from shared.registry.encoding import open_sealed, seal
 
 # Of the registry and of each record of its journals. 1 and 2 were forms before the first release.
 SCHEMA_VERSION = 3

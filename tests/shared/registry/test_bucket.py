@@ -9,9 +9,9 @@ from shared.errors import NotFound, Unavailable
 from shared.registry.address import RegistryAddress
 from shared.registry.bucket_store import BucketStore
 from shared.registry.factory import open_registry
+from shared.registry.index import Advance, advance
 from shared.registry.journal import Journal
 from shared.registry.registry import Registry
-from shared.registry.state import Advance, advance
 from tests.registry_servers import bucket_url
 from tests.relay import cut_off
 from tests.s3_gate import s3_gate

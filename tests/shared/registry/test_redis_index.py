@@ -13,9 +13,9 @@ from shared.errors import AlreadyExists, Corrupt, NotFound, PreconditionFailed
 from shared.registry import journal
 from shared.registry.address import RegistryAddress
 from shared.registry.base import Canary
+from shared.registry.encoding import open_sealed, seal
 from shared.registry.factory import open_registry
 from shared.registry.registry import Registry
-from shared.registry.sealed import open_sealed, seal
 from tests.registry_damage import bucket_of, harm
 from tests.registry_servers import shared_registry, shared_url
 from tests.servers import S3Server

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shared.errors import PreconditionFailed
+from shared.registry.encoding import open_sealed, seal
 from shared.registry.factory import open_registry
 from shared.registry.registry import Registry
-from shared.registry.sealed import open_sealed, seal
 from shared.registry.store import SCHEMA_VERSION
 
 MARKER, RECORD = "neap-registry.json", "models/tiny/journal/00000000000000000001.json"
