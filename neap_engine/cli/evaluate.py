@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from neap_engine.cli.console import DataDir, RegistryUrl, exit_on_error, out, print_line
-from neap_engine.cli.evaluate_view import draw_sides, evaluation_table, notes, write_csv
-from neap_engine.cli.tune import Model, Prompts, Router, measure, measuring_command, variables
+from neap_engine.cli.evaluate_view import doubts, draw_sides, evaluation_table, notes, write_csv
+from neap_engine.cli.tune import Model, Prompts, Rounds, Router, measure, measuring_command, variables
 
 DEFAULT_MARGINS = (0.1, 0.5)
 
@@ -29,6 +29,7 @@ def evaluate(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=2, help="Maximum number of new tokens per answer.")
     ] = 128,
+    rounds: Rounds = 1,
     registry: RegistryUrl = None,
     data_dir: DataDir = None,
     table: Annotated[Path, typer.Option("--csv", help="CSV file to write.")] = Path("neap-evaluate.csv"),
@@ -42,11 +43,11 @@ def evaluate(
     say how a model is loaded are read, NEAP_COMPUTE_DTYPE for example.
     """
     margins = DEFAULT_MARGINS if margin is None else margin
-    command = measuring_command(prompts, model, router, max_tokens, (), margins)
+    command = measuring_command(prompts, model, router, max_tokens, rounds, (), margins)
     report = measure(command, variables(registry, data_dir))
     run, rows = report["run"], report["rows"]
     out.print(evaluation_table(run, rows))
-    for line in notes(rows):
+    for line in [*notes(rows), *doubts(rows)]:
         print_line(line)
     for path in (write_csv(table, rows), draw_sides(output, run, rows)):
         out.print(f"wrote {path}", markup=False)

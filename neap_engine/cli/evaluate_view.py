@@ -12,6 +12,8 @@ from neap_engine.cli.charts import write_panels
 from neap_engine.cli.console import table_cell
 
 SIZE_INCHES = (8.0, 5.0)
+# A pass over several tokens takes no less than one over a single token, but for noise.
+IMPOSSIBLE = 1.05
 COLOURS = {"full": "#999999", "exact": "#2a9d8f", "relaxed": "#e76f51"}
 
 # The fields of `neap_engine.evaluate.figures.Row`. The first row, full, is the baseline of answers and of speed.
@@ -29,6 +31,7 @@ def evaluation_table(run: Mapping[str, Any], rows: Sequence[Row]) -> Table:
     table = Table(
         "side",
         "tokens/s",
+        "half of the\nprompts",
         "layers per\ntoken",
         "answers as\nfull's",
         "tokens full\nwould choose",
@@ -56,10 +59,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 def _figures(row: Row, baseline: Row) -> list[str]:
     if not row["num_answers"]:
-        return [""] * 6
+        return [""] * 7
     checkable = row["num_checkable"]
     return [
-        _speed(row, baseline),
+        *_speed(row),
         f"{row['layers_per_token']:.1f}",
         f"{row['num_identical']} of {row['num_answers']}",
         f"{row['chosen_share']:.1%}",
@@ -68,9 +71,21 @@ def _figures(row: Row, baseline: Row) -> list[str]:
     ]
 
 
-def _speed(row: Row, baseline: Row) -> str:
-    speed_up = row["tokens_per_s"] / baseline["tokens_per_s"] if baseline["tokens_per_s"] else 0.0
-    return f"{row['tokens_per_s']:.1f} ({speed_up:.2f}x)"
+def _speed(row: Row) -> tuple[str, str]:
+    """Tokens per second with the speed-up over prompts, and between what speed-ups half of the prompts have."""
+    return f"{row['tokens_per_s']:.1f} ({row['speed_up']:.2f}x)", f"{row['speed_low']:.2f}x to {row['speed_high']:.2f}x"
+
+
+def doubts(rows: Sequence[Row]) -> list[str]:
+    """What in these figures cannot be, or differs much from prompt to prompt: something else used the machine."""
+    lines = []
+    for row in rows[1:]:
+        if row["tokens_per_pass"] and row["speed_up"] > IMPOSSIBLE * row["tokens_per_pass"]:
+            lines.append(
+                f"warning: {row['side']} cannot be {row['speed_up']:.2f}x as fast at {row['tokens_per_pass']:.2f} "
+                "tokens per pass: something else used the machine. Measure again, with more --rounds"
+            )
+    return lines
 
 
 def policy_sweep_table(run: Mapping[str, Any], rows: Sequence[Row]) -> Table:
@@ -78,6 +93,7 @@ def policy_sweep_table(run: Mapping[str, Any], rows: Sequence[Row]) -> Table:
         "policy",
         "answers that differ",
         "tokens/s",
+        "half of the\nprompts",
         "tokens per\nverify pass",
         title=table_cell(title(run)),
         caption=table_cell(f"relaxed is lossy. Greedy, one request at a time. Machine: {run['machine']}"),
@@ -87,7 +103,7 @@ def policy_sweep_table(run: Mapping[str, Any], rows: Sequence[Row]) -> Table:
         table.add_row(
             row["side"],
             f"{differing} of {row['num_answers']} ({_share_differing(row):.1%})",
-            _speed(row, rows[0]),
+            *_speed(row),
             f"{row['tokens_per_pass']:.2f}",
         )
     return table
@@ -129,15 +145,15 @@ def draw_policies(path: Path, run: Mapping[str, Any], rows: Sequence[Row]) -> Pa
     """Writes a PNG, speed against the share of answers that differ, and returns its absolute path. Raises OSError."""
 
     def draw(axes: Any) -> None:
-        for row in rows:
-            share, speed = 100 * _share_differing(row), row["tokens_per_s"]
-            policy = row["side"].replace(",", "").split()[0]
-            axes.scatter(share, speed, color=COLOURS[policy], zorder=2)
-            place = {"xytext": (5, 4), "textcoords": "offset points"}
-            axes.annotate(row["side"], (share, speed), **place, fontsize=8)
+        for row, marker in zip(rows, itertools.cycle("osD^v<>PX*")):
+            share, policy = 100 * _share_differing(row), row["side"].replace(",", "").split()[0]
+            place = share, row["speed_up"]
+            axes.scatter(*place, marker=marker, s=60, alpha=0.8, color=COLOURS[policy], label=row["side"])
+            axes.plot([share] * 2, [row["speed_low"], row["speed_high"]], color=COLOURS[policy], linewidth=1)
         axes.set_xlabel("answers that differ from those of full, %")
-        axes.set_ylabel("tokens per second")
+        axes.set_ylabel("times as fast as full (line: half of the prompts)")
         axes.set_ylim(bottom=0)
         axes.margins(x=0.1)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
 
     return write_panels(path, title(run), 1, draw, SIZE_INCHES)

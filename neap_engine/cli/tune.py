@@ -14,7 +14,7 @@ import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from neap_engine.cli.console import DataDir, RegistryUrl, err, exit_on_error, out, print_line
-from neap_engine.cli.evaluate_view import draw_policies, policy_sweep_table
+from neap_engine.cli.evaluate_view import doubts, draw_policies, policy_sweep_table
 from shared.errors import NeapError, Unavailable
 
 MODULE = "neap_engine.evaluate"
@@ -36,6 +36,10 @@ Model = Annotated[
         metavar="ID=SOURCE",
         help="Id of the model in the registry, and its source, as for `neap serve worker`.",
     ),
+]
+Rounds = Annotated[
+    int,
+    typer.Option("--rounds", min=1, help="How many times each prompt is answered. Of its times the least counts."),
 ]
 Router = Annotated[str, typer.Option("--router", help="Router to measure: a version number or an alias.")]
 
@@ -64,6 +68,7 @@ def tune(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=9, help="Maximum number of new tokens per answer.")
     ] = 128,
+    rounds: Rounds = 3,
     registry: RegistryUrl = None,
     data_dir: DataDir = None,
     results: Annotated[
@@ -81,7 +86,7 @@ def tune(
     thresholds, margins = threshold or [], margin or []
     if not thresholds and not margins:
         thresholds, margins = [*DEFAULT_THRESHOLDS], [*DEFAULT_MARGINS]
-    command = measuring_command(prompts, model, router, max_tokens, thresholds, margins)
+    command = measuring_command(prompts, model, router, max_tokens, rounds, thresholds, margins)
     command += ["--results", str(results)]
     try:
         report = measure(command, variables(registry, data_dir))
@@ -90,14 +95,22 @@ def tune(
         raise typer.Exit(130) from None
     run, rows = report["run"], report["rows"]
     out.print(policy_sweep_table(run, rows))
+    for line in doubts(rows):
+        print_line(line)
     out.print(f"wrote {draw_policies(output, run, rows)}", markup=False)
 
 
 def measuring_command(
-    prompts: Path, model: str, router: str, max_tokens: int, thresholds: Sequence[float], margins: Sequence[float]
+    prompts: Path,
+    model: str,
+    router: str,
+    max_tokens: int,
+    rounds: int,
+    thresholds: Sequence[float],
+    margins: Sequence[float],
 ) -> list[str]:
     command = [sys.executable, "-m", MODULE, "--model", model, "--router", router]
-    command += ["--prompts", str(prompts), "--max-tokens", str(max_tokens)]
+    command += ["--prompts", str(prompts), "--max-tokens", str(max_tokens), "--rounds", str(rounds)]
     for flag, values in (("--threshold", thresholds), ("--margin", margins)):
         for value in values:
             command += [flag, str(value)]

@@ -35,7 +35,9 @@ class Row:
     `num_identical`: answers that are those of the first side, token by token. `chosen_share`: tokens that are the full
     model's choice after what precedes them. `perplexity`: of the answers under the full model. `num_right` of
     `num_checkable` answers end with the number that is expected; `lost_low` to `lost_high`: 95 % bootstrap interval of
-    the share that is right in the first side and not in this one, less the reverse. `note`: why a side has no figures.
+    the share that is right in the first side and not in this one, less the reverse. `speed_up`: the median over prompts
+    of the seconds per token of the first side over this one's, half of them from `speed_low` to `speed_high`. `note`:
+    why a side has no figures.
     """
 
     side: str
@@ -49,6 +51,9 @@ class Row:
     lost_low: float = 0.0
     lost_high: float = 0.0
     tokens_per_s: float = 0.0
+    speed_up: float = 0.0
+    speed_low: float = 0.0
+    speed_high: float = 0.0
     layers_per_token: float = 0.0
     tokens_per_pass: float = 0.0
 
@@ -68,9 +73,20 @@ def row(side: str, answers: Sequence[ScoredAnswer], baseline: Sequence[ScoredAns
         sum(answer.is_right is not None for answer in answers),
         *lost(answers, baseline),
         num_decoded / seconds if seconds else 0.0,
+        *speed_up(runs, [answer.run for answer in baseline]),
         sum(run.layer_executions for run in runs) / max(num_decoded, 1),
         num_decoded / max(sum(run.verify_passes for run in runs), 1),
     )
+
+
+def speed_up(runs: Sequence[TimedAnswer], baseline: Sequence[TimedAnswer]) -> tuple[float, float, float]:
+    """Median and quartiles, as in `Row`."""
+    pairs = [(other.per_token_s, run.per_token_s) for run, other in zip(runs, baseline, strict=True)]
+    ratios = [before / after for before, after in pairs if before and after]
+    if not ratios:
+        return 0.0, 0.0, 0.0
+    low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+    return float(median), float(low), float(high)
 
 
 def lost(answers: Sequence[ScoredAnswer], baseline: Sequence[ScoredAnswer]) -> tuple[float, float]:

@@ -21,6 +21,10 @@ def row(side, speed, **figures):
         "lost_low": 0.0,
         "lost_high": 0.5,
         "layers_per_token": 30.0,
+        "tokens_per_pass": 0.0,
+        "speed_up": speed / 10,
+        "speed_low": speed / 20,
+        "speed_high": speed / 8,
     }
     return {"side": side, "tokens_per_s": speed, **empty, **figures}
 
@@ -38,9 +42,9 @@ def test_the_table_compares_all_sides_with_full():
         console.print(evaluation_table(RUN, ROWS))
     lines = [line for line in capture.get().splitlines() if line.startswith("│")]
     assert [[cell.strip() for cell in line.strip("│").split("│")] for line in lines] == [
-        ["full", "10.0 (1.00x)", "30.0", "4 of 4", "100.0%", "1.500", "1 of 3"],
-        ["exact", "20.0 (2.00x)", "15.0", "4 of 4", "100.0%", "1.500", "0 of 3"],
-        ["TIDE's method", *[""] * 6],
+        ["full", "10.0 (1.00x)", "0.50x to 1.25x", "30.0", "4 of 4", "100.0%", "1.500", "1 of 3"],
+        ["exact", "20.0 (2.00x)", "1.00x to 2.50x", "15.0", "4 of 4", "100.0%", "1.500", "0 of 3"],
+        ["TIDE's method", *[""] * 7],
     ]
 
 

@@ -20,12 +20,13 @@ RUN = {
 
 def row(side, num_identical, speed, tokens_per_pass):
     counts = {"num_answers": 2, "num_identical": num_identical}
-    return {"side": side, "tokens_per_s": speed, "tokens_per_pass": tokens_per_pass, **counts}
+    speeds = {"speed_up": speed / 10, "speed_low": speed / 11, "speed_high": speed / 8}
+    return {"side": side, "tokens_per_s": speed, "tokens_per_pass": tokens_per_pass, **speeds, **counts}
 
 
 REPORT = {
     "run": RUN,
-    "rows": [row("full", 2, 10.0, 1.0), row("relaxed 0.9", 1, 30.0, 3.0), row("relaxed 0.5", 2, 40.0, 4.0)],
+    "rows": [row("full", 2, 10.0, 1.0), row("relaxed 0.9", 1, 30.0, 3.0), row("relaxed 0.5", 2, 40.0, 3.5)],
 }
 
 
@@ -51,10 +52,13 @@ def test_the_command_shows_progress_a_table_and_a_picture(neap, monkeypatch, tmp
     assert "3 of 3 answers" in result.stdout
     lines = [line for line in result.stdout.splitlines() if line.startswith("│")]
     assert [[cell.strip() for cell in line.strip("│").split("│")] for line in lines] == [
-        ["full", "0 of 2 (0.0%)", "10.0 (1.00x)", "1.00"],
-        ["relaxed 0.9", "1 of 2 (50.0%)", "30.0 (3.00x)", "3.00"],
-        ["relaxed 0.5", "0 of 2 (0.0%)", "40.0 (4.00x)", "4.00"],
+        ["full", "0 of 2 (0.0%)", "10.0 (1.00x)", "0.91x to 1.25x", "1.00"],
+        ["relaxed 0.9", "1 of 2 (50.0%)", "30.0 (3.00x)", "2.73x to 3.75x", "3.00"],
+        ["relaxed 0.5", "0 of 2 (0.0%)", "40.0 (4.00x)", "3.64x to 5.00x", "3.50"],
     ]
+    warnings = [line for line in result.stdout.splitlines() if line.startswith("warning")]
+    assert len(warnings) == 1
+    assert "relaxed 0.5 cannot be 4.00x as fast at 3.50 tokens" in warnings[0]
     assert "relaxed is lossy" in result.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 

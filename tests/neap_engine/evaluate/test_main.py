@@ -148,3 +148,14 @@ def test_results_of_other_prompts_are_not_mixed(sweep, report, tmp_path):
 def test_what_cannot_be_measured_is_an_error(report, flags, reason):
     code, [event] = report(*flags)
     assert (code, event["reason"]) == (1, reason)
+
+
+def test_of_the_times_of_all_rounds_the_least_counts(sweep):
+    events, found, lines = sweep("--rounds", "3")
+    assert events[-1] == {"measured": 12, "total": 12}
+    full = {line["prompt"]: line["decode_s"] for line in lines[1:] if line["side"] == "full"}
+    assert sorted(full) == [0, 1, 2, 3, 4, 5]
+    least_s = sum(min(full[number + 2 * turn] for turn in range(3)) for number in range(2))
+    [row] = [row for row in found["rows"] if row["side"] == "full"]
+    assert row["num_answers"] == 2
+    assert row["tokens_per_s"] == pytest.approx(22 / least_s, rel=0.2)

@@ -108,6 +108,11 @@ def test_figures_are_sums_over_prompts():
     assert found.perplexity == pytest.approx(torch.tensor(0.5).exp().item())
     assert found.tokens_per_s == pytest.approx(4 / 0.4)
     assert found.layers_per_token == 12 / 4
+    # .1 seconds per token and .1: four tokens, of which the first step gave three, took .2.
+    assert (found.speed_low, found.speed_up, found.speed_high) == (1.0, 1.0, 1.0)
+    fast = ScoredAnswer(TimedAnswer((1, 2, 3), 0.05, 1.0, 8), Score((0.5,) * 3, 3), True)
+    some = row("some", [fast, fast, full[0], full[0], full[0]], [full[0]] * 5)
+    assert (some.speed_low, some.speed_up, some.speed_high) == pytest.approx((1.0, 1.0, 4.0))
     assert (found.lost_low, found.lost_high) == (0.0, 1.0)
     assert lost(full, full) == (0.0, 0.0)
     assert lost(full, [own[1]] * 2) == (-1.0, -1.0), "gained"
