@@ -308,7 +308,6 @@ class Decoder:
             sequence.count_layers(part.num_layer_executions, part.num_token_layers)
             sequence.num_verify_passes += 1
             sequence.num_accepted += len(verdict.tokens) - 1
-            sequence.num_relaxed += verdict.num_relaxed
             sequence.confidence.record(part.proposals, verdict.tokens[: verdict.num_accepted + 1])
             self._record_drafts(part, verdict)
         through = part.through(None if part.is_prefill else verdict)
@@ -325,6 +324,7 @@ class Decoder:
             return
         tokens = self._tokens(part, verdict)
         part.chunks += sequence.emit(tokens if verdict.is_sound else tokens[:-1])
+        sequence.num_relaxed += sum(part.base + 1 + place < len(sequence.tokens) for place in verdict.relaxed)
         if not verdict.is_sound and not sequence.is_finished:
             raise non_finite_logits()
         sequence.read_again_if_outgrown()

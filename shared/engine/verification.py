@@ -17,14 +17,14 @@ from shared.ops.choices import NO_TOKEN
 @dataclass(frozen=True)
 class Verdict:
     """`tokens`: the accepted drafts and the token that the full model chooses after them, NO_TOKEN if it has none.
-    `logprobs`: of these tokens, if asked for. `num_relaxed`: how many of the drafts were accepted although
-    the full model chose another token (policy relaxed). `branch`: the number of the branch whose first
+    `logprobs`: of these tokens, if asked for. `relaxed`: the places of the drafts that were accepted although
+    the full model chose another token. `branch`: the number of the branch whose first
     `num_in_branch` drafts are the last accepted ones, if there is one.
     """
 
     tokens: list[int]
     logprobs: list[Logprobs] | None = None
-    num_relaxed: int = 0
+    relaxed: Sequence[int] = ()
     branch: int | None = None
     num_in_branch: int = 0
 
@@ -44,7 +44,7 @@ class Verdict:
         scores = None
         if self.logprobs is not None and after.logprobs is not None:
             scores = self.logprobs + after.logprobs
-        return Verdict(self.tokens + after.tokens, scores, self.num_relaxed, number, 1 + after.num_accepted)
+        return Verdict(self.tokens + after.tokens, scores, self.relaxed, number, 1 + after.num_accepted)
 
 
 def verify(logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[int | None] = ()) -> list[Verdict]:
@@ -64,8 +64,8 @@ def verify(logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[i
     for index, (trial, tokens) in enumerate(zip(trials, chosen, strict=True)):
         num_tokens = 1 + num_accepted(tokens, trial.drafts)
         verdict_logprobs = None if num_logprobs[index] is None else token_logprobs[index][:num_tokens]
-        num_relaxed = int(sum(replaced[index][:num_tokens]))
-        verdicts.append(Verdict(tokens[:num_tokens], verdict_logprobs, num_relaxed))
+        places = [place for place, is_other in enumerate(replaced[index][:num_tokens]) if is_other]
+        verdicts.append(Verdict(tokens[:num_tokens], verdict_logprobs, places))
     return verdicts
 
 

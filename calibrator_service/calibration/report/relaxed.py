@@ -3,7 +3,7 @@
 The engine's own steps answer the prompts of the report split, greedily and at several settings. A token differs if the
 full model chose another one after the same text. An answer differs from that of `full` exactly if one of its tokens
 does. Where a worker drafts depends on what drafts cost it; here every pass has as many as are found, up to MAX_DRAFTS,
-so workers differ hardly more often.
+so a worker that drafts less differs less often.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.dtypes import dtype_name
 from shared.model.inference import inference
 
-MAX_DRAFTS = 8
+MAX_DRAFTS = 4
 POLICIES = (
     *(DepthPolicy("relaxed", margin=margin, max_drafts=MAX_DRAFTS) for margin in (0.1, 0.5, 1.0)),
     *(DepthPolicy("relaxed", threshold=threshold, max_drafts=MAX_DRAFTS) for threshold in (0.99, 0.95, 0.85)),

@@ -148,6 +148,20 @@ def test_relaxed_accepts_sure_drafts_and_computes_their_keys_and_values(loaded, 
             assert token == int(logits[len(PROMPT) + index - 1].argmax())
 
 
+def test_drafts_behind_the_end_of_an_answer_are_none_of_its_tokens(loaded, answer):
+    right_token = right(answer)
+
+    def table(context: list[int]) -> tuple[int, float]:
+        return (right_token(context) if len(context) <= len(PROMPT) + 2 else 7, 0.9)
+
+    with fixed_cost_engine(loaded, ScriptedLadder(table)) as engine:
+        policy = DepthPolicy("relaxed", threshold=0.8, max_drafts=4)
+        ended = engine.generate(PROMPT, policy=policy, max_tokens=NUM_NEW, stop_token_ids=frozenset([answer[2]]))
+        longer = engine.generate(PROMPT, policy=policy, max_tokens=NUM_NEW)
+    assert list(ended.token_ids) == answer[:2]
+    assert ended.stats.num_relaxed == 0 < longer.stats.num_relaxed
+
+
 def test_a_margin_accepts_near_choices_and_keeps_keys_and_values_exact(loaded, answer):
     """Every second token is drafted as the model's second choice."""
 
