@@ -23,6 +23,8 @@ from shared.timeouts import PUBLICATION_LASTS_S, PUBLICATIONS_WAIT_S, SWEEP_LAST
 POLL_S = 0.5
 # A mark that is not removed keeps the other side waiting.
 _ATTEMPTS_TO_REMOVE = 2
+# A look for one's own mark that takes this share of the time for which it counts is repeated.
+_LONG_LOOK = 0.1
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,11 @@ class Mark:
 
     def check(self) -> None:
         """Raise Unavailable (PUBLICATION_TOO_SLOW, SWEEP_TOO_SLOW) if the mark has been removed."""
-        if not self._store.exists(self._path):
+        asked_s, is_there = elapsed_s(), self._store.exists(self._path)
+        while is_there and elapsed_s() - asked_s > self._side.lasts_s * _LONG_LOOK:
+            # The process stood still meanwhile, so the answer is old.
+            asked_s, is_there = elapsed_s(), self._store.exists(self._path)
+        if not is_there:
             raise Unavailable(
                 f"{self._side.one} that has not ended after {self._side.lasts_s:g} s counts as dead, and this one did "
                 "not; repeat it",

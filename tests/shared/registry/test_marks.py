@@ -233,6 +233,23 @@ def test_a_publication_that_stood_still_at_its_record_is_acknowledged_when_its_c
         check_whole(again, 1)
 
 
+def test_a_look_for_the_mark_during_which_the_process_stood_still_is_repeated(store, monkeypatch):
+    exists, elapsed_s, looks = type(store).exists, marks.elapsed_s, []
+
+    def exists_until_it_is_read(store: Any, path: str) -> bool:
+        found = exists(store, path)
+        if not looks:
+            store.remove(path)
+            monkeypatch.setattr(marks, "elapsed_s", lambda: elapsed_s() + SWEEPS.lasts_s)
+        looks.append(found)
+        return found
+
+    with sweeping(store) as mark:
+        monkeypatch.setattr(type(store), "exists", exists_until_it_is_read)
+        assert refusal(mark.check).reason == "SWEEP_TOO_SLOW"
+    assert looks == [True, False]
+
+
 def test_a_mark_is_removed_also_if_the_store_answers_later(registry, store, monkeypatch):
     remove, num_failed = type(store).remove, 0
 
