@@ -1,7 +1,7 @@
 """What each rule and learner of drafting is worth: `exact` with all of them, without one of them, and without any.
 
     python -m bench.ablation --model DIR --router FOLDER [--dtype float32] [--batch 1 4 16] [--per-task 4] [--rounds 2]
-        [--without "branches" "exits"] [--device cuda]
+        [--without "planned lengths" "exits"] [--device cuda]
 
 Closed loops keep B requests running (`bench.batch`), greedy, at most 64 new tokens, prompts from the prefix cache. All
 sides answer the same 2 * B prompts in turn, in an order that rotates, then the next 2 * B. Each has a copy of the
@@ -25,9 +25,8 @@ from bench.prompts import first_turns
 from bench.table import head, row
 from shared.engine import step
 from shared.engine.drafting import builder, drafter
-from shared.engine.drafting.builder import DraftBuilder
 from shared.engine.drafting.confidence import Confidence
-from shared.engine.drafting.planner import MIN_SURVIVAL, BranchDrafts, Tree
+from shared.engine.drafting.planner import MIN_SURVIVAL
 from shared.engine.engine import MAX_RUNNING, Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
@@ -36,14 +35,9 @@ from shared.ladder.rungs import Draft
 FULL, ALL, NONE = "full", "all", "none"
 
 
-def all_drafts(
-    trunks: Sequence[Sequence[float]], *_: Any, branches: Sequence[Sequence[BranchDrafts]], **__: Any
-) -> list[Tree]:
+def all_drafts(chains: Sequence[Sequence[float]], *_: Any, **__: Any) -> list[int]:
     """A plan that verifies everything."""
-    return [
-        Tree(len(trunk), tuple(len(branch.drafts) for branch in own))
-        for trunk, own in zip(trunks, branches, strict=True)
-    ]
+    return [len(chain) for chain in chains]
 
 
 def each_alone(_: Confidence, drafts: Sequence[Draft]) -> Iterator[tuple[Draft, str, float]]:
@@ -61,8 +55,7 @@ WITHOUT: dict[str, tuple[Any, str, Any]] = {
     "corrected probabilities": (Confidence, "_ratio", lambda self, case, rung: 1.0),
     "exits asked if they pay": (drafter, "exit_gain_s", lambda *_: 1.0),
     "no look-up that cannot pay": (builder, "least_survival", lambda *_: MIN_SURVIVAL),
-    "planned lengths": (step, "best_trees", all_drafts),
-    "branches": (DraftBuilder, "grow_branches", lambda self: None),
+    "planned lengths": (step, "best_lengths", all_drafts),
 }
 # What takes another router: it has no exits.
 EXITS = "exits"

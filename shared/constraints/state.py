@@ -126,9 +126,9 @@ class ConstraintState:
             return self._ask(perf_counter, self._matcher.is_accepting)
         return self._ask(perf_counter, self._matcher.validate_tokens, [token]) == 1
 
-    def rows(self, path: Sequence[int], drafts: Sequence[int]) -> "Rows":
-        """The tokens that may follow `path` and the first i of `drafts`, in row i."""
-        return Rows(self, [*path, *drafts], len(path))
+    def rows(self, drafts: Sequence[int]) -> "Rows":
+        """The tokens that may follow the first i of `drafts`, in row i."""
+        return Rows(self, drafts)
 
     def _find_forced(self, path: tuple[int, ...]) -> None:
         self._forced[path] = None
@@ -201,20 +201,19 @@ class ConstraintState:
 
 @dataclass(frozen=True)
 class Rows:
-    """`shared.model.sampling.AllowedTokens` of a chain: before row i stand the first `first` + i of `tokens`."""
+    """`shared.model.sampling.AllowedTokens` of a chain: before row i stand its first i drafts."""
 
     state: ConstraintState
-    tokens: Sequence[int]
-    first: int
+    drafts: Sequence[int]
 
     def forced(self, row: int) -> int | None:
-        return self.state.forced(self.tokens[: self.first + row])
+        return self.state.forced(self.drafts[:row])
 
     def allows(self, row: int, token: int) -> bool:
-        return self.state.allows(self.tokens[: self.first + row], token)
+        return self.state.allows(self.drafts[:row], token)
 
     def mask(self, row: int) -> Allowed:
-        return self.state.allowed(self.tokens[: self.first + row])
+        return self.state.allowed(self.drafts[:row])
 
 
 def _dead_end() -> InvalidInput:

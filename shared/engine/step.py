@@ -3,15 +3,14 @@
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 
 import torch
 from torch import Tensor
 
 from shared.engine.drafting.drafter import Drafter, draft_chains
-from shared.engine.drafting.planner import PassCosts, best_trees
+from shared.engine.drafting.planner import PassCosts, best_lengths
 from shared.engine.drafting.speculation import Speculation, settle
 from shared.engine.failure import attempt, fail_all, non_finite_logits
 from shared.engine.memory.prefixes import Prefixes
@@ -49,14 +48,9 @@ def prefill_budget(num_reading: int, num_decoding: int) -> int:
 
 
 def verify_parts(logits: Tensor, parts: Sequence[Speculation]) -> list[Verdict]:
-    """The verdict on each part, branches included. logits [T, V]: the rows of all parts, part after part.
-    See `verify`."""
-    trials = [part.trials() for part in parts]
-    num_alternatives = [
-        part.sequence.request.logprobs for part, of_part in zip(parts, trials, strict=True) for _ in of_part
-    ]
-    verdicts = iter(verify(logits, [trial for of_part in trials for trial in of_part], num_alternatives))
-    return [part.verdict(list(islice(verdicts, len(of_part)))) for part, of_part in zip(parts, trials, strict=True)]
+    """The verdict on each part. logits [T, V]: the rows of all parts, part after part. See `verify`."""
+    num_alternatives = [part.sequence.request.logprobs for part in parts]
+    return verify(logits, [part.trial() for part in parts], num_alternatives)
 
 
 class Decoder:
@@ -221,17 +215,16 @@ class Decoder:
     # Plan.
 
     def _plan(self, drafted: Sequence[Speculation], prefills: Sequence[Speculation], costs: PassCosts) -> None:
-        """Truncates each trunk and branch to what its verification is expected to pay for."""
-        trees = best_trees(
+        """Cuts each chain to what its verification is expected to pay for."""
+        lengths = best_lengths(
             [part.probabilities for part in drafted],
             costs,
-            branches=[part.possible for part in drafted],
             least=[len(part.drafts) if part.sequence.request.policy.max_drafts else 0 for part in drafted],
             num_other_tokens=sum(len(part.tokens) for part in prefills),
         )
-        for part, tree in zip(drafted, trees, strict=True):
-            part.prune(tree)
-            part.sequence.num_drafted += len(part.tokens) - 1
+        for part, length in zip(drafted, lengths, strict=True):
+            part.cut(length)
+            part.sequence.num_drafted += length
 
     # Verify and commit.
 
@@ -247,8 +240,6 @@ class Decoder:
             return
         answered = [part for part in parts if part.num_logits]
         verdicts = dict(zip(map(id, answered), self._verify(logits, answered), strict=True))
-        if branched := [part for part in answered if part.branches]:
-            self._keep_branches(branched, verdicts)
         for part in parts:
             if part.sequence.failure is None:
                 attempt(part.sequence, self._commit, part, verdicts.get(id(part)))
@@ -284,21 +275,6 @@ class Decoder:
         [verdict] = verify_parts(logits, [part])
         return verdict
 
-    def _keep_branches(self, parts: Sequence[Speculation], verdicts: Mapping[int, Verdict | None]) -> None:
-        """Moves the keys and values of accepted branches to their positions, those of all parts together."""
-        moves = [
-            (part.sequence, move)
-            for part in parts
-            if (verdict := verdicts[id(part)]) is not None and (move := part.move(verdict))
-        ]
-        if not moves:
-            return
-        try:
-            self.runner.move([move for _, move in moves])
-        except Exception as error:
-            failed = [sequence for sequence, _ in moves]
-            fail_all(failed, error, "keys and values could not be moved for")
-
     def _commit(self, part: Speculation, verdict: Verdict | None) -> None:
         """Moves the sequence to what has been through every layer, and emits its new tokens.
         Rejected drafts are overwritten later."""
@@ -307,17 +283,17 @@ class Decoder:
             assert verdict is not None
             sequence.count_layers(part.num_layer_executions, part.num_token_layers)
             sequence.num_verify_passes += 1
-            sequence.num_accepted += len(verdict.tokens) - 1
-            sequence.confidence.record(part.proposals, verdict.tokens[: verdict.num_accepted + 1])
-            self._record_drafts(part, verdict)
-        through = part.through(None if part.is_prefill else verdict)
-        sequence.num_settled = part.base + len(through)
+            sequence.num_accepted += verdict.num_accepted
+            sequence.confidence.record(part.proposals, verdict.tokens)
+            self.statistics.record_drafts(part.drafts, verdict.num_accepted, sequence.request.counted_version)
+        num_settled = part.num_settled(None if part.is_prefill else verdict)
+        sequence.num_settled = part.base + num_settled
         if part.is_prefill:
             part.chunks += score_prompt(part, self.runner)
         if sequence.keeps_states:
-            sequence.settled_states = part.states_at(sequence.kept_depths, through[-1])
+            sequence.settled_states = part.states_at(sequence.kept_depths, num_settled - 1)
         if sequence.on_states is not None:
-            shown = [torch.stack([part.state(depth, i) for i in through]) for depth in sequence.kept_depths]
+            shown = [torch.stack([part.state(d, i) for i in range(num_settled)]) for d in sequence.kept_depths]
             with torch.inference_mode(False):  # they may be trained on
                 sequence.on_states(part.base, torch.stack(shown, 1))
         if verdict is None:
@@ -329,17 +305,10 @@ class Decoder:
             raise non_finite_logits()
         sequence.read_again_if_outgrown()
 
-    def _record_drafts(self, part: Speculation, verdict: Verdict) -> None:
-        version = part.sequence.request.counted_version
-        self.statistics.record_drafts(part.drafts, verdict.num_accepted, version)
-        for number, branch in enumerate(part.branches):
-            num_accepted = verdict.num_in_branch if number == verdict.branch else 0
-            self.statistics.record_drafts(branch.drafts, num_accepted, version)
-
     def _tokens(self, part: Speculation, verdict: Verdict) -> list[GeneratedToken]:
         """The drafts that were accepted, with the exits that made them, and the token that the full model chose after
         them."""
-        exits = [(draft.depth, draft.rung) for draft in part.accepted(verdict)]
+        exits = [(draft.depth, draft.rung) for draft in part.drafts[: verdict.num_accepted]]
         exits.append((self.runner.num_layers, FULL))
         tokens = [
             GeneratedToken(token, depth, rung) for token, (depth, rung) in zip(verdict.tokens, exits, strict=True)

@@ -17,16 +17,13 @@ from shared.ops.choices import NO_TOKEN
 @dataclass(frozen=True)
 class Verdict:
     """`tokens`: the accepted drafts and the token that the full model chooses after them, NO_TOKEN if it has none.
-    `logprobs`: of these tokens, if asked for. `relaxed`: the places of the drafts that were accepted although
-    the full model chose another token. `branch`: the number of the branch whose first
-    `num_in_branch` drafts are the last accepted ones, if there is one.
+    `logprobs`: of these tokens, if asked for. `relaxed`: the places of the drafts that were accepted although the full
+    model chose another token.
     """
 
     tokens: list[int]
     logprobs: list[Logprobs] | None = None
     relaxed: Sequence[int] = ()
-    branch: int | None = None
-    num_in_branch: int = 0
 
     @property
     def is_sound(self) -> bool:
@@ -35,16 +32,7 @@ class Verdict:
 
     @property
     def num_accepted(self) -> int:
-        """Accepted drafts of the trunk, without those of a branch."""
-        return len(self.tokens) - 1 - self.num_in_branch
-
-    def with_branch(self, number: int, after: "Verdict") -> "Verdict":
-        """The verdict where the first draft of this branch is the token that the full model chose after the trunk's
-        accepted ones. `after`: the verdict on the rest of the branch."""
-        scores = None
-        if self.logprobs is not None and after.logprobs is not None:
-            scores = self.logprobs + after.logprobs
-        return Verdict(self.tokens + after.tokens, scores, self.relaxed, number, 1 + after.num_accepted)
+        return len(self.tokens) - 1
 
 
 def verify(logits: Tensor, trials: Sequence[Trial], num_alternatives: Sequence[int | None] = ()) -> list[Verdict]:

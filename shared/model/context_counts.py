@@ -35,15 +35,13 @@ def _counted(tokens: Sequence[int], vocabulary_size: int) -> Counts:
     return np.bincount(np.array(tokens, np.int64), minlength=vocabulary_size).astype(np.float32)
 
 
-def before_rows(counts: Counts, path: Sequence[int], drafts: Sequence[int]) -> tuple[npt.NDArray[np.int64], Counts]:
-    """The tokens [m] of a counted text and of what follows it, and how often each stands before each row [n, m].
-
-    `path` stands before all rows, a draft before the rows after its own.
-    """
+def before_rows(counts: Counts, drafts: Sequence[int]) -> tuple[npt.NDArray[np.int64], Counts]:
+    """The tokens [m] of a counted text and of the drafts after it, and how often each stands before each row [n, m]: a
+    draft stands before the rows after its own."""
     occurs = counts > 0
-    occurs[[*path, *drafts]] = True
+    occurs[[*drafts]] = True
     tokens = np.flatnonzero(occurs)
     rows = np.tile(counts[tokens], (len(drafts) + 1, 1))
-    for place, token in enumerate([*path, *drafts], 1 - len(path)):
-        rows[max(place, 0) :, np.searchsorted(tokens, token)] += 1.0
+    for place, token in enumerate(drafts, start=1):
+        rows[place:, np.searchsorted(tokens, token)] += 1.0
     return tokens, rows

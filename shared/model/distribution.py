@@ -150,7 +150,7 @@ def _penalise(scores: Tensor, trial: Trial) -> None:
 def _before(counts: Counts | None, trial: Trial, device: torch.device) -> tuple[Tensor, Tensor]:
     """The tokens [m] int64 that are penalised, and how often each stands before each row [n, m] float32."""
     assert counts is not None
-    seen, rows = before_rows(counts, trial.path, trial.drafts)
+    seen, rows = before_rows(counts, trial.drafts)
     return _on_device(seen, device, torch.int64), _on_device(rows, device, torch.float32)
 
 

@@ -172,10 +172,8 @@ class Trial:
     `threshold`. None: these do not count. Only plain greedy trials have a margin.
 
     The answer begins after `num_prompt_tokens` of the context. `end_token_ids` end it. `allowed`: the tokens that a
-    constraint allows at each row. None: all.
-
-    `path`: drafts that stand between the context and row 0. `counts`: what penalties count of the context; None: it is
-    counted when they are applied.
+    constraint allows at each row. None: all. `counts`: what penalties count of the context; None: it is counted when
+    they are applied.
     """
 
     sampling: SamplingParams
@@ -185,7 +183,6 @@ class Trial:
     num_prompt_tokens: int = 0
     end_token_ids: frozenset[int] = frozenset()
     allowed: AllowedTokens | None = None
-    path: Sequence[int] = ()
     counts: "ContextCounts | None" = None
     threshold: float | None = None
     probabilities: Sequence[float] = ()
@@ -205,15 +202,15 @@ class Trial:
 
     def uniform(self, row: int) -> float:
         """The uniform number of the position that row `row` predicts."""
-        return uniform_at(self.sampling.seed, len(self.context) + len(self.path) + row)
+        return uniform_at(self.sampling.seed, len(self.context) + row)
 
     def forbidden(self) -> list[tuple[int, int]]:
         """(row, token) of all tokens that `min_tokens` and `bad_words` forbid."""
         if not self.sampling.forbids_tokens:
             return []
         # The place in the answer that row 0 predicts.
-        first = len(self.context) + len(self.path) - self.num_prompt_tokens
-        before = [*self.context[-MAX_BAD_WORD_TOKENS:], *self.path, *self.drafts]
+        first = len(self.context) - self.num_prompt_tokens
+        before = [*self.context[-MAX_BAD_WORD_TOKENS:], *self.drafts]
         num_before = len(before) - len(self.drafts)
         return [
             (row, token)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shared.engine.drafting.planner import MAX_TREE_TOKENS, MIN_SURVIVAL, BranchDrafts, PassCosts, least_survival
+from shared.engine.drafting.planner import MIN_SURVIVAL, PassCosts, least_survival
 from shared.engine.drafting.speculation import Speculation
 from shared.engine.request.sequence import DecodingSequence
 from shared.errors import Corrupt
@@ -15,9 +15,6 @@ from shared.ladder.native_chain import HeadDraft
 from shared.ladder.rungs import Draft
 from shared.ops.chains import ChainStart
 
-# Where a draft must survive more probably than this to pay, looking for branches takes longer than they save
-# (bench/RESULTS.md, "What each rule of drafting is worth").
-MAX_SURVIVAL_FOR_BRANCHES = 0.05
 # Tokens per verify pass that are assumed for a sequence without any, and the weight of this assumption in passes.
 USUAL_TOKENS_PER_PASS, PASS_WEIGHT = 1.5, 8
 
@@ -51,24 +48,16 @@ class Ahead:
 
 
 class DraftBuilder:
-    """Builds a trunk of drafts after a sequence's last final token.
+    """Builds a chain of drafts after a sequence's last final token.
     The planner later chooses how many of them to verify.
 
     `best` is the most probable draft so far for the next position, and `best_probability` its probability (see
-    `Confidence`). `survival` is the probability that all drafts of the trunk are right. If branches are allowed, the
-    other drafts of each place begin possible branches. `tokens_per_pass`: mean tokens that a verify pass has given for
-    this sequence, starting from USUAL_TOKENS_PER_PASS. `host_s` as in `least_survival`.
+    `Confidence`). `survival` is the probability that all drafts of the chain are right. `tokens_per_pass`: mean
+    tokens that a verify pass has given for this sequence, starting from USUAL_TOKENS_PER_PASS. `host_s` as in
+    `least_survival`.
     """
 
-    def __init__(
-        self,
-        sequence: DecodingSequence,
-        costs: PassCosts,
-        num_sequences: int,
-        *,
-        branches: bool = False,
-        host_s: float = 0.0,
-    ) -> None:
+    def __init__(self, sequence: DecodingSequence, costs: PassCosts, num_sequences: int, host_s: float = 0.0) -> None:
         policy = sequence.request.policy
         state_depths = sequence.ladder.state_depths if sequence.ladder else ()
         self.sequence = sequence
@@ -89,11 +78,7 @@ class DraftBuilder:
         self.survival = 1.0
         self.best: Draft | None = None
         self.best_probability = 0.0
-        # Of the next position: all drafts, and one per token with its probability.
-        self._proposals: list[Draft] = []
-        self._rated: list[tuple[Draft, float]] = []
-        # First drafts of branches: survival with them, place, draft, and its probability.
-        self._possible: list[tuple[float, int, Draft, float]] = []
+        self._proposals: list[Draft] = []  # all drafts of the next position
         # The verify pass itself gives one token of the answer.
         self._room = min(sequence.num_left_in_regime - 1, costs.max_drafts)
         if policy.max_drafts:
@@ -106,18 +91,11 @@ class DraftBuilder:
         self._least_survival = MIN_SURVIVAL
         if self._room > 0 and not policy.max_drafts:
             self._least_survival = least_survival(costs, num_sequences, host_s)
-        # A fixed number of drafts is what it says.
-        self._allows_branches = (
-            branches
-            and policy.name == "exact"
-            and not policy.max_drafts
-            and self._least_survival <= MAX_SURVIVAL_FOR_BRANCHES
-        )
 
     @property
-    def num_places(self) -> int:
-        """How many places the proposers have been asked about, those of branches included."""
-        return len(self.chain.proposals) + sum(len(branch.drafts) for branch in self.chain.possible)
+    def _path(self) -> list[int]:
+        """The tokens of the chain's drafts."""
+        return self.chain.tokens[1:]
 
     @property
     def wants_more(self) -> bool:
@@ -143,11 +121,11 @@ class DraftBuilder:
     def look_up(self) -> None:
         """Begins the next position with the drafts of the tables. Runs no layer."""
         self._proposals.clear()
-        path = [draft.token for draft in self.chain.drafts]
+        path = self._path
         forced = self._forced(path)
         self.is_open = forced is None
         if not self.is_open:
-            self._rated, self.best, self.best_probability = [], forced, 1.0
+            self.best, self.best_probability = forced, 1.0
             return
         self.consider(self._proposed(path))
 
@@ -157,12 +135,9 @@ class DraftBuilder:
         Raises `Corrupt` (reason DRAFT_OUT_OF_RANGE) if a draft is not a token of the model. A pass over such a token
         would fail for all sequences that share it.
         """
-        for draft in self._usable([draft.token for draft in self.chain.drafts], drafts):
-            # An exit's numbers may overflow. That costs this draft, and must not spread to what is learnt of the exit.
-            if draft.probability > 0.0:
-                self._proposals.append(draft)
-        self._rated = self.sequence.confidence.rate(self._proposals)
-        self.best, self.best_probability = self._rated[0] if self._rated else (None, 0.0)
+        # An exit's numbers may overflow. That costs its draft, and must not spread to what is learnt of the exit.
+        self._proposals += [draft for draft in self._usable(drafts) if draft.probability > 0.0]
+        self.best, self.best_probability = next(iter(self.sequence.confidence.rate(self._proposals)), (None, 0.0))
 
     def extend(self) -> bool:
         """Appends the best draft to the chain. Returns False if there is none."""
@@ -170,46 +145,12 @@ class DraftBuilder:
         if draft is None:
             return False
         probability = self.best_probability
-        if self._allows_branches:
-            self._begin_branches()
         chain.proposals.append(list(self._proposals))
         chain.append(draft, probability)
         for ahead in self.ahead.values():
             ahead.follow(draft.token)
         self.survival *= probability
         return True
-
-    def _begin_branches(self) -> None:
-        """Lets the drafts beside the best one begin possible branches, as far as they may pay for their places."""
-        rest = 1.0 - self.best_probability
-        for draft, probability in self._rated[1:]:
-            probability = min(probability, rest)
-            rest -= probability
-            if self.survival * probability >= self._least_survival:
-                place = len(self.chain.drafts)
-                self._possible.append((self.survival * probability, place, draft, probability))
-
-    def grow_branches(self) -> None:
-        """Completes the trunk with the most probable branches. The tables continue them; no layer and no exit runs.
-
-        There are none if drafting has taken tokens through layers: they would be at another depth.
-        """
-        if any(self.chain.reached):
-            return
-        trunk = [draft.token for draft in self.chain.drafts]
-        self._possible.sort(key=lambda possible: -possible[0])
-        for survival, place, draft, probability in self._possible[: MAX_TREE_TOKENS - 1]:
-            branch = BranchDrafts(place, [draft], [probability])
-            path = [*trunk[:place], draft.token]
-            while len(path) < self._room:
-                next_draft, probability = self._best_of_tables(path)
-                survival *= probability
-                if next_draft is None or survival < self._least_survival:
-                    break
-                branch.drafts.append(next_draft)
-                branch.probabilities.append(probability)
-                path.append(next_draft.token)
-            self.chain.possible.append(branch)
 
     def _forced(self, path: list[int]) -> Draft | None:
         """The draft of a token without alternative after `path`. None, if the request wants layers to run for it."""
@@ -229,16 +170,9 @@ class DraftBuilder:
             drafts += grammar.propose_begun(path)
         return drafts
 
-    def _best_of_tables(self, path: list[int]) -> tuple[Draft | None, float]:
-        """The tables' most probable draft after `path`, and its probability."""
-        if forced := self._forced(path):
-            return forced, 1.0
-        drafts = self._usable(path, self._proposed(path))
-        return next(iter(self.sequence.confidence.rate(drafts)), (None, 0.0))
-
-    def _usable(self, path: list[int], drafts: Sequence[Draft]) -> Sequence[Draft]:
-        """Those of `drafts` after `path` that the request allows. Raises as `consider` does."""
-        size = self.sequence.vocabulary_size
+    def _usable(self, drafts: Sequence[Draft]) -> Sequence[Draft]:
+        """Those drafts of the next position that the request allows. Raises as `consider` does."""
+        size, path = self.sequence.vocabulary_size, self._path
         for draft in drafts:
             if not 0 <= draft.token < size:
                 raise Corrupt(

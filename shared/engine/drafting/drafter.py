@@ -66,9 +66,7 @@ class Drafter:
 
     def builder(self, sequence: DecodingSequence, num_sequences: int) -> DraftBuilder:
         """The builder of a sequence's chain. See `draft_chains`."""
-        branches = self._runner.supports_ragged
-        host_s = self.host_time.per_place_s
-        return DraftBuilder(sequence, self.costs, num_sequences, branches=branches, host_s=host_s)
+        return DraftBuilder(sequence, self.costs, num_sequences, self.host_time.per_place_s)
 
     def ask_exits(self, builders: Sequence[DraftBuilder], num_sequences: int) -> float:
         """Takes the chains' last tokens to the layer exits that are expected to pay, shallowest first. Each exit's
@@ -156,10 +154,8 @@ def draft_chains(sequences: Iterable[DecodingSequence], num_sequences: int) -> l
         going = [
             builder for builder in going if builder.sequence.failure is None and builder.extend() and builder.wants_more
         ]
-    for builder in builders:
-        if builder.sequence.failure is None:
-            attempt(builder.sequence, builder.grow_branches)
-    seconds, num_places = time.perf_counter() - start_s - exits_s, sum(builder.num_places for builder in builders)
+    seconds = time.perf_counter() - start_s - exits_s
+    num_places = sum(len(builder.chain.proposals) for builder in builders)
     for drafter in {builder.sequence.drafter for builder in builders}:
         drafter.host_time.record(seconds, num_places)
     return [builder.chain for builder in builders]

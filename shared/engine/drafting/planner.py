@@ -8,21 +8,14 @@ without drafts.
 """
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate
 from operator import mul
-
-from shared.ladder.rungs import Draft
 
 # Drafts with a lower probability of survival are not looked up.
 MIN_SURVIVAL = 0.02
-# The most tokens of one sequence in a pass that has branches: its last token, and all drafts.
-MAX_TREE_TOKENS = 16
-# In the place of a branch's index. The least, so that of equal reaches the trunk's comes first.
-TRUNK = -1
 
 
 @dataclass(frozen=True)
@@ -80,81 +73,43 @@ def least_survival(costs: PassCosts, num_sequences: int, host_s: float = 0.0) ->
     return min(max(num_sequences * (growth + host_s) / cost, MIN_SURVIVAL), 1.0)
 
 
-@dataclass
-class BranchDrafts:
-    """Drafts beside those of a trunk: the first of them stands in the place of the trunk's draft number `place`.
-
-    `probabilities`: that a draft is right, given that all drafts before it are; of the first one also that the trunk's
-    is wrong.
-    """
-
-    place: int
-    drafts: list[Draft]
-    probabilities: list[float]
-
-
-@dataclass(frozen=True)
-class Tree:
-    """What of a sequence's drafts to verify: the first `num_drafts` of its trunk, and the first `lengths[i]` of its
-    i-th branch."""
-
-    num_drafts: int
-    lengths: tuple[int, ...] = ()
-
-
-def best_trees(
-    trunks: Sequence[Sequence[float]],
+def best_lengths(
+    chains: Sequence[Sequence[float]],
     costs: PassCosts,
     *,
-    branches: Sequence[Sequence[BranchDrafts]] = (),
     least: Sequence[int] = (),
     num_other_tokens: int = 0,
-) -> list[Tree]:
-    """What to verify of each sequence's drafts, so that the pass gives the most expected tokens per second.
+) -> list[int]:
+    """How many of each sequence's drafts to verify, so that the pass gives the most expected tokens per second.
 
-    `trunks[i]` are the probabilities of sequence i's drafts, each given that the drafts before it are right. The first
+    `chains[i]` are the probabilities of sequence i's drafts, each given that the drafts before it are right. The first
     `least[i]` of them are verified in any case. A draft that is reached with probability r gives r expected tokens
     more. `num_other_tokens` further tokens (pieces of prompts) are in the same pass.
     """
-    if not trunks:
+    if not chains:
         return []
-    expected, num_tokens = float(len(trunks)), len(trunks) + num_other_tokens
-    # (-reach, sequence, TRUNK or the branch's index) of drafts that may be left out.
-    candidates: list[tuple[float, int, int]] = []
-    counts: list[Counter[int]] = []
-    possible = branches or [()] * len(trunks)
-    for index, (trunk, beside) in enumerate(zip(trunks, possible, strict=True)):
+    expected, num_tokens = float(len(chains)), len(chains) + num_other_tokens
+    lengths: list[int] = []
+    candidates: list[tuple[float, int]] = []  # (-reach, sequence) of drafts that may be left out
+    for index, chain in enumerate(chains):
         forced = least[index] if least else 0
-        reaches = [1.0, *accumulate(trunk[: costs.max_drafts], mul)]
-        expected += sum(reaches[1 : 1 + forced])
+        reaches = [*accumulate(chain[: costs.max_drafts], mul)]
+        expected += sum(reaches[:forced])
         num_tokens += forced
-        counts.append(Counter({TRUNK: forced}))
-        candidates += [(-reach, index, TRUNK) for reach in reaches[1 + forced :]]
-        for number, branch in enumerate(beside):
-            branch_reaches = accumulate(branch.probabilities, mul, initial=reaches[branch.place])
-            candidates += [(-reach, index, number) for reach in islice(branch_reaches, 1, None)]
+        lengths.append(forced)
+        candidates += [(-reach, index) for reach in reaches[forced:]]
     # No draft is reached more probably than the one before it.
     # So whoever takes the largest remaining reach never skips one.
     candidates.sort()
-    chosen: list[tuple[int, int]] = []
-    sizes = [1 + lengths[TRUNK] for lengths in counts]
     best, best_rate = 0, expected / costs.of_pass(num_tokens)
-    for negative, index, number in candidates:
-        if sizes[index] >= MAX_TREE_TOKENS:
-            continue
-        sizes[index] += 1
-        chosen.append((index, number))
+    for count, (negative, _) in enumerate(candidates, start=1):
         expected -= negative
-        num_tokens += 1
-        rate = expected / costs.of_pass(num_tokens)
+        rate = expected / costs.of_pass(num_tokens + count)
         if rate > best_rate:
-            best, best_rate = len(chosen), rate
-    for index, number in chosen[:best]:
-        counts[index][number] += 1
-    return [
-        Tree(lengths[TRUNK], tuple(lengths[number] for number in range(len(beside))))
-        for lengths, beside in zip(counts, possible, strict=True)
-    ]
+            best, best_rate = count, rate
+    for _, index in candidates[:best]:
+        lengths[index] += 1
+    return lengths
 
 
 def exit_gain_s(

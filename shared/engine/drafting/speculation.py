@@ -2,33 +2,30 @@
 became of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from shared.engine.drafting.planner import BranchDrafts, Tree
 from shared.engine.request.request import TokenChunk
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.verification import Verdict
 from shared.ladder.rungs import Draft
-from shared.model.ragged import Branch, Move, RaggedSequence
+from shared.model.ragged import RaggedSequence
 from shared.model.runner import CapturedStates, Runner
 from shared.model.sampling import Trial
 
 
 @dataclass
 class Speculation:
-    """Tokens of one sequence from position `base` on: its last final token and drafts after it, or a piece of its
-    prompt.
+    """Tokens of one sequence from position `base` on: its last final token and a chain of drafts after it, or a piece
+    of its prompt.
 
-    The drafts are a trunk, `drafts`, and `branches` beside it, which are chosen from `possible` branches when drafting
-    has ended. `proposals`: what all proposers said of
-    the trunk's places. `tokens`: the final token, the trunk, then the branches. The i-th of them has been through
-    `reached[i]` layers before the verify pass; `states[i]` [D] is its state there, None at depth 0. `captured[depth]`
-    are the states [D] of the first tokens at a depth that they have reached, for the depths that are its keys.
-    `passed`: the states of the verify pass, of which those of the tokens begin at `offset`. The counts are of the
-    layers that ran for these tokens. `read_length` as in `RaggedSequence`.
+    `proposals`: what all proposers said of the drafts' places. `tokens[i]` has been through `reached[i]` layers before
+    the verify pass; `states[i]` [D] is its state there, None at depth 0. `captured[depth]` are the states [D] of the
+    first tokens at a depth that they have reached, for the depths that are its keys. `passed`: the states of the verify
+    pass, of which those of the tokens begin at `offset`. The counts are of the layers that ran for these tokens.
+    `read_length` as in `RaggedSequence`.
 
     `num_logits`: how many of the states, from the last, need logits; 0 for a piece of a prompt that is not the last
     piece. `chunks`: the tokens that became final in this step.
@@ -43,8 +40,6 @@ class Speculation:
     # Adjusted for this request.
     probabilities: list[float] = field(default_factory=list)
     proposals: list[list[Draft]] = field(default_factory=list)
-    possible: list[BranchDrafts] = field(default_factory=list)
-    branches: list[BranchDrafts] = field(default_factory=list)
     reached: list[int] = field(default_factory=list)
     states: list[Tensor | None] = field(default_factory=list)
     captured: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -59,40 +54,26 @@ class Speculation:
         self.reached, self.states = [0] * len(self.tokens), [None] * len(self.tokens)
 
     def append(self, draft: Draft, probability: float) -> None:
-        """Adds a draft to the trunk, before there are branches."""
         self.drafts.append(draft)
         self.probabilities.append(probability)
         self.tokens.append(draft.token)
         self.reached.append(0)
         self.states.append(None)
 
-    def prune(self, tree: Tree) -> None:
-        """Keeps of trunk and possible branches what `tree` says, as far as the cache has room for branches. The keys
-        and values of other drafts are overwritten by later tokens."""
-        num_drafts = tree.num_drafts
+    def cut(self, num_drafts: int) -> None:
+        """Keeps the first drafts. The keys and values of the others are overwritten by later tokens."""
         del self.drafts[num_drafts:], self.probabilities[num_drafts:]
-        del self.tokens[num_drafts + 1 :], self.reached[num_drafts + 1 :]
-        del self.states[num_drafts + 1 :]
+        del self.tokens[num_drafts + 1 :], self.reached[num_drafts + 1 :], self.states[num_drafts + 1 :]
         for states in self.captured.values():
             del states[num_drafts + 1 :]
-        for branch, length in zip(self.possible, tree.lengths, strict=False):
-            room = max(self.sequence.cache.capacity - self.base - len(self.tokens), 0)
-            if drafts := branch.drafts[: min(length, room)]:
-                assert not any(self.reached), "a branch would be at another depth"
-                probabilities = branch.probabilities[: len(drafts)]
-                self.branches.append(BranchDrafts(branch.place, drafts, probabilities))
-                self.tokens += [draft.token for draft in drafts]
-                self.reached += [0] * len(drafts)
-                self.states += [None] * len(drafts)
         self.num_logits = len(self.tokens)
 
     # The pass.
 
     def part_of_pass(self, part: slice) -> RaggedSequence:
         """A range of the tokens as part of a pass."""
-        branches = [Branch(self.base + 1 + b.place, len(b.drafts)) for b in self.branches]
         return RaggedSequence(
-            self.sequence.cache, self.base + part.start, part.stop - part.start, tuple(branches), self.read_length
+            self.sequence.cache, self.base + part.start, part.stop - part.start, read_length=self.read_length
         )
 
     def tokens_below(self, depth: int) -> tuple[slice, int]:
@@ -122,65 +103,27 @@ class Speculation:
 
     # Verification.
 
-    def trials(self) -> list[Trial]:
-        """That of the trunk's drafts, and one per branch for the tokens after its first."""
+    def trial(self) -> Trial:
+        """That of the drafts."""
         sequence, request = self.sequence, self.sequence.request
         drafts = [draft.token for draft in self.drafts]
-        start, ends = sequence.num_prompt_tokens, sequence.answer.end_token_ids
         constraint = sequence.answer.constraint
+        return Trial(
+            request.sampling,
+            sequence.tokens,
+            drafts,
+            request.policy.margin,
+            sequence.num_prompt_tokens,
+            sequence.answer.end_token_ids,
+            constraint.rows(drafts) if constraint else None,
+            sequence.counts,
+            request.policy.threshold,
+            [draft.calibrated_probability for draft in self.drafts],
+        )
 
-        def trial(path: Sequence[int], others: Sequence[int], margin: float | None = None) -> Trial:
-            allowed = constraint.rows(path, others) if constraint else None
-            return Trial(request.sampling, sequence.tokens, others, margin, start, ends, allowed, path, sequence.counts)
-
-        of_trunk = trial((), drafts, request.policy.margin)
-        probabilities = [draft.calibrated_probability for draft in self.drafts]
-        trials = [replace(of_trunk, threshold=request.policy.threshold, probabilities=probabilities)]
-        for branch in self.branches:
-            first, *others = [draft.token for draft in branch.drafts]
-            trials.append(trial([*drafts[: branch.place], first], others))
-        return trials
-
-    def verdict(self, verdicts: Sequence[Verdict]) -> Verdict:
-        """Of the verdicts on its trials."""
-        of_trunk, *of_branches = verdicts
-        for number, branch in enumerate(self.branches):
-            if branch.place == of_trunk.num_accepted and branch.drafts[0].token == of_trunk.tokens[-1]:
-                return of_trunk.with_branch(number, of_branches[number])
-        return of_trunk
-
-    def accepted(self, verdict: Verdict) -> list[Draft]:
-        """The drafts that a pass has accepted."""
-        trunk = self.drafts[: verdict.num_accepted]
-        if verdict.branch is None:
-            return trunk
-        return trunk + self.branches[verdict.branch].drafts[: verdict.num_in_branch]
-
-    def _index_of(self, branch: int) -> int:
-        """The index in `tokens` of a branch's first, and the distance from `base` of where it is kept."""
-        before = sum(len(earlier.drafts) for earlier in self.branches[:branch])
-        return 1 + len(self.drafts) + before
-
-    def through(self, verdict: Verdict | None) -> list[int]:
-        """The indices of the tokens that are settled: those before the one that the full model has just chosen.
-        None: all are."""
-        if verdict is None:
-            return list(range(len(self.tokens)))
-        trunk = [*range(1 + verdict.num_accepted)]
-        if verdict.branch is None:
-            return trunk
-        first = self._index_of(verdict.branch)
-        return [*trunk, *range(first, first + verdict.num_in_branch)]
-
-    def move(self, verdict: Verdict) -> Move | None:
-        """The move of accepted keys and values of a branch to their positions. None: all are there."""
-        if verdict.branch is None:
-            return None
-        start = self.base + self._index_of(verdict.branch)
-        to = self.base + 1 + self.branches[verdict.branch].place
-        if start == to:
-            return None
-        return Move(self.sequence.cache, start, start + verdict.num_in_branch, to)
+    def num_settled(self, verdict: Verdict | None) -> int:
+        """How many of the tokens are settled: those before the one that the full model has just chosen. None: all."""
+        return len(self.tokens) if verdict is None else 1 + verdict.num_accepted
 
 
 class PassedStates:
@@ -255,7 +198,7 @@ def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> Captu
         hidden = torch.stack(entering)[None]
     wants = any(first < depth < last for speculation, _ in parts for depth in speculation.captured)
     captured: CapturedStates = {}
-    if len(parts) == 1 and not parts[0][0].branches:
+    if len(parts) == 1:
         [(speculation, part)] = parts
         states = runner.run(
             ids,

@@ -1,9 +1,7 @@
-"""A tiny Llama without a tokenizer, the answer of its full depth to a prompt, and what tests of drafting watch."""
+"""A tiny Llama without a tokenizer, and the answer of its full depth to a prompt."""
 
 import pytest
 
-from shared.engine.drafting.planner import BranchDrafts, Tree
-from shared.engine.drafting.speculation import Speculation
 from shared.model.loaded import LoadedModel, wrap_model
 from tests.families import build_family
 from tests.fixed_costs import fixed_cost_engine
@@ -22,17 +20,3 @@ def loaded() -> LoadedModel:
 def answer(loaded: LoadedModel) -> list[int]:
     with fixed_cost_engine(loaded) as engine:
         return list(engine.generate(PROMPT, policy="full", max_tokens=NUM_NEW).token_ids)
-
-
-@pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> list[BranchDrafts]:
-    """All branches that go through a pass."""
-    found: list[BranchDrafts] = []
-    prune = Speculation.prune
-
-    def noted(self: Speculation, tree: Tree) -> None:
-        prune(self, tree)
-        found.extend(self.branches)
-
-    monkeypatch.setattr(Speculation, "prune", noted)
-    return found

@@ -71,7 +71,7 @@ def accepted_of(answer: Generation, rung: str) -> int:
         *(("object", way) for way in WAYS if way not in ("greedy", "filtered")),
     ],
 )
-def test_exact_is_full_alone_and_in_company(loaded, ladder, name, way, added):
+def test_exact_is_full_alone_and_in_company(loaded, ladder, name, way):
     """With whatever random tables and exits say, and beside other constraints."""
     num_forced = num_others = 0
     with fixed_cost_engine(loaded, ladder) as engine:
@@ -173,40 +173,6 @@ def test_relaxed_never_leaves_the_grammar(loaded, policy):
                 assert fulfils(answer, constraint)
                 reasons.add(answer.finished.reason)
     assert FinishReason.EOS in reasons
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_branch_is_masked_by_its_own_drafts(loaded, way, added):
-    """Where the trunk's draft is wrong, and the branch's is right, other tokens follow the one than the other."""
-    constraint = Constraint(regex="(([ab][0-9]{2})|([cd][A-Z]{2})){12}")
-    with fixed_cost_engine(loaded) as engine:
-        full = answer_of(engine, "hello", constraint=constraint, sampling=WAYS[way], policy="full")
-        start = len(loaded.tokenizer("hello")["input_ids"])
-    letters = {letter: loaded.tokenizer(letter)["input_ids"][0] for letter in "abcd1X"}
-    wrong_first = {letters[a]: letters[b] for a, b in zip("abcd", "cdab", strict=True)}
-
-    def right(context: list[int]) -> int:
-        place = len(context) - start
-        return full.token_ids[place] if place < len(full.token_ids) else EOS
-
-    def table(context: list[int]) -> tuple[int, float]:
-        if right(context) in wrong_first:
-            return wrong_first[right(context)], 0.6
-        if context[-1] in wrong_first and len(context) > start:
-            # The wrong letter's successor in the trunk, the right one's in the branch.
-            is_digit = context[-1] in (letters["a"], letters["b"])
-            is_right = full.token_ids[len(context) - 1 - start] == context[-1]
-            return right(context) if is_right else letters["1" if is_digit else "X"], 0.9
-        return right(context), 0.9
-
-    exits = lambda context: (right(context), 0.3)  # noqa: E731
-    with fixed_cost_engine(loaded, ScriptedLadder(table, exits, depths=(0,))) as engine:
-        exact = answer_of(engine, "hello", constraint=constraint, sampling=WAYS[way])
-    assert exact.token_ids == full.token_ids
-    assert added
-    begun = [place for place, token in enumerate(exact.tokens) if token.rung == "depth-0"]
-    assert len(begun) >= 4
-    assert any(exact.tokens[place + 1].rung == "suffix" for place in begun[:-1])
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,10 @@ def test_counts_that_are_kept_are_those_of_the_text(field):
     counts = ContextCounts(params, prompt, len(prompt), 20)
     for token in answer:
         counts.append(token)
-    for path in ((), (3,), (9, 1, 9)):
-        for drafts in ((5, 5), (2, 3)):
-            whole = Trial(params, [*prompt, *answer, *path], drafts, num_prompt_tokens=3)
-            kept = Trial(params, [*prompt, *answer], drafts, num_prompt_tokens=3, path=path, counts=counts)
-            assert torch.equal(penalised(logits, [kept]), penalised(logits, [whole]))
-            assert kept.uniform(1) == whole.uniform(1)
+    for drafts in ((5, 5), (2, 3)):
+        whole = Trial(params, [*prompt, *answer], drafts, num_prompt_tokens=3)
+        kept = Trial(params, [*prompt, *answer], drafts, num_prompt_tokens=3, counts=counts)
+        assert torch.equal(penalised(logits, [kept]), penalised(logits, [whole]))
 
 
 @pytest.mark.parametrize(

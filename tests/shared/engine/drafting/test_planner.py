@@ -1,19 +1,15 @@
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations, pairwise, product
 from math import prod
-from typing import Any
 
 import pytest
 
 from shared.engine.drafting.costs import smoothed
 from shared.engine.drafting.planner import (
-    MAX_TREE_TOKENS,
-    BranchDrafts,
     ExitCost,
     PassCosts,
-    Tree,
-    best_trees,
+    best_lengths,
     exit_gain_s,
     least_survival,
     select_sequences,
@@ -22,10 +18,6 @@ from shared.engine.drafting.planner import (
 FLAT = PassCosts(verify=(1.0,) * 9, exits=(ExitCost(0.01, 0.001),))
 STEEP = PassCosts(verify=tuple(float(n) for n in range(1, 10)), exits=(ExitCost(0.01, 0.001),))
 STEP = PassCosts(verify=(1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0), exits=(ExitCost(0.2, 0.05),))
-
-
-def lengths_of(trunks: list[list[float]], costs: PassCosts, **options: Any) -> list[int]:
-    return [tree.num_drafts for tree in best_trees(trunks, costs, **options)]
 
 
 def rate(probabilities: list[float], costs: PassCosts, count: int) -> float:
@@ -39,18 +31,18 @@ def rate(probabilities: list[float], costs: PassCosts, count: int) -> float:
 @pytest.mark.parametrize("costs", [FLAT, STEEP, STEP])
 @pytest.mark.parametrize("probabilities", [[], [0.9] * 8, [0.5] * 8, [0.1] * 8, [0.9, 0.1, 0.9, 0.9], [0.99] * 20])
 def test_the_length_is_the_best_of_all(probabilities: list[float], costs: PassCosts) -> None:
-    [chosen] = lengths_of([probabilities], costs)
+    [chosen] = best_lengths([probabilities], costs)
     lengths = range(min(len(probabilities), costs.max_drafts) + 1)
     assert rate(probabilities, costs, chosen) == max(rate(probabilities, costs, count) for count in lengths)
 
 
 def test_where_tokens_cost_as_much_as_passes_nothing_is_drafted() -> None:
-    assert lengths_of([[0.9] * 8], STEEP) == [0]
+    assert best_lengths([[0.9] * 8], STEEP) == [0]
 
 
 def test_a_step_in_the_cost_is_crossed_only_if_it_pays() -> None:
-    assert lengths_of([[0.9, 0.9, 0.9, 0.1, 0.1]], STEP) == [3]
-    assert lengths_of([[0.99] * 8], STEP) == [8]
+    assert best_lengths([[0.9, 0.9, 0.9, 0.1, 0.1]], STEP) == [3]
+    assert best_lengths([[0.99] * 8], STEP) == [8]
 
 
 def cut(chain: list[float], least: float) -> list[float]:
@@ -73,7 +65,7 @@ def test_drafts_that_are_not_looked_up_would_not_have_been_verified(num_sequence
         chains = [[draw.random() for _ in range(draw.randint(0, 8))] for _ in range(num_sequences)]
         built = [cut(chain, least_survival(costs, num_sequences)) for chain in chains]
         shorter += built != chains
-        assert lengths_of(built, costs) == lengths_of(chains, costs)
+        assert best_lengths(built, costs) == best_lengths(chains, costs)
     assert shorter > 50
 
 
@@ -134,80 +126,35 @@ def test_smoothed_costs_lie_on_a_line_that_never_falls() -> None:
     assert smoothed([2.0]) == (2.0,)
 
 
-def beside(place: int, *probabilities: float) -> BranchDrafts:
-    return BranchDrafts(place, [], list(probabilities))
-
-
-def tree_rate(
-    trunks: list[list[float]],
-    branches: list[list[BranchDrafts]],
-    trees: Sequence[Tree],
-    costs: PassCosts,
-    num_other_tokens: int,
-) -> float:
-    expected, num_tokens = 0.0, num_other_tokens
-    for trunk, own, tree in zip(trunks, branches, trees, strict=True):
-        expected += sum(prod(trunk[:length]) for length in range(tree.num_drafts + 1))
-        for branch, length in zip(own, tree.lengths, strict=True):
-            reach = prod(trunk[: branch.place])
-            expected += reach * sum(prod(branch.probabilities[:n]) for n in range(1, length + 1))
-        num_tokens += 1 + tree.num_drafts + sum(tree.lengths)
-    return expected / costs.of_pass(num_tokens)
-
-
-def all_trees(trunk: list[float], branches: list[BranchDrafts]) -> Iterator[Tree]:
-    for length in range(len(trunk) + 1):
-        lengths = [range(len(branch.probabilities) + 1) if branch.place <= length else range(1) for branch in branches]
-        yield from (Tree(length, picked) for picked in product(*lengths))
+def shared_rate(chains: list[list[float]], lengths: Sequence[int], costs: PassCosts, num_other_tokens: int) -> float:
+    expected = sum(prod(chain[:n]) for chain, length in zip(chains, lengths, strict=True) for n in range(length + 1))
+    return expected / costs.of_pass(len(chains) + sum(lengths) + num_other_tokens)
 
 
 @pytest.mark.parametrize("costs", [FLAT, STEEP, STEP])
-def test_the_trees_are_the_best_of_all(costs: PassCosts) -> None:
+@pytest.mark.parametrize("least", [(), (1, 0)])
+def test_the_lengths_of_sequences_that_share_a_pass_are_the_best_of_all(
+    costs: PassCosts, least: tuple[int, ...]
+) -> None:
     draw = random.Random(5)
     sizes = set()
-    for _ in range(30):
-        trunks = [[draw.uniform(0.3, 1.0) for _ in range(draw.randrange(4))] for _ in range(2)]
-        branches = [
-            [
-                beside(
-                    place := draw.randrange(len(trunk)),
-                    (1 - trunk[place]) * draw.random(),
-                    *(draw.random() for _ in range(draw.randrange(2))),
-                )
-                for _ in range(2 if trunk else 0)
-            ]
-            for trunk in trunks
-        ]
+    for _ in range(60):
+        chains = [[draw.uniform(0.3, 1.0) for _ in range(draw.randrange(1, 5))] for _ in range(2)]
         others = draw.randrange(3)
-        chosen = best_trees(trunks, costs, branches=branches, num_other_tokens=others)
-        pairs = product(*(all_trees(*one) for one in zip(trunks, branches, strict=True)))
-        best = max(tree_rate(trunks, branches, pair, costs, others) for pair in pairs)
-        assert tree_rate(trunks, branches, chosen, costs, others) == pytest.approx(best)
-        sizes.add(sum(sum(tree.lengths) for tree in chosen))
+        chosen = best_lengths(chains, costs, least=least, num_other_tokens=others)
+        floors = least or (0, 0)
+        every = product(*(range(floor, len(chain) + 1) for floor, chain in zip(floors, chains, strict=True)))
+        best = max(shared_rate(chains, lengths, costs, others) for lengths in every)
+        assert shared_rate(chains, chosen, costs, others) == pytest.approx(best)
+        assert all(length >= floor for length, floor in zip(chosen, floors, strict=True))
+        sizes.add(sum(chosen))
     assert len(sizes) > 1 or costs is STEEP
 
 
-def test_free_positions_hold_the_best_branches_up_to_the_limit() -> None:
-    branches = [beside(0, 0.01 * number) for number in range(20)]
-    [tree] = best_trees([[0.5, 0.5, 0.5]], PassCosts(verify=(1.0,) * 9), branches=[branches])
-    assert tree.num_drafts == 3
-    assert tree.lengths == (0,) * 8 + (1,) * (MAX_TREE_TOKENS - 4)
+def test_drafts_that_are_verified_in_any_case() -> None:
+    assert best_lengths([[0.1, 0.9]], STEEP, least=[2]) == [2]
+    assert best_lengths([[0.1, 0.9], [0.9]], STEEP, least=[1, 0]) == [1, 1]
 
 
-def test_a_probable_branch_is_taken_before_an_improbable_draft() -> None:
-    costs = PassCosts(verify=(1.0, 1.0, 1.0, 1.0, 9.0))
-    [tree] = best_trees([[0.5, 0.1]], costs, branches=[[beside(0, 0.3, 0.9)]])
-    assert tree == Tree(1, (2,))
-
-
-def test_branches_beside_drafts_that_are_verified_in_any_case() -> None:
-    branches = [[beside(0, 0.5, 0.3), beside(1, 0.05)]]
-    [tree] = best_trees([[0.1, 0.9]], FLAT, branches=branches, least=[2])
-    assert tree == Tree(2, (2, 1))
-    branches = [[beside(0, 0.0), beside(1, 0.0)]]
-    [tree] = best_trees([[0.1, 0.9]], STEEP, branches=branches, least=[2])
-    assert tree == Tree(2, (0, 0))
-
-
-def test_without_chains_there_are_no_trees() -> None:
-    assert best_trees([], FLAT) == []
+def test_without_chains_there_are_no_lengths() -> None:
+    assert best_lengths([], FLAT) == []
