@@ -175,7 +175,9 @@ def bench_choices(bench: Bench, width: int, tokens: int) -> None:
 
 def bench_paged(bench: Bench, width: int, tokens: int) -> None:
     """Times paged attention of one token of each of N sequences of CONTEXT positions, with blocks in random order in
-    the pool."""
+    the pool. On a GPU: a CPU has no kernel."""
+    if not bench.on_gpu:
+        return
     heads, kv_heads, size = HEADS[width]
     num_blocks = CONTEXT // BLOCK_TOKENS
 
@@ -186,13 +188,12 @@ def bench_paged(bench: Bench, width: int, tokens: int) -> None:
     keys, values = random(2, tokens * num_blocks, kv_heads, BLOCK_TOKENS, size).unbind()
     block_tables = torch.randperm(tokens * num_blocks).view(tokens, num_blocks)
     table_indices, positions = torch.arange(tokens), torch.full((tokens,), CONTEXT - 1)
-    places = (positions, positions, positions)
 
     def plain() -> object:
         k, v = (t[block_tables].transpose(1, 2).flatten(2, 3) for t in (keys, values))
         return F.scaled_dot_product_attention(q.unsqueeze(2), k, v, enable_gqa=True)
 
-    own = partial(paged_attention, q, k, v, keys, values, block_tables, table_indices, *places)
+    own = partial(paged_attention, q, k, v, keys, values, block_tables, table_indices, positions)
     moved = 2 * tokens * CONTEXT * kv_heads * size * keys.element_size()
     bench.line("paged_attention", width, tokens, moved, 4 * tokens * CONTEXT * heads * size,
                {"PyTorch": plain, "neap": own})  # fmt: skip

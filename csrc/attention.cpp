@@ -92,9 +92,8 @@ Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std
 }
 
 Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values,
-                                   std::vector<int64_t> bases, std::vector<int64_t> slot_mapping,
-                                   std::vector<int64_t> counts, std::vector<Tensor> masks, double scaling,
-                                   std::optional<double> softcap) {
+                                   std::vector<int64_t> bases, std::vector<int64_t> counts, std::vector<Tensor> masks,
+                                   double scaling, std::optional<double> softcap) {
   const char* op = "ragged_contiguous_attention";
   check_float(op, "q", q, 4);
   check_float(op, "k", k, 4);
@@ -107,18 +106,17 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
              " do not fit [1, Hq, T, D], [1, Hkv, T, D], [1, Hkv, T, Dv]");
   NEAP_CHECK(kv_heads > 0 && heads % kv_heads == 0, op, ": ", heads, " query heads cannot share ", kv_heads,
              " key heads");
-  NEAP_CHECK(values.size() == sequences && bases.size() == sequences && slot_mapping.size() == sequences &&
-                 counts.size() == sequences && masks.size() == sequences,
+  NEAP_CHECK(values.size() == sequences && bases.size() == sequences && counts.size() == sequences &&
+                 masks.size() == sequences,
              op, ": ", sequences, " caches of keys, ", values.size(), " of values, ", bases.size(), " bases, ",
-             slot_mapping.size(), " places, ", counts.size(), " counts and ", masks.size(), " masks");
+             counts.size(), " counts and ", masks.size(), " masks");
   NEAP_CHECK(tokens == 0 || (k.stride(3) == 1 && v.stride(3) == 1), op,
              ": the last dimension of k and v must be contiguous");
   NEAP_CHECK(!softcap || *softcap > 0, op, ": softcap must be positive");
   int64_t covered = 0;
   std::vector<Dtype> kv_dtypes;
   for (size_t s = 0; s < sequences; ++s) {
-    kv_dtypes.push_back(
-        check_cache(op, keys[s], values[s], kv_heads, k.size(3), v.size(3), bases[s], slot_mapping[s], counts[s]));
+    kv_dtypes.push_back(check_cache(op, keys[s], values[s], kv_heads, k.size(3), v.size(3), bases[s], counts[s]));
     covered += counts[s];
   }
   NEAP_CHECK(covered == tokens, op, ": the counts sum to ", covered, " tokens, but q has ", tokens);
@@ -131,13 +129,12 @@ Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Ten
   std::vector<AttentionArgs> problems;
   int64_t from = 0, items = 0, blocks = 0;
   for (size_t s = 0; s < sequences; ++s) {
-    write_slots(k, from, counts[s], keys[s], kv_dtypes[s], slot_mapping[s]);
-    write_slots(v, from, counts[s], values[s], kv_dtypes[s], slot_mapping[s]);
+    write_slots(k, from, counts[s], keys[s], kv_dtypes[s], bases[s]);
+    write_slots(v, from, counts[s], values[s], kv_dtypes[s], bases[s]);
     const bool masked = masks[s].numel() > 0;
     const Queries queries = queries_of(q, from, counts[s], mutable_floats(out) + from * heads * value_width);
     problems.push_back(attention_args(queries, keys[s], values[s], kv_dtypes[s], bases[s] + counts[s],
-                                      masked ? &masks[s] : nullptr, !masked, scaling, softcap, bases[s],
-                                      slot_mapping[s] - bases[s]));
+                                      masked ? &masks[s] : nullptr, !masked, scaling, softcap));
     from += counts[s];
     items += num_items(problems.back());
     blocks = std::max(blocks, num_blocks(problems.back()));

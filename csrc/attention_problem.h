@@ -12,17 +12,17 @@ inline void check_mask(const char* op, const Tensor& mask, int64_t batch, int64_
 }
 
 // The dtype of a contiguous cache that takes keys of `width` and values of `value_width` of one sequence: `count`
-// tokens at positions from `base` on, in slots from `first_slot` on.
+// tokens at positions from `base` on.
 template <class T>
 Dtype check_cache(const char* op, const T& keys, const T& values, int64_t heads, int64_t width, int64_t value_width,
-                  int64_t base, int64_t first_slot, int64_t count) {
+                  int64_t base, int64_t count) {
   const Dtype dtype = check_kv(op, keys, values);
   const auto fits = [&](const T& cache, int64_t size) {
     return cache.size(0) == 1 && cache.size(1) == heads && cache.size(3) == size && cache.stride(3) == 1 && base >= 0 &&
-           first_slot >= base && count > 0 && first_slot + count <= cache.size(2);
+           count > 0 && base + count <= cache.size(2);
   };
   NEAP_CHECK(fits(keys, width) && fits(values, value_width), op, ": caches ", text(keys), " and ", text(values),
-             " cannot take ", count, " tokens at ", first_slot, " for position ", base);
+             " cannot take ", count, " tokens from position ", base, " on");
   return dtype;
 }
 
@@ -34,12 +34,10 @@ struct Queries {
   int64_t batch_stride, head_stride, row_stride, column_stride;
 };
 
-// Attention over a cache. `k` and `v` [B, Hkv, >= keys, D] of one dtype; the first `keys` slots are attended over,
-// those from number `branch` on `apart` slots later.
+// Attention over a cache. `k` and `v` [B, Hkv, >= keys, D] of one dtype; the first `keys` slots are attended over.
 template <class T>
 AttentionArgs attention_args(const Queries& queries, const T& k, const T& v, Dtype kv_dtype, int64_t keys,
-                             const Tensor* mask, bool causal, double scaling, const std::optional<double>& softcap,
-                             int64_t branch = 0, int64_t apart = 0) {
+                             const Tensor* mask, bool causal, double scaling, const std::optional<double>& softcap) {
   return {
       .q = queries.first,
       .k = k.const_data_ptr(),
@@ -67,7 +65,6 @@ AttentionArgs attention_args(const Queries& queries, const T& k, const T& v, Dty
       .mask_batch = mask && mask->size(0) > 1 ? mask->stride(0) : 0,
       .mask_row = mask ? mask->stride(2) : 0,
       .mask_column = mask ? mask->stride(3) : 0,
-      .whole = {.queries = queries.count, .keys = keys, .branch = branch, .apart = apart},
       .causal = causal,
       .scaling = (float)scaling,
       .softcap = softcap ? (float)*softcap : 0.f,

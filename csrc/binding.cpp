@@ -125,13 +125,15 @@ STABLE_TORCH_LIBRARY(neap, m) {
       "float? softcap=None) -> Tensor");
   m.def(
       "ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] keys, Tensor(b!)[] values, "
-      "SymInt[] bases, SymInt[] slot_mapping, SymInt[] counts, Tensor[] masks, float scaling, float? softcap=None) -> "
-      "Tensor");
+      "SymInt[] bases, SymInt[] counts, Tensor[] masks, float scaling, float? softcap=None) -> Tensor");
   m.def(
       "decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norms, Tensor packed, Tensor biases, Tensor(a!)[] keys, "
-      "Tensor(b!)[] values, SymInt[] bases, SymInt[] slot_mapping, SymInt[] counts, Tensor[] masks, SymInt[] stops, "
+      "Tensor(b!)[] values, SymInt[] bases, SymInt[] counts, Tensor[] masks, SymInt[] stops, "
       "SymInt num_layers, SymInt heads, SymInt intermediate, str activation, float eps, float weight_offset, "
       "float scaling, float? softcap=None) -> Tensor");
+  m.def(
+      "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor block_tables, "
+      "Tensor table_indices, Tensor positions, float scaling, float softcap=0., int window=0) -> Tensor");
   m.def("tensor_table(Tensor[] tensors) -> Tensor");
   m.def("profile_layers(bool is_on) -> Tensor");
   m.def(

@@ -136,17 +136,15 @@ class Arena {
 Tensor contiguous_attention(Tensor q, Tensor k, Tensor v, int64_t kv_length, std::optional<Tensor> mask, bool causal,
                             double scaling, std::optional<double> softcap);
 Tensor ragged_contiguous_attention(Tensor q, Tensor k, Tensor v, std::vector<Tensor> keys, std::vector<Tensor> values,
-                                   std::vector<int64_t> bases, std::vector<int64_t> slot_mapping,
-                                   std::vector<int64_t> counts, std::vector<Tensor> masks, double scaling,
-                                   std::optional<double> softcap);
+                                   std::vector<int64_t> bases, std::vector<int64_t> counts, std::vector<Tensor> masks,
+                                   double scaling, std::optional<double> softcap);
 
 // decoder_layers.cpp
 Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norms, Tensor packed, Tensor biases,
                       std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases,
-                      std::vector<int64_t> slot_mapping, std::vector<int64_t> counts, std::vector<Tensor> masks,
-                      std::vector<int64_t> stops, int64_t num_layers, int64_t heads, int64_t intermediate,
-                      std::string activation, double eps, double weight_offset, double scaling,
-                      std::optional<double> softcap);
+                      std::vector<int64_t> counts, std::vector<Tensor> masks, std::vector<int64_t> stops,
+                      int64_t num_layers, int64_t heads, int64_t intermediate, std::string activation, double eps,
+                      double weight_offset, double scaling, std::optional<double> softcap);
 
 // layer.cpp
 Tensor profile_layers(bool is_on);

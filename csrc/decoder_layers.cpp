@@ -12,50 +12,34 @@ namespace {
 
 constexpr const char* kOp = "decoder_layers";
 
-// Adds the next `count` tokens of x, which belong to one sequence: the slots of their keys and values, from number
-// `first_slot` on, and their attention problem. A causal branch is a part of the problem of its trunk.
-void add_sequence(Layer* layer, const TensorInfo& keys, const TensorInfo& values, int64_t base, int64_t first_slot,
-                  int64_t count, const Tensor* mask, double scaling, const std::optional<double>& softcap) {
+// Adds the next `count` tokens of x, which belong to one sequence, at positions from `base` on: the slots of their keys
+// and values, and their attention problem.
+void add_sequence(Layer* layer, const TensorInfo& keys, const TensorInfo& values, int64_t base, int64_t count,
+                  const Tensor* mask, double scaling, const std::optional<double>& softcap) {
   const PlaceArgs& place = layer->place;
-  const Dtype dtype =
-      check_cache(kOp, keys, values, place.kv_heads, place.width, place.value_width, base, first_slot, count);
+  const Dtype dtype = check_cache(kOp, keys, values, place.kv_heads, place.width, place.value_width, base, count);
   NEAP_CHECK(dtype == place.kv_dtype, kOp, ": the caches of several sequences are of different dtypes");
   if (mask) check_mask(kOp, *mask, 1, count, base + count);
   const int64_t bytes = element_bytes(dtype);
   uint8_t* key = static_cast<uint8_t*>(keys.mutable_data_ptr());
   uint8_t* value = static_cast<uint8_t*>(values.mutable_data_ptr());
-  for (int64_t token = first_slot; token < first_slot + count; ++token)
+  for (int64_t token = base; token < base + count; ++token)
     layer->slots.push_back({
         .key = key + token * keys.stride(2) * bytes,
         .value = value + token * values.stride(2) * bytes,
         .key_head = keys.stride(1) * bytes,
         .value_head = values.stride(1) * bytes,
     });
-  if (first_slot > base && !mask && !layer->problems.empty() && layer->problems.back().k == keys.const_data_ptr() &&
-      layer->problems.back().causal) {
-    AttentionArgs& trunk = layer->problems.back();
-    layer->parts.back().push_back({
-        .query = trunk.queries,
-        .queries = count,
-        .keys = base + count,
-        .branch = base,
-        .apart = first_slot - base,
-    });
-    trunk.queries += count;
-    trunk.keys = std::max(trunk.keys, base + count);
-    return;
-  }
   const Queries queries{.batch = 1, .heads = place.heads, .count = count};
-  layer->problems.push_back(attention_args(queries, keys, values, dtype, base + count, mask, mask == nullptr, scaling,
-                                           softcap, base, first_slot - base));
-  layer->parts.push_back({layer->problems.back().whole});
+  layer->problems.push_back(
+      attention_args(queries, keys, values, dtype, base + count, mask, mask == nullptr, scaling, softcap));
 }
 
 // What all layers of a call have in common.
 struct Call {
   Tensor x, cos, sin;
   std::vector<TensorTable> keys, values;  // per sequence
-  std::vector<int64_t> bases, slot_mapping, counts;
+  std::vector<int64_t> bases, counts;
   std::vector<Tensor> masks;
   int64_t heads, intermediate;
   Activation activation;
@@ -107,12 +91,8 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
   }
   for (size_t s = 0; s < call.keys.size(); ++s) {
     const bool masked = !call.masks.empty() && call.masks[s].numel() > 0;
-    add_sequence(&layer, call.keys[s][index], call.values[s][index], call.bases[s], call.slot_mapping[s],
-                 call.counts[s], masked ? &call.masks[s] : nullptr, call.scaling, call.softcap);
-  }
-  for (size_t i = 0; i < layer.problems.size(); ++i) {
-    layer.problems[i].parts = layer.parts[i].data();
-    layer.problems[i].num_parts = (int64_t)layer.parts[i].size();
+    add_sequence(&layer, call.keys[s][index], call.values[s][index], call.bases[s], call.counts[s],
+                 masked ? &call.masks[s] : nullptr, call.scaling, call.softcap);
   }
   place.slots = layer.slots.data();
 
@@ -164,10 +144,9 @@ int64_t ranks_for(const Layer& layer) {
 
 Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tensor packed_table, Tensor bias_table,
                       std::vector<Tensor> key_tables, std::vector<Tensor> value_tables, std::vector<int64_t> bases,
-                      std::vector<int64_t> slot_mapping, std::vector<int64_t> counts, std::vector<Tensor> masks,
-                      std::vector<int64_t> stops, int64_t num_layers, int64_t heads, int64_t intermediate,
-                      std::string activation, double eps, double weight_offset, double scaling,
-                      std::optional<double> softcap) {
+                      std::vector<int64_t> counts, std::vector<Tensor> masks, std::vector<int64_t> stops,
+                      int64_t num_layers, int64_t heads, int64_t intermediate, std::string activation, double eps,
+                      double weight_offset, double scaling, std::optional<double> softcap) {
   check_float(kOp, "x", x, 3);
   check_float(kOp, "cos", cos, 3);
   check_float(kOp, "sin", sin, 3);
@@ -178,10 +157,9 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
   std::vector<TensorTable> keys, values;
   for (const Tensor& table : key_tables) keys.push_back(table_of(kOp, "keys", table));
   for (const Tensor& table : value_tables) values.push_back(table_of(kOp, "values", table));
-  NEAP_CHECK(sequences > 0 && keys.size() == sequences && values.size() == sequences &&
-                 slot_mapping.size() == sequences && counts.size() == sequences,
-             kOp, ": ", keys.size(), " caches of keys, ", values.size(), " of values, ", sequences, " bases, ",
-             slot_mapping.size(), " places and ", counts.size(), " counts");
+  NEAP_CHECK(sequences > 0 && keys.size() == sequences && values.size() == sequences && counts.size() == sequences, kOp,
+             ": ", keys.size(), " caches of keys, ", values.size(), " of values, ", sequences, " bases and ",
+             counts.size(), " counts");
   for (size_t s = 0; s < sequences; ++s)
     NEAP_CHECK(keys[s].count == layers && values[s].count == layers, kOp, ": a cache of ", keys[s].count,
                " layers of keys and ", values[s].count, " of values, for ", layers, " layers");
@@ -212,7 +190,6 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
       .keys = keys,
       .values = values,
       .bases = bases,
-      .slot_mapping = slot_mapping,
       .counts = counts,
       .masks = masks,
       .heads = heads,

@@ -15,8 +15,7 @@ struct Layer {
   std::vector<LinearArgs> projections;  // q, k and v, or one for all three
   PlaceArgs place{};
   std::vector<Slot> slots;
-  std::vector<AttentionArgs> problems;            // one per sequence
-  std::vector<std::vector<AttentionPart>> parts;  // of each problem: a trunk and its branches
+  std::vector<AttentionArgs> problems;  // one per sequence
   bool split_keys = false;
   LinearArgs out{}, gated{}, down{};
   // *_ends: running totals, see each_loop.

@@ -47,20 +47,8 @@ inline int64_t attention_scratch(const AttentionArgs& args) {
   return lay_out(args, nullptr, &s);
 }
 
-// Calls f(part, begin, end) for each part with queries [begin, end) in the tile.
-template <class F>
-void each_part(const AttentionArgs& a, const QueryTile& t, const F& f) {
-  for (int64_t i = 0; i < max64(1, a.num_parts); ++i) {
-    const AttentionPart& part = a.num_parts ? a.parts[i] : a.whole;
-    const int64_t begin = max64(part.query, t.query), end = min64(part.query + part.queries, t.query + t.queries);
-    if (begin < end) f(part, begin, end);
-  }
-}
-
-// How many keys a query of a part sees causally.
-inline int64_t end_of_keys(const AttentionPart& part, int64_t query) {
-  return part.keys - part.queries + query - part.query + 1;
-}
+// How many keys a query sees causally.
+inline int64_t end_of_keys(const AttentionArgs& a, int64_t query) { return a.keys - a.queries + query + 1; }
 
 inline QueryTile query_tile(const AttentionArgs& a, int64_t item) {
   const int64_t tiles = query_tiles(a), head = item / tiles, place = item % tiles;
@@ -74,10 +62,7 @@ inline QueryTile query_tile(const AttentionArgs& a, int64_t item) {
   t.queries = min64(tile_queries(a), a.queries - t.query);
   t.group = a.heads / a.kv_heads;
   t.rows = t.queries * t.group;
-  t.last_key = a.causal ? 0 : a.keys;
-  each_part(a, t, [&](const AttentionPart& part, int64_t, int64_t end) {
-    if (a.causal) t.last_key = max64(t.last_key, end_of_keys(part, end - 1));
-  });
+  t.last_key = a.causal ? max64(0, end_of_keys(a, t.query + t.queries - 1)) : a.keys;
   return t;
 }
 
@@ -170,8 +155,7 @@ void multiply(TileArgs t, int64_t rows, int64_t panels, int64_t depth) {
     for (int64_t k = 0; k < depth; k += kDepthBlock)
       for (int64_t i = 0, r = 0; i < tiles.count; r += tiles.rows(i++)) {
         t.a = base.a + r * base.a_stride + k;
-        t.b = base.b + p * base.panel_stride + k * base.places.bytes;
-        t.places.turn = base.places.turn - k;
+        t.b = base.b + p * base.panel_stride + k * base.row_bytes;
         t.c = base.c + r * base.c_stride + p * kPanel;
         t.depth = min64(kDepthBlock, depth - k);
         t.accumulate = k > 0;
@@ -238,71 +222,53 @@ void attend_keys(const AttentionArgs& a, const QueryTile& t, const Scratch& s, i
   const int64_t num_next = !is_few || (is_last && t.kv_head + 1 == a.kv_heads) ? 0
                            : is_last ? min64(kKeyBlock, t.last_key)
                                      : min64(kKeyBlock, t.last_key - first - count);
-  int64_t packed = 0, packed_turn = kNever;  // keys that s.keys has, those from `packed_turn` on of another branch
-  each_part(a, t, [&](const AttentionPart& part, int64_t begin, int64_t end) {
-    const int64_t row = (begin - t.query) * t.group, rows = (end - begin) * t.group, turn = part.branch - first;
-    const int64_t seen = min64(count, a.causal ? end_of_keys(part, end - 1) - first : count);
-    if (seen <= 0) {
-      for (int64_t r = row; r < row + rows; ++r) s.block_max[r] = kMinusInfinity, s.block_sum[r] = 0.f;
-      return;
-    }
-    // Keys that the part before has packed.
-    const bool is_direct = rows <= kMaxTileRows && a.width <= kDepthBlock;
-    const int64_t same = is_direct ? 0 : max64(0, min64(packed, min64(packed_turn, turn))) / kPanel * kPanel;
-    const auto place_of = [&](int64_t i) { return i + same < turn ? i + same : i + same + part.apart; };
-    const auto prefetch = [&](int64_t i) {
-      prefetch_row<true>(k + place_of(min64(i + kKeysAhead, seen - same - 1)) * a.k_row, a.width);
-      prefetch_row<false>(v + place_of(i) * a.v_row, width);
+  const auto prefetch = [&](int64_t i) {
+    prefetch_row<true>(k + min64(i + kKeysAhead, count - 1) * a.k_row, a.width);
+    prefetch_row<false>(v + i * a.v_row, width);
+  };
+  const auto key_of = [&](int64_t i) { return k + i * a.k_row; };
+  if (t.rows <= kMaxTileRows && a.width <= kDepthBlock) {
+    score_few<kMaxTileRows>(t.rows, s.q, key_of, prefetch, count, a.width, s.scores);
+  } else {
+    pack_keys(key_of, prefetch, count, a.width, s.keys);
+    const TileArgs dots{
+        .a = s.q,
+        .a_stride = a.width,
+        .b = bytes_of(s.keys),
+        .panel_stride = a.width * kRowBytes,
+        .row_bytes = kRowBytes,
+        .c = s.scores,
+        .c_stride = kKeyBlock,
+        .ahead = {bytes_of(s.keys) + kKeysAhead * kRowBytes, kRowBytes, a.width * kRowBytes},
     };
-    const auto key_of = [&](int64_t i) { return k + place_of(i) * a.k_row; };
-    float *scores = s.scores + row * kKeyBlock, *out = s.block + row * c_stride;
-    if (is_direct) {
-      score_few<kMaxTileRows>(rows, s.q + row * a.width, key_of, prefetch, seen, a.width, scores);
-    } else {
-      pack_keys(key_of, prefetch, seen - same, a.width, s.keys + same * a.width);
-      packed = seen, packed_turn = turn;
-      const TileArgs dots{
-          .a = s.q + row * a.width,
-          .a_stride = a.width,
-          .b = bytes_of(s.keys),
-          .panel_stride = a.width * kRowBytes,
-          .places = {.bytes = kRowBytes},
-          .c = scores,
-          .c_stride = kKeyBlock,
-          .ahead = {bytes_of(s.keys) + kKeysAhead * kRowBytes, kRowBytes, a.width * kRowBytes},
-      };
-      multiply<Rows<float>>(dots, rows, ceil_div(seen, kPanel), a.width);
-    }
-    for (int64_t r = row; r < row + rows; ++r) {
-      const int64_t visible = a.causal ? end_of_keys(part, t.query + r / t.group) - first : seen;
-      softmax_row(a, s.scores + r * kKeyBlock, seen, min64(seen, visible), mask_row(a, t, r, first), s.block_max + r,
-                  s.block_sum + r);
-    }
-    TileArgs sums{
-        .a = scores,
-        .a_stride = kKeyBlock,
-        .b = bytes_of(v),
-        .panel_stride = kPanel * bytes,
-        .places = {.bytes = a.v_row * bytes, .turn = turn, .skip = part.apart * a.v_row * bytes},
-        .c = out,
-        .c_stride = c_stride,
-        .ahead = num_next
-                     ? Ahead{bytes_of(next), a.k_row * bytes, kPanel * bytes, num_next, -num_next * a.k_row * bytes}
-                     : Ahead{bytes_of(v) + kKeysAhead * a.v_row * bytes, a.v_row * bytes, kPanel * bytes},
-    };
-    multiply<Rows<E, 0>>(sums, rows, panels, seen);
-    if (width % kPanel) {  // the last columns are copied and padded first, so that no load reads past a row
-      for (int64_t i = 0; i < seen; ++i)
-        for (int64_t c = 0; c < kPanel; ++c)
-          s.tail[i * kPanel + c] = panels * kPanel + c < width
-                                       ? to_float(v[(i < turn ? i : i + part.apart) * a.v_row + panels * kPanel + c])
-                                       : 0.f;
-      sums.b = bytes_of(s.tail);
-      sums.places = {.bytes = kRowBytes};
-      sums.c = out + panels * kPanel;
-      multiply<Rows<float>>(sums, rows, 1, seen);
-    }
-  });
+    multiply<Rows<float>>(dots, t.rows, ceil_div(count, kPanel), a.width);
+  }
+  for (int64_t r = 0; r < t.rows; ++r) {
+    const int64_t visible = a.causal ? end_of_keys(a, t.query + r / t.group) - first : count;
+    softmax_row(a, s.scores + r * kKeyBlock, count, min64(count, visible), mask_row(a, t, r, first), s.block_max + r,
+                s.block_sum + r);
+  }
+  TileArgs sums{
+      .a = s.scores,
+      .a_stride = kKeyBlock,
+      .b = bytes_of(v),
+      .panel_stride = kPanel * bytes,
+      .row_bytes = a.v_row * bytes,
+      .c = s.block,
+      .c_stride = c_stride,
+      .ahead = num_next ? Ahead{bytes_of(next), a.k_row * bytes, kPanel * bytes, num_next, -num_next * a.k_row * bytes}
+                        : Ahead{bytes_of(v) + kKeysAhead * a.v_row * bytes, a.v_row * bytes, kPanel * bytes},
+  };
+  multiply<Rows<E, 0>>(sums, t.rows, panels, count);
+  if (width % kPanel) {  // the last columns are copied and padded first, so that no load reads past a row
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t c = 0; c < kPanel; ++c)
+        s.tail[i * kPanel + c] = panels * kPanel + c < width ? to_float(v[i * a.v_row + panels * kPanel + c]) : 0.f;
+    sums.b = bytes_of(s.tail);
+    sums.row_bytes = kRowBytes;
+    sums.c = s.block + panels * kPanel;
+    multiply<Rows<float>>(sums, t.rows, 1, count);
+  }
 }
 
 // The same for keys [first, first + 256) of any type. Returns false if no row sees any of them.

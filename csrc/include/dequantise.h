@@ -63,9 +63,6 @@ NEAP_INLINE Vec number_of(UintVec low, UintVec high) {
 
 constexpr int64_t kNever = int64_t(1) << 62;
 
-// Where rows of numbers stand: `bytes` apart, those from number `turn` on `skip` bytes farther.
-struct RowPlaces { int64_t bytes, turn = kNever, skip = 0; };
-
 template <int kValue> struct Number { static constexpr int value = kValue; };
 
 // Calls f(Number<0>()), f(Number<1>()), .. f(Number<kCount - 1>()).
@@ -84,25 +81,23 @@ struct Sums {
   static NEAP_INLINE Vec add(Vec value, Vec column, Vec sum) { return fma(value, column, sum); }
 };
 
-// Rows of 16 numbers: also keys, values and dequantised panels. kStride: the bytes from one to the next; 0 if
-// `RowPlaces` says where they are: then a row's panels are one stream, and what comes next may be far away.
+// Rows of 16 numbers: also keys, values and dequantised panels. kStride: the bytes from one to the next; 0 if they are
+// `row_bytes` apart: then a row's panels are one stream, and what comes next may be far away.
 template <class E, int kStride = kPanel * (int)sizeof(E)>
 struct Rows : Sums {
   static constexpr int kUnit = 1, kGroup = 1, kLineInputs = kStride ? 64 / kStride : 1;
   static constexpr int kHeld = sizeof(E) == 4 ? 0 : 1, kMost = kStride ? kMaxPanels : 8;
   static constexpr bool kShared = false, kNear = kStride != 0;
   const uint8_t* base;
-  RowPlaces rows;
+  int64_t stride;
   const E* row;
 
-  NEAP_INLINE void begin(const uint8_t* block, int64_t, const RowPlaces& places) {
+  NEAP_INLINE void begin(const uint8_t* block, int64_t, int64_t row_bytes) {
     base = block;
-    rows = places;
+    stride = kStride ? kStride : row_bytes;
   }
   NEAP_INLINE void open(int64_t) {}
-  NEAP_INLINE void load(int64_t k) {
-    row = reinterpret_cast<const E*>(base + (kStride ? k * kStride : k * rows.bytes + (k < rows.turn ? 0 : rows.skip)));
-  }
+  NEAP_INLINE void load(int64_t k) { row = reinterpret_cast<const E*>(base + k * (kStride ? kStride : stride)); }
   template <int kInput> NEAP_INLINE Vec column(int v) const { return neap::NEAP_ISA::load(row + v * kLanes); }
 };
 
@@ -113,7 +108,7 @@ struct BfloatPairs : Sums {
   const uint8_t* base;
   UintVec pair[kPanelVecs];
 
-  NEAP_INLINE void begin(const uint8_t* block, int64_t, const RowPlaces&) { base = block; }
+  NEAP_INLINE void begin(const uint8_t* block, int64_t, int64_t) { base = block; }
   NEAP_INLINE void open(int64_t) {}
   NEAP_INLINE void load(int64_t k) {
     for (int v = 0; v < kPanelVecs; ++v) pair[v] = load_bits(base + k * kPanel * 2 + v * kLanes * 4);
@@ -145,7 +140,7 @@ struct Quants : Sums {
   // The line of 8 inputs and what is above it. Of 8 bits: even and odd inputs.
   UintVec low[kPanelVecs], high[kPanelVecs];
 
-  NEAP_INLINE void begin(const uint8_t* next_block, int64_t depth, const RowPlaces&) {
+  NEAP_INLINE void begin(const uint8_t* next_block, int64_t depth, int64_t) {
     block = next_block;
     scales = block + kLayout.head_bytes;
     quants = scales + depth / kGroup * kLayout.scale_bytes;

@@ -59,10 +59,6 @@ struct PlaceArgs {
   float eps, weight_offset;
 };
 
-// Queries [query, query + queries) of a problem, which see its first `keys` keys; causally, if the problem is. Keys and
-// values from number `branch` on are kept `apart` slots later.
-struct AttentionPart { int64_t query, queries, keys, branch, apart; };
-
 struct AttentionArgs {
   const float* q;
   const void *k, *v;  // numbers of `kv_dtype`, read as float32 in registers
@@ -75,9 +71,6 @@ struct AttentionArgs {
   int64_t k_batch, k_head, k_row;
   int64_t v_batch, v_head, v_row;
   int64_t mask_batch, mask_row, mask_column;
-  AttentionPart whole;         // all queries, if there are no `parts`
-  const AttentionPart* parts;  // of a trunk and its branches: they share what is read of the keys before the branches
-  int64_t num_parts;
   bool causal;
   float scaling, softcap;  // softcap 0: none
 };

@@ -29,18 +29,18 @@ __device__ __forceinline__ bool has_slot(const PagedArgs& args, int64_t table, i
 // (blockIdx.y: keys, values). `Unit`: the type that is copied; its size must divide all sizes and addresses.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) paged_write_kernel(PagedArgs args, int64_t num_tickets) {
-  const int64_t token = blockIdx.x, table = args.table_indices[token], place = args.slot_mapping[token];
+  const int64_t token = blockIdx.x, table = args.table_indices[token], position = args.positions[token];
   if (blockIdx.y == 0)
     for (int64_t i = token * kThreads + threadIdx.x; i < num_tickets; i += (int64_t)gridDim.x * kThreads)
       args.tickets[i] = 0;
-  if (args.positions[token] < 0 || !has_slot(args, table, place)) return;
+  if (!has_slot(args, table, position)) return;
   const bool is_key = blockIdx.y == 0;
   const int64_t bytes = element_bytes(args.dtype), width = (is_key ? args.width : args.value_width) * bytes,
                 units = width / (int64_t)sizeof(Unit);
   const char* from =
       static_cast<const char*>(is_key ? args.k : args.v) + token * (is_key ? args.k_token : args.v_token) * bytes;
   char* to = static_cast<char*>(is_key ? args.keys : args.values);
-  const int64_t first = slot_of(args, table, (int)place, 0), step = (is_key ? args.k_head : args.v_head) * bytes;
+  const int64_t first = slot_of(args, table, (int)position, 0), step = (is_key ? args.k_head : args.v_head) * bytes;
   if (first < 0) return;
   for (int64_t i = threadIdx.x; i < args.kv_heads * units; i += kThreads) {
     const int64_t head = i / units, unit = i % units;
@@ -171,13 +171,10 @@ __device__ __forceinline__ void add_values(const PagedArgs& args, const KeyTile<
   }
 }
 
-// Attention of a warp over its tiles of the keys at positions [begin, end) of a sequence. `shift`: where the token's
-// branch begins, and how much farther it is kept. They are in shared memory because the widest kernels have no
-// registers left for them.
+// Attention of a warp over its tiles of the keys at positions [begin, end) of a sequence.
 template <class E, int kHeads, int kSize>
 __device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, int64_t table, int64_t head, int begin,
-                                       int end, const int* shift, const float* query, float* weights,
-                                       WarpState<kHeads, kSize>& state) {
+                                       int end, const float* query, float* weights, WarpState<kHeads, kSize>& state) {
   const int lane = threadIdx.x % kWarp;
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
@@ -186,8 +183,7 @@ __device__ __forceinline__ void attend(const PagedArgs& args, KeyTile<E> tile, i
     for (int e = 0; e < kSize; ++e) state.values[h][e] = 0.f;
   }
   const auto slot_at = [&](int position) {
-    return position < end ? slot_of(args, table, position < shift[0] ? position : position + shift[1], head)
-                          : (int64_t)-1;
+    return position < end ? slot_of(args, table, position, head) : (int64_t)-1;
   };
   // Each lane fetches its key's row and its value's, because the reads below wait for one another several times.
   const auto fetch = [&](int64_t slot) {
@@ -274,7 +270,6 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   NEAP_SHARED(float, keeps, kHeads* kWarp);
   NEAP_SHARED(float, adds, kHeads* kWarp);
   NEAP_SHARED(unsigned, arrived, 1);
-  NEAP_SHARED(int, shift, 2);
   float* query = reinterpret_cast<float*>(query_memory);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, group = (int)(args.heads / args.kv_heads),
             width = (int)args.width;
@@ -283,11 +278,10 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   const int column = (int)blockIdx.y % column_tiles * kColumns, columns = min(kColumns, (int)args.value_width - column);
   const int first_head = (int)blockIdx.y / column_tiles % head_tiles * kHeads, heads = min(kHeads, group - first_head);
   const int64_t kv_head = (int)blockIdx.y / column_tiles / head_tiles, token = blockIdx.x,
-                table = args.table_indices[token];
-  const int64_t position = args.positions[token], place = args.slot_mapping[token], branch = args.branches[token];
+                table = args.table_indices[token], position = args.positions[token];
   const int64_t first_row = token * args.heads + kv_head * group + first_head;  // of the output
   E* out = static_cast<E*>(args.out) + first_row * args.value_width + column;
-  if (position < 0 || !has_slot(args, table, position) || !has_slot(args, table, place) || place < position) {
+  if (!has_slot(args, table, position)) {
     for (int i = threadIdx.x; blockIdx.z == 0 && i < heads * columns; i += kThreads)
       out[i / columns * args.value_width + i % columns] = from_float<E>(position < 0 ? 0.f : NAN);
     return;
@@ -302,10 +296,6 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   for (int i = threadIdx.x; i < kHeads * width; i += kThreads)
     query[i] = i / width < heads ? to_float(q[i / width * args.q_head + i % width]) : 0.f;
   for (int i = threadIdx.x; i < kItems; i += kThreads) total[i] = 0.f;
-  if (threadIdx.x == 0) {
-    shift[0] = (int)branch;
-    shift[1] = (int)(place - position);
-  }
   KeyTile<E> tile{};
   tile.keys = static_cast<const E*>(args.keys);
   tile.values = static_cast<const E*>(args.values) + column;
@@ -324,7 +314,7 @@ __global__ void __launch_bounds__(kThreads, 1) paged_attention_kernel(PagedArgs 
   for (int piece = blockIdx.z; piece < pieces; piece += shares) {
     WarpState<kHeads, kSize> state;
     const int from = begin + piece * piece_keys;
-    attend<E, kHeads, kSize>(args, tile, table, kv_head, from, min(from + piece_keys, begin + count), shift, query,
+    attend<E, kHeads, kSize>(args, tile, table, kv_head, from, min(from + piece_keys, begin + count), query,
                              weights + warp * kHeads * kWarp, state);
     join_warps(state, tile.value_lanes, warp_largest, warp_sums, part, largest, sums);
     if (shares > 1) {

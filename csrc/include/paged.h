@@ -1,12 +1,11 @@
 // Paged attention, with its arguments as a plain struct for the CPU and GPU kernels. No torch.
 //
 //   1. keys[slot(t)], values[slot(t)] = k[t], v[t]    for every token t, where slot(t) is that of position
-//                                                     slot_mapping[t] in block table table_indices[t]
+//                                                     positions[t] in block table table_indices[t]
 //   2. out[t, h] = sum over p of softmax(cap(scaling * q[t, h] . keys[slot(p)])) * values[slot(p)]
 //
-// p runs from first_seen(positions[t]) to positions[t] in the token's sequence. From branches[t] on, they are read
-// slot_mapping[t] - positions[t] places farther: those of the token's branch, the last of which is the token itself.
-// Query head h reads key head h / (heads / kv_heads).
+// p runs from first_seen(positions[t]) to positions[t] in the token's sequence. Query head h reads key head
+// h / (heads / kv_heads).
 //
 // Words: a block is a run of `block_tokens` positions in the pools of keys and values, a slot is the place of one token
 // in a block, and a block table lists the blocks of one sequence. A block of CUDA threads is a thread block here.
@@ -25,10 +24,7 @@ struct PagedArgs {
   const int64_t* block_tables;
   const int64_t* table_indices;  // [tokens]: which block table is that of the token's sequence
   const int64_t* positions;      // [tokens]; a negative one marks padding: nothing is written, its output is 0
-  // [tokens]: positions[t], or a later position for a token beside the one that is kept at positions[t].
-  const int64_t* slot_mapping;
-  const int64_t* branches;  // [tokens]: the first position of the token's branch, at most positions[t]
-  Dtype dtype;              // of all tensors that are not int64
+  Dtype dtype;                   // of all tensors that are not int64
   int64_t tokens, heads, kv_heads, width, value_width;
   int64_t num_blocks, block_tokens, num_tables, table_blocks;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides in elements

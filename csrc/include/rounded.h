@@ -156,7 +156,7 @@ __attribute__((noinline)) void rounded_tile(const TileArgs& t) {
   const InputGroup* rows[kRows];
   for (int r = 0; r < kRows; ++r) rows[r] = reinterpret_cast<const InputGroup*>(t.a + r * t.a_stride);
   Reader readers[kPanels];
-  for (int p = 0; p < kPanels; ++p) readers[p].begin(t.b + p * t.panel_stride, t.depth, t.places);
+  for (int p = 0; p < kPanels; ++p) readers[p].begin(t.b + p * t.panel_stride, t.depth, t.row_bytes);
   Vec sum[kRows][kColumns] = {};
   for (int64_t k = 0; k < t.depth; k += kGroup) {
     const int64_t group = k / kRoundedInputs, half = k % kRoundedInputs / 16;

@@ -34,7 +34,7 @@ struct TileArgs {
   int64_t a_stride;
   const uint8_t* b;  // a depth block of each panel, `panel_stride` bytes apart
   int64_t panel_stride;
-  RowPlaces places;  // Rows<E, 0> only: of the inputs
+  int64_t row_bytes;  // Rows<E, 0> only: from one input's row to the next
   int64_t depth;
   float* c;  // [rows, panels * 16], rows `c_stride` apart
   int64_t c_stride;
@@ -63,7 +63,7 @@ __attribute__((noinline)) void tile(const TileArgs& t) {
   const int64_t ahead_step = kUnit * t.ahead.step, ahead_stride = t.ahead.panel_stride;
   int64_t turn = t.ahead.turn;
   Reader readers[kPanels];
-  for (int p = 0; p < kPanels; ++p) readers[p].begin(t.b + p * t.panel_stride, t.depth, t.places);
+  for (int p = 0; p < kPanels; ++p) readers[p].begin(t.b + p * t.panel_stride, t.depth, t.row_bytes);
   Vec sum[kRows][kColumns] = {};
   const auto add_input = [&](auto input, const float* from) __attribute__((always_inline)) {
     Vec column[kColumns];

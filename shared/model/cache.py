@@ -175,8 +175,7 @@ class ContiguousCache(LengthlessCache, KVCache):
         `keys` and `values` [B, Hkv, any, Dh] show the form of what will be written.
         """
         rows = keys.shape[0]
-        bases = self._bases * rows
-        return LayerKV(*self.tables(keys, values, layers), bases, bases, self._counts * rows)
+        return LayerKV(*self.tables(keys, values, layers), self._bases * rows, self._counts * rows)
 
     def tables(self, keys: Tensor, values: Tensor, layers: tuple[int, ...]) -> KVTables:
         """Tables of the keys and of the values of `layers`, one per row. `keys` and `values` as in `layers_kv`."""
@@ -197,13 +196,6 @@ class ContiguousCache(LengthlessCache, KVCache):
             keys, values = self.layer_tensors(theirs, source._values[layer_idx], layer_idx)
             keys[:, :, start:end] = theirs[:, :, start:end]
             values[:, :, start:end] = source._values[layer_idx][:, :, start:end]
-
-    @inference
-    def move(self, start: int, end: int, to: int) -> None:
-        """Moves the keys and values of places [start, end) in all layers to those from `to` < `start` on."""
-        for tensor in (*self._keys.values(), *self._values.values()):
-            # A copy first: the two ranges may overlap.
-            tensor[:, :, to : to + end - start] = tensor[:, :, start:end].clone()
 
     def reserve(self, like: "ContiguousCache") -> None:
         """Allocates all layers now, in the form that `like` has them.

@@ -13,7 +13,7 @@ from shared.model.cut_check import check_cuts
 from shared.model.gated_model import GatedModel
 from shared.model.inference import inference
 from shared.model.loaded import LoadedModel
-from shared.model.ragged import Branch, Move, RaggedCache, RaggedSequence
+from shared.model.ragged import RaggedCache, RaggedSequence
 from shared.model.recorder import Work
 from shared.model.runner import CapturedStates
 from shared.model.substitution import attention
@@ -99,10 +99,6 @@ class ContiguousRunner(GatedModel):
                 use_cache=True,
             )
 
-    def move(self, moves: Sequence[Move]) -> None:
-        for move in moves:
-            as_contiguous(move.cache).move(move.start, move.end, move.to)
-
     def embed_tokens(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         if self.embedding_is_direct:
             return self.embed(self.ids(tokens))[0]
@@ -111,8 +107,8 @@ class ContiguousRunner(GatedModel):
 
     @inference
     def _check_ragged(self) -> bool:
-        """Whether sequences get the same states in a ragged batch, after a rollback, as alone, and in branches as in
-        their places. One of them is longer than the model's window, and others cross each border."""
+        """Whether sequences get the same states in a ragged batch, after a rollback, as alone. One of them is longer
+        than the model's window, and others cross each border."""
         if self.loaded.model.config._attn_implementation != attention.NAME:
             return False
         generator = torch.Generator().manual_seed(0)
@@ -122,24 +118,19 @@ class ContiguousRunner(GatedModel):
         alone, sequences, tokens = [], [], []
         for length, place in ((longest, 0), (min(3, longest), 0), (longest // 2, 0), *late):
             ids = torch.randint(self.loaded.vocabulary_size, (1, length), generator=generator)
-            caches = self.new_cache(length), self.new_cache(2 * length)
+            caches = self.new_cache(length), self.new_cache(length)
             held, read = length // 2, place + length
             try:
                 for cache in caches:
                     cache.origin = place
                     if held:
                         self._run_all(ids[:, :held], cache, 0, read)
-                states = self._run_all(ids[:, held:], caches[0], held, read)
+                alone.append(self._run_all(ids[:, held:], caches[0], held, read))
             except _CANNOT as error:
                 refuse_if_out_of_memory(error)
                 return False  # it cannot begin late, so it cannot be checked
-            # All but the first token again, as a branch beside the others.
-            count = length - held
-            branches = (Branch(held + 1, count - 1),) if count > 1 else ()
-            num_tokens = 2 * count - 1
-            sequences.append(RaggedSequence(caches[1], held, num_tokens, branches, read))
-            alone.append(torch.cat([states, states[:, 1:]], 1))
-            tokens.append(torch.cat([ids[:, held:], ids[:, held + 1 :]], 1))
+            sequences.append(RaggedSequence(caches[1], held, length - held, read))
+            tokens.append(ids[:, held:])
         expected, asked, last = torch.cat(alone, 1), torch.cat(tokens, 1), self.num_layers
         try:
             self.run_ragged(asked.flip(1), sequences, first=0, last=last)

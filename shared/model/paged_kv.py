@@ -57,19 +57,13 @@ class BlockPool:
     def __init__(
         self, shapes: Sequence[LayerShape], num_blocks: int, context_length: int, device: torch.device
     ) -> None:
-        self.keys: list[Tensor] = [torch.empty(0)] * len(shapes)
-        self.values = list(self.keys)
-        # Layers of one shape share a tensor [layers, P, Hkv, G, D], so that a move takes one launch for all of them.
-        self._stores: list[Tensor] = []
-        for shape in dict.fromkeys(shapes):
-            layers = [index for index, layer_shape in enumerate(shapes) if layer_shape == shape]
-            for views, width in ((self.keys, shape.key_width), (self.values, shape.value_width)):
-                size = (len(layers), num_blocks, shape.num_heads, BLOCK_TOKENS, width)
-                # Zeros, because positions that no query sees must still hold finite numbers.
-                store = torch.zeros(size, dtype=shape.dtype, device=device)
-                self._stores.append(store)
-                for index, view in zip(layers, store, strict=True):
-                    views[index] = view
+        def store(shape: LayerShape, width: int) -> Tensor:
+            size = (num_blocks, shape.num_heads, BLOCK_TOKENS, width)
+            # Zeros, because positions that no query sees must still hold finite numbers.
+            return torch.zeros(size, dtype=shape.dtype, device=device)
+
+        self.keys = [store(shape, shape.key_width) for shape in shapes]
+        self.values = [store(shape, shape.value_width) for shape in shapes]
         self.block_bytes = sum(shape.block_bytes for shape in shapes)
         self.num_blocks = num_blocks
         self._blocks_per_table = num_blocks_of(context_length)
@@ -125,20 +119,6 @@ class BlockPool:
         listed = torch.tensor(cache.blocks, dtype=torch.int64)
         self.block_tables[table, : len(cache.blocks)].copy_(listed, non_blocking=True)
         return table
-
-    @inference
-    def move(self, moves: Sequence[tuple["PagedCache", int, int]]) -> None:
-        """Moves keys and values: each (cache, from this position, to that). One copy to the device, and a few launches
-        per kind of layer, because each layer alone would take longer to launch than to copy."""
-        where = [
-            [cache.blocks[at // BLOCK_TOKENS], at % BLOCK_TOKENS]
-            for cache, source, target in moves
-            for at in (source, target)
-        ]
-        device = self.block_tables.device
-        blocks, places = torch.tensor(where).to(device, non_blocking=True).unbind(1)
-        for store in self._stores:
-            store[:, blocks[1::2], :, places[1::2]] = store[:, blocks[::2], :, places[::2]]
 
     def _release(self, number: int, blocks: tuple[int, ...]) -> None:
         self._closed.append(number)

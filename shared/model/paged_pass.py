@@ -28,13 +28,10 @@ LayerTransform = Callable[[int, Forward], Forward]
 
 @dataclass
 class TokenPlaces:
-    """Where the tokens of a pass stand: their positions, those at whose places their keys and values are kept, those at
-    which their branches begin, those that the model sees (other ones in checks only: see `KVCache.origin`), and their
-    regimes."""
+    """Where the tokens of a pass stand: their positions, those that the model sees (other ones in checks only: see
+    `KVCache.origin`), and their regimes."""
 
     positions: list[int] = field(default_factory=list)
-    slot_mapping: list[int] = field(default_factory=list)
-    branches: list[int] = field(default_factory=list)
     seen_at: list[int] = field(default_factory=list)
     regimes: list[int] = field(default_factory=list)
 
@@ -42,27 +39,24 @@ class TokenPlaces:
     def without_layers(cls, positions: Sequence[int]) -> "TokenPlaces":
         """Those of tokens that no layer runs over."""
         places = list(positions)
-        return cls(places, places, places, places, [0] * len(places))
+        return cls(places, places, [0] * len(places))
 
     def cut(self, part: slice) -> "TokenPlaces":
-        return TokenPlaces(
-            self.positions[part], self.slot_mapping[part], self.branches[part], self.seen_at[part], self.regimes[part]
-        )
+        return TokenPlaces(self.positions[part], self.seen_at[part], self.regimes[part])
 
 
 class TokenBuffer:
     """The tokens of a pass, in tensors that stay in place. Every pass has T = `num_tokens` tokens.
 
     `ids`, `table_indices`, the index of each token's block table, and what `TokenPlaces` has (a negative position:
-    padding): each [T] int64, views of `stacked` [7, T].
+    padding): each [T] int64, views of `stacked` [5, T].
     """
 
     @inference
     def __init__(self, num_tokens: int, device: torch.device) -> None:
         self.num_tokens = num_tokens
-        self.stacked = torch.zeros(7, num_tokens, dtype=torch.int64, device=device)
-        self.ids, self.table_indices, *places = self.stacked.unbind()
-        self.positions, self.slot_mapping, self.branches, self.seen_at, self.regimes = places
+        self.stacked = torch.zeros(5, num_tokens, dtype=torch.int64, device=device)
+        self.ids, self.table_indices, self.positions, self.seen_at, self.regimes = self.stacked.unbind()
         self.clear()
 
     @inference
@@ -75,14 +69,11 @@ class TokenBuffer:
         """Sets N <= T tokens: `ids` [N], the indices of their block tables, and their places. The rest is padding. One
         copy if `ids` are on the host."""
         padding = [0] * (self.num_tokens - len(table_indices))
-        nowhere = [-1] * len(padding)
         host = torch.tensor(
             [
                 [0] * self.num_tokens,
                 table_indices + padding,
-                places.positions + nowhere,
-                places.slot_mapping + padding,
-                places.branches + padding,
+                places.positions + [-1] * len(padding),
                 places.seen_at + padding,
                 places.regimes + padding,
             ]
@@ -169,9 +160,7 @@ class PagedForward:
         def paged(*args: Any, **kwargs: Any) -> LayerOutput:
             tokens = self._tokens
             assert tokens is not None
-            layer = LayerBlocks(
-                keys, values, block_tables, tokens.table_indices, tokens.positions, tokens.slot_mapping, tokens.branches
-            )
+            layer = LayerBlocks(keys, values, block_tables, tokens.table_indices, tokens.positions)
 
             def located(value: Any) -> Any:
                 return value.for_layer(layer) if isinstance(value, PagedMask) else value

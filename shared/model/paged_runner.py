@@ -23,7 +23,7 @@ from shared.model.loaded import LoadedModel
 from shared.model.paged_check import CHECK_TOKENS, StateCheck
 from shared.model.paged_kv import BLOCK_TOKENS, BlockPool, LayerShape, PagedCache, as_paged, num_blocks_of
 from shared.model.paged_pass import LayerTransform, PagedForward, TokenBuffer, TokenPlaces
-from shared.model.ragged import Move, RaggedSequence
+from shared.model.ragged import RaggedSequence
 from shared.model.recorder import NoRecorder, Recorder, Work
 from shared.model.regimes import Regimes
 from shared.model.runner import CapturedStates, captured_depths
@@ -182,12 +182,8 @@ class PagedRunner:
             cache = as_paged(sequence.cache)
             cache.begin(sequence.base, sequence.num_tokens)
             caches += [cache] * sequence.num_tokens
-            positions = sequence.positions
-            places.positions += positions
-            places.slot_mapping += range(sequence.base, sequence.base + sequence.num_tokens)
-            for span in sequence.spans:
-                places.branches += [span.base] * span.num_tokens
-            places.seen_at += [cache.origin + position for position in positions]
+            places.positions += range(sequence.base, sequence.base + sequence.num_tokens)
+            places.seen_at += range(sequence.span.start, sequence.span.end)
             if self.regimes.are_several:
                 places.regimes += map(self.regimes.of, sequence.lengths)
             else:
@@ -195,15 +191,6 @@ class PagedRunner:
         entering = None if hidden is None else hidden[0]
         out = self._run_in_buckets(token_ids[0], caches, places, first, last, entering, captured)
         return out[None]
-
-    def move(self, moves: Sequence[Move]) -> None:
-        self.pool.move(
-            [
-                (as_paged(move.cache), place, move.to + place - move.start)
-                for move in moves
-                for place in range(move.start, move.end)
-            ]
-        )
 
     @inference
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:

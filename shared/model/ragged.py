@@ -8,7 +8,7 @@ the model's own mask function, which is called once per sequence, so sliding win
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -17,20 +17,9 @@ from shared.model.substitution.ragged import RaggedOffset, RaggedStates, Span
 from shared.ops.layer import LayerKV
 
 
-class Branch(NamedTuple):
-    """Tokens at positions [base, base + num_tokens) beside other tokens of a pass at these positions."""
-
-    base: int
-    num_tokens: int
-
-
 @dataclass(frozen=True)
 class RaggedSequence:
     """One sequence of a ragged batch: `num_tokens` tokens at positions from `base` on of its own cache.
-
-    The last of them are those of the `branches`, in order; the others are the trunk. A branch sees the positions before
-    its base as the cache and the trunk have them, and itself. Its tokens are kept in the cache where they would stand
-    in a trunk of `num_tokens` tokens.
 
     `read_length`: the first tokens of the sequence that `generate` would have read in one pass; it reads the others one
     by one. See `shared.model.regimes`. None: all up to the last of this pass.
@@ -39,40 +28,18 @@ class RaggedSequence:
     cache: KVCache
     base: int
     num_tokens: int
-    branches: tuple[Branch, ...] = ()
     read_length: int | None = None
 
     @property
-    def spans(self) -> list[Span]:
-        """The trunk, then the branches."""
-        origin, in_branches = self.cache.origin, sum(branch.num_tokens for branch in self.branches)
-        spans = [Span(self.base, self.num_tokens - in_branches, origin)]
-        slot = spans[0].base + spans[0].num_tokens
-        for base, num_tokens in self.branches:
-            spans.append(Span(base, num_tokens, origin, slot - base))
-            slot += num_tokens
-        return spans
-
-    @property
-    def positions(self) -> list[int]:
-        return [position for span in self.spans for position in range(span.base, span.base + span.num_tokens)]
+    def span(self) -> Span:
+        return Span(self.base, self.num_tokens, self.cache.origin)
 
     @property
     def lengths(self) -> list[int]:
         """Per token, how long the sequence was when `generate` would have run it."""
-        ends = [self.cache.origin + position + 1 for position in self.positions]
-        read = max(ends) if self.read_length is None else self.read_length
-        return [max(read, end) for end in ends]
-
-
-class Move(NamedTuple):
-    """Of keys and values that `cache` keeps at places [start, end), to the places from `to` < `start` on, in all
-    layers."""
-
-    cache: KVCache
-    start: int
-    end: int
-    to: int
+        start, end = self.span.start, self.span.end
+        read = end if self.read_length is None else self.read_length
+        return [max(read, length) for length in range(start + 1, end + 1)]
 
 
 class RaggedCache(LengthlessCache):
@@ -80,17 +47,11 @@ class RaggedCache(LengthlessCache):
 
     def __init__(self, sequences: Sequence[RaggedSequence]) -> None:
         """Raises `InvalidInput` (reason CACHE_CAPACITY) if positions do not fit a sequence's cache."""
-        spans, caches = [], []
-        for sequence in sequences:
-            cache, of_sequence = as_contiguous(sequence.cache), sequence.spans
-            cache.begin(sequence.base, sequence.num_tokens)
-            spans += of_sequence
-            caches += [cache] * len(of_sequence)
-        self.spans, self._caches = tuple(spans), tuple(caches)
+        self.spans = tuple(sequence.span for sequence in sequences)
+        self._caches = [as_contiguous(sequence.cache) for sequence in sequences]
+        for cache, span in zip(self._caches, self.spans, strict=True):
+            cache.begin(span.base, span.num_tokens)
         super().__init__(RaggedOffset(self.spans))
-        self._bases = [span.base for span in self.spans]
-        self._slot_mapping = [span.base + span.slot_offset for span in self.spans]
-        self._counts = [span.num_tokens for span in self.spans]
 
     def update(  # type: ignore[override]  # transformers passes the result to our attention without looking inside
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -104,13 +65,12 @@ class RaggedCache(LengthlessCache):
         )
 
     def layers_kv(self, keys: Tensor, values: Tensor, layers: tuple[int, ...]) -> LayerKV:
-        """The tensors of layers per span, and the places in them that the pass will write: see
+        """The tensors of layers per span, and the positions in them that the pass will write: see
         `ContiguousCache.layers_kv`."""
         tables = [cache.tables(keys, values, layers) for cache in self._caches]
         return LayerKV(
             [key_table for [key_table], _ in tables],
             [value_table for _, [value_table] in tables],
-            self._bases,
-            self._slot_mapping,
-            self._counts,
+            [span.base for span in self.spans],
+            [span.num_tokens for span in self.spans],
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from shared.model.cache import KVCache
 from shared.model.gates import LayerCounters
 from shared.model.loaded import LoadedModel
-from shared.model.ragged import Move, RaggedSequence
+from shared.model.ragged import RaggedSequence
 from shared.model.recorder import Work
 from shared.model.regimes import Regimes
 
@@ -50,8 +50,7 @@ class Runner(Protocol):
 
     @property
     def supports_ragged(self) -> bool:
-        """Whether `run_ragged` works for this model, with branches too.
-        If not, each sequence needs a pass of its own."""
+        """Whether `run_ragged` works for this model. If not, each sequence needs a pass of its own."""
 
     @property
     def regimes(self) -> Regimes:
@@ -147,9 +146,6 @@ class Runner(Protocol):
         `hidden` [1, T, D]: the tokens' state at depth `first`; None if and only if `first` is 0. Returns their state at
         depth `last` [1, T, D]. `captured` as in `run`. To be called only if `supports_ragged`.
         """
-
-    def move(self, moves: Sequence[Move]) -> None:
-        """Moves keys and values within caches. To be called only if `supports_ragged`."""
 
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:
         """The state at depth 0 [1, Q, D] of tokens [1, Q] at positions [base, base + Q). Runs no layer."""

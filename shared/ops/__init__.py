@@ -153,7 +153,6 @@ def ragged_contiguous_attention(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     bases: Sequence[int],
-    slot_mapping: Sequence[int],
     counts: Sequence[int],
     masks: Sequence[Tensor],
     scaling: float | None = None,
@@ -163,17 +162,15 @@ def ragged_contiguous_attention(
     [1, T, Hq, Dv].
 
     Sequence s has the next `counts[s]` of the T tokens, at positions from `bases[s]` on. Its new keys and values are
-    written to the slots from `slot_mapping[s]` >= `bases[s]` on of `keys[s]` [1, Hkv, S, D] and `values[s]` [1, Hkv, S,
-    Dv], rounded to their dtype: float32, float16 or bfloat16. Several sequences may share tensors, as branches do, and
-    keep their tokens in different slots. When all are written, the queries of a sequence attend over its positions [0,
-    bases[s] + counts[s]), of which those before `bases[s]` are in their own slots: causally if `masks[s]` is empty,
+    written there in `keys[s]` [1, Hkv, S, D] and `values[s]` [1, Hkv, S, Dv], rounded to their dtype: float32, float16
+    or bfloat16. Then its queries attend over its positions [0, bases[s] + counts[s]): causally if `masks[s]` is empty,
     else where `masks[s]` [1, 1, counts[s], bases[s] + counts[s]] bool is True. The result is contiguous, and has the
     same bits as `contiguous_attention` per sequence.
     """
     begin_call(q, k, v)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     out: Tensor = torch.ops.neap.ragged_contiguous_attention.default(
-        q, k, v, keys, values, bases, slot_mapping, counts, masks, scale, softcap
+        q, k, v, keys, values, bases, counts, masks, scale, softcap
     )
     return out
 

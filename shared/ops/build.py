@@ -71,7 +71,7 @@ def objects(toolkit: Toolkit | None = None) -> list[Object]:
         Object("exits", "exits.cpp", binding),
         Object("chain", "chain.cpp", binding),
         Object("choices", "choices.cpp", binding),
-        Object("paged", "paged.cpp", binding),
+        *([Object("paged", "paged.cpp", binding)] if toolkit else []),
         *(
             Object(name, source, " ".join(architecture_flags(wanted_architectures())), "nvcc")
             for name, source in (("cuda", "cuda/kernels.cu"), ("cuda_paged", "cuda/paged.cu"))

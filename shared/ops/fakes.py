@@ -64,7 +64,6 @@ def _decoder_layers(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     bases: Sequence[int],
-    slot_mapping: Sequence[int],
     counts: Sequence[int],
     masks: Sequence[Tensor],
     stops: Sequence[int],

@@ -76,15 +76,12 @@ def stacked(parts: Sequence[LayerWeights]) -> LayerWeights:
 class LayerKV(NamedTuple):
     """Where the new keys and values are written.
 
-    Per sequence: its tensors [1, Hkv, S, Dh], one per layer, the first position of its new tokens, the index in the
-    tensors from which on they are kept, and their number. A branch is a further sequence over the same tensors, kept
-    elsewhere than at its positions.
+    Per sequence: its tensors [1, Hkv, S, Dh], one per layer, the first position of its new tokens, and their number.
     """
 
     keys: Sequence[TensorTable]
     values: Sequence[TensorTable]
     bases: list[int]
-    slot_mapping: list[int]
     counts: list[int]
 
 
@@ -133,7 +130,6 @@ def decoder_layers(
         [each.table for each in kv.keys],
         [each.table for each in kv.values],
         kv.bases,
-        kv.slot_mapping,
         kv.counts,
         masks,
         stops,

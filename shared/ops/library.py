@@ -66,7 +66,8 @@ def load() -> None:
             raise PreconditionFailed(
                 f"neap's kernels do not load, run `make build-ops`: {error}", reason="OPS_NOT_LOADABLE"
             ) from error
-        from shared.ops import fakes
+        from shared.ops import fakes, reference
 
         fakes.register()
+        reference.register()
         _loaded = True

@@ -1,7 +1,8 @@
-"""Paged attention as a typed function: one op for a ragged batch of tokens of any sequences. CPU and CUDA.
+"""Paged attention as a typed function: one op for a ragged batch of tokens of any sequences. The kernel is for GPUs.
+On a CPU the op is its specification in `reference`, which is for tests.
 
-Inference only. It raises `PreconditionFailed` if the library is not built, and `RuntimeError`, which names the
-argument, for wrong shapes, dtypes, devices or layouts. `reference` specifies it in PyTorch.
+Inference only. It raises `PreconditionFailed` if the library is not built, and on a GPU `RuntimeError`, which names the
+argument, for wrong shapes, dtypes, devices or layouts.
 """
 
 import torch
@@ -19,8 +20,6 @@ def paged_attention(
     block_tables: Tensor,
     table_indices: Tensor,
     positions: Tensor,
-    slot_mapping: Tensor,
-    branches: Tensor,
     scaling: float | None = None,
     softcap: float = 0.0,
     window: int = 0,
@@ -34,20 +33,16 @@ def paged_attention(
     sequence, and its position. A negative position is padding: nothing is written, and the result is 0.
 
     A query sees positions [0, its own] of its sequence, or the last `window` of them if `window` is not 0. That
-    includes those written by this call. `slot_mapping` [T] int64: the position at whose place a token's keys and values
-    are written. For most tokens it is their position. The tokens of a branch, which stand beside others at the same
-    positions, are kept at later ones. `branches` [T] int64: the first position of a token's branch, or any of its last
-    positions for a token that is in none. From there on it sees what is kept `slot_mapping - positions` places farther.
-    No two tokens may be kept at the same place. Query head h reads key head h // (Hq / Hkv). `scaling` defaults to D **
-    -0.5. With `softcap`, scores are softcap * tanh(scores / softcap). Sums are in float32. The bits of a token's result
-    do not depend on the other tokens of the pass.
+    includes those written by this call. No two tokens may have the same place. Query head h reads key head h // (Hq /
+    Hkv). `scaling` defaults to D ** -0.5. With `softcap`, scores are softcap * tanh(scores / softcap). Sums are in
+    float32. The bits of a token's result do not depend on the other tokens of the pass.
 
-    On the CPU, a block table, position or block that does not exist raises `RuntimeError`. On a GPU that check would
-    need a synchronisation, so the result of such a token is NaN instead.
+    The result of a token whose block table, position or block does not exist is NaN: a check would need a
+    synchronisation.
     """
     begin_call(q, k, v)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     out: Tensor = torch.ops.neap.paged_attention.default(
-        q, k, v, keys, values, block_tables, table_indices, positions, slot_mapping, branches, scale, softcap, window
+        q, k, v, keys, values, block_tables, table_indices, positions, scale, softcap, window
     )
     return out

@@ -75,7 +75,6 @@ def ragged_contiguous_attention(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     bases: Sequence[int],
-    slot_mapping: Sequence[int],
     counts: Sequence[int],
     masks: Sequence[Tensor],
     scaling: float = 1.0,
@@ -83,25 +82,12 @@ def ragged_contiguous_attention(
 ) -> Tensor:
     """Writes the new keys and values of all sequences to their tensors, then attends over them. -> [1, T, Hq, Dv]."""
     parts = [part.split_with_sizes(list(counts), 2) for part in (q, k, v)]
-    for key, value, place, new_k, new_v in zip(keys, values, slot_mapping, *parts[1:], strict=True):
-        key[:, :, place : place + new_k.shape[2]] = new_k
-        value[:, :, place : place + new_v.shape[2]] = new_v
     out = []
-    for key, value, base, place, queries, mask in zip(keys, values, bases, slot_mapping, parts[0], masks, strict=True):
-        count, plain = queries.shape[2], mask.numel() == 0
-        seen = torch.tensor([*range(base), *range(place, place + count)])
-        out.append(
-            contiguous_attention(
-                queries,
-                key[:, :, seen],
-                value[:, :, seen],
-                base + count,
-                None if plain else mask,
-                plain,
-                scaling,
-                softcap,
-            )
-        )
+    for key, value, base, mask, queries, new_k, new_v in zip(keys, values, bases, masks, *parts, strict=True):
+        end, plain = base + queries.shape[2], mask.numel() == 0
+        key[:, :, base:end], value[:, :, base:end] = new_k, new_v
+        seen = None if plain else mask
+        out.append(contiguous_attention(queries, key, value, end, seen, plain, scaling, softcap))
     return torch.cat(out, 1)
 
 
@@ -114,31 +100,29 @@ def paged_attention(
     block_tables: Tensor,
     table_indices: Tensor,
     positions: Tensor,
-    slot_mapping: Tensor,
-    branches: Tensor,
     scaling: float,
     softcap: float = 0.0,
     window: int = 0,
 ) -> Tensor:
     """Writes tokens to blocks, then attends -> [T, Hq, Dv]: see `shared.ops.paged.paged_attention`."""
     tokens, block_tokens, group = len(q), keys.shape[2], q.shape[1] // k.shape[1]
-    indices = torch.stack([table_indices, positions, slot_mapping, branches], 1).tolist()
-    real = [(token, *places) for token, places in enumerate(indices) if places[1] >= 0]
-    for token, table, _, place, _ in real:
-        block, slot = block_tables[table, place // block_tokens], place % block_tokens
+    places = zip(range(tokens), table_indices.tolist(), positions.tolist(), strict=True)
+    real = [(token, block_tables[table], position) for token, table, position in places if position >= 0]
+    for token, table, position in real:
+        block, slot = table[position // block_tokens], position % block_tokens
         keys[block, :, slot], values[block, :, slot] = k[token], v[token]
     out = q.new_zeros(tokens, q.shape[1], v.shape[2])
-    for token, table, position, place, branch in real:
+    for token, table, position in real:
         first = max(0, position - window + 1) if window else 0
         seen = torch.arange(first, position + 1, device=q.device)
-        seen[seen >= branch] += place - position
-        blocks, slots = block_tables[table, seen // block_tokens], seen % block_tokens
+        blocks, slots = table[seen // block_tokens], seen % block_tokens
         key = keys[blocks, :, slots].float().repeat_interleave(group, 1)  # [S, Hq, D]
         value = values[blocks, :, slots].float().repeat_interleave(group, 1)
-        scores = torch.einsum("hd,shd->hs", q[token].float(), key) * scaling
+        # Products and sums, because a matrix product may add in an order that depends on where its inputs are.
+        scores = (q[token].float() * key).sum(-1) * scaling
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        out[token] = torch.einsum("hs,shd->hd", scores.softmax(-1), value).to(q.dtype)
+        out[token] = (scores.softmax(0)[..., None] * value).sum(0)
     return out
 
 
@@ -152,7 +136,6 @@ def decoder_layers(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     bases: Sequence[int],
-    slot_mapping: Sequence[int],
     counts: Sequence[int],
     masks: Sequence[Tensor],
     stops: Sequence[int],
@@ -169,7 +152,7 @@ def decoder_layers(
 
     for layer in range(num_layers):
         of_layer = (part(each, layer) for each in (norms, matrices, biases, keys, values))
-        arguments: tuple[Any, ...] = (*of_layer, bases, slot_mapping, counts, masks, *others)
+        arguments: tuple[Any, ...] = (*of_layer, bases, counts, masks, *others)
         x = _decoder_layer(x, cos, sin, *arguments)
         if layer + 1 in (*stops, num_layers):
             states.append(x)
@@ -186,7 +169,6 @@ def _decoder_layer(
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
     bases: Sequence[int],
-    slot_mapping: Sequence[int],
     counts: Sequence[int],
     masks: Sequence[Tensor],
     heads: int,
@@ -223,7 +205,7 @@ def _decoder_layer(
     # All tokens in one row, sequence after sequence, as `ragged_contiguous_attention` takes them.
     q, k, v = (part.transpose(0, 1).flatten(1, 2)[None] for part in (q, k, v))
     masks = list(masks) or [torch.empty(0, dtype=torch.bool)] * len(keys)
-    attended = ragged_contiguous_attention(q, k, v, keys, values, bases, slot_mapping, counts, masks, scaling, softcap)
+    attended = ragged_contiguous_attention(q, k, v, keys, values, bases, counts, masks, scaling, softcap)
     h = x + project(attended.reshape(batch, queries, -1), matrices[-4], biases[-3])
     gate_bias = biases[-2] if biases[-2].numel() else None
     inner = rms_norm(h, norms[1], eps, weight_offset)
@@ -285,3 +267,9 @@ def choose_sampled(probabilities: Tensor, uniforms: Tensor) -> Tensor:
         point = torch.searchsorted(total, uniform * total[-1], right=True)
         choices.append(min(int(point), int(torch.searchsorted(total, total[-1]))))
     return torch.tensor(choices, dtype=torch.int64)
+
+
+def register() -> None:
+    """Registers what stands in for a kernel: on a CPU, paged attention is its reference. Only tests run it there. The
+    library must be loaded."""
+    torch.library.register_kernel("neap::paged_attention", "cpu", paged_attention)

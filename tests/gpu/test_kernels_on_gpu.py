@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
+from shared.ops.paged import paged_attention
 from tests.gpu.kernel_cases import CASES, Case, Inputs, Outputs, copied
-from tests.shared.ops.paged_passes import drawn_pass
+from tests.shared.ops.paged_passes import Pass, drawn_pass
 
 REPEATS = 100
 
@@ -91,24 +93,13 @@ def test_a_token_attends_to_the_same_bits_alone_and_in_company(device: str, widt
     """Alone, a token's pieces are shared out among many thread blocks; among hundreds, one thread block takes them
     all."""
     made = drawn_pass([1] * 300, [500, 3, 129] * 100, 0, (group, 2), (width, width), 16, torch.float16)  # fmt: skip
-    tensors = copied(list(vars(made).values())[:10], device)
-    q, k, v, *pools, block_tables, indices, positions, slot_mapping, branches = tensors
+    tensors = copied(list(vars(made).values())[:8], device)
+    q, k, v, *pools, block_tables, indices, positions = tensors
     run = torch.ops.neap.paged_attention.default
-    together = run(q, k, v, *pools, block_tables, indices, positions, slot_mapping, branches, 0.2)
+    together = run(q, k, v, *pools, block_tables, indices, positions, 0.2)
     for token in range(0, 300, 37):
         own = slice(token, token + 1)
-        alone = run(
-            q[own],
-            k[own],
-            v[own],
-            *pools,
-            block_tables,
-            indices[own],
-            positions[own],
-            slot_mapping[own],
-            branches[own],
-            0.2,
-        )
+        alone = run(q[own], k[own], v[own], *pools, block_tables, indices[own], positions[own], 0.2)
         assert torch.equal(alone[0], together[token])
 
 
@@ -119,6 +110,41 @@ def test_places_that_do_not_exist_give_nan_and_harm_nobody(device: str) -> None:
     made.block_tables[0, 1], made.block_tables[1, 2] = -5, len(made.keys)
     lost = made.table_indices < 3
     made.table_indices[made.table_indices == 2] = 4
-    out = torch.ops.neap.paged_attention.default(*copied(list(vars(made).values())[:10], device), 0.3).cpu()
+    out = torch.ops.neap.paged_attention.default(*copied(list(vars(made).values())[:8], device), 0.3).cpu()
     assert out[lost].isnan().all()
     torch.testing.assert_close(out[~lost], sound[~lost], atol=1e-4, rtol=1e-3)
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("q", torch.randn(2, 3, 8), "3 query heads cannot share 2 key heads"),
+        ("q", torch.randn(2, 4, 8).double(), "q must be float32, float16 or bfloat16"),
+        ("q", torch.randn(2, 4, 16)[:, :, ::2], "last dimension of q"),
+        ("k", torch.randn(2, 2, 9), r"k has shape \[2, 2, 9\], want \[2, any, 8\]"),
+        ("v", torch.randn(2, 2, 8).half(), "v is of another dtype than q"),
+        ("keys", torch.randn(3, 2, 8, 4).transpose(2, 3), "keys must be contiguous"),
+        ("values", torch.randn(2, 2, 4, 8), "values has shape"),
+        ("block_tables", torch.zeros(1, 3, dtype=torch.int32), "block_tables must be int64"),
+        ("table_indices", torch.zeros(1, dtype=torch.int64), "table_indices has shape"),
+        ("window", -1, "at least 0"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_of_paged_attention_are_named(
+    device: str, name: str, value: Tensor | int, message: str
+) -> None:
+    made = Pass(
+        q=torch.randn(2, 4, 8),
+        k=torch.randn(2, 2, 8),
+        v=torch.randn(2, 2, 8),
+        keys=torch.zeros(3, 2, 4, 8),
+        values=torch.zeros(3, 2, 4, 8),
+        block_tables=torch.tensor([[2, 0, 1]]),
+        table_indices=torch.tensor([0, 0]),
+        positions=torch.tensor([3, 4]),
+    )
+    arguments = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in vars(made).items()}
+    paged_attention(**arguments)
+    with pytest.raises(RuntimeError, match=message):
+        paged_attention(**{**arguments, name: value.to(device) if isinstance(value, Tensor) else value})

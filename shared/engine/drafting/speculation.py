@@ -72,9 +72,7 @@ class Speculation:
 
     def part_of_pass(self, part: slice) -> RaggedSequence:
         """A range of the tokens as part of a pass."""
-        return RaggedSequence(
-            self.sequence.cache, self.base + part.start, part.stop - part.start, read_length=self.read_length
-        )
+        return RaggedSequence(self.sequence.cache, self.base + part.start, part.stop - part.start, self.read_length)
 
     def tokens_below(self, depth: int) -> tuple[slice, int]:
         """(tokens, first): the tokens that have not reached `depth`. All of them have reached depth `first`.

@@ -166,7 +166,6 @@ def _ragged_attention(
         key.caches,
         value.caches,
         [span.base for span in key.spans],
-        [span.base + span.slot_offset for span in key.spans],
         [span.num_tokens for span in key.spans],
         mask.masks,
         scaling,

@@ -41,8 +41,8 @@ class LayerBlocks:
     """One layer's part of a block pool, and the tokens of a pass: the tensors that `paged_attention` takes after q, k
     and v.
 
-    keys [P, Hkv, G, D], values [P, Hkv, G, Dv], block_tables [R, M] int64, table_indices, positions, slot_mapping and
-    branches [T] int64: see `shared.ops.paged.paged_attention`.
+    keys [P, Hkv, G, D], values [P, Hkv, G, Dv], block_tables [R, M] int64, table_indices and positions [T] int64: see
+    `shared.ops.paged.paged_attention`.
     """
 
     keys: Tensor
@@ -50,8 +50,6 @@ class LayerBlocks:
     block_tables: Tensor
     table_indices: Tensor
     positions: Tensor
-    slot_mapping: Tensor
-    branches: Tensor
 
 
 class PagedMask:
@@ -131,8 +129,6 @@ def attention(
         layer.block_tables,
         layer.table_indices,
         layer.positions,
-        layer.slot_mapping,
-        layer.branches,
         scaling,
         softcap or 0.0,
         attention_mask.window,

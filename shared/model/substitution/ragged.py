@@ -11,16 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Span:
-    """`num_tokens` tokens of one sequence at positions from `base` on. `origin` as in `KVCache`.
-
-    They see what the cache keeps for the positions before `base`, and one another. Their slots are `slot_offset` behind
-    those of their positions: a branch is, because other tokens have the places.
-    """
+    """`num_tokens` tokens of one sequence at positions from `base` on. `origin` as in `KVCache`."""
 
     base: int
     num_tokens: int
     origin: int = 0
-    slot_offset: int = 0
 
     @property
     def start(self) -> int:

@@ -73,24 +73,6 @@ def test_block_tables_go_to_caches_in_use_and_list_their_blocks(monkeypatch):
     assert block_table(pool, caches[0]) == list(caches[0].blocks)
 
 
-def test_moves_are_within_each_cache_and_in_all_layers():
-    pool = make_pool()
-    first, second, other = (pool.new_cache(size) for size in (40, 30, 16))
-    with torch.inference_mode():
-        for store in (*pool.keys, *pool.values):
-            store.copy_(torch.randn(store.shape))
-    held = [store.clone() for store in (*pool.keys, *pool.values)]
-    moves = {(first, 37): 3, (second, 20): 19}  # into another block, and within one
-    pool.move([(cache, source, target) for (cache, source), target in moves.items()])
-    for store, before in zip((*pool.keys, *pool.values), held, strict=True):
-        expected = before.clone()
-        for (cache, source), target in moves.items():
-            (old, old_place), (new, new_place) = (divmod(p, BLOCK_TOKENS) for p in (source, target))
-            expected[cache.blocks[new], :, new_place] = before[cache.blocks[old], :, old_place]
-        assert torch.equal(store, expected)
-        assert torch.equal(store[list(other.blocks)], before[list(other.blocks)])
-
-
 def test_copies_are_of_the_positions_asked_for_and_no_more():
     pool = make_pool()
     donor, reader = pool.new_cache(50), pool.new_cache(40)

@@ -33,8 +33,6 @@ int run(const Call& c) {
   a.block_tables = c.data<int64_t>();
   a.table_indices = c.data<int64_t>();
   a.positions = c.data<int64_t>();
-  a.slot_mapping = c.data<int64_t>();
-  a.branches = c.data<int64_t>();
   a.out = c.data<char>();
   PagedPlan plan = paged_plan(a);
   if (shares) plan.shares = shares;

@@ -26,8 +26,6 @@ class Pass:
     block_tables: Tensor
     table_indices: Tensor
     positions: Tensor
-    slot_mapping: Tensor
-    branches: Tensor
     scaling: float = 0.3
     softcap: float = 0.0
     window: int = 0
@@ -41,9 +39,8 @@ class Pass:
 
     def alone(self, tokens: Tensor) -> "Pass":
         """The pass over some of its tokens, given by their indices [N] int64."""
-        q, k, v = (t[tokens] for t in (self.q, self.k, self.v))
-        names = ("table_indices", "positions", "slot_mapping", "branches")
-        return replace(self, q=q, k=k, v=v, **{name: getattr(self, name)[tokens] for name in names})
+        names = ("q", "k", "v", "table_indices", "positions")
+        return replace(self, **{name: getattr(self, name)[tokens] for name in names})
 
 
 def drawn_pass(
@@ -55,22 +52,18 @@ def drawn_pass(
     block_tokens: int,
     dtype: torch.dtype,
     transposed: bool = False,
-    num_branches: int = 0,
     **options: float,
 ) -> Pass:
-    """A pass. Per sequence: its number of new tokens, and of positions before them, and `num_branches` beside the new
-    tokens, if there are any: the first of one token, the next of two, and so on. `padding` tokens are added. Slots past
-    the end hold NaN."""
+    """A pass. Per sequence: its number of new tokens, and of positions before them. `padding` tokens are added. Slots
+    past the end hold NaN."""
     (group, kv_heads), (width, value_width) = heads, widths
-    in_branches = num_branches * (num_branches + 1) // 2
     needed = [
-        (count + length + in_branches + block_tokens - 1) // block_tokens
-        for count, length in zip(counts, lengths, strict=True)
+        (count + length + block_tokens - 1) // block_tokens for count, length in zip(counts, lengths, strict=True)
     ]
     num_blocks = sum(needed) + 2
     order = torch.randperm(num_blocks)
     block_tables = torch.full((len(counts), max(needed) + 1), -1)
-    table_indices, positions, slot_mapping, branches, taken = [], [], [], [], 0
+    table_indices, positions, taken = [], [], 0
     keys = torch.full((num_blocks, kv_heads, block_tokens, width), float("nan"))
     values = torch.full((num_blocks, kv_heads, block_tokens, value_width), float("nan"))
     for table, (count, length) in enumerate(zip(counts, lengths, strict=True)):
@@ -81,17 +74,9 @@ def drawn_pass(
         keys[block, :, slot] = torch.randn(length, kv_heads, width)
         values[block, :, slot] = torch.randn(length, kv_heads, value_width)
         positions += range(length, length + count)
-        branches += [length] * count
-        for number in range(num_branches if count else 0):
-            begin = length + (2 * number + 1) % count
-            positions += range(begin, begin + number + 1)
-            branches += [begin] * (number + 1)
-        slot_mapping += range(length, length + len(positions) - len(slot_mapping))
-        table_indices += [table] * (len(positions) - len(table_indices))
+        table_indices += [table] * count
     table_indices = torch.tensor(table_indices + [-7] * padding, dtype=torch.int64)
     positions = torch.tensor(positions + [-1] * padding, dtype=torch.int64)
-    slot_mapping = torch.tensor(slot_mapping + [-9] * padding, dtype=torch.int64)
-    branches = torch.tensor(branches + [-5] * padding, dtype=torch.int64)
     mixed = torch.randperm(len(positions))
 
     def made(num_heads: int, size: int) -> Tensor:
@@ -107,7 +92,5 @@ def drawn_pass(
         block_tables,
         table_indices[mixed],
         positions[mixed],
-        slot_mapping[mixed],
-        branches[mixed],
         **options,
     )

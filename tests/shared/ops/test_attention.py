@@ -82,11 +82,11 @@ def test_stored_keys_and_values_are_rounded_as_pytorch_rounds(isa: str, kv_dtype
     stores = [torch.zeros_like(numbers, dtype=kv_dtype) for _ in range(2)]
     empty = torch.empty(0, dtype=torch.bool)
     q = torch.zeros_like(numbers)
-    ops.ragged_contiguous_attention(q, numbers, -numbers, stores[:1], stores[1:], [0], [0], [1], [empty])
+    ops.ragged_contiguous_attention(q, numbers, -numbers, stores[:1], stores[1:], [0], [1], [empty])
     for stored, wanted in zip(stores, (numbers, -numbers), strict=True):
         assert torch.equal(stored.view(torch.int16), wanted.to(kv_dtype).view(torch.int16))
     ops.ragged_contiguous_attention(
-        *(q, torch.full_like(q, float("nan")), q, stores[:1], stores[1:], [0], [0], [1], [empty])
+        *(q, torch.full_like(q, float("nan")), q, stores[:1], stores[1:], [0], [1], [empty])
     )
     assert stores[0].isnan().all()
 
@@ -205,9 +205,9 @@ def test_sequences_of_a_ragged_batch_attend_as_each_does_alone(isa: str, p: dict
     ]
     expected_keys, expected_values = [t.clone() for t in keys], [t.clone() for t in values]
     expected = reference.ragged_contiguous_attention(
-        q, k, v, expected_keys, expected_values, bases, bases, counts, masks, 0.3, p["softcap"]
+        q, k, v, expected_keys, expected_values, bases, counts, masks, 0.3, p["softcap"]
     )
-    out = ops.ragged_contiguous_attention(q, k, v, keys, values, bases, bases, counts, masks, 0.3, p["softcap"])
+    out = ops.ragged_contiguous_attention(q, k, v, keys, values, bases, counts, masks, 0.3, p["softcap"])
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
     start = 0
     for index, (base, count) in enumerate(zip(bases, counts, strict=True)):
@@ -225,10 +225,9 @@ def test_sequences_of_a_ragged_batch_attend_as_each_does_alone(isa: str, p: dict
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"slot_mapping": [6]}, "cannot take 2 tokens at 6 for position 3"),
-        ({"slot_mapping": [2]}, "cannot take"),
+        ({"bases": [6]}, "cannot take 2 tokens from position 6 on"),
         ({"bases": [-1]}, "cannot take"),
-        ({"slot_mapping": []}, "0 places"),
+        ({"bases": []}, "0 bases"),
         ({"counts": [1]}, "counts sum to 1 tokens, but q has 2"),
         ({"counts": [0]}, "cannot take"),
         ({"keys": []}, "0 caches of keys"),
@@ -245,7 +244,6 @@ def test_attention_of_a_ragged_batch_refuses_what_does_not_fit(change: dict, mes
         "keys": [torch.zeros(1, 2, 7, 8)],
         "values": [torch.zeros(1, 2, 7, 8)],
         "bases": [3],
-        "slot_mapping": [3],
         "counts": [2],
         "masks": [torch.empty(0, dtype=torch.bool)],
     }

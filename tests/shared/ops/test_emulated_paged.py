@@ -36,17 +36,10 @@ BUGS = [
         "min(from + piece_keys + 1, begin + count)",
     ),
     Bug(
-        "a branch that sees its sibling in place of itself",
+        "a token that is written one position early",
         KERNELS,
-        "position < shift[0] ? position : position + shift[1]",
-        "position",
-    ),
-    Bug("a branch of which a token sees itself alone", KERNELS, "shift[0] = (int)branch", "shift[0] = (int)position"),
-    Bug(
-        "a branch that is kept in its sibling's place",
-        KERNELS,
-        "slot_of(args, table, (int)place, 0)",
-        "slot_of(args, table, (int)args.positions[token], 0)",
+        "slot_of(args, table, (int)position, 0)",
+        "slot_of(args, table, (int)max(position - 1, (int64_t)0), 0)",
     ),
     Bug(
         "no fence before the ticket",
@@ -84,8 +77,6 @@ def paged_call(made: Pass, shares: int, seed: int) -> Call:
         made.block_tables,
         made.table_indices,
         made.positions,
-        made.slot_mapping,
-        made.branches,
     )
     out = blank(tokens, heads, value_width, dtype=made.q.dtype)
     return Call("paged", numbers, (*(t.clone() for t in (*inputs, *others)), out), seed)
@@ -96,9 +87,9 @@ def check_paged(program: Path) -> None:
     capped = {"window": 260, "softcap": 2.0}
     # Sequences, padding, (group, kv heads), (width, value width), block size, dtype, transposed, options, shares.
     cases = [
-        (long, 1, (3, 2), (16, 24), 16, torch.float16, True, {"num_branches": 1}, (0, 1)),
+        (long, 1, (3, 2), (16, 24), 16, torch.float16, True, {}, (0, 1)),
         # In float32, because rounding to fewer bits would hide another order of sums.
-        (longer, 0, (2, 1), (5, 36), 7, torch.float32, False, {**capped, "num_branches": 2}, (2, 3, 1)),
+        (longer, 0, (2, 1), (5, 36), 7, torch.float32, False, capped, (2, 3, 1)),
         # A tile of 4 columns beside one of 32, in several pieces.
         (both, 0, (2, 1), (5, 36), 7, torch.float32, False, {}, (0, 2, 3)),
         (short, 0, (1, 1), (8, 132), 3, torch.float32, True, {}, (1,)),
@@ -112,7 +103,7 @@ def check_paged(program: Path) -> None:
         # First every order of warps, then other numbers of thread blocks in a random order.
         orders = [(shares[0], seed) for seed in SEEDS] + [(share, 2) for share in shares[1:]]
         calls = [paged_call(made, share, seed) for share, seed in orders]
-        last = made.alone(made.slot_mapping.argmax()[None])
+        last = made.alone(made.positions.argmax()[None])
         earlier = replace(last, keys=expected.keys, values=expected.values)
         calls.append(paged_call(earlier, 0, 0))
         run(program, calls)
@@ -122,7 +113,7 @@ def check_paged(program: Path) -> None:
             assert torch.equal(raw(buffers[-1]), raw(company[0][-1]))
             assert torch.equal(raw(buffers[3]), raw(expected.keys))
             assert torch.equal(raw(buffers[4]), raw(expected.values))
-        assert torch.equal(alone[-1][0], company[0][-1][made.slot_mapping.argmax()])
+        assert torch.equal(alone[-1][0], company[0][-1][made.positions.argmax()])
 
 
 def check_lost_blocks(program: Path) -> None:

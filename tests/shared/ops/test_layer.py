@@ -75,7 +75,7 @@ def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, LayerKV, list[Tensor]]:
     kv = _kv(
         [torch.randn(1, kv, size, p["head"]).to(p["kv_dtype"]) for size in sizes],
         [torch.randn(1, kv, size, p["value_head"]).to(p["kv_dtype"]) for size in sizes],
-        *(bases, bases, counts),
+        *(bases, counts),
     )
     masks = [
         torch.rand(1, 1, count, base + count) < 0.6 if hide else PLAIN
@@ -86,7 +86,7 @@ def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, LayerKV, list[Tensor]]:
 
 
 def _kv(keys: list[Tensor], values: list[Tensor], *places: list[int]) -> LayerKV:
-    """Of one layer: a tensor per sequence. `places`: bases, slot mapping and counts."""
+    """Of one layer: a tensor per sequence. `places`: bases and counts."""
     return LayerKV([TensorTable([own]) for own in keys], [TensorTable([own]) for own in values], *places)
 
 
@@ -222,41 +222,10 @@ def test_a_token_has_the_same_bits_alone(isa: str, p: dict) -> None:
         for step in range(count):
             own = slice(token, token + 1)
             place = [base + step]
-            own_kv = LayerKV([alone_kv.keys[index]], [alone_kv.values[index]], place, place, [1])
+            own_kv = LayerKV([alone_kv.keys[index]], [alone_kv.values[index]], place, [1])
             alone = decoder_layers(x[:, own], cos[:, own], sin[:, own], weights, own_kv)
             assert torch.equal(alone, out[:, own])
             token += 1
-
-
-@DRAWN
-@given(p=layers(), counts=st.lists(st.integers(1, 3), min_size=1, max_size=2), depth=st.integers(0, 4))
-def test_a_branch_has_the_bits_that_it_would_have_in_its_place(
-    isa: str, p: dict, counts: list[int], depth: int
-) -> None:
-    """Branches beside a trunk, from its `depth`-th token on, against a pass over the trunk's first tokens and the
-    branch alone."""
-    base = p["spans"][0][0]
-    trunk = depth + 2
-    total = trunk + sum(counts)
-    p = {**p, "spans": [(base, total, False)]}
-    weights, (x, cos, sin, kv, _) = _weights(p), _inputs(p)
-    alone = _copy(kv)
-    [keys], [values] = kv.keys, kv.values
-    starts = [base, *([base + depth] * len(counts))]
-    sizes = [trunk, *counts]
-    slot_mapping = [base + sum(sizes[:number]) for number in range(len(sizes))]
-    many = len(sizes)
-    tree = LayerKV([keys] * many, [values] * many, starts, slot_mapping, sizes)
-    out = decoder_layers(x, cos, sin, weights, tree)
-    for number in range(1, many):
-        first = slot_mapping[number] - base
-        rows = torch.tensor([*range(depth), *range(first, first + sizes[number])])
-        own_kv = _copy(alone)._replace(counts=[len(rows)])
-        own = decoder_layers(x[:, rows], cos[:, rows], sin[:, rows], weights, own_kv)
-        assert torch.equal(own[:, depth:], out[:, rows[depth:]])
-    own_kv = alone._replace(counts=[trunk])
-    own = decoder_layers(x[:, :trunk], cos[:, :trunk], sin[:, :trunk], weights, own_kv)
-    assert torch.equal(own, out[:, :trunk])
 
 
 SMALL = {
@@ -283,10 +252,10 @@ def test_rows_of_a_batch_share_positions_or_have_their_own() -> None:
     x, (cos, sin) = torch.randn(2, 3, 12), torch.randn(2, 2, 3, 8).unbind()
     stores = [torch.zeros(1, 2, 7, 8) for _ in range(4)]
     for angles in ((cos, sin), (cos[:1], sin[:1])):
-        out = decoder_layers(x, *angles, weights, _kv(stores[:2], stores[2:], [4, 1], [4, 1], [3, 3]))
+        out = decoder_layers(x, *angles, weights, _kv(stores[:2], stores[2:], [4, 1], [3, 3]))
         for row, base in enumerate((4, 1)):
             own = [angle[row : row + 1] if len(angle) > 1 else angle for angle in angles]
-            own_kv = _kv(stores[row : row + 1], stores[2 + row : 3 + row], [base], [base], [3])
+            own_kv = _kv(stores[row : row + 1], stores[2 + row : 3 + row], [base], [3])
             assert torch.equal(decoder_layers(x[row : row + 1], *own, weights, own_kv)[0], out[row])
 
 
@@ -309,8 +278,8 @@ def test_no_tokens_are_no_work() -> None:
         ({"biases": [torch.ones(3)] + [NOTHING] * 5}, "a projection must be contiguous"),
         ({"softcap": 0.0}, "softcap must be positive"),
         ({"eps": -1.0}, "eps is negative"),
-        ({"kv": {"slot_mapping": [7]}}, "cannot take 2 tokens at 7 for position 3"),
-        ({"kv": {"slot_mapping": []}}, "0 places"),
+        ({"kv": {"bases": [7]}}, "cannot take 2 tokens from position 7 on"),
+        ({"kv": {"bases": [3, 3]}}, "2 bases"),
         ({"kv": {"counts": [1]}}, "counts sum to 1 tokens, but x has 2"),
         ({"kv": {"keys": []}}, "0 caches of keys"),
         ({"num_layers": 0}, "0 layers"),
