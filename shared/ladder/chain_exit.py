@@ -19,8 +19,8 @@ from shared.ops.chains import ChainStart
 class ChainSteps:
     """The steps of one exit. The block's matrices are held in 16 bits.
 
-    `rows` [Vd, W] and `bias` [Vd] are the LM head's of the draft vocabulary. `num_drafts`: K, the drafts of each
-    position. `num_chains`: the most chains of a call that is recorded.
+    `rows` [Vd, W] and `bias` [Vd] are the LM head's of the draft vocabulary. `num_chains`: the most chains of a call
+    that is recorded.
     """
 
     def __init__(
@@ -29,15 +29,14 @@ class ChainSteps:
         confidence: ConfidenceHead,
         rows: Tensor,
         bias: Tensor | None,
-        num_drafts: int = 2,
         num_chains: int = 1,
     ) -> None:
         self._head = head
         self._draws: Draws
         if is_supported(rows.device, len(rows)):
-            self._draws = KernelDraws(confidence, rows, bias, num_drafts, num_chains)
+            self._draws = KernelDraws(confidence, rows, bias, num_chains)
         else:
-            self._draws = plain_draws(confidence, projection(rows, bias), num_drafts)
+            self._draws = plain_draws(confidence, projection(rows, bias))
         self._matrices = [projection_in_16_bits(matrix) for matrix in head.matrices]
         self._next = projection_in_16_bits(head.steps[1])
 
@@ -46,8 +45,8 @@ class ChainSteps:
         return head_output(states, entering, self._head.norm, *self._matrices)
 
     def step(self, states: Tensor, entering: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One more token for each of N chains: indices into the draft vocabulary [N, K], probabilities [N, K] and
-        outputs [N, D].
+        """One more token for each of N chains: indices into the draft vocabulary [N], probabilities [N] and outputs
+        [N, D].
 
         `states` [N, 3, D] and `entering` [N, D]: as `ExitHead.forward` takes them. `places` [N] int64 >= 1: the place
         of the drafted token in its chain.
@@ -92,8 +91,7 @@ class SteppedChain:
             torch.stack([of_start[-1] for of_start in entering]),
             torch.tensor(places, device=self._vocabulary.device),
         )
-        tokens = self._vocabulary[choices[:, 0]]
-        read = torch.stack([tokens.double(), probabilities[:, 0].double()]).tolist()
+        read = torch.stack([self._vocabulary[choices].double(), probabilities.double()]).tolist()
         name = exit_name(self._depth)
         return [
             [HeadDraft(Draft(int(token), probability, name, self._depth), output)]

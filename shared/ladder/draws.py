@@ -1,4 +1,4 @@
-"""The most probable drafts of a head's adapted states: on neap's kernels, with float16 weights, or in PyTorch."""
+"""The most probable draft of a head's adapted states: on neap's kernels, with float16 weights, or in PyTorch."""
 
 from collections.abc import Callable
 
@@ -12,8 +12,8 @@ from shared.ops import library
 from shared.ops.exits import ROUTE_TOKENS, ConfidenceWeights, draft_top, new_tickets, route
 
 LARGEST_HALF = 65504.0
-# Adapted states [N, W] and places in chains [N] int64 >= 1 -> indices into the draft vocabulary [N, K] int64 and
-# probabilities [N, K], the most probable first.
+# Adapted states [N, W] and places in chains [N] int64 >= 1 -> indices into the draft vocabulary [N] int64 and
+# probabilities [N].
 Draws = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -44,8 +44,8 @@ def confidence_weights(confidence: ConfidenceHead) -> ConfidenceWeights:
 class KernelDraws:
     """`Draws` on the kernels. `rows` [Vd, W] and `bias` [Vd]: the LM head's, of the draft vocabulary.
 
-    `num_drafts`: K, at least 2, as the confidence head compares two. `num_tokens`: the most tokens of a call that is
-    recorded. Larger calls replace a tensor that a recording would go on using.
+    `num_tokens`: the most tokens of a call that is recorded. Larger calls replace a tensor that a recording would go on
+    using.
     """
 
     def __init__(
@@ -53,12 +53,10 @@ class KernelDraws:
         confidence: ConfidenceHead,
         rows: Tensor,
         bias: Tensor | None,
-        num_drafts: int = 2,
         num_tokens: int = ROUTE_TOKENS,
     ) -> None:
         self._rows = kernel_weight(rows)
         self._bias = None if bias is None else bias.float().contiguous()
-        self._num_drafts = min(num_drafts, len(rows))
         self.confidence = confidence_weights(confidence)
         self._tickets = new_tickets(num_tokens, rows.device)
 
@@ -66,29 +64,19 @@ class KernelDraws:
         """See `Draws`."""
         if len(adapted) > len(self._tickets) * ROUTE_TOKENS:
             self._tickets = new_tickets(len(adapted), adapted.device)
-        top, indices, log_mass = draft_top(adapted, self._rows, self._bias, self._num_drafts)
-        first = route(adapted, self.confidence, top, log_mass, places, LOWEST, HIGHEST, self._tickets)
-        return indices, with_others(first, (top - log_mass[:, None]).exp())
+        # Two, because the confidence head compares them.
+        top, indices, log_mass = draft_top(adapted, self._rows, self._bias, 2)
+        return indices[:, 0], route(adapted, self.confidence, top, log_mass, places, LOWEST, HIGHEST, self._tickets)
 
 
-def plain_draws(confidence: ConfidenceHead, project: Projection, num_drafts: int = 1) -> Draws:
+def plain_draws(confidence: ConfidenceHead, project: Projection) -> Draws:
     """What `KernelDraws` computes, in PyTorch. `project` maps adapted states to logits [N, Vd]."""
 
     def draws(adapted: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         logits = project(adapted)
-        first = confidence(adapted, scalar_features(logits, places))
-        top, indices = logits.topk(min(num_drafts, logits.shape[-1]))
-        shares = (top - logits.logsumexp(-1, keepdim=True)).exp()
-        return indices, with_others(first, shares)
+        return logits.argmax(-1), confidence(adapted, scalar_features(logits, places))
 
     return draws
-
-
-def with_others(first: Tensor, shares: Tensor) -> Tensor:
-    """The probabilities [N, K] of drafts of which a confidence head has judged the first: `first` [N]. `shares` [N, K]:
-    the head's own probabilities. The others share what is left as the head would."""
-    left = ((1 - first) / (1 - shares[:, 0]).clamp_min(1e-6))[:, None]
-    return torch.cat([first[:, None], (left * shares[:, 1:]).clamp(0, 1)], 1)
 
 
 def is_supported(device: torch.device, vocabulary_size: int) -> bool:

@@ -10,7 +10,7 @@ from shared.ladder.chain_exit import ChainSteps, SteppedChain
 from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.exit_head import ExitHead
 from shared.ladder.native_chain import HeadDraft, NativeChain, embedding_rows
-from shared.ladder.recorded_chain import DRAFTS_PER_PLACE, MAX_CHAINS, RecordedChain
+from shared.ladder.recorded_chain import MAX_CHAINS, RecordedChain
 from shared.ladder.rungs import exit_name
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import Runner
@@ -72,5 +72,5 @@ def bind_exit(
     # On a CPU without kernels, drafts in reserve cost too much.
     if needs_passes or (isinstance(runner, ContiguousRunner) and rows.device.type == "cpu"):
         return SteppedChain(ChainSteps(head, confidence, rows, bias), vocabulary, layer_exit.depth)
-    steps = ChainSteps(head, confidence, rows, bias, DRAFTS_PER_PLACE, MAX_CHAINS)
+    steps = ChainSteps(head, confidence, rows, bias, MAX_CHAINS)
     return RecordedChain(steps, vocabulary, head.hidden_size, runner)

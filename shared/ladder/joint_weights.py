@@ -17,8 +17,7 @@ class JointWeights:
     """The log-odds of a draft by case: the constant, plus the weights times the log-odds.
 
     `agree`: a table and an exit propose the token; the own proposer is the table. `table_differs`: the tables' best
-    token, while an exit proposes another one; `exit_differs`: that other one; `exit_alone`: the tables are silent;
-    `table_second`: a table's token, while a table proposes another one with more confidence.
+    token, while an exit proposes another one; `exit_differs`: that other one; `exit_alone`: the tables are silent.
 
     The defaults were fitted to 3,787 and 725 verified positions of SmolLM2-135M and Qwen2.5-Coder-1.5B; both give
     nearly the same numbers (docs/decisions/012). A calibration starts from them.
@@ -28,7 +27,6 @@ class JointWeights:
     table_differs: Weights = (-0.5, 0.9, -0.25)
     exit_differs: Weights = (-1.55, 0.75, -0.35)
     exit_alone: Weights = (-1.4, 0.85, 0.0)
-    table_second: Weights = (-2.15, 0.25, 0.0)
 
     def of(self, case: str) -> Weights:
         weights: Weights = getattr(self, case)
@@ -47,7 +45,7 @@ class JointWeights:
 
 DEFAULT_WEIGHTS = JointWeights()
 CASES = tuple(field.name for field in fields(JointWeights))
-AGREE, TABLE_DIFFERS, EXIT_DIFFERS, EXIT_ALONE, TABLE_SECOND = CASES
+AGREE, TABLE_DIFFERS, EXIT_DIFFERS, EXIT_ALONE = CASES
 
 
 def _weights(value: Any) -> Weights:

@@ -22,12 +22,10 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class HeadDraft(NamedTuple):
-    """A draft, and the head's output [W] from which it was made: a chain may go on from there with any token. `others`:
-    less probable drafts for the same position."""
+    """A draft, and the head's output [W] from which it was made: a chain may go on from there with any token."""
 
     draft: Draft
     output: Tensor
-    others: tuple[Draft, ...] = ()
 
 
 class NativeChain:
@@ -82,15 +80,17 @@ class NativeChain:
             max(start.room for start in starts),
         )
         rows = zip(*(part.tolist() for part in chains[:3]), chains.outputs, strict=True)
-        drafts = {number: _head_drafts(*row) for number, row in zip(order, rows, strict=True)}
+        drafts = {number: head_drafts(*row) for number, row in zip(order, rows, strict=True)}
         return [drafts[number] for number in range(len(starts))]
 
 
-def _head_drafts(tokens: list[int], probabilities: list[float], length: int, outputs: Tensor) -> list[HeadDraft]:
-    """The drafts of one sequence from its rows of `Chains`."""
+def head_drafts(
+    tokens: Sequence[float], probabilities: Sequence[float], length: int, outputs: Tensor
+) -> list[HeadDraft]:
+    """The first `length` drafts of one sequence, from its rows of what was drafted at depth 0."""
     rung = exit_name(0)
     places = zip(tokens[:length], probabilities, outputs, strict=False)
-    return [HeadDraft(Draft(token, p, rung, 0), output) for token, p, output in places]
+    return [HeadDraft(Draft(int(token), p, rung, 0), output) for token, p, output in places]
 
 
 def embedding_rows(runner: Runner, draft_vocabulary_size: int) -> Tensor | None:

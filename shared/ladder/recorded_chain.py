@@ -14,8 +14,7 @@ from torch import Tensor
 from shared.ladder.chain_exit import ChainSteps, slots_of
 from shared.ladder.confidence_head import HIGHEST
 from shared.ladder.exit_head import NUM_SLOTS, chained
-from shared.ladder.native_chain import HeadDraft
-from shared.ladder.rungs import Draft, exit_name
+from shared.ladder.native_chain import HeadDraft, head_drafts
 from shared.model.inference import inference
 from shared.model.recorder import Work
 from shared.model.runner import Runner
@@ -25,8 +24,6 @@ from shared.ops.chains import ChainStart, chain_length
 # chains have.
 NUM_CHAINS, NUM_DRAFTS = (1, 4, 16, 64), 4
 MAX_CHAINS = NUM_CHAINS[-1]
-# Drafts of each place: the one that the chain goes on with, and others that may begin branches beside it.
-DRAFTS_PER_PLACE = 3
 
 
 class RecordedChain:
@@ -50,10 +47,8 @@ class RecordedChain:
             self._places = torch.ones(MAX_CHAINS, dtype=torch.int64, device=device)
             self._is_fed = torch.zeros(MAX_CHAINS, dtype=torch.bool, device=device)
             # What it writes.
-            width = min(DRAFTS_PER_PLACE, len(vocabulary))
-            size = (NUM_DRAFTS, MAX_CHAINS, width)
-            self._drafted = torch.zeros(size, dtype=torch.int64, device=device)
-            self._probabilities = torch.zeros(size, device=device)
+            self._drafted = torch.zeros(NUM_DRAFTS, MAX_CHAINS, dtype=torch.int64, device=device)
+            self._probabilities = torch.zeros(NUM_DRAFTS, MAX_CHAINS, device=device)
             self._outputs = torch.zeros(NUM_DRAFTS, MAX_CHAINS, hidden_size, device=device)
 
     def prepare(self) -> Iterator[None]:
@@ -90,8 +85,9 @@ class RecordedChain:
         step()
         read = torch.stack([self._drafted.double(), self._probabilities.double()])
         tokens, probabilities = read[:, :, :count].transpose(1, 2).tolist()
+        lengths = [chain_length(*chain, HIGHEST) for chain in zip(starts, probabilities, strict=True)]
         outputs = self._outputs[:, :count].clone().unbind(1)
-        return [_head_drafts(*chain) for chain in zip(starts, tokens, probabilities, outputs, strict=True)]
+        return [head_drafts(*chain) for chain in zip(tokens, probabilities, lengths, outputs, strict=True)]
 
     def _recorded_for(self, size: int) -> tuple[Work, Work]:
         """For `size` chains: the work of `_feed` and that of `_step`. Recorded at first use."""
@@ -115,26 +111,10 @@ class RecordedChain:
             places = self._places[:size] + step
             go_on = self._steps.further_step if step else self._steps.step
             choices, probabilities, previous = go_on(previous, self._entering(newest), places)
-            tokens = self._vocabulary[choices]
-            newest = tokens[:, 0]
-            self._drafted[step, :size].copy_(tokens)
+            newest = self._vocabulary[choices]
+            self._drafted[step, :size].copy_(newest)
             self._probabilities[step, :size].copy_(probabilities)
             self._outputs[step, :size].copy_(previous)
 
     def _entering(self, tokens: Tensor) -> Tensor:
         return self._runner.embed(tokens[None])[0]
-
-
-def _head_drafts(
-    start: ChainStart, tokens: Sequence[Sequence[float]], probabilities: Sequence[Sequence[float]], outputs: Tensor
-) -> list[HeadDraft]:
-    """The drafts of one chain that its start allows.
-    `tokens` and `probabilities`: of each place, those of all its drafts."""
-    length = chain_length(start, [chances[0] for chances in probabilities], HIGHEST)
-    drafts = []
-    for alternatives, chances, output in zip(tokens, probabilities, outputs[:length], strict=False):
-        first, *others = (
-            Draft(int(token), chance, exit_name(0), 0) for token, chance in zip(alternatives, chances, strict=True)
-        )
-        drafts.append(HeadDraft(first, output, tuple(others)))
-    return drafts

@@ -17,7 +17,6 @@ from shared.ladder.joint_weights import (
     EXIT_ALONE,
     EXIT_DIFFERS,
     TABLE_DIFFERS,
-    TABLE_SECOND,
     JointWeights,
 )
 from shared.ladder.rungs import EXIT, Draft
@@ -39,7 +38,7 @@ def cases(
     drafts: Sequence[Draft], ratios: Mapping[tuple[str, str], float] = MappingProxyType({})
 ) -> list[tuple[Draft, str, Draft | None]]:
     """Per token that is proposed for a position: its draft, the case (of `JointWeights`, or TABLE_ALONE), and the other
-    proposer's draft.
+    proposer's draft. Not of a token that a table alone proposes, if another table is surer of another one.
 
     `ratios` of (TABLE_ALONE, rung): how much more often a table was right than it said. So the surest of two may not be
     the better one.
@@ -59,11 +58,9 @@ def cases(
     for token, (_, draft) in (exits | tables).items():
         if token in tables and token in exits:
             in_cases.append((draft, AGREE, exits[token][1]))
-        elif token in tables and draft is not best_table:
-            in_cases.append((draft, TABLE_SECOND, None))
-        elif token in tables:
+        elif draft is best_table:
             in_cases.append((draft, TABLE_DIFFERS if exits else TABLE_ALONE, best_exit))
-        else:
+        elif token in exits:
             in_cases.append((draft, EXIT_DIFFERS if tables else EXIT_ALONE, best_table))
     return in_cases
 
@@ -80,7 +77,7 @@ class Confidence:
         self._ratios: dict[tuple[str, str], float] = {}
 
     def rate(self, drafts: Sequence[Draft]) -> list[tuple[Draft, float]]:
-        """One draft per token that is proposed for a position, and the probability that it is right. The best first."""
+        """The drafts of a position that count (see `cases`), and the probability that each is right. The best first."""
         rated = [
             (draft, min(probability * self._ratios.get((case, draft.rung), 1.0), MOST))
             for draft, case, probability in self._combined(drafts)

@@ -83,8 +83,7 @@ class Drafter:
             for builder in builders:
                 head_draft = builder.ahead[index].take(len(builder.chain.tokens))
                 if head_draft is not None and builder.is_open:
-                    proposals = [head_draft.draft, *head_draft.others]
-                    attempt(builder.sequence, builder.consider, proposals)
+                    attempt(builder.sequence, builder.consider, [head_draft.draft])
         return exits_s
 
     def _propose(self, ladder: BoundLadder, index: int, asked: Sequence[tuple[DraftBuilder, float]]) -> None:

@@ -19,12 +19,9 @@ def probabilities(confidence: Confidence, *drafts: Draft) -> dict[int, float]:
     return {one.token: probability for one, probability in confidence.rate(drafts)}
 
 
-def test_tables_alone_are_believed() -> None:
+def test_the_surest_table_alone_is_believed() -> None:
     rated = Confidence().rate([draft(7, 0.4), draft(8, 0.6, "successor"), draft(7, 0.5, "successor")])
-    assert [(one.token, one.rung, probability) for one, probability in rated] == [
-        (8, "successor", 0.6),
-        (7, "successor", pytest.approx(0.104, abs=0.001)),
-    ], "the second token of the tables is right far less often than it says"
+    assert [(one.token, one.rung, probability) for one, probability in rated] == [(8, "successor", 0.6)]
     assert Confidence().rate([]) == []
 
 
