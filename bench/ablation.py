@@ -24,7 +24,7 @@ from bench.options import add_device, add_dtypes, add_prompts, each_model, load,
 from bench.prompts import first_turns
 from bench.table import head, row
 from shared.engine import step
-from shared.engine.drafting import builder, drafter
+from shared.engine.drafting import builder, chains
 from shared.engine.drafting.confidence import Confidence
 from shared.engine.drafting.planner import MIN_SURVIVAL
 from shared.engine.engine import MAX_RUNNING, Engine
@@ -53,7 +53,7 @@ def each_alone(_: Confidence, drafts: Sequence[Draft]) -> Iterator[tuple[Draft, 
 WITHOUT: dict[str, tuple[Any, str, Any]] = {
     "what other proposers say": (Confidence, "_combined", each_alone),
     "corrected probabilities": (Confidence, "_ratio", lambda self, case, rung: 1.0),
-    "exits asked if they pay": (drafter, "exit_gain_s", lambda *_: 1.0),
+    "exits asked if they pay": (chains, "exit_gain_s", lambda *_: 1.0),
     "no look-up that cannot pay": (builder, "least_survival", lambda *_: MIN_SURVIVAL),
     "planned lengths": (step, "best_lengths", all_drafts),
 }

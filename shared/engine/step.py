@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shared.engine.drafting.drafter import Drafter, draft_chains
+from shared.engine.drafting.chains import draft_chains
+from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.planner import PassCosts, best_lengths
 from shared.engine.drafting.speculation import Speculation, settle
 from shared.engine.failure import attempt, fail_all, non_finite_logits

@@ -41,7 +41,7 @@ def test_a_profile_of_exact_tells_exits_apart() -> None:
     loaded = wrap_model(build_family("llama"), accelerate=True)
     # Passes of a tiny model take no longer than the host takes for a draft.
     always_pays = mock.patch("shared.engine.drafting.builder.least_survival", return_value=0.02)
-    always_asked = mock.patch("shared.engine.drafting.drafter.exit_gain_s", return_value=1.0)
+    always_asked = mock.patch("shared.engine.drafting.chains.exit_gain_s", return_value=1.0)
     with always_pays, always_asked:
         ladder = random_ladder(loaded, 0, (0,))
         samples = measure(loaded, prompts_of(loaded, 2, 40), 5, ladder)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shared.engine.drafting.planner import MIN_SURVIVAL, PassCosts, least_survival
+from shared.engine.drafting.planner import MIN_SURVIVAL, least_survival
 from shared.engine.drafting.speculation import Speculation
 from shared.engine.request.sequence import DecodingSequence
 from shared.errors import Corrupt
@@ -53,12 +53,11 @@ class DraftBuilder:
 
     `best` is the most probable draft so far for the next position, and `best_probability` its probability (see
     `Confidence`). `survival` is the probability that all drafts of the chain are right. `tokens_per_pass`: mean
-    tokens that a verify pass has given for this sequence, starting from USUAL_TOKENS_PER_PASS. `host_s` as in
-    `least_survival`.
+    tokens that a verify pass has given for this sequence, starting from USUAL_TOKENS_PER_PASS.
     """
 
-    def __init__(self, sequence: DecodingSequence, costs: PassCosts, num_sequences: int, host_s: float = 0.0) -> None:
-        policy = sequence.request.policy
+    def __init__(self, sequence: DecodingSequence, num_sequences: int) -> None:
+        policy, costs = sequence.request.policy, sequence.drafter.costs
         state_depths = sequence.ladder.state_depths if sequence.ladder else ()
         self.sequence = sequence
         self.chain = Speculation(
@@ -90,6 +89,7 @@ class DraftBuilder:
         # If the caller asked for a fixed number of drafts, they are made whether they pay or not.
         self._least_survival = MIN_SURVIVAL
         if self._room > 0 and not policy.max_drafts:
+            host_s = sequence.drafter.host_time.per_place_s
             self._least_survival = least_survival(costs, num_sequences, host_s)
 
     @property

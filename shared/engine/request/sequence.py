@@ -4,10 +4,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from shared.engine.drafting.drafter import Drafter
 from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import OnStates
 from shared.engine.request.request import DepthStatistics, Finished, GeneratedToken, GenerationRequest, TokenChunk
@@ -23,9 +23,6 @@ from shared.model.loaded import LoadedModel
 from shared.model.regimes import Regimes
 from shared.model.runner import captured_depths
 from shared.model.sampling import MAX_BAD_WORD_TOKENS
-
-if TYPE_CHECKING:  # drafting knows sequences; a sequence only keeps its drafter
-    from shared.engine.drafting.drafter import Drafter
 
 
 class DecodingSequence:
@@ -46,7 +43,7 @@ class DecodingSequence:
         self,
         request: GenerationRequest,
         loaded: LoadedModel,
-        drafter: "Drafter",
+        drafter: Drafter,
         cache: KVCache,
         answer: DecodedAnswer,
         learned: ClientNgrams | None = None,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.engine.drafting.drafter import Drafter, draft_chains
+from shared.engine.drafting.chains import draft_chains
+from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.memory.prefixes import MIN_SHARED, Prefixes
 from shared.engine.request.request import GenerationRequest, StoppingParams

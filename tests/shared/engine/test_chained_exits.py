@@ -14,8 +14,9 @@ from calibrator_service.calibration.states.collect import Collector
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.chain_outputs import chain_outputs
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
+from shared.engine.drafting.chains import draft_chains
 from shared.engine.drafting.confidence import Confidence
-from shared.engine.drafting.drafter import Drafter, draft_chains
+from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.step import Decoder

@@ -1,155 +1,78 @@
-"""Drafting for several sequences: a sequence's drafts do not depend on the others, and each asks its own ladder."""
+"""A draft must pay for the time in which the host makes it."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
-from shared.engine.drafting import builder
-from shared.engine.drafting.confidence import Confidence
-from shared.engine.drafting.drafter import Drafter, draft_chains
-from shared.engine.drafting.planner import ExitCost, PassCosts
-from shared.engine.request.request import GenerationRequest, StoppingParams
-from shared.engine.request.sequence import DecodingSequence
-from shared.engine.step import Decoder
-from shared.ladder.ladder import BoundLadder, Ladder
-from shared.ladder.policy import DepthPolicy
-from shared.ladder.rungs import Draft, exit_name
-from shared.ladder.table_proposer import TableProposer
-from shared.model.contiguous_runner import ContiguousRunner
+from shared.engine.drafting import chains
+from shared.engine.drafting.drafter import HostTime
+from shared.engine.drafting.planner import MIN_SURVIVAL, PassCosts, least_survival
 from shared.model.loaded import wrap_model
-from shared.model.runner import Runner
-from shared.model.sampling import SamplingParams
-from shared.ops.chains import ChainStart
 from tests.families import build_family
-from tests.random_ladder import random_ladder
+from tests.fixed_costs import FixedCosts, fixed_cost_engine
+from tests.scripted_ladder import ScriptedLadder
 
-DEPTHS = (0, 2)
-COSTS = PassCosts((1.0,) * 7, exits=(ExitCost(1e-6, 1e-7),) * len(DEPTHS))
-
-
-@pytest.fixture(autouse=True)
-def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every exit is expected to gain, whatever was recorded."""
-    monkeypatch.setattr(Confidence, "expected_gain", lambda self, rung, agreement, before: 1.0)
+FLAT = PassCosts((1.0,) * 9)
 
 
-@pytest.fixture(scope="module")
-def runner() -> Runner:
+def test_the_least_survival_is_what_a_drafts_time_costs_in_tokens():
+    assert least_survival(FLAT, 8) == MIN_SURVIVAL
+    assert least_survival(FLAT, 8, 0.05) == pytest.approx(0.4)
+    assert least_survival(FLAT, 1, 0.05) == pytest.approx(0.05)
+    assert least_survival(FLAT, 8, 1.0) == 1.0
+    growing = replace(FLAT, verify=tuple(1.0 + 0.01 * n for n in range(9)))
+    assert least_survival(growing, 1, 0.05) == pytest.approx(0.06)
+
+
+def test_a_mean_follows_what_places_take_and_shrinks_while_none_are_asked_about():
+    host = HostTime()
+    assert host.per_place_s == 0.0
+    host.record(0.5, 0)
+    host.record(5.0, 1)
+    assert host.per_place_s == 0.0, "neither a step without places nor the first one with some says anything"
+    for _ in range(200):
+        host.record(0.3, 3)
+    assert host.per_place_s == pytest.approx(0.1)
+    for _ in range(200):
+        host.record(0.8, 4)
+    assert host.per_place_s == pytest.approx(0.2, rel=0.01)
+    before = host.per_place_s
+    for _ in range(200):
+        host.record(0.3, 0)
+    assert 0.0 < host.per_place_s < 0.2 * before
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize(("look_up_s", "drafts_go_on"), [(0.0, True), (0.001, True), (10.0, False)])
+def test_drafting_ends_where_the_host_takes_longer_than_a_draft_saves(monkeypatch, look_up_s, drafts_go_on):
+    clock = Clock()
+    monkeypatch.setattr(chains, "time", clock)
     torch.manual_seed(0)
-    return ContiguousRunner(wrap_model(build_family("llama"), accelerate=True))
+    loaded = wrap_model(build_family("llama"), accelerate=True)
 
+    def table(context: list[int]) -> tuple[int, float]:
+        clock.now_s += look_up_s
+        return 3, 0.6
 
-def prefilled(
-    runner: Runner, ladders: Sequence[Ladder], policies: Sequence[DepthPolicy], costs: PassCosts = COSTS
-) -> list[DecodingSequence]:
-    """Sequences after the prefill of their own prompts, each with its ladder's drafter."""
-    decoder = Decoder(runner)
-    drafters: dict[int, Drafter] = {}
-    found = []
-    for number, (ladder, policy) in enumerate(zip(ladders, policies, strict=True)):
-        if id(ladder) not in drafters:
-            bound = ladder.bind(runner)
-            bound.agreements = (1.0,) * len(DEPTHS)
-            drafters[id(ladder)] = Drafter(runner, costs, bound)
-        prompt = tuple(range(3 + number, 9 + 3 * number))
-        stopping = StoppingParams(max_tokens=20, ignore_eos=True)
-        request = GenerationRequest(prompt, stopping=stopping, policy=policy)
-        sequence = decoder.admit(request, drafters[id(ladder)])
-        while not sequence.num_generated:
-            decoder.step([sequence], costs)
-        found.append(sequence)
-    return found
+    def exits(context: list[int]) -> tuple[int, float]:
+        clock.now_s += 1000.0  # of the device, and no time of the host
+        return 4, 0.7
 
-
-def test_other_sequences_in_the_batch_change_no_draft(runner, monkeypatch):
-    monkeypatch.setattr(builder, "MIN_SURVIVAL", 0.0)
-    first, second = (random_ladder(runner.loaded, seed) for seed in (2, 3))
-    exact = DepthPolicy("exact", max_drafts=3)
-    policies = [exact, exact, exact, DepthPolicy("exact", max_drafts=3, min_layers=1)]
-    batch = prefilled(runner, [first, second, first, first], policies)
-    alone = [draft_chains([sequence], len(batch))[0].drafts for sequence in batch]
-    together = [chain.drafts for chain in draft_chains(batch, len(batch))]
-    assert together == alone
-    assert {len(drafts) for drafts in alone} == {3}
-    tokens = [tuple(draft.token for draft in drafts) for drafts in alone]
-    assert len(set(tokens)) == len(batch), "sequences that draft alike show nothing"
-    assert all(draft.depth == 2 for draft in alone[3])
-    assert {draft.depth for drafts in alone for draft in drafts} == set(DEPTHS)
-
-
-def test_one_exit_is_asked_once_for_all_that_want_it(runner, monkeypatch):
-    ladder = random_ladder(runner.loaded, 1, (1, 2))
-    batch = prefilled(runner, [ladder] * 3, [DepthPolicy("exact", max_drafts=n) for n in (1, 2, 2)])
-    asked: list[int] = []
-    propose = BoundLadder.propose
-
-    def noted(self: BoundLadder, index: int, starts: Sequence[ChainStart]) -> object:
-        asked.append(len(starts))
-        return propose(self, index, starts)
-
-    monkeypatch.setattr(BoundLadder, "propose", noted)
-    runner.counters.reset()
-    draft_chains(batch, 3)
-    assert asked == [3, 3, 2, 2]
-    assert runner.counters.per_layer[:2] == [2, 2], "one shallow pass a round"
-    assert sum(runner.counters.per_layer[2:]) == 0
-
-
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=1.0)])
-@pytest.mark.parametrize("relaxed", [DepthPolicy("relaxed", margin=1e6), DepthPolicy("relaxed", threshold=0.01)])
-def test_drafts_that_relaxed_accepts_do_not_count_for_other_requests(runner, sampling, relaxed):
-    [sequence] = prefilled(runner, [random_ladder(runner.loaded, 1)], [relaxed])
-    near = GenerationRequest((1,), policy=relaxed)
-    exact = GenerationRequest((1,), sampling=sampling, policy=DepthPolicy("exact"))
-    drafter = sequence.drafter
-    before = [drafter.confidence(request).factor("depth-0") for request in (near, exact)]
-    for _ in range(40):
-        drafter.confidence(sequence.request).record([[Draft(5, 0.5, "depth-0", 0)]], [5])
-    after = [drafter.confidence(request).factor("depth-0") for request in (near, exact)]
-    assert after[0] > before[0] + 0.3
-    assert after[1] == before[1]
-
-
-@pytest.mark.parametrize(("growth", "is_asked"), [(0.9, True), (1.0, False)])
-def test_nobody_is_asked_where_even_a_sure_draft_would_not_pay(runner, monkeypatch, growth, is_asked):
-    asked: list[Sequence[int]] = []
-    monkeypatch.setattr(TableProposer, "propose", lambda self, drafted=(): asked.append(drafted) or [])
-    costs = replace(COSTS, verify=tuple(1.0 + growth * n for n in range(7)))
-    [sequence] = prefilled(runner, [random_ladder(runner.loaded, 1)], [DepthPolicy("exact")], costs)
-    draft_chains([sequence], 1)
-    assert bool(asked) == is_asked
-
-
-def test_an_exit_that_is_too_expensive_is_not_asked(runner, monkeypatch):
-    ladder = random_ladder(runner.loaded, 1)
-    [sequence] = prefilled(runner, [ladder], [DepthPolicy("exact", max_drafts=2)])
-    sequence.drafter.costs = replace(COSTS, exits=(ExitCost(1e-6, 1e-7), ExitCost(2.0, 0.1)))
-    [chain] = draft_chains([sequence], 1)
-    assert [draft.depth for draft in chain.drafts] == [0, 0]
-
-
-def test_an_exit_whose_probability_is_no_number_loses_that_draft_alone(runner):
-    ladder = random_ladder(runner.loaded, 0, DEPTHS)
-    for parameter in ladder.exits[0].confidence.parameters():
-        torch.nn.init.constant_(parameter, float("nan"))
-    [sequence] = prefilled(runner, [ladder], [DepthPolicy("exact", max_drafts=2)])
-    [chain] = draft_chains([sequence], 1)
-    assert sequence.failure is None
-    assert {draft.depth for draft in chain.drafts} == {DEPTHS[1]}
-    factors = [sequence.confidence.factor(exit_name(depth)) for depth in DEPTHS]
-    assert all(map(math.isfinite, factors)), "nor is that exit out of use for ever"
-
-
-@pytest.mark.parametrize("policy", ["exact", "relaxed"])
-def test_a_table_is_preferred_that_was_right_more_often_than_it_said(runner, monkeypatch, policy):
-    [sequence] = prefilled(runner, [random_ladder(runner.loaded, 1, DEPTHS)], [DepthPolicy(policy)])
-    said = [Draft(8, 0.6, "suffix", 0), Draft(9, 0.5, "successor", 0)]
-    for _ in range(100):
-        sequence.confidence.record([said[:1]], [7])
-    monkeypatch.setattr(TableProposer, "propose", lambda self, drafted=(): said)
-    monkeypatch.setattr(Confidence, "expected_gain", lambda self, rung, agreement, before: 0.0)
-    [chain] = draft_chains([sequence], 1)
-    assert chain.drafts[0].token == 9
+    options = {"max_tokens": 30, "ignore_eos": True}
+    # Passes of about a second.
+    with fixed_cost_engine(loaded, ScriptedLadder(table, exits, (2,)), cost_meter=FixedCosts()) as engine:
+        full = engine.generate((5, 6, 7), policy="full", **options)
+        exact = engine.generate((5, 6, 7), policy="exact", **options)
+    assert exact.token_ids == full.token_ids
+    assert exact.stats.num_drafted > 0, "the first step draft, and what it takes is known afterwards"
+    assert (exact.stats.num_drafted > 30) == drafts_go_on

@@ -8,8 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from shared.engine.drafting.chains import draft_chains
 from shared.engine.drafting.confidence import Confidence
-from shared.engine.drafting.drafter import Drafter, draft_chains
+from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import DecodingSequence
