@@ -10,7 +10,7 @@ constexpr int kChoiceThreads = 1024, kChoiceWarps = kChoiceThreads / kWarp;
 struct Largest {
   double value;
   int64_t index;
-  // NaN is larger than any number, as in PyTorch. Of equal values the first is the largest.
+  // NaN is larger than any number, as in PyTorch. The first of equal values is the largest.
   __device__ __forceinline__ bool beats(const Largest& rival) const {
     if (index < 0 || rival.index < 0) return rival.index < 0 && index >= 0;
     const bool nan = value != value, rival_nan = rival.value != rival.value;

@@ -4,7 +4,7 @@
 
 namespace neap::NEAP_ISA {
 
-// Inserts `value` into the k largest so far, which are in descending order. Of equal values the earlier one comes
+// Inserts `value` into the k largest so far, which are in descending order. The earlier of equal values comes
 // first. Ignores NaN.
 template <class Index>
 NEAP_INLINE void keep_top(float value, Index index, float* values, Index* indices, int k) {

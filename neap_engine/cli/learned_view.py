@@ -7,7 +7,7 @@ from typing import Any
 from neap_engine.cli.console import print_line
 from neap_engine.cli.job_progress import LEAST_POSITIONS_SHOWN, rung_in_words, shown_share
 
-# Of the figures of joint probabilities in a manifest.
+# The situations for which a manifest has figures of joint probabilities.
 SITUATIONS = {
     "tables_unsure": "where tables are unsure",
     "agree": "where tables and exits agree",

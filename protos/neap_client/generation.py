@@ -94,7 +94,7 @@ class GenerationCalls:
         self.finished: pb.Finished | None = None
         self.num_attempts = 0
         self.resumptions: list[pb.Started] = []
-        # Of a call that resumes, until it goes on with the answer.
+        # The Started of a call that resumes, until it goes on with the answer.
         self._resumed: pb.Started | None = None
         self._open_call = open_call
         self._on_started = on_started

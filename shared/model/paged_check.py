@@ -14,7 +14,7 @@ from shared.model.gated_model import GatedModel
 from shared.model.paged_kv import BLOCK_TOKENS, num_blocks_of
 from shared.model.ragged import RaggedSequence
 
-# Largest number of tokens that the check keeps in caches. Of a longer window only the mask is checked.
+# Largest number of tokens that the check keeps in caches. Only the mask of a longer window is checked.
 CHECK_TOKENS = 1024
 LONGEST_BORDER = 480
 
@@ -54,7 +54,7 @@ class StateCheck:
 
     @property
     def num_tokens(self) -> int:
-        """Of the blocks that the check needs."""
+        """Positions of the blocks that the check needs."""
         return sum(num_blocks_of(ids.shape[1]) for ids, _ in self._ids) * BLOCK_TOKENS
 
     @torch.inference_mode()
