@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from shared.errors import InvalidInput
 
-# Of each token of the vocabulary, whether it may be chosen: [V].
+# Whether each token of the vocabulary may be chosen: [V].
 Allowed = npt.NDArray[np.bool_]
 Known = TypeVar("Known")
 P = ParamSpec("P")

@@ -6,8 +6,8 @@ from typing import Any
 
 from shared.errors import Corrupt
 
-# Of a case: a constant, the weight of the log-odds that the draft's own proposer gives it, and of those that the other
-# one gives its own draft.
+# A constant, the weight of the log-odds that the draft's own proposer gives it, and that of the log-odds that the
+# other one gives its own draft.
 Weights = tuple[float, float, float]
 MAX_WEIGHT = 20.0
 

@@ -118,7 +118,7 @@ class SamplingParams:
 
     @cached_property
     def bad_endings(self) -> Mapping[int | None, Sequence[tuple[list[int], int]]]:
-        """Of each bad word what stands before its last token, and that token, by the token before it. None: there is
+        """What stands before the last token of each bad word, and that token, by the token before it. None: there is
         none."""
         endings: dict[int | None, list[tuple[list[int], int]]] = {}
         for *before, last in self.bad_words:

@@ -86,7 +86,7 @@ def _inputs(p: dict) -> tuple[Tensor, Tensor, Tensor, LayerKV, list[Tensor]]:
 
 
 def _kv(keys: list[Tensor], values: list[Tensor], *places: list[int]) -> LayerKV:
-    """Of one layer: a tensor per sequence. `places`: bases and counts."""
+    """The caches of one layer: a tensor per sequence. `places`: bases and counts."""
     return LayerKV([TensorTable([own]) for own in keys], [TensorTable([own]) for own in values], *places)
 
 
