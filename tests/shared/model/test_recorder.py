@@ -155,9 +155,9 @@ def test_a_capture_that_fails_gives_its_memory_back(monkeypatch, ended):
 def test_inputs_are_padded_and_leave_nothing_of_the_pass_before():
     tokens = TokenBuffer(4, torch.device("cpu"))
     assert tokens.positions.tolist() == [-1] * 4
-    tokens.fill(torch.tensor([7, 8, 9]), [4, 5, 0], TokenPlaces([1, 1, 2], [4, 6, 0], [1, 0, 2], [8, 8, 9], [0, 1, 1]))
-    filled = [[7, 8, 9, 0], [4, 5, 0, 0], [1, 1, 2, -1], [4, 6, 0, 0], [1, 0, 2, 0], [8, 8, 9, 0], [0, 1, 1, 0]]
+    tokens.fill(torch.tensor([7, 8, 9]), [4, 5, 0], TokenPlaces([1, 1, 2], [8, 8, 9], [0, 1, 1]))
+    filled = [[7, 8, 9, 0], [4, 5, 0, 0], [1, 1, 2, -1], [8, 8, 9, 0], [0, 1, 1, 0]]
     assert tokens.stacked.tolist() == filled
-    tokens.fill(torch.tensor([3]), [2], TokenPlaces([5], [7], [4], [5], [0]))
-    assert tokens.stacked[:, 0].tolist() == [3, 2, 5, 7, 4, 5, 0]
-    assert tokens.stacked[:, 1:].tolist() == [[-1 if row == 2 else 0] * 3 for row in range(7)]
+    tokens.fill(torch.tensor([3]), [2], TokenPlaces([5], [6], [0]))
+    assert tokens.stacked[:, 0].tolist() == [3, 2, 5, 6, 0]
+    assert tokens.stacked[:, 1:].tolist() == [[-1 if row == 2 else 0] * 3 for row in range(5)]
