@@ -21,8 +21,7 @@ from bench.options import add_prompts, load, make_parser, parsed
 from bench.prompts import first_turns
 from bench.table import head, row
 from calibrator_service.calibration.plan import num_decoded_rows
-from calibrator_service.calibration.report.chain_agreement import chain_agreement
-from calibrator_service.calibration.report.held_out import table_figures
+from calibrator_service.calibration.report.held_out import chain_agreement, table_figures
 from calibrator_service.calibration.states.chunk import StateChunks
 from calibrator_service.calibration.states.collect import Collector, LabelledSequence
 from calibrator_service.calibration.text.engine_writer import EngineWriter

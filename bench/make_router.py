@@ -26,7 +26,7 @@ from calibrator_service.calibration.plan import MAX_EPOCHS, resolve
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from neap_engine.cli.calibrate import read_prompts
 from neap_engine.cli.learned_view import print_learned
-from neap_engine.progress import ProgressLine
+from neap_engine.face import ProgressLine
 from shared.ladder.folder import read_router_folder
 
 PROGRAM = "bench.make_router"

@@ -11,22 +11,21 @@ from neap_client.calibration.v1 import calibration_pb2_grpc
 from neap_client.router.v1 import router_pb2_grpc
 
 from calibrator_service import router_servicer, servicer
+from calibrator_service.job_process import JobFolder
 from calibrator_service.metrics import CalibratorMetrics
-from calibrator_service.process_config import JobFolder
 from calibrator_service.supervisor import Supervisor
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
 from shared.config import make_settings
 from shared.cpus import size_thread_pools
-from shared.metrics_server import serve_metrics
 from shared.registry.factory import open_registry
 from shared.rpc.callers import caller_name
-from shared.rpc.security import open_security
-from shared.rpc.security_metrics import SecurityCollector
-from shared.rpc.service_logs import log_all_output
+from shared.rpc.logs import log_all_output
+from shared.rpc.security import SecurityCollector, open_security
 from shared.rpc.serving import RpcServer
 from shared.security_settings import ClientSettings
 from shared.service_main import run_service
+from shared.service_metrics import serve_metrics
 from shared.service_settings import CalibratorSettings
 from shared.timeouts import ROUTER_CALL_WAIT_S
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from sqlite3 import Row
 
-from calibrator_service.calibration.progress import Progress
-from calibrator_service.calibration.spec import CalibrationSpec
+from calibrator_service.calibration.spec import CalibrationSpec, Progress
 from calibrator_service.spec_messages import read_stored_spec
 from shared.errors import Corrupt
 

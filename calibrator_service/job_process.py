@@ -1,4 +1,4 @@
-"""A job's process as its service has it: started, listened to, stopped."""
+"""A job's process as its service has it: where its files are, what it is told, how it is started and stopped."""
 
 import os
 import queue
@@ -7,11 +7,41 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
 
+from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.job import Report
-from calibrator_service.process_config import ProcessConfig
+from shared.service_settings import CalibratorSettings
+
+
+@dataclass(frozen=True)
+class ProcessConfig:
+    """The first that a job's process is told. `start`: how often the job has been started."""
+
+    calibration_id: str
+    start: int
+    parent_pid: int
+    spec: CalibrationSpec
+    work_dir: Path
+    settings: CalibratorSettings
+
+
+class JobFolder:
+    """Paths of the job store and of the jobs' files."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.store, self.lock = root / "jobs.db", root / "service.lock"
+        self.work_root, self.log_root = root / "work", root / "logs"
+
+    def work(self, calibration_id: str) -> Path:
+        return self.work_root / calibration_id
+
+    def log(self, calibration_id: str) -> Path:
+        return self.log_root / f"{calibration_id}.log"
+
 
 # What it runs; the last argument is the number of its end of the pipe.
 PROGRAM: tuple[str, ...] = ("-m", "calibrator_service.worker_process")

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from sqlite3 import Connection
 
-from calibrator_service.calibration.progress import Progress
-from calibrator_service.calibration.spec import CalibrationSpec
+from calibrator_service.calibration.spec import CalibrationSpec, Progress
 from calibrator_service.job import (
     JOBS_SCHEMA,
     JOBS_SCHEMA_VERSION,

@@ -1,7 +1,6 @@
 """The Prometheus metrics of a calibration service, described in docs/metrics.md."""
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import structlog
 from prometheus_client import GCCollector
@@ -9,12 +8,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from calibrator_service.job import Job, JobState
-from calibrator_service.jobs import JobCount
+from calibrator_service.jobs import JobCount, JobStore
 from shared.errors import NeapError
 from shared.service_metrics import ServiceMetrics
-
-if TYPE_CHECKING:  # it imports this module
-    from calibrator_service.supervisor import Supervisor
 
 DURATION_BOUNDS_S = (30, 60, 120, 180, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400)
 
@@ -49,14 +45,16 @@ class CalibratorMetrics(ServiceMetrics):
             buckets=DURATION_BOUNDS_S,
         )
 
-    def observe(self, queue: "Supervisor") -> None:
-        """Adds the metrics of `queue`. The series that alerts ask about are there at 0 from the start: one that is born
-        at 1 has not increased."""
-        for model_id in queue.settings.sources:
+    def observe(
+        self, model_ids: Iterable[str], store: JobStore, is_alive: Callable[[], bool], is_held_up: Callable[[], bool]
+    ) -> None:
+        """Adds the metrics of a supervisor. The series that alerts ask about are there at 0 from the start: one that is
+        born at 1 has not increased."""
+        for model_id in model_ids:
             self.process_deaths.labels(model_id)
             for reason in ("INTERNAL", "DISK_FULL", "JOB_PROCESS_DIED"):
                 self.failures.labels(model_id, reason)
-        self.registry.register(_QueueCollector(queue))
+        self.registry.register(_QueueCollector(store, is_alive, is_held_up))
 
     def count_ended_job(self, job: Job) -> None:
         """Counts a job that this service has run and that has ended."""
@@ -72,8 +70,8 @@ class CalibratorMetrics(ServiceMetrics):
 class _QueueCollector(Collector):
     """Reads the queue and the job store at each scrape. If the store cannot be read, its metrics are left out."""
 
-    def __init__(self, queue: "Supervisor") -> None:
-        self._queue = queue
+    def __init__(self, store: JobStore, is_alive: Callable[[], bool], is_held_up: Callable[[], bool]) -> None:
+        self._store, self._is_alive, self._is_held_up = store, is_alive, is_held_up
 
     def describe(self) -> list[Metric]:
         """Empty, so that registering the collector does not read the store."""
@@ -83,16 +81,16 @@ class _QueueCollector(Collector):
         yield GaugeMetricFamily(
             "neap_calibration_queue_up",
             "1 while the thread that runs the jobs is alive.",
-            value=float(self._queue.is_alive),
+            value=float(self._is_alive()),
         )
         yield GaugeMetricFamily(
             "neap_calibration_queue_held_up",
             "1 while the queue cannot go on, because the disk is full or the job store cannot be had.",
-            value=float(self._queue.is_held_up),
+            value=float(self._is_held_up()),
         )
         try:
-            counts = self._queue.store.count_jobs()
-            running = self._queue.store.in_state(JobState.RUNNING)
+            counts = self._store.count_jobs()
+            running = self._store.in_state(JobState.RUNNING)
         except NeapError as error:
             log.warning("jobs cannot be counted", reason=error.reason)
             return

@@ -15,18 +15,17 @@ from dataclasses import dataclass
 
 import structlog
 
-from calibrator_service.finished import load_product
 from calibrator_service.job import Job, JobState
+from calibrator_service.job_process import JobFolder
 from calibrator_service.jobs import JobStore
 from calibrator_service.metrics import CalibratorMetrics
-from calibrator_service.process_config import JobFolder
-from calibrator_service.recipe import Product
+from calibrator_service.recipe import Product, load_product
 from calibrator_service.service_thread import ServiceThread
 from shared.errors import NeapError
+from shared.files import storage_error
 from shared.registry.base import PublishedVersion
 from shared.registry.contents import failed_checks
 from shared.registry.factory import open_registry
-from shared.storage import storage_error
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 

@@ -1,15 +1,23 @@
 """The work of a job: loads the model, calibrates, packs the ladder.
-Runs in the job's process and imports torch only when called."""
+Runs in the job's process and imports torch only when called.
 
+The finished product is kept on disk, so that a job that is killed while it publishes later publishes the same bytes.
+"""
+
+import hashlib
+import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibrator_service.calibration.progress import Progress
-from calibrator_service.process_config import ProcessConfig
+from calibrator_service.calibration.spec import Progress
+from calibrator_service.job_process import ProcessConfig
 from shared.cpus import usable_cpus
 from shared.errors import Cancelled
+from shared.files import sync_folder, write_synced
+from shared.registry.encoding import canonical_json
 
 
 @dataclass(frozen=True)
@@ -34,8 +42,8 @@ def run(
     # Imported here, so that the service and the tests of a job's process need no torch.
     import torch
 
-    from calibrator_service.calibration.parent import Parent
     from calibrator_service.calibration.pipeline import calibrate
+    from calibrator_service.calibration.statistics import Parent
     from calibrator_service.fleet import fleet_of
     from shared.configured_model import load_configured
     from shared.ladder.checks import check_artefact
@@ -61,3 +69,46 @@ def run(
     )
     manifest, blobs = result.pack()
     return Product({**manifest, "checks": check_artefact(manifest, blobs)}, blobs)
+
+
+_FOLDER = "finished"
+_RECORD = "product.json"
+
+
+def save_product(work_dir: Path, product: Product) -> None:
+    """Writes the whole product or nothing. Raises InvalidInput for a manifest that JSON cannot hold, OSError."""
+    partial = work_dir / f"{_FOLDER}.part"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    names = sorted(product.blobs)
+    for number, name in enumerate(names):
+        write_synced(partial / f"{number}.bin", product.blobs[name])
+    # Parsed again, so that the manifest that is published later has exactly the types that JSON keeps.
+    record = {
+        "manifest": json.loads(canonical_json(product.manifest)),
+        "blobs": [[name, _digest(product.blobs[name])] for name in names],
+    }
+    write_synced(partial / _RECORD, json.dumps(record).encode())
+    sync_folder(partial)
+    shutil.rmtree(work_dir / _FOLDER, ignore_errors=True)
+    partial.rename(work_dir / _FOLDER)
+    sync_folder(work_dir)
+
+
+def load_product(work_dir: Path) -> Product | None:
+    """The saved product. None if there is none or it is damaged: the job then makes it again."""
+    folder = work_dir / _FOLDER
+    try:
+        record = json.loads((folder / _RECORD).read_bytes())
+        blobs: Mapping[str, bytes] = {
+            name: (folder / f"{number}.bin").read_bytes() for number, (name, _) in enumerate(record["blobs"])
+        }
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    if any(_digest(blobs[name]) != digest for name, digest in record["blobs"]):
+        return None
+    return Product(record["manifest"], blobs)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -10,17 +10,15 @@ from contextlib import ExitStack
 
 import structlog
 
-from calibrator_service.calibration.progress import Progress
+from calibrator_service.calibration.spec import Progress
 from calibrator_service.job import ENDED_STATES, Ended, Job, JobState, Problem
-from calibrator_service.job_process import JobProcess
+from calibrator_service.job_process import JobFolder, JobProcess, ProcessConfig
 from calibrator_service.jobs import JobStore
 from calibrator_service.metrics import CalibratorMetrics
-from calibrator_service.process_config import JobFolder, ProcessConfig
 from calibrator_service.publisher import Publisher
 from calibrator_service.service_thread import ServiceThread
 from shared.errors import Corrupt, NeapError, PreconditionFailed
-from shared.file_lock import file_lock
-from shared.files import make_private
+from shared.files import file_lock, make_private
 from shared.service_settings import CalibratorSettings
 
 # How soon a stop and a request to cancel are noticed while a process says nothing.
@@ -75,7 +73,7 @@ class Supervisor:
         self._threads = (self._publisher.thread, self.queue)
         self._record_interruptions()
         self._clean_up()
-        self._metrics.observe(self)
+        self._metrics.observe(settings.sources, self.store, lambda: self.is_alive, lambda: self.is_held_up)
 
     def start(self, *, on_failure: Callable[[], object] = lambda: None) -> None:
         """`on_failure` is called from the queue's or the publisher's thread if an unexpected exception ends it."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.figures import PolicyFigures
-from neap_engine.cli.charts import write_panels
+from neap_engine.cli.evaluate_view import write_panels
 
 SIZE_INCHES = (15.0, 4.6)
 

@@ -7,7 +7,7 @@ if __name__ == "__main__":
 
 from inference_service.light_imports import import_transformers_lightly
 from shared.cpus import size_thread_pools, usable_cpus
-from shared.rpc.service_logs import log_all_output
+from shared.rpc.logs import log_all_output
 
 if __name__ == "__main__":  # before anything below imports torch
     log_all_output()
@@ -30,25 +30,23 @@ from inference_service.client_waits_metrics import ClientWaitsCollector
 from inference_service.engine_watch import EngineWatch
 from inference_service.metrics import WorkerMetrics
 from inference_service.pools import Pools
-from inference_service.router_preload import preload_routers
 from inference_service.router_watch import RouterWatch
-from inference_service.routers import MAX_WAITING, RouterStore
+from inference_service.routers import MAX_WAITING, RouterStore, preload_routers
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.configured_model import load_configured
 from shared.engine.drafting.costs import RememberingMeter
 from shared.engine.engine import Engine
 from shared.errors import InvalidInput, PreconditionFailed
 from shared.memory import release_free_memory
-from shared.metrics_server import serve_metrics
 from shared.model.loaded import LoadedModel
 from shared.model.runners import make_runner
 from shared.model.source import check_files
 from shared.registry.factory import folder_of, open_registry
 from shared.rpc.callers import Role
-from shared.rpc.security import open_security
-from shared.rpc.security_metrics import SecurityCollector
+from shared.rpc.security import SecurityCollector, open_security
 from shared.rpc.serving import RpcServer
 from shared.service_main import run_service
+from shared.service_metrics import serve_metrics
 from shared.service_settings import ModelSource, WorkerSettings
 
 log = structlog.get_logger("neap.worker")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from shared.rpc.client_waits import ClientWaits
+from shared.rpc.calls import ClientWaits
 
 
 class ClientWaitsCollector(Collector):

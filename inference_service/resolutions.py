@@ -1,6 +1,7 @@
 """Resolves aliases to versions. While the registry does not answer, the last answer is used."""
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,25 @@ import structlog
 from inference_service.lru_cache import LruCache
 from shared.blocking import BlockingPool
 from shared.errors import Corrupt, Exhausted, NotFound, PreconditionFailed, Unavailable
-from shared.registry.base import AliasTarget
+from shared.registry.base import AliasTarget, Canary
+
+_SCALE = 1000
+
+
+def takes_canary(request_id: str, model_id: str, alias: str, canary: Canary) -> bool:
+    """Return whether this request belongs to the canary's share.
+
+    A keyed hash (BLAKE2b, RFC 7693) maps the request to one of 1000 places, and the canary has the first
+    `share_per_mille` places. A growing share therefore keeps its requests. The key consists of model, alias and canary
+    version, so another rollout selects other requests, independently of this one.
+    """
+    scope = f"{model_id}\0{alias}\0{canary.version}".encode()
+    # A BLAKE2b key has at most 64 bytes, and model ids may be longer.
+    key = hashlib.blake2b(scope, digest_size=32).digest()
+    digest = hashlib.blake2b(request_id.encode(), key=key, digest_size=8).digest()
+    # 2**64 places folded onto 1000: the error is below 1e-16.
+    return int.from_bytes(digest) % _SCALE < canary.share_per_mille
+
 
 # How long a request with a known alias waits for the registry, and how long after a failure the registry is asked
 # again.

@@ -1,5 +1,8 @@
 """Chooses the loaded ladder for a request's router selector."""
 
+import asyncio
+import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -8,9 +11,8 @@ import structlog
 
 from inference_service.lru_cache import LruCache
 from inference_service.pools import Pools
-from inference_service.resolutions import MAX_KNOWN, Resolution, Resolutions
+from inference_service.resolutions import MAX_KNOWN, Resolution, Resolutions, takes_canary
 from inference_service.router_loader import LoadedRouter, Prepare, ReadBlob, RouterLoader, Unpack
-from inference_service.split import takes_canary
 from shared.errors import Exhausted, InvalidInput, NeapError, NotFound, Unavailable
 from shared.ladder.artefact import unpack_ladder
 from shared.model.loaded import LoadedModel
@@ -287,3 +289,33 @@ def _logged(model_id: str, alias: str) -> Iterator[None]:
             reason=error.reason if isinstance(error, NeapError) else "INTERNAL",
             exc_info=not isinstance(error, NeapError),
         )
+
+
+# Between two attempts while the registry does not answer, times 0.5 to 1.5.
+PAUSE_S = 2.0
+
+
+async def preload_routers(
+    routers: RouterStore,
+    served: Sequence[LoadedModel],
+    aliases: Sequence[str] | None,
+    *,
+    timeout_s: float | None,
+    pause_s: float = PAUSE_S,
+) -> None:
+    """See `RouterStore.preload`. While the registry does not answer, it is asked again for up to `timeout_s` seconds,
+    None: without a limit. The time for loading itself is not limited."""
+    began_s, is_first = time.monotonic(), True
+    while True:
+        try:
+            await routers.preload(served, aliases)
+        except Unavailable as error:
+            if timeout_s is not None and time.monotonic() - began_s >= timeout_s:
+                log.warning("the worker serves without routers", reason=error.reason)
+                return
+            if is_first:
+                log.warning("the worker waits for the registry", reason=error.reason)
+            is_first = False
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
+        else:
+            return

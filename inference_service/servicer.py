@@ -13,14 +13,12 @@ from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from inference_service.chat import PreparedChat
 from inference_service.convert import from_event, prompt_digest, to_generation_request, to_router_choice
-from inference_service.generate_call import GenerateCall
+from inference_service.generate_call import EventStream, GenerateCall
 from inference_service.metrics import WorkerMetrics
 from inference_service.pools import Pools
 from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
 from inference_service.served_request import with_router
-from inference_service.stream import EventStream
-from inference_service.token_texts import token_texts
-from inference_service.tokenization import described, tokenized
+from inference_service.tokenization import described, token_texts, tokenized
 from shared.chat.parser import MessageParser
 from shared.engine.engine import Engine
 from shared.engine.request.handle import GenerationHandle

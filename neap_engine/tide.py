@@ -31,7 +31,7 @@ from neap_engine.face import (
     wrap,
 )
 from neap_engine.face import calibrate as calibrate_ladder
-from neap_engine.hugging_face.exit_stats import ExitStats
+from neap_engine.hugging_face.attach import ExitStats
 from shared.errors import InvalidInput
 from shared.field_types import check_types
 from shared.ladder.rungs import DEFAULT_ROUTER_WIDTH

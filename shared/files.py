@@ -1,10 +1,21 @@
-"""Writes files atomically and durably: a file is complete or absent, also after a crash."""
+"""Writes files atomically and durably: a file is complete or absent, also after a crash. Locks files between
+processes, and says what an error of the operating system means for neap.
 
+Every wait for a lock is bounded, because the holder may be suspended.
+"""
+
+import errno
+import fcntl
 import os
 import stat
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from shared.errors import Exhausted, NeapError, Unavailable
+from shared.timeouts import FILE_LOCK_S
 
 # Called with the name of each step of a write, for fault injection in tests.
 StepHook = Callable[[str], object]
@@ -64,3 +75,59 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# EFBIG: a file size limit of the process or the file system.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+_REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+def storage_error(error: OSError, what: str, *, place: str) -> NeapError:
+    """Return `Exhausted` (DISK_FULL) or `Unavailable` (STORAGE_UNAVAILABLE).
+    The text of `error` is only in the chained exception.
+
+    For the message: `what` was to be stored or read, `place` is its folder.
+    """
+    name = errno.errorcode.get(error.errno or 0, "UNKNOWN")
+    if error.errno in _FULL:
+        return Exhausted(
+            f"no space left in {place} for {what}; nothing was published", reason="DISK_FULL", metadata={"errno": name}
+        )
+    if error.errno in _REFUSED:
+        return Unavailable(
+            f"{place} cannot be used for {what} ({name}): it is read-only or belongs to another user",
+            reason="STORAGE_UNAVAILABLE",
+            metadata={"errno": name},
+        )
+    return Unavailable(
+        f"{place} cannot be used for {what} ({name})", reason="STORAGE_UNAVAILABLE", metadata={"errno": name}
+    )
+
+
+_POLL_S = 0.02
+
+
+@contextmanager
+def file_lock(
+    path: Path, *, shared: bool = False, timeout_s: float | None = None, locked: NeapError | None = None
+) -> Iterator[None]:
+    """Hold a lock on the file `path`, which is created if it does not exist.
+
+    Waits for the lock for at most `timeout_s` seconds. None means FILE_LOCK_S, 0 means not to wait. Raises `locked`, by
+    default Unavailable (LOCKED), if another process holds the lock for longer, and OSError.
+    """
+    timeout_s = FILE_LOCK_S if timeout_s is None else timeout_s
+    give_up_at = time.monotonic() + timeout_s
+    with path.open("a") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= give_up_at:
+                    raise locked or Unavailable(
+                        f"another process has held {path.name} for {timeout_s:g} s", reason="LOCKED"
+                    ) from error
+            time.sleep(_POLL_S)
+        yield

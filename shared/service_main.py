@@ -8,9 +8,8 @@ from typing import TypeVar
 from shared.config import settings_from_command_line
 from shared.errors import NeapError
 from shared.process_settings import ProcessSettings
-from shared.rpc.logs import configure_logging
-from shared.rpc.service_logs import log_stdout, report_start_failure
-from shared.rpc.trace_export import export_traces
+from shared.rpc.logs import configure_logging, log_stdout, report_start_failure
+from shared.rpc.tracing import export_traces
 
 S = TypeVar("S", bound=ProcessSettings)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import Corrupt, Exhausted, NeapError, PreconditionFailed, Unavailable
-from shared.file_lock import file_lock
+from shared.files import file_lock
 from shared.timeouts import DATABASE_BUSY_S
 
 

@@ -59,15 +59,10 @@ def busy_metrics() -> WorkerMetrics:
 def busy_calibrator_metrics() -> CalibratorMetrics:
     metrics = CalibratorMetrics()
     running = SimpleNamespace(model_id="tiny", phase="loading", fraction=0.1)
-    jobs: Any = SimpleNamespace(
-        settings=SimpleNamespace(sources={"tiny": None}),
-        is_alive=True,
-        is_held_up=False,
-        store=SimpleNamespace(
-            count_jobs=lambda: [JobCount("tiny", JobState.RUNNING, 1, 0)], in_state=lambda _: [running]
-        ),
+    store: Any = SimpleNamespace(
+        count_jobs=lambda: [JobCount("tiny", JobState.RUNNING, 1, 0)], in_state=lambda _: [running]
     )
-    metrics.observe(jobs)
+    metrics.observe(["tiny"], store, lambda: True, lambda: False)
     metrics.process_deaths.labels("tiny").inc()
     metrics.publications.labels("tiny").inc()
     metrics.failures.labels("tiny", "INTERNAL").inc()

@@ -12,9 +12,9 @@ from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1 import inference_pb2_grpc
 
 from neap_engine.gateway.app import Gateway
+from neap_engine.gateway.clients import SERVICE_NAME, open_client
 from neap_engine.gateway.metrics import GatewayMetrics
 from neap_engine.gateway.server import GatewayServer
-from neap_engine.gateway.workers import SERVICE_NAME, open_client
 from shared.config import make_settings
 from shared.errors import NotFound
 from shared.gateway_settings import GatewaySettings

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from shared import files
-from shared.storage import storage_error
+from shared.files import storage_error
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -10,19 +10,16 @@ from typing import Any
 
 import structlog
 
-from calibrator_service.calibration.parent import Parent
 from calibrator_service.calibration.plan import resolve
-from calibrator_service.calibration.progress import Progress
-from calibrator_service.calibration.report.held_out import held_out_report
-from calibrator_service.calibration.report.joint_figures import joint_figures
+from calibrator_service.calibration.report.held_out import held_out_report, joint_figures
 from calibrator_service.calibration.report.relaxed import relaxed_figures
 from calibrator_service.calibration.report.speed import speed_figures
 from calibrator_service.calibration.report.worth import without_unpaid
 from calibrator_service.calibration.run import CalibrationRun
-from calibrator_service.calibration.source_record import published_spec, source_record
-from calibrator_service.calibration.spec import CalibrationSpec
+from calibrator_service.calibration.spec import CalibrationSpec, Progress, published_spec, source_record
 from calibrator_service.calibration.states.training_data import TrainingData, collect_training_data, layouts_of
-from calibrator_service.calibration.statistics import Statistics
+from calibrator_service.calibration.statistics import Parent, Statistics
+from calibrator_service.calibration.text.engine_writer import text_writer
 from calibrator_service.calibration.text.splits import Split, Splitter
 from calibrator_service.calibration.text.stream import (
     CollectingProgress,
@@ -32,7 +29,6 @@ from calibrator_service.calibration.text.stream import (
     too_little_text,
 )
 from calibrator_service.calibration.text.writer import Writer
-from calibrator_service.calibration.text.writers import text_writer
 from calibrator_service.calibration.training.closed_form import seconds_to_solve, share_to_solve
 from calibrator_service.calibration.training.confidence import fit_ladder
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary, choose_draft_vocabulary

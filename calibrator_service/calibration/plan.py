@@ -13,8 +13,8 @@ from shared.errors import InvalidInput
 from shared.ladder.exit_head import default_mlp_width
 from shared.ladder.head_rows import head_width
 from shared.ladder.rungs import exit_name
-from shared.model.layer_configs import layer_configs
 from shared.model.loaded import LoadedModel
+from shared.model.parts import layer_configs
 from shared.model.runner import captured_depths
 
 # Of a spec without a limit: under three minutes on two cores with a model of the demo's size.

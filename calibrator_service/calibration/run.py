@@ -10,8 +10,8 @@ from pathlib import Path
 
 from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.plan import Plan
-from calibrator_service.calibration.progress import Phase, Progress
 from calibrator_service.calibration.schedule import Schedule
+from calibrator_service.calibration.spec import Phase, Progress
 from shared.errors import Cancelled, Corrupt
 from shared.model.loaded import LoadedModel
 

@@ -1,9 +1,9 @@
 """What a router was made from, as sums that add: a later calibration goes on from them.
-Published beside the router, read by no worker."""
+Published beside the router, read by no worker. A parent is a router with its statistics."""
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from calibrator_service.calibration.spec import CalibrationSpec, ParentRouter
 from calibrator_service.calibration.states.moments import Moments, MomentsLayout
 from calibrator_service.calibration.states.ngram_builder import NgramTableBuilder
 from calibrator_service.calibration.states.training_data import TrainingData
 from shared.digests import digest_of
-from shared.errors import Corrupt, PreconditionFailed, RouterMismatch
+from shared.errors import Corrupt, InvalidInput, PreconditionFailed, RouterMismatch
+from shared.ladder.artefact import take_part
 from shared.ladder.rungs import exit_name
 from shared.model.loaded import LoadedModel
-from shared.tensor_parts import take_part
 
 FORMAT = 1
 # Upper limit of the file. A model of hidden size 1,536 needs 210 MB for each exit and up to 80 MB for the counts of
@@ -199,3 +200,32 @@ def tokenizer_digest(loaded: LoadedModel) -> str:
         return ""
     tokens = json.dumps(loaded.tokenizer.get_vocab(), sort_keys=True, separators=(",", ":"))
     return digest_of(tokens.encode())
+
+
+# Moves a seed by generation, so that nobody gets an ancestor's seed by counting up.
+_SEED_STEP = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class Parent:
+    """`router`: which it is and how much its tokens count; `statistics`: what it was made from, its own parents'
+    included."""
+
+    router: ParentRouter
+    statistics: Statistics
+
+    @classmethod
+    def read(cls, path: Path, router: ParentRouter) -> "Parent":
+        """`path`: the router's file of statistics. Raises as `read_statistics`."""
+        return cls(router, read_statistics(path))
+
+    def spec_of_child(self, spec: CalibrationSpec) -> CalibrationSpec:
+        """The spec with this parent, and with a seed that its ancestors did not have: with theirs the model would write
+        their text again.
+
+        Raises `InvalidInput` (BAD_SPEC) if the spec names another parent.
+        """
+        if spec.parent not in (None, self.router):
+            raise InvalidInput("the spec names another parent than the one that is given", reason="BAD_SPEC")
+        seed = (spec.seed + (self.statistics.generation + 1) * _SEED_STEP) % 2**63
+        return replace(spec, parent=self.router, seed=seed)

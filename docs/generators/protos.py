@@ -17,7 +17,7 @@ from google.protobuf.descriptor_pb2 import (
 from grpc_tools import protoc
 
 from docs.generators.reasons import ROOT
-from shared.rpc.roles import METHOD_ROLES
+from shared.rpc.access import METHOD_ROLES
 
 # Numbers of fields in FileDescriptorProto, DescriptorProto, EnumDescriptorProto and ServiceDescriptorProto, of which
 # paths consist.

@@ -15,7 +15,7 @@ from neap_engine.cli.connection import calls_service, connect, equivalent_comman
 from neap_engine.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, print_line
 from neap_engine.cli.interruption import interruptible_call
 from neap_engine.cli.job_progress import cancel_and_follow, follow, how_to_watch, leave, note, print_result
-from neap_engine.cli.own_service import calibration_service
+from neap_engine.cli.processes import calibration_service
 from neap_engine.cli.registry_commands import publish_folder
 from neap_engine.cli.routers import selector
 from shared.errors import InvalidInput

@@ -15,8 +15,7 @@ from neap_client import ClientSecurity, NeapClient
 from neap_client.addresses import is_loopback_target
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from neap_engine.cli.console import DEFAULT_CALIBRATOR, err, exit_on_error
-from neap_engine.cli.flags import with_flags
+from neap_engine.cli.console import DEFAULT_CALIBRATOR, err, exit_on_error, with_flags
 from neap_engine.cli.interruption import interruptible_call
 from neap_engine.version import installed_version
 from shared.config import make_settings, unknown_variables

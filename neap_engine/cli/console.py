@@ -1,13 +1,17 @@
 """Output, error handling and options that all commands share."""
 
 import functools
+import inspect
+import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from neap_client.addresses import with_scheme
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
@@ -144,3 +148,26 @@ def _error_line(message: str) -> str:
 def format_time(timestamp: Any) -> str:
     """Format a protobuf Timestamp in UTC, to the second."""
     return datetime.fromtimestamp(timestamp.seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def print_message(message: Message, **more: object) -> None:
+    """Print a message, and `more` fields, as one line of JSON, in protobuf's JSON mapping with the field names of the
+    proto."""
+    print_json(MessageToDict(message, preserving_proto_field_name=True) | more)
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    print(printable(json.dumps(document, ensure_ascii=False)), flush=True)
+
+
+def with_flags(
+    run: Callable[..., T], command: Callable[..., T], flags: Iterable[inspect.Parameter], *, without: str = ""
+) -> Callable[..., T]:
+    """Return `run` with the name, the help and the parameters of `command`, except for `without`, and with `flags`."""
+    functools.update_wrapper(run, command)
+    of_command = inspect.signature(command).parameters.values()
+    inherited = [parameter for parameter in of_command if parameter.name != without]
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*inherited, *flags)]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run

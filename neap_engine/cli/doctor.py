@@ -7,8 +7,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from neap_engine.cli.console import DataDir, RegistryUrl, err, exit_on_error, fail, out
-from neap_engine.cli.json_lines import print_json
+from neap_engine.cli.console import DataDir, RegistryUrl, err, exit_on_error, fail, out, print_json
 from shared.config import make_settings
 from shared.plain_text import one_line
 from shared.service_settings import WorkerSettings

@@ -2,13 +2,12 @@
 
 import csv
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from neap_engine.cli.charts import write_panels
 from neap_engine.cli.console import table_cell
 
 SIZE_INCHES = (8.0, 5.0)
@@ -157,3 +156,29 @@ def draw_policies(path: Path, run: Mapping[str, Any], rows: Sequence[Row]) -> Pa
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
 
     return write_panels(path, title(run), 1, draw, SIZE_INCHES)
+
+
+DOTS_PER_INCH = 110
+
+
+def write_panels(
+    path: Path, title: str, num_panels: int, draw: Callable[..., None], size_inches: tuple[float, float]
+) -> Path:
+    """Write a PNG of panels side by side, which `draw` gets as its arguments. Returns the absolute path.
+    Raises OSError."""
+    # Imported here because it takes a second, which other commands need not spend. The Agg backend needs no display.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, num_panels, figsize=size_inches, squeeze=False)
+    try:
+        figure.suptitle(title)
+        draw(*panels[0])
+        figure.tight_layout()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DOTS_PER_INCH)
+    finally:
+        pyplot.close(figure)
+    return path.absolute()

@@ -12,9 +12,8 @@ from neap_client.requests import set_prompt
 from rich.text import Text
 
 from neap_engine.cli.connection import calls_service, connect, say
-from neap_engine.cli.console import DEFAULT_WORKER, ServedModel, Worker, err, out
+from neap_engine.cli.console import DEFAULT_WORKER, ServedModel, Worker, err, out, print_message
 from neap_engine.cli.depth_view import DepthView
-from neap_engine.cli.json_lines import print_message
 from neap_engine.cli.request_flags import takes_request_flags
 from shared.errors import InvalidInput, NeapError
 

@@ -9,7 +9,16 @@ from neap_client.calibration.v1 import calibration_pb2 as pb
 from rich.table import Table
 
 from neap_engine.cli.connection import calls_service, connect
-from neap_engine.cli.console import DEFAULT_CALIBRATOR, Calibrator, fail, format_time, out, print_line, table_cell
+from neap_engine.cli.console import (
+    DEFAULT_CALIBRATOR,
+    Calibrator,
+    fail,
+    format_time,
+    out,
+    print_line,
+    print_message,
+    table_cell,
+)
 from neap_engine.cli.interruption import interruptible
 from neap_engine.cli.job_progress import (
     ENDED,
@@ -23,7 +32,6 @@ from neap_engine.cli.job_progress import (
     say_lost,
     state_name,
 )
-from neap_engine.cli.json_lines import print_message
 
 app = typer.Typer(help="List, watch, cancel and retry calibration jobs.", no_args_is_help=True)
 

@@ -6,8 +6,7 @@ import typer
 from rich.table import Table
 
 from neap_engine.cli.connection import calls_service, connect
-from neap_engine.cli.console import DEFAULT_WORKER, Worker, out, table_cell
-from neap_engine.cli.json_lines import print_message
+from neap_engine.cli.console import DEFAULT_WORKER, Worker, out, print_message, table_cell
 
 
 @calls_service

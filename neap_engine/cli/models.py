@@ -9,7 +9,7 @@ import typer
 
 from neap_engine.cli.console import exit_on_error, print_line
 from shared.errors import NotFound, Unavailable
-from shared.file_lock import file_lock
+from shared.files import file_lock
 
 app = typer.Typer(help="Fetch the files of models.", no_args_is_help=True)
 

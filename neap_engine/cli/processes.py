@@ -5,9 +5,11 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -151,3 +153,24 @@ def _kill_group(group: int) -> None:
         except ProcessLookupError:
             return
         time.sleep(0.02)
+
+
+# Opening a registry whose servers hang takes 20 s.
+START_TIMEOUT_S = 120.0
+
+
+@contextmanager
+def calibration_service() -> Iterator[str]:
+    """Yield the address of the service, on loopback. Its log is a file that errors quote. SIGTERM acts like Ctrl-C.
+
+    Raises Unavailable if the service does not start.
+    """
+    # A job in a container is told to end by SIGTERM, which process number 1 would otherwise ignore.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with tempfile.TemporaryDirectory(prefix="neap-") as folder:
+            log = Path(folder) / "calibrator.log"
+            with ServiceProcess("calibrator", "calibrator_service", [], log) as service:
+                yield service.wait_serving(START_TIMEOUT_S)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -9,7 +9,7 @@ import typer
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.requests import Policy
 
-from neap_engine.cli.flags import with_flags
+from neap_engine.cli.console import with_flags
 
 T = TypeVar("T")
 

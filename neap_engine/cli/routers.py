@@ -2,19 +2,27 @@
 
 import getpass
 import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
-from neap_client.router.v1 import router_pb2
+from neap_client import NeapClient
+from neap_client.router.v1 import router_pb2 as pb
 from rich.table import Table
 
-from neap_engine.cli.alias_text import aliases_by_version, canary_text, describe_change, share_per_mille
 from neap_engine.cli.connection import calls_service, connect
-from neap_engine.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, format_time, out, print_line, table_cell
+from neap_engine.cli.console import (
+    DEFAULT_CALIBRATOR,
+    Calibrator,
+    Model,
+    format_time,
+    out,
+    print_line,
+    print_message,
+    table_cell,
+)
 from neap_engine.cli.job_progress import LEAST_POSITIONS_SHOWN
-from neap_engine.cli.json_lines import print_message
-from neap_engine.cli.learned_view import print_learned
-from neap_engine.cli.line_view import ancestry, print_ancestry
+from neap_engine.cli.learned_view import as_mapping, print_learned
 from neap_engine.cli.relaxed_view import print_relaxed
 from shared.errors import InvalidInput
 
@@ -120,9 +128,7 @@ def promote(
         raise InvalidInput("--expect needs a version", reason="BAD_ARGUMENT")
     with connect(calibrator) as client:
         if version is None:
-            promotion = router_pb2.PromoteCanaryRequest(
-                model_id=model, alias=alias, actor=current_user(), reason=reason
-            )
+            promotion = pb.PromoteCanaryRequest(model_id=model, alias=alias, actor=current_user(), reason=reason)
             change = client.promote_canary(promotion)
         else:
             change = client.set_alias(
@@ -144,10 +150,10 @@ def canary(
 ) -> None:
     """Give a second version (a canary) a share of an alias' requests, or change that share."""
     per_mille = share_per_mille(share)
-    request = router_pb2.SetCanaryRequest(
+    request = pb.SetCanaryRequest(
         model_id=model,
         alias=alias,
-        canary=router_pb2.Canary(version=version, share_per_mille=per_mille),
+        canary=pb.Canary(version=version, share_per_mille=per_mille),
         expected_version=expect,
         actor=current_user(),
         reason=reason,
@@ -163,7 +169,7 @@ def abort(
     model: Model = "", alias: Alias = "stable", reason: Reason = "", calibrator: Calibrator = DEFAULT_CALIBRATOR
 ) -> None:
     """End an alias' canary. All requests get the alias' own version again."""
-    request = router_pb2.SetCanaryRequest(model_id=model, alias=alias, actor=current_user(), reason=reason)
+    request = pb.SetCanaryRequest(model_id=model, alias=alias, actor=current_user(), reason=reason)
     with connect(calibrator) as client:
         change = client.set_canary(request)
     print_line(describe_change(change))
@@ -232,3 +238,107 @@ def current_user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return "unknown"
+
+
+def aliases_by_version(aliases: Iterable[Any]) -> dict[int, list[str]]:
+    """Map each version to the names of its aliases, in order. A canary's name carries its share: "stable:10%"."""
+    names: dict[int, list[str]] = {}
+    for alias in aliases:
+        names.setdefault(alias.version, []).append(alias.name)
+        if alias.HasField("canary"):
+            share = percent_text(alias.canary.share_per_mille)
+            names.setdefault(alias.canary.version, []).append(f"{alias.name}:{share}")
+    return names
+
+
+def describe_change(change: Any) -> str:
+    """Describe an AliasChange in one line."""
+    before = str(change.from_version) if change.HasField("from_version") else "nothing"
+    line = f"{change.alias}: {before} -> {change.to_version}"
+    if before == str(change.to_version):
+        line = f"{change.alias}: {before}"
+        line += "" if change.HasField("canary") else ", no canary"
+    return f"{line}, {canary_text(change.canary)}" if change.HasField("canary") else line
+
+
+def canary_text(canary: Any) -> str:
+    return f"{percent_text(canary.share_per_mille)} to {canary.version}"
+
+
+def percent_text(per_mille: int) -> str:
+    return f"{per_mille / 10:g}%"
+
+
+def share_per_mille(text: str) -> int:
+    """Parse "10%" or "2.5%" to thousandths in [1, 1000].
+
+    The service decides whether it accepts the number. Raises InvalidInput (BAD_SHARE).
+    """
+    number = text.strip()
+    try:
+        scaled = 10 * float(number.removesuffix("%"))
+    except ValueError:
+        scaled = -1.0
+    if not number.endswith("%") or not 0 < scaled <= 1000 or abs(scaled - round(scaled)) > 1e-9:
+        raise InvalidInput(
+            f"the share {text!r} is invalid: give a percentage in steps of 0.1, such as 2.5%", reason="BAD_SHARE"
+        )
+    return round(scaled)
+
+
+# Enough for a calibration a day over years. A registry with a damaged manifest must not make an endless line.
+MAX_ANCESTORS = 1000
+
+
+def print_ancestry(lines: Sequence[str]) -> None:
+    """Print what `ancestry` yielded; nothing for a router without a parent."""
+    if len(lines) > 1:
+        print_line("line, the youngest first")
+        for line in lines:
+            print_line(f"  {line}")
+
+
+def ancestry(client: NeapClient, router: pb.RouterVersion) -> Iterator[str]:
+    """Describe the router and, as far as its registry has them, the routers that it goes on from.
+
+    A parent is found by its digest, because in a registry that it was imported to it may have another number.
+    """
+    numbers: dict[str, int] | None = None
+    for _ in range(MAX_ANCESTORS):
+        spec = as_mapping(_calibration(router).get("spec"))
+        yield _describe(router, spec)
+        parent = as_mapping(spec.get("parent"))
+        if not parent:
+            return
+        digest = str(parent.get("manifest_digest", ""))
+        if numbers is None:
+            versions = client.list_versions(router.model_id)
+            numbers = {version.manifest_digest: version.version for version in versions}
+        if digest not in numbers:
+            yield f"a router that is not in this registry, {digest or 'of files'}"
+            return
+        router = client.get_version(router.model_id, version=numbers[digest])
+
+
+def _describe(router: pb.RouterVersion, spec: Mapping[str, Any]) -> str:
+    calibration = _calibration(router)
+    tokens = as_mapping(calibration.get("tokens")).get("total")
+    line = f"version {router.version}, {format_time(router.create_time)}"
+    line += f": {tokens:,} tokens of {_source(spec)}" if isinstance(tokens, int) else ""
+    parent = as_mapping(spec.get("parent"))
+    if not parent:
+        return line
+    line += ", added to the next"
+    line += f", which was {parent['alias']} then" if parent.get("alias") else ""
+    share = parent.get("share")
+    return f"{line} (share {share:g})" if isinstance(share, float) and share < 1 else line
+
+
+def _source(spec: Mapping[str, Any]) -> str:
+    source = as_mapping(spec.get("source"))
+    named = source.get("name") or str(source.get("digest", ""))[:19]
+    return " ".join(filter(None, (str(source.get("kind", "unknown text")), str(named or ""))))
+
+
+def _calibration(router: pb.RouterVersion) -> Mapping[str, Any]:
+    return as_mapping(as_mapping(json.loads(router.manifest_json or "{}")).get("calibration"))

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from neap_client.files import read_capped
+from neap_client.channel import read_capped
 from rich.table import Table
 
 from neap_engine.cli.console import err, exit_on_error, fail, out

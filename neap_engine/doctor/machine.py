@@ -19,7 +19,7 @@ from shared import ops
 from shared.configured_model import use_cpu_path
 from shared.cpus import usable_cpus
 from shared.errors import NeapError
-from shared.model.device import check_device
+from shared.model.load import check_device
 from shared.ops import library
 from shared.ops.build import described
 from shared.ops.choices import choose_greedy

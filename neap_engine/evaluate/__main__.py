@@ -23,9 +23,18 @@ from typing import Any, Final
 from neap_engine.evaluate.answers_file import AnswersFile, Key
 from neap_engine.evaluate.figures import UNSCORED, Row, ScoredAnswer, expected_answers, is_right, row
 from neap_engine.evaluate.prompts import read_prompts
-from neap_engine.evaluate.sides import Side, TimedAnswer, in_process, neap
+from neap_engine.evaluate.sides import (
+    Side,
+    Subject,
+    TimedAnswer,
+    describe_machine,
+    in_process,
+    load_subject,
+    neap,
+    run_process,
+    say,
+)
 from neap_engine.evaluate.transformers_sides import EARLY_EXIT, GENERATE, LOOKUP, TIDE, Score, transformers_sides
-from neap_engine.measuring import Subject, describe_machine, load_subject, run_process, say
 from shared.engine.engine import Engine
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy

@@ -4,14 +4,14 @@ import sys
 from collections.abc import Sequence
 
 from neap_engine.gateway.app import Gateway
+from neap_engine.gateway.clients import open_client
 from neap_engine.gateway.metrics import GatewayMetrics
 from neap_engine.gateway.server import GatewayServer
-from neap_engine.gateway.workers import open_client
 from shared.gateway_settings import GatewaySettings
-from shared.metrics_server import serve_metrics
-from shared.rpc.security_metrics import SecurityCollector
-from shared.rpc.service_logs import log_all_output
+from shared.rpc.logs import log_all_output
+from shared.rpc.security import SecurityCollector
 from shared.service_main import run_service
+from shared.service_metrics import serve_metrics
 
 
 async def serve(settings: GatewaySettings) -> int:

@@ -10,8 +10,8 @@ from urllib.parse import parse_qs
 
 import structlog
 from neap_client import AsyncNeapClient
+from neap_client.channel import REQUEST_ID_KEY, Metadata
 from neap_client.inference.v1 import inference_pb2 as pb
-from neap_client.metadata import REQUEST_ID_KEY, Metadata
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -22,7 +22,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from neap_engine.gateway.answers import Choice, Response, model_object
-from neap_engine.gateway.clients import Clients, address_key
+from neap_engine.gateway.body import BodyParser
+from neap_engine.gateway.clients import SERVICE_NAME, Clients, address_key
 from neap_engine.gateway.errors import (
     CLIENT_CLOSED_REQUEST,
     error_headers,
@@ -34,7 +35,6 @@ from neap_engine.gateway.errors import (
 from neap_engine.gateway.exchange import Exchange
 from neap_engine.gateway.merging import EarlyStream, merged
 from neap_engine.gateway.metrics import GatewayMetrics
-from neap_engine.gateway.parsing import BodyParser
 from neap_engine.gateway.requests import RequestedGeneration, parse_generation
 from neap_engine.gateway.shares import Shares
 from neap_engine.gateway.tokenization import (
@@ -44,7 +44,6 @@ from neap_engine.gateway.tokenization import (
     tokenizer_object,
     tokens_object,
 )
-from neap_engine.gateway.workers import SERVICE_NAME
 from neap_engine.version import installed_version
 from shared.errors import InvalidInput, NeapError, Unavailable
 from shared.gateway_settings import GatewaySettings

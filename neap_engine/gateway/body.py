@@ -5,14 +5,87 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope
 
 from neap_engine.gateway.errors import refused
 from neap_engine.gateway.schema import MEMBERS, suggestion
-from neap_engine.gateway.structure import Structure
-from shared.errors import Cancelled, InvalidInput
+from shared.blocking import BlockingPool
+from shared.errors import Cancelled, InvalidInput, NeapError
+
+# Objects and lists. A chat of so many messages is beyond any context.
+MAX_CONTAINERS = 16_384
+# Values that a comma separates, such as token ids.
+MAX_VALUES = 524_288
+
+
+class Structure:
+    """Counts brackets and commas outside of strings, chunk by chunk, without parsing."""
+
+    def __init__(self) -> None:
+        self._num_containers = 0
+        self._num_values = 0
+        self._is_in_string = False
+        # A backslash at the end of a chunk, which belongs to the next character.
+        self._backslash = b""
+
+    def add(self, chunk: bytes) -> None:
+        """Raises InvalidInput (BODY_TOO_LARGE) if the body has more values than are allowed."""
+        text = (self._backslash + chunk).replace(b"\\\\", b"")
+        self._backslash = b"\\" if text.endswith(b"\\") else b""
+        parts = text.replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[self._is_in_string :: 2])
+        self._is_in_string ^= len(parts) % 2 == 0
+        self._num_containers += outside.count(b"{") + outside.count(b"[")
+        self._num_values += outside.count(b",")
+        for count, most, what in (
+            (self._num_containers, MAX_CONTAINERS, "objects and lists"),
+            (self._num_values, MAX_VALUES, "values"),
+        ):
+            if count > most:
+                raise InvalidInput(
+                    f"the body has more than {most} {what}", reason="BODY_TOO_LARGE", metadata={"max_values": str(most)}
+                )
+
+
+# A body of this size takes at most a few milliseconds.
+INLINE_BYTES = 16 * 1024
+
+
+T = TypeVar("T")
+
+
+class BodyParser:
+    """Parses one large body at a time. Clients take turns: those with many large bodies do not hold up the others."""
+
+    def __init__(self) -> None:
+        self._pool = BlockingPool(1, name="gateway-parser")
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def parse(self, client: str, body: bytes, parse: Callable[[bytes], T]) -> T:
+        """Raises as `parse` does."""
+        if len(body) <= INLINE_BYTES:
+            return parse(body)
+        turn = self._turns.get(client)
+        if turn is None:
+            turn = self._turns[client] = asyncio.Lock()
+        async with turn:
+            parsed = await self._pool.call(_parsed, body, parse)
+        if isinstance(parsed, NeapError):
+            raise parsed
+        return parsed
+
+
+def _parsed(body: bytes, parse: Callable[[bytes], T]) -> T | NeapError:
+    try:
+        return parse(body)
+    except NeapError as error:
+        # Its traceback and its cause hold the parsed body, until the client has read the answer.
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)
+
 
 # Most of a refused request's body that is read and dropped, so that its sender sees the answer.
 DROPPED_BYTES = 64 << 20

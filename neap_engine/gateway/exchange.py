@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
-from neap_client.metadata import AUTHORIZATION_KEY, REQUEST_ID_KEY, Metadata
+from neap_client.channel import AUTHORIZATION_KEY, REQUEST_ID_KEY, Metadata
 from opentelemetry.trace import Span
 from starlette.types import Message, Receive, Scope, Send
 

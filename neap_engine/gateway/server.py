@@ -7,6 +7,8 @@ import socket
 import ssl
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import structlog
 import uvicorn
@@ -14,13 +16,56 @@ from neap_client.addresses import is_loopback
 
 from neap_engine.gateway.app import Gateway
 from neap_engine.gateway.connection import MAX_HEAD_BYTES, connection_class
-from neap_engine.gateway.https import HttpsCertificate
-from shared.errors import Unavailable
+from shared.errors import InvalidInput, Unavailable
 from shared.gateway_settings import GatewaySettings
-from shared.rpc import connections
+from shared.rpc import addresses
 from shared.rpc.addresses import parse_listen
+from shared.rpc.certificates import ServerCertificate
 from shared.rpc.logs import underlying_stream
 from shared.rpc.security import ServerSecurity
+
+log = structlog.get_logger("neap.gateway")
+
+
+class HttpsCertificate(ServerCertificate):
+    """The certificate of a gRPC service, with the same checks, for an HTTP server."""
+
+    def __init__(self, certificate: Path, key: Path, client_authority: Path | None = None) -> None:
+        super().__init__(certificate, key, client_authority)
+        self._paths = certificate, key, client_authority
+
+    def context(self) -> ssl.SSLContext:
+        """Return the TLS context of a listener. Each handshake uses the latest usable files.
+        Raises InvalidInput (BAD_CERTIFICATE)."""
+        outer = current = self._load()
+
+        def choose(connection: Any, name: str | None, context: ssl.SSLContext) -> None:
+            nonlocal current
+            if self.files.refresh():
+                try:
+                    current = self._load()
+                except InvalidInput as error:
+                    log.error("certificate not reloaded", why=error.message, reason=error.reason)
+            connection.context = current
+
+        outer.sni_callback = choose
+        return outer
+
+    def _load(self) -> ssl.SSLContext:
+        certificate, key, authority = self._paths
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            # Never asks for a password: an empty one is refused.
+            context.load_cert_chain(certificate, key, password=lambda: "")
+            if authority is not None:
+                context.load_verify_locations(authority)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except (OSError, ssl.SSLError) as error:
+            raise InvalidInput(f"{certificate} and {key} cannot be used", reason="BAD_CERTIFICATE") from error
+        return context
+
 
 # How long ended requests may take to deliver their error.
 ENDING_S = 2.0
@@ -29,8 +74,6 @@ BACKLOG = 2048
 # Bytes that the kernel buffers for one client. The default grows to megabytes, all of which a client that does not read
 # would get.
 SEND_BUFFER_BYTES = 64 * 1024
-
-log = structlog.get_logger("neap.gateway")
 
 
 class GatewayServer:
@@ -136,7 +179,7 @@ def _config(settings: GatewaySettings, gateway: Gateway, tls: ssl.SSLContext | N
         http=connection_class(
             request_timeout_s=settings.request_timeout_s,
             stall_timeout_s=settings.stall_timeout_s,
-            max_connections=connections.max_connections(),
+            max_connections=addresses.max_connections(),
             tls=tls,
         ),
         ws="none",

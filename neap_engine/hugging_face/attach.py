@@ -8,7 +8,11 @@ docs/decisions/001.
 
 import copy
 import inspect
-from collections.abc import Callable
+import queue
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,7 +21,6 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from neap_engine.hugging_face.exit_stats import ExitStats
 from neap_engine.hugging_face.options import (
     CRITERIA_OF_ONE_SEQUENCE,
     check_cache,
@@ -28,10 +31,10 @@ from neap_engine.hugging_face.options import (
     unsupported,
     with_seeds,
 )
-from neap_engine.hugging_face.rows import decode_rows
-from shared.engine.engine import Engine
-from shared.engine.request.request import GeneratedToken, GenerationRequest, StoppingParams
-from shared.errors import PreconditionFailed
+from shared.engine.engine import MAX_RUNNING, Engine
+from shared.engine.request.handle import EngineEvent, GenerationHandle
+from shared.engine.request.request import GeneratedToken, GenerationRequest, StoppingParams, TokenChunk
+from shared.errors import Exhausted, NeapError, PreconditionFailed
 from shared.ladder.policy import DepthPolicy
 from shared.model.cache_argument import CACHE_ARGUMENTS
 
@@ -196,3 +199,93 @@ def _check_several(criteria: StoppingCriteriaList, streamer: Any, pad: int | Non
             raise unsupported(
                 type(criterion).__name__, "it is asked about one sequence at a time, and there are several"
             )  # fmt: skip
+
+
+# Called with a row and its next token. Returns whether that token ends the row.
+OnToken = Callable[[int, GeneratedToken], bool]
+
+
+def decode_rows(engine: Engine, requests: Sequence[GenerationRequest], on_token: OnToken) -> None:
+    """Generates all requests, at most MAX_RUNNING at a time.
+    Calls `on_token` in the calling thread, in each row's order.
+
+    A row ends when `on_token` returns true or when its request ends. An error or an interrupt ends all rows. Raises as
+    `Engine.submit`, but waits for rows of its own if the engine's queue is full.
+    """
+    events: queue.SimpleQueue[tuple[int, EngineEvent]] = queue.SimpleQueue()
+    running: dict[int, GenerationHandle] = {}
+    waiting = deque(enumerate(requests))
+
+    def deliver(row: int, event: EngineEvent) -> None:
+        events.put((row, event))
+
+    def submit_waiting() -> None:
+        while waiting and len(running) < MAX_RUNNING:
+            row, request = waiting[0]
+            try:
+                running[row] = engine.submit(request, on_event=partial(deliver, row))
+            except Exhausted as error:
+                if running and error.retry_after_s is not None:
+                    return
+                raise
+            waiting.popleft()
+
+    try:
+        submit_waiting()
+        while running:
+            row, event = events.get()
+            if row not in running:  # it has ended; its last events were on their way
+                continue
+            if isinstance(event, NeapError):
+                raise event
+            if isinstance(event, TokenChunk):
+                if not any(on_token(row, token) for token in event.tokens):
+                    continue
+                running[row].cancel()
+            del running[row]
+            submit_waiting()
+    finally:
+        for handle in running.values():
+            handle.cancel()
+
+
+@dataclass(frozen=True)
+class ExitStats:
+    """Counts of all answers of one call. `exits_per_layer` maps a depth, the number of layers that ran before the token
+    left, to tokens.
+
+    Under policy exact, a token that left early was a draft that the full model accepted.
+    """
+
+    total_tokens: int
+    exits_per_layer: Mapping[int, int]
+
+    @classmethod
+    def of(cls, tokens: Iterable[GeneratedToken], num_layers: int) -> "ExitStats":
+        """Counts `tokens` of a model with `num_layers` layers."""
+        depths = Counter(token.exit_depth for token in tokens)
+        exits = {depth: depths[depth] for depth in sorted(depths) if depth < num_layers}
+        return cls(depths.total(), exits)
+
+    @property
+    def total_exited(self) -> int:
+        return sum(self.exits_per_layer.values())
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens that the full model chose."""
+        return self.total_tokens - self.total_exited
+
+    @property
+    def exit_rate(self) -> float:
+        """Share of the tokens that left early, in [0, 1]."""
+        return self.total_exited / max(self.total_tokens, 1)
+
+    def summary(self) -> str:
+        """A summary of a few lines for people to read."""
+        lines = [f"{self.total_tokens} tokens, {self.total_exited} left early ({self.exit_rate:.1%})"]
+        lines += [
+            f"  after {depth} layers: {count} tokens ({count / self.total_tokens:.1%})"
+            for depth, count in self.exits_per_layer.items()
+        ]
+        return "\n".join([*lines, f"  after all layers: {self.remaining_tokens} tokens"])

@@ -13,10 +13,10 @@ from neap_client.aio_calls import called, open_channel, read, sleep
 from neap_client.aio_generation import AsyncGenerationStream, repeat
 from neap_client.base import POLL_S, ChangeOptions, ClientBase, WatchOptions
 from neap_client.calibration.v1 import calibration_pb2
+from neap_client.channel import Metadata
 from neap_client.errors import Exhausted, Unavailable
 from neap_client.generation import Answer, OnStarted
 from neap_client.inference.v1 import inference_pb2
-from neap_client.metadata import Metadata
 from neap_client.methods import Method, Request, Response
 from neap_client.router.v1 import router_pb2
 

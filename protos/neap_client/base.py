@@ -7,11 +7,17 @@ from typing import Any, TypedDict, Unpack
 
 from neap_client import methods
 from neap_client.affinity import WORKER_KEY, KnownWorkers, prefix_key
-from neap_client.channel import ClientSecurity, RenewedChannel
+from neap_client.channel import (
+    AUTHORIZATION_KEY,
+    REQUEST_ID_KEY,
+    ClientSecurity,
+    Metadata,
+    RenewedChannel,
+    trace_context,
+)
 from neap_client.errors import NeapError, Unavailable
 from neap_client.generation import OnStarted, Resumes
 from neap_client.inference.v1 import inference_pb2
-from neap_client.metadata import AUTHORIZATION_KEY, REQUEST_ID_KEY, Metadata, trace_context
 from neap_client.methods import Method
 from neap_client.retry import Attempts, WatchAttempts, is_unavailable
 

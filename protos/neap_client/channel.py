@@ -1,11 +1,16 @@
-"""Opens a client's channel to a service, with TLS as configured, and reads the token that its calls carry."""
+"""Opens a client's channel to a service, with TLS as configured, and gives its calls their metadata: a token, and the
+context of the caller's trace.
+
+Calls carry `traceparent` if the package opentelemetry-api is installed and a span is current. The W3C propagator is
+used explicitly, because the API's global one depends on the environment.
+"""
 
 import json
 import logging
 import os
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,7 +21,40 @@ import grpc.aio
 from neap_client.addresses import is_loopback_target, with_scheme
 from neap_client.affinity import WORKER_KEY
 from neap_client.errors import InvalidInput
-from neap_client.files import read_capped
+
+MAX_FILE_BYTES = 1 << 20
+
+
+def read_capped(path: Path) -> bytes:
+    """Read a file. Raises InvalidInput (BAD_CONFIGURATION) if it cannot be read or is larger than MAX_FILE_BYTES."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be read: {error.strerror}", reason="BAD_CONFIGURATION") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise InvalidInput(f"{path} is larger than {MAX_FILE_BYTES} bytes", reason="BAD_CONFIGURATION")
+    return data
+
+
+try:
+    from opentelemetry.trace.propagation import tracecontext
+except ImportError:  # an optional dependency
+    tracecontext = None  # type: ignore[assignment]
+
+AUTHORIZATION_KEY = "authorization"
+REQUEST_ID_KEY = "x-request-id"
+
+Metadata = Sequence[tuple[str, str]]
+
+
+def trace_context() -> Mapping[str, str]:
+    """Return the current span's context as metadata (`traceparent`). Empty if there is no span or no OpenTelemetry."""
+    carrier: dict[str, str] = {}
+    if tracecontext is not None:
+        tracecontext.TraceContextTextMapPropagator().inject(carrier)
+    return carrier
+
 
 # Of the services, too. Far above any prompt that fits a context. A service itself refuses a prompt of 10 MB with
 # INVALID_ARGUMENT and a reason, which tells clients not to retry. Larger messages are refused by gRPC with

@@ -37,7 +37,7 @@ class MessagePart:
 
 class MessageParser:
     """`thinking`: the tags of reasoning, which has begun if `in_thought`. `calls`: how calls are written, if there may
-    be any; the answer follows a grammar then (`shared.constraints.message`).
+    be any; the answer follows a grammar then (`shared.constraints.compiler`).
 
     White space around reasoning, and between text and a call, is dropped. What may yet become a part of a tag is held
     back, so `finish` returns the rest. `num_reasoning_tokens`: those of reasoning, with its tags.

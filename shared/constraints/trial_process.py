@@ -19,7 +19,7 @@ if __name__ == "__main__":  # started by its path, which is cheaper than to find
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from shared.constraints.schema_place import place_of_error
+from shared.constraints.schema import place_of_error
 
 # Of a processor, for compiling. What people write takes milliseconds.
 COMPILE_S = 2.0

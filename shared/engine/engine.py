@@ -13,10 +13,10 @@ from shared.constraints.constraint import Constraint, MessageConstraint
 from shared.engine.drafting.costs import CostMeter
 from shared.engine.drafting.ladder_cache import MAX_BOUND_LADDERS, LadderCache
 from shared.engine.failure import failure_of
+from shared.engine.lifetime import ModelClaim
 from shared.engine.loop import EngineLoop
 from shared.engine.memory.budget import default_budget, kv_token_bytes
 from shared.engine.memory.prefixes import Prefixes, common_prefix
-from shared.engine.model_claim import ModelClaim
 from shared.engine.request.admission import Admission
 from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import GenerationHandle, OnEvent, OnStates

@@ -13,8 +13,7 @@ from shared.engine.drafting.costs import CostMeter
 from shared.engine.drafting.ladder_cache import LadderCache
 from shared.engine.drafting.planner import PassCosts
 from shared.engine.failure import failure_of
-from shared.engine.lifetime import ForkGate, stop_at_exit
-from shared.engine.model_claim import ModelClaim
+from shared.engine.lifetime import ForkGate, ModelClaim, stop_at_exit
 from shared.engine.request.handle import EngineEvent
 from shared.engine.request.job import EngineJob
 from shared.engine.request.sequence import DecodingSequence

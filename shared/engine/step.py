@@ -16,10 +16,9 @@ from shared.engine.drafting.speculation import Speculation, settle
 from shared.engine.failure import attempt, fail_all, non_finite_logits
 from shared.engine.memory.prefixes import Prefixes
 from shared.engine.prompt_scores import score_prompt, score_weight
-from shared.engine.request.admission import max_num_tokens
+from shared.engine.request.admission import PrefillRate, max_num_tokens
 from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import OnStates
-from shared.engine.request.prefill_rate import PrefillRate
 from shared.engine.request.request import GeneratedToken, GenerationRequest, TokenChunk
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.statistics import EngineStatistics

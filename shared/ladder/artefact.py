@@ -23,7 +23,6 @@ from shared.ladder.ngram_table import NgramTable
 from shared.ladder.rungs import NGRAM_TABLE, PROMPT_LOOKUP, exit_name
 from shared.ladder.table_confidence import TableConfidence
 from shared.model.own_thread import run_in_own_thread
-from shared.tensor_parts import take_part
 
 # 1 to 3 were forms before the first release.
 SCHEMA_VERSION = 4
@@ -251,3 +250,9 @@ def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > 1024:
         raise Corrupt("a name in the router's manifest is not a string of at most 1024 characters")
     return value
+
+
+def take_part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Removes the tensors whose names begin with `prefix` and a dot, and returns them by the rest of their names."""
+    names = [name for name in tensors if name.startswith(f"{prefix}.")]
+    return {name.removeprefix(f"{prefix}."): tensors.pop(name) for name in names}

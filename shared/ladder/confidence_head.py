@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared.ladder.exit_head import unit
 from shared.ladder.rungs import DEFAULT_ROUTER_WIDTH
-from shared.ladder.unit import unit
 
 # Inputs beside the adapted state: see `scalar_features`.
 NUM_SCALARS = 3

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from shared.ladder.confidence_head import HIGHEST, LOWEST, ConfidenceHead, scalar_features
+from shared.ladder.exit_head import EPSILON
 from shared.ladder.head_rows import Projection
-from shared.ladder.unit import EPSILON
 from shared.ops import library
-from shared.ops.exits import ROUTE_TOKENS, ConfidenceWeights, draft_top, new_tickets, route
+from shared.ops.chains import ROUTE_TOKENS, ConfidenceWeights, draft_top, new_tickets, route
 
 LARGEST_HALF = 65504.0
 # Adapted states [N, W] and places in chains [N] int64 >= 1 -> indices into the draft vocabulary [N] int64 and

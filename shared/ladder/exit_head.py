@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared.ladder.head_rows import Projection
-from shared.ladder.unit import unit
+
+EPSILON = 1e-6
+
+
+def unit(state: Tensor) -> Tensor:
+    """States [..., D] scaled to a root mean square of 1, in float32.
+    Without it, depths differ by orders of magnitude."""
+    state = state.float()
+    return state * torch.rsqrt(state.square().mean(-1, keepdim=True) + EPSILON)
+
 
 NUM_STATES = 3
 # What a step begins with: the settled states, and the head's own output. One of both is zero.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shared.model import host_choices, host_draws
+from shared.model import host_choices
 from shared.model.distribution import candidates, constrained, drawn, nucleus, penalised, reads_without_sync
 from shared.model.sampling import Trial
 from shared.ops import library
@@ -93,7 +93,7 @@ def _largest(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
 def _drawn(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
     """The token at each position's own uniform number in the position's distribution."""
     if reads_without_sync(logits.device):
-        return host_draws.draw(logits, trials)
+        return host_choices.draw(logits, trials)
     scores, masses = candidates(constrained(logits, trials), trials)
     params = [trial.sampling for trial in trials for _ in range(trial.num_rows)]
     numbers = [trial.uniform(row) for trial in trials for row in range(trial.num_rows)]

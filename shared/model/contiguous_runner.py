@@ -9,10 +9,10 @@ from torch import Tensor
 
 from shared.model.borders import NUM_CHECKED, crossing_length, origins
 from shared.model.cache import KVCache, as_contiguous, refuse_if_out_of_memory
-from shared.model.cut_check import check_cuts
 from shared.model.gated_model import GatedModel
 from shared.model.inference import inference
 from shared.model.loaded import LoadedModel
+from shared.model.model_checks import check_cuts
 from shared.model.ragged import RaggedCache, RaggedSequence
 from shared.model.recorder import Work
 from shared.model.runner import CapturedStates

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from shared.cpus import usable_cpus
 from shared.memory import trim_heap
-from shared.model.layer_configs import setting_of
+from shared.model.parts import setting_of
 from shared.model.weights.lazy import lazy
 from shared.model.weights.quantised import is_plain, quantised_digest
 

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from shared.errors import Exhausted, NeapError, UnsupportedModel
+from shared.errors import Exhausted, InvalidInput, NeapError, PreconditionFailed, UnsupportedModel
 from shared.memory import release_free_memory, trim_heap
 from shared.model.cache import is_out_of_memory
-from shared.model.device import check_device
 from shared.model.fingerprint import fingerprint
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.own_thread import run_in_own_thread
@@ -31,6 +30,7 @@ from shared.model.weights.reading import CheckpointFiles, replaced, safetensors_
 
 if TYPE_CHECKING:
     from shared.model.weights.gguf import GgufReaders
+
 
 log = structlog.get_logger("neap.model")
 
@@ -238,3 +238,19 @@ def _gguf_readers(checkpoint: CheckpointFiles) -> "GgufReaders":
     from shared.model.weights.gguf import GgufReaders
 
     return GgufReaders(checkpoint)
+
+
+def check_device(name: str) -> None:
+    """Raises `InvalidInput` (reason BAD_DEVICE) for a name that is no device, `PreconditionFailed` (DEVICE_UNAVAILABLE)
+    with the reason if this process cannot use it.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidInput(f"device is {name!r}; it must be cpu or cuda", reason="BAD_DEVICE") from error
+    try:
+        torch.empty(1, device=device)
+    # torch raises an AssertionError where it is built without CUDA.
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).partition("\n")[0]
+        raise PreconditionFailed(f"the device {name} cannot be used: {why}", reason="DEVICE_UNAVAILABLE") from error

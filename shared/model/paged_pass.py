@@ -22,7 +22,7 @@ from shared.model.regimes import Regimes
 from shared.model.substitution import paged_attention
 from shared.model.substitution.paged_attention import LayerBlocks, PagedMask, PagedOffset
 
-# Takes a layer's index and its own forward. Returns what runs in its place: see `shared.model.substitution.compiled`.
+# Takes a layer's index and its own forward. Returns what runs in its place: see `shared.model.runners`.
 LayerTransform = Callable[[int, Forward], Forward]
 
 

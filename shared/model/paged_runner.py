@@ -14,17 +14,15 @@ from torch import Tensor
 
 from shared.errors import UnsupportedModel
 from shared.model.cache import KVCache
-from shared.model.cut_check import check_cuts
 from shared.model.gated_model import GatedModel
 from shared.model.gates import LayerCounters
-from shared.model.host_syncs import host_syncs
 from shared.model.inference import inference
 from shared.model.loaded import LoadedModel
-from shared.model.paged_check import CHECK_TOKENS, StateCheck
+from shared.model.model_checks import CHECK_TOKENS, StateCheck, check_cuts
 from shared.model.paged_kv import BLOCK_TOKENS, BlockPool, LayerShape, PagedCache, as_paged, num_blocks_of
 from shared.model.paged_pass import LayerTransform, PagedForward, TokenBuffer, TokenPlaces
 from shared.model.ragged import RaggedSequence
-from shared.model.recorder import NoRecorder, Recorder, Work
+from shared.model.recorder import NoRecorder, Recorder, Work, host_syncs
 from shared.model.regimes import Regimes
 from shared.model.runner import CapturedStates, captured_depths
 

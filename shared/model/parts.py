@@ -1,6 +1,8 @@
 """Finds the parts of a Hugging Face causal LM that depth execution needs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -93,3 +95,19 @@ def _find_final_norm(model: PreTrainedModel, layers_path: str) -> nn.Module | No
         if "norm" in type(module).__name__.lower() and "embed" not in name
     ]
     return norms[-1] if norms else None
+
+
+def layer_configs(config: PreTrainedConfig) -> Sequence[Any]:
+    """One configuration for each layer: `config` itself where all layers have the same.
+
+    Where they differ, transformers refuses to give the setting of all layers, so it must be asked of each layer.
+    """
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * config.num_hidden_layers
+
+
+def setting_of(config: PreTrainedConfig, name: str) -> Any:
+    """The setting `name`, None if there is none; a list with one value for each layer if layers differ."""
+    values = [getattr(layer, name, None) for layer in layer_configs(config)]
+    return values[0] if all(value == values[0] for value in values) else values

@@ -1,15 +1,49 @@
 """Chooses the runner of a model: paged KV and recorded passes on a GPU, the model's own forward elsewhere."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
 
 from shared.errors import PreconditionFailed, UnsupportedModel
 from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.gates import Forward, LayerOutput
 from shared.model.loaded import LoadedModel
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import CudaRecorder, NoRecorder
 from shared.model.runner import Runner
-from shared.model.substitution.compiled import LayerCompiler
 from shared.ops import library
+
+# Limit for kinds of layers times sizes of passes. Beyond its own, lower limit, torch would run layers uncompiled.
+MAX_COMPILATIONS = 64
+
+
+class LayerCompiler:
+    """A `LayerTransform` that compiles. `backend` is an argument of torch.compile."""
+
+    def __init__(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        self._backend = backend
+        self._by_class: dict[type, Callable[..., LayerOutput]] = {}
+
+    def __call__(self, index: int, forward: Forward) -> Forward:
+        """The compiled forward of a layer. Raises `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) if the layer's
+        forward was replaced."""
+        layer = getattr(forward, "__self__", None)
+        if layer is None or getattr(forward, "__func__", None) is not type(layer).forward:
+            raise UnsupportedModel(f"layer {index} does not run the forward of its class", reason="PAGES_NOT_SUPPORTED")
+        kind = type(layer)
+        if kind not in self._by_class:
+            self._by_class[kind] = torch.compile(kind.forward, fullgraph=True, dynamic=False, backend=self._backend)
+        compiled = partial(self._by_class[kind], layer)
+
+        def run(*args: Any, **kwargs: Any) -> LayerOutput:
+            with torch._dynamo.config.patch(recompile_limit=MAX_COMPILATIONS):
+                return compiled(*args, **kwargs)
+
+        return run
+
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
 
 from shared.errors import NeapError, NotFound, PermissionDenied, Unavailable
-from shared.hub import HTTP_ERROR
 from shared.model.weights.files import parts_of
 
 log = structlog.get_logger("neap.model")
@@ -116,3 +116,7 @@ def _problem_of(name: str, error: Exception) -> NeapError:
         reason="HUB_UNAVAILABLE",
         metadata={"source": name},
     )
+
+
+# The base of all errors of huggingface_hub's HTTP library. Its module differs between versions of huggingface_hub.
+HTTP_ERROR: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")

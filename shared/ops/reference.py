@@ -241,7 +241,7 @@ def route(
     lowest: float,
     highest: float,
 ) -> Tensor:
-    """Probability [N]: see `shared.ops.exits.route`."""
+    """Probability [N]: see `shared.ops.chains.route`."""
     likelihood = (top - log_mass[:, None]).exp()
     second = likelihood[:, 1] if top.shape[1] > 1 else torch.zeros_like(log_mass)
     scalars = torch.stack([top[:, 0] - log_mass, likelihood[:, 0] - second, (distance - 1).float() / 4], -1)

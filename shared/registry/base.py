@@ -50,7 +50,7 @@ class AliasChange:
 @dataclass(frozen=True)
 class AliasTarget:
     """The version and canary that an alias names now.
-    `inference_service.split` decides which requests the canary gets."""
+    `inference_service.resolutions` decides which requests the canary gets."""
 
     published: PublishedVersion
     canary: Canary | None = None

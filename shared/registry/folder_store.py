@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shared.errors import Corrupt, PreconditionFailed
-from shared.files import StepHook, sync_folder
+from shared.files import StepHook, storage_error, sync_folder
 from shared.registry.store import StoredObject
-from shared.storage import storage_error
 
 _PARTS = "parts"
 # Errors that concern one file, in contrast to errors of the process or of the whole file system.

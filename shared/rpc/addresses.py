@@ -1,5 +1,6 @@
-"""Parses addresses to listen on, and binds servers to them."""
+"""Parses addresses to listen on, binds servers to them, and says how many connections these take."""
 
+import resource
 from typing import Any
 
 import grpc
@@ -26,3 +27,15 @@ def bind(server: Any, listen: str, credentials: grpc.ServerCredentials | None = 
     if port == 0:
         raise Unavailable(f"cannot listen on {listen}", reason="ADDRESS_UNAVAILABLE")
     return int(port)
+
+
+MAX_CONNECTIONS = 4096
+# Open files that are no connections of clients: those to other services, for logs and metrics, of the interpreter.
+OTHER_FILES = 128
+
+
+def max_connections() -> int:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(2, min(MAX_CONNECTIONS, limit - OTHER_FILES))

@@ -15,14 +15,13 @@ import grpc
 import grpc.aio
 import structlog
 from google.protobuf.message import DecodeError
-from neap_client.metadata import REQUEST_ID_KEY
+from neap_client.channel import REQUEST_ID_KEY
 from opentelemetry.trace import INVALID_SPAN, Span
 
 from shared.errors import InvalidInput, NeapError
 from shared.rpc.access import Access
 from shared.rpc.callers import Caller, certificate_caller, set_current_caller
-from shared.rpc.calls import OpenCalls
-from shared.rpc.client_waits import ClientWaits
+from shared.rpc.calls import ClientWaits, OpenCalls
 from shared.rpc.status import code_of_status, to_status, trailing_metadata, unexpected_status
 from shared.rpc.tracing import end_call_span, start_call_span, trace_id_of
 

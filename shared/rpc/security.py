@@ -1,15 +1,20 @@
 """Certificate and access rules of a service, from its settings."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import structlog
 from neap_client.addresses import is_loopback
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from shared.errors import InvalidInput
 from shared.rpc.access import Access
 from shared.rpc.addresses import parse_listen
 from shared.rpc.certificates import ServerCertificate
+from shared.rpc.watched_files import WatchedFiles
 from shared.security_settings import SecuritySettings
 
 log = structlog.get_logger("neap.rpc")
@@ -51,3 +56,42 @@ def open_security(settings: SecuritySettings, listen: str) -> ServerSecurity:
     if settings.auth_tokens is None and settings.tls_client_ca is None and not is_loopback(host):
         log.warning("anyone who reaches this address may call everything", listen=listen)
     return security
+
+
+class SecurityCollector(Collector):
+    """Reads the counters of `security` at each scrape. Features that are off export no metrics."""
+
+    def __init__(self, security: ServerSecurity) -> None:
+        self._security = security
+
+    def collect(self) -> Iterator[Metric]:
+        certificate, access = self._security.certificate, self._security.access
+        watched: dict[str, WatchedFiles[Any]] = {}
+        if certificate is not None:
+            watched["certificate"] = certificate.files
+            yield GaugeMetricFamily(
+                "neap_tls_certificate_expiry_time_seconds",
+                "Expiry time of the certificate in use, in Unix seconds.",
+                value=certificate.expiry_time_s,
+            )
+        if access.files is not None:
+            watched["tokens"] = access.files
+            refused = CounterMetricFamily(
+                "neap_unauthorized_calls",
+                "Calls refused because of their token or its roles, by the reason in their ErrorInfo.",
+                labels=["reason"],
+            )
+            for reason, count in dict(access.refusals).items():
+                refused.add_metric([reason], count)
+            yield refused
+        if watched:
+            reloads = CounterMetricFamily(
+                "neap_security_reloads",
+                'Changes of the files of a kind. Result "refused": the new files could not be used, so the old ones '
+                "stay in use.",
+                labels=["kind", "result"],
+            )
+            for kind, files in watched.items():
+                reloads.add_metric([kind, "taken"], files.num_reloads)
+                reloads.add_metric([kind, "refused"], files.num_refused)
+            yield reloads

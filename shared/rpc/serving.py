@@ -13,11 +13,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from neap_client.channel import MAX_MESSAGE_BYTES
 
-from shared.rpc.addresses import bind, parse_listen
-from shared.rpc.client_waits import DELIVERY_TIMEOUT_S, ClientWaits
-from shared.rpc.connections import max_connections
-from shared.rpc.health import HealthServicer
-from shared.rpc.health_port import HealthPort
+from shared.rpc.addresses import bind, max_connections, parse_listen
+from shared.rpc.calls import DELIVERY_TIMEOUT_S, ClientWaits
+from shared.rpc.health import HealthPort, HealthServicer
 from shared.rpc.interceptors import SIDE_SERVICES, ServiceInterceptor
 from shared.rpc.logs import underlying_stream
 from shared.rpc.security import ServerSecurity

@@ -1,17 +1,21 @@
 """OpenTelemetry spans of calls, following the semantic conventions for gRPC.
 
-https://opentelemetry.io/docs/specs/semconv/rpc/grpc. Without an SDK (`shared.rpc.trace_export`) spans are empty, but
+https://opentelemetry.io/docs/specs/semconv/rpc/grpc. Without an SDK (`export_traces`) spans are empty, but
 the caller's trace id is still known and passed on. The W3C propagator is used explicitly, because the API's global one
 depends on the environment.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
+import structlog
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from shared.errors import InvalidInput
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _tracer = trace.get_tracer("neap")
@@ -80,3 +84,40 @@ def trace_id_of(span: Span) -> str:
     """Return the trace id as 32 hexadecimal digits, or "" if there is no trace."""
     context = span.get_span_context()
     return trace.format_trace_id(context.trace_id) if context.is_valid else ""
+
+
+log = structlog.get_logger("neap.rpc")
+
+
+@contextmanager
+def export_traces(enabled: bool, service_name: str) -> Iterator[None]:
+    """Export this process' spans until the block is left, then flush. Only once per process.
+    Does nothing if not `enabled`.
+
+    The SDK itself reads the endpoint, interval, sampling and headers from the standard OTEL_* variables. These are
+    many, their number grows with its versions, and they mean the same in every program. They may also override
+    `service_name`. Raises InvalidInput (reason BAD_CONFIGURATION) if the extra `neap-server[otel]` is not installed.
+    """
+    if not enabled:
+        yield
+        return
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise InvalidInput(
+            "OTEL_EXPORTER_OTLP_ENDPOINT is set, but exporting traces needs an extra: pip install 'neap-server[otel]'",
+            reason="BAD_CONFIGURATION",
+        ) from error
+    named = OTELResourceDetector().detect().attributes
+    resource = Resource.create({"service.name": service_name, **named})
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)
+    log.info("exporting traces", service_name=str(resource.attributes["service.name"]))
+    try:
+        yield
+    finally:
+        provider.shutdown()

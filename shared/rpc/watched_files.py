@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import structlog
-from neap_client.files import read_capped
+from neap_client.channel import read_capped
 
 from shared.errors import InvalidInput
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from bench import make_router
-from calibrator_service.calibration.source_record import published_spec, source_record
+from calibrator_service.calibration.spec import published_spec, source_record
 from shared.ladder.folder import read_ladder, read_router_folder
 from tests.manifests import real_manifest
 from tests.worker import build_model, build_tokenizer

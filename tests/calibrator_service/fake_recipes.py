@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from calibrator_service import recipe, worker_process
-from calibrator_service.calibration.progress import Progress
-from calibrator_service.process_config import ProcessConfig
+from calibrator_service.calibration.spec import Progress
+from calibrator_service.job_process import ProcessConfig
 from calibrator_service.recipe import Product
 from shared.errors import Cancelled, NotFound, UnsupportedModel
 

@@ -9,7 +9,7 @@ from datasets import packaged_modules
 from calibrator_service.calibration.spec import CalibrationSpec, HubDataset
 from calibrator_service.hub_datasets import check_allowed, check_hub_dataset, is_public_only
 from calibrator_service.job import JobState
-from calibrator_service.process_config import ProcessConfig
+from calibrator_service.job_process import ProcessConfig
 from calibrator_service.worker_process import run_job
 from shared.errors import InvalidInput
 from shared.service_settings import CalibratorSettings

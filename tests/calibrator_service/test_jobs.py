@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from calibrator_service import jobs
-from calibrator_service.calibration.progress import Progress
-from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, HubDataset, SelfGenerated, TextFile
+from calibrator_service.calibration.spec import (
+    AnswerFile,
+    CalibrationSpec,
+    HubDataset,
+    Progress,
+    SelfGenerated,
+    TextFile,
+)
 from calibrator_service.job import Ended, Job, JobState, Problem
 from calibrator_service.jobs import MAX_RESUMES, JobStore
 from calibrator_service.spec_messages import stored_spec

@@ -7,8 +7,8 @@ from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.job import Ended, JobState
+from calibrator_service.job_process import JobFolder
 from calibrator_service.metrics import CalibratorMetrics
-from calibrator_service.process_config import JobFolder
 from calibrator_service.supervisor import Supervisor
 from shared.errors import Exhausted
 from shared.service_settings import CalibratorSettings

@@ -9,13 +9,12 @@ import pytest
 from calibrator_service import publisher as module
 from calibrator_service import service_thread
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
-from calibrator_service.finished import load_product, save_product
 from calibrator_service.job import Ended, Job, JobState
+from calibrator_service.job_process import JobFolder
 from calibrator_service.jobs import JobStore
 from calibrator_service.metrics import CalibratorMetrics
-from calibrator_service.process_config import JobFolder
 from calibrator_service.publisher import Publisher
-from calibrator_service.recipe import Product
+from calibrator_service.recipe import Product, load_product, save_product
 from shared.errors import (
     AlreadyExists,
     Corrupt,

@@ -20,7 +20,7 @@ from calibrator_service import recipe
 from calibrator_service.calibration import plan
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
 from calibrator_service.calibration.statistics import Statistics, read_statistics
-from calibrator_service.process_config import ProcessConfig
+from calibrator_service.job_process import ProcessConfig
 from calibrator_service.spec_messages import spec_from_proto
 from neap_engine.cli.main import app
 from shared.errors import Cancelled, InvalidInput, UnsupportedModel

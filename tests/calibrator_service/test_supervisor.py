@@ -8,11 +8,10 @@ import pytest
 
 from calibrator_service import job_process, service_thread
 from calibrator_service import supervisor as module
-from calibrator_service.calibration.progress import Progress
-from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
+from calibrator_service.calibration.spec import CalibrationSpec, Progress, SelfGenerated
 from calibrator_service.job import Job, JobState, Problem
+from calibrator_service.job_process import JobFolder
 from calibrator_service.jobs import MAX_RESUMES, JobStore
-from calibrator_service.process_config import JobFolder
 from calibrator_service.supervisor import Supervisor
 from shared.errors import Exhausted
 from shared.service_settings import CalibratorSettings

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from demo import charts
 from demo.figures import PolicyFigures, policy_table
-from neap_engine.cli.charts import DOTS_PER_INCH
+from neap_engine.cli.evaluate_view import DOTS_PER_INCH
 
 
 def figures() -> list[PolicyFigures]:

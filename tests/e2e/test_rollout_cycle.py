@@ -15,7 +15,7 @@ import pytest
 from neap_client import NeapClient
 from neap_client.router.v1 import router_pb2
 
-from inference_service.split import takes_canary
+from inference_service.resolutions import takes_canary
 from neap_engine.cli.processes import ServiceProcess
 from shared.errors import NeapError
 from shared.ladder.artefact import pack_ladder

@@ -19,8 +19,7 @@ from shared.registry.factory import open_registry
 from shared.rpc.access import Access
 from shared.rpc.callers import Role
 from shared.rpc.certificates import ServerCertificate
-from shared.rpc.security import ServerSecurity
-from shared.rpc.security_metrics import SecurityCollector
+from shared.rpc.security import SecurityCollector, ServerSecurity
 from tests.certificates import issued, write
 from tests.generation import request_of
 from tests.tokens import write_tokens

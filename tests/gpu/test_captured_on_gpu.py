@@ -10,7 +10,7 @@ from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.paged_runner import PagedRunner
 from shared.model.ragged import RaggedSequence
 from shared.model.recorder import CudaRecorder
-from shared.model.substitution.compiled import LayerCompiler
+from shared.model.runners import LayerCompiler
 from shared.ops.chains import ChainStart
 from tests.chain_starts import begun
 from tests.families import VOCABULARY_SIZE, build_family

@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry
 
 from inference_service.client_waits_metrics import ClientWaitsCollector
 from shared.errors import DeadlineExceeded
-from shared.rpc.client_waits import ClientWaits
+from shared.rpc.calls import ClientWaits
 
 
 async def test_calls_without_a_request_are_exported():

@@ -1,6 +1,8 @@
 """The counts, the log line and the spans of one Generate call over real gRPC."""
 
+import asyncio
 import json
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +14,10 @@ from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1 import inference_pb2_grpc
 
 from inference_service import servicer
+from inference_service.generate_call import EventStream
 from inference_service.metrics import WorkerMetrics
+from shared.engine.request.request import TokenChunk
+from shared.errors import Exhausted
 from shared.ladder.artefact import pack_ladder
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
@@ -242,3 +247,92 @@ def test_concurrent_calls_keep_their_spans_apart(stub, spans):
         assert {child.parent.span_id for child in children} == set(servers)
         for child in children:
             assert child.context.trace_id == servers[child.parent.span_id]
+
+
+class Handle:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+    def cancel(self) -> None:
+        self.calls.append("cancel")
+
+
+def _chunks(number):
+    return [TokenChunk(str(index), ()) for index in range(number)]
+
+
+async def test_events_cross_threads_in_order_and_end_with_none():
+    stream, events = EventStream(), _chunks(200)
+    stream.attach(Handle())
+    thread = threading.Thread(target=lambda: [stream.push(event) for event in [*events, None]])
+    thread.start()
+    got = []
+    while (event := await asyncio.wait_for(stream.next(), 60)) is not None:
+        got.append(event)
+    assert got == events
+    thread.join()
+
+
+async def test_a_full_stream_pauses_and_half_of_it_resumes():
+    stream, handle = EventStream(capacity=4), Handle()
+    stream.attach(handle)
+    for event in _chunks(3):
+        stream.push(event)
+    assert handle.calls == []
+    for event in _chunks(2):
+        stream.push(event)
+    assert handle.calls == ["pause"]
+    await stream.next()
+    await stream.next()
+    assert handle.calls == ["pause"]
+    await stream.next()
+    assert handle.calls == ["pause", "resume"]
+    for event in _chunks(2):
+        stream.push(event)
+    assert handle.calls == ["pause", "resume", "pause"]
+
+
+async def test_events_before_the_handle_count():
+    stream, handle = EventStream(capacity=2), Handle()
+    for event in _chunks(2):
+        stream.push(event)
+    stream.attach(handle)
+    assert handle.calls == ["pause"]
+
+
+async def test_errors_are_raised_where_they_stand():
+    stream = EventStream()
+    stream.push(*_chunks(1))
+    stream.push(Exhausted("full"))
+    assert await stream.next() == _chunks(1)[0]
+    with pytest.raises(Exhausted):
+        await stream.next()
+
+
+@pytest.mark.parametrize("close_first", [True, False])
+async def test_closing_cancels_whenever_the_handle_comes(close_first):
+    stream, handle = EventStream(capacity=1), Handle()
+    if close_first:
+        stream.close()
+        stream.attach(handle)
+    else:
+        stream.attach(handle)
+        stream.close()
+    stream.push(*_chunks(1))
+    assert handle.calls == ["cancel"]
+
+
+def test_a_loop_that_is_gone_cancels():
+    async def make():
+        return EventStream()
+
+    stream, handle = asyncio.run(make()), Handle()
+    stream.attach(handle)
+    stream.push(*_chunks(1))
+    assert handle.calls == ["cancel"]

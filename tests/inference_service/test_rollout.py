@@ -8,7 +8,7 @@ from neap_client import NeapClient
 from neap_client.inference.v1 import inference_pb2 as pb
 
 from inference_service.metrics import WorkerMetrics
-from inference_service.split import takes_canary
+from inference_service.resolutions import takes_canary
 from shared.ladder.ladder import ModelIdentity
 from shared.registry.base import Canary
 from shared.registry.factory import open_registry

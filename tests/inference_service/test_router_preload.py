@@ -6,8 +6,7 @@ from contextlib import closing
 import pytest
 import structlog
 
-from inference_service.router_preload import preload_routers
-from inference_service.routers import RouterChoice, RouterStore
+from inference_service.routers import RouterChoice, RouterStore, preload_routers
 from shared.errors import Corrupt, Exhausted, InvalidInput, NotFound, Unavailable
 from shared.registry.base import Canary
 from shared.registry.factory import open_registry

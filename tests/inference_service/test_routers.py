@@ -8,9 +8,9 @@ import pytest
 import structlog
 
 from inference_service import router_loader
+from inference_service.resolutions import takes_canary
 from inference_service.router_loader import RouterLoader
 from inference_service.routers import RouterChoice, RouterStore
-from inference_service.split import takes_canary
 from shared.errors import Corrupt, NotFound, PreconditionFailed, RouterMismatch
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.blob_names import STATISTICS_BLOB

@@ -3,8 +3,8 @@
 import pytest
 
 from neap_engine.gateway.app import Gateway
+from neap_engine.gateway.clients import open_client
 from neap_engine.gateway.metrics import GatewayMetrics
-from neap_engine.gateway.workers import open_client
 from shared.config import settings_from_command_line
 from shared.gateway_settings import GatewaySettings
 from tests.k8s.test_settings import PROBES, ports_of

@@ -17,7 +17,7 @@ from inference_service.metrics import WorkerMetrics
 from neap_engine.gateway.app import Gateway
 from neap_engine.gateway.metrics import GatewayMetrics
 from shared.gateway_settings import GatewaySettings
-from shared.rpc.security_metrics import SecurityCollector
+from shared.rpc.security import SecurityCollector
 from tests.exported_metrics import (
     HISTOGRAM_SUFFIXES,
     busy_calibrator_metrics,
@@ -99,14 +99,8 @@ async def test_counters_whose_first_event_is_an_alert_are_there_at_0_from_the_st
     """increase() does not see the birth of a series at 1, and nothing compares with what is not there."""
     worker, calibrator, gateway = WorkerMetrics(), CalibratorMetrics(), GatewayMetrics()
     worker.add_engine(busy_engine(), versions=lambda: {3})
-    calibrator.observe(
-        SimpleNamespace(
-            settings=SimpleNamespace(sources={"tiny": None}),
-            is_alive=True,
-            is_held_up=False,
-            store=SimpleNamespace(count_jobs=lambda: [JobCount("tiny", "queued", 1, 0)], in_state=lambda _: []),
-        )
-    )
+    store = SimpleNamespace(count_jobs=lambda: [JobCount("tiny", "queued", 1, 0)], in_state=lambda _: [])
+    calibrator.observe(["tiny"], store, lambda: True, lambda: False)
     Gateway(GatewaySettings(workers="127.0.0.1:1"), None, gateway).app()
     found = [family for one in (worker, calibrator, gateway) for family in one.registry.collect()]
     samples = [sample for family in [*found, *security_families()] for sample in family.samples]

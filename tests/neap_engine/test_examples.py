@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import neap_engine
-from neap_engine.logs import log_to_logging
+from neap_engine.face import log_to_logging
 from tests.worker import save_model
 
 ROOT = Path(__file__).parents[2]

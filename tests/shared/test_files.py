@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.files import write_atomically, write_synced
+from shared.errors import Unavailable
+from shared.files import file_lock, write_atomically, write_synced
 
 STEPS = ["write", "written", "synced", "renamed"]
 
@@ -73,3 +74,15 @@ def test_a_writer_that_is_killed_leaves_the_old_contents_or_the_new(path, failin
 def test_a_missing_folder_is_not_created(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_atomically(tmp_path / "none" / "file", b"new")
+
+
+def test_a_lock_is_not_waited_for_without_bound(tmp_path):
+    path = tmp_path / "a.lock"
+    with file_lock(path, shared=True), file_lock(path, shared=True):
+        with pytest.raises(Unavailable) as raised, file_lock(path, timeout_s=0.05):
+            pass
+        assert raised.value.reason == "LOCKED"
+    with file_lock(path), pytest.raises(Unavailable), file_lock(path, timeout_s=0):
+        pass
+    with file_lock(path, timeout_s=0):
+        pass

@@ -1,24 +1,33 @@
-"""The figures of a ladder on the report split, from which nothing was learned."""
+"""The figures of a ladder on the report split, from which nothing was learned.
 
-from collections.abc import Sequence
+Of each rung: how often its draft is right, and how well its probability predicts that. Of exits also along chains of
+drafts, at each place and where the tables do not help. Of the joint probability, by situation.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
+from torch import Tensor
 
-from calibrator_service.calibration.report.chain_agreement import chain_agreement
-from calibrator_service.calibration.report.metrics import rung_figures
 from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.spec import Label
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.collect import LabelledSequence
 from calibrator_service.calibration.states.training_data import TrainingData
+from calibrator_service.calibration.training.chain_outputs import NUM_PLACES, chain_outputs
 from calibrator_service.calibration.training.confidence import exit_samples
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
+from calibrator_service.calibration.training.joint import Position, table_positions
 from calibrator_service.calibration.training.tables import labelled_positions
+from shared.engine.drafting.confidence import Confidence
+from shared.ladder.joint_weights import JointWeights
 from shared.ladder.ladder import Ladder
-from shared.ladder.rungs import NGRAM_TABLE, PROMPT_LOOKUP
+from shared.ladder.rungs import EXIT, NGRAM_TABLE, PROMPT_LOOKUP
 from shared.ladder.table_confidence import lookup_bins
 
 log = structlog.get_logger("neap.calibration")
@@ -102,4 +111,184 @@ def exit_figures(
             by_token = exit_samples(depth, head, chunks, vocabulary, layers, "agreement")
             figure["agreement"] = float(by_token.label.float().mean())
         figures[layer_exit.name] = figure
+    return figures
+
+
+# Chains at a time.
+CHAINS_PER_PASS = 1024
+
+
+def chain_agreement(
+    ladder: Ladder, chunks: Sequence[StateChunk], sequences: Sequence[LabelledSequence], vocabulary: DraftVocabulary
+) -> dict[str, dict[str, float]]:
+    """By exit: "agreement_1" .. "agreement_4", the share of chains whose first .. fourth draft is the full model's
+    choice, and "agreement_1_beside_tables" .., the same where the tables' draft is wrong or missing. "positions" and
+    "positions_beside_tables": the numbers of chains.
+
+    Every position begins a chain of the sequence's own tokens. `sequences` are those of the chunks, in the same order,
+    or the first of them. Choices outside the draft vocabulary count as missed.
+    """
+    helped = torch.cat([_tables_are_right(ladder, sequence) for sequence in sequences])
+    figures: dict[str, dict[str, float]] = {}
+    for layer_exit in ladder.exits:
+        # [2, NUM_PLACES]: of all chains, and of those that the tables do not help.
+        right, counts = torch.zeros(2, NUM_PLACES), torch.zeros(2, NUM_PLACES)
+        start = 0
+        for stored in chunks:
+            chunk = stored.to(vocabulary.device)
+            labelled = helped[start : start + len(chunk.usable)]
+            beside = ~labelled[chunk.usable[: len(labelled)]]
+            start += len(chunk.usable)
+            for index in torch.arange(len(beside)).split(CHAINS_PER_PASS):
+                outputs = chain_outputs(
+                    layer_exit.depth, layer_exit.head, chunk, index, vocabulary, ladder.model.num_layers
+                )  # fmt: skip
+                for place, output in enumerate(outputs):
+                    positions = output.positions.cpu()
+                    agrees = (output.logits.argmax(-1) == output.choices).cpu()
+                    known = positions < len(beside)
+                    is_beside = beside[positions[known]]
+                    counted = torch.stack([torch.ones_like(is_beside), is_beside])
+                    right[:, place] += (counted & agrees[known]).sum(1)
+                    counts[:, place] += counted.sum(1)
+        overall, beside_tables = (right / counts.clamp(min=1)).tolist()
+        exit_figures = figures[layer_exit.name] = {
+            "positions": int(counts[0, 0]),
+            "positions_beside_tables": int(counts[1, 0]),
+        }
+        for place in range(NUM_PLACES):
+            exit_figures[f"agreement_{place + 1}"] = overall[place]
+            exit_figures[f"agreement_{place + 1}_beside_tables"] = beside_tables[place]
+    return figures
+
+
+def _tables_are_right(ladder: Ladder, sequence: LabelledSequence) -> Tensor:
+    """Whether the tables' draft is the full model's choice, for the sequence's labelled positions [N] bool."""
+    is_right = []
+    for drafts, choice in table_positions(ladder, sequence):
+        best = max(drafts, key=lambda draft: draft.probability, default=None)
+        is_right.append(best is not None and best.token == choice)
+    return torch.tensor(is_right, dtype=torch.bool)
+
+
+# Probability from which on a draft counts as confident.
+CONFIDENT = 0.5
+# Equal bins of probability in a reliability diagram.
+NUM_BINS = 10
+
+Floats = npt.NDArray[np.float64]
+
+
+def rung_figures(probability: Floats, agreed: npt.NDArray[np.bool_], num_positions: int) -> dict[str, object]:
+    """All metrics of one rung. `probability` [N] and `agreed` [N]: its drafts, at N of `num_positions` positions."""
+    return {
+        "positions": num_positions,
+        "agreement": float(agreed.sum()) / max(num_positions, 1),
+        "coverage": len(agreed) / max(num_positions, 1),
+        "agreement_when_proposed": float(agreed.mean()) if len(agreed) else 0.0,
+        **confidence_figures(probability, agreed),
+        "reliability": reliability(probability, agreed),
+    }
+
+
+def confidence_figures(probability: Floats, agreed: npt.NDArray[np.bool_]) -> dict[str, float]:
+    """AUC, Brier score, precision at CONFIDENT and expected calibration error of N probabilities [N] and outcomes [N];
+    0 if N is 0."""
+    if len(agreed) == 0:
+        return {"router_auc": 0.0, "router_brier": 0.0, "router_precision": 0.0, "router_ece": 0.0}
+    confident = agreed[probability >= CONFIDENT]
+    return {
+        "router_auc": auc(probability, agreed),
+        "router_brier": float(np.mean((probability - agreed) ** 2)),
+        "router_precision": float(confident.mean()) if len(confident) else 0.0,
+        "router_ece": calibration_error(probability, agreed),
+    }
+
+
+def wilson_interval(count: int, num_trials: int, z: float) -> tuple[float, float]:
+    """Wilson's interval of the share of independent trials of which `count` came out so; `z`: the quantile of the
+    normal distribution. (0, 1) without trials."""
+    if num_trials == 0:
+        return 0.0, 1.0
+    share, square = count / num_trials, z**2 / num_trials
+    middle = share + square / 2
+    spread = math.sqrt(square * (share * (1 - share) + square / 4))
+    # Rounding may leave something of a bound that is 0 or 1.
+    return max((middle - spread) / (1 + square), 0.0), min((middle + spread) / (1 + square), 1.0)
+
+
+def auc(probability: Floats, agreed: npt.NDArray[np.bool_]) -> float:
+    """Area under the ROC curve: the chance that a right draft has a higher probability than a wrong one, ties counted
+    half.
+
+    0.5 if all drafts are right or all are wrong.
+    """
+    positives = int(agreed.sum())
+    negatives = len(agreed) - positives
+    if not positives or not negatives:
+        return 0.5
+    _, inverse, counts = np.unique(probability, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    return float((ranks[agreed].sum() - positives * (positives + 1) / 2) / (positives * negatives))
+
+
+def calibration_error(probability: Floats, agreed: npt.NDArray[np.bool_]) -> float:
+    """Expected calibration error: mean difference of probability and share of agreement over the bins, weighted by
+    their size."""
+    bins = reliability(probability, agreed)
+    errors = (row["count"] * abs(row["probability"] - row["agreement"]) for row in bins)
+    return sum(errors) / max(len(agreed), 1)
+
+
+def reliability(probability: Floats, agreed: npt.NDArray[np.bool_]) -> list[dict[str, float]]:
+    """The bins of the reliability diagram that have samples: mean probability, share of agreement, count."""
+    which = np.minimum((probability * NUM_BINS).astype(int), NUM_BINS - 1)
+    return [
+        {
+            "probability": float(probability[which == b].mean()),
+            "agreement": float(agreed[which == b].mean()),
+            "count": int((which == b).sum()),
+        }
+        for b in range(NUM_BINS)
+        if (which == b).any()
+    ]
+
+
+# Tables that say less of their best draft are unsure.
+SURE = 0.5
+SITUATIONS = ("tables_unsure", "agree", "differ")
+
+
+def joint_figures(weights: JointWeights, positions: Iterable[Position]) -> dict[str, dict[str, float]]:
+    """Figures of the draft that is chosen, by situation: where the tables are unsure or silent, where tables and exits
+    propose the same best token, and where they propose different ones.
+
+    "positions"; "agreement", the share of drafts that are right; the Brier scores of the joint probability, "brier",
+    and of what the draft's own proposer says, "brier_alone". Only "positions" where there are none.
+    """
+    confidence = Confidence(weights=weights)
+    by_situation: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SITUATIONS}
+    for drafts, choice in positions:
+        if not drafts:
+            continue
+        draft, probability = confidence.rate(drafts)[0]
+        right = float(draft.token == choice)
+        errors = right, (probability - right) ** 2, (draft.probability - right) ** 2
+        table, best_exit = (
+            max(
+                (candidate for candidate in drafts if candidate.rung.startswith(EXIT) == of_exit),
+                key=lambda candidate: candidate.probability,
+                default=None,
+            )
+            for of_exit in (False, True)
+        )
+        if table is None or table.probability < SURE:
+            by_situation["tables_unsure"].append(errors)
+        if table is not None and best_exit is not None:
+            by_situation["agree" if table.token == best_exit.token else "differ"].append(errors)
+    figures: dict[str, dict[str, float]] = {}
+    for name, rows in by_situation.items():
+        means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+        keys = ("agreement", "brier", "brier_alone")
+        figures[name] = {"positions": len(rows), **dict(zip(keys, means, strict=False))}
     return figures

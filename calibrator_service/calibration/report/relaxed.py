@@ -9,7 +9,7 @@ so a worker that drafts less differs less often.
 from collections.abc import Sequence
 from typing import Any
 
-from calibrator_service.calibration.report.metrics import wilson_interval
+from calibrator_service.calibration.report.held_out import wilson_interval
 from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.schedule import RELAXED_SHARE
 from calibrator_service.calibration.states.collect import LabelledSequence

@@ -6,8 +6,7 @@ from typing import Any
 
 import structlog
 
-from calibrator_service.calibration.report.held_out import LEAST_POSITIONS
-from calibrator_service.calibration.report.metrics import wilson_interval
+from calibrator_service.calibration.report.held_out import LEAST_POSITIONS, wilson_interval
 from calibrator_service.calibration.run import CalibrationRun
 from shared.engine.drafting.costs import exit_timings, measure_verify
 from shared.engine.drafting.planner import PassCosts, exit_gain_s

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor
 
 from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.plan import CHUNK_POSITIONS, PASS_TOKENS
+from calibrator_service.calibration.spec import Label
 from calibrator_service.calibration.states.chunk import (
     StateChunk,
     StateChunks,
@@ -25,12 +27,11 @@ from calibrator_service.calibration.states.chunk import (
     read_chunk,
     read_tensors,
 )
-from calibrator_service.calibration.states.labels import cosine_converged, greedy_choices
-from calibrator_service.calibration.states.sums import Sums
+from calibrator_service.calibration.states.moments import Sums
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
 from calibrator_service.calibration.text.splits import SPLITS, Split
+from shared.ladder.exit_head import unit
 from shared.ladder.ngram_table import Array
-from shared.ladder.unit import unit
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import captured_depths
 
@@ -294,3 +295,30 @@ def batches(order: list[int], lengths: list[int], pass_tokens: int = PASS_TOKENS
         batch.append(i)
     if batch:
         yield batch
+
+
+# Rows of logits computed at a time.
+CHUNK_ROWS = 512
+
+
+@torch.inference_mode()
+def greedy_choices(runner: ContiguousRunner, deep: Tensor) -> Tensor:
+    """Deep states [N, D] -> the full model's greedy choices [N] int64."""
+    return torch.cat([runner.logits(part).argmax(-1) for part in deep.split(CHUNK_ROWS)])
+
+
+@torch.inference_mode()
+def cosine_converged(runner: ContiguousRunner, state: Tensor, deep: Tensor, threshold: float) -> Tensor:
+    """The label of TIDE: whether the cosine of the normed state [N, D] and the normed deep state [N, D] exceeds
+    `threshold`.
+
+    Returns bool [N]. Both states go through the final norm.
+    """
+    early, final = runner.normed(state).float(), runner.normed(deep).float()
+    return F.cosine_similarity(early, final, dim=-1) > threshold
+
+
+def agreement(label: Label, predicted: Tensor, choices: Tensor, converged: Tensor) -> Tensor:
+    """What a confidence head learns, bool [N]: the exit's token is the full model's; with the cosine label, the state
+    has converged."""
+    return predicted == choices if label == "agreement" else converged

@@ -11,9 +11,8 @@ from calibrator_service.calibration.plan import MAX_STATE_BYTES
 from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.states.chunk import StateChunks
 from calibrator_service.calibration.states.collect import Collector, LabelledSequence
-from calibrator_service.calibration.states.moments import Moments, MomentsLayout
+from calibrator_service.calibration.states.moments import Moments, MomentsLayout, Sums
 from calibrator_service.calibration.states.ngram_builder import NgramTableBuilder
-from calibrator_service.calibration.states.sums import Sums
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.text.splits import SPLITS, Split
 from calibrator_service.calibration.text.stream import CollectingProgress, too_little_text

@@ -14,9 +14,8 @@ from typing import Any
 
 from calibrator_service.calibration.spec import AnswerFile
 from calibrator_service.calibration.text.chat import PromptFormat, encode_rendered
-from calibrator_service.calibration.text.documents import checked_text, json_lines, json_object
+from calibrator_service.calibration.text.documents import check_is_file, checked_text, json_lines, json_object
 from calibrator_service.calibration.text.shards import TokenSequence
-from calibrator_service.calibration.text.sources import check_is_file
 from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
 

@@ -19,7 +19,7 @@ from huggingface_hub.errors import DisabledRepoError, GatedRepoError, Repository
 from calibrator_service.calibration.spec import HubDataset
 from calibrator_service.hub_datasets import check_hub_dataset
 from shared.errors import InvalidInput, NeapError, NotFound, PermissionDenied, Unavailable
-from shared.hub import HTTP_ERROR
+from shared.model.source import HTTP_ERROR
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from calibrator_service.calibration.plan import HEADS_SHARE
 from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.spec import AnswerFile, HubDataset, SelfGenerated, TextFile
 from calibrator_service.calibration.text.answers import answer_sequences, count_kinds
+from calibrator_service.calibration.text.documents import text_sequences
 from calibrator_service.calibration.text.self_generation import ROUND_TEMPERATURES, SelfGenerationConfig, SelfGenerator
 from calibrator_service.calibration.text.shards import TokenSequence
-from calibrator_service.calibration.text.sources import text_sequences
 from calibrator_service.calibration.text.splits import Split, Splitter, held_out_kinds
 from calibrator_service.calibration.text.writer import Pace, Writer
 from shared.errors import InvalidInput

@@ -13,7 +13,7 @@ from torch import Tensor
 from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.spec import Label
 from calibrator_service.calibration.states.chunk import StateChunk
-from calibrator_service.calibration.states.labels import agreement
+from calibrator_service.calibration.states.collect import agreement
 from calibrator_service.calibration.states.training_data import TrainingData
 from calibrator_service.calibration.training.chain_outputs import chain_outputs
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary

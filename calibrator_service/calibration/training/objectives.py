@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from calibrator_service.calibration.states.chunk import StateChunk
-from calibrator_service.calibration.training.batches import gather_chains
+from calibrator_service.calibration.training.chain_outputs import gather_chains
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from shared.ladder.exit_head import ExitHead, chained
 from shared.model.contiguous_runner import ContiguousRunner

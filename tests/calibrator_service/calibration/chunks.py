@@ -4,7 +4,7 @@ import torch
 
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.moments import MomentsLayout
-from shared.ladder.unit import unit
+from shared.ladder.exit_head import unit
 
 SIZE = 8
 LAYOUT = MomentsLayout(SIZE, 0, (2, 4))

@@ -15,9 +15,8 @@ from safetensors.torch import load
 
 from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
 from calibrator_service.calibration.plan import QUICK_BUDGET_S, PassSizes, resolve
-from calibrator_service.calibration.progress import Progress
-from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, SelfGenerated, TextFile
-from calibrator_service.calibration.states.sums import Sums
+from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, Progress, SelfGenerated, TextFile
+from calibrator_service.calibration.states.moments import Sums
 from calibrator_service.calibration.text import stream
 from shared.engine.engine import Engine
 from shared.errors import Cancelled, Corrupt, InvalidInput

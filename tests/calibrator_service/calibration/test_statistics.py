@@ -1,8 +1,9 @@
 """Statistics of two calibrations add to those of one on everything, and nothing but what was written is read back."""
 
 import json
+import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,15 @@ import torch
 from safetensors.torch import load, save
 
 from calibrator_service.calibration import statistics as module
+from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
+from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, ParentRouter, Progress
 from calibrator_service.calibration.states.moments import Moments, MomentsLayout
 from calibrator_service.calibration.states.ngram_builder import NgramTableBuilder
-from calibrator_service.calibration.statistics import Statistics, read_statistics, tokenizer_digest
-from shared.errors import Corrupt, PreconditionFailed, RouterMismatch
+from calibrator_service.calibration.statistics import Parent, Statistics, read_statistics, tokenizer_digest
+from calibrator_service.calibration.text import splits
+from shared.errors import Cancelled, Corrupt, InvalidInput, PreconditionFailed, RouterMismatch
+from shared.ladder.blob_names import STATISTICS_BLOB
+from shared.ladder.folder import read_ladder, read_router_folder
 from shared.model.loaded import LoadedModel
 
 LAYOUT = MomentsLayout(hidden_size=4, depth=0, kept_depths=(0, 2))
@@ -156,3 +162,172 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(PreconditionFailed) as raised:
         read_statistics(path)
     assert raised.value.reason == "SCHEMA_TOO_NEW"
+
+
+# A multiple of the ten sequences of the pattern of splits, so that each line is in the same split whatever comes before
+# it.
+LINES = 20
+
+
+def write_lines(path: Path, *seeds: int) -> Path:
+    lines = []
+    for seed in seeds:
+        draw = random.Random(seed)
+        for _ in range(LINES):
+            prompt, answer = ([draw.randrange(5, 29) for _ in range(size)] for size in (6, 24))
+            lines.append(json.dumps({"prompt": prompt, "answer": answer}))
+    path.write_text("\n".join(lines))
+    return path
+
+
+def spec_of(path: Path) -> CalibrationSpec:
+    spec = CalibrationSpec(source=AnswerFile(str(path)), max_tokens=5000, rung_depths=(1,))
+    return replace(spec, router_width=8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_pattern_of_splits() -> Iterator[None]:
+    """Texts that are learned one after the other are split as they are together: small texts have no pattern of their
+    own here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splits, "NUM_EARLY", 0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def first(counting: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> CalibrationResult:
+    path = write_lines(tmp_path_factory.mktemp("first") / "answers.jsonl", 1)
+    return calibrate(counting, spec_of(path))
+
+
+def parent_of(result: CalibrationResult, share: float = 1.0) -> Parent:
+    assert result.statistics is not None
+    return Parent(ParentRouter(version=1, manifest_digest="sha256:1", share=share), result.statistics)
+
+
+def assert_same_sums(one: Statistics | None, two: Statistics | None) -> None:
+    assert one is not None
+    assert two is not None
+    assert one.num_tokens == two.num_tokens
+    assert torch.equal(one.choice_counts, two.choice_counts)
+    assert torch.equal(one.learned, two.learned)
+    counts, others = one.ngrams.to_tensors(), two.ngrams.to_tensors()
+    assert all(torch.equal(counts[name], others[name]) for name in counts)
+    for depth, moments in one.moments.items():
+        other = two.moments[depth]
+        assert moments.count == other.count
+        torch.testing.assert_close(moments.second, other.second, rtol=1e-3, atol=0.05)
+        torch.testing.assert_close(moments.targets, other.targets, rtol=1e-3, atol=0.05)
+
+
+def test_the_sums_are_those_of_everything_at_once(first, counting, tmp_path):
+    second = write_lines(tmp_path / "second.jsonl", 2)
+    child = calibrate(counting, spec_of(second), parent=parent_of(first))
+    both = calibrate(counting, spec_of(write_lines(tmp_path / "both.jsonl", 1, 2)))
+    assert_same_sums(child.statistics, both.statistics)
+    assert first.statistics is not None
+    assert first.statistics.num_tokens < child.statistics.num_tokens
+    for one, other in zip(child.ladder.exits, both.ladder.exits, strict=True):
+        torch.testing.assert_close(one.head.fuse, other.head.fuse, rtol=0.02, atol=0.02)
+    assert child.report["spec"]["parent"]["manifest_digest"] == "sha256:1"
+    third = write_lines(tmp_path / "third.jsonl", 3)
+    grandchild = calibrate(counting, spec_of(third), parent=parent_of(child))
+    all_three = calibrate(counting, spec_of(write_lines(tmp_path / "all.jsonl", 1, 2, 3)))
+    assert_same_sums(grandchild.statistics, all_three.statistics)
+
+
+def test_text_that_the_parent_knows_is_not_counted_again(first, counting, tmp_path):
+    """A log that has grown: only its new lines are learned from, and no known prompt is measured."""
+    grown = write_lines(tmp_path / "grown.jsonl", 1, 2)
+    child = calibrate(counting, spec_of(grown), parent=parent_of(first))
+    new = calibrate(counting, spec_of(write_lines(tmp_path / "new.jsonl", 2)))
+    assert child.statistics is not None
+    assert new.statistics is not None
+    assert first.statistics is not None
+    own = child.statistics.num_tokens - first.statistics.num_tokens
+    # The lines of the parent's other splits are new text here.
+    assert new.statistics.num_tokens <= own < new.statistics.num_tokens * 1.5
+    with pytest.raises(InvalidInput) as raised:
+        calibrate(counting, spec_of(_heads_only(tmp_path, first)), parent=parent_of(first))
+    assert raised.value.reason == "TOO_LITTLE_TEXT"
+
+
+def _heads_only(tmp_path: Path, first: CalibrationResult) -> Path:
+    lines = write_lines(tmp_path / "again.jsonl", 1).read_text().split("\n")
+    path = tmp_path / "heads.jsonl"
+    path.write_text("\n".join(line for n, line in enumerate(lines) if n % 10 not in (1, 4)))
+    return path
+
+
+RARELY = [pytest.param(phase, marks=pytest.mark.full) for phase in ("collecting", "evaluating")]
+
+
+@pytest.mark.parametrize("phase", ["training_routers", *RARELY])
+def test_a_run_that_is_killed_and_resumed_adds_its_parent_once(first, counting, tmp_path, phase):
+    spec = spec_of(write_lines(tmp_path / "second.jsonl", 2))
+    whole = calibrate(counting, spec, parent=parent_of(first))
+    killed = False
+
+    def kill(progress: Progress) -> None:
+        nonlocal killed
+        if progress.phase == phase and not killed:
+            killed = True
+            raise Cancelled("killed")
+
+    def run() -> CalibrationResult:
+        return calibrate(counting, spec, parent=parent_of(first), work_dir=tmp_path / "work", progress=kill)
+
+    with pytest.raises(Cancelled):
+        run()
+    again = run()
+    assert_same_sums(again.statistics, whole.statistics)
+    assert_same_sums(run().statistics, whole.statistics)
+
+
+def test_a_share_weighs_the_parents_tokens(first, counting, tmp_path):
+    spec = spec_of(write_lines(tmp_path / "second.jsonl", 2))
+    half = calibrate(counting, spec, parent=parent_of(first, share=0.5)).statistics
+    alone = calibrate(counting, spec).statistics
+    assert half is not None
+    assert alone is not None
+    assert first.statistics is not None
+    assert half.num_tokens == alone.num_tokens + 0.5 * first.statistics.num_tokens
+
+
+def test_what_does_not_fit_is_refused_before_any_work(first, counting, tmp_path):
+    """There is no text, which would be the first thing that is read."""
+    spec = spec_of(tmp_path / "not there.jsonl")
+    parent = parent_of(first)
+    of_model = replace(parent, statistics=replace(parent.statistics, fingerprint="sha256:other"))
+    of_tokens = replace(parent, statistics=replace(parent.statistics, tokenizer="sha256:other"))
+    cases = [
+        (spec, of_model, RouterMismatch, "ROUTER_MISMATCH"),
+        (spec, of_tokens, RouterMismatch, "TOKENIZER_MISMATCH"),
+        (replace(spec, rung_depths=(0,)), parent, PreconditionFailed, "LAYOUT_MISMATCH"),
+        (replace(spec, parent=ParentRouter(9)), parent, InvalidInput, "BAD_SPEC"),
+        (replace(spec, parent=ParentRouter(9)), None, InvalidInput, "INVALID_INPUT"),
+    ]
+    for asked, given, kind, reason in cases:
+        with pytest.raises(kind) as raised:
+            calibrate(counting, asked, parent=given)
+        assert raised.value.reason == reason
+
+
+def test_a_child_does_not_write_its_ancestors_text(first):
+    seeds = {0}
+    parent = parent_of(first)
+    assert parent.statistics is not None
+    for generation in range(5):
+        older = replace(parent, statistics=replace(parent.statistics, generation=generation))
+        seeds |= {older.spec_of_child(CalibrationSpec()).seed}
+    assert len(seeds) == 6
+
+
+def test_statistics_are_saved_beside_the_ladder(first, counting, tmp_path):
+    first.save(tmp_path / "router")
+    manifest, blobs = read_router_folder(tmp_path / "router", with_statistics=True)
+    assert manifest["calibration"]["statistics"]["num_tokens"] == first.statistics.num_tokens
+    parent = Parent.read(tmp_path / "router" / STATISTICS_BLOB, ParentRouter())
+    assert parent.statistics.to_bytes() == blobs[STATISTICS_BLOB]
+    (tmp_path / "router" / STATISTICS_BLOB).unlink()
+    assert read_ladder(tmp_path / "router").rung_names == first.ladder.rung_names

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from neap_engine.cli import line_view
+from neap_engine.cli import routers
 from tests.manifests import real_manifest
 
 
@@ -180,7 +180,7 @@ def test_show_prints_the_line_of_a_router(service, neap):
 
 
 def test_a_line_that_returns_to_itself_ends(service, neap, monkeypatch):
-    monkeypatch.setattr(line_view, "MAX_ANCESTORS", 3)
+    monkeypatch.setattr(routers, "MAX_ANCESTORS", 3)
     service.routers.manifests = {1: manifest_of(5, version=1, manifest_digest="sha256:1")}
     show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
     assert neap(*show).stdout.count("  version 1, ") == 3

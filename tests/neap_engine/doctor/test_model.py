@@ -2,7 +2,7 @@
 
 import pytest
 
-from neap_engine.doctor.model import described_acceleration, described_runner
+from neap_engine.doctor.checks import described_acceleration, described_runner
 from shared.model.loaded import wrap_model
 from shared.model.runners import make_runner
 from shared.service_settings import WorkerSettings

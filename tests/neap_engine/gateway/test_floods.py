@@ -11,11 +11,12 @@ from contextlib import ExitStack, contextmanager
 import pytest
 from neap_client.inference.v1 import inference_pb2 as pb
 
-from neap_engine.gateway import app, parsing, structure
+from neap_engine.gateway import app
+from neap_engine.gateway import body as body_module
+from neap_engine.gateway.answers import chat_logprobs, text_logprobs
 from neap_engine.gateway.clients import address_key
 from neap_engine.gateway.collected import Collected
-from neap_engine.gateway.logprobs import chat_logprobs, text_logprobs
-from shared.rpc import connections
+from shared.rpc import addresses
 from shared.rpc.access import Access
 from shared.rpc.callers import Role
 from shared.rpc.security import ServerSecurity
@@ -302,7 +303,7 @@ def test_addresses_of_one_host_are_one_client(address, key):
 
 
 def test_a_peer_has_a_share_of_the_connections(monkeypatch):
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(addresses, "MAX_CONNECTIONS", 8)
     with gateway_to("127.0.0.1:1") as gateway, ExitStack() as stack:
         for _ in range(4):
             stack.enter_context(connected(gateway, "127.0.0.2"))
@@ -328,7 +329,7 @@ def test_large_bodies_are_parsed_beside_the_loop_and_clients_take_turns(secure, 
         return parse(body, **options)
 
     monkeypatch.setattr(app, "parse_generation", slow)
-    large = {"messages": [{"role": "user", "content": "x" * parsing.INLINE_BYTES}]}
+    large = {"messages": [{"role": "user", "content": "x" * body_module.INLINE_BYTES}]}
     with gateway_to(worker.target) as gateway, ThreadPoolExecutor(5) as pool:
         asked = []
 
@@ -353,22 +354,22 @@ def test_values_are_counted_outside_of_strings_wherever_a_chunk_ends(monkeypatch
 
     for limit, num in (("MAX_CONTAINERS", 5), ("MAX_VALUES", 7)):
         for most, is_refused in ((num, False), (num - 1, True)):
-            monkeypatch.setattr(structure, limit, most)
-            counter = structure.Structure()
+            monkeypatch.setattr(body_module, limit, most)
+            counter = body_module.Structure()
             try:
                 for part in chunks:
                     counter.add(part)
                 refused = False
-            except structure.InvalidInput as error:
+            except body_module.InvalidInput as error:
                 refused = error.reason == "BODY_TOO_LARGE"
             assert refused == is_refused
-        monkeypatch.setattr(structure, limit, 1000)
+        monkeypatch.setattr(body_module, limit, 1000)
 
 
 def test_a_body_of_too_many_values_is_refused(secure):
     """At once, although its last bytes are the reason: nothing more comes that could be waited for."""
     worker, headers = secure
     with gateway_to(worker.target, request_timeout_s=600) as gateway:
-        messages = [{"role": "user", "content": "x"}] * structure.MAX_CONTAINERS
+        messages = [{"role": "user", "content": "x"}] * body_module.MAX_CONTAINERS
         reply = status_and_code(gateway, headers["ann"], messages=messages)
         assert reply == (413, "body_too_large")

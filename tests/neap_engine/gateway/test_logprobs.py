@@ -4,7 +4,7 @@ import openai
 import pytest
 from neap_client.inference.v1 import inference_pb2 as pb
 
-from neap_engine.gateway.logprobs import text_logprobs
+from neap_engine.gateway.answers import text_logprobs
 from tests.worker import build_tokenizer
 
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}

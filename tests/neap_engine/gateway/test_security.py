@@ -10,15 +10,14 @@ import pytest
 import trustme
 from prometheus_client import CollectorRegistry
 
-from neap_engine.gateway.workers import open_client
+from neap_engine.gateway.clients import open_client
 from shared import errors
 from shared.config import make_settings
 from shared.gateway_settings import GatewaySettings
-from shared.rpc import connections
+from shared.rpc import addresses
 from shared.rpc.access import Access
 from shared.rpc.certificates import ServerCertificate
-from shared.rpc.security import ServerSecurity
-from shared.rpc.security_metrics import SecurityCollector
+from shared.rpc.security import SecurityCollector, ServerSecurity
 from tests import certificates
 from tests.gateways import chat_body, chunk, finished, gateway_to, scripted_worker, started
 from tests.tokens import write_tokens
@@ -108,7 +107,7 @@ def test_the_gateway_serves_https_with_rotated_certificates(tmp_path):
 
 
 def test_connections_count_before_their_handshake_and_may_not_take_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(addresses, "MAX_CONNECTIONS", 8)
     authority = trustme.CA()
     files = certificates.write(tmp_path, certificates.issued(authority, "127.0.0.1"))
     with (

@@ -6,8 +6,8 @@ from typing import NoReturn
 
 import pytest
 
+from shared.engine.request.admission import TRIAL_INTERVAL_S
 from shared.engine.request.handle import GenerationHandle
-from shared.engine.request.prefill_rate import TRIAL_INTERVAL_S
 from shared.engine.request.request import Finished, GenerationRequest, StoppingParams, TokenChunk
 from shared.engine.step import Decoder
 from shared.errors import (

@@ -14,8 +14,8 @@ from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.recorded_chain import MAX_CHAINS, NUM_CHAINS, NUM_DRAFTS
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.host_syncs import host_syncs
 from shared.model.paged_runner import PagedRunner
+from shared.model.recorder import host_syncs
 from shared.ops.chains import ChainStart, chain_length
 from tests.chain_starts import begun
 from tests.device_waits import Reads

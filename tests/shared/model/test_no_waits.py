@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from shared.model.gates import Gates
-from shared.model.host_syncs import host_syncs
-from shared.model.layer_configs import layer_configs
 from shared.model.paged_kv import BlockPool, LayerShape
 from shared.model.paged_pass import PagedForward, TokenBuffer
+from shared.model.parts import layer_configs
+from shared.model.recorder import host_syncs
 from shared.model.regimes import find_regimes
 from tests.families import by_tier
 from tests.paged import PAGED, load_family

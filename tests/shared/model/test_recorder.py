@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shared.model.host_syncs import host_syncs
 from shared.model.paged_pass import TokenBuffer, TokenPlaces
-from shared.model.recorder import CudaRecorder
+from shared.model.recorder import CudaRecorder, host_syncs
 from tests.recorders import NotRecordable, TracingRecorder
 
 

@@ -7,8 +7,7 @@ from shared.errors import PreconditionFailed
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import NoRecorder
-from shared.model.runners import check_runner, make_runner
-from shared.model.substitution.compiled import LayerCompiler
+from shared.model.runners import LayerCompiler, check_runner, make_runner
 from tests.paged import load_family
 from tests.paged import make_runner as make_paged
 from tests.recorders import NotRecordable, TracingRecorder

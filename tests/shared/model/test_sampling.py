@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
-from shared.model import host_draws
+from shared.model import host_choices
 from shared.model.loaded import wrap_model
 from shared.model.sampling import SamplingParams, uniform_at
 from tests.families import FAMILIES
@@ -113,12 +113,12 @@ def test_sampling_in_exact_keeps_the_full_models_distribution() -> None:
 def test_the_test_would_see_a_wrong_acceptance_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that accepts every fairly probable draft, instead of accepting with its probability, must fail the
     test."""
-    right = host_draws.token_at
+    right = host_choices.token_at
 
     def too_kind(uniform: float, scores: Any, sampling: SamplingParams) -> int:
         is_probable = torch.from_numpy(scores).softmax(0)[2] > 0.15
         return 2 if is_probable else right(uniform, scores, sampling)
 
-    monkeypatch.setattr(host_draws, "token_at", too_kind)
+    monkeypatch.setattr(host_choices, "token_at", too_kind)
     counts, truth = _pairs(DepthPolicy("exact", max_drafts=2), [1, 3])
     assert _p_value(counts, truth) < SIGNIFICANCE

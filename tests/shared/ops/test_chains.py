@@ -11,8 +11,7 @@ from torch import Tensor
 
 from shared import ops
 from shared.ops import chain_reference
-from shared.ops.chains import Chains, ChainStart, ChainWeights, draft_chains
-from shared.ops.exits import ConfidenceWeights
+from shared.ops.chains import Chains, ChainStart, ChainWeights, ConfidenceWeights, draft_chains
 
 DRAWN = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared.ops import reference
-from shared.ops.exits import ConfidenceWeights, draft_top, new_tickets, route
+from shared.ops.chains import ConfidenceWeights, draft_top, new_tickets, route
 
 DRAWN = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])

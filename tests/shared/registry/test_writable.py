@@ -5,7 +5,7 @@ from collections.abc import Callable
 import obstore
 import pytest
 
-from neap_engine.doctor.registry import registry as examine
+from neap_engine.doctor.checks import registry as examine
 from shared.errors import Exhausted, Unavailable
 from shared.registry.factory import open_registry
 from shared.registry.registry import Registry

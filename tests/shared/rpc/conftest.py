@@ -11,7 +11,7 @@ import grpc
 import pytest
 from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 
-from shared.rpc.client_waits import DELIVERY_TIMEOUT_S
+from shared.rpc.calls import DELIVERY_TIMEOUT_S
 from shared.rpc.serving import RpcServer
 from tests.server_settings import ServerSettings
 

@@ -14,10 +14,9 @@ from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 from structlog.testing import capture_logs
 
 from shared.errors import PermissionDenied, Unauthenticated
-from shared.rpc.access import Access
+from shared.rpc.access import METHOD_ROLES, OPEN_METHODS, Access
 from shared.rpc.callers import Role, current_caller
 from shared.rpc.interceptors import ServiceInterceptor
-from shared.rpc.roles import METHOD_ROLES, OPEN_METHODS
 from shared.rpc.security import ServerSecurity
 from tests.shared.rpc.conftest import running
 from tests.tokens import bearer, write_tokens

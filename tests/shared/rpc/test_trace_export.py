@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 from shared.config import make_settings
 from shared.errors import InvalidInput
-from shared.rpc.trace_export import export_traces
+from shared.rpc.tracing import export_traces
 from shared.service_settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,7 +24,7 @@ from shared.config import make_settings
 from shared.service_settings import WorkerSettings
 from shared.errors import NeapError
 from shared.rpc.logs import configure_logging
-from shared.rpc.trace_export import export_traces
+from shared.rpc.tracing import export_traces
 configure_logging()
 try:
     settings = make_settings(WorkerSettings)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibrator_service.calibration.report.metrics import wilson_interval
+from calibrator_service.calibration.report.held_out import wilson_interval
 from calibrator_service.calibration.report.relaxed import (
     ANSWER_TOKENS,
     MAX_ANSWERS,

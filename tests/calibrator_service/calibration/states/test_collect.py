@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from calibrator_service.calibration.states.chunk import read_chunk
-from calibrator_service.calibration.states.collect import Collector
-from calibrator_service.calibration.states.labels import agreement, cosine_converged
+from calibrator_service.calibration.states.collect import Collector, agreement, cosine_converged
 from calibrator_service.calibration.text.shards import TokenSequence
 from shared.errors import Corrupt
-from shared.ladder.unit import unit
+from shared.ladder.exit_head import unit
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
 

@@ -7,7 +7,7 @@ from calibrator_service.calibration.states import moments as moments_module
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.moments import Moments, MomentsLayout
 from shared.errors import Corrupt, PreconditionFailed
-from shared.ladder.unit import unit
+from shared.ladder.exit_head import unit
 from tests.calibrator_service.calibration.chunks import LAYOUT, SIZE, random_chunk
 
 

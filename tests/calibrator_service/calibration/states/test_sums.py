@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from calibrator_service.calibration.states import sums as sums_module
+from calibrator_service.calibration.states import moments as moments_module
 from calibrator_service.calibration.states.collect import Collector
-from calibrator_service.calibration.states.moments import MomentsLayout
-from calibrator_service.calibration.states.sums import Sums
+from calibrator_service.calibration.states.moments import MomentsLayout, Sums
 from calibrator_service.calibration.text.shards import TokenSequence
 from shared.errors import Corrupt
 from shared.model.contiguous_runner import ContiguousRunner
@@ -47,7 +46,7 @@ def test_sums_are_saved_now_and_then(tmp_path, monkeypatch):
     path = tmp_path / "sums.safetensors"
     added(new_sums(path), 0, 1)
     assert not path.exists()
-    monkeypatch.setattr(sums_module, "SAVE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(moments_module, "SAVE_INTERVAL_S", 0.0)
     added(new_sums(path), 0, 3)
     assert_equal(new_sums(path), added(new_sums(), 0, 3))
 

@@ -16,8 +16,7 @@ from calibrator_service.calibration.training.closed_form import (
     solve_head,
     solve_ridge,
 )
-from shared.ladder.exit_head import ExitHead, chained
-from shared.ladder.unit import unit
+from shared.ladder.exit_head import ExitHead, chained, unit
 from tests.calibrator_service.calibration.chunks import LAYOUT, SIZE, chunk_of
 
 # The state before and the one entering decide a deep state, and noise that no exit can know.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from calibrator_service.calibration.report.metrics import auc, calibration_error, confidence_figures
+from calibrator_service.calibration.report.held_out import auc, calibration_error, confidence_figures
 from calibrator_service.calibration.training.confidence import ConfidenceSamples, train_confidence
 from shared.errors import Cancelled
 

@@ -12,15 +12,14 @@ from calibrator_service.calibration.plan import HeadTraining
 from calibrator_service.calibration.states.collect import Collector
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training import heads as train_module
-from calibrator_service.calibration.training.batches import gather_chains
+from calibrator_service.calibration.training.chain_outputs import gather_chains
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.heads import train_heads
 from calibrator_service.calibration.training.objectives import ChainObjective, make_teacher
-from shared.ladder.exit_head import ExitHead
-from shared.ladder.unit import unit
+from shared.ladder.exit_head import ExitHead, unit
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.host_syncs import HostSyncs
 from shared.model.loaded import LoadedModel
+from shared.model.recorder import HostSyncs
 from shared.model.runner import captured_depths
 
 
@@ -107,7 +106,7 @@ class Killed(BaseException):
 
 def test_a_killed_training_continues_to_the_same_weights(counting, tmp_path, monkeypatch):
     """With the optimiser's state, chunk by chunk."""
-    monkeypatch.setattr("calibrator_service.calibration.training.checkpoint.SAVE_INTERVAL_S", 0.0)
+    monkeypatch.setattr("calibrator_service.calibration.training.heads.SAVE_INTERVAL_S", 0.0)
     runner = ContiguousRunner(counting)
     collector = Collector(runner, [0, *captured_depths(3)], tmp_path, max_state_bytes=1 << 20, chunk_positions=30)
     for row in torch.randint(5, 29, (9, 20)).tolist():

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from calibrator_service.calibration import pipeline
-from calibrator_service.calibration.report.chain_agreement import chain_agreement
-from calibrator_service.calibration.report.joint_figures import joint_figures
+from calibrator_service.calibration.report.held_out import chain_agreement, joint_figures
 from calibrator_service.calibration.states.collect import Collector
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary

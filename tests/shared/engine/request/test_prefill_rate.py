@@ -1,4 +1,4 @@
-from shared.engine.request.prefill_rate import TRIAL_INTERVAL_S, PrefillRate
+from shared.engine.request.admission import TRIAL_INTERVAL_S, PrefillRate
 
 
 def test_the_bound_is_half_of_the_fastest_passes_time():

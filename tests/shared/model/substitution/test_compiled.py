@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shared.model.recorder import NoRecorder
-from shared.model.substitution.compiled import LayerCompiler
+from shared.model.runners import LayerCompiler
 from tests.paged import load_family, make_runner
 
 pytestmark = pytest.mark.full

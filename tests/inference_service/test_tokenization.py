@@ -3,7 +3,7 @@
 import pytest
 from transformers import LlamaTokenizer
 
-from inference_service.token_texts import token_texts
+from inference_service.tokenization import token_texts
 from tests.worker import build_tokenizer
 
 PIECES = ["<unk>", "<s>", "</s>", "▁", "a", "t", "h", "e", "▁t", "he", "▁the", "▁a", "<0xE2>", "<0x41>"]

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from inference_service.__main__ import main
 from shared.errors import InvalidInput
-from shared.metrics_server import serve_metrics
+from shared.service_metrics import serve_metrics
 from tests.exported_metrics import busy_metrics
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shared.model import host_draws
+from shared.model import host_choices
 from shared.model.distribution import candidates, drawn, nucleus
-from shared.model.host_draws import draw, token_at
+from shared.model.host_choices import draw, token_at
 from shared.model.sampling import MIN_TEMPERATURE, SamplingParams, Trial
 from shared.ops.choices import NO_TOKEN
 
@@ -68,8 +68,8 @@ def test_rows_after_a_draft_that_was_not_drawn_are_left_out(monkeypatch):
     logits = torch.tensor([[0.0, 9.0, 0.0], [9.0, 0.0, 0.0], [0.0, 0.0, 9.0]])
     trial = Trial(SamplingParams(temperature=1e-3), [0], [1, 1])
     asked = []
-    right = host_draws.token_at
-    monkeypatch.setattr(host_draws, "token_at", lambda *args: [asked.append(1), right(*args)][1])
+    right = host_choices.token_at
+    monkeypatch.setattr(host_choices, "token_at", lambda *args: [asked.append(1), right(*args)][1])
     [tokens] = draw(logits, [trial])
     assert tokens.tolist() == [1, 0]
     assert len(asked) == 2

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from shared.errors import InvalidInput, PreconditionFailed
-from shared.ops import build, toolkit
+from shared.ops import build
 
 
 def test_without_a_gpu_every_architecture_is_built_and_ptx_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    flags = toolkit.architecture_flags(toolkit.wanted_architectures())
+    flags = build.architecture_flags(build.wanted_architectures())
     names = [flag.split(",code=")[1] for flag in flags]
     numbers = (75, 80, 86, 89, 90, 100, 120)
     assert names == [*(f"sm_{number}" for number in numbers), "compute_120"]
@@ -24,15 +24,15 @@ def test_with_a_gpu_only_its_own_unless_asked(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    assert toolkit.wanted_architectures() == "9.0"
+    assert build.wanted_architectures() == "9.0"
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a+PTX")
-    assert toolkit.architecture_flags(toolkit.wanted_architectures()) == [
+    assert build.architecture_flags(build.wanted_architectures()) == [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90a,code=sm_90a",
         "-gencode=arch=compute_90a,code=compute_90a",
     ]
     with pytest.raises(InvalidInput, match="'Hopper'"):
-        toolkit.architecture_flags("8.0;Hopper")
+        build.architecture_flags("8.0;Hopper")
 
 
 def script(path: Path, text: str) -> None:
@@ -41,28 +41,28 @@ def script(path: Path, text: str) -> None:
 
 
 def test_no_compiler_for_gpus_means_the_cpu_alone_and_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(toolkit.SWITCH, raising=False)
+    monkeypatch.delenv(build.SWITCH, raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert toolkit.find_toolkit() is None
+    assert build.find_toolkit() is None
     assert build.described() == "for the CPU only: there is no nvcc"
     assert not any(item.rule == "nvcc" for item in build.objects(None))
-    monkeypatch.setenv(toolkit.SWITCH, "0")
+    monkeypatch.setenv(build.SWITCH, "0")
     assert build.described() == "for the CPU only: it is switched off"
 
 
 def test_half_a_toolkit_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(toolkit.SWITCH, raising=False)
+    monkeypatch.delenv(build.SWITCH, raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     (tmp_path / "bin").mkdir()
     script(tmp_path / "bin" / "nvcc", f"echo '#$ TOP={tmp_path}' >&2")
     with pytest.raises(PreconditionFailed, match=r"no libcudart_static\.a"):
-        toolkit.find_toolkit()
+        build.find_toolkit()
     script(tmp_path / "bin" / "nvcc", "exit 3")
     with pytest.raises(PreconditionFailed, match="does not run"):
-        toolkit.find_toolkit()
+        build.find_toolkit()
 
 
-needs_nvcc = pytest.mark.skipif(toolkit.find_toolkit() is None, reason="there is no nvcc")
+needs_nvcc = pytest.mark.skipif(build.find_toolkit() is None, reason="there is no nvcc")
 
 
 @needs_nvcc
@@ -77,7 +77,7 @@ def test_a_spilled_register_ends_the_build(tmp_path: Path) -> None:
     )
     monkeypatch = pytest.MonkeyPatch()
     with monkeypatch.context() as patch:
-        flags = toolkit.architecture_flags("8.0")[0]
+        flags = build.architecture_flags("8.0")[0]
         patch.setattr(build, "SOURCES", tmp_path)
         patch.setattr(build, "objects", lambda _: [build.Object("s", "spill.cu", flags, "nvcc")])
         with pytest.raises(PreconditionFailed, match="spilled"):

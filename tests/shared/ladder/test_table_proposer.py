@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.ladder.prompt_lookup import MAX_OCCURRENCES, PromptLookup
 from shared.ladder.rungs import Match
+from shared.ladder.table_proposer import MAX_OCCURRENCES, PromptLookup
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 

@@ -12,7 +12,7 @@ from neap_client.status import from_rpc_error
 from structlog.testing import capture_logs
 
 from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, Unavailable
-from shared.rpc.client_waits import ClientWaits
+from shared.rpc.calls import ClientWaits
 from tests.shared.rpc.conftest import SERVICE, pass_time, running
 from tests.waiting import wait_until
 
