@@ -98,10 +98,15 @@ class DraftBuilder:
         return self.chain.tokens[1:]
 
     @property
+    def room(self) -> int:
+        """How many more drafts the chain may have."""
+        return self._room - len(self.chain.drafts)
+
+    @property
     def wants_more(self) -> bool:
         """Whether another draft may be worth its place in the verify pass. Not the first one, where so many sequences
         share the pass that even a sure draft would not pay."""
-        return len(self.chain.drafts) < self._room and self.survival > self._least_survival
+        return self.room > 0 and self.survival > self._least_survival
 
     def chain_start(self, index: int, rung: str, states_at: int | None, least: float) -> ChainStart:
         """The tokens that exit `index`, named `rung`, has not seen, with their states at the depth `states_at`. It may
@@ -110,7 +115,7 @@ class DraftBuilder:
         return ChainStart(
             tokens=self.chain.tokens[num_seen:],
             place=num_seen,
-            room=self._room - len(self.chain.drafts),
+            room=self.room,
             survival=self.survival,
             factor=self.sequence.confidence.factor(rung),
             least_survival=max(least, self._least_survival),

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 from shared.engine.drafting.builder import DraftBuilder
 from shared.engine.drafting.drafter import Drafter
-from shared.engine.drafting.planner import exit_gain_s, select_sequences
+from shared.engine.drafting.planner import chain_gain_s, exit_gain_s, select_sequences
 from shared.engine.drafting.speculation import Speculation, advance_to
 from shared.engine.failure import attempt, fail_all
 from shared.engine.request.sequence import DecodingSequence
 from shared.ladder.ladder import BoundLadder
 from shared.model.runner import Runner
 
-# Whom to ask for another draft, and the seconds that it is expected to save.
+# Whom to ask for another draft, and the seconds that its first draft is expected to save.
 _Asked = Sequence[tuple[DraftBuilder, float]]
 
 
@@ -70,9 +70,9 @@ def _ask_exits(drafter: Drafter, builders: Sequence[DraftBuilder], num_sequences
 def _worth_asking(
     drafter: Drafter, ladder: BoundLadder, index: int, builders: Sequence[DraftBuilder], num_sequences: int
 ) -> _Asked:
-    """The chains whose last tokens are worth taking to an exit in one pass, and the seconds that each is expected to
-    save."""
-    agreement, rung = ladder.agreements[index], ladder.names[index]
+    """The chains whose last tokens are worth taking to an exit in one call: those that save more, with all that the
+    call drafts, than the call costs. And the seconds that the first draft of each is expected to save."""
+    agreement, rung, cost = ladder.agreements[index], ladder.names[index], drafter.costs.exits[index]
     allowed = [builder for builder in builders if ladder.depths[index] >= builder.min_layers]
     gains_s = [
         exit_gain_s(
@@ -84,13 +84,17 @@ def _worth_asking(
         )
         for builder in allowed
     ]
-    chosen = select_sequences(gains_s, drafter.costs.exits[index])
+    whole_s = [
+        chain_gain_s(gain_s, agreement * builder.sequence.confidence.factor(rung), cost, builder.room)
+        for builder, gain_s in zip(allowed, gains_s, strict=True)
+    ]
+    chosen = select_sequences(whole_s, cost)
     return [(allowed[place], gains_s[place]) for place in chosen]
 
 
 def _propose(drafter: Drafter, ladder: BoundLadder, index: int, asked: _Asked) -> None:
-    """The exit drafts the asked chains on in one call, each as long as a draft is expected to save its share of the
-    time: what it saves is proportional to survival."""
+    """The exit drafts the asked chains on in one call, each as long as a further draft is expected to save what it
+    costs itself: what it saves is proportional to survival. The call is paid for already."""
     depth = ladder.depths[index]
     states_at = depth if depth in ladder.state_depths else None
     if states_at is not None:
@@ -100,9 +104,9 @@ def _propose(drafter: Drafter, ladder: BoundLadder, index: int, asked: _Asked) -
                 advance_to(stop, chains, drafter.runner)
         if depth == 0:
             _capture_embeddings(chains, drafter.runner)
-    share_s = drafter.costs.exits[index].of(len(asked)) / len(asked)
+    each_draft_s = drafter.costs.exits[index].each_draft_s
     starts = [
-        builder.chain_start(index, ladder.names[index], states_at, builder.survival * share_s / gain_s)
+        builder.chain_start(index, ladder.names[index], states_at, builder.survival * each_draft_s / gain_s)
         for builder, gain_s in asked
     ]
     chains_drafts = ladder.propose(index, starts)

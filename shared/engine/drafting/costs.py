@@ -37,8 +37,9 @@ REMEMBERED_S = 7 * 86400.0
 WIDE_PASS_TOKENS = (16, 32, 64)
 WIDE_REPEATS = 3
 MIN_WIDE_REPEATS = 1
-# Tokens of the shared pass with which an exit's cost per further token is measured.
-EXIT_TOKENS = 8
+# Chains of the call with which an exit's cost per further chain is measured, and drafts of one chain for the cost per
+# further draft.
+EXIT_CHAINS, EXIT_DRAFTS = 8, MAX_PASS_TOKENS - 1
 
 
 class CostMeter:
@@ -141,8 +142,7 @@ def smoothed(seconds: Sequence[float]) -> tuple[float, ...]:
 def exit_timings(
     runner: Runner, ladder: BoundLadder, *, repeats: int = REPEATS
 ) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
-    """Measures, `repeats` times, the costs of taking tokens from the embedding to each layer exit and through its head
-    and confidence head.
+    """Measures, `repeats` times, the costs of calls of each layer exit: of one chain, of many, and of a long one.
 
     Yields the drafts after each measurement, so that the engine can step requests in between. A verify pass before each
     measurement evicts heads and tables from the processor's caches, as while serving. With warm caches they would seem
@@ -150,42 +150,45 @@ def exit_timings(
     """
     loaded = runner.loaded
     context = min(CONTEXT_TOKENS, loaded.context_length - 1)
-    num_together = min(EXIT_TOKENS, loaded.context_length - context)
+    num_together = min(EXIT_CHAINS, loaded.context_length - context)
     cache = runner.new_cache(context + num_together)
     ids = torch.ones(1, context + num_together, dtype=torch.long, device=loaded.device)
     runner.run(ids[:, :context], cache, first=0, last=runner.num_layers, base=0)
     tokens = ids[:, :num_together]
     settled = torch.randn(num_together, NUM_STATES, loaded.hidden_size, device=loaded.device, dtype=loaded.model.dtype)
 
-    def ask_exit(index: int, depth: int, count: int) -> list[Draft]:
-        entering: Sequence[Tensor | None] = [None] * count
+    def call_exit(index: int, depth: int, num_chains: int, room: int) -> list[list[Draft]]:
+        entering: Sequence[Tensor | None] = [None] * num_chains
         if depth in ladder.state_depths:
-            ids = tokens[:, :count]
+            ids = tokens[:, :num_chains]
             states = runner.run(ids, cache, first=0, last=depth, base=context) if depth else runner.embed(ids, context)
             entering = states[0].split(1)
         starts = [
-            ChainStart([1], 0, 1, 1.0, 1.0, 0.0, state, begin)
-            for state, begin in zip(entering, settled[:count], strict=True)
+            ChainStart([1], 0, room, 1.0, 1.0, 0.0, state, begin)
+            for state, begin in zip(entering, settled[:num_chains], strict=True)
         ]
-        chains = ladder.propose(index, starts)
-        return [chain[0].draft for chain in chains]
+        return [[head_draft.draft for head_draft in chain] for chain in ladder.propose(index, starts)]
 
     next_token = tokens[:, :1]
     costs: list[ExitCost] = []
     for index, depth in enumerate(ladder.depths):
-        seconds: dict[int, list[float]] = {1: [], num_together: []}
+        alone, together, long = (1, 1), (num_together, 1), (1, EXIT_DRAFTS)
+        seconds: dict[tuple[int, int], list[float]] = {alone: [], together: [], long: []}
+        num_drafts = 1
         for _ in range(repeats + 1):
-            for count, measured in seconds.items():
+            for (num_chains, room), measured in seconds.items():
                 state = runner.run(next_token, cache, first=0, last=runner.num_layers, base=context)
                 # The read waits for the pass. Otherwise the exit's time on a GPU would include the rest of the pass.
                 runner.logits(state[0]).argmax(-1).tolist()
                 start = time.perf_counter()
-                drafts = ask_exit(index, depth, count)
+                chains = call_exit(index, depth, num_chains, room)
                 measured.append(time.perf_counter() - start)
-                yield drafts
-        alone_s, together_s = (min(seconds[n][1:]) for n in (1, num_together))
+                num_drafts = max(num_drafts, len(chains[0]))
+                yield [draft for chain in chains for draft in chain]
+        alone_s, together_s, long_s = (min(measured[1:]) for measured in seconds.values())
         each_more_s = max(together_s - alone_s, 0.0) / max(num_together - 1, 1)
-        costs.append(ExitCost(alone_s, each_more_s))
+        each_draft_s = max(long_s - alone_s, 0.0) / max(num_drafts - 1, 1)
+        costs.append(ExitCost(alone_s, each_more_s, each_draft_s, num_drafts))
     return tuple(costs)
 
 

@@ -20,11 +20,15 @@ MIN_SURVIVAL = 0.02
 
 @dataclass(frozen=True)
 class ExitCost:
-    """Measured seconds of taking tokens to a layer exit and through its head and confidence head: `alone_s` for one
-    token, `each_more_s` for each further token of the same pass."""
+    """Measured seconds of a call of a layer exit, which drafts on one or several chains: `alone_s` for the first draft
+    of one chain, `each_more_s` for that of each further chain, `each_draft_s` for each further draft of a chain. A call
+    makes at most `num_drafts` drafts of a chain. Where it makes as many whatever is asked of it, further ones cost
+    nothing."""
 
     alone_s: float
     each_more_s: float
+    each_draft_s: float = 0.0
+    num_drafts: int = 1
 
     def of(self, num_tokens: int) -> float:
         return self.alone_s + (num_tokens - 1) * self.each_more_s
@@ -124,6 +128,22 @@ def exit_gain_s(
     cost = costs.of_pass(num_sequences)
     growth = costs.of_pass(num_sequences + 1) - cost
     return survival * gain * (cost / num_sequences / tokens_per_pass - growth)
+
+
+def chain_gain_s(gain_s: float, agreement: float, cost: ExitCost, room: int) -> float:
+    """Seconds that a call is expected to save for one chain, which has `room` for drafts. The price of the call is not
+    subtracted.
+
+    `gain_s`: what the first draft saves. Each further one saves `agreement` of what the one before it does, and is made
+    as long as that is more than it costs.
+    """
+    total_s = gain_s
+    for _ in range(min(cost.num_drafts, room) - 1):
+        gain_s *= agreement
+        if gain_s <= cost.each_draft_s:
+            break
+        total_s += gain_s - cost.each_draft_s
+    return total_s
 
 
 def select_sequences(gains_s: Sequence[float], cost: ExitCost) -> list[int]:

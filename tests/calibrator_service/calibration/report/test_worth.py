@@ -103,8 +103,9 @@ def test_costs_are_measured_with_the_ladder(counting):
 
 
 def test_other_processes_do_not_make_an_exit_seem_expensive(counting, monkeypatch):
-    """Two measurements of three are disturbed: what counts is what the work takes undisturbed."""
-    now = itertools.accumulate(itertools.chain((0.0,), itertools.cycle((1.0, 0.0, 60.0, 0.0, 60.0, 0.0))))
+    """Four measurements of five are disturbed: what counts is what the work takes undisturbed."""
+    disturbed = [60.0, 0.0] * 4
+    now = itertools.accumulate(itertools.chain((0.0,), itertools.cycle((1.0, 0.0, *disturbed))))
     monkeypatch.setattr("shared.engine.drafting.costs.time.perf_counter", lambda: next(now))
     run: Any = SimpleNamespace(report=lambda *_: None)
     costs = worth.measured_costs(run, ContiguousRunner(counting), random_ladder(counting, seed=0))

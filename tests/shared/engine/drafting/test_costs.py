@@ -95,7 +95,7 @@ def test_other_work_beside_a_measurement_does_not_change_what_it_finds(monkeypat
         counts[kind] += 1
 
     def ask(_: list[int]) -> tuple[int, float]:
-        work("exits", 1 + costs.EXIT_TOKENS)
+        work("exits", 2 + costs.EXIT_CHAINS)
         return 4, 0.5
 
     runner = ContiguousRunner(load_family("llama"))

@@ -10,6 +10,7 @@ from shared.engine.drafting.planner import (
     ExitCost,
     PassCosts,
     best_lengths,
+    chain_gain_s,
     exit_gain_s,
     least_survival,
     select_sequences,
@@ -158,3 +159,17 @@ def test_drafts_that_are_verified_in_any_case() -> None:
 
 def test_without_chains_there_are_no_lengths() -> None:
     assert best_lengths([], FLAT) == []
+
+
+@pytest.mark.parametrize(
+    ("cost", "room", "gain"),
+    [
+        (ExitCost(1.0, 0.1), 8, 1.0),  # one draft a call
+        (ExitCost(1.0, 0.1, 0.0, 4), 8, 1 + 0.5 + 0.25 + 0.125),  # a recorded chain, which is as long in any case
+        (ExitCost(1.0, 0.1, 0.0, 4), 2, 1 + 0.5),
+        (ExitCost(1.0, 0.1, 0.2, 8), 8, 1 + (0.5 - 0.2) + (0.25 - 0.2)),  # the next would save less than it costs
+        (ExitCost(1.0, 0.1, 0.6, 8), 8, 1.0),
+    ],
+)
+def test_a_call_is_worth_what_all_its_drafts_save(cost, room, gain):
+    assert chain_gain_s(1.0, 0.5, cost, room) == pytest.approx(gain)

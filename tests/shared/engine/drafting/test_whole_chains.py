@@ -190,12 +190,12 @@ def test_a_table_that_drafts_the_same_token_costs_no_call(
 def test_a_chain_is_drafted_on_while_the_next_draft_is_expected_to_pay(runner: Runner, noted: list) -> None:
     bound = exit_ladder(runner).bind(runner)
     leasts = []
-    for alone_s in (0.1, 0.2, 0.4):
-        costs = replace(COSTS, exits=(ExitCost(alone_s, 0.0),))
+    for each_draft_s in (0.1, 0.2, 0.4):
+        costs = replace(COSTS, exits=(ExitCost(0.3, 0.0, each_draft_s, NUM_DRAFTS),))
         sequences = prefilled(runner, bound, [DepthPolicy("exact")], costs)
         draft_chains(sequences, 1)
         leasts.append(noted.pop()[0].least_survival)
-    # What a draft saves is proportional to survival, so twice the cost needs twice the survival.
+    # The call is paid for. What a draft saves is proportional to survival, so twice its own cost needs twice of it.
     assert [high / low for low, high in pairwise(leasts)] == pytest.approx([2.0, 2.0])
 
 
