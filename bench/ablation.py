@@ -30,7 +30,7 @@ from shared.engine.drafting.planner import MIN_SURVIVAL
 from shared.engine.engine import MAX_RUNNING, Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
-from shared.ladder.rungs import Draft
+from shared.ladder.proposers import Draft
 
 FULL, ALL, NONE = "full", "all", "none"
 
@@ -52,7 +52,7 @@ def each_alone(_: Confidence, drafts: Sequence[Draft]) -> Iterator[tuple[Draft, 
 # Where each rule or learner is, and what stands in its place.
 WITHOUT: dict[str, tuple[Any, str, Any]] = {
     "what other proposers say": (Confidence, "_combined", each_alone),
-    "corrected probabilities": (Confidence, "_ratio", lambda self, case, rung: 1.0),
+    "corrected probabilities": (Confidence, "_ratio", lambda self, case, proposer: 1.0),
     "exits asked if they pay": (chains, "exit_gain_s", lambda *_: 1.0),
     "no look-up that cannot pay": (builder, "least_survival", lambda *_: MIN_SURVIVAL),
     "planned lengths": (step, "best_lengths", all_drafts),

@@ -56,19 +56,19 @@ def print_table(
     loaded: LoadedModel, ladders: dict[str, Ladder], sequences: list[LabelledSequence], chunks: StateChunks
 ) -> None:
     drafts = [f"draft {place}" for place in PLACES]
-    head("router", "rung", "positions", *drafts, "draft 1 beside the tables")
+    head("router", "proposer", "positions", *drafts, "draft 1 beside the tables")
     num_positions = sum(sequence.num_labelled for sequence in sequences)
     for name, ladder in ladders.items():
-        for rung, figures in table_figures(ladder, sequences).items():
-            row(name, rung, num_positions, f"{figures['agreement']:.3f}", *[""] * len(PLACES))
+        for proposer, figures in table_figures(ladder, sequences).items():
+            row(name, proposer, num_positions, f"{figures['agreement']:.3f}", *[""] * len(PLACES))
         if ladder.draft_vocabulary is None:
             continue
         vocabulary = DraftVocabulary.of(loaded, ladder.draft_vocabulary)
         with torch.inference_mode():
             found = chain_agreement(ladder, chunks, sequences, vocabulary)
         keys = [f"agreement_{place}" for place in (*PLACES, "1_beside_tables")]
-        for rung, own in found.items():
-            row(name, rung, own["positions"], *(f"{own[key]:.3f}" for key in keys))
+        for proposer, own in found.items():
+            row(name, proposer, own["positions"], *(f"{own[key]:.3f}" for key in keys))
 
 
 def _answers(loaded: LoadedModel, options: argparse.Namespace) -> list[TokenSequence]:

@@ -60,7 +60,7 @@ def calibrated(
 ) -> Routers:
     """A router by its name. Prints what it has learned, and writes it into a folder of that name in `out`."""
     result: CalibrationResult = neap_engine.calibrate(loaded, spec, **options)  # type: ignore[arg-type]
-    figures = result.report["rungs"].get("depth-0", {})
+    figures = result.report["proposers"].get("depth-0", {})
     print(
         f"{name}: {result.report['seconds']['total']:.0f} s, {result.report['tokens']['total']:,} tokens learned from "
         f"and measured on; the exit's first draft agrees on {figures.get('agreement_1', 0):.3f} of "

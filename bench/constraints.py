@@ -27,13 +27,13 @@ from shared.constraints.state import ConstraintState
 from shared.engine.engine import Engine
 from shared.engine.request.request import FinishReason, Generation
 from shared.ladder.folder import read_ladder
-from shared.ladder.rungs import GRAMMAR
+from shared.ladder.proposers import GRAMMAR
 from shared.model import host_choices
 
 FILE = Path(__file__).parent / "data" / "schemas.jsonl"
 SIDES = ("full", "exact")
 COLUMNS = (
-    *("at once", "same tokens", "complete", "rung grammar", "tokens per pass"),
+    *("at once", "same tokens", "complete", "proposer grammar", "tokens per pass"),
     *("full, tokens/s", "exact, tokens/s", "exact / full", "masks per token", "share of the time"),
 )
 

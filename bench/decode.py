@@ -1,5 +1,5 @@
-"""Tokens per second while decoding: Hugging Face's `generate`, our full depth, and `exact` with all rungs or parts of
-the ladder.
+"""Tokens per second while decoding: Hugging Face's `generate`, our full depth, and `exact` with all proposers or parts
+of the ladder.
 
     python -m bench.decode --model DIR --router FOLDER [--device cuda] [--dtype float32] [--per-task 5] [--levers]
 

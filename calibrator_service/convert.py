@@ -13,7 +13,7 @@ from shared.errors import Corrupt
 from shared.registry.base import AliasChange, Canary, PublishedVersion, RegistryEvent
 from shared.registry.encoding import canonical_json
 
-_RUNG_FIGURES = ("agreement", "router_auc", "router_brier", "router_precision", "coverage")
+_PROPOSER_FIGURES = ("agreement", "confidence_auc", "confidence_brier", "confidence_precision", "coverage")
 
 
 def job_to_proto(job: Job) -> calibration_pb2.Calibration:
@@ -65,7 +65,7 @@ def version_to_proto(version: PublishedVersion, *, with_manifest: bool) -> route
         manifest_digest=version.manifest_digest,
         model_fingerprint=str(model.get("fingerprint", "")),
         create_time=timestamp(version.create_time_s),
-        rungs=[_rung(rung) for rung in manifest.get("rungs", ())],
+        proposers=[_proposer(proposer) for proposer in manifest.get("proposers", ())],
         size_bytes=version.size_bytes,
         speed_up=_speed_up(manifest),
         manifest_json=canonical_json(manifest).decode() if with_manifest else "",
@@ -80,10 +80,10 @@ def _speed_up(manifest: Mapping[str, Any]) -> float:
         return 0.0
 
 
-def _rung(rung: dict[str, Any]) -> router_pb2.Rung:
-    held_out = rung.get("figures") or {}
-    figures = {name: float(held_out.get(name) or 0.0) for name in _RUNG_FIGURES}
-    return router_pb2.Rung(name=str(rung["name"]), depth=int(rung.get("depth", 0)), **figures)
+def _proposer(proposer: dict[str, Any]) -> router_pb2.Proposer:
+    held_out = proposer.get("figures") or {}
+    figures = {name: float(held_out.get(name) or 0.0) for name in _PROPOSER_FIGURES}
+    return router_pb2.Proposer(name=str(proposer["name"]), depth=int(proposer.get("depth", 0)), **figures)
 
 
 def change_to_proto(change: AliasChange) -> router_pb2.AliasChange:

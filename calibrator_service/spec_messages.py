@@ -51,8 +51,8 @@ def spec_from_proto(
     chosen: dict[str, Any] = {}
     if spec.HasField("cosine_threshold"):
         chosen["cosine_threshold"] = spec.cosine_threshold
-    if spec.router_width:
-        chosen["router_width"] = spec.router_width
+    if spec.confidence_width:
+        chosen["confidence_width"] = spec.confidence_width
     if spec.HasField("seed"):
         chosen["seed"] = spec.seed
     if spec.HasField("time_budget"):
@@ -65,7 +65,7 @@ def spec_from_proto(
         model_id=spec.model_id,
         source=_source(spec),
         max_tokens=spec.max_tokens,
-        rung_depths=tuple(spec.rung_depths),
+        exit_depths=tuple(spec.exit_depths),
         label=_LABELS[spec.label],  # type: ignore[arg-type]
         draft_vocabulary_size=spec.draft_vocabulary_size,
         **chosen,
@@ -112,11 +112,11 @@ def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_
     message = calibration_pb2.CalibrationSpec(
         model_id=spec.model_id,
         max_tokens=spec.max_tokens,
-        rung_depths=spec.rung_depths,
+        exit_depths=spec.exit_depths,
         label=f"LABEL_{spec.label.upper()}",
         cosine_threshold=spec.cosine_threshold,
         draft_vocabulary_size=spec.draft_vocabulary_size,
-        router_width=spec.router_width,
+        confidence_width=spec.confidence_width,
         seed=spec.seed,
         aliases=aliases,
     )

@@ -272,20 +272,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor ou
   for (int64_t i = 0; i < drafts; ++i) check_token("draft token", draft_tokens[i]);
 
   const int64_t inner = packed_view(kOp, "gate", packed[2]).out_features;
-  const int64_t router_width = packed_view(kOp, "hidden", packed[6]).out_features;
+  const int64_t confidence_width = packed_view(kOp, "hidden", packed[6]).out_features;
   const LinearArgs fuse = matmul("fuse", packed[0], 3 * depth_width + embedding_width, width);
   const LinearArgs next = matmul("next", packed[1], width + embedding_width, width);
   const LinearArgs gated = linear_args(kOp, "gate", packed[2], &packed[3], nullptr, 0, width, inner, kSilu);
   const LinearArgs down = matmul("down", packed[4], inner, width);
   const bool has_bias = vectors[2].numel() > 0;
   const LinearArgs rows = matmul("rows", packed[5], width, drafts, has_bias ? floats(vectors[2]) : nullptr);
-  const LinearArgs hidden = matmul("hidden", packed[6], width, router_width);
+  const LinearArgs hidden = matmul("hidden", packed[6], width, confidence_width);
   check_vector(kOp, "norm", vectors[0], width);
   check_vector(kOp, "gain", vectors[1], width);
   if (has_bias) check_vector(kOp, "the bias of rows", vectors[2], drafts);
-  check_vector(kOp, "the router's bias", vectors[3], router_width);
-  check_vector(kOp, "the router's output", vectors[4], router_width);
-  check_vector(kOp, "the router's features", vectors[5], kFeatures * router_width);
+  check_vector(kOp, "the router's bias", vectors[3], confidence_width);
+  check_vector(kOp, "the router's output", vectors[4], confidence_width);
+  check_vector(kOp, "the router's features", vectors[5], kFeatures * confidence_width);
   check_vector(kOp, "the router's skip", vectors[6], kFeatures);
 
   std::vector<Drafting> sequences;
@@ -330,7 +330,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draft_chains(Tensor states, Tensor ou
       .top = {.rows = {.dtype = kFloat32, .rows = drafts, .columns = width}, .k = kTop},
       .route =
           {
-              .hidden = {.dtype = kFloat32, .rows = router_width, .columns = width},
+              .hidden = {.dtype = kFloat32, .rows = confidence_width, .columns = width},
               .bias = floats(vectors[3]),
               .output = floats(vectors[4]),
               .feature_weight = floats(vectors[5]),

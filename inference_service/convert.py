@@ -220,10 +220,10 @@ def from_event(
 
 def _token(token: GeneratedToken, text_of: Callable[[int], str]) -> inference_pb2.Token:
     return inference_pb2.Token(
-        text=None if token.logprob is None and token.rung != PROMPT else text_of(token.token_id),
+        text=None if token.logprob is None and token.proposer != PROMPT else text_of(token.token_id),
         id=token.token_id,
         exit_depth=token.exit_depth,
-        rung=token.rung,
+        proposer=token.proposer,
         logprob=token.logprob,
         alternatives=[
             inference_pb2.Alternative(id=token_id, logprob=logprob, text=text_of(token_id))
@@ -253,10 +253,11 @@ def _finished(event: Finished, content: dict[str, Any], num_reasoning_tokens: in
 
 
 def _statistics(depth: DepthStatistics) -> inference_pb2.DepthStatistics:
-    exits = sorted((rung_depth, rung, count) for rung, (rung_depth, count) in depth.exits.items())
+    exits = sorted((proposer_depth, proposer, count) for proposer, (proposer_depth, count) in depth.exits.items())
     return inference_pb2.DepthStatistics(
         exits=[
-            inference_pb2.RungCount(rung=rung, depth=rung_depth, num_tokens=count) for rung_depth, rung, count in exits
+            inference_pb2.ProposerCount(proposer=proposer, depth=proposer_depth, num_tokens=count)
+            for proposer_depth, proposer, count in exits
         ],
         num_drafted=depth.num_drafted,
         num_accepted=depth.num_accepted,

@@ -19,7 +19,7 @@ REQUEST_BOUNDS_S = (0.1, 0.25, 0.5, 1, 1.5, 2.5, 5, 10, 15, 20, 30, 60, 120, 240
 class WorkerMetrics(ServiceMetrics):
     """One registry with the metrics of calls, engines and this process.
 
-    Labels have few values: models that this worker serves ("" for any other), rungs (at most one per layer and four
+    Labels have few values: models that this worker serves ("" for any other), proposers (at most one per layer and four
     more), router versions that are loaded, and reasons that are constants in the source.
     """
 
@@ -147,9 +147,9 @@ def _families() -> dict[str, Metric]:
         "Of these, the ones whose keys and values were copied from a request with the same prefix.",
     )
     counter("generation_tokens", "Tokens generated, end tokens and those of failed calls included.")
-    counter("drafted_tokens", "Drafts that were verified, by rung.", "rung")
-    counter("accepted_tokens", "Drafts that were accepted, by rung.", "rung")
-    counter("exits", 'Tokens delivered by the rung they left at; "full": the full model.', "rung")
+    counter("drafted_tokens", "Drafts that were verified, by proposer.", "proposer")
+    counter("accepted_tokens", "Drafts that were accepted, by proposer.", "proposer")
+    counter("exits", 'Tokens delivered by the proposer they left at; "full": the full model.', "proposer")
     counter(
         "layer_executions",
         "Decoder layers run while decoding, per request: a shared pass counts for each. Not the prompts'.",
@@ -181,9 +181,9 @@ def _read(engine: Engine, families: Mapping[str, Metric]) -> None:
         assert isinstance(family, GaugeMetricFamily | CounterMetricFamily)
         family.add_metric([model_id, *labels], value)
 
-    def put_by_rung(name: str, counts: Mapping[str, int]) -> None:
-        for rung, count in dict(counts).items():  # copied at once: the engine may add a rung
-            put(name, count, rung)
+    def put_by_proposer(name: str, counts: Mapping[str, int]) -> None:
+        for proposer, count in dict(counts).items():  # copied at once: the engine may add a proposer
+            put(name, count, proposer)
 
     put("num_requests_running", engine.num_running)
     put("num_requests_waiting", engine.num_waiting)
@@ -195,9 +195,9 @@ def _read(engine: Engine, families: Mapping[str, Metric]) -> None:
     put("prompt_tokens", statistics.num_prompt_tokens)
     put("prompt_tokens_cached", statistics.num_cached_prompt_tokens)
     put("generation_tokens", statistics.num_generated_tokens)
-    put_by_rung("drafted_tokens", statistics.drafted)
-    put_by_rung("accepted_tokens", statistics.accepted)
-    put_by_rung("exits", statistics.exits)
+    put_by_proposer("drafted_tokens", statistics.drafted)
+    put_by_proposer("accepted_tokens", statistics.accepted)
+    put_by_proposer("exits", statistics.exits)
     put("layer_executions", statistics.num_layer_executions)
     put("layer_executions_saved", statistics.num_layer_executions_saved)
     put("layer_executions_extra", statistics.num_layer_executions_extra)

@@ -42,7 +42,7 @@ class LoadedRouter:
     model_id: str
     version: int
     digest: str
-    rungs: tuple[str, ...]
+    proposers: tuple[str, ...]
     ladder: Ladder
 
 
@@ -174,7 +174,7 @@ class RouterLoader:
             model_id=loaded.model_id,
             version=version,
             digest=published.manifest_digest,
-            rungs=ladder.rung_names,
+            proposers=ladder.proposer_names,
             ladder=ladder,
         )
 

@@ -8,13 +8,13 @@ from prometheus_client.core import CounterMetricFamily
 from shared.engine.statistics import EngineStatistics
 
 _VERSION = ["model_id", "router_version"]
-_RUNG = [*_VERSION, "rung"]
+_PROPOSER = [*_VERSION, "proposer"]
 _COUNTERS = (
     ("requests", _VERSION, "Requests with at least one token, by router version."),
     ("generation_tokens", _VERSION, "Tokens generated, by router version."),
-    ("drafted_tokens", _RUNG, "Drafts verified, by router version and rung."),
-    ("accepted_tokens", _RUNG, "Drafts that were accepted, by router version and rung."),
-    ("exits", _RUNG, "Tokens by the rung of their exit, by router version."),
+    ("drafted_tokens", _PROPOSER, "Drafts verified, by router version and proposer."),
+    ("accepted_tokens", _PROPOSER, "Drafts that were accepted, by router version and proposer."),
+    ("exits", _PROPOSER, "Tokens by the proposer of their exit, by router version."),
     ("layer_executions", _VERSION, "Decoder layers run while decoding, by router version."),
     ("layer_executions_saved", _VERSION, "Layer executions less than the full depth."),
     ("layer_executions_extra", _VERSION, "Layer executions beyond the full depth."),
@@ -48,7 +48,7 @@ def read_versions(
         put("layer_executions", counts.num_layer_executions, version)
         put("layer_executions_saved", counts.num_layer_executions_saved, version)
         put("layer_executions_extra", counts.num_layer_executions_extra, version)
-        by_rung = {"drafted_tokens": counts.drafted, "accepted_tokens": counts.accepted, "exits": counts.exits}
-        for name, tokens in by_rung.items():
-            for rung, count in dict(tokens).items():  # copied at once: the engine may add a rung
-                put(name, count, version, rung)
+        by_proposer = {"drafted_tokens": counts.drafted, "accepted_tokens": counts.accepted, "exits": counts.exits}
+        for name, tokens in by_proposer.items():
+            for proposer, count in dict(tokens).items():  # copied at once: the engine may add a proposer
+                put(name, count, version, proposer)

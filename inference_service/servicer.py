@@ -25,7 +25,7 @@ from shared.engine.request.handle import GenerationHandle
 from shared.engine.request.prompt import decode_prompt
 from shared.engine.request.request import GenerationRequest
 from shared.errors import DeadlineExceeded, Exhausted, NotFound, PreconditionFailed, Unavailable
-from shared.ladder.rungs import GRAMMAR, PREDICTION
+from shared.ladder.proposers import GRAMMAR, PREDICTION
 from shared.rpc.callers import Role, client_key, least_priority
 from shared.rpc.interceptors import current_request_id, write_response
 from shared.rpc.pages import named_page
@@ -273,7 +273,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             numerics_id=engine.numerics.id,
             proposers=engine.proposer_names(),
             routers=[
-                inference_pb2.LoadedRouter(version=router.version, manifest_digest=router.digest, rungs=router.rungs)
+                inference_pb2.LoadedRouter(
+                    version=router.version, manifest_digest=router.digest, proposers=router.proposers
+                )
                 for router in self._routers.loaded(loaded.model_id)
             ],
             load=inference_pb2.Load(

@@ -34,7 +34,7 @@ from neap_engine.face import calibrate as calibrate_ladder
 from neap_engine.hugging_face.attach import ExitStats
 from shared.errors import InvalidInput
 from shared.field_types import check_types
-from shared.ladder.rungs import DEFAULT_ROUTER_WIDTH
+from shared.ladder.proposers import DEFAULT_CONFIDENCE_WIDTH
 
 # TIDE cuts each text of a calibration off after so many tokens.
 TOKENS_PER_SAMPLE = 512
@@ -66,7 +66,7 @@ class TIDEConfig:
     calibration_samples: int | None = None
     calibration_dataset: str | None = None
     convergence_threshold: float | None = None
-    router_bottleneck_dim: int = DEFAULT_ROUTER_WIDTH
+    router_bottleneck_dim: int = DEFAULT_CONFIDENCE_WIDTH
     exit_strategy: str = "identity"
     kv_cache_strategy: str = "zero_pad"
     compaction_threshold: float = 0.25
@@ -100,10 +100,10 @@ class TIDEConfig:
         return CalibrationSpec(
             source=WIKITEXT if name == "wikitext" else source,
             max_tokens=(self.calibration_samples or 0) * TOKENS_PER_SAMPLE,
-            rung_depths=tuple(range(every, num_layers, every)) if every else (),
+            exit_depths=tuple(range(every, num_layers, every)) if every else (),
             label="agreement" if cosine is None else "cosine",
             cosine_threshold=0.98 if cosine is None else cosine,
-            router_width=self.router_bottleneck_dim,
+            confidence_width=self.router_bottleneck_dim,
         )
 
 

@@ -7,7 +7,7 @@ from shared.engine.drafting.costs import CostMeter
 from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.engine import Engine
 from shared.ladder.ladder import BoundLadder, Ladder
-from shared.ladder.rungs import Draft
+from shared.ladder.proposers import Draft
 from shared.model.loaded import LoadedModel
 from shared.model.runner import Runner
 

@@ -141,7 +141,7 @@ def started(**fields: Any) -> pb.GenerateResponse:
 
 
 def chunk(text: str) -> pb.GenerateResponse:
-    tokens = [pb.Token(id=1, exit_depth=4, rung="full")]
+    tokens = [pb.Token(id=1, exit_depth=4, proposer="full")]
     return pb.GenerateResponse(chunk=pb.TokenChunk(text=text, tokens=tokens))
 
 

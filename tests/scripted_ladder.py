@@ -7,7 +7,7 @@ import torch
 from shared.errors import RouterMismatch
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.native_chain import HeadDraft
-from shared.ladder.rungs import Draft, exit_name
+from shared.ladder.proposers import Draft, exit_name
 from shared.model.loaded import LoadedModel
 from shared.model.runner import Runner, captured_depths
 from shared.ops.chains import ChainStart
@@ -74,7 +74,7 @@ class ScriptedLadder:
         self.seen_states.append((depth, state.clone(), deep_state.clone(), place))
         assert self.exits is not None
         proposal = self.exits(self.context + self.drafted) or (0, 0.0)
-        draft = Draft(*proposal, rung=f"depth-{depth}", depth=depth)
+        draft = Draft(*proposal, proposer=f"depth-{depth}", depth=depth)
         if self.table is None:
             self.drafted = [*self.drafted, draft.token]
         return draft
@@ -93,4 +93,4 @@ class _Table:
         ladder = self._ladder
         ladder.drafted = list(drafted)
         proposal = ladder.table(ladder.context + ladder.drafted) if ladder.table else None
-        return [Draft(*proposal, rung="suffix", depth=0)] if proposal else []
+        return [Draft(*proposal, proposer="prompt-lookup", depth=0)] if proposal else []

@@ -153,7 +153,7 @@ def run_phases(
         vocabulary = choose_draft_vocabulary(run, material)
         heads = fit_heads(run, runner, material, vocabulary)
 
-    with run.phase("training_routers"):
+    with run.phase("training_confidence"):
         ladder = fit_ladder(run, material, vocabulary, heads)
 
     with run.phase("evaluating"):
@@ -162,7 +162,7 @@ def run_phases(
         ladder, left_out = without_unpaid(run, runner, ladder, report, is_child=is_child)
         report["left_out"] |= left_out
         ladder, report["joint"] = with_joint_weights(ladder, material, vocabulary)
-        agrees = any(report["rungs"][name]["agreement"] for name in ladder.rung_names)
+        agrees = any(report["proposers"][name]["agreement"] for name in ladder.proposer_names)
         if not agrees and not ladder.exits and not is_child:
             raise too_little_text(run, "what was learned agrees with the model nowhere", is_cut=is_cut)
         ladder = with_measured_agreement(ladder, report)
@@ -178,9 +178,9 @@ def run_phases(
 def with_joint_weights(
     ladder: Ladder, material: TrainingData, vocabulary: DraftVocabulary
 ) -> tuple[Ladder, dict[str, dict[str, float]]]:
-    """The ladder that has learned on the routers split what to make of all that its rungs say, and `joint_figures` on
-    the report split."""
-    splits: tuple[Split, Split] = ("routers", "report")
+    """The ladder that has learned on the confidence split what to make of all that its proposers say, and
+    `joint_figures` on the report split."""
+    splits: tuple[Split, Split] = ("confidence", "report")
     learned_from, measured_on = (
         joint_positions(ladder, material.chunks[split], material.table_sequences[split], vocabulary) for split in splits
     )
@@ -191,6 +191,6 @@ def with_joint_weights(
 def with_measured_agreement(ladder: Ladder, report: dict[str, Any]) -> Ladder:
     """The ladder whose exits know the agreement that was measured for them."""
     measured = tuple(
-        replace(layer_exit, agreement=report["rungs"][layer_exit.name]["agreement"]) for layer_exit in ladder.exits
+        replace(layer_exit, agreement=report["proposers"][layer_exit.name]["agreement"]) for layer_exit in ladder.exits
     )
     return replace(ladder, exits=measured)

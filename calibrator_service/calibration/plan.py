@@ -12,14 +12,14 @@ from shared.engine.memory.budget import available_bytes
 from shared.errors import InvalidInput
 from shared.ladder.exit_head import default_mlp_width
 from shared.ladder.head_rows import head_width
-from shared.ladder.rungs import exit_name
+from shared.ladder.proposers import exit_name
 from shared.model.loaded import LoadedModel
 from shared.model.parts import layer_configs
 from shared.model.runner import captured_depths
 
 # Of a spec without a limit: under three minutes on two cores with a model of the demo's size.
 QUICK_BUDGET_S = 150.0
-# Largest artefact with the default rung.
+# Largest artefact with the default proposer.
 ARTEFACT_BYTES = 16_000_000
 # The n-gram table may have these in any case: heads of wide models alone may need more than ARTEFACT_BYTES.
 LEAST_TABLE_BYTES = 4_000_000
@@ -101,23 +101,23 @@ class Plan:
 
 
 def resolve(spec: CalibrationSpec, loaded: LoadedModel) -> Plan:
-    """Raises `InvalidInput` for a rung at the last layer or beyond, for a draft vocabulary larger than the model's, and
-    for rung depths of a model that cannot have exits."""
+    """Raises `InvalidInput` for a proposer at the last layer or beyond, for a draft vocabulary larger than the model's,
+    and for proposer depths of a model that cannot have exits."""
     if not spec.max_tokens and spec.time_budget_s is None:
         spec = replace(spec, time_budget_s=QUICK_BUDGET_S)
-    depths = tuple(sorted(spec.rung_depths)) or DEFAULT_DEPTHS
+    depths = tuple(sorted(spec.exit_depths)) or DEFAULT_DEPTHS
     left_out = {}
     if why := why_without_exits(loaded, len(depths)):
-        if spec.rung_depths:
+        if spec.exit_depths:
             raise InvalidInput(
-                f"the model cannot have exits: {why}; without rung depths it gets the tables alone",
+                f"the model cannot have exits: {why}; without proposer depths it gets the tables alone",
                 reason="EXITS_NOT_SUPPORTED",
             )
         left_out, depths = {exit_name(depth): why for depth in depths}, ()
     if max(depths, default=0) >= loaded.num_layers:
         raise InvalidInput(
-            f"a rung at depth {max(depths)} of {loaded.num_layers} layers skips nothing",
-            reason="RUNG_TOO_DEEP",
+            f"a proposer at depth {max(depths)} of {loaded.num_layers} layers skips nothing",
+            reason="EXIT_TOO_DEEP",
             metadata={"depth": str(max(depths)), "num_layers": str(loaded.num_layers)},
         )
     if spec.draft_vocabulary_size > loaded.vocabulary_size:
@@ -169,7 +169,7 @@ def why_without_exits(loaded: LoadedModel, num_exits: int) -> str:
 def exit_bytes(spec: CalibrationSpec, hidden_size: int, mlp_width: int) -> int:
     """Size of the matrices of an exit's two heads in the artefact."""
     columns = 6 * hidden_size + 3 * mlp_width
-    return 2 * hidden_size * (columns + spec.router_width)
+    return 2 * hidden_size * (columns + spec.confidence_width)
 
 
 def pass_sizes_for(loaded: LoadedModel) -> PassSizes:

@@ -8,7 +8,7 @@ RELAXED_SHARE = 0.06
 # Measuring how much faster the policy exact answers than full depth.
 SPEED_SHARE = 0.03
 # Training confidence heads and held-out figures; measuring what exits cost, and packing the router.
-ROUTERS_SHARE, REPORT_SHARE = 0.02, 0.04
+CONFIDENCE_SHARE, REPORT_SHARE = 0.02, 0.04
 # Training heads by gradients, where that is done.
 TRAINING_SHARE = 0.28
 # A machine or a model for which solving takes longer gets a router late rather than one of no text.
@@ -40,12 +40,12 @@ class Schedule:
         return (collecting_s + solving_s) / (self.collecting + self._solving_share)
 
     @property
-    def routers(self) -> float:
+    def confidence(self) -> float:
         return 1.0 - REPORT_SHARE - RELAXED_SHARE - SPEED_SHARE
 
     @property
     def heads(self) -> float:
-        return self.routers - ROUTERS_SHARE
+        return self.confidence - CONFIDENCE_SHARE
 
     @property
     def collecting(self) -> float:

@@ -14,13 +14,13 @@ from typing import Any, Literal, get_args
 from shared.digests import PREFIX, digest_of
 from shared.errors import InvalidInput, NotFound
 from shared.field_types import check_types
-from shared.ladder.rungs import DEFAULT_ROUTER_WIDTH
+from shared.ladder.proposers import DEFAULT_CONFIDENCE_WIDTH
 
 Label = Literal["agreement", "cosine"]
 
-MAX_ROUTER_WIDTH = 8192
+MAX_CONFIDENCE_WIDTH = 8192
 MAX_NEW_TOKENS = 65_536
-MAX_RUNGS = 64
+MAX_PROPOSERS = 64
 # The longest google.protobuf.Duration, about 10,000 years. The service's own limit is a setting and far lower.
 MAX_BUDGET_S = 315_576_000_000.0
 _MAX_INT64 = 2**63 - 1
@@ -122,11 +122,11 @@ class CalibrationSpec:
     source: Source = field(default_factory=SelfGenerated)
     max_tokens: int = 0
     time_budget_s: float | None = None
-    rung_depths: tuple[int, ...] = ()
+    exit_depths: tuple[int, ...] = ()
     label: Label = "agreement"
     cosine_threshold: float = 0.98
     draft_vocabulary_size: int = 0
-    router_width: int = DEFAULT_ROUTER_WIDTH
+    confidence_width: int = DEFAULT_CONFIDENCE_WIDTH
     seed: int = 0
     parent: ParentRouter | None = None
 
@@ -135,7 +135,7 @@ class CalibrationSpec:
         for name, least, most, limits in (
             ("max_tokens", 0, _MAX_INT64, "[0, 2^63)"),
             ("draft_vocabulary_size", 0, _MAX_UINT32, "[0, 2^32)"),
-            ("router_width", 1, MAX_ROUTER_WIDTH, f"[1, {MAX_ROUTER_WIDTH}]"),
+            ("confidence_width", 1, MAX_CONFIDENCE_WIDTH, f"[1, {MAX_CONFIDENCE_WIDTH}]"),
             ("seed", 0, _MAX_INT64, "[0, 2^63)"),
         ):
             if not least <= (value := getattr(self, name)) <= most:
@@ -145,10 +145,10 @@ class CalibrationSpec:
                 "time_budget",
                 f"time_budget is {self.time_budget_s} s; it must be positive and at most {MAX_BUDGET_S:.0f} s",
             )
-        if len(self.rung_depths) > MAX_RUNGS or len(set(self.rung_depths)) < len(self.rung_depths):
-            raise _bad_spec("rung_depths", f"rung_depths must be at most {MAX_RUNGS} different depths")
-        if any(not 0 <= depth <= _MAX_UINT32 for depth in self.rung_depths):
-            raise _bad_spec("rung_depths", "a rung's depth must be in [0, 2^32)")
+        if len(self.exit_depths) > MAX_PROPOSERS or len(set(self.exit_depths)) < len(self.exit_depths):
+            raise _bad_spec("exit_depths", f"exit_depths must be at most {MAX_PROPOSERS} different depths")
+        if any(not 0 <= depth <= _MAX_UINT32 for depth in self.exit_depths):
+            raise _bad_spec("exit_depths", "a proposer's depth must be in [0, 2^32)")
         if self.label not in get_args(Label):
             raise _bad_spec("label", f"label is {self.label!r}; it must be agreement or cosine")
         if not 0.0 < self.cosine_threshold <= 1.0:
@@ -182,7 +182,7 @@ def _bad_spec(field_name: str, message: str) -> InvalidInput:
     return InvalidInput(message, reason="BAD_SPEC", metadata={"field": f"spec.{field_name}"})
 
 
-Phase = Literal["loading", "collecting", "training_heads", "training_routers", "evaluating", "publishing"]
+Phase = Literal["loading", "collecting", "training_heads", "training_confidence", "evaluating", "publishing"]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from calibrator_service.calibration.states.training_data import TrainingData
 from shared.digests import digest_of
 from shared.errors import Corrupt, InvalidInput, PreconditionFailed, RouterMismatch
 from shared.ladder.artefact import take_part
-from shared.ladder.rungs import exit_name
+from shared.ladder.proposers import exit_name
 from shared.model.loaded import LoadedModel
 
 FORMAT = 1

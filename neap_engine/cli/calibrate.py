@@ -192,7 +192,7 @@ def calibrate(
     spec = pb.CalibrationSpec(
         model_id=model,
         max_tokens=max_tokens,
-        rung_depths=parse_depths(depths),
+        exit_depths=parse_depths(depths),
         label=LABELS[label],
         draft_vocabulary_size=draft_vocabulary,
         seed=seed,

@@ -12,12 +12,12 @@ SHADES = ("bright_green", "green", "cyan", "bright_blue", "blue", "magenta", "br
 FULL_STYLE = "default"
 
 
-def rung_colour(rung: str, depth: int, num_layers: int) -> str:
-    """Return the colour of a rung by its depth. Exits before the first layer are green."""
-    if rung == FULL:
+def proposer_colour(proposer: str, depth: int, num_layers: int) -> str:
+    """Return the colour of a proposer by its depth. Exits before the first layer are green."""
+    if proposer == FULL:
         return FULL_STYLE
     if depth == 0:
-        return SHADES[0] if rung == "suffix" else SHADES[1]
+        return SHADES[0] if proposer == "prompt-lookup" else SHADES[1]
     return SHADES[min(2 + depth * 5 // max(num_layers, 1), len(SHADES) - 1)]
 
 
@@ -38,7 +38,7 @@ class DepthView:
         which token wrote which text, so all its text has the colour of the deepest token.
         """
         for token in event.chunk.tokens:
-            key = (token.rung, token.exit_depth)
+            key = (token.proposer, token.exit_depth)
             self.counts[key] = self.counts.get(key, 0) + 1
             self._pending.append(key)
         text = event.chunk.text + event.finished.text
@@ -46,17 +46,18 @@ class DepthView:
             return
         style = FULL_STYLE
         if self.coloured and self._pending:
-            rung, depth = max(self._pending, key=lambda key: key[1])
-            style = rung_colour(rung, depth, self.num_layers)
+            proposer, depth = max(self._pending, key=lambda key: key[1])
+            style = proposer_colour(proposer, depth, self.num_layers)
         self._pending.clear()
         self.console.print(Text(text, style=style), end="")
 
     def legend(self) -> Text:
-        """Return one line with every rung that was used, in its colour, and the number of tokens that left there."""
+        """Return one line with every proposer that was used, in its colour, and the number of tokens that left
+        there."""
         line = Text("left at: ")
         order = sorted(self.counts.items(), key=lambda item: (item[0][1], item[0][0]))
-        for (rung, depth), count in order:
-            style = rung_colour(rung, depth, self.num_layers)
-            line.append(f"{rung} ({depth}/{self.num_layers}) {count}", style=f"bold {style}")
+        for (proposer, depth), count in order:
+            style = proposer_colour(proposer, depth, self.num_layers)
+            line.append(f"{proposer} ({depth}/{self.num_layers}) {count}", style=f"bold {style}")
             line.append("  ")
         return line

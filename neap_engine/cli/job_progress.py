@@ -126,15 +126,15 @@ def state_name(state: "pb.State") -> str:
 
 
 def figures_line(job: pb.Calibration) -> str:
-    """Say in plain words what a calibration has: its text, and then how often each rung agrees with the model.
+    """Say in plain words what a calibration has: its text, and then how often each proposer agrees with the model.
     The manifest has more."""
     figures = dict(job.figures)
     agreements = []
     for name in sorted(figures):
-        rung, _, kind = name.rpartition(".")
+        proposer, _, kind = name.rpartition(".")
         if kind == "agreement":
-            num_positions = figures.get(f"{rung}.positions", 0.0)
-            agreements.append(f"{rung_in_words(rung)} {shown_share(figures[name], num_positions)}")
+            num_positions = figures.get(f"{proposer}.positions", 0.0)
+            agreements.append(f"{proposer_in_words(proposer)} {shown_share(figures[name], num_positions)}")
     if agreements:
         return f"agrees with the model on held-out positions: {', '.join(agreements)}"
     texts = {
@@ -145,9 +145,9 @@ def figures_line(job: pb.Calibration) -> str:
     return ", ".join(form.format(figures[name]) for name, form in texts.items() if figures.get(name))
 
 
-def rung_in_words(name: str) -> str:
-    """Return what a rung is, for people who do not know its name."""
-    known = {"suffix": "repeated text", "successor": "learned table"}
+def proposer_in_words(name: str) -> str:
+    """Return what a proposer is, for people who do not know its name."""
+    known = {"prompt-lookup": "repeated text", "ngram-table": "learned table"}
     if name.startswith("depth-"):
         return f"exit at depth {name.removeprefix('depth-')}"
     return known.get(name, name)

@@ -1,11 +1,11 @@
-"""Says in words what a calibration learned from, and how often its rungs were right on text that it had not learned
+"""Says in words what a calibration learned from, and how often its proposers were right on text that it had not learned
 from."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from neap_engine.cli.console import print_line
-from neap_engine.cli.job_progress import LEAST_POSITIONS_SHOWN, rung_in_words, shown_share
+from neap_engine.cli.job_progress import LEAST_POSITIONS_SHOWN, proposer_in_words, shown_share
 
 # The situations for which a manifest has figures of joint probabilities.
 SITUATIONS = {
@@ -30,8 +30,8 @@ def learned_lines(manifest: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(total, int) and isinstance(measured, int):
         yield f"learned from {total - measured:,} tokens"
         shares = [
-            f"{rung_in_words(name)} {shown_share(agreement, measured)}"
-            for name, agreement in _agreements(manifest.get("rungs"))
+            f"{proposer_in_words(name)} {shown_share(agreement, measured)}"
+            for name, agreement in _agreements(manifest.get("proposers"))
         ]
         if shares:
             yield f"guessed right, of {measured:,} tokens that it did not learn from: {', '.join(shares)}"
@@ -62,11 +62,11 @@ def _briers(joint: Mapping[str, Any]) -> Iterator[str]:
             yield f"{words} {joint_brier:.3f} ({alone:.3f})"
 
 
-def _agreements(rungs: Any) -> Iterator[tuple[str, float]]:
-    for rung in rungs if isinstance(rungs, list) else ():
-        agreement = as_mapping(as_mapping(rung).get("figures")).get("agreement")
+def _agreements(proposers: Any) -> Iterator[tuple[str, float]]:
+    for proposer in proposers if isinstance(proposers, list) else ():
+        agreement = as_mapping(as_mapping(proposer).get("figures")).get("agreement")
         if isinstance(agreement, float):
-            yield str(rung.get("name")), agreement
+            yield str(proposer.get("name")), agreement
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:

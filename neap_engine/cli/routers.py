@@ -58,13 +58,13 @@ def list_routers(
     if not versions:
         print_line(f"no router is published{f' for {model}' * bool(model)}")
         return
-    table = Table("version", "aliases", "published", "rungs", "MB", "speed-up")
+    table = Table("version", "aliases", "published", "proposers", "MB", "speed-up")
     for version in versions:
         table.add_row(
             str(version.version),
             table_cell(" ".join(names.get(version.version, []))),
             format_time(version.create_time),
-            table_cell("DAMAGED" if version.damage else " ".join(rung.name for rung in version.rungs)),
+            table_cell("DAMAGED" if version.damage else " ".join(proposer.name for proposer in version.proposers)),
             f"{version.size_bytes / 1e6:.2f}",
             f"{version.speed_up:.2f}x" if version.speed_up else "",
         )
@@ -82,7 +82,7 @@ def show(
     calibrator: Calibrator = DEFAULT_CALIBRATOR,
     manifest: Annotated[bool, typer.Option("--manifest", help="Print only the manifest, as JSON.")] = False,
 ) -> None:
-    """Show one version: its held-out figures per rung, the routers that it goes on from, and how often answers
+    """Show one version: its held-out figures per proposer, the routers that it goes on from, and how often answers
     by the policy relaxed differed."""
     with connect(calibrator) as client:
         router = client.get_version(model, **selector(version))
@@ -95,16 +95,22 @@ def show(
     print_line(f"  manifest  {router.manifest_digest}")
     print_line(f"  model     {router.model_fingerprint}")
     contents = json.loads(router.manifest_json)
-    num_positions = positions_by_rung(contents)
-    table = Table("rung", "depth", "agreement", "coverage", "router AUC", "Brier", "precision")
-    for rung in router.rungs:
-        figures = (rung.agreement, rung.coverage, rung.router_auc, rung.router_brier, rung.router_precision)
+    num_positions = positions_by_proposer(contents)
+    table = Table("proposer", "depth", "agreement", "coverage", "confidence AUC", "Brier", "precision")
+    for proposer in router.proposers:
+        figures = (
+            proposer.agreement,
+            proposer.coverage,
+            proposer.confidence_auc,
+            proposer.confidence_brier,
+            proposer.confidence_precision,
+        )
         cells = [f"{figure:.3f}" for figure in figures]
-        count = num_positions.get(rung.name, LEAST_POSITIONS_SHOWN)
+        count = num_positions.get(proposer.name, LEAST_POSITIONS_SHOWN)
         if count < LEAST_POSITIONS_SHOWN:
             cells = ["not known", *("-" for _ in cells[1:])]
-            print_line(f"  {rung.name}: {count} held-out positions are too few for figures")
-        table.add_row(table_cell(rung.name), str(rung.depth), *cells)
+            print_line(f"  {proposer.name}: {count} held-out positions are too few for figures")
+        table.add_row(table_cell(proposer.name), str(proposer.depth), *cells)
     out.print(table)
     print_learned(contents)
     print_ancestry(line)
@@ -211,14 +217,14 @@ def history(model: Model = "", alias: Alias = "stable", calibrator: Calibrator =
     out.print(table)
 
 
-def positions_by_rung(contents: dict[str, Any]) -> dict[str, int]:
+def positions_by_proposer(contents: dict[str, Any]) -> dict[str, int]:
     """Return the numbers of held-out positions that a manifest's figures stand on. Only a calibration's report tells
     them."""
     positions = {}
-    for rung in contents.get("rungs", []):
-        figures = rung.get("figures")
+    for proposer in contents.get("proposers", []):
+        figures = proposer.get("figures")
         if isinstance(figures, dict) and isinstance(figures.get("positions"), int):
-            positions[rung.get("name")] = figures["positions"]
+            positions[proposer.get("name")] = figures["positions"]
     return positions
 
 

@@ -235,7 +235,7 @@ def depth_figures(finished: Sequence[pb.Finished]) -> dict[str, Any]:
     exits: dict[str, int] = {}
     for finish in finished:
         for count in finish.depth.exits:
-            exits[count.rung] = exits.get(count.rung, 0) + count.num_tokens
+            exits[count.proposer] = exits.get(count.proposer, 0) + count.num_tokens
     num_tokens = sum(finish.usage.num_completion_tokens for finish in finished)
     weighted = sum(finish.depth.mean_layers_per_token * finish.usage.num_completion_tokens for finish in finished)
     return {
@@ -263,7 +263,7 @@ def model_object(model: pb.Model) -> dict[str, Any]:
             "context_length": model.context_length,
             "vocabulary_size": model.vocabulary_size,
             "routers": [
-                {"version": router.version, "digest": router.manifest_digest, "rungs": list(router.rungs)}
+                {"version": router.version, "digest": router.manifest_digest, "proposers": list(router.proposers)}
                 for router in model.routers
             ],
         },

@@ -30,7 +30,7 @@ from shared.errors import InvalidInput, Unavailable
 from shared.field_types import check_whole
 from shared.ladder.ladder import Ladder
 from shared.ladder.learned_ngrams import LearnedNgrams
-from shared.ladder.rungs import LEARNED
+from shared.ladder.proposers import LEARNED
 from shared.ladder.untrained import untrained_ladder
 from shared.model.loaded import LoadedModel
 from shared.model.numerics import Numerics, numerics_of
@@ -200,7 +200,7 @@ class Engine:
     def proposer_names(self, ladder: Ladder | None = None) -> tuple[str, ...]:
         """What drafts for every request of the policy exact that has `ladder`, or none."""
         learned = (LEARNED,) if self._decoder.learned is not None else ()
-        return (*(ladder or self._ladder).rung_names, *learned)
+        return (*(ladder or self._ladder).proposer_names, *learned)
 
     @property
     def max_running(self) -> int:

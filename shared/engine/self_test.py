@@ -11,7 +11,7 @@ from shared.engine.step import Decoder
 from shared.errors import Corrupt, NeapError
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.rungs import Draft
+from shared.ladder.proposers import Draft
 from shared.model.runner import Runner
 
 PROMPT_TOKENS, NEW_TOKENS, MAX_DRAFTS = 16, 4, 3
@@ -22,7 +22,7 @@ def check_draft(draft: Draft, vocabulary_size: int) -> None:
     [0, 1]."""
     if not (0 <= draft.token < vocabulary_size and 0.0 <= draft.probability <= 1.0):
         probability = "NaN" if math.isnan(draft.probability) else f"{draft.probability:g}"
-        raise _failed(f"rung {draft.rung} gave token {draft.token} the probability {probability}")
+        raise _failed(f"proposer {draft.proposer} gave token {draft.token} the probability {probability}")
 
 
 def self_test(runner: Runner, ladder: BoundLadder, costs: PassCosts) -> Slices:

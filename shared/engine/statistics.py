@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from shared.engine.request.request import GenerationRequest, TokenChunk
 from shared.errors import NeapError
-from shared.ladder.rungs import Draft
+from shared.ladder.proposers import Draft
 
 QUEUE_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 5.0)
@@ -73,22 +73,22 @@ class DepthCounts:
         self.num_layer_executions = 0
         self.num_layer_executions_saved = 0
         self.num_layer_executions_extra = 0
-        self.drafted: Counter[str] = Counter()  # rung -> tokens
+        self.drafted: Counter[str] = Counter()  # proposer -> tokens
         self.accepted: Counter[str] = Counter()
         self.exits: Counter[str] = Counter()
 
     def count_drafts(self, drafts: Sequence[Draft], num_accepted: int) -> None:
         """Counts the drafts of one chain, in order. The first `num_accepted` of them became final."""
         for index, draft in enumerate(drafts):
-            self.drafted[draft.rung] += 1
-            self.accepted[draft.rung] += index < num_accepted
+            self.drafted[draft.proposer] += 1
+            self.accepted[draft.proposer] += index < num_accepted
 
     def count_tokens(self, num_tokens: int, chunks: Sequence[TokenChunk]) -> None:
         """Counts the tokens of one request from one step."""
         self.num_generated_tokens += num_tokens
         for chunk in chunks:
             for token in chunk.tokens:
-                self.exits[token.rung] += 1
+                self.exits[token.proposer] += 1
 
     def count_layers(self, num_executions: int, num_tokens: int) -> None:
         """Counts the layer executions of one request in a step that was not its first."""

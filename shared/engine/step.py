@@ -308,10 +308,11 @@ class Decoder:
     def _tokens(self, part: Speculation, verdict: Verdict) -> list[GeneratedToken]:
         """The drafts that were accepted, with the exits that made them, and the token that the full model chose after
         them."""
-        exits = [(draft.depth, draft.rung) for draft in part.drafts[: verdict.num_accepted]]
+        exits = [(draft.depth, draft.proposer) for draft in part.drafts[: verdict.num_accepted]]
         exits.append((self.runner.num_layers, FULL))
         tokens = [
-            GeneratedToken(token, depth, rung) for token, (depth, rung) in zip(verdict.tokens, exits, strict=True)
+            GeneratedToken(token, depth, proposer)
+            for token, (depth, proposer) in zip(verdict.tokens, exits, strict=True)
         ]
         if verdict.logprobs is None:
             return tokens

@@ -20,16 +20,16 @@ from shared.ladder.exits import LayerExit
 from shared.ladder.joint_weights import JointWeights
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.ngram_table import NgramTable
-from shared.ladder.rungs import NGRAM_TABLE, PROMPT_LOOKUP, exit_name
+from shared.ladder.proposers import NGRAM_TABLE, PROMPT_LOOKUP, exit_name
 from shared.ladder.table_confidence import TableConfidence
 from shared.model.own_thread import run_in_own_thread
 
 # 1 to 3 were forms before the first release.
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 BLOB = LADDER_BLOB
 MAX_BLOB_BYTES = 1 << 30
 # Upper limits of the sizes in a manifest, because memory is allocated by them.
-MAX_HIDDEN_SIZE, MAX_ROUTER_WIDTH, MAX_EXITS = 65_536, 8_192, 64
+MAX_HIDDEN_SIZE, MAX_CONFIDENCE_WIDTH, MAX_EXITS = 65_536, 8_192, 64
 MAX_MLP_WIDTH = 4 * MAX_HIDDEN_SIZE
 MAX_VOCABULARY = 1 << 22
 # First bytes of pickle protocols 2 to 5. Protocols 0 and 1 have no such mark.
@@ -49,45 +49,45 @@ def round_weights(module: nn.Module) -> None:
 def pack_ladder(ladder: Ladder, report: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """(manifest, blobs) of a ladder.
 
-    `report` is what `calibrate` returned. Its "rungs" figures go to the manifest's rungs. The rest becomes the
+    `report` is what `calibrate` returned. Its "proposers" figures go to the manifest's proposers. The rest becomes the
     manifest's "calibration".
 
     The weights are stored as float16 and must have been rounded before (`round_weights`).
     """
-    figures: Mapping[str, Mapping[str, float]] = report.get("rungs", {})
+    figures: Mapping[str, Mapping[str, float]] = report.get("proposers", {})
     tensors: dict[str, Tensor] = {}
-    rungs: list[dict[str, Any]] = []
+    proposers: list[dict[str, Any]] = []
 
-    def rung(name: str, depth: int, **layout: Any) -> None:
-        rungs.append({"name": name, "depth": depth, **layout, "figures": dict(figures.get(name, {}))})
+    def proposer(name: str, depth: int, **layout: Any) -> None:
+        proposers.append({"name": name, "depth": depth, **layout, "figures": dict(figures.get(name, {}))})
 
     if ladder.lookup_confidence is not None:
-        rung(PROMPT_LOOKUP, 0, router=ladder.lookup_confidence.to_json())
+        proposer(PROMPT_LOOKUP, 0, confidence=ladder.lookup_confidence.to_json())
     if ladder.ngrams is not None and ladder.ngram_confidence is not None:
         table = ladder.ngrams.to_tensors()
         tensors |= {f"{NGRAM_TABLE}.{name}": tensor for name, tensor in table.items()}
-        rung(NGRAM_TABLE, 0, router=ladder.ngram_confidence.to_json())
+        proposer(NGRAM_TABLE, 0, confidence=ladder.ngram_confidence.to_json())
     for layer_exit in ladder.exits:
         head, confidence = layer_exit.head, layer_exit.confidence
-        for part, module in (("head", head), ("router", confidence)):
+        for part, module in (("head", head), ("confidence", confidence)):
             for name, tensor in module.state_dict().items():
                 tensors[f"{layer_exit.name}.{part}.{name}"] = tensor.detach().half().cpu().contiguous()
-        rung(
+        proposer(
             layer_exit.name,
             layer_exit.depth,
             mlp_width=head.mlp_width,
             head_width=head.hidden_size,
-            router_width=confidence.hidden.out_features,
+            confidence_width=confidence.hidden.out_features,
         )
     if ladder.draft_vocabulary is not None:
         tensors["draft_vocabulary"] = ladder.draft_vocabulary.to(torch.int32).cpu()
     manifest = {
         "schema_version": SCHEMA_VERSION,
         "model": _model_json(ladder.model),
-        "rungs": rungs,
+        "proposers": proposers,
         "draft_vocabulary": 0 if ladder.draft_vocabulary is None else len(ladder.draft_vocabulary),
         "joint_weights": ladder.joint_weights.to_json(),
-        "calibration": {key: value for key, value in report.items() if key != "rungs"},
+        "calibration": {key: value for key, value in report.items() if key != "proposers"},
     }
     return json.loads(json.dumps(manifest, allow_nan=False)), {BLOB: save(tensors)}
 
@@ -167,47 +167,47 @@ class _Unpacker:
             hidden_size=_size(fields["hidden_size"], MAX_HIDDEN_SIZE),
             vocabulary_size=_size(fields["vocabulary_size"], MAX_VOCABULARY),
         )
-        rungs = {_text(rung["name"]): rung for rung in self.manifest["rungs"]}
-        if len(rungs) != len(self.manifest["rungs"]) or len(rungs) > MAX_EXITS + 2:
-            raise Corrupt("the router has duplicate rungs or too many")
-        lookup, ngrams = rungs.pop(PROMPT_LOOKUP, None), rungs.pop(NGRAM_TABLE, None)
+        proposers = {_text(proposer["name"]): proposer for proposer in self.manifest["proposers"]}
+        if len(proposers) != len(self.manifest["proposers"]) or len(proposers) > MAX_EXITS + 2:
+            raise Corrupt("the router has duplicate proposers or too many")
+        lookup, ngrams = proposers.pop(PROMPT_LOOKUP, None), proposers.pop(NGRAM_TABLE, None)
         table = take_part(self.tensors, NGRAM_TABLE)
         if (ngrams is None) == bool(table):
-            raise Corrupt("the router has an n-gram table without its rung, or the rung without the table")
-        exits = tuple(self._exit(rung, model) for rung in rungs.values())
+            raise Corrupt("the router has an n-gram table without its proposer, or the proposer without the table")
+        exits = tuple(self._exit(proposer, model) for proposer in proposers.values())
         depths = [layer_exit.depth for layer_exit in exits]
         if depths != sorted(set(depths)):
             raise Corrupt("the router's exits are not ordered by depth")
         vocabulary = self._draft_vocabulary(model, bool(exits))
         if self.tensors:
-            raise Corrupt(f"the router's blob holds {len(self.tensors)} tensors that belong to no rung")
+            raise Corrupt(f"the router's blob holds {len(self.tensors)} tensors that belong to no proposer")
         return Ladder(
             model=model,
-            lookup_confidence=TableConfidence.from_json(lookup["router"]) if lookup else None,
+            lookup_confidence=TableConfidence.from_json(lookup["confidence"]) if lookup else None,
             ngrams=NgramTable.from_tensors(table, model.vocabulary_size) if table else None,
-            ngram_confidence=TableConfidence.from_json(ngrams["router"]) if ngrams else None,
+            ngram_confidence=TableConfidence.from_json(ngrams["confidence"]) if ngrams else None,
             exits=exits,
             draft_vocabulary=vocabulary,
             joint_weights=JointWeights.from_json(self.manifest["joint_weights"]),
         )
 
-    def _exit(self, rung: Mapping[str, Any], model: ModelIdentity) -> LayerExit:
-        depth = _size(rung["depth"], model.num_layers - 1, least=0)
-        if rung["name"] != exit_name(depth):
-            raise Corrupt(f"rung {rung['name']!r} has a depth other than its name says")
-        if _size(rung["head_width"], MAX_HIDDEN_SIZE) != model.hidden_size:
-            raise Corrupt(f"the head of rung {rung['name']!r} is not as wide as the model's states")
-        router_width = _size(rung["router_width"], MAX_ROUTER_WIDTH)
+    def _exit(self, proposer: Mapping[str, Any], model: ModelIdentity) -> LayerExit:
+        depth = _size(proposer["depth"], model.num_layers - 1, least=0)
+        if proposer["name"] != exit_name(depth):
+            raise Corrupt(f"proposer {proposer['name']!r} has a depth other than its name says")
+        if _size(proposer["head_width"], MAX_HIDDEN_SIZE) != model.hidden_size:
+            raise Corrupt(f"the head of proposer {proposer['name']!r} is not as wide as the model's states")
+        confidence_width = _size(proposer["confidence_width"], MAX_CONFIDENCE_WIDTH)
         # The meta device allocates nothing, so the manifest's sizes cost no memory before they are checked against the
         # tensors.
         with torch.device("meta"):
-            head = ExitHead(model.hidden_size, _size(rung["mlp_width"], MAX_MLP_WIDTH))
-            confidence = ConfidenceHead(model.hidden_size, router_width)
-        _fill(head, take_part(self.tensors, f"{rung['name']}.head"))
-        _fill(confidence, take_part(self.tensors, f"{rung['name']}.router"))
-        agreement = float(rung["figures"].get("agreement", 0.0))
+            head = ExitHead(model.hidden_size, _size(proposer["mlp_width"], MAX_MLP_WIDTH))
+            confidence = ConfidenceHead(model.hidden_size, confidence_width)
+        _fill(head, take_part(self.tensors, f"{proposer['name']}.head"))
+        _fill(confidence, take_part(self.tensors, f"{proposer['name']}.confidence"))
+        agreement = float(proposer["figures"].get("agreement", 0.0))
         if not 0.0 <= agreement <= 1.0:
-            raise Corrupt(f"the agreement of rung {rung['name']!r} is {agreement}")
+            raise Corrupt(f"the agreement of proposer {proposer['name']!r} is {agreement}")
         return LayerExit(depth, head.eval(), confidence.eval(), agreement)
 
     def _draft_vocabulary(self, model: ModelIdentity, is_needed: bool) -> Tensor | None:

@@ -12,7 +12,7 @@ from shared.ladder.draws import Draws, KernelDraws, is_supported, kernel_weight,
 from shared.ladder.exit_head import ExitHead, chained, further_output, head_output, in_slots
 from shared.ladder.head_rows import Projection, projection
 from shared.ladder.native_chain import HeadDraft
-from shared.ladder.rungs import Draft, exit_name
+from shared.ladder.proposers import Draft, exit_name
 from shared.ops.chains import ChainStart
 
 
@@ -41,7 +41,7 @@ class ChainSteps:
         self._next = projection_in_16_bits(head.steps[1])
 
     def output(self, states: Tensor, entering: Tensor) -> Tensor:
-        """The outputs [N, D] of `step` alone, for tokens that another rung has drafted."""
+        """The outputs [N, D] of `step` alone, for tokens that another proposer has drafted."""
         return head_output(states, entering, self._head.norm, *self._matrices)
 
     def step(self, states: Tensor, entering: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:

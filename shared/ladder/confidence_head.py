@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared.ladder.exit_head import unit
-from shared.ladder.rungs import DEFAULT_ROUTER_WIDTH
+from shared.ladder.proposers import DEFAULT_CONFIDENCE_WIDTH
 
 # Inputs beside the adapted state: see `scalar_features`.
 NUM_SCALARS = 3
@@ -32,7 +32,7 @@ class ConfidenceHead(nn.Module):
     The confidence head normalises its input itself, so training and serving run the same forward.
     """
 
-    def __init__(self, head_width: int, width: int = DEFAULT_ROUTER_WIDTH) -> None:
+    def __init__(self, head_width: int, width: int = DEFAULT_CONFIDENCE_WIDTH) -> None:
         super().__init__()
         self.hidden = nn.Linear(head_width, width)
         self.scalars = nn.Linear(NUM_SCALARS, width, bias=False)

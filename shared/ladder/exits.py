@@ -10,8 +10,8 @@ from shared.ladder.chain_exit import ChainSteps, SteppedChain
 from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.exit_head import ExitHead
 from shared.ladder.native_chain import HeadDraft, NativeChain, embedding_rows
+from shared.ladder.proposers import exit_name
 from shared.ladder.recorded_chain import MAX_CHAINS, RecordedChain
-from shared.ladder.rungs import exit_name
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import Runner
 from shared.ops.chains import ChainStart

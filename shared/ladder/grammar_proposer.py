@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from shared.constraints.state import ConstraintState
-from shared.ladder.rungs import GRAMMAR, Draft
+from shared.ladder.proposers import GRAMMAR, Draft
 
 # How often the beginning of forced text is the full model's choice where it is not the only one: 115 of 181 times for
 # SmolLM2-135M, 159 of 210 for Qwen2.5-Coder-1.5B, 40 schemas. What a request's kind shows corrects it.

@@ -1,4 +1,4 @@
-"""A ladder: the rungs of one model, and their use while a sequence is decoded."""
+"""A ladder: the proposers of one model, and their use while a sequence is decoded."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from shared.ladder.joint_weights import DEFAULT_WEIGHTS, JointWeights
 from shared.ladder.learned_ngrams import ClientNgrams
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.ngram_table import NgramTable
+from shared.ladder.proposers import NGRAM_TABLE, PROMPT_LOOKUP, Proposer
 from shared.ladder.recorded_chain import RecordedChain
-from shared.ladder.rungs import NGRAM_TABLE, PROMPT_LOOKUP, Proposer
 from shared.ladder.table_confidence import TableConfidence
 from shared.ladder.table_proposer import TableProposer
 from shared.model.inference import inference
@@ -47,7 +47,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class Ladder:
-    """The rungs of one model. Immutable.
+    """The proposers of one model. Immutable.
 
     `exits`: shallowest first. `draft_vocabulary` [Vd] int64: the tokens that exits may propose; None only if there are
     no exits. `joint_weights`: what to make of all that they say of one position.
@@ -66,8 +66,8 @@ class Ladder:
         return self.model.fingerprint
 
     @property
-    def rung_names(self) -> tuple[str, ...]:
-        """Names of all rungs, in draft order."""
+    def proposer_names(self) -> tuple[str, ...]:
+        """Names of all proposers, in draft order."""
         names = [PROMPT_LOOKUP] if self.lookup_confidence else []
         names += [NGRAM_TABLE] if self.ngrams and self.ngram_confidence else []
         return (*names, *(layer_exit.name for layer_exit in self.exits))

@@ -1,4 +1,4 @@
-"""The learned rung: an n-gram table that learns from the answers that are served, for each client apart.
+"""The learned proposer: an n-gram table that learns from the answers that are served, for each client apart.
 
 The shipped `NgramTable` knows the texts of the calibration. This one knows what the same client was answered before.
 """
@@ -11,7 +11,7 @@ from secrets import token_bytes
 
 from shared.errors import InvalidInput
 from shared.ladder.ngram_table import MAX_COUNT, MAX_ORDER, context_states
-from shared.ladder.rungs import Match
+from shared.ladder.proposers import Match
 
 # Entries of which one is replaced by a new context: the one that occurred least.
 SET_ENTRIES = 4

@@ -11,7 +11,7 @@ from shared import ops
 from shared.ladder.confidence_head import HIGHEST, LOWEST, ConfidenceHead
 from shared.ladder.draws import confidence_weights, is_supported, kernel_weight
 from shared.ladder.exit_head import NUM_STATES, ExitHead
-from shared.ladder.rungs import Draft, exit_name
+from shared.ladder.proposers import Draft, exit_name
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import Runner
 from shared.model.weights.lazy import lazy
@@ -88,9 +88,9 @@ def head_drafts(
     tokens: Sequence[float], probabilities: Sequence[float], length: int, outputs: Tensor
 ) -> list[HeadDraft]:
     """The first `length` drafts of one sequence, from its rows of what was drafted at depth 0."""
-    rung = exit_name(0)
+    proposer = exit_name(0)
     places = zip(tokens[:length], probabilities, outputs, strict=False)
-    return [HeadDraft(Draft(int(token), p, rung, 0), output) for token, p, output in places]
+    return [HeadDraft(Draft(int(token), p, proposer, 0), output) for token, p, output in places]
 
 
 def embedding_rows(runner: Runner, draft_vocabulary_size: int) -> Tensor | None:

@@ -1,5 +1,5 @@
-"""The n-gram table (rung `successor`), learnt at calibration, of the token that the full model most often chooses after
-a short context.
+"""The n-gram table (proposer `ngram-table`), learnt at calibration, of the token that the full model most often chooses
+after a short context.
 
 Contexts are stored as 32-bit hashes, so a table of n entries takes an unseen context for a known one with probability n
 / 2^32. Under `exact` such a collision costs a rejected draft, never a wrong token.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import Corrupt
-from shared.ladder.rungs import Match
+from shared.ladder.proposers import Match
 
 MAX_ORDER = 4
 MAX_COUNT = 255

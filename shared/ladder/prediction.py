@@ -1,10 +1,10 @@
-"""Predicted outputs (rung `prediction`): drafts a text that the caller expects to get back, with edits."""
+"""Predicted outputs (proposer `prediction`): drafts a text that the caller expects to get back, with edits."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from shared.ladder.rungs import PREDICTION, Draft
+from shared.ladder.proposers import PREDICTION, Draft
 
 # Where the prediction was wrong, it goes on behind the nearest place with the last tokens of the answer: so many of
 # them, at most so many tokens away. More of them prove more.

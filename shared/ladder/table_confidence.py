@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shared.errors import Corrupt
-from shared.ladder.rungs import Match
+from shared.ladder.proposers import Match
 
 LOWEST, HIGHEST = 1e-3, 0.999
 # Lower edges of the bins: a value belongs to the last bin whose edge it reaches.

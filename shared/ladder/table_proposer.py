@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shared.ladder.learned_ngrams import ClientNgrams
 from shared.ladder.ngram_table import MAX_ORDER
-from shared.ladder.rungs import LEARNED, NGRAM_TABLE, PROMPT_LOOKUP, Draft, Match
+from shared.ladder.proposers import LEARNED, NGRAM_TABLE, PROMPT_LOOKUP, Draft, Match
 from shared.ladder.table_confidence import bins_of, lookup_bins
 
 if TYPE_CHECKING:
@@ -129,10 +129,10 @@ class TableProposer:
             drafts.append(Draft(lookup.token, self._lookup_confidence.probability(bins), PROMPT_LOOKUP, 0))
         if self._ngram_confidence is not None:
             learned = self._learned.matches((*self._tail, *drafted)[-MAX_ORDER:]) if self._learned is not None else []
-            for rung, matches in ((NGRAM_TABLE, ngrams), (LEARNED, learned)):
+            for proposer, matches in ((NGRAM_TABLE, ngrams), (LEARNED, learned)):
                 for match in matches:
                     probability = self._ngram_confidence.probability(bins_of(match, lookup, num_chained))
-                    drafts.append(Draft(match.token, probability, rung, 0))
+                    drafts.append(Draft(match.token, probability, proposer, 0))
         return drafts
 
     def matches(self, drafted: Sequence[int]) -> tuple[Match | None, list[Match]]:

@@ -9,7 +9,7 @@ from shared.engine.engine import Engine
 from shared.ladder.exit_head import NUM_STATES
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.rungs import Draft
+from shared.ladder.proposers import Draft
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.ops.chains import ChainStart
 from tests.chain_starts import begun

@@ -36,14 +36,14 @@ def test_a_request_may_ask_for_workers_and_the_stored_spec_keeps_it() -> None:
 def test_figures_of_a_packed_ladder_are_converted() -> None:
     """With the manifest that `pack_ladder` writes, not one that was checked in."""
     loaded = wrap_model(build_family("llama"))
-    figures = {"agreement": 0.5, "router_auc": 0.75, "router_brier": 0.125}
-    figures |= {"router_precision": 0.875, "coverage": 1.0}
-    report = {"rungs": {"depth-2": figures, "depth-0": {**figures, "router_auc": None}}}
+    figures = {"agreement": 0.5, "confidence_auc": 0.75, "confidence_brier": 0.125}
+    figures |= {"confidence_precision": 0.875, "coverage": 1.0}
+    report = {"proposers": {"depth-2": figures, "depth-0": {**figures, "confidence_auc": None}}}
     manifest, blobs = pack_ladder(random_ladder(loaded, seed=0), report)
     published = PublishedVersion("tiny", 1, "sha256:0", 0.0, len(blobs), manifest)
     told = version_to_proto(published, with_manifest=False)
     assert told.model_fingerprint == loaded.fingerprint
-    shallow, deep = told.rungs
-    assert (shallow.name, shallow.depth, shallow.router_auc) == ("depth-0", 0, 0.0)
+    shallow, deep = told.proposers
+    assert (shallow.name, shallow.depth, shallow.confidence_auc) == ("depth-0", 0, 0.0)
     assert (deep.name, deep.depth) == ("depth-2", 2)
     assert {name: getattr(deep, name) for name in figures} == figures

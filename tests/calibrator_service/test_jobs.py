@@ -23,7 +23,7 @@ from shared.errors import AlreadyExists, Corrupt, PreconditionFailed
 from shared.registry.base import PublishedVersion
 from tests.calibrator_service.conftest import rewrite
 
-SPEC = CalibrationSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, rung_depths=(1, 2))
+SPEC = CalibrationSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, exit_depths=(1, 2))
 FINISHED = Ended(JobState.PUBLISHING)
 
 
@@ -44,7 +44,7 @@ def started(store: JobStore) -> str:
 
 @pytest.mark.parametrize("source", [SPEC.source, TextFile("a", "b"), AnswerFile("a"), HubDataset("a", "b")])
 def test_a_stored_spec_is_read_back(store, source):
-    spec = CalibrationSpec("tiny", source, time_budget_s=1.5, rung_depths=(1, 2))
+    spec = CalibrationSpec("tiny", source, time_budget_s=1.5, exit_depths=(1, 2))
     job_id = create(store, spec=spec).calibration_id
     assert store.get(job_id, with_prompts=True).spec == spec
     claimed = store.claim()

@@ -12,7 +12,7 @@ from tests.waiting import wait_until
 def test_job_from_create_to_published(service):
     prompts = ["until-told", "more than fits into a pipe " * 100_000]
     source = pb.SelfGenerated(prompts=prompts)
-    job = service.create(self_generated=source, aliases=["stable"], rung_depths=[1], seed=7)
+    job = service.create(self_generated=source, aliases=["stable"], exit_depths=[1], seed=7)
     assert job.calibration_id.startswith("cal-")
     assert list(service.get(job).spec.self_generated.prompts) == prompts, "only Get returns them, before the end"
     seen = []
@@ -36,7 +36,7 @@ def test_job_from_create_to_published(service):
     assert service.get(job) == end
     assert list(service.watch(job)) == [end]
     assert end.spec.seed == 7
-    assert list(end.spec.rung_depths) == [1]
+    assert list(end.spec.exit_depths) == [1]
     assert end.spec.label == pb.LABEL_AGREEMENT
     wait_until(lambda: not list((service.folder / "calibrator" / "work").iterdir()))
 

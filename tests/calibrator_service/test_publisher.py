@@ -296,7 +296,7 @@ def test_a_removed_product_that_the_registry_lacks_is_lost(start, folder, store,
 
 
 def test_a_router_that_fails_its_checks_is_published_without_an_alias(start, folder, store, tmp_path):
-    checks = {"routers": {"passed": False, "detail": "worse than guessing"}}
+    checks = {"confidence": {"passed": False, "detail": "worse than guessing"}}
     job = finished(folder, store, Product({"checks": checks}, PRODUCT.blobs))
     start()
     wait_for(store, job, JobState.SUCCEEDED)

@@ -66,7 +66,7 @@ def real_job(service: Service, request_id: str = "one") -> pb.Calibration:
     return service.create(
         request_id=request_id,
         max_tokens=4000,
-        rung_depths=[2],
+        exit_depths=[2],
         self_generated=pb.SelfGenerated(prompts=["real", *PROMPTS], max_new_tokens=24),
         draft_vocabulary_size=64,
     )
@@ -169,14 +169,14 @@ def test_model_and_dataset_that_do_not_exist(start_service, model_folder, tmp_pa
     assert open_registry(str(tmp_path / "registry")).list_versions("tiny") == []
 
 
-def test_unsupported_model_rung_too_deep_and_cancellation(model_folder, tmp_path):
+def test_unsupported_model_proposer_too_deep_and_cancellation(model_folder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-type"}))
     spec = CalibrationSpec("tiny", SelfGenerated(), max_tokens=1000)
     with pytest.raises(UnsupportedModel):
         run(tmp_path, spec, tmp_path)
     with pytest.raises(InvalidInput) as raised:
-        run(model_folder, replace(spec, rung_depths=(6,)), tmp_path)
-    assert raised.value.reason == "RUNG_TOO_DEEP"
+        run(model_folder, replace(spec, exit_depths=(6,)), tmp_path)
+    assert raised.value.reason == "EXIT_TOO_DEEP"
     with pytest.raises(Cancelled):
         run(model_folder, spec, tmp_path, stop=True)
 
@@ -202,7 +202,7 @@ def test_a_child_through_grpc_has_the_sums_of_everything_at_once(start_service, 
     def calibrated(request_id: str, *seeds: int, **options: Any) -> pb.Calibration:
         path = answers_of(texts / f"{request_id}.jsonl", *seeds)
         job = service.create(
-            request_id=request_id, answer_file=pb.AnswerFile(path=path), max_tokens=5000, rung_depths=[2], **options
+            request_id=request_id, answer_file=pb.AnswerFile(path=path), max_tokens=5000, exit_depths=[2], **options
         )
         end = service.end_of(job, JOB_TIMEOUT_S)
         assert end.state == pb.STATE_SUCCEEDED, end.failure

@@ -70,10 +70,10 @@ def test_versions(service, publish, request):
     version = got.version
     assert (version.version, version.model_fingerprint) == (3, MANIFEST["model"]["fingerprint"])
     assert '"number":2' in version.manifest_json
-    for told, rung in zip(version.rungs, MANIFEST["rungs"], strict=True):
-        assert (told.name, told.depth) == (rung["name"], rung["depth"])
-        for name in ("agreement", "router_auc", "router_brier", "router_precision", "coverage"):
-            assert getattr(told, name) == rung["figures"][name] > 0.0
+    for told, proposer in zip(version.proposers, MANIFEST["proposers"], strict=True):
+        assert (told.name, told.depth) == (proposer["name"], proposer["depth"])
+        for name in ("agreement", "confidence_auc", "confidence_brier", "confidence_precision", "coverage"):
+            assert getattr(told, name) == proposer["figures"][name] > 0.0
     by_alias = pb.GetVersionRequest(model_id=model(request), alias="latest")
     assert service.routers.GetVersion(by_alias).version.version == 5
 

@@ -36,10 +36,10 @@ def test_exact_drafts_without_a_router_and_relaxed_says_how_to_get_one(stub):
     ]
     for policy, (started, tokens, _, finished) in zip(("full", "exact", "exact"), answers, strict=True):
         assert (started.policy, started.router_version, started.router_digest) == (policy, 0, "")
-        assert started.proposers == ([] if policy == "full" else ["suffix"])
+        assert started.proposers == ([] if policy == "full" else ["prompt-lookup"])
         assert len(tokens) == finished.usage.num_completion_tokens == 3
         assert [token.id for token in tokens] == [token.id for token in answers[0][1]]
-    assert stub.GetModel(pb.GetModelRequest(model_id="tiny")).model.proposers == ["suffix"]
+    assert stub.GetModel(pb.GetModelRequest(model_id="tiny")).model.proposers == ["prompt-lookup"]
     code, info, message = refused(stub, request_of(depth=pb.DepthPolicy(relaxed=pb.Relaxed())))
     assert (code, info.reason) == (Code.FAILED_PRECONDITION, "ROUTER_REQUIRED")
     assert "neap calibrate" in message
@@ -60,7 +60,7 @@ def test_started_names_the_resolved_router(stub, engine, registry):
     model = stub.GetModel(pb.GetModelRequest(model_id="tiny")).model
     (router,) = model.routers
     assert (router.version, router.manifest_digest) == (1, published.manifest_digest)
-    assert list(router.rungs) == ["suffix"]
+    assert list(router.proposers) == ["prompt-lookup"]
 
 
 # requests that can never work

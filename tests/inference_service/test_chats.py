@@ -109,7 +109,7 @@ def test_a_call_that_is_required_is_there_and_exact_gives_the_tokens_of_full(stu
     assert (tokens[-1], text) == (EOS, "")
     [[name, arguments]] = calls
     jsonschema.validate(json.loads(arguments), SCHEMAS[name])
-    exits = {own.rung: own.num_tokens for own in exact[4].depth.exits}
+    exits = {own.proposer: own.num_tokens for own in exact[4].depth.exits}
     assert exits["grammar"] > 10
 
 

@@ -99,7 +99,7 @@ def test_every_form_under_every_policy_alone_and_in_company(stub, sampling):
             assert text in CONSTRAINTS["choice"].choice
         num_complete += is_complete
     assert num_complete >= 3
-    forced = [count for _, _, end in alone for count in end.depth.exits if count.rung == "grammar"]
+    forced = [count for _, _, end in alone for count in end.depth.exits if count.proposer == "grammar"]
     assert sum(count.num_tokens for count in forced) > 20
 
 

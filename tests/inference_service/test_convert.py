@@ -213,7 +213,7 @@ def test_chunks_become_messages():
     chunk = from_event(TokenChunk("ab", (token, GeneratedToken(9, 4, "full"))), str).chunk
     assert chunk.text == "ab"
     first, second = chunk.tokens
-    assert (first.id, first.exit_depth, first.rung, first.logprob) == (3, 2, "depth-2", -0.5)
+    assert (first.id, first.exit_depth, first.proposer, first.logprob) == (3, 2, "depth-2", -0.5)
     assert [(a.id, a.logprob) for a in first.alternatives] == [(3, -0.5), (4, -2.0)]
     assert (first.text, [a.text for a in first.alternatives]) == ("3", ["3", "4"])
     assert second.id == 9
@@ -223,7 +223,7 @@ def test_chunks_become_messages():
 
 @pytest.mark.parametrize("reason", list(FinishReason))
 def test_finished_becomes_a_message(reason):
-    depth = DepthStatistics({"full": (4, 6), "suffix": (0, 2)}, 5, 2, 24, 40, 6, 8, 1)
+    depth = DepthStatistics({"full": (4, 6), "prompt-lookup": (0, 2)}, 5, 2, 24, 40, 6, 8, 1)
     event = Finished(reason, "stop", "tail", 11, 7, 8, 0.25, 1.5, 2.000000001, depth, 3, 4)
     finished = from_event(event, str).finished
     assert pb.FinishReason.Name(finished.reason) == f"FINISH_REASON_{reason.name}"
@@ -239,7 +239,10 @@ def test_finished_becomes_a_message(reason):
     assert finished.timing.prefill.ToNanoseconds() == 1_500_000_000
     assert finished.timing.decode.ToNanoseconds() == 2_000_000_001
     assert finished.depth == pb.DepthStatistics(
-        exits=[pb.RungCount(rung="suffix", depth=0, num_tokens=2), pb.RungCount(rung="full", depth=4, num_tokens=6)],
+        exits=[
+            pb.ProposerCount(proposer="prompt-lookup", depth=0, num_tokens=2),
+            pb.ProposerCount(proposer="full", depth=4, num_tokens=6),
+        ],
         num_drafted=5,
         num_accepted=2,
         num_layer_executions=24,

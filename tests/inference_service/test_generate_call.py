@@ -115,7 +115,7 @@ def test_an_answered_call(stub, metrics, spans, log_lines, loaded):
     assert 0 < first_s <= _value(metrics, "neap_e2e_request_latency_seconds_sum")
     assert _value(metrics, "neap_prompt_tokens_total") == num_prompt
     assert _value(metrics, "neap_generation_tokens_total") == 6
-    assert _value(metrics, "neap_exits_total", rung="full") == 6
+    assert _value(metrics, "neap_exits_total", proposer="full") == 6
     assert _value(metrics, "neap_layer_executions_total") == 5 * loaded.num_layers
     assert _value(metrics, "neap_inter_token_latency_seconds_count") == 5
     assert _value(metrics, "neap_engine_step_batch_size_bucket", le="1.0") == 6

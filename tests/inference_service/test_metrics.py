@@ -86,7 +86,7 @@ def test_buckets_are_cumulative_and_agree_with_their_count():
     assert total == pytest.approx(99.036)
 
 
-def test_scrapes_read_while_the_engine_adds_rungs():
+def test_scrapes_read_while_the_engine_adds_proposers():
     """The engine's thread changes the dictionaries that a scrape reads, without a lock."""
     metrics, engine = WorkerMetrics(), busy_engine()
     metrics.add_engine(engine)
@@ -98,7 +98,7 @@ def test_scrapes_read_while_the_engine_adds_rungs():
                 break
             if number % 500 == 0:
                 engine.statistics.exits.clear()
-            engine.statistics.exits[f"rung-{number % 500}"] += 1
+            engine.statistics.exits[f"proposer-{number % 500}"] += 1
 
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)

@@ -22,7 +22,7 @@ from tests.worker import serving
 class Scripted(ScriptedLadder):
     """Always drafts the same token with high probability."""
 
-    rung_names = ("suffix",)
+    proposer_names = ("prompt-lookup",)
 
     def __init__(self, loaded) -> None:
         super().__init__(lambda context: (7, 0.95))
@@ -68,6 +68,6 @@ def test_started_names_the_version_that_the_request_id_leads_to(rollout):
     for version in ("1", "2"):
         labels = {"model_id": "tiny", "router_version": version}
         assert read("neap_router_requests_total", labels) >= 2 * wanted.count(int(version))
-        assert read("neap_router_drafted_tokens_total", {**labels, "rung": "suffix"}) > 0
+        assert read("neap_router_drafted_tokens_total", {**labels, "proposer": "prompt-lookup"}) > 0
     rollout.registry.rollback_alias("tiny", "stable")
     assert {ask(rollout.client, request_id=name).router_version for name in names} == {1}

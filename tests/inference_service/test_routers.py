@@ -68,7 +68,7 @@ async def test_no_choice_means_latest(registry, loaded, publish, unpack):
     store = RouterStore(registry, unpack=unpack)
     router = await store.select(loaded, RouterChoice())
     assert (router.version, router.digest) == (2, second.manifest_digest)
-    assert router.rungs == ("suffix",)
+    assert router.proposers == ("prompt-lookup",)
     assert (await store.select(loaded, RouterChoice(version=1))).version == 1
     registry.set_alias("tiny", "stable", 1)
     assert (await store.select(loaded, RouterChoice(alias="stable"))).version == 1

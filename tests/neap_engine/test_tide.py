@@ -23,8 +23,8 @@ PROMPT = torch.tensor([[260, 220, 260, 220, 260, 220, 257]])
 def router(tmp_path: Path) -> Path:
     """A router's folder. Nothing was trained."""
     ladder = random_ladder(wrap_model(build_model()), 3)
-    figures = {name: {"agreement": 0.9} for name in ladder.rung_names}
-    CalibrationResult(ladder, {"rungs": figures}).save(tmp_path / "router")
+    figures = {name: {"agreement": 0.9} for name in ladder.proposer_names}
+    CalibrationResult(ladder, {"proposers": figures}).save(tmp_path / "router")
     return tmp_path / "router"
 
 
@@ -134,10 +134,10 @@ def test_fields_mean_what_the_document_says():
     assert config.spec(12) == CalibrationSpec(
         source=HubDataset("Salesforce/wikitext", config="wikitext-103-raw-v1"),
         max_tokens=5120,
-        rung_depths=(4, 8),
+        exit_depths=(4, 8),
         label="cosine",
         cosine_threshold=0.9,
-        router_width=64,
+        confidence_width=64,
     )
     assert TIDEConfig(calibration_dataset="a/b").spec(12).source == HubDataset("a/b")
 

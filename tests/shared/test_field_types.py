@@ -29,7 +29,7 @@ from tests.worker import build_model
         (StoppingParams, "max_tokens", None, None),
         (StoppingParams, "stop_token_ids", iter([np.int64(4), 4]), frozenset({4})),
         (StoppingParams, "stop_strings", ["a"], ("a",)),
-        (CalibrationSpec, "rung_depths", [1, 2], (1, 2)),
+        (CalibrationSpec, "exit_depths", [1, 2], (1, 2)),
         (Constraint, "choice", ["yes"], ("yes",)),
     ],
 )

@@ -1,7 +1,7 @@
 """The figures of a ladder on the report split, from which nothing was learned.
 
-Of each rung: how often its draft is right, and how well its probability predicts that. Of exits also along chains of
-drafts, at each place and where the tables do not help. Of the joint probability, by situation.
+Of each proposer: how often its draft is right, and how well its probability predicts that. Of exits also along chains
+of drafts, at each place and where the tables do not help. Of the joint probability, by situation.
 """
 
 import math
@@ -27,7 +27,7 @@ from calibrator_service.calibration.training.tables import labelled_positions
 from shared.engine.drafting.confidence import Confidence
 from shared.ladder.joint_weights import JointWeights
 from shared.ladder.ladder import Ladder
-from shared.ladder.rungs import EXIT, NGRAM_TABLE, PROMPT_LOOKUP
+from shared.ladder.proposers import EXIT, NGRAM_TABLE, PROMPT_LOOKUP
 from shared.ladder.table_confidence import lookup_bins
 
 log = structlog.get_logger("neap.calibration")
@@ -41,16 +41,16 @@ PASS_SIZE = 4096
 def held_out_report(
     run: CalibrationRun, material: TrainingData, vocabulary: DraftVocabulary, ladder: Ladder
 ) -> dict[str, Any]:
-    """Figures per rung ("rungs") and of the whole ladder, ready for JSON. Raises `Cancelled`."""
+    """Figures per proposer ("proposers") and of the whole ladder, ready for JSON. Raises `Cancelled`."""
     held_out = material.table_sequences["report"]
-    rungs = table_figures(ladder, held_out)
+    proposers = table_figures(ladder, held_out)
     run.report("evaluating", 0.95)
-    rungs |= exit_figures(ladder, material.chunks["report"], vocabulary, run.spec.label)
+    proposers |= exit_figures(ladder, material.chunks["report"], vocabulary, run.spec.label)
     along_chains = chain_agreement(ladder, material.chunks["report"], held_out, vocabulary)
     for name, figures in along_chains.items():
-        log.info("agreement along chains", rung=name, **figures)
-        rungs[name] |= figures
-    for name, figure in rungs.items():
+        log.info("agreement along chains", proposer=name, **figures)
+        proposers[name] |= figures
+    for name, figure in proposers.items():
         for key, value in figure.items():
             if isinstance(value, float | int):
                 run.figures[f"{name}.{key}"] = value
@@ -58,7 +58,7 @@ def held_out_report(
     choices = np.concatenate([s.choices[s.first :] for s in held_out])
     is_covered = vocabulary.lookup[torch.from_numpy(choices)] >= 0
     return {
-        "rungs": rungs,
+        "proposers": proposers,
         "commonest_token": float(np.bincount(choices).max() / len(choices)),
         "tokens": {**material.num_tokens, "total": sum(material.num_tokens.values())},
         "draft_vocabulary_coverage": float(is_covered.float().mean()),
@@ -67,7 +67,8 @@ def held_out_report(
 
 
 def table_figures(ladder: Ladder, sequences: Sequence[LabelledSequence]) -> dict[str, dict[str, object]]:
-    """Figures of the table rungs by name, for the first draft at every position; of the n-gram table its best order."""
+    """Figures of the table proposers by name, for the first draft at every position; of the n-gram table its best
+    order."""
     samples: dict[str, tuple[list[float], list[bool]]] = {PROMPT_LOOKUP: ([], []), NGRAM_TABLE: ([], [])}
     num_positions = 0
     only_ngrams = Ladder(ladder.model, None, ladder.ngrams, ladder.ngram_confidence)
@@ -86,9 +87,9 @@ def table_figures(ladder: Ladder, sequences: Sequence[LabelledSequence]) -> dict
                 samples[NGRAM_TABLE][0].append(draft.probability)
                 samples[NGRAM_TABLE][1].append(draft.token == choice)
     return {
-        name: rung_figures(np.array(probability), np.array(agreed, dtype=np.bool_), num_positions)
+        name: proposer_figures(np.array(probability), np.array(agreed, dtype=np.bool_), num_positions)
         for name, (probability, agreed) in samples.items()
-        if name in ladder.rung_names
+        if name in ladder.proposer_names
     }
 
 
@@ -106,7 +107,7 @@ def exit_figures(
         with torch.no_grad():
             probability = torch.cat([layer_exit.confidence(a.float(), s) for a, s in parts])
         agreed = samples.label.numpy()
-        figure = rung_figures(probability.double().numpy(), agreed, len(agreed))
+        figure = proposer_figures(probability.double().numpy(), agreed, len(agreed))
         if label == "cosine":
             by_token = exit_samples(depth, head, chunks, vocabulary, layers, "agreement")
             figure["agreement"] = float(by_token.label.float().mean())
@@ -179,8 +180,9 @@ NUM_BINS = 10
 Floats = npt.NDArray[np.float64]
 
 
-def rung_figures(probability: Floats, agreed: npt.NDArray[np.bool_], num_positions: int) -> dict[str, object]:
-    """All metrics of one rung. `probability` [N] and `agreed` [N]: its drafts, at N of `num_positions` positions."""
+def proposer_figures(probability: Floats, agreed: npt.NDArray[np.bool_], num_positions: int) -> dict[str, object]:
+    """All metrics of one proposer. `probability` [N] and `agreed` [N]: its drafts, at N of `num_positions`
+    positions."""
     return {
         "positions": num_positions,
         "agreement": float(agreed.sum()) / max(num_positions, 1),
@@ -195,13 +197,13 @@ def confidence_figures(probability: Floats, agreed: npt.NDArray[np.bool_]) -> di
     """AUC, Brier score, precision at CONFIDENT and expected calibration error of N probabilities [N] and outcomes [N];
     0 if N is 0."""
     if len(agreed) == 0:
-        return {"router_auc": 0.0, "router_brier": 0.0, "router_precision": 0.0, "router_ece": 0.0}
+        return {"confidence_auc": 0.0, "confidence_brier": 0.0, "confidence_precision": 0.0, "confidence_ece": 0.0}
     confident = agreed[probability >= CONFIDENT]
     return {
-        "router_auc": auc(probability, agreed),
-        "router_brier": float(np.mean((probability - agreed) ** 2)),
-        "router_precision": float(confident.mean()) if len(confident) else 0.0,
-        "router_ece": calibration_error(probability, agreed),
+        "confidence_auc": auc(probability, agreed),
+        "confidence_brier": float(np.mean((probability - agreed) ** 2)),
+        "confidence_precision": float(confident.mean()) if len(confident) else 0.0,
+        "confidence_ece": calibration_error(probability, agreed),
     }
 
 
@@ -276,7 +278,7 @@ def joint_figures(weights: JointWeights, positions: Iterable[Position]) -> dict[
         errors = right, (probability - right) ** 2, (draft.probability - right) ** 2
         table, best_exit = (
             max(
-                (candidate for candidate in drafts if candidate.rung.startswith(EXIT) == of_exit),
+                (candidate for candidate in drafts if candidate.proposer.startswith(EXIT) == of_exit),
                 key=lambda candidate: candidate.probability,
                 default=None,
             )

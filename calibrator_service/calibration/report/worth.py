@@ -33,22 +33,22 @@ def without_unpaid(
     """
     reasons: dict[str, str] = {}
     for layer_exit in ladder.exits:
-        figures = report["rungs"][layer_exit.name]
+        figures = report["proposers"][layer_exit.name]
         if is_child and figures["positions"] < LEAST_POSITIONS:
             continue
         if why := _why_unproven(figures, report["commonest_token"]):
             reasons[layer_exit.name] = why
     proven = tuple(layer_exit for layer_exit in ladder.exits if layer_exit.name not in reasons)
-    if proven and not run.spec.rung_depths:
+    if proven and not run.spec.exit_depths:
         costs = measured_costs(run, runner, with_exits(ladder, proven))
         for index, layer_exit in enumerate(proven):
-            figures = report["rungs"][layer_exit.name]
+            figures = report["proposers"][layer_exit.name]
             if figures["positions"] < LEAST_POSITIONS:
                 continue
             if why := _why_too_slow(figures, costs, index):
                 reasons[layer_exit.name] = why
     for name, why in reasons.items():
-        log.info("an exit is left out", rung=name, why=why)
+        log.info("an exit is left out", proposer=name, why=why)
     paying = tuple(layer_exit for layer_exit in proven if layer_exit.name not in reasons)
     return with_exits(ladder, paying), reasons
 

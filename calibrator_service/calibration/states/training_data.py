@@ -21,7 +21,8 @@ from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
 from shared.model.runner import captured_depths
 
-# Tokens of the routers split, and of the report split, on which the table rungs are evaluated; they are held in memory.
+# Tokens of the confidence split, and of the report split, on which the table proposers are evaluated; they are held in
+# memory.
 MAX_TABLE_TOKENS = 100_000
 
 
@@ -75,8 +76,8 @@ def collect_training_data(
         keeps_states=plan.sizes.keeps_states,
     )
     num_tokens: dict[Split, int] = dict.fromkeys(SPLITS, 0)
-    table_sequences: dict[Split, list[LabelledSequence]] = {"routers": [], "report": []}
-    num_table_tokens: dict[Split, int] = {"routers": 0, "report": 0}
+    table_sequences: dict[Split, list[LabelledSequence]] = {"confidence": [], "report": []}
+    num_table_tokens: dict[Split, int] = {"confidence": 0, "report": 0}
     choice_counts = torch.zeros(run.loaded.vocabulary_size, dtype=torch.long)
     ngrams = NgramTableBuilder()
 

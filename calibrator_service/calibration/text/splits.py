@@ -13,15 +13,15 @@ import numpy as np
 
 from calibrator_service.calibration.text.shards import TokenSequence
 
-Split = Literal["heads", "routers", "report"]
+Split = Literal["heads", "confidence", "report"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 # The splits of every ten sequences.
 SPLIT_PATTERN: tuple[Split, ...] = (
-    "heads", "routers", "heads", "heads", "report", "heads", "heads", "heads", "heads", "heads",
+    "heads", "confidence", "heads", "heads", "report", "heads", "heads", "heads", "heads", "heads",
 )  # fmt: skip
 # The first NUM_EARLY sequences are assigned by EARLY_PATTERN: a tenth of a small text would be too little for routers
 # and figures.
-EARLY_PATTERN: tuple[Split, ...] = ("heads", "routers", "heads", "report")
+EARLY_PATTERN: tuple[Split, ...] = ("heads", "confidence", "heads", "report")
 NUM_EARLY = 40
 
 

@@ -1,4 +1,4 @@
-"""Confidence heads learn when their rung is right, on sequences that the heads were not trained on.
+"""Confidence heads learn when their proposer is right, on sequences that the heads were not trained on.
 With them the ladder is complete."""
 
 import math
@@ -41,7 +41,7 @@ PRIOR_SAMPLES = 10
 def fit_ladder(
     run: CalibrationRun, material: TrainingData, vocabulary: DraftVocabulary, heads: dict[int, ExitHead]
 ) -> Ladder:
-    """The ladder of all rungs, with confidence heads trained on the routers split.
+    """The ladder of all proposers, with confidence heads trained on the confidence split.
     The agreement of its exits is not measured yet.
 
     Raises `Cancelled`.
@@ -50,19 +50,19 @@ def fit_ladder(
     exits = []
     for number, (depth, head) in enumerate(heads.items(), 1):
         samples = exit_samples(
-            depth, head, material.chunks["routers"], vocabulary, run.loaded.num_layers, run.spec.label
+            depth, head, material.chunks["confidence"], vocabulary, run.loaded.num_layers, run.spec.label
         )
         ends = run.schedule
-        end_share = ends.heads + (ends.routers - ends.heads) * number / len(heads)
+        end_share = ends.heads + (ends.confidence - ends.heads) * number / len(heads)
         confidence = train_confidence(
             samples,
-            run.spec.router_width,
+            run.spec.confidence_width,
             seed=run.spec.seed,
             seconds=run.seconds_until(end_share),
             should_stop=run.should_stop,
         )
         exits.append(LayerExit(depth, head, confidence))
-        run.report("training_routers", end_share)
+        run.report("training_confidence", end_share)
     return replace(tables, exits=tuple(exits), draft_vocabulary=vocabulary.tokens if exits else None)
 
 

@@ -16,7 +16,7 @@ from shared.ladder.confidence_head import scalar_features
 from shared.ladder.exits import LayerExit
 from shared.ladder.joint_weights import CASES, DEFAULT_WEIGHTS, MAX_WEIGHT, JointWeights
 from shared.ladder.ladder import Ladder
-from shared.ladder.rungs import Draft
+from shared.ladder.proposers import Draft
 
 # Positions that are learned from and measured on.
 MAX_POSITIONS = 20_000

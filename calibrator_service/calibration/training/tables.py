@@ -1,4 +1,4 @@
-"""The table rungs: prompt look-up, the n-gram table, and their confidence trained on chains of drafts with known
+"""The table proposers: prompt look-up, the n-gram table, and their confidence trained on chains of drafts with known
 outcomes."""
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.states.collect import LabelledSequence
 from calibrator_service.calibration.states.training_data import TrainingData
 from shared.ladder.ladder import Ladder, ModelIdentity
-from shared.ladder.rungs import NGRAM_TABLE, PROMPT_LOOKUP
+from shared.ladder.proposers import NGRAM_TABLE, PROMPT_LOOKUP
 from shared.ladder.table_confidence import Bins, bins_of, fit_table_confidence, lookup_bins
 from shared.ladder.table_proposer import TableProposer
 
@@ -60,8 +60,8 @@ def table_samples(ladder: Ladder, sequence: LabelledSequence) -> Iterator[TableS
 
 
 def fit_tables(run: CalibrationRun, material: TrainingData) -> Ladder:
-    """The ladder of the table rungs alone: the n-gram table of the heads split, and their confidence trained on the
-    routers split."""
+    """The ladder of the table proposers alone: the n-gram table of the heads split, and their confidence trained on the
+    confidence split."""
     untrained = fit_table_confidence([], [])
     ladder = Ladder(
         ModelIdentity.of(run.loaded),
@@ -71,7 +71,7 @@ def fit_tables(run: CalibrationRun, material: TrainingData) -> Ladder:
     )
     evidence: dict[str, list[Bins]] = {PROMPT_LOOKUP: [], NGRAM_TABLE: []}
     agreed: dict[str, list[bool]] = {PROMPT_LOOKUP: [], NGRAM_TABLE: []}
-    for sequence in material.table_sequences["routers"]:
+    for sequence in material.table_sequences["confidence"]:
         for sample in table_samples(ladder, sequence):
             evidence[sample.table].append(sample.evidence)
             agreed[sample.table].append(sample.agreed)

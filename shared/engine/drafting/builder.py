@@ -12,7 +12,7 @@ from shared.engine.drafting.speculation import Speculation
 from shared.engine.request.sequence import DecodingSequence
 from shared.errors import Corrupt
 from shared.ladder.native_chain import HeadDraft
-from shared.ladder.rungs import Draft
+from shared.ladder.proposers import Draft
 from shared.ops.chains import ChainStart
 
 # Tokens per verify pass that are assumed for a sequence without any, and the weight of this assumption in passes.
@@ -108,16 +108,16 @@ class DraftBuilder:
         share the pass that even a sure draft would not pay."""
         return self.room > 0 and self.survival > self._least_survival
 
-    def chain_start(self, index: int, rung: str, states_at: int | None, least: float) -> ChainStart:
-        """The tokens that exit `index`, named `rung`, has not seen, with their states at the depth `states_at`. It may
-        go on until survival is below `least` or too low for a place in the verify pass."""
+    def chain_start(self, index: int, proposer: str, states_at: int | None, least: float) -> ChainStart:
+        """The tokens that exit `index`, named `proposer`, has not seen, with their states at the depth `states_at`. It
+        may go on until survival is below `least` or too low for a place in the verify pass."""
         num_seen, output = self.ahead[index].num_seen, self.ahead[index].output
         return ChainStart(
             tokens=self.chain.tokens[num_seen:],
             place=num_seen,
             room=self.room,
             survival=self.survival,
-            factor=self.sequence.confidence.factor(rung),
+            factor=self.sequence.confidence.factor(proposer),
             least_survival=max(least, self._least_survival),
             entering=None if states_at is None else torch.stack(self.chain.captured[states_at][num_seen:]),
             begin=self.sequence.settled_states if output is None else output,
@@ -181,7 +181,7 @@ class DraftBuilder:
         for draft in drafts:
             if not 0 <= draft.token < size:
                 raise Corrupt(
-                    f"rung {draft.rung} of the router drafted token {draft.token}; the model has {size}",
+                    f"proposer {draft.proposer} of the router drafted token {draft.token}; the model has {size}",
                     reason="DRAFT_OUT_OF_RANGE",
                 )
         if self._forbids_tokens and (forbidden := self.sequence.forbidden_after(path)):

@@ -72,12 +72,12 @@ def _worth_asking(
 ) -> _Asked:
     """The chains whose last tokens are worth taking to an exit in one call: those that save more, with all that the
     call drafts, than the call costs. And the seconds that the first draft of each is expected to save."""
-    agreement, rung, cost = ladder.agreements[index], ladder.names[index], drafter.costs.exits[index]
+    agreement, proposer, cost = ladder.agreements[index], ladder.names[index], drafter.costs.exits[index]
     allowed = [builder for builder in builders if ladder.depths[index] >= builder.min_layers]
     gains_s = [
         exit_gain_s(
             builder.survival,
-            builder.sequence.confidence.expected_gain(rung, agreement, builder.best_probability),
+            builder.sequence.confidence.expected_gain(proposer, agreement, builder.best_probability),
             drafter.costs,
             num_sequences,
             builder.tokens_per_pass,
@@ -85,7 +85,7 @@ def _worth_asking(
         for builder in allowed
     ]
     whole_s = [
-        chain_gain_s(gain_s, agreement * builder.sequence.confidence.factor(rung), cost, builder.room)
+        chain_gain_s(gain_s, agreement * builder.sequence.confidence.factor(proposer), cost, builder.room)
         for builder, gain_s in zip(allowed, gains_s, strict=True)
     ]
     chosen = select_sequences(whole_s, cost)

@@ -19,7 +19,7 @@ from shared.ladder.joint_weights import (
     TABLE_DIFFERS,
     JointWeights,
 )
-from shared.ladder.rungs import EXIT, Draft
+from shared.ladder.proposers import EXIT, Draft
 
 # Tables alone are believed as they are.
 TABLE_ALONE = "table"
@@ -40,16 +40,16 @@ def cases(
     """Per token that is proposed for a position: its draft, the case (of `JointWeights`, or TABLE_ALONE), and the other
     proposer's draft. Not of a token that a table alone proposes, if another table is surer of another one.
 
-    `ratios` of (TABLE_ALONE, rung): how much more often a table was right than it said. So the surest of two may not be
-    the better one.
+    `ratios` of (TABLE_ALONE, proposer): how much more often a table was right than it said. So the surest of two may
+    not be the better one.
     """
     tables: dict[int, tuple[float, Draft]] = {}
     exits: dict[int, tuple[float, Draft]] = {}
     for draft in drafts:
-        if draft.rung.startswith(EXIT):
+        if draft.proposer.startswith(EXIT):
             by_token, rated = exits, draft.probability
         else:
-            by_token, rated = tables, draft.probability * ratios.get((TABLE_ALONE, draft.rung), 1.0)
+            by_token, rated = tables, draft.probability * ratios.get((TABLE_ALONE, draft.proposer), 1.0)
         held = by_token.get(draft.token)
         if held is None or rated > held[0]:
             by_token[draft.token] = rated, draft
@@ -72,47 +72,47 @@ class Confidence:
 
     def __init__(self, weights: JointWeights = DEFAULT_WEIGHTS) -> None:
         self._weights = {case: weights.of(case) for case in CASES}
-        # (case, rung) -> expected, right; and by what a probability has to be scaled for it.
+        # (case, proposer) -> expected, right; and by what a probability has to be scaled for it.
         self._sums: dict[tuple[str, str], tuple[float, float]] = {}
         self._ratios: dict[tuple[str, str], float] = {}
 
     def rate(self, drafts: Sequence[Draft]) -> list[tuple[Draft, float]]:
         """The drafts of a position that count (see `cases`), and the probability that each is right. The best first."""
         rated = [
-            (draft, min(probability * self._ratios.get((case, draft.rung), 1.0), MOST))
+            (draft, min(probability * self._ratios.get((case, draft.proposer), 1.0), MOST))
             for draft, case, probability in self._combined(drafts)
         ]
         return sorted(rated, key=itemgetter(1), reverse=True)
 
-    def factor(self, rung: str) -> float:
+    def factor(self, proposer: str) -> float:
         """By what the probabilities of an exit's confidence head have to be scaled, whatever the tables say."""
-        return self._ratios.get(("", rung), 1.0)
+        return self._ratios.get(("", proposer), 1.0)
 
-    def expected_gain(self, rung: str, agreement: float, before: float) -> float:
+    def expected_gain(self, proposer: str, agreement: float, before: float) -> float:
         """By how much the draft of an exit is expected to be more probable than the best one so far, of probability
         `before`. `agreement`: how often its drafts are right, measured at calibration.
 
         Where tables say nothing, this is more than 0 however seldom the exit was right lately.
         So it is asked there, and can come back.
         """
-        return agreement * self.factor(rung) - before
+        return agreement * self.factor(proposer) - before
 
     def record(self, proposals: Sequence[Sequence[Draft]], tokens: Sequence[int]) -> None:
         """Records what a pass has shown: that `tokens` were the full model's choices at successive places, for which
         these drafts were proposed. The rest of the longer one does not count."""
         for drafts, token in zip(proposals, tokens, strict=False):
             for draft, case, probability in self._combined(drafts):
-                self._add(case, draft.rung, probability, draft.token == token)
+                self._add(case, draft.proposer, probability, draft.token == token)
             for draft in drafts:
-                if draft.rung.startswith(EXIT):
-                    self._add("", draft.rung, draft.probability, draft.token == token)
+                if draft.proposer.startswith(EXIT):
+                    self._add("", draft.proposer, draft.probability, draft.token == token)
 
-    def _add(self, case: str, rung: str, probability: float, is_right: bool) -> None:
-        expected, right = self._sums.get((case, rung), (0.0, 0.0))
+    def _add(self, case: str, proposer: str, probability: float, is_right: bool) -> None:
+        expected, right = self._sums.get((case, proposer), (0.0, 0.0))
         expected, right = expected + probability, right + is_right
         scale = 0.5 if expected > WINDOW else 1.0
-        expected, right = self._sums[case, rung] = scale * expected, scale * right
-        self._ratios[case, rung] = (PRIOR_WEIGHT + right) / (PRIOR_WEIGHT + expected)
+        expected, right = self._sums[case, proposer] = scale * expected, scale * right
+        self._ratios[case, proposer] = (PRIOR_WEIGHT + right) / (PRIOR_WEIGHT + expected)
 
     def _combined(self, drafts: Sequence[Draft]) -> list[tuple[Draft, str, float]]:
         """Per token: its draft, the case, and the probability, not yet corrected by what was served."""

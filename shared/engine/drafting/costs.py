@@ -16,7 +16,7 @@ from torch import Tensor
 from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.ladder.exit_head import NUM_STATES
 from shared.ladder.ladder import BoundLadder
-from shared.ladder.rungs import Draft
+from shared.ladder.proposers import Draft
 from shared.memory import trim_heap
 from shared.model.cache import KVCache
 from shared.model.runner import Runner

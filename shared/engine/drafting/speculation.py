@@ -10,7 +10,7 @@ from torch import Tensor
 from shared.engine.request.request import TokenChunk
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.verification import Verdict
-from shared.ladder.rungs import Draft
+from shared.ladder.proposers import Draft
 from shared.model.ragged import RaggedSequence
 from shared.model.runner import CapturedStates, Runner
 from shared.model.sampling import Trial

@@ -143,12 +143,12 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """`exit_depth` is L and `rung` is "full" if the full model chose the token.
+    """`exit_depth` is L and `proposer` is "full" if the full model chose the token.
     `alternatives` are (token id, log-probability)."""
 
     token_id: int
     exit_depth: int
-    rung: str
+    proposer: str
     logprob: float | None = None
     alternatives: tuple[tuple[int, float], ...] = ()
 
@@ -168,7 +168,7 @@ class DepthStatistics:
     """Counts of one request's decoding. The prompt's passes are not counted.
 
     A layer execution is one call of one decoder layer with any number of tokens; `num_token_layers` is the sum of their
-    tokens. `exits` maps a rung's name to (depth, tokens). `num_relaxed`: accepted drafts where the full model chose
+    tokens. `exits` maps a proposer's name to (depth, tokens). `num_relaxed`: accepted drafts where the full model chose
     another token (policy relaxed).
     """
 
@@ -193,8 +193,8 @@ class DepthStatistics:
             f"{self.num_accepted} of {self.num_drafted} drafts accepted",
         ]
         lines += [
-            f"  {rung:<12} depth {depth:>3}: {count} tokens"
-            for rung, (depth, count) in sorted(self.exits.items(), key=lambda item: item[1][0])
+            f"  {proposer:<12} depth {depth:>3}: {count} tokens"
+            for proposer, (depth, count) in sorted(self.exits.items(), key=lambda item: item[1][0])
         ]
         return "\n".join(lines)
 

@@ -16,7 +16,7 @@ from shared.errors import NeapError
 from shared.ladder.grammar_proposer import GrammarProposer
 from shared.ladder.learned_ngrams import ClientNgrams
 from shared.ladder.prediction import PredictionProposer
-from shared.ladder.rungs import Proposer
+from shared.ladder.proposers import Proposer
 from shared.model.cache import KVCache
 from shared.model.context_counts import ContextCounts
 from shared.model.loaded import LoadedModel
@@ -195,7 +195,7 @@ class DecodingSequence:
             text = self.answer.push(token.token_id)
             if text is None:
                 break
-            self._exits[token.rung, token.exit_depth] += 1
+            self._exits[token.proposer, token.exit_depth] += 1
             for proposer in self.proposers:
                 proposer.append([token.token_id])
             chunks.append(TokenChunk(text, (token,)))
@@ -232,7 +232,7 @@ class DecodingSequence:
 
     def statistics(self) -> DepthStatistics:
         return DepthStatistics(
-            exits={rung: (depth, count) for (rung, depth), count in self._exits.items()},
+            exits={proposer: (depth, count) for (proposer, depth), count in self._exits.items()},
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
             num_relaxed=self.num_relaxed,

@@ -29,7 +29,7 @@ from tests.families import build_family
 # Prompts, because the beginnings that the tiny model writes itself are nearly always the same few.
 PROMPTS = tuple(f"w{7 * i % 24} w{(i // 24 + i) % 24}" for i in range(300))
 SPEC = CalibrationSpec(
-    source=SelfGenerated(prompts=PROMPTS, max_new_tokens=24), max_tokens=3000, rung_depths=(0, 2), router_width=16,
+    source=SelfGenerated(prompts=PROMPTS, max_new_tokens=24), max_tokens=3000, exit_depths=(0, 2), confidence_width=16,
 )  # fmt: skip
 
 
@@ -39,9 +39,9 @@ def assert_same_but_for_rounding(found: CalibrationResult, expected: Calibration
     for name in ("tokens", "draft_vocabulary_coverage"):
         assert found.report[name] == expected.report[name], name
     ours, theirs = found.ladder, expected.ladder
-    assert ours.rung_names == theirs.rung_names
-    for name in ("suffix", "successor"):
-        assert found.report["rungs"][name] == expected.report["rungs"][name]
+    assert ours.proposer_names == theirs.proposer_names
+    for name in ("prompt-lookup", "ngram-table"):
+        assert found.report["proposers"][name] == expected.report["proposers"][name]
     for one, other in zip(ours.exits, theirs.exits, strict=True):
         alike = torch.cosine_similarity(one.head.fuse.flatten(), other.head.fuse.flatten(), 0)
         assert alike > 0.99
@@ -59,30 +59,30 @@ def finished(base_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) 
     return result, heard, folder
 
 
-def test_every_rung_learns(finished):
+def test_every_proposer_learns(finished):
     result, _, _ = finished
-    assert result.ladder.rung_names == ("suffix", "successor", "depth-0", "depth-2")
-    rungs = result.report["rungs"]
+    assert result.ladder.proposer_names == ("prompt-lookup", "ngram-table", "depth-0", "depth-2")
+    proposers = result.report["proposers"]
     # Two tokens of context decide nearly everything about counting: the table and an exit behind two layers of
     # attention know them, where guessing the most frequent token would be right once in ten times.
-    assert rungs["successor"]["agreement"] > 0.8
-    assert rungs["depth-2"]["agreement"] > 0.7
-    assert rungs["depth-0"]["agreement"] > 0.5
-    for name, figures in rungs.items():
+    assert proposers["ngram-table"]["agreement"] > 0.8
+    assert proposers["depth-2"]["agreement"] > 0.7
+    assert proposers["depth-0"]["agreement"] > 0.5
+    for name, figures in proposers.items():
         assert 0 < figures["coverage"] <= 1
-        if name in ("suffix", "successor"):  # an exit's confidence head has a few hundred samples
-            assert figures["router_brier"] < 0.1
-            assert figures["router_ece"] < 0.1
+        if name in ("prompt-lookup", "ngram-table"):  # an exit's confidence head has a few hundred samples
+            assert figures["confidence_brier"] < 0.1
+            assert figures["confidence_ece"] < 0.1
     assert result.report["draft_vocabulary_coverage"] > 0.95
     assert result.report["speed"]["num_answers"] > 0
     tokens = result.report["tokens"]
-    assert tokens["heads"] > tokens["routers"] > 0 < tokens["report"]
+    assert tokens["heads"] > tokens["confidence"] > 0 < tokens["report"]
     assert tokens["total"] >= 3000
 
 
 def test_what_all_proposers_say_is_learned_and_measured(finished):
     result, _, _ = finished
-    joint, measured = result.report["joint"], result.report["rungs"]["depth-0"]["positions"]
+    joint, measured = result.report["joint"], result.report["proposers"]["depth-0"]["positions"]
     assert joint["agree"]["positions"] + joint["differ"]["positions"] == measured
     assert joint["agree"]["brier"] < joint["agree"]["brier_alone"]
     weights = result.ladder.joint_weights
@@ -96,7 +96,7 @@ def test_progress_rises_through_the_phases(finished):
     assert fractions == sorted(fractions)
     assert (fractions[0], fractions[-1]) == (0.0, 1.0)
     assert list(dict.fromkeys(p.phase for p in heard)) == [
-        "loading", "collecting", "training_heads", "training_routers", "evaluating", "publishing",
+        "loading", "collecting", "training_heads", "training_confidence", "evaluating", "publishing",
     ]  # fmt: skip
     assert heard[-1].figures["tokens"] > 0
     assert "depth-2.agreement" in heard[-1].figures
@@ -116,15 +116,15 @@ def test_the_published_ladder_is_the_measured_one(finished):
     states, entering = torch.randn(3, 32), torch.randn(32)
     for ours, theirs in zip(result.ladder.exits, again.exits, strict=True):
         assert torch.equal(ours.head(states, entering), theirs.head(states, entering))
-    by_name = {rung["name"]: rung for rung in manifest["rungs"]}
-    assert by_name["depth-2"]["figures"]["agreement"] == result.report["rungs"]["depth-2"]["agreement"]
+    by_name = {proposer["name"]: proposer for proposer in manifest["proposers"]}
+    assert by_name["depth-2"]["figures"]["agreement"] == result.report["proposers"]["depth-2"]["agreement"]
 
 
 class Killed(BaseException):
     """Stands for the death of the process: no handler may catch it."""
 
 
-RARELY = [pytest.param(phase, marks=pytest.mark.full) for phase in ("training_heads", "training_routers")]
+RARELY = [pytest.param(phase, marks=pytest.mark.full) for phase in ("training_heads", "training_confidence")]
 
 
 @pytest.mark.parametrize("phase", ["collecting", *RARELY, "evaluating"])
@@ -170,11 +170,11 @@ def test_cancel(base_model, tmp_path, phase):
     assert seen[-1] == phase
 
 
-def test_a_rung_at_the_last_layer_is_refused(base_model):
+def test_a_proposer_at_the_last_layer_is_refused(base_model):
     for depth in (3, 4):
         with pytest.raises(InvalidInput) as caught:
-            calibrate(base_model, replace(SPEC, rung_depths=(1, depth)))
-        assert caught.value.reason == "RUNG_TOO_DEEP"
+            calibrate(base_model, replace(SPEC, exit_depths=(1, depth)))
+        assert caught.value.reason == "EXIT_TOO_DEEP"
     with pytest.raises(InvalidInput):
         resolve(replace(SPEC, draft_vocabulary_size=33), base_model)
 
@@ -189,18 +189,18 @@ def test_the_draft_vocabulary_has_the_models_most_frequent_choices(finished, bas
     full = finished[0].report["draft_vocabulary_coverage"]
     assert small.report["draft_vocabulary_coverage"] < full
     # Tokens outside count as disagreement.
-    assert 0 < small.report["rungs"]["depth-2"]["agreement_1"] <= small.report["draft_vocabulary_coverage"]
+    assert 0 < small.report["proposers"]["depth-2"]["agreement_1"] <= small.report["draft_vocabulary_coverage"]
 
 
 def test_given_text_and_the_cosine_label(base_model, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("\n".join(" ".join(f"w{(i * j + j) % 24}" for j in range(200)) for i in range(40)))
     spec = CalibrationSpec(
-        source=TextFile(str(path)), rung_depths=(2,), label="cosine", cosine_threshold=0.5,
-        router_width=8, max_tokens=4000,
+        source=TextFile(str(path)), exit_depths=(2,), label="cosine", cosine_threshold=0.5,
+        confidence_width=8, max_tokens=4000,
     )  # fmt: skip
     result = calibrate(base_model, spec)
-    assert result.report["rungs"]["depth-2"]["agreement"] > 0.3
+    assert result.report["proposers"]["depth-2"]["agreement"] > 0.3
     assert 4000 <= result.report["tokens"]["total"] < 4600
     # A manifest is read by everybody who may generate.
     manifest, _ = pack_ladder(result.ladder, result.report)
@@ -223,11 +223,11 @@ def test_heads_learn_chains_from_answers_that_were_given_before(base_model, tmp_
                 tokens.append((tokens[-1] - 3 - tokens[-2] % 2) % 24 + 5)
             kind = f"kind-{number % 8}"
             print(json.dumps({"prompt": tokens[:2], "answer": tokens[2:], "kind": kind}), file=file)
-    spec = replace(SPEC, source=AnswerFile(str(path)), rung_depths=(0,))
+    spec = replace(SPEC, source=AnswerFile(str(path)), exit_depths=(0,))
     result = calibrate(base_model, spec)
     [layer_exit] = result.ladder.exits
     assert layer_exit.depth == 0
-    figures = result.report["rungs"]["depth-0"]
+    figures = result.report["proposers"]["depth-0"]
     # The state of the last settled token and the newest token decide everything, and so does a chain's own output.
     for place in (1, 2, 3):
         assert figures[f"agreement_{place}"] > 0.8
@@ -321,14 +321,14 @@ def test_fewer_tokens_than_features_publish_no_exit(base_model, tmp_path):
     result = calibrate(base_model, CalibrationSpec(source=source), work_dir=tmp_path)
     tokens = result.report["tokens"]
     assert tokens["heads"] < 5 * base_model.hidden_size
-    rungs = result.report["rungs"]
-    assert rungs["suffix"]["positions"] == tokens["report"] < 50
-    assert 0 < rungs["depth-0"]["positions"] < 50
+    proposers = result.report["proposers"]
+    assert proposers["prompt-lookup"]["positions"] == tokens["report"] < 50
+    assert 0 < proposers["depth-0"]["positions"] < 50
     assert "held-out positions are too few" in result.report["left_out"]["depth-0"]
-    assert result.ladder.rung_names == ("suffix", "successor")
+    assert result.ladder.proposer_names == ("prompt-lookup", "ngram-table")
     manifest, blobs = pack_ladder(result.ladder, result.report)
     assert unpack_ladder(manifest, blobs).exits == ()
-    assert manifest["rungs"][1]["figures"]["positions"] == tokens["report"]
+    assert manifest["proposers"][1]["figures"]["positions"] == tokens["report"]
 
 
 def test_a_model_that_answers_one_token_gets_no_exit(tmp_path, monkeypatch):
@@ -341,7 +341,7 @@ def test_a_model_that_answers_one_token_gets_no_exit(tmp_path, monkeypatch):
     result = calibrate(loaded, CalibrationSpec(source=source), work_dir=tmp_path)
     assert result.report["commonest_token"] == 1.0
     assert "commonest token on 100.0%" in result.report["left_out"]["depth-0"]
-    assert result.ladder.rung_names == ("suffix", "successor")
+    assert result.ladder.proposer_names == ("prompt-lookup", "ngram-table")
 
 
 def test_nothing_is_published_if_nothing_agrees(base_model, tmp_path):
@@ -381,7 +381,7 @@ def test_a_model_that_cannot_have_exits_gets_the_tables_and_the_reason(tmp_path)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     spec = CalibrationSpec(source=AnswerFile(str(path)), max_tokens=1000)
     result = calibrate(loaded, spec)
-    assert result.ladder.rung_names == ("suffix", "successor")
+    assert result.ladder.proposer_names == ("prompt-lookup", "ngram-table")
     assert "reads states of width" in result.report["left_out"]["depth-0"]
     manifest, blobs = pack_ladder(result.ladder, result.report)
     ladder = unpack_ladder(manifest, blobs)

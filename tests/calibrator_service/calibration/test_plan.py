@@ -77,5 +77,5 @@ def test_there_is_no_exit_where_the_lm_head_reads_states_of_another_width():
     assert plan.depths == plan.captured_depths(loaded.num_layers) == ()
     assert "reads states of width" in plan.left_out["depth-0"]
     with pytest.raises(InvalidInput, match="reads states of width") as caught:
-        resolve(CalibrationSpec(rung_depths=(0,)), loaded)
+        resolve(CalibrationSpec(exit_depths=(0,)), loaded)
     assert caught.value.reason == "EXITS_NOT_SUPPORTED"

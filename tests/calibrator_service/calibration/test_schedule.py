@@ -13,7 +13,7 @@ from calibrator_service.calibration.schedule import (
 
 
 def ends(schedule: Schedule) -> list[float]:
-    return [schedule.collecting, schedule.heads, schedule.routers]
+    return [schedule.collecting, schedule.heads, schedule.confidence]
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -23,7 +23,7 @@ def test_phases_follow_each_other_and_text_has_time(trains, solving_s, budget_s)
     schedule = Schedule(budget_s, trains=trains)
     schedule.expect_solving(lambda _: solving_s)
     assert [0.2, *ends(schedule), 1.0] == sorted([0.2, *ends(schedule), 1.0])
-    assert 1.0 - schedule.routers > RELAXED_SHARE
+    assert 1.0 - schedule.confidence > RELAXED_SHARE
     if trains:
         assert schedule.heads - schedule.collecting >= TRAINING_SHARE - 1e-9
 

@@ -181,8 +181,8 @@ def write_lines(path: Path, *seeds: int) -> Path:
 
 
 def spec_of(path: Path) -> CalibrationSpec:
-    spec = CalibrationSpec(source=AnswerFile(str(path)), max_tokens=5000, rung_depths=(1,))
-    return replace(spec, router_width=8)
+    spec = CalibrationSpec(source=AnswerFile(str(path)), max_tokens=5000, exit_depths=(1,))
+    return replace(spec, confidence_width=8)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -262,7 +262,7 @@ def _heads_only(tmp_path: Path, first: CalibrationResult) -> Path:
 RARELY = [pytest.param(phase, marks=pytest.mark.full) for phase in ("collecting", "evaluating")]
 
 
-@pytest.mark.parametrize("phase", ["training_routers", *RARELY])
+@pytest.mark.parametrize("phase", ["training_confidence", *RARELY])
 def test_a_run_that_is_killed_and_resumed_adds_its_parent_once(first, counting, tmp_path, phase):
     spec = spec_of(write_lines(tmp_path / "second.jsonl", 2))
     whole = calibrate(counting, spec, parent=parent_of(first))
@@ -303,7 +303,7 @@ def test_what_does_not_fit_is_refused_before_any_work(first, counting, tmp_path)
     cases = [
         (spec, of_model, RouterMismatch, "ROUTER_MISMATCH"),
         (spec, of_tokens, RouterMismatch, "TOKENIZER_MISMATCH"),
-        (replace(spec, rung_depths=(0,)), parent, PreconditionFailed, "LAYOUT_MISMATCH"),
+        (replace(spec, exit_depths=(0,)), parent, PreconditionFailed, "LAYOUT_MISMATCH"),
         (replace(spec, parent=ParentRouter(9)), parent, InvalidInput, "BAD_SPEC"),
         (replace(spec, parent=ParentRouter(9)), None, InvalidInput, "INVALID_INPUT"),
     ]
@@ -330,4 +330,4 @@ def test_statistics_are_saved_beside_the_ladder(first, counting, tmp_path):
     parent = Parent.read(tmp_path / "router" / STATISTICS_BLOB, ParentRouter())
     assert parent.statistics.to_bytes() == blobs[STATISTICS_BLOB]
     (tmp_path / "router" / STATISTICS_BLOB).unlink()
-    assert read_ladder(tmp_path / "router").rung_names == first.ladder.rung_names
+    assert read_ladder(tmp_path / "router").proposer_names == first.ladder.proposer_names

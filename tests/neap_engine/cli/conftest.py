@@ -78,8 +78,10 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         resumed = len(request.resume.token_ids)
         started.num_resumed_tokens, started.continued_inexactly = resumed, bool(resumed)
         yield response(started=started)
-        first = inference_pb2.Token(id=1, exit_depth=NUM_LAYERS, rung="full")
-        second = inference_pb2.Token(id=2, exit_depth=0 if exact else NUM_LAYERS, rung="suffix" if exact else "full")
+        first = inference_pb2.Token(id=1, exit_depth=NUM_LAYERS, proposer="full")
+        second = inference_pb2.Token(
+            id=2, exit_depth=0 if exact else NUM_LAYERS, proposer="prompt-lookup" if exact else "full"
+        )
         if not resumed:
             yield response(chunk=inference_pb2.TokenChunk(text="Héllo", tokens=[first]))
             if self.is_interrupted:
@@ -98,7 +100,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         )
         finished.timing.decode.FromMilliseconds(50 if exact else 100)
         for token in (first, second):
-            finished.depth.exits.add(rung=token.rung, depth=token.exit_depth, num_tokens=1)
+            finished.depth.exits.add(proposer=token.proposer, depth=token.exit_depth, num_tokens=1)
         yield response(finished=finished)
 
 

@@ -34,7 +34,7 @@ def test_follows_the_job_to_its_version(service, calibrate):
     assert "published version 7 (sha256:abc)" in result.stdout
     assert "answers 1.42 times as fast as full depth here" in result.stdout
     spec = service.calibration.spec
-    assert list(spec.rung_depths) == [2, 4]
+    assert list(spec.exit_depths) == [2, 4]
     assert spec.time_budget.seconds == 90
     assert list(spec.aliases) == ["a"]
     assert spec.WhichOneof("source") == "self_generated"

@@ -4,7 +4,7 @@ import pytest
 from neap_client.inference.v1 import inference_pb2 as pb
 from rich.console import Console
 
-from neap_engine.cli.depth_view import FULL_STYLE, SHADES, DepthView, rung_colour
+from neap_engine.cli.depth_view import FULL_STYLE, SHADES, DepthView, proposer_colour
 
 
 def test_streams_text_to_stdout_and_statistics_to_stderr(service, neap):
@@ -119,7 +119,7 @@ def test_json_has_one_event_per_line(service, neap):
     result = neap("generate", "hi", "--json", "--worker", service.address)
     events = [json.loads(line) for line in result.stdout.splitlines()]
     assert [next(iter(event)) for event in events] == ["started", "chunk", "chunk", "finished"]
-    assert events[2]["chunk"]["tokens"][0]["rung"] == "suffix"
+    assert events[2]["chunk"]["tokens"][0]["proposer"] == "prompt-lookup"
 
 
 def test_show_depth_prints_a_legend(service, neap):
@@ -149,9 +149,9 @@ def test_errors_are_one_line(service, neap, flags, code, reason):
 
 
 def test_colours_follow_depth():
-    assert rung_colour("full", 30, 30) == FULL_STYLE
-    assert rung_colour("suffix", 0, 30) != rung_colour("successor", 0, 30)
-    styles = [rung_colour("depth", depth, 30) for depth in range(1, 30)]
+    assert proposer_colour("full", 30, 30) == FULL_STYLE
+    assert proposer_colour("prompt-lookup", 0, 30) != proposer_colour("ngram-table", 0, 30)
+    styles = [proposer_colour("depth", depth, 30) for depth in range(1, 30)]
     order = [SHADES.index(style) for style in styles]
     assert order == sorted(order)
     assert len(set(order)) > 3
@@ -161,8 +161,14 @@ def test_text_is_coloured_by_its_token_and_late_text_by_the_deepest(capsys):
     console = Console(force_terminal=True, color_system="standard", width=80)
     view = DepthView(console, num_layers=4, coloured=True)
     with console.capture() as capture:
-        view.show(pb.GenerateResponse(chunk=pb.TokenChunk(text="a", tokens=[pb.Token(exit_depth=0, rung="suffix")])))
-        view.show(pb.GenerateResponse(chunk=pb.TokenChunk(text="", tokens=[pb.Token(exit_depth=0, rung="suffix")])))
-        view.show(pb.GenerateResponse(chunk=pb.TokenChunk(text="é", tokens=[pb.Token(exit_depth=4, rung="full")])))
+        view.show(
+            pb.GenerateResponse(
+                chunk=pb.TokenChunk(text="a", tokens=[pb.Token(exit_depth=0, proposer="prompt-lookup")])
+            )
+        )
+        view.show(
+            pb.GenerateResponse(chunk=pb.TokenChunk(text="", tokens=[pb.Token(exit_depth=0, proposer="prompt-lookup")]))
+        )
+        view.show(pb.GenerateResponse(chunk=pb.TokenChunk(text="é", tokens=[pb.Token(exit_depth=4, proposer="full")])))
     assert capture.get() == "\x1b[92ma\x1b[0m\x1b[39mé\x1b[0m"
-    assert view.counts == {("suffix", 0): 2, ("full", 4): 1}
+    assert view.counts == {("prompt-lookup", 0): 2, ("full", 4): 1}

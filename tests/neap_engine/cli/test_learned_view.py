@@ -7,12 +7,12 @@ TOKENS = {"heads": 700, "routers": 200, "report": 1100, "total": 2000}
 
 
 def test_it_says_what_was_learned_and_on_how_much_it_was_measured():
-    rungs = [
-        {"name": "suffix", "figures": {"agreement": 0.123}},
+    proposers = [
+        {"name": "prompt-lookup", "figures": {"agreement": 0.123}},
         {"name": "depth-0", "figures": {"agreement": 0.25}},
         {"name": "depth-4"},
     ]
-    assert list(learned_lines({"rungs": rungs, "calibration": {"tokens": TOKENS}})) == [
+    assert list(learned_lines({"proposers": proposers, "calibration": {"tokens": TOKENS}})) == [
         "learned from 900 tokens",
         "guessed right, of 1,100 tokens that it did not learn from: repeated text 12%, exit at depth 0 25%",
     ]
@@ -21,8 +21,8 @@ def test_it_says_what_was_learned_and_on_how_much_it_was_measured():
 @pytest.mark.parametrize(("measured", "claims"), [(199, False), (200, True)])
 def test_it_claims_nothing_from_few_tokens(measured, claims):
     tokens = {"report": measured, "total": 2000}
-    rungs = [{"name": "suffix", "figures": {"agreement": 0.5}}]
-    said = list(learned_lines({"rungs": rungs, "calibration": {"tokens": tokens}}))
+    proposers = [{"name": "prompt-lookup", "figures": {"agreement": 0.5}}]
+    said = list(learned_lines({"proposers": proposers, "calibration": {"tokens": tokens}}))
     assert any("repeated text 50%" in line for line in said) == claims
     assert any(f"not known (only {measured} positions)" in line for line in said) != claims
 
@@ -67,9 +67,9 @@ def test_it_says_how_well_it_knows_which_guesses_are_right():
         {"calibration": {"joint": {"agree": {"positions": 300, "brier": "x"}}}},
         {"calibration": {"tokens": []}},
         {"calibration": {"tokens": {"total": "x", "report": 1}}},
-        {"calibration": {"tokens": TOKENS}, "rungs": [{"name": "suffix", "figures": 5}]},
-        {"calibration": {"tokens": TOKENS}, "rungs": [7]},
-        {"calibration": {"tokens": TOKENS}, "rungs": 7},
+        {"calibration": {"tokens": TOKENS}, "proposers": [{"name": "prompt-lookup", "figures": 5}]},
+        {"calibration": {"tokens": TOKENS}, "proposers": [7]},
+        {"calibration": {"tokens": TOKENS}, "proposers": 7},
     ],
 )
 def test_a_manifest_of_another_form_says_less(manifest):

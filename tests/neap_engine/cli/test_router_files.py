@@ -163,7 +163,7 @@ DAMAGES = {
     "no object": (lambda f: (f / MANIFEST).write_text("[]"), "not a JSON object [CORRUPT]"),
     "half a blob": (lambda f: (f / BLOB).write_bytes((f / BLOB).read_bytes()[:-9]), "not safetensors [CORRUPT]"),
     "another file": (lambda f: (f / BLOB).write_bytes(b"GIF89a"), "not safetensors [CORRUPT]"),
-    "fewer rungs": (lambda f: edit(f, rungs=[]), "[CORRUPT]"),
+    "fewer proposers": (lambda f: edit(f, proposers=[]), "[CORRUPT]"),
     "another width": (lambda f: edit(f, model={"id": "tiny"}), "[CORRUPT]"),
     "a later format": (lambda f: edit(f, schema_version=SCHEMA_VERSION + 1), "[SCHEMA_TOO_NEW]"),
     "a former form": (

@@ -12,7 +12,7 @@ def test_list(service, neap):
     service.routers.manifests[1] = {**real_manifest(), "calibration": {"speed": ["an import may say anything"]}}
     result = neap("routers", "list", "--model", "tiny", "--calibrator", service.address)
     assert result.exit_code == 0, result.output
-    rows = [line.split("│") for line in result.stdout.splitlines() if "suffix" in line]
+    rows = [line.split("│") for line in result.stdout.splitlines() if "prompt-lookup" in line]
     assert [row[1].strip() for row in rows] == ["2", "1"]
     assert [row[2].strip() for row in rows] == ["", "stable"]
     assert [[cell.strip() for cell in row[5:7]] for row in rows] == [["2.50", "1.42x"], ["2.50", ""]]
@@ -23,7 +23,7 @@ def test_list_as_json(service, neap):
     versions = [json.loads(line) for line in neap(*command, "tiny").stdout.splitlines()]
     assert [version["version"] for version in versions] == ["2", "1"]
     assert [version["aliases"] for version in versions] == [[], ["stable"]]
-    assert versions[0]["rungs"][0]["name"] == "suffix"
+    assert versions[0]["proposers"][0]["name"] == "prompt-lookup"
     assert neap(*command, "none").stdout == ""
 
 
@@ -36,9 +36,9 @@ def test_list_shows_damaged_versions(service, neap):
     service.routers.damage[1] = "the stored manifest sha256:1 is missing"
     result = neap("routers", "list", "--model", "tiny", "--calibrator", service.address)
     rows = [line.split("│") for line in result.stdout.splitlines() if "│" in line]
-    # The table continues a long list of rungs on a line without a version.
-    rungs = {row[1].strip(): row[4].strip() for row in rows if row[1].strip()}
-    assert rungs == {"2": "suffix successor", "1": "DAMAGED"}
+    # The table continues a long list of proposers on a line without a version.
+    proposers = {row[1].strip(): row[4].strip() for row in rows if row[1].strip()}
+    assert proposers == {"2": "prompt-lookup ngram-table", "1": "DAMAGED"}
     assert "version 1 is damaged: the stored manifest sha256:1 is missing\n" in result.stdout
 
 
@@ -47,8 +47,8 @@ def test_show(service, neap):
     result = neap(*base, "1")
     assert "tiny version 1" in result.stdout
     rows = [line.split("│") for line in result.stdout.split("\n") if "depth-0" in line]
-    figures = next(rung["figures"] for rung in real_manifest()["rungs"] if rung["name"] == "depth-0")
-    names = ("agreement", "coverage", "router_auc", "router_brier", "router_precision")
+    figures = next(proposer["figures"] for proposer in real_manifest()["proposers"] if proposer["name"] == "depth-0")
+    names = ("agreement", "coverage", "confidence_auc", "confidence_brier", "confidence_precision")
     shown = [f"{figures[name]:.3f}" for name in names]
     assert [cell.strip() for cell in rows[0][1:-1]] == ["depth-0", "0", *shown]
     assert json.loads(neap(*base, "1", "--manifest").stdout) == real_manifest()
@@ -59,7 +59,7 @@ def test_show(service, neap):
 
 def test_show_prints_how_often_answers_by_relaxed_differed(service, neap):
     show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
-    service.routers.manifest = {"rungs": []}
+    service.routers.manifest = {"proposers": []}
     assert "relaxed: not measured for this router; it is lossy" in neap(*show).stdout
     counted = {"num_tokens": 640, "num_tokens_differing": 8, "token_low": 0.006, "token_high": 0.025}
     rows = [
@@ -67,7 +67,7 @@ def test_show_prints_how_often_answers_by_relaxed_differed(service, neap):
         {"threshold": 0.85, "num_differing": 9, "low": 0.6, "high": 0.98, **counted},
     ]
     figures = {"num_answers": 10, "max_new_tokens": 64, "interval": "wilson", "confidence": 0.95, "settings": rows}
-    service.routers.manifest = {"rungs": [], "calibration": {"relaxed": figures}}
+    service.routers.manifest = {"proposers": [], "calibration": {"relaxed": figures}}
     shown = neap(*show).stdout
     lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown.splitlines() if "of 10" in line]
     assert lines == [
@@ -80,7 +80,7 @@ def test_show_prints_how_often_answers_by_relaxed_differed(service, neap):
 
 @pytest.mark.parametrize("left_out", [{"depth-0": "it would not pay"}, None, 7])
 def test_show_prints_which_exits_were_left_out(service, neap, left_out):
-    service.routers.manifest = {"rungs": [], "calibration": {"left_out": left_out}}
+    service.routers.manifest = {"proposers": [], "calibration": {"left_out": left_out}}
     shown = neap("routers", "show", "--model", "tiny", "--calibrator", service.address, "1")
     assert ("  without depth-0: it would not pay" in shown.stdout) == isinstance(left_out, dict)
     assert shown.exit_code == 0, shown.output
@@ -89,7 +89,7 @@ def test_show_prints_which_exits_were_left_out(service, neap, left_out):
 @pytest.mark.parametrize(("positions", "shown"), [(199, "not known"), (200, "0.400")])
 def test_show_claims_nothing_from_few_positions(service, neap, positions, shown):
     figures = {"agreement": 0.4, "positions": positions}
-    service.routers.manifest = {"rungs": [{"name": "depth-0", "figures": figures}]}
+    service.routers.manifest = {"proposers": [{"name": "depth-0", "figures": figures}]}
     result = neap("routers", "show", "--model", "tiny", "--calibrator", service.address, "1")
     [row] = [line.split("│") for line in result.stdout.splitlines() if "│ depth-0" in line]
     assert row[3].strip() == shown
@@ -156,7 +156,7 @@ def manifest_of(tokens: int, **parent: object) -> dict[str, object]:
     spec = {"source": {"kind": "AnswerFile", "digest": f"sha256:{tokens:064d}"}}
     if parent:
         spec["parent"] = parent
-    return {"rungs": [], "calibration": {"tokens": {"total": tokens}, "spec": spec}}
+    return {"proposers": [], "calibration": {"tokens": {"total": tokens}, "spec": spec}}
 
 
 def test_show_prints_the_line_of_a_router(service, neap):
@@ -188,6 +188,6 @@ def test_a_line_that_returns_to_itself_ends(service, neap, monkeypatch):
 
 @pytest.mark.parametrize("calibration", [{"spec": []}, {"spec": {"parent": "x", "source": 1}, "tokens": 3}])
 def test_a_manifest_without_a_readable_line_is_shown(service, neap, calibration):
-    service.routers.manifests = {1: {"rungs": [], "calibration": calibration}}
+    service.routers.manifests = {1: {"proposers": [], "calibration": calibration}}
     show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
     assert neap(*show).exit_code == 0

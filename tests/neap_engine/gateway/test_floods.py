@@ -191,7 +191,7 @@ def test_a_client_has_a_share_of_the_bytes_which_counts_a_prompt_for_each_choice
 def scored_chunk(num_tokens):
     """A chunk whose tokens have twenty alternatives each."""
     others = [pb.Alternative(id=i, logprob=-i - 0.123456789, text=f"other {i}") for i in range(20)]
-    token = pb.Token(id=1, logprob=-0.5, text="a", rung="full", alternatives=others)
+    token = pb.Token(id=1, logprob=-0.5, text="a", proposer="full", alternatives=others)
     return pb.GenerateResponse(chunk=pb.TokenChunk(text="a" * num_tokens, tokens=[token] * num_tokens))
 
 

@@ -18,7 +18,7 @@ from shared.engine.step import Decoder
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.rungs import Draft, exit_name
+from shared.ladder.proposers import Draft, exit_name
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import captured_depths
 from shared.model.sampling import SamplingParams
@@ -57,7 +57,7 @@ class _Drafts:
             return []
         wrong = draw.randrange(VOCABULARY_SIZE)
         token = self._right.get(context, wrong) if kind < 0.75 else wrong
-        return [Draft(token, draw.choice([0.3, 0.6, 0.9]), "suffix", 0)]
+        return [Draft(token, draw.choice([0.3, 0.6, 0.9]), "prompt-lookup", 0)]
 
 
 class _Ladder:

@@ -17,7 +17,7 @@ from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.rungs import PROMPT_LOOKUP, Draft, exit_name
+from shared.ladder.proposers import PROMPT_LOOKUP, Draft, exit_name
 from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
@@ -105,7 +105,7 @@ def test_every_draft_is_that_of_the_settled_prefix_and_the_chain(runner, ladder,
             states = settled_states(runner, bound, sequence.tokens[: sequence.num_settled])
             assert torch.equal(sequence.settled_states, states)
             for place, draft in enumerate(chain.drafts):
-                if draft.rung == exit_name(0):
+                if draft.proposer == exit_name(0):
                     start = ChainStart(chain.tokens[: place + 1], 0, 1, 1.0, 1.0, 0.0)
                     [[expected]] = bound.propose(0, [start._replace(begin=states)])
                     assert draft == expected.draft

@@ -25,7 +25,7 @@ from shared.ladder.exit_head import ExitHead
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.native_chain import HeadDraft
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.rungs import Draft
+from shared.ladder.proposers import Draft
 from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
@@ -51,7 +51,7 @@ class _Gains(Confidence):
         super().__init__()
         self.places, self.place = places, 0
 
-    def expected_gain(self, rung: str, agreement: float, before: float) -> float:
+    def expected_gain(self, proposer: str, agreement: float, before: float) -> float:
         return 1.0 if self.place in self.places else -1.0
 
 
@@ -84,7 +84,7 @@ def decode(
         gains.place = len(drafted) + 1
         place = len(sequence.tokens) + len(drafted)
         token = text[place] if place % 6 else (text[place] + 1) % VOCABULARY_SIZE
-        return [Draft(token, 0.9, "suffix", 0)]
+        return [Draft(token, 0.9, "prompt-lookup", 0)]
 
     def noted(self: BoundLadder, index: int, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
         [start], [[first, *_]] = starts, propose(self, index, starts)

@@ -59,8 +59,8 @@ def ladder(loaded):
     return build_random_ladder(loaded)
 
 
-def accepted_of(answer: Generation, rung: str) -> int:
-    return answer.stats.exits.get(rung, (0, 0))[1]
+def accepted_of(answer: Generation, proposer: str) -> int:
+    return answer.stats.exits.get(proposer, (0, 0))[1]
 
 
 # Every constraint where masks are made for some rows and for all, and one by every rule.
@@ -123,8 +123,8 @@ def test_a_forced_token_takes_no_pass_of_its_own_where_only_sure_drafts_pay(load
     # All drafts are forced, and all but those beyond the room of a pass are drafted.
     assert exact.stats.num_accepted == exact.stats.num_drafted == accepted_of(exact, "grammar")
     assert exact.stats.num_verify_passes < full.stats.num_verify_passes / 2
-    assert exact.tokens[-1].rung == "grammar", "the end is forced, too"
-    forced = [token for token in exact.tokens if token.rung == "grammar"]
+    assert exact.tokens[-1].proposer == "grammar", "the end is forced, too"
+    forced = [token for token in exact.tokens if token.proposer == "grammar"]
     assert any(token.logprob < -1.0 for token in forced), "the model's own, before the constraint"
     assert any(token.alternatives[0][0] != token.token_id for token in forced)
 

@@ -39,7 +39,7 @@ def answered(engine: Engine, **changes: object) -> tuple[list[int], int]:
     for event in engine.submit(request(**{"policy": EXACT, **changes})).events():
         if isinstance(event, TokenChunk):
             tokens += event.tokens
-    return [token.token_id for token in tokens], sum(token.rung == "learned" for token in tokens)
+    return [token.token_id for token in tokens], sum(token.proposer == "learned" for token in tokens)
 
 
 def test_a_clients_later_answers_are_drafted_and_the_same(engine, answer):

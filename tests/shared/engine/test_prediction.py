@@ -9,7 +9,7 @@ from shared.engine.engine import Engine
 from shared.engine.request.request import Finished, TokenChunk
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.rungs import PREDICTION
+from shared.ladder.proposers import PREDICTION
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.sampling import SamplingParams
 from tests.families import VOCABULARY_SIZE, build_family

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from shared.engine.statistics import CountedProgress, Distribution, EngineStatistics
-from shared.ladder.rungs import Draft
+from shared.ladder.proposers import Draft
 from shared.model.loaded import LoadedModel
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE
 from tests.fixed_costs import fixed_cost_engine
@@ -50,8 +50,8 @@ def test_right_drafts_are_layers_saved(loaded: LoadedModel, answer: list[int]) -
     with fixed_cost_engine(loaded, ScriptedLadder(drafts(answer))) as engine:
         stats = engine.generate(PROMPT, policy=DRAFTING, max_tokens=NUM_NEW).stats
         counted = engine.statistics
-    assert counted.drafted == counted.accepted == {"suffix": 18}
-    assert counted.exits == {"full": 6, "suffix": 18}
+    assert counted.drafted == counted.accepted == {"prompt-lookup": 18}
+    assert counted.exits == {"full": 6, "prompt-lookup": 18}
     assert counted.num_layer_executions == stats.num_layer_executions == 5 * NUM_LAYERS
     assert counted.num_layer_executions_saved == 18 * NUM_LAYERS
     assert counted.num_layer_executions_extra == 0
@@ -87,10 +87,10 @@ def test_tokens_copied_from_another_request_are_counted_as_cached(loaded: Loaded
 
 def test_of_drafts_the_first_are_accepted() -> None:
     counted = EngineStatistics(NUM_LAYERS)
-    rungs = ("suffix", "depth-2", "suffix")
-    counted.record_drafts([Draft(1, 0.5, rung, 0) for rung in rungs], num_accepted=2, version=None)
-    assert counted.drafted == {"suffix": 2, "depth-2": 1}
-    assert counted.accepted == {"suffix": 1, "depth-2": 1}
+    proposers = ("prompt-lookup", "depth-2", "prompt-lookup")
+    counted.record_drafts([Draft(1, 0.5, proposer, 0) for proposer in proposers], num_accepted=2, version=None)
+    assert counted.drafted == {"prompt-lookup": 2, "depth-2": 1}
+    assert counted.accepted == {"prompt-lookup": 1, "depth-2": 1}
 
 
 def test_time_between_steps_is_shared_by_their_tokens() -> None:

@@ -36,7 +36,7 @@ def test_right_drafts_save_layer_executions(loaded, answer):
     assert exact.stats.num_token_layers == 23 * NUM_LAYERS
     assert full.stats.num_layer_executions == 23 * NUM_LAYERS
     assert exact.stats.num_drafted == exact.stats.num_accepted == 18
-    assert exact.stats.exits == {"full": (NUM_LAYERS, 6), "suffix": (0, 18)}
+    assert exact.stats.exits == {"full": (NUM_LAYERS, 6), "prompt-lookup": (0, 18)}
 
 
 def test_wrong_drafts_change_nothing_but_the_counts(loaded, answer):
@@ -144,7 +144,7 @@ def test_relaxed_accepts_sure_drafts_and_computes_their_keys_and_values(loaded, 
     with torch.no_grad():
         logits = loaded.model(torch.tensor([[*PROMPT, *tokens]])).logits[0]
     for index, token in enumerate(tokens):
-        if relaxed.tokens[index].rung == "full":
+        if relaxed.tokens[index].proposer == "full":
             assert token == int(logits[len(PROMPT) + index - 1].argmax())
 
 
@@ -187,7 +187,7 @@ def test_a_margin_accepts_near_choices_and_keeps_keys_and_values_exact(loaded, a
     assert float(gaps.max()) <= margin + 1e-4
     assert relaxed.stats.num_relaxed == int((gaps > 1e-4).sum()) > 0
     assert relaxed.stats.num_accepted < relaxed.stats.num_drafted, "no draft was beyond the margin"
-    chosen = [gap for gap, token in zip(gaps, relaxed.tokens, strict=True) if token.rung == "full"]
+    chosen = [gap for gap, token in zip(gaps, relaxed.tokens, strict=True) if token.proposer == "full"]
     assert max(chosen) < 1e-4
 
 
@@ -202,7 +202,7 @@ def test_a_margin_is_refused_where_it_has_no_meaning(loaded):
             DepthPolicy(name, margin=0.1)
 
 
-def test_min_layers_keeps_shallow_rungs_out(loaded, answer):
+def test_min_layers_keeps_shallow_proposers_out(loaded, answer):
     right_token = right(answer)
     ladder = ScriptedLadder(lambda context: (3, 0.2), lambda context: (right_token(context), 0.9), depths=(0, 2))
     with fixed_cost_engine(loaded, ladder) as engine:

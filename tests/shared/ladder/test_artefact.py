@@ -45,7 +45,7 @@ def ladder() -> Ladder:
 
 
 def packed() -> tuple[dict[str, Any], dict[str, bytes]]:
-    report = {"rungs": {"depth-2": {"agreement": 0.5}}, "tokens": {"total": 7}}
+    report = {"proposers": {"depth-2": {"agreement": 0.5}}, "tokens": {"total": 7}}
     return pack_ladder(ladder(), report)
 
 
@@ -54,7 +54,7 @@ def test_round_trip() -> None:
     manifest, blobs = pack_ladder(original, {})
     unpacked = unpack_ladder(json.loads(json.dumps(manifest)), blobs)
     assert unpacked.model == original.model
-    assert unpacked.rung_names == original.rung_names
+    assert unpacked.proposer_names == original.proposer_names
     assert unpacked.draft_vocabulary is not None
     assert unpacked.draft_vocabulary.tolist() == [1, 5, 99]
     inputs = torch.randn(3, 16), torch.randn(16)
@@ -76,10 +76,15 @@ def test_joint_weights_of_more_cases_are_read() -> None:
     assert unpack_ladder(manifest, blobs).joint_weights == replace(WEIGHTS, agree=(1.0, 0.5, -0.25))
 
 
-def test_figures_go_to_their_rungs() -> None:
+def test_figures_go_to_their_proposers() -> None:
     manifest, _ = packed()
-    assert [rung["name"] for rung in manifest["rungs"]] == ["suffix", "successor", "depth-0", "depth-2"]
-    assert manifest["rungs"][3]["figures"] == {"agreement": 0.5}
+    assert [proposer["name"] for proposer in manifest["proposers"]] == [
+        "prompt-lookup",
+        "ngram-table",
+        "depth-0",
+        "depth-2",
+    ]
+    assert manifest["proposers"][3]["figures"] == {"agreement": 0.5}
     assert manifest["calibration"] == {"tokens": {"total": 7}}
 
 
@@ -93,7 +98,7 @@ def test_a_ladder_without_exits() -> None:
     original = Ladder(MODEL, ladder().lookup_confidence)
     manifest, blobs = pack_ladder(original, {})
     unpacked = unpack_ladder(manifest, blobs)
-    assert unpacked.rung_names == ("suffix",)
+    assert unpacked.proposer_names == ("prompt-lookup",)
     assert unpacked.draft_vocabulary is None
 
 
@@ -133,15 +138,15 @@ def _set(path: str, value: Any) -> Any:
         _set("model.hidden_size", 10**9),
         _set("model.vocabulary_size", 50),
         _set("model.fingerprint", 5),
-        _set("rungs", {}),
-        _set("rungs.2.mlp_width", 10**9),
-        _set("rungs.2.mlp_width", 23),
-        _set("rungs.2.head_width", 12),
-        _set("rungs.2.depth", 1),
-        _set("rungs.2.depth", True),
-        _set("rungs.2.router_width", 9),
-        _set("rungs.3.name", "depth-0"),
-        _set("rungs.0.router", {"bias": 0.0, "weights": []}),
+        _set("proposers", {}),
+        _set("proposers.2.mlp_width", 10**9),
+        _set("proposers.2.mlp_width", 23),
+        _set("proposers.2.head_width", 12),
+        _set("proposers.2.depth", 1),
+        _set("proposers.2.depth", True),
+        _set("proposers.2.confidence_width", 9),
+        _set("proposers.3.name", "depth-0"),
+        _set("proposers.0.router", {"bias": 0.0, "weights": []}),
         _set("draft_vocabulary", 4),
         _set("joint_weights", [1, 2, 3]),
         _set("joint_weights", None),
@@ -155,10 +160,10 @@ def _set(path: str, value: Any) -> Any:
         _set("joint_weights.agree", [0.5, 0.5, 10**400]),
         _set("joint_weights.agree", [0.5, 0.5, math.nan]),
         _set("joint_weights.agree", [0.5, 0.5, -math.inf]),
-        lambda manifest: manifest["rungs"].pop(1),
-        lambda manifest: manifest["rungs"].pop(3),
-        lambda manifest: manifest["rungs"].reverse(),
-        lambda manifest: manifest.pop("rungs"),
+        lambda manifest: manifest["proposers"].pop(1),
+        lambda manifest: manifest["proposers"].pop(3),
+        lambda manifest: manifest["proposers"].reverse(),
+        lambda manifest: manifest.pop("proposers"),
     ],
 )
 def test_a_damaged_manifest_is_refused(damage: Any) -> None:
@@ -187,7 +192,7 @@ def test_damaged_tensors_are_refused() -> None:
     for case in cases:
         with pytest.raises(Corrupt):
             unpack_ladder(manifest, {BLOB: save({**tensors, **case})})
-    for missing in ("depth-2.router.output.bias", "successor.3.keys", "draft_vocabulary"):
+    for missing in ("depth-2.confidence.output.bias", "ngram-table.3.keys", "draft_vocabulary"):
         with pytest.raises(Corrupt):
             unpack_ladder(manifest, {BLOB: save({k: v for k, v in tensors.items() if k != missing})})
 

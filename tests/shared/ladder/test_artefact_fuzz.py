@@ -22,7 +22,7 @@ pytestmark = pytest.mark.full
 
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 3, 10**9, 2**63, 10**400, -(10**400), 0.5, 1e308, -0.0),
-    *("", "depth-2", "suffix", "x" * 5000, "\x00", [], {}, [[]], [0] * 300, {"a": 1}),
+    *("", "depth-2", "prompt-lookup", "x" * 5000, "\x00", [], {}, [[]], [0] * 300, {"a": 1}),
     *(float("nan"), float("inf")),
 )
 DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "U16", "U32", "U64", "BOOL")
@@ -175,8 +175,8 @@ def test_shapes_that_no_tensor_has_are_refused(shape):
 def test_numbers_too_large_for_a_float_are_refused(number, place):
     manifest, blobs = packed()
     if place == "agreement":
-        manifest["rungs"][2]["figures"]["agreement"] = number
+        manifest["proposers"][2]["figures"]["agreement"] = number
     else:
-        manifest["rungs"][0]["router"]["bias"] = number
+        manifest["proposers"][0]["confidence"]["bias"] = number
     with pytest.raises(Corrupt):
         unpack_ladder(manifest, blobs)

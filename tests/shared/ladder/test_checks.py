@@ -20,7 +20,7 @@ def packed():
 
 def test_the_shipped_router_passes(packed):
     checks = check_artefact(*packed)
-    assert set(checks) == {"unpacks", "figures", "routers"}
+    assert set(checks) == {"unpacks", "figures", "confidence"}
     assert failed_checks({"checks": checks}) == []
 
 
@@ -33,14 +33,14 @@ def test_a_truncated_blob_fails_unpacks(packed):
 
 def test_a_router_worse_than_guessing_fails_routers(packed):
     manifest, blobs = packed
-    manifest["rungs"][-1]["figures"]["router_brier"] = 0.4
-    name = manifest["rungs"][-1]["name"]
-    assert check_artefact(manifest, blobs)["routers"] == {"passed": False, "detail": name}
+    manifest["proposers"][-1]["figures"]["confidence_brier"] = 0.4
+    name = manifest["proposers"][-1]["name"]
+    assert check_artefact(manifest, blobs)["confidence"] == {"passed": False, "detail": name}
 
 
 def test_a_figure_that_is_not_finite_fails_figures(packed):
     manifest, blobs = packed
-    manifest["rungs"][0]["figures"]["router_auc"] = float("nan")
+    manifest["proposers"][0]["figures"]["confidence_auc"] = float("nan")
     assert failed_checks({"checks": check_artefact(manifest, blobs)}) == ["figures"]
 
 

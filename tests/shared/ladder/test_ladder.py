@@ -15,7 +15,7 @@ from shared.ladder.exit_head import NUM_STATES, ExitHead
 from shared.ladder.exits import LayerExit
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.learned_ngrams import LearnedNgrams
-from shared.ladder.rungs import Match
+from shared.ladder.proposers import Match
 from shared.ladder.table_confidence import SIZES, TableConfidence, bins_of, fit_table_confidence
 from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
@@ -40,21 +40,21 @@ def table_confidence(probability: float) -> TableConfidence:
     return TableConfidence(bias, [[0.0] * size for size in SIZES])
 
 
-def ladder(loaded: LoadedModel, suffix: float = 0.3, successor: float = 0.6) -> Ladder:
+def ladder(loaded: LoadedModel, lookup: float = 0.3, ngrams: float = 0.6) -> Ladder:
     builder = NgramTableBuilder()
     builder.add(np.array([7, 7, 7]), np.array([8, 8, 8]))
     torch.manual_seed(1)
     exits = tuple(LayerExit(d, ExitHead(16, 24), ConfidenceHead(16, 8)) for d in (0, 2))
     return Ladder(
-        ModelIdentity.of(loaded), table_confidence(suffix), builder.build(1 << 20),
-        table_confidence(successor), exits, VOCABULARY,
+        ModelIdentity.of(loaded), table_confidence(lookup), builder.build(1 << 20),
+        table_confidence(ngrams), exits, VOCABULARY,
     )  # fmt: skip
 
 
 def test_names_are_in_draft_order() -> None:
     full = ladder(model())
-    assert full.rung_names == ("suffix", "successor", "depth-0", "depth-2")
-    assert replace(full, ngrams=None, exits=()).rung_names == ("suffix",)
+    assert full.proposer_names == ("prompt-lookup", "ngram-table", "depth-0", "depth-2")
+    assert replace(full, ngrams=None, exits=()).proposer_names == ("prompt-lookup",)
 
 
 def test_another_model_is_refused_with_both_fingerprints() -> None:
@@ -86,18 +86,18 @@ def test_an_exit_computes_what_its_modules_compute() -> None:
         expected = mine.exits[index].confidence(adapted, scalar_features(logits, torch.tensor(place)))
         assert draft.token == VOCABULARY[logits.argmax()]
         assert draft.probability == pytest.approx(float(expected), abs=2e-3)  # 16 bits
-        assert (draft.rung, draft.depth) == (mine.exits[index].name, bound.depths[index])
+        assert (draft.proposer, draft.depth) == (mine.exits[index].name, bound.depths[index])
 
 
-def test_the_rung_with_the_higher_probability_drafts() -> None:
+def test_the_proposer_with_the_higher_probability_drafts() -> None:
     loaded = model()
     context = [7, 3, 2, 7]  # after 7 prompt look-up proposes 3, the table 8
     by_table = TableProposer(ladder(loaded, 0.3, 0.6), context).best()
     by_lookup = TableProposer(ladder(loaded, 0.6, 0.3), context).best()
     assert by_table is not None
     assert by_lookup is not None
-    assert (by_table.token, by_table.rung) == (8, "successor")
-    assert (by_lookup.token, by_lookup.rung) == (3, "suffix")
+    assert (by_table.token, by_table.proposer) == (8, "ngram-table")
+    assert (by_lookup.token, by_lookup.proposer) == (3, "prompt-lookup")
     assert by_table.probability == pytest.approx(0.6)
 
 
@@ -122,7 +122,7 @@ def test_a_learned_table_drafts_with_the_confidence_of_the_ngram_table() -> None
     learned.learn([1, 2, 3, 5, 6], 3)
     later = TableProposer(mine, [30, 2, 3], learned)
     drafts = [later.best(), later.best([5])]
-    assert [(d.token, d.rung, d.probability) for d in drafts if d] == [
+    assert [(d.token, d.proposer, d.probability) for d in drafts if d] == [
         (5, "learned", pytest.approx(0.6)),
         (6, "learned", pytest.approx(0.6)),
     ]
@@ -131,8 +131,9 @@ def test_a_learned_table_drafts_with_the_confidence_of_the_ngram_table() -> None
     assert later.best() is None
 
 
-def test_each_routers_probability_depends_on_the_other_rung() -> None:
-    """Drafts on which both rungs agree are right more often, and the fitted router gives them a higher probability."""
+def test_each_routers_probability_depends_on_the_other_proposer() -> None:
+    """Drafts on which both proposers agree are right more often, and the fitted router gives them a higher
+    probability."""
     loaded = model()
     agreeing, differing = ([bins_of(Match(1, 1, 1, 1.0), Match(token, 1, 1, 1.0), 0)] * 50 for token in (1, 2))
     confidence = fit_table_confidence(agreeing + differing, [True] * 50 + [False] * 50)

@@ -7,7 +7,7 @@ import pytest
 from shared.errors import InvalidInput
 from shared.ladder.learned_ngrams import ENTRY_BYTES, SET_ENTRIES, LearnedNgrams
 from shared.ladder.ngram_table import MAX_ORDER
-from shared.ladder.rungs import Match
+from shared.ladder.proposers import Match
 
 ONE_SET = SET_ENTRIES * ENTRY_BYTES
 

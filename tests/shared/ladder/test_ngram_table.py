@@ -12,7 +12,7 @@ from calibrator_service.calibration.states.ngram_builder import NgramTableBuilde
 from shared.errors import Corrupt
 from shared.ladder import ngram_table
 from shared.ladder.ngram_table import MAX_ORDER, NgramTable
-from shared.ladder.rungs import Match
+from shared.ladder.proposers import Match
 
 LARGE = 1 << 20
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from shared.ladder.prediction import ALIGNMENTS, MAX_TAIL, PredictedText, PredictionProposer
-from shared.ladder.rungs import PREDICTION
+from shared.ladder.proposers import PREDICTION
 
 PROMPT = (3, 4, 5)
 TEXT = tuple(range(100, 160))
@@ -19,7 +19,7 @@ def followed(prediction: tuple[int, ...], answer: tuple[int, ...]) -> list[bool]
     found = []
     for token in answer:
         drafts = one.propose()
-        assert all((draft.rung, draft.depth) == (PREDICTION, 0) for draft in drafts)
+        assert all((draft.proposer, draft.depth) == (PREDICTION, 0) for draft in drafts)
         assert all(0.0 < draft.probability < 1.0 for draft in drafts)
         found.append([draft.token for draft in drafts] == [token])
         one.append([token])

@@ -80,7 +80,7 @@ def expected_chain(
 def check(found: Sequence[HeadDraft], expected: Sequence[tuple[int, float, Tensor]], length: int) -> None:
     assert len(found) == length
     for one, (token, probability, output) in zip(found, expected, strict=False):
-        assert (one.draft.token, one.draft.rung, one.draft.depth) == (token, "depth-0", 0)
+        assert (one.draft.token, one.draft.proposer, one.draft.depth) == (token, "depth-0", 0)
         assert one.draft.probability == pytest.approx(probability, abs=1e-6)
         torch.testing.assert_close(one.output, output, rtol=1e-4, atol=1e-5)
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from shared.errors import Corrupt
-from shared.ladder.rungs import Match
+from shared.ladder.proposers import Match
 from shared.ladder.table_confidence import (
     AGREES,
     COUNT_EDGES,

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.ladder.rungs import Match
+from shared.ladder.proposers import Match
 from shared.ladder.table_proposer import MAX_OCCURRENCES, PromptLookup
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)

@@ -11,7 +11,7 @@ from shared.registry.registry import Registry
 
 MODEL = "acme/tiny-llama"
 PASSED = {"checks": {"unpacks": {"passed": True}}}
-FAILED = {"checks": {"unpacks": {"passed": True}, "routers": {"passed": False, "detail": "bad"}}}
+FAILED = {"checks": {"unpacks": {"passed": True}, "confidence": {"passed": False, "detail": "bad"}}}
 
 
 def publish(registry: Registry, number: int, **manifest: object) -> int:
@@ -150,7 +150,7 @@ def test_no_alias_is_set_to_a_version_with_a_failed_check(registry: Registry) ->
     ):
         with pytest.raises(PreconditionFailed) as raised:
             call()
-        assert (raised.value.reason, raised.value.metadata) == ("CHECKS_FAILED", {"failed": "routers"})
+        assert (raised.value.reason, raised.value.metadata) == ("CHECKS_FAILED", {"failed": "confidence"})
     assert registry.aliases(MODEL) == {"stable": 1}
     assert len(registry.list_versions(MODEL)) == 2
 

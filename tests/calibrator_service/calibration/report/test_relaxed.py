@@ -21,7 +21,7 @@ from calibrator_service.calibration.report.relaxed import (
 from calibrator_service.calibration.states.collect import LabelledSequence
 from shared.errors import Cancelled
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
-from shared.ladder.rungs import PROMPT_LOOKUP, Draft
+from shared.ladder.proposers import PROMPT_LOOKUP, Draft
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
 from tests.fixed_costs import fixed_cost_engine

@@ -10,7 +10,7 @@ from calibrator_service.calibration.report import speed
 from calibrator_service.calibration.report.speed import LEAST_ANSWERS, MAX_ANSWERS, speed_figures
 from shared.engine.drafting.planner import PassCosts
 from shared.engine.step import Decoder
-from shared.ladder.rungs import PROMPT_LOOKUP, Draft
+from shared.ladder.proposers import PROMPT_LOOKUP, Draft
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
 from tests.calibrator_service.calibration.report.test_relaxed import Saying, run_of, sequences

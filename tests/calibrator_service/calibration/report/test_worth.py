@@ -37,8 +37,8 @@ def judged(counting: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Judge:
 
         monkeypatch.setattr(worth, "measured_costs", costs)
         figures = {"positions": positions, "agreement_1": agreement, "agreement_1_beside_tables": agreement / 2}
-        report = {"rungs": {"depth-0": figures, "depth-2": figures}, "commonest_token": commonest}
-        run: Any = SimpleNamespace(spec=CalibrationSpec(rung_depths=named))
+        report = {"proposers": {"depth-0": figures, "depth-2": figures}, "commonest_token": commonest}
+        run: Any = SimpleNamespace(spec=CalibrationSpec(exit_depths=named))
         ladder = random_ladder(counting, seed=0)
         return without_unpaid(run, ContiguousRunner(counting), ladder, report, is_child=is_child)
 
@@ -47,7 +47,7 @@ def judged(counting: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Judge:
 
 def test_exits_that_pay_stay(judged):
     ladder, left_out = judged()
-    assert ladder.rung_names == ("depth-0", "depth-2")
+    assert ladder.proposer_names == ("depth-0", "depth-2")
     assert left_out == {}
 
 
@@ -75,7 +75,7 @@ def test_a_child_with_little_text_keeps_the_exits_of_its_parent(judged):
 def test_an_exit_must_save_more_than_it_costs_here(judged):
     """At 0.2 beside the tables a question saves 1.8 ms."""
     ladder, left_out = judged(seconds=(0.0017, 0.0019))
-    assert ladder.rung_names == ("depth-0",)
+    assert ladder.proposer_names == ("depth-0",)
     assert ladder.draft_vocabulary is not None
     assert "it would not pay here" in left_out["depth-2"]
     assert "20.0%" in left_out["depth-2"]
@@ -89,7 +89,7 @@ def test_an_exit_that_was_asked_for_may_be_meant_for_another_machine(judged):
 def test_a_ladder_without_exits_is_an_artefact(judged):
     ladder, _ = judged(seconds=(1.0, 1.0))
     assert ladder.draft_vocabulary is None
-    assert unpack_ladder(*pack_ladder(ladder, {})).rung_names == ()
+    assert unpack_ladder(*pack_ladder(ladder, {})).proposer_names == ()
 
 
 def test_costs_are_measured_with_the_ladder(counting):

@@ -64,7 +64,7 @@ def test_a_collector_that_begins_again_counts_no_chunk_twice(counting, tmp_path)
             folder,
             max_state_bytes=1 << 20,
             sums=sums,
-            stored=("routers",),
+            stored=("confidence",),
             chunk_positions=30,
         )
         for number, row in enumerate(rows[:killed_after], 1):

@@ -92,7 +92,7 @@ def test_whole_kinds_are_held_out_for_the_report(tmp_path):
     for number, kind in enumerate(kinds):
         found[kind].add(splitter.assign(TokenSequence((number, 1), 1, is_greedy=False, kind=kind)))
     for kind, splits in found.items():
-        assert splits == ({"report"} if kind in held_out else {"heads", "routers"})
+        assert splits == ({"report"} if kind in held_out else {"heads", "confidence"})
 
 
 def test_sampled_answers_to_one_prompt_are_in_one_split():
@@ -100,5 +100,5 @@ def test_sampled_answers_to_one_prompt_are_in_one_split():
     first = [splitter.assign(TokenSequence((n, 1), 1, is_greedy=False)) for n in range(30)]
     second = [splitter.assign(TokenSequence((n, 2), 1, is_greedy=False)) for n in range(30)]
     assert second == first
-    assert set(first) == {"heads", "routers", "report"}
+    assert set(first) == {"heads", "confidence", "report"}
     assert splitter.assign(TokenSequence((3, 2), 1, is_greedy=False)) is None

@@ -11,7 +11,7 @@ def test_splits_are_disjoint_and_none_is_empty() -> None:
     assigned = [splitter.assign(TokenSequence((i, 7), 1)) for i in range(1000)]
     for size, share in ((40, 1 / 4), (1000, 1 / 10)):
         counts = {split: assigned[:size].count(split) for split in SPLITS}
-        for split in ("routers", "report"):
+        for split in ("confidence", "report"):
             assert counts[split] == pytest.approx(share * size, rel=0.1), "few sequences: more"
     assert set(assigned[:4]) == set(SPLITS)
     # The same prompt again (and so the same greedy answer) is in no split.

@@ -32,9 +32,9 @@ def test_a_router_learns_and_is_calibrated() -> None:
     confidence = train_confidence(samples(4000), 32, seed=0, epochs=20)
     unseen = samples(4000, seed=1)
     figures = confidence_figures(probabilities(confidence, unseen), unseen.label.numpy())
-    assert figures["router_auc"] > 0.8
-    assert figures["router_ece"] < 0.08
-    assert figures["router_precision"] > 0.7
+    assert figures["confidence_auc"] > 0.8
+    assert figures["confidence_ece"] < 0.08
+    assert figures["confidence_precision"] > 0.7
 
 
 def test_an_overfitted_router_is_calibrated_on_held_out_samples() -> None:
@@ -70,7 +70,7 @@ def test_metrics_against_values_computed_by_hand() -> None:
     # Pairs of right and wrong: (.9,.8) (.9,.1) (.8,.8)=half (.8,.1) (.3,.8)=0 (.3,.1)
     assert auc(probability, agreed) == pytest.approx(4.5 / 6)
     figures = confidence_figures(probability, agreed)
-    assert figures["router_brier"] == pytest.approx((0.01 + 0.04 + 0.64 + 0.49 + 0.01) / 5)
-    assert figures["router_precision"] == pytest.approx(2 / 3)
+    assert figures["confidence_brier"] == pytest.approx((0.01 + 0.04 + 0.64 + 0.49 + 0.01) / 5)
+    assert figures["confidence_precision"] == pytest.approx(2 / 3)
     assert calibration_error(np.array([0.25, 0.25]), np.array([True, False])) == pytest.approx(0.25)
     assert auc(probability, np.ones(5, dtype=bool)) == 0.5

@@ -18,7 +18,7 @@ from calibrator_service.calibration.training.joint import Position, fit_joint, j
 from shared.engine.drafting.confidence import Confidence, log_odds
 from shared.ladder.joint_weights import CASES, DEFAULT_WEIGHTS, MAX_WEIGHT, JointWeights, Weights
 from shared.ladder.ladder import Ladder, ModelIdentity
-from shared.ladder.rungs import PROMPT_LOOKUP, Draft, exit_name
+from shared.ladder.proposers import PROMPT_LOOKUP, Draft, exit_name
 from shared.ladder.table_confidence import SIZES, TableConfidence
 from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
@@ -154,11 +154,11 @@ def test_every_proposer_is_asked_at_each_position_as_it_is_served(counting, tmp_
     sequences = [answers[0], text, answers[1]]
     collector = Collector(runner, [0, 2, *kept], tmp_path, max_state_bytes=1 << 20)
     for sequence in sequences:
-        collector.add("routers", sequence)
-    labelled = collector.finish("routers")
+        collector.add("confidence", sequence)
+    labelled = collector.finish("confidence")
     assert ladder.draft_vocabulary is not None
     vocabulary = DraftVocabulary.of(counting, ladder.draft_vocabulary)
-    found = list(joint_positions(ladder, collector.chunks("routers"), labelled, vocabulary))
+    found = list(joint_positions(ladder, collector.chunks("confidence"), labelled, vocabulary))
 
     bound, wanted = ladder.bind(runner), []
     for sequence in labelled:
@@ -177,7 +177,7 @@ def test_every_proposer_is_asked_at_each_position_as_it_is_served(counting, tmp_
     num_alike = 0
     for (said, choice), (served, chosen) in zip(found, wanted, strict=True):
         assert choice == chosen
-        assert [draft.rung for draft in said] == [draft.rung for draft in served]
+        assert [draft.proposer for draft in said] == [draft.proposer for draft in served]
         for one, other in zip(said, served, strict=True):
             # A CPU serves exits in another number format than they are calibrated in.
             assert one.probability == pytest.approx(other.probability, abs=0.1)
@@ -185,12 +185,12 @@ def test_every_proposer_is_asked_at_each_position_as_it_is_served(counting, tmp_
     assert num_alike > 0.95 * sum(len(said) for said, _ in found)
 
     # The figures along chains put exits and tables of the same positions side by side, too.
-    figures = chain_agreement(ladder, collector.chunks("routers"), labelled, vocabulary)
+    figures = chain_agreement(ladder, collector.chunks("confidence"), labelled, vocabulary)
     for layer_exit in ladder.exits:
         beside = [
-            next(d for d in said if d.rung == layer_exit.name).token == choice
+            next(d for d in said if d.proposer == layer_exit.name).token == choice
             for said, choice in found
-            if not any(d.rung == PROMPT_LOOKUP and d.token == choice for d in said)
+            if not any(d.proposer == PROMPT_LOOKUP and d.token == choice for d in said)
         ]
         own = figures[layer_exit.name]
         assert own["positions_beside_tables"] == len(beside) > 0
@@ -198,11 +198,11 @@ def test_every_proposer_is_asked_at_each_position_as_it_is_served(counting, tmp_
 
 
 def test_weights_are_measured_on_text_that_they_were_not_learned_from(monkeypatch) -> None:
-    said = {"routers": list(positions(200)), "report": list(positions(100, seed=1))}
+    said = {"confidence": list(positions(200)), "report": list(positions(100, seed=1))}
     monkeypatch.setattr(pipeline, "joint_positions", lambda ladder, chunks, sequences, vocabulary: said[chunks])
     splits = {split: split for split in said}
     material = SimpleNamespace(chunks=splits, table_sequences=splits)
     model = ModelIdentity("tiny", "sha256:0", "LlamaForCausalLM", 4, 16, 100)
     ladder, figures = pipeline.with_joint_weights(Ladder(model), material, None)
-    assert ladder.joint_weights == fit_joint(said["routers"])
+    assert ladder.joint_weights == fit_joint(said["confidence"])
     assert figures == joint_figures(ladder.joint_weights, said["report"])

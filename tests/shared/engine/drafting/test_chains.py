@@ -17,7 +17,7 @@ from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.rungs import Draft, exit_name
+from shared.ladder.proposers import Draft, exit_name
 from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
@@ -34,7 +34,7 @@ COSTS = PassCosts((1.0,) * 7, exits=(ExitCost(1e-6, 1e-7),) * len(DEPTHS))
 @pytest.fixture(autouse=True)
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every exit is expected to gain, whatever was recorded."""
-    monkeypatch.setattr(Confidence, "expected_gain", lambda self, rung, agreement, before: 1.0)
+    monkeypatch.setattr(Confidence, "expected_gain", lambda self, proposer, agreement, before: 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -147,10 +147,10 @@ def test_an_exit_whose_probability_is_no_number_loses_that_draft_alone(runner):
 @pytest.mark.parametrize("policy", ["exact", "relaxed"])
 def test_a_table_is_preferred_that_was_right_more_often_than_it_said(runner, monkeypatch, policy):
     [sequence] = prefilled(runner, [random_ladder(runner.loaded, 1, DEPTHS)], [DepthPolicy(policy)])
-    said = [Draft(8, 0.6, "suffix", 0), Draft(9, 0.5, "successor", 0)]
+    said = [Draft(8, 0.6, "prompt-lookup", 0), Draft(9, 0.5, "ngram-table", 0)]
     for _ in range(100):
         sequence.confidence.record([said[:1]], [7])
     monkeypatch.setattr(TableProposer, "propose", lambda self, drafted=(): said)
-    monkeypatch.setattr(Confidence, "expected_gain", lambda self, rung, agreement, before: 0.0)
+    monkeypatch.setattr(Confidence, "expected_gain", lambda self, proposer, agreement, before: 0.0)
     [chain] = draft_chains([sequence], 1)
     assert chain.drafts[0].token == 9

@@ -6,13 +6,13 @@ from itertools import pairwise
 import pytest
 
 from shared.engine.drafting.confidence import MOST, Confidence
-from shared.ladder.rungs import Draft, exit_name
+from shared.ladder.proposers import Draft, exit_name
 
 EXIT = exit_name(0)
 
 
-def draft(token: int, probability: float, rung: str = "suffix") -> Draft:
-    return Draft(token, probability, rung, 0)
+def draft(token: int, probability: float, proposer: str = "prompt-lookup") -> Draft:
+    return Draft(token, probability, proposer, 0)
 
 
 def probabilities(confidence: Confidence, *drafts: Draft) -> dict[int, float]:
@@ -20,8 +20,8 @@ def probabilities(confidence: Confidence, *drafts: Draft) -> dict[int, float]:
 
 
 def test_the_surest_table_alone_is_believed() -> None:
-    rated = Confidence().rate([draft(7, 0.4), draft(8, 0.6, "successor"), draft(7, 0.5, "successor")])
-    assert [(one.token, one.rung, probability) for one, probability in rated] == [(8, "successor", 0.6)]
+    rated = Confidence().rate([draft(7, 0.4), draft(8, 0.6, "ngram-table"), draft(7, 0.5, "ngram-table")])
+    assert [(one.token, one.proposer, probability) for one, probability in rated] == [(8, "ngram-table", 0.6)]
     assert Confidence().rate([]) == []
 
 

@@ -16,7 +16,7 @@ from shared.engine.engine import Engine
 from shared.errors import Cancelled, Corrupt, RouterMismatch, Unavailable
 from shared.ladder.joint_weights import JointWeights
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.rungs import Draft
+from shared.ladder.proposers import Draft
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
 from tests.fixed_costs import FixedCosts, fixed_cost_engine

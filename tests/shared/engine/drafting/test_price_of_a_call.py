@@ -14,7 +14,7 @@ from shared.engine.drafting.planner import ExitCost, PassCosts
 from shared.engine.engine import Engine
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.rungs import Draft
+from shared.ladder.proposers import Draft
 from shared.model.paged_runner import PagedRunner
 from shared.model.runner import Runner
 from tests.recorders import TracingRecorder

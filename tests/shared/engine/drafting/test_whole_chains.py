@@ -22,7 +22,7 @@ from shared.ladder.exit_head import ExitHead
 from shared.ladder.exits import LayerExit
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.rungs import PROMPT_LOOKUP, Draft
+from shared.ladder.proposers import PROMPT_LOOKUP, Draft
 from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
@@ -39,7 +39,7 @@ NUM_DRAFTS = 5
 @pytest.fixture(autouse=True)
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every exit is expected to gain, whatever was recorded."""
-    monkeypatch.setattr(Confidence, "expected_gain", lambda self, rung, agreement, before: 1.0)
+    monkeypatch.setattr(Confidence, "expected_gain", lambda self, proposer, agreement, before: 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,9 @@ def prefilled(
 
 def drafted(runner: Runner, ladder: Ladder, policies: Sequence[DepthPolicy]) -> list[list[tuple[int, str]]]:
     sequences = prefilled(runner, ladder.bind(runner), policies)
-    return [[(draft.token, draft.rung) for draft in chain.drafts] for chain in draft_chains(sequences, len(sequences))]
+    return [
+        [(draft.token, draft.proposer) for draft in chain.drafts] for chain in draft_chains(sequences, len(sequences))
+    ]
 
 
 @pytest.fixture
@@ -149,7 +151,7 @@ def test_a_whole_chain_has_the_drafts_of_its_single_steps(
     assert all(map(all, read[calls:])), "the second time, step by step"
     assert [len(drafts) for drafts in whole] == [NUM_DRAFTS, 2, NUM_DRAFTS]
     for drafts in whole:
-        from_tables = [i for i, (_, rung) in enumerate(drafts) if rung == PROMPT_LOOKUP]
+        from_tables = [i for i, (_, proposer) in enumerate(drafts) if proposer == PROMPT_LOOKUP]
         assert from_tables == [i for i in positions if i < len(drafts)]
 
 

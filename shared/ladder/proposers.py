@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-PROMPT_LOOKUP = "suffix"
-NGRAM_TABLE = "successor"
+PROMPT_LOOKUP = "prompt-lookup"
+NGRAM_TABLE = "ngram-table"
 # Not part of a router: the worker's own table, which learns from answers.
 LEARNED = "learned"
 # Nor are these: what the constraint of a request forces, and the text that a request expects.
@@ -13,13 +13,13 @@ GRAMMAR = "grammar"
 PREDICTION = "prediction"
 NOT_CALIBRATED = frozenset((LEARNED, GRAMMAR, PREDICTION))
 # Width of a confidence head's hidden layer. Here, because services check specs without torch.
-DEFAULT_ROUTER_WIDTH = 128
-# What the names of rungs with an exit head begin with, and no others do.
+DEFAULT_CONFIDENCE_WIDTH = 128
+# What the names of proposers with an exit head begin with, and no others do.
 EXIT = "depth-"
 
 
 def exit_name(depth: int) -> str:
-    """Name of the rung with an exit head at `depth`."""
+    """Name of the proposer with an exit head at `depth`."""
     return f"{EXIT}{depth}"
 
 
@@ -39,18 +39,18 @@ class Draft(NamedTuple):
     """A token that a proposer proposes before the full model has run for it.
 
     `probability`: that the full model's greedy choice is `token`, given that the drafts before it in the same chain are
-    right. `rung`: the proposer's name. `depth`: layers run for it.
+    right. `proposer`: the proposer's name. `depth`: layers run for it.
     """
 
     token: int
     probability: float
-    rung: str
+    proposer: str
     depth: int
 
     @property
     def calibrated_probability(self) -> float:
         """0 of a proposer that no calibration has measured."""
-        return 0.0 if self.rung in NOT_CALIBRATED else self.probability
+        return 0.0 if self.proposer in NOT_CALIBRATED else self.probability
 
 
 class Proposer(Protocol):
