@@ -17,7 +17,7 @@ def check_artefact(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> d
     """The checks of a ladder's artefact, by name.
 
     `unpacks`: the bytes can be loaded as a worker would, and give the manifest's proposers. `figures`: all are finite.
-    `confidence`: each confidence head's held-out Brier score is no worse than that of always giving the proposer's share
+    `confidence`: the held-out Brier score of each confidence head is no worse than that of always giving the share
     of agreement, plus BRIER_SLACK; proposers without figures pass.
     """
     proposers = [(str(proposer["name"]), proposer.get("figures", {})) for proposer in manifest["proposers"]]
