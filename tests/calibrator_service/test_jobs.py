@@ -222,7 +222,7 @@ STORED = stored_spec(SPEC)
         STORED.replace("1.500s", "9300000000000s"),
         STORED.replace('"seed"', '"sea"'),
         STORED.replace("LABEL_AGREEMENT", "LABEL_ACCORD"),
-        STORED.replace('"routerWidth": 128', '"routerWidth": 8193'),
+        STORED.replace('"confidenceWidth": 128', '"confidenceWidth": 8193'),
         "7",
         "{",
     ],

@@ -268,7 +268,12 @@ def test_invalid_flags_are_refused(service, calibrate, flags, code):
             "agrees with the model on held-out positions: exit at depth 2 31%",
         ),
         (
-            {"depth-0.agreement": 0.5, "depth-0.positions": 6.0, "suffix.agreement": 0.2, "suffix.positions": 800.0},
+            {
+                "depth-0.agreement": 0.5,
+                "depth-0.positions": 6.0,
+                "prompt-lookup.agreement": 0.2,
+                "prompt-lookup.positions": 800.0,
+            },
             "agrees with the model on held-out positions: exit at depth 0 not known (only 6 positions), repeated text "
             "20%",
         ),

@@ -124,7 +124,7 @@ def test_json_has_one_event_per_line(service, neap):
 
 def test_show_depth_prints_a_legend(service, neap):
     result = neap("generate", "hi", "--show-depth", "--worker", service.address)
-    assert "suffix (0/30) 1" in result.stderr
+    assert "prompt-lookup (0/30) 1" in result.stderr
     assert "full (30/30) 1" in result.stderr
 
 

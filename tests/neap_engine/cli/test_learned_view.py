@@ -3,7 +3,7 @@ import pytest
 from neap_engine.cli.learned_view import learned_lines
 from tests.manifests import real_manifest
 
-TOKENS = {"heads": 700, "routers": 200, "report": 1100, "total": 2000}
+TOKENS = {"heads": 700, "confidence": 200, "report": 1100, "total": 2000}
 
 
 def test_it_says_what_was_learned_and_on_how_much_it_was_measured():
@@ -30,7 +30,7 @@ def test_it_claims_nothing_from_few_tokens(measured, claims):
 def test_it_reads_what_a_calibration_writes():
     learned, guessed = learned_lines(real_manifest())
     tokens = real_manifest()["calibration"]["tokens"]
-    assert learned == f"learned from {tokens['heads'] + tokens['routers']:,} tokens"
+    assert learned == f"learned from {tokens['heads'] + tokens['confidence']:,} tokens"
     assert f"{tokens['report']:,}" in guessed
     assert "exit at depth 0 49%" in guessed
 

@@ -38,7 +38,7 @@ def test_list_shows_damaged_versions(service, neap):
     rows = [line.split("│") for line in result.stdout.splitlines() if "│" in line]
     # The table continues a long list of proposers on a line without a version.
     proposers = {row[1].strip(): row[4].strip() for row in rows if row[1].strip()}
-    assert proposers == {"2": "prompt-lookup ngram-table", "1": "DAMAGED"}
+    assert proposers == {"2": "prompt-lookup", "1": "DAMAGED"}
     assert "version 1 is damaged: the stored manifest sha256:1 is missing\n" in result.stdout
 
 

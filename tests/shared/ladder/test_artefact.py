@@ -146,7 +146,7 @@ def _set(path: str, value: Any) -> Any:
         _set("proposers.2.depth", True),
         _set("proposers.2.confidence_width", 9),
         _set("proposers.3.name", "depth-0"),
-        _set("proposers.0.router", {"bias": 0.0, "weights": []}),
+        _set("proposers.0.confidence", {"bias": 0.0, "weights": []}),
         _set("draft_vocabulary", 4),
         _set("joint_weights", [1, 2, 3]),
         _set("joint_weights", None),
