@@ -14,7 +14,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -106,7 +106,9 @@ def run(options: argparse.Namespace) -> None:
         judged = judge(others.score, subject.loaded, expected_answers(options.prompts))
         by_side = {
             name: [
-                judged(number, ids, undisturbed(answers, name, number, len(prompts)))
+                judged(
+                    number, ids, undisturbed(answers, name, range(number, options.rounds * len(prompts), len(prompts)))
+                )
                 for number, ids in enumerate(prompts)
             ]
             for name in sides
@@ -173,10 +175,10 @@ def measure(
         say(measured=len(order) - left, total=len(order))
 
 
-def undisturbed(answers: Mapping[Key, TimedAnswer], side: str, number: int, num_prompts: int) -> TimedAnswer:
-    """Of the answers of a side to one prompt the fastest: what else the machine does only adds to its time."""
-    of_rounds = (run for (place, name), run in answers.items() if name == side and place % num_prompts == number)
-    return min(of_rounds, key=lambda run: run.per_token_s)
+def undisturbed(answers: Mapping[Key, TimedAnswer], side: str, numbers: Iterable[int]) -> TimedAnswer:
+    """Of a side's answers of these numbers, all to one prompt, the fastest: what else the machine does only adds to its
+    time."""
+    return min((answers[number, side] for number in numbers), key=lambda run: run.per_token_s)
 
 
 def judge(
