@@ -23,42 +23,39 @@ from bench.machine import described
 from bench.options import add_device, add_dtypes, add_prompts, each_model, load, make_parser
 from bench.prompts import first_turns
 from bench.table import head, row
-from shared.engine import step
-from shared.engine.drafting import builder, chains
-from shared.engine.drafting.confidence import Confidence
-from shared.engine.drafting.planner import MIN_SURVIVAL
+from shared.engine.drafting.drafter import Drafter
 from shared.engine.engine import MAX_RUNNING, Engine
+from shared.engine.request.request import GenerationRequest
+from shared.ladder.confidence import Confidence
 from shared.ladder.folder import read_ladder
+from shared.ladder.joint_weights import CASES, JointWeights
 from shared.ladder.ladder import Ladder
-from shared.ladder.proposers import Draft
+from shared.ops.drafting import Step
 
 FULL, ALL, NONE = "full", "all", "none"
 
 
-def all_drafts(chains: Sequence[Sequence[float]], *_: Any, **__: Any) -> list[int]:
-    """A plan that verifies everything."""
-    return [len(chain) for chain in chains]
+def forgetful(drafter: Drafter, request: GenerationRequest) -> Confidence:
+    """What no earlier request has taught."""
+    assert drafter.ladder is not None
+    return Confidence(drafter.ladder.joint_weights, drafter.ladder.names)
 
 
-def each_alone(_: Confidence, drafts: Sequence[Draft]) -> Iterator[tuple[Draft, str, float]]:
-    """The most probable draft of each token, as its own confidence head rates it."""
-    best: dict[int, Draft] = {}
-    for draft in sorted(drafts, key=lambda one: one.probability):
-        best[draft.token] = draft
-    for draft in best.values():
-        yield draft, "", draft.probability
+# In which no draft's probability depends on another one.
+EACH_ALONE = JointWeights(*[(0.0, 1.0, 0.0)] * len(CASES))
+
+
+def without_weights(folder: Any) -> Ladder:
+    return dataclasses.replace(read_ladder(folder), joint_weights=EACH_ALONE)
 
 
 # Where each rule or learner is, and what stands in its place.
 WITHOUT: dict[str, tuple[Any, str, Any]] = {
-    "what other proposers say": (Confidence, "_combined", each_alone),
-    "corrected probabilities": (Confidence, "_ratio", lambda self, case, proposer: 1.0),
-    "exits asked if they pay": (chains, "exit_gain_s", lambda *_: 1.0),
-    "no look-up that cannot pay": (builder, "least_survival", lambda *_: MIN_SURVIVAL),
-    "planned lengths": (step, "best_lengths", all_drafts),
+    "corrected probabilities": (Drafter, "confidence", forgetful),
+    "planned lengths": (Step, "plan", lambda step: [len(chain.tokens) for chain in step.read()]),
 }
-# What takes another router: it has no exits.
-EXITS = "exits"
+# What takes another router.
+EXITS, OTHERS = "exits", "what other proposers say"
 
 
 @contextmanager
@@ -77,9 +74,8 @@ def sides_of(folder: Any) -> dict[str, tuple[Ladder | None, Sequence[str]]]:
         found[f"without {name}"] = read_ladder(folder), [name]
     tables = dataclasses.replace(read_ladder(folder), exits=(), draft_vocabulary=None)
     found[f"without {EXITS}"] = tables, ()
-    # Exits that are always asked would not be a policy without rules, but another one.
-    left_out = [name for name in WITHOUT if name != "exits asked if they pay"]
-    found[NONE] = read_ladder(folder), left_out
+    found[f"without {OTHERS}"] = without_weights(folder), ()
+    found[NONE] = without_weights(folder), [*WITHOUT]
     return found
 
 
@@ -96,7 +92,7 @@ def main() -> None:
     add_dtypes(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--rounds", type=int, default=2)
-    left_out = [*WITHOUT, EXITS]
+    left_out = [*WITHOUT, EXITS, OTHERS]
     parser.add_argument("--without", nargs="+", choices=left_out, help="default: each, and none")
     for options in each_model(parser):
         measure(options)

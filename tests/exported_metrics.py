@@ -16,7 +16,6 @@ from calibrator_service.metrics import CalibratorMetrics
 from inference_service.metrics import WorkerMetrics
 from neap_engine.gateway.metrics import GatewayMetrics
 from shared.engine.statistics import EngineStatistics
-from shared.ladder.proposers import Draft
 from shared.model.numerics import Numerics
 
 HISTOGRAM_SUFFIXES = ("_bucket", "_sum", "_count")
@@ -25,7 +24,7 @@ HISTOGRAM_SUFFIXES = ("_bucket", "_sum", "_count")
 def busy_engine() -> SimpleNamespace:
     """What metrics read of an engine of the model "tiny" that has counted something of each kind."""
     statistics = EngineStatistics(num_layers=4)
-    statistics.record_drafts([Draft(1, 0.5, "prompt-lookup", 0)], 1, 3)
+    statistics.record_drafts(["prompt-lookup"], 1, 3)
     statistics.exits["prompt-lookup"] += 1
     statistics.by_version[3].exits["prompt-lookup"] += 1
     return SimpleNamespace(

@@ -4,12 +4,12 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from shared.engine.drafting.costs import CostMeter
-from shared.engine.drafting.planner import ExitCost, PassCosts
+from shared.engine.drafting.pass_costs import ExitCost, PassCosts
 from shared.engine.engine import Engine
 from shared.ladder.ladder import BoundLadder, Ladder
-from shared.ladder.proposers import Draft
 from shared.model.loaded import LoadedModel
 from shared.model.runner import Runner
+from shared.ops.chains import Chains
 
 
 class FixedCosts(CostMeter):
@@ -21,7 +21,9 @@ class FixedCosts(CostMeter):
     def measure_passes(self, runner: Runner, *, between: Callable[[], None] = lambda: None) -> PassCosts:
         return PassCosts(tuple(1.0 + self._growth * n for n in range(9)), wide=self._wide)
 
-    def measure_exits(self, runner: Runner, ladder: BoundLadder) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
+    def measure_exits(
+        self, runner: Runner, ladder: BoundLadder
+    ) -> Generator[tuple[int, Chains], None, tuple[ExitCost, ...]]:
         yield from ()
         return (ExitCost(0.001, 0.0001),) * len(ladder.depths)
 

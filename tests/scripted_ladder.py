@@ -1,16 +1,18 @@
 """A ladder whose drafts the test writes: right ones, wrong ones, at any depth."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from shared.errors import RouterMismatch
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
-from shared.ladder.native_chain import HeadDraft
-from shared.ladder.proposers import Draft, exit_name
+from shared.ladder.proposers import exit_name
+from shared.ladder.tables import SequenceTables
 from shared.model.loaded import LoadedModel
 from shared.model.runner import Runner, captured_depths
-from shared.ops.chains import ChainStart
+from shared.ops.chains import Chains, ChainStart
+from tests.scripted_tables import native_script
 
 # Given all tokens so far (context and drafts), the next draft's (token, probability), or None.
 Script = Callable[[list[int]], tuple[int, float] | None]
@@ -28,6 +30,7 @@ class ScriptedLadder:
     ) -> None:
         self.table = table
         self.exits = exits
+        self.ladder = None
         self.depths = tuple(depths)
         self.layout = self.depths
         self.state_depths = self.depths
@@ -51,46 +54,51 @@ class ScriptedLadder:
     def prepare(self) -> Iterator[None]:
         return iter(())
 
-    def proposers(self, learned: object = None) -> tuple["_Table"]:
+    def tables(self, *arguments: Any) -> "_ScriptedTables":
         self.context = []
-        return (_Table(self),)
+        return _ScriptedTables(self, *arguments)
 
-    def propose(self, index: int, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
+    def propose(self, index: int, starts: Sequence[ChainStart]) -> Chains:
         """Its outputs are the deep state of the last settled token, so that the whole chain sees it."""
-        found = []
+        drafts, outputs = [], []
         for start in starts:
-            begin = start.begin
             assert start.entering is not None
-            assert begin is not None
-            deep = begin[-1] if begin.dim() == 2 else begin
-            draft = self._exit(index, start.entering[-1], deep, start.place + len(start.tokens))
-            found.append([HeadDraft(draft, deep)])
-        return found
+            assert start.begin is not None
+            deep = start.begin[-1] if start.begin.dim() == 2 else start.begin
+            drafts.append(self._exit(index, start.entering[-1], deep, start.place + len(start.tokens)))
+            outputs.append(deep)
+        tokens, probabilities = zip(*drafts, strict=True)
+        return Chains(
+            torch.tensor(tokens)[:, None],
+            torch.tensor(probabilities, dtype=torch.float64)[:, None],
+            torch.ones(len(starts), dtype=torch.int64),
+            torch.stack(outputs)[:, None],
+        )
 
-    def _exit(self, index: int, state: torch.Tensor, deep_state: torch.Tensor, place: int) -> Draft:
-        depth = self.depths[index]
+    def _exit(self, index: int, state: torch.Tensor, deep_state: torch.Tensor, place: int) -> tuple[int, float]:
         if self.table is None:
             self.drafted = self.drafted[: place - 1]
-        self.seen_states.append((depth, state.clone(), deep_state.clone(), place))
+        self.seen_states.append((self.depths[index], state.clone(), deep_state.clone(), place))
         assert self.exits is not None
-        proposal = self.exits(self.context + self.drafted) or (0, 0.0)
-        draft = Draft(*proposal, proposer=f"depth-{depth}", depth=depth)
+        token, probability = self.exits(self.context + self.drafted) or (0, 0.0)
         if self.table is None:
-            self.drafted = [*self.drafted, draft.token]
-        return draft
+            self.drafted = [*self.drafted, token]
+        return token, probability
 
 
-class _Table:
-    """The table of the one sequence that drafts with the ladder."""
+class _ScriptedTables(SequenceTables):
+    """The tables of the one sequence that drafts with the ladder."""
 
-    def __init__(self, ladder: ScriptedLadder) -> None:
+    def __init__(self, ladder: ScriptedLadder, *arguments: Any) -> None:
         self._ladder = ladder
+        super().__init__(*arguments, script=native_script(self._propose) if ladder.table else None)
 
     def append(self, tokens: Sequence[int]) -> None:
+        super().append(tokens)
         self._ladder.context += tokens
 
-    def propose(self, drafted: Sequence[int] = ()) -> list[Draft]:
+    def _propose(self, drafted: Sequence[int]) -> tuple[int, float] | None:
         ladder = self._ladder
         ladder.drafted = list(drafted)
-        proposal = ladder.table(ladder.context + ladder.drafted) if ladder.table else None
-        return [Draft(*proposal, proposer="prompt-lookup", depth=0)] if proposal else []
+        assert ladder.table is not None
+        return ladder.table(ladder.context + ladder.drafted)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from shared.engine.background import BackgroundTasks
 from shared.engine.drafting.costs import CostMeter
 from shared.engine.drafting.ladder_cache import LadderCache
-from shared.engine.drafting.planner import PassCosts
+from shared.engine.drafting.pass_costs import PassCosts
 from shared.engine.failure import failure_of
 from shared.engine.lifetime import ForkGate, ModelClaim, stop_at_exit
 from shared.engine.request.handle import EngineEvent
@@ -264,7 +264,7 @@ class EngineLoop:
         assert self.costs is not None
         try:
             sequences = [job.sequence for job in jobs if job.sequence is not None]
-            results = self._decoder.step(sequences, self.costs)
+            results = self._decoder.step(sequences)
         except Exception as error:
             # The state of every sequence is unknown.
             ids = ", ".join(job.request.request_id for job in jobs)

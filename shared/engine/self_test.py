@@ -5,24 +5,27 @@ import math
 
 from shared.engine.background import Slices
 from shared.engine.drafting.drafter import Drafter
-from shared.engine.drafting.planner import PassCosts
+from shared.engine.drafting.pass_costs import PassCosts
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.step import Decoder
 from shared.errors import Corrupt, NeapError
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.proposers import Draft
 from shared.model.runner import Runner
+from shared.ops.chains import Chains
 
 PROMPT_TOKENS, NEW_TOKENS, MAX_DRAFTS = 16, 4, 3
 
 
-def check_draft(draft: Draft, vocabulary_size: int) -> None:
-    """Raises `Corrupt` (reason SELF_TEST_FAILED) if the draft is not a token of the model or its probability is not in
-    [0, 1]."""
-    if not (0 <= draft.token < vocabulary_size and 0.0 <= draft.probability <= 1.0):
-        probability = "NaN" if math.isnan(draft.probability) else f"{draft.probability:g}"
-        raise _failed(f"proposer {draft.proposer} gave token {draft.token} the probability {probability}")
+def check_drafts(ladder: BoundLadder, index: int, drafted: Chains, vocabulary_size: int) -> None:
+    """Raises `Corrupt` (reason SELF_TEST_FAILED) if a draft of an exit is not a token of the model, or its probability
+    is not in [0, 1]."""
+    rows = zip(drafted.tokens.tolist(), drafted.probabilities.tolist(), drafted.lengths.tolist(), strict=True)
+    for tokens, probabilities, length in rows:
+        for token, probability in zip(tokens[:length], probabilities, strict=False):
+            if not (0 <= token < vocabulary_size and 0.0 <= probability <= 1.0):
+                shown = "NaN" if math.isnan(probability) else f"{probability:g}"
+                raise _failed(f"proposer {ladder.names[index]} gave token {token} the probability {shown}")
 
 
 def self_test(runner: Runner, ladder: BoundLadder, costs: PassCosts) -> Slices:
@@ -45,15 +48,12 @@ def self_test(runner: Runner, ladder: BoundLadder, costs: PassCosts) -> Slices:
         decoder = Decoder(runner)
         sequence = decoder.admit(request, Drafter(runner, costs, ladder))
         while not sequence.is_finished:
-            for proposer in sequence.proposers:
-                for draft in proposer.propose():
-                    check_draft(draft, loaded.vocabulary_size)
-            decoder.step([sequence], costs)
+            decoder.step([sequence])
             if sequence.failure is not None:
                 raise sequence.failure
             yield
     except NeapError as error:
-        if type(error) is not NeapError:
+        if type(error) is not NeapError and error.reason != "DRAFT_OUT_OF_RANGE":
             raise
         raise _failed("decoding with it failed, and the log says why") from error
     except Exception as error:

@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol
 
 from shared.engine.request.request import GenerationRequest, TokenChunk
 from shared.errors import NeapError
-from shared.ladder.proposers import Draft
 
 QUEUE_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 5.0)
@@ -77,11 +76,11 @@ class DepthCounts:
         self.accepted: Counter[str] = Counter()
         self.exits: Counter[str] = Counter()
 
-    def count_drafts(self, drafts: Sequence[Draft], num_accepted: int) -> None:
-        """Counts the drafts of one chain, in order. The first `num_accepted` of them became final."""
-        for index, draft in enumerate(drafts):
-            self.drafted[draft.proposer] += 1
-            self.accepted[draft.proposer] += index < num_accepted
+    def count_drafts(self, proposers: Sequence[str], num_accepted: int) -> None:
+        """Counts the drafts of one chain by their proposers, in order. The first `num_accepted` became final."""
+        for index, proposer in enumerate(proposers):
+            self.drafted[proposer] += 1
+            self.accepted[proposer] += index < num_accepted
 
     def count_tokens(self, num_tokens: int, chunks: Sequence[TokenChunk]) -> None:
         """Counts the tokens of one request from one step."""
@@ -114,10 +113,10 @@ class EngineStatistics(DepthCounts):
         self.step_s = Distribution(STEP_BOUNDS_S)
         self.step_sequences = Distribution(BATCH_BOUNDS)
 
-    def record_drafts(self, drafts: Sequence[Draft], num_accepted: int, version: int | None) -> None:
+    def record_drafts(self, proposers: Sequence[str], num_accepted: int, version: int | None) -> None:
         """See `count_drafts`."""
         for counts in self._counts(version):
-            counts.count_drafts(drafts, num_accepted)
+            counts.count_drafts(proposers, num_accepted)
 
     def _counts(self, version: int | None) -> tuple[DepthCounts, ...]:
         if version is None:

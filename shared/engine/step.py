@@ -1,4 +1,4 @@
-"""One decode step, top to bottom: admit, prefill, draft, plan, verify, commit."""
+"""One decode step, top to bottom: admit, prefill, draft, verify, commit."""
 
 import logging
 import math
@@ -9,9 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shared.engine.drafting.chains import draft_chains
+from shared.engine.drafting.chains import Drafting
 from shared.engine.drafting.drafter import Drafter
-from shared.engine.drafting.planner import PassCosts, best_lengths
 from shared.engine.drafting.speculation import Speculation, settle
 from shared.engine.failure import attempt, fail_all, non_finite_logits
 from shared.engine.memory.prefixes import Prefixes
@@ -63,6 +62,7 @@ class Decoder:
         self.learned = learned
         self.statistics = EngineStatistics(runner.num_layers)
         self.prefill_rate = PrefillRate()
+        self._drafting = Drafting(runner)
         self._score_weight = score_weight(runner.loaded)
 
     def admit(
@@ -113,7 +113,7 @@ class Decoder:
         return cache
 
     @inference
-    def step(self, sequences: Sequence[DecodingSequence], costs: PassCosts) -> list[list[TokenChunk]]:
+    def step(self, sequences: Sequence[DecodingSequence]) -> list[list[TokenChunk]]:
         """One piece of the prompt, or one verified chain of drafts, for each sequence.
         Returns the chunks that became final, per sequence.
 
@@ -126,7 +126,7 @@ class Decoder:
         for sequence in first:
             sequence.started_s = now
         groups = [sequences] if self.runner.supports_ragged else [[alone] for alone in sequences]
-        results = [chunks for group in groups for chunks in self._step(group, sequences, costs)]
+        results = [chunks for group in groups for chunks in self._step(group, sequences)]
         try:
             for sequence in first:
                 self.statistics.queue_s.record(now - sequence.submitted_s)
@@ -135,9 +135,7 @@ class Decoder:
             logger.exception("a step could not be counted")
         return results
 
-    def _step(
-        self, batch: Sequence[DecodingSequence], running: Sequence[DecodingSequence], costs: PassCosts
-    ) -> list[list[TokenChunk]]:
+    def _step(self, batch: Sequence[DecodingSequence], running: Sequence[DecodingSequence]) -> list[list[TokenChunk]]:
         """A step of the sequences that share a verify pass.
         `running`: all running sequences, which may share their prefixes."""
         start_s = time.perf_counter()
@@ -145,9 +143,7 @@ class Decoder:
         reading = [sequence for sequence in batch if sequence.is_reading]
 
         prefills = self._prefill(reading, running, len(decoding)) if reading else []
-        # Sequences that want the same exit share its pass.
-        drafted = [part for part in draft_chains(decoding, len(decoding)) if part.sequence.failure is None]
-        self._plan(drafted, prefills, costs)
+        drafted = self._drafting.draft(decoding, sum(len(part.tokens) for part in prefills))
         parts = [*drafted, *prefills]
         self._verify_and_commit(parts)
 
@@ -212,20 +208,6 @@ class Decoder:
         """What a token of its prompt takes of the budget."""
         return self._score_weight if sequence.scores_prompt else 1.0
 
-    # Plan.
-
-    def _plan(self, drafted: Sequence[Speculation], prefills: Sequence[Speculation], costs: PassCosts) -> None:
-        """Cuts each chain to what its verification is expected to pay for."""
-        lengths = best_lengths(
-            [part.probabilities for part in drafted],
-            costs,
-            least=[len(part.drafts) if part.sequence.request.policy.max_drafts else 0 for part in drafted],
-            num_other_tokens=sum(len(part.tokens) for part in prefills),
-        )
-        for part, length in zip(drafted, lengths, strict=True):
-            part.cut(length)
-            part.sequence.num_drafted += length
-
     # Verify and commit.
 
     def _verify_and_commit(self, parts: Sequence[Speculation]) -> None:
@@ -284,8 +266,9 @@ class Decoder:
             sequence.count_layers(part.num_layer_executions, part.num_token_layers)
             sequence.num_verify_passes += 1
             sequence.num_accepted += verdict.num_accepted
-            sequence.confidence.record(part.proposals, verdict.tokens)
-            self.statistics.record_drafts(part.drafts, verdict.num_accepted, sequence.request.counted_version)
+            sequence.tables.record(verdict.tokens)
+            proposers = [sequence.drafter.names[number] for number in part.proposers]
+            self.statistics.record_drafts(proposers, verdict.num_accepted, sequence.request.counted_version)
         num_settled = part.num_settled(None if part.is_prefill else verdict)
         sequence.num_settled = part.base + num_settled
         if part.is_prefill:
@@ -308,7 +291,8 @@ class Decoder:
     def _tokens(self, part: Speculation, verdict: Verdict) -> list[GeneratedToken]:
         """The drafts that were accepted, with the exits that made them, and the token that the full model chose after
         them."""
-        exits = [(draft.depth, draft.proposer) for draft in part.drafts[: verdict.num_accepted]]
+        drafter = part.sequence.drafter
+        exits = [(drafter.depths[number], drafter.names[number]) for number in part.proposers[: verdict.num_accepted]]
         exits.append((self.runner.num_layers, FULL))
         tokens = [
             GeneratedToken(token, depth, proposer)

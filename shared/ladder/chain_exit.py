@@ -11,9 +11,7 @@ from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.draws import Draws, KernelDraws, is_supported, kernel_weight, plain_draws
 from shared.ladder.exit_head import ExitHead, chained, further_output, head_output, in_slots
 from shared.ladder.head_rows import Projection, projection
-from shared.ladder.native_chain import HeadDraft
-from shared.ladder.proposers import Draft, exit_name
-from shared.ops.chains import ChainStart
+from shared.ops.chains import Chains, ChainStart
 
 
 class ChainSteps:
@@ -62,17 +60,17 @@ class ChainSteps:
 
 
 class SteppedChain:
-    """An exit at `depth` that makes one draft per call, from states that the model's layers have computed.
+    """An exit that makes one draft per call, from states that the model's layers have computed.
 
     `vocabulary` [Vd] int64: the tokens that it may draft.
     """
 
     reads_states = True
 
-    def __init__(self, steps: ChainSteps, vocabulary: Tensor, depth: int) -> None:
-        self._steps, self._vocabulary, self._depth = steps, vocabulary, depth
+    def __init__(self, steps: ChainSteps, vocabulary: Tensor) -> None:
+        self._steps, self._vocabulary = steps, vocabulary
 
-    def propose(self, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
+    def propose(self, starts: Sequence[ChainStart]) -> Chains:
         """As `ExitProposer.propose`, with one draft of each chain.
         The drafts are read back in one device synchronisation."""
         states = list(slots_of(starts))
@@ -91,12 +89,9 @@ class SteppedChain:
             torch.stack([of_start[-1] for of_start in entering]),
             torch.tensor(places, device=self._vocabulary.device),
         )
-        read = torch.stack([self._vocabulary[choices].double(), probabilities.double()]).tolist()
-        name = exit_name(self._depth)
-        return [
-            [HeadDraft(Draft(int(token), probability, name, self._depth), output)]
-            for token, probability, output in zip(*read, outputs, strict=True)
-        ]
+        # Tokens are whole numbers that float64 holds, so that the device is read once.
+        tokens, read = torch.stack([self._vocabulary[choices].double(), probabilities.double()]).cpu()[..., None]
+        return Chains(tokens.long(), read.contiguous(), torch.ones(len(starts), dtype=torch.int64), outputs[:, None])
 
 
 def slots_of(starts: Sequence[ChainStart]) -> Tensor:

@@ -9,12 +9,12 @@ from torch import Tensor
 from shared.ladder.chain_exit import ChainSteps, SteppedChain
 from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.exit_head import ExitHead
-from shared.ladder.native_chain import HeadDraft, NativeChain, embedding_rows
+from shared.ladder.native_chain import NativeChain, embedding_rows
 from shared.ladder.proposers import exit_name
 from shared.ladder.recorded_chain import MAX_CHAINS, RecordedChain
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import Runner
-from shared.ops.chains import ChainStart
+from shared.ops.chains import Chains, ChainStart
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class ExitProposer(Protocol):
 
     reads_states: bool
 
-    def propose(self, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
-        """At least one draft of each chain. All `starts` must have a `begin`."""
+    def propose(self, starts: Sequence[ChainStart]) -> Chains:
+        """At least one draft of each chain. All but the outputs is on the CPU; probabilities are float64."""
 
 
 def bind_exit(
@@ -71,6 +71,6 @@ def bind_exit(
         return NativeChain(head, confidence, rows, bias, vocabulary, embedding)
     # On a CPU without kernels, drafts in reserve cost too much.
     if needs_passes or (isinstance(runner, ContiguousRunner) and rows.device.type == "cpu"):
-        return SteppedChain(ChainSteps(head, confidence, rows, bias), vocabulary, layer_exit.depth)
+        return SteppedChain(ChainSteps(head, confidence, rows, bias), vocabulary)
     steps = ChainSteps(head, confidence, rows, bias, MAX_CHAINS)
     return RecordedChain(steps, vocabulary, head.hidden_size, runner)

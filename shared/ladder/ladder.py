@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -9,17 +10,15 @@ from shared.errors import RouterMismatch
 from shared.ladder.exits import ExitProposer, LayerExit, bind_exit
 from shared.ladder.head_rows import gather_rows
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS, JointWeights
-from shared.ladder.learned_ngrams import ClientNgrams
-from shared.ladder.native_chain import HeadDraft
 from shared.ladder.ngram_table import NgramTable
-from shared.ladder.proposers import NGRAM_TABLE, PROMPT_LOOKUP, Proposer
+from shared.ladder.proposers import NGRAM_TABLE, PROMPT_LOOKUP
 from shared.ladder.recorded_chain import RecordedChain
 from shared.ladder.table_confidence import TableConfidence
-from shared.ladder.table_proposer import TableProposer
+from shared.ladder.tables import SequenceTables
 from shared.model.inference import inference
 from shared.model.loaded import LoadedModel
 from shared.model.runner import Runner, captured_depths
-from shared.ops.chains import ChainStart
+from shared.ops.chains import Chains, ChainStart
 
 
 @dataclass(frozen=True)
@@ -123,12 +122,12 @@ class BoundLadder:
             if isinstance(proposer, RecordedChain):
                 yield from proposer.prepare()
 
-    def proposers(self, learned: ClientNgrams | None = None) -> tuple[Proposer, ...]:
-        """The proposers of a new sequence."""
-        return (TableProposer(self.ladder, (), learned),)
+    def tables(self, *arguments: Any) -> SequenceTables:
+        """The tables of a new sequence, of `arguments` as `SequenceTables` takes them."""
+        return SequenceTables(*arguments)
 
     @inference
-    def propose(self, index: int, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
+    def propose(self, index: int, starts: Sequence[ChainStart]) -> Chains:
         """The drafts of `exits[index]`, of all chains in one call. See `ExitProposer.propose`.
 
         An exit at one of the `state_depths` reads `entering` of `starts`.

@@ -1,7 +1,6 @@
 """An exit head at depth 0, its draft rows and its confidence head as the native op of whole chains. CPU only."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import gguf
 import torch
@@ -11,21 +10,13 @@ from shared import ops
 from shared.ladder.confidence_head import HIGHEST, LOWEST, ConfidenceHead
 from shared.ladder.draws import confidence_weights, is_supported, kernel_weight
 from shared.ladder.exit_head import NUM_STATES, ExitHead
-from shared.ladder.proposers import Draft, exit_name
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import Runner
 from shared.model.weights.lazy import lazy
-from shared.ops.chains import ChainStart, ChainWeights, draft_chains
+from shared.ops.chains import Chains, ChainStart, ChainWeights, draft_chains
 
 FORMAT = "Q8_0"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-class HeadDraft(NamedTuple):
-    """A draft, and the head's output [W] from which it was made: a chain may go on from there with any token."""
-
-    draft: Draft
-    output: Tensor
 
 
 class NativeChain:
@@ -63,8 +54,9 @@ class NativeChain:
             confidence=confidence_weights(confidence),
         )
 
-    def propose(self, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
+    def propose(self, starts: Sequence[ChainStart]) -> Chains:
         """As `ExitProposer.propose`, of whole chains."""
+        # The op takes the chains first that its head has seen nothing of.
         order = sorted(range(len(starts)), key=lambda number: starts[number].has_begun)
         ordered = [starts[number] for number in order]
         begins = [start.begin for start in ordered if start.begin is not None]
@@ -79,18 +71,10 @@ class NativeChain:
             HIGHEST,
             max(start.room for start in starts),
         )
-        rows = zip(*(part.tolist() for part in chains[:3]), chains.outputs, strict=True)
-        drafts = {number: head_drafts(*row) for number, row in zip(order, rows, strict=True)}
-        return [drafts[number] for number in range(len(starts))]
-
-
-def head_drafts(
-    tokens: Sequence[float], probabilities: Sequence[float], length: int, outputs: Tensor
-) -> list[HeadDraft]:
-    """The first `length` drafts of one sequence, from its rows of what was drafted at depth 0."""
-    proposer = exit_name(0)
-    places = zip(tokens[:length], probabilities, outputs, strict=False)
-    return [HeadDraft(Draft(int(token), p, proposer, 0), output) for token, p, output in places]
+        if 0 < num_new < len(starts):
+            places = torch.tensor(order).argsort()
+            chains = Chains(*(part[places] for part in chains))
+        return chains._replace(probabilities=chains.probabilities.double())
 
 
 def embedding_rows(runner: Runner, draft_vocabulary_size: int) -> Tensor | None:

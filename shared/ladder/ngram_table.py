@@ -5,10 +5,8 @@ Contexts are stored as 32-bit hashes, so a table of n entries takes an unseen co
 / 2^32. Under `exact` such a collision costs a rejected draft, never a wrong token.
 """
 
-from array import array
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +14,10 @@ import torch
 from torch import Tensor
 
 from shared.errors import Corrupt
-from shared.ladder.proposers import Match
 
 MAX_ORDER = 4
 MAX_COUNT = 255
 MULTIPLIER, MIXER = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
-MASK = (1 << 64) - 1
 
 Array = npt.NDArray[np.int64]
 
@@ -40,52 +36,25 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return (state ^ (state >> np.uint64(29))) * np.uint64(MIXER)
 
 
-def context_states(context_tail: Sequence[int], salt: int = 0) -> list[int]:
-    """64-bit hashes of the contexts of 1, 2, .. MAX_ORDER tokens that end `context_tail`. Without a salt, their upper
-    halves are `context_keys`."""
-    state, states = salt, []
-    for token in islice(reversed(context_tail), MAX_ORDER):
-        state = ((state + token + 1) * MULTIPLIER) & MASK
-        state = ((state ^ (state >> 29)) * MIXER) & MASK
-        states.append(state)
-    return states
-
-
 class NgramTable:
     """Immutable. Per order 1..MAX_ORDER: sorted context keys, and for each key a token, its count and its share (in
     255ths)."""
 
     def __init__(self, orders: Sequence[tuple[Array, Array, Array, Array]]) -> None:
         """`orders[m - 1]` = (keys, tokens, counts, shares) of contexts of m tokens, keys strictly increasing."""
+        dtypes = np.uint32, np.uint32, np.uint8, np.uint8
         self._orders = [
-            (
-                array("I", keys.astype(np.uint32).tobytes()),
-                array("I", tokens.astype(np.uint32).tobytes()),
-                counts.astype(np.uint8).tobytes(),
-                shares.astype(np.uint8).tobytes(),
-            )
-            for keys, tokens, counts, shares in orders
+            [np.ascontiguousarray(part, dtype) for part, dtype in zip(order, dtypes, strict=True)] for order in orders
         ]
 
     @property
     def num_entries(self) -> int:
         return sum(len(keys) for keys, *_ in self._orders)
 
-    def matches(self, context_tail: Sequence[int]) -> list[Match]:
-        """One match per order whose context is in the table, the longest context first. Takes a few microseconds."""
-        matches: list[Match] = []
-        states = zip(context_states(context_tail), self._orders, strict=False)
-        for order, (state, (keys, tokens, counts, shares)) in enumerate(states, 1):
-            key = state >> 32
-            entry = bisect_left(keys, key)
-            if entry < len(keys) and keys[entry] == key:
-                matches.append(Match(tokens[entry], order, counts[entry], shares[entry] / 255))
-        matches.reverse()
-        return matches
-
-    def propose(self, context_tail: Sequence[int]) -> Match | None:
-        """The match of the longest known context; None if not even the last token is known."""
-        return next(iter(self.matches(context_tail)), None)
+    @property
+    def columns(self) -> list[list[npt.NDArray[Any]]]:
+        """Keys and tokens (uint32), counts and shares (uint8), each as a list over the orders."""
+        return [list(column) for column in zip(*self._orders, strict=True)]
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Tensors for safetensors, per order m: `m.keys` int32, `m.tokens` int16 or int32, `m.counts` and `m.shares`
@@ -95,16 +64,15 @@ class NgramTable:
         """
         tensors: dict[str, Tensor] = {}
         for order, (keys, tokens, counts, shares) in enumerate(self._orders, 1):
-            narrow = np.frombuffer(tokens, dtype=np.uint32)
-            if len(narrow) == 0 or narrow.max() < 1 << 16:
-                stored = torch.from_numpy(narrow.astype(np.uint16).view(np.int16))
+            if len(tokens) == 0 or tokens.max() < 1 << 16:
+                stored = torch.from_numpy(tokens.astype(np.uint16).view(np.int16))
             else:
-                stored = torch.from_numpy(narrow.view(np.int32).copy())
+                stored = torch.from_numpy(tokens.view(np.int32).copy())
             tensors |= {
-                f"{order}.keys": torch.from_numpy(np.array(keys, dtype=np.uint32).view(np.int32)),
+                f"{order}.keys": torch.from_numpy(keys.view(np.int32).copy()),
                 f"{order}.tokens": stored,
-                f"{order}.counts": torch.from_numpy(np.frombuffer(counts, dtype=np.uint8).copy()),
-                f"{order}.shares": torch.from_numpy(np.frombuffer(shares, dtype=np.uint8).copy()),
+                f"{order}.counts": torch.from_numpy(counts.copy()),
+                f"{order}.shares": torch.from_numpy(shares.copy()),
             }
         return tensors
 

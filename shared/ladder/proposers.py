@@ -1,8 +1,8 @@
-"""Names of proposers, the draft that one proposes, and what makes drafts for a sequence without a layer."""
+"""Names of proposers, what a table knows of a context, and the draft that one proposes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 PROMPT_LOOKUP = "prompt-lookup"
 NGRAM_TABLE = "ngram-table"
@@ -16,6 +16,15 @@ NOT_CALIBRATED = frozenset((LEARNED, GRAMMAR, PREDICTION))
 DEFAULT_CONFIDENCE_WIDTH = 128
 # What the names of proposers with an exit head begin with, and no others do.
 EXIT = "depth-"
+
+
+# By the numbers that native drafting gives them. Those of exits follow, shallowest first.
+_NUMBERED = (PROMPT_LOOKUP, NGRAM_TABLE, LEARNED, PREDICTION, GRAMMAR)
+
+
+def numbered(exit_names: Iterable[str]) -> tuple[str, ...]:
+    """All proposers of a ladder with these exits, by number."""
+    return (*_NUMBERED, *exit_names)
 
 
 def exit_name(depth: int) -> str:
@@ -48,17 +57,6 @@ class Draft(NamedTuple):
     depth: int
 
     @property
-    def calibrated_probability(self) -> float:
-        """0 of a proposer that no calibration has measured."""
-        return 0.0 if self.proposer in NOT_CALIBRATED else self.probability
-
-
-class Proposer(Protocol):
-    """A source of drafts for one sequence that runs no layer.
-    `append` takes final tokens only; drafts are passed to `propose`."""
-
-    def append(self, tokens: Sequence[int]) -> None:
-        """Appends final tokens to the sequence."""
-
-    def propose(self, drafted: Sequence[int] = ()) -> list[Draft]:
-        """Drafts for the token after the sequence and `drafted`. Several may be the same token."""
+    def is_exit(self) -> bool:
+        """Whether an exit head has made it."""
+        return self.proposer.startswith(EXIT)

@@ -14,11 +14,10 @@ from torch import Tensor
 from shared.ladder.chain_exit import ChainSteps, slots_of
 from shared.ladder.confidence_head import HIGHEST
 from shared.ladder.exit_head import NUM_SLOTS, chained
-from shared.ladder.native_chain import HeadDraft, head_drafts
 from shared.model.inference import inference
 from shared.model.recorder import Work
 from shared.model.runner import Runner
-from shared.ops.chains import ChainStart, chain_length
+from shared.ops.chains import Chains, ChainStart, chain_lengths
 
 # Chains of one recording, and the drafts of each. Always as many: a call costs what was measured, whatever room its
 # chains have.
@@ -57,15 +56,13 @@ class RecordedChain:
             self._recorded_for(size)
             yield
 
-    def propose(self, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
+    def propose(self, starts: Sequence[ChainStart]) -> Chains:
         """As `ExitProposer.propose`, with at most NUM_DRAFTS drafts of each chain.
         Waits for the device once per MAX_CHAINS chains."""
-        chains: list[list[HeadDraft]] = []
-        for first in range(0, len(starts), MAX_CHAINS):
-            chains += self._propose(starts[first : first + MAX_CHAINS])
-        return chains
+        parts = [self._propose(starts[first : first + MAX_CHAINS]) for first in range(0, len(starts), MAX_CHAINS)]
+        return parts[0] if len(parts) == 1 else Chains(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
-    def _propose(self, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
+    def _propose(self, starts: Sequence[ChainStart]) -> Chains:
         count = len(starts)
         # Before the tensors are filled: recording runs the work.
         feed, step = self._recorded_for(next(size for size in NUM_CHAINS if size >= count))
@@ -83,11 +80,11 @@ class RecordedChain:
         self._newest[:count].copy_(newest)
         self._places[:count].copy_(place)
         step()
-        read = torch.stack([self._drafted.double(), self._probabilities.double()])
-        tokens, probabilities = read[:, :, :count].transpose(1, 2).tolist()
-        lengths = [chain_length(*chain, HIGHEST) for chain in zip(starts, probabilities, strict=True)]
-        outputs = self._outputs[:, :count].clone().unbind(1)
-        return [head_drafts(*chain) for chain in zip(tokens, probabilities, lengths, outputs, strict=True)]
+        # Tokens are whole numbers that float64 holds, so that the device is read once.
+        read = torch.stack([self._drafted[:, :count].double(), self._probabilities[:, :count].double()])
+        tokens, probabilities = read.transpose(1, 2).contiguous().cpu()
+        lengths = chain_lengths(starts, probabilities, HIGHEST)
+        return Chains(tokens.long(), probabilities, lengths, self._outputs[:, :count].transpose(0, 1).clone())
 
     def _recorded_for(self, size: int) -> tuple[Work, Work]:
         """For `size` chains: the work of `_feed` and that of `_step`. Recorded at first use."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from shared.errors import Corrupt
 from shared.ladder.proposers import Match
 
-LOWEST, HIGHEST = 1e-3, 0.999
 # Lower edges of the bins: a value belongs to the last bin whose edge it reaches.
 COUNT_EDGES = (1, 2, 3, 4, 6, 10, 20, 60)
 SHARE_EDGES = (0.0, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95, 0.995)
@@ -59,25 +58,13 @@ def lookup_bins(match: Match, ngrams: Sequence[Match], num_chained: int) -> Bins
 
 
 class TableConfidence:
-    """Logistic regression over binned features: the sigmoid of a bias and one weight per feature.
-
-    Plain Python: one probability takes less than 1 us.
-    """
+    """Logistic regression over binned features: the sigmoid of a bias and one weight per feature is the probability
+    that a draft is the full model's greedy choice, given that the drafts chained before it are right. See
+    csrc/draft/tables.h."""
 
     def __init__(self, bias: float, weights: Sequence[Sequence[float]]) -> None:
         self.bias = bias
         self.weights = [list(row) for row in weights]
-        # A step asks for many, and there are few.
-        self._known: dict[Bins, float] = {}
-
-    def probability(self, bins: Bins) -> float:
-        """Probability in [LOWEST, HIGHEST] that a draft with these features is the full model's greedy choice, given
-        that the drafts chained before it are right."""
-        known = self._known.get(bins)
-        if known is None:
-            score = sum((row[b] for row, b in zip(self.weights, bins, strict=True)), self.bias)
-            known = self._known[bins] = min(max(1 / (1 + math.exp(-score)), LOWEST), HIGHEST)
-        return known
 
     def to_json(self) -> dict[str, Any]:
         return {"bias": self.bias, "weights": self.weights}

@@ -109,6 +109,7 @@ NVCC_FLAGS = "-std=c++17 -O3 -lineinfo --threads 2 -Xcompiler -fPIC,-fvisibility
 # The oldest torch that the library supports. It may use no later symbols, and runs with every later torch.
 TORCH_TARGET_VERSION = "0x020b000000000000"
 _AVX512 = "-DNEAP_AVX512 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mprefer-vector-width=512"
+DRAFT_SOURCES = ("tables", "prediction", "confidence", "planner", "step", "api")
 # csrc/cpu/dispatch.cpp asks the processor for the same sets.
 ISA_FLAGS = {
     "portable": "",
@@ -151,6 +152,7 @@ def objects(toolkit: Toolkit | None = None) -> list[Object]:
             if toolkit
         ),
         Object("dispatch", "cpu/dispatch.cpp", "-std=c++20"),
+        *(Object(f"draft_{name}", f"draft/{name}.cpp", "-std=c++20") for name in DRAFT_SOURCES),
         *(Object(f"kernels_{isa}", "cpu/kernels.cpp", f"{KERNEL_FLAGS} {ISA_FLAGS[isa]}") for isa in isas),
     ]
 

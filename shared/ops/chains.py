@@ -142,7 +142,7 @@ class ChainStart(NamedTuple):
     `entering` [len(tokens), D]: the states of the tokens at the exit's depth. The op reads them from the embedding.
 
     `begin`: what the chain goes on from: the head's output [W] for the last token that it has seen, or the settled
-    states [3, D] if it has seen none. The op takes it apart from the starts.
+    states [3, D] if it has seen none. The op takes these apart from the starts.
     """
 
     tokens: Sequence[int]
@@ -160,14 +160,16 @@ class ChainStart(NamedTuple):
         return self.begin is not None and self.begin.dim() == 1
 
 
-def chain_length(start: ChainStart, probabilities: Sequence[float], highest: float) -> int:
-    """How many drafts of a chain its start allows, if all that were made have these `probabilities`: at least 1."""
-    survival = start.survival
-    for number, probability in enumerate(probabilities[: start.room], 1):
-        survival *= min(probability * start.factor, highest)
-        if survival < start.least_survival:
-            return number
-    return min(start.room, len(probabilities))
+def chain_lengths(starts: Sequence[ChainStart], probabilities: Tensor, highest: float) -> Tensor:
+    """How many drafts of each chain its start allows [N] int64, if all that were made have these `probabilities`
+    [N, K]: at least 1."""
+    survivals, factors, leasts, rooms = torch.tensor(
+        [[start.survival, start.factor, start.least_survival, start.room] for start in starts], dtype=torch.float64
+    ).T[..., None]
+    survival = survivals * (probabilities * factors).clamp(max=highest).cumprod(1)
+    # A probability that is no number ends a chain.
+    lives_on = (survival >= leasts)[:, :-1].long().cumprod(1).sum(1)
+    return torch.minimum(1 + lives_on, rooms[:, 0].long())
 
 
 class Chains(NamedTuple):

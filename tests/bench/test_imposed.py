@@ -9,7 +9,6 @@ from shared.engine.engine import Engine
 from shared.ladder.exit_head import NUM_STATES
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.proposers import Draft
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.ops.chains import ChainStart
 from tests.chain_starts import begun
@@ -23,11 +22,12 @@ def imposed() -> Imposed:
     return impose(SHAPES["tiny"], (DEPTH,), SHARE)
 
 
-def drafts_of(bound: BoundLadder, index: int, entering: Tensor) -> list[Draft]:
+def drafts_of(bound: BoundLadder, index: int, entering: Tensor) -> list[tuple[int, float]]:
     """The first drafts of chains whose newest tokens enter the exit with `entering` [N, D]."""
     starts = [ChainStart([0], 0, 1, 1.0, 1.0, 0.0, state) for state in entering.split(1)]
     begins = torch.randn(len(starts), NUM_STATES, entering.shape[1]).unbind()
-    return [one.draft for [one] in bound.propose(index, begun(begins, starts))]
+    found = bound.propose(index, begun(begins, starts))
+    return [*zip(found.tokens[:, 0].tolist(), found.probabilities[:, 0].tolist(), strict=True)]
 
 
 def test_each_token_is_followed_by_the_next_of_the_cycle(imposed: Imposed) -> None:
@@ -44,9 +44,9 @@ def test_the_exit_is_right_at_the_share_asked_for(imposed: Imposed) -> None:
     state = runner.capture(torch.tensor([tokens]), [DEPTH])[DEPTH][0]
     drafts = drafts_of(bound, 0, state)
     wanted = imposed.prompt(1, size)
-    right = sum(draft.token == token for draft, token in zip(drafts, wanted, strict=True)) / size
+    right = sum(draft == token for (draft, _), token in zip(drafts, wanted, strict=True)) / size
     assert right == pytest.approx(SHARE, abs=0.04)
-    assert drafts[0].probability == pytest.approx(SHARE, abs=1e-3)
+    assert drafts[0][1] == pytest.approx(SHARE, abs=1e-3)
 
 
 def test_exact_answers_as_full_and_drafts_by_the_exit(imposed: Imposed) -> None:
@@ -72,9 +72,9 @@ def test_the_first_of_two_exits_is_sure_of_about_half_the_tokens() -> None:
     for index, depth in enumerate((1, DEPTH)):
         state = captured[depth][0]
         drafts = drafts_of(bound, index, state)
-        right = sum(d.token == token for d, token in zip(drafts, wanted, strict=True)) / size
+        right = sum(draft == token for (draft, _), token in zip(drafts, wanted, strict=True)) / size
         assert right == pytest.approx(SHARE, abs=0.06)
-        sure = sum(draft.probability > SHARE - 0.01 for draft in drafts) / size
+        sure = sum(probability > SHARE - 0.01 for _, probability in drafts) / size
         assert sure == (pytest.approx(0.5, abs=0.15) if index == 0 else 1.0)
-        unsure = [draft.probability for draft in drafts if draft.probability < 0.5]
+        unsure = [probability for _, probability in drafts if probability < 0.5]
         assert all(p < 0.1 for p in sorted(unsure)[: int(0.9 * len(unsure))])

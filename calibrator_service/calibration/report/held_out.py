@@ -24,11 +24,10 @@ from calibrator_service.calibration.training.confidence import exit_samples
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.joint import Position, table_positions
 from calibrator_service.calibration.training.tables import labelled_positions
-from shared.engine.drafting.confidence import Confidence
+from shared.ladder.confidence import Confidence
 from shared.ladder.joint_weights import JointWeights
 from shared.ladder.ladder import Ladder
-from shared.ladder.proposers import EXIT, NGRAM_TABLE, PROMPT_LOOKUP
-from shared.ladder.table_confidence import lookup_bins
+from shared.ladder.proposers import NGRAM_TABLE, PROMPT_LOOKUP
 
 log = structlog.get_logger("neap.calibration")
 
@@ -77,12 +76,11 @@ def table_figures(ladder: Ladder, sequences: Sequence[LabelledSequence]) -> dict
             labelled_positions(ladder, sequence), labelled_positions(only_ngrams, sequence), strict=True
         ):
             num_positions += 1
-            lookup, ngrams = both.matches(())
-            if lookup is not None and ladder.lookup_confidence is not None:
-                bins = lookup_bins(lookup, ngrams, 0)
-                samples[PROMPT_LOOKUP][0].append(ladder.lookup_confidence.probability(bins))
+            lookup = next((each for each in both.propose() if each.proposer == PROMPT_LOOKUP), None)
+            if lookup is not None:
+                samples[PROMPT_LOOKUP][0].append(lookup.probability)
                 samples[PROMPT_LOOKUP][1].append(lookup.token == choice)
-            draft = ngram.best(())
+            draft = max(ngram.propose(), key=lambda each: each.probability, default=None)
             if draft is not None:
                 samples[NGRAM_TABLE][0].append(draft.probability)
                 samples[NGRAM_TABLE][1].append(draft.token == choice)
@@ -268,17 +266,19 @@ def joint_figures(weights: JointWeights, positions: Iterable[Position]) -> dict[
     "positions"; "agreement", the share of drafts that are right; the Brier scores of the joint probability, "brier",
     and of what the draft's own proposer says, "brier_alone". Only "positions" where there are none.
     """
-    confidence = Confidence(weights=weights)
+    positions = list(positions)
+    exit_names = sorted({draft.proposer for drafts, _ in positions for draft in drafts if draft.is_exit})
+    confidence = Confidence(weights, exit_names)
     by_situation: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SITUATIONS}
     for drafts, choice in positions:
         if not drafts:
             continue
-        draft, probability = confidence.rate(drafts)[0]
+        draft, _, _, probability = confidence.rate(drafts)[0]
         right = float(draft.token == choice)
         errors = right, (probability - right) ** 2, (draft.probability - right) ** 2
         table, best_exit = (
             max(
-                (candidate for candidate in drafts if candidate.proposer.startswith(EXIT) == of_exit),
+                (candidate for candidate in drafts if candidate.is_exit == of_exit),
                 key=lambda candidate: candidate.probability,
                 default=None,
             )

@@ -14,7 +14,7 @@ from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.schedule import RELAXED_SHARE
 from calibrator_service.calibration.states.collect import LabelledSequence
 from shared.engine.drafting.drafter import Drafter
-from shared.engine.drafting.planner import ExitCost, PassCosts
+from shared.engine.drafting.pass_costs import ExitCost, PassCosts
 from shared.engine.request.request import DepthStatistics, GenerationRequest, StoppingParams
 from shared.engine.step import Decoder
 from shared.ladder.ladder import BoundLadder, Ladder
@@ -108,7 +108,7 @@ def answered(
     going = [sequence for of_prompt in sequences for sequence in of_prompt]
     while going:
         run.report("evaluating", 0.99)
-        decoder.step(going, free)
+        decoder.step(going)
         for sequence in going:
             if sequence.failure is not None:
                 raise sequence.failure

@@ -79,7 +79,7 @@ def timed(
     while not sequence.is_finished:
         run.report("evaluating", 0.99)
         was_reading = sequence.num_generated == 0
-        decoder.step([sequence], drafter.costs)
+        decoder.step([sequence])
         if sequence.failure is not None:
             raise sequence.failure
         if was_reading:

@@ -9,7 +9,7 @@ import structlog
 from calibrator_service.calibration.report.held_out import LEAST_POSITIONS, wilson_interval
 from calibrator_service.calibration.run import CalibrationRun
 from shared.engine.drafting.costs import exit_timings, measure_verify
-from shared.engine.drafting.planner import PassCosts, chain_gain_s, exit_gain_s
+from shared.engine.drafting.pass_costs import PassCosts, call_gain_s
 from shared.ladder.exits import LayerExit
 from shared.ladder.ladder import Ladder
 from shared.model.contiguous_runner import ContiguousRunner
@@ -95,7 +95,7 @@ def _why_unproven(figures: Mapping[str, Any], commonest: float) -> str:
 def _why_too_slow(figures: Mapping[str, Any], costs: PassCosts, index: int) -> str:
     share = float(figures["agreement_1_beside_tables"])
     cost = costs.exits[index]
-    gain_s, cost_s = chain_gain_s(exit_gain_s(1.0, share, costs, 1), share, cost, cost.num_drafts), cost.alone_s
+    gain_s, cost_s = call_gain_s(costs, cost, share), cost.alone_s
     if gain_s > cost_s:
         return ""
     return (

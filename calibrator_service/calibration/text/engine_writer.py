@@ -24,7 +24,7 @@ from calibrator_service.calibration.text.writer import (
     WrittenAnswer,
 )
 from shared.engine.drafting.costs import CostMeter
-from shared.engine.drafting.planner import PassCosts
+from shared.engine.drafting.pass_costs import PassCosts
 from shared.engine.engine import Engine
 from shared.engine.memory.budget import available_bytes
 from shared.engine.request.handle import EngineEvent, GenerationHandle

@@ -1,5 +1,6 @@
 """How what all proposers say of a position is combined, learned with every one of them asked."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, repeat
 
@@ -11,7 +12,7 @@ from calibrator_service.calibration.training.chain_outputs import chain_outputs
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
 from calibrator_service.calibration.training.logistic import fit_logistic
 from calibrator_service.calibration.training.tables import labelled_positions
-from shared.engine.drafting.confidence import TABLE_ALONE, cases, log_odds
+from shared.ladder.confidence import TABLE_ALONE, Confidence
 from shared.ladder.confidence_head import scalar_features
 from shared.ladder.exits import LayerExit
 from shared.ladder.joint_weights import CASES, DEFAULT_WEIGHTS, MAX_WEIGHT, JointWeights
@@ -23,6 +24,8 @@ MAX_POSITIONS = 20_000
 # Precision of the priors. A few hundred positions of a few texts say less than they do, a few thousand of them more
 # (docs/decisions/012).
 PRECISION = 500.0
+# Log-odds are of probabilities no nearer to 0 and 1.
+LEAST = 0.001
 # Chains at a time.
 PASS_SIZE = 1024
 
@@ -47,8 +50,8 @@ def joint_positions(
 
 def table_positions(ladder: Ladder, sequence: LabelledSequence) -> Iterator[Position]:
     """What the tables say of the sequence's labelled positions."""
-    for proposer, _, choice in labelled_positions(ladder, sequence):
-        yield proposer.propose(), choice
+    for tables, _, choice in labelled_positions(ladder, sequence):
+        yield tables.propose(), choice
 
 
 def _exit_drafts(
@@ -77,13 +80,22 @@ def _first_drafts(
             yield Draft(token, probability, layer_exit.name, layer_exit.depth)
 
 
+def log_odds(probability: float) -> float:
+    probability = min(max(probability, LEAST), 1.0 - LEAST)
+    return math.log(probability / (1.0 - probability))
+
+
 def fit_joint(positions: Iterable[Position]) -> JointWeights:
     """The weights under which the drafts of `positions` are as often right as they say, case by case; the defaults are
     the prior."""
     samples: dict[str, list[tuple[float, float, float]]] = {case: [] for case in CASES}
     right: dict[str, list[bool]] = {case: [] for case in CASES}
-    for drafts, choice in positions:
-        for draft, case, other in cases(drafts):
+    known = list(positions)
+    confidence = Confidence(
+        exit_names=sorted({draft.proposer for drafts, _ in known for draft in drafts if draft.is_exit})
+    )
+    for drafts, choice in known:
+        for draft, case, other, _ in confidence.rate(drafts):
             if case != TABLE_ALONE:
                 of_other = log_odds(other.probability) if other is not None else 0.0
                 samples[case].append((1.0, log_odds(draft.probability), of_other))

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.states.collect import LabelledSequence
 from calibrator_service.calibration.states.training_data import TrainingData
+from shared.ladder.confidence import Confidence
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.proposers import NGRAM_TABLE, PROMPT_LOOKUP
 from shared.ladder.table_confidence import Bins, bins_of, fit_table_confidence, lookup_bins
-from shared.ladder.table_proposer import TableProposer
+from shared.ladder.tables import SequenceTables, native_ladder
 
 # Drafts of a chain.
 MAX_CHAIN = 8
@@ -25,14 +26,15 @@ class TableSample:
     agreed: bool
 
 
-def labelled_positions(ladder: Ladder, sequence: LabelledSequence) -> Iterator[tuple[TableProposer, int, int]]:
+def labelled_positions(ladder: Ladder, sequence: LabelledSequence) -> Iterator[tuple[SequenceTables, int, int]]:
     """(tables that know the tokens up to the position, the position, the full model's choice after it), for each
     labelled one."""
     tokens, choices = sequence.tokens.tolist(), sequence.choices.tolist()
-    proposer = TableProposer(ladder, tokens[: sequence.first])
+    tables = SequenceTables(native_ladder(ladder, ladder.model.vocabulary_size), Confidence())
+    tables.append(tokens[: sequence.first])
     for position in range(sequence.first, len(tokens)):
-        proposer.append(tokens[position : position + 1])
-        yield proposer, position, choices[position]
+        tables.append(tokens[position : position + 1])
+        yield tables, position, choices[position]
 
 
 def table_samples(ladder: Ladder, sequence: LabelledSequence) -> Iterator[TableSample]:
@@ -42,10 +44,10 @@ def table_samples(ladder: Ladder, sequence: LabelledSequence) -> Iterator[TableS
     choice and is also the sequence's next token, so that the context of each draft is the true one.
     """
     tokens, choices = sequence.tokens.tolist(), sequence.choices.tolist()
-    for proposer, settled, _ in labelled_positions(ladder, sequence):
+    for tables, settled, _ in labelled_positions(ladder, sequence):
         for chained in range(min(MAX_CHAIN, len(tokens) - settled)):
             position = settled + chained
-            lookup, ngrams = proposer.matches(tokens[settled + 1 : position + 1])
+            lookup, ngrams, _ = tables.matches(tokens[settled + 1 : position + 1])
             choice, is_drafted = choices[position], False
             if lookup is not None:
                 agreed = lookup.token == choice

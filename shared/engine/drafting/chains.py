@@ -1,117 +1,173 @@
-"""The drafting half of a step: drafts the next tokens of all sequences of a batch at once."""
+"""The drafting half of a step: the next tokens of all sequences of a batch at once, without an object per draft.
 
-import time
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+Tables, joint confidence, rounds and plan are native: see `shared.ops.drafting.Step`. Here are the exits that it asks
+for, which need the device, and the constraints, which are a library of their own.
+"""
 
-from shared.engine.drafting.builder import DraftBuilder
-from shared.engine.drafting.drafter import Drafter
-from shared.engine.drafting.planner import chain_gain_s, exit_gain_s, select_sequences
+from collections.abc import Sequence
+
+import torch
+
 from shared.engine.drafting.speculation import Speculation, advance_to
 from shared.engine.failure import attempt, fail_all
 from shared.engine.request.sequence import DecodingSequence
+from shared.errors import Corrupt
 from shared.ladder.ladder import BoundLadder
 from shared.model.runner import Runner
-
-# Whom to ask for another draft, and the seconds that its first draft is expected to save.
-_Asked = Sequence[tuple[DraftBuilder, float]]
-
-
-def draft_chains(sequences: Iterable[DecodingSequence], num_sequences: int) -> list[Speculation]:
-    """Each sequence's last final token and its drafts. `num_sequences` sequences will share the verify pass.
-
-    Drafts in rounds of one draft per sequence, so that all sequences that ask the same exit share one shallow pass, one
-    launch and one read-back. There may be several only if the runner supports ragged batches. A sequence that fails has
-    a `failure` afterwards: alone if the work was its own, with all that shared an exit if the exit failed.
-    """
-    start_s, exits_s = time.perf_counter(), 0.0
-    builders = [DraftBuilder(sequence, num_sequences) for sequence in sequences]
-    going = [builder for builder in builders if builder.wants_more]
-    while going:
-        by_drafter: defaultdict[Drafter, list[DraftBuilder]] = defaultdict(list)
-        for builder in going:
-            attempt(builder.sequence, builder.look_up)
-            if builder.sequence.failure is None:  # several versions of a router may serve at once
-                by_drafter[builder.sequence.drafter].append(builder)
-        for drafter, asking in by_drafter.items():
-            try:
-                exits_s += _ask_exits(drafter, asking, num_sequences)
-            except Exception as error:
-                fail_all([builder.sequence for builder in asking], error, "asking exits failed for")
-        going = [
-            builder for builder in going if builder.sequence.failure is None and builder.extend() and builder.wants_more
-        ]
-    seconds = time.perf_counter() - start_s - exits_s
-    num_places = sum(len(builder.chain.proposals) for builder in builders)
-    for drafter in {builder.sequence.drafter for builder in builders}:
-        drafter.host_time.record(seconds, num_places)
-    return [builder.chain for builder in builders]
+from shared.ops.chains import ChainStart
+from shared.ops.drafting import AskedChain, DraftedChain, Step
 
 
-def _ask_exits(drafter: Drafter, builders: Sequence[DraftBuilder], num_sequences: int) -> float:
-    """Takes the chains' last tokens to the layer exits that are expected to pay, shallowest first. Each exit's tokens
-    share a pass. Returns the seconds that the exits took."""
-    assert drafter.ladder is not None
-    exits_s = 0.0
-    for index in range(len(drafter.ladder.depths)):
-        without = [builder for builder in builders if builder.is_open and not builder.ahead[index].drafts]
-        asked = _worth_asking(drafter, drafter.ladder, index, without, num_sequences)
-        if asked:
-            start_s = time.perf_counter()
-            _propose(drafter, drafter.ladder, index, asked)
-            exits_s += time.perf_counter() - start_s
-        for builder in builders:
-            head_draft = builder.ahead[index].take(len(builder.chain.tokens))
-            if head_draft is not None and builder.is_open:
-                attempt(builder.sequence, builder.consider, [head_draft.draft])
-    return exits_s
+class Drafting:
+    """Drafts for the sequences of one model, step by step."""
 
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._step = Step()
 
-def _worth_asking(
-    drafter: Drafter, ladder: BoundLadder, index: int, builders: Sequence[DraftBuilder], num_sequences: int
-) -> _Asked:
-    """The chains whose last tokens are worth taking to an exit in one call: those that save more, with all that the
-    call drafts, than the call costs. And the seconds that the first draft of each is expected to save."""
-    agreement, proposer, cost = ladder.agreements[index], ladder.names[index], drafter.costs.exits[index]
-    allowed = [builder for builder in builders if ladder.depths[index] >= builder.min_layers]
-    gains_s = [
-        exit_gain_s(
-            builder.survival,
-            builder.sequence.confidence.expected_gain(proposer, agreement, builder.best_probability),
-            drafter.costs,
-            num_sequences,
-            builder.tokens_per_pass,
+    def draft(self, sequences: Sequence[DecodingSequence], num_other_tokens: int = 0) -> list[Speculation]:
+        """Each sequence's last final token and the drafts that are worth their place in a pass that all of them share,
+        with `num_other_tokens` other tokens (pieces of prompts).
+
+        All sequences that ask the same exit share one shallow pass, one launch and one read-back. There may be several
+        only if the runner supports ragged batches. A sequence that fails has a `failure` afterwards and is not in the
+        result: alone if the work was its own, with all that shared an exit if the exit failed.
+        """
+        if not sequences:
+            return []
+        chains = [_new_chain(sequence) for sequence in sequences]
+        policies = [sequence.request.policy for sequence in sequences]
+        rooms = [sequence.draft_room for sequence in sequences]
+        self._step.begin(
+            [sequence.tables.handle for sequence in sequences],
+            rooms,
+            [policy.min_layers for policy in policies],
+            [policy.max_drafts > 0 for policy in policies],
+            len(sequences),
+            num_other_tokens,
         )
-        for builder in allowed
-    ]
-    whole_s = [
-        chain_gain_s(gain_s, agreement * builder.sequence.confidence.factor(proposer), cost, builder.room)
-        for builder, gain_s in zip(allowed, gains_s, strict=True)
-    ]
-    chosen = select_sequences(whole_s, cost)
-    return [(allowed[place], gains_s[place]) for place in chosen]
+        limited = [row for row, sequence in enumerate(sequences) if sequence.limits_drafts and rooms[row] > 0]
+        for row in limited:
+            forced = attempt(sequences[row], sequences[row].forced_after, [], rooms[row])
+            if forced is not None:
+                self._step.go_on(row, 0, *forced)
+        outputs: list[torch.Tensor] = []
+        self._ask_exits(chains, outputs)
+        drafted = self._step.read()
+        num_kept = dict.fromkeys(limited, -1)
+        while limited := [row for row in limited if self._goes_on(row, sequences[row], drafted[row], rooms, num_kept)]:
+            self._ask_exits(chains, outputs)
+            drafted = self._step.read()
+        lengths = self._step.plan()
+        for chain, found, length in zip(chains, self._step.read() if num_kept else drafted, lengths, strict=True):
+            attempt(chain.sequence, _take, chain, found, length)
+        return [chain for chain in chains if chain.sequence.failure is None]
 
+    def _goes_on(
+        self,
+        row: int,
+        sequence: DecodingSequence,
+        drafted: DraftedChain,
+        rooms: Sequence[int],
+        num_kept: dict[int, int],
+    ) -> bool:
+        """Cuts a chain where its request does not allow a draft, and lets it go on with what a constraint forces there.
+        Whether it goes on: only if more is kept than before."""
+        if sequence.failure is not None or not drafted.is_sound:
+            return False
+        kept = attempt(sequence, sequence.num_allowed, drafted.tokens)
+        if kept is None:
+            return False
+        forced, begun = None, None
+        if kept > num_kept[row]:
+            num_kept[row], tokens = kept, drafted.tokens[:kept]
+            forced, begun = attempt(sequence, sequence.forced_after, tokens, rooms[row] - kept) or (None, None)
+        self._step.go_on(row, kept, forced or (), begun)
+        return bool(forced) or begun is not None
 
-def _propose(drafter: Drafter, ladder: BoundLadder, index: int, asked: _Asked) -> None:
-    """The exit drafts the asked chains on in one call, each as long as a further draft is expected to save what it
-    costs itself: what it saves is proportional to survival. The call is paid for already."""
-    depth = ladder.depths[index]
-    states_at = depth if depth in ladder.state_depths else None
-    if states_at is not None:
-        chains = [builder.chain for builder, _ in asked]
+    def _ask_exits(self, chains: Sequence[Speculation], outputs: list[torch.Tensor]) -> None:
+        """Lets the step draft on, with the exits that it asks for. Adds their outputs, call by call."""
+        while True:
+            index, asked = self._step.advance()
+            if not asked:
+                return
+            try:
+                outputs.append(self._propose(index, asked, chains, outputs))
+            except Exception as error:
+                failed = [chains[row].sequence for row in self._step.drop()]
+                fail_all(failed, error, "asking exits failed for")
+
+    def _propose(
+        self, index: int, asked: Sequence[AskedChain], chains: Sequence[Speculation], outputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """One call of an exit. Returns its outputs [asked, K, W]."""
+        ladder = chains[asked[0].row].sequence.ladder
+        assert ladder is not None
+        states_at = self._states_of(ladder, index, asked, chains)
+        starts = []
+        for one in asked:
+            chain = chains[one.row]
+            call, row, place = one.output
+            begin = chain.sequence.settled_states if call < 0 else outputs[call][row, place]
+            assert begin is not None
+            starts.append(
+                ChainStart(
+                    tokens=[chain.tokens[0], *one.drafts][one.num_seen :],
+                    place=one.num_seen,
+                    room=one.room,
+                    survival=one.survival,
+                    factor=one.factor,
+                    least_survival=one.least_survival,
+                    begin=begin,
+                    entering=None if states_at is None else torch.stack(chain.captured[states_at][one.num_seen :]),
+                )
+            )
+        found = ladder.propose(index, starts)
+        self._step.give(found.tokens, found.probabilities, found.lengths)
+        return found.outputs
+
+    def _states_of(
+        self, ladder: BoundLadder, index: int, asked: Sequence[AskedChain], chains: Sequence[Speculation]
+    ) -> int | None:
+        """Takes the asked chains' tokens to the depth of an exit that reads their states. Returns the depth; None if
+        the exit reads none."""
+        depth = ladder.depths[index]
+        if depth not in ladder.state_depths:
+            return None
+        parts = [chains[one.row] for one in asked]
+        for part, one in zip(parts, asked, strict=True):
+            part.follow(one.drafts)
         for stop in ladder.state_depths:
             if 0 < stop <= depth:  # a chain needs the states of all its tokens there
-                advance_to(stop, chains, drafter.runner)
+                advance_to(stop, parts, self._runner)
         if depth == 0:
-            _capture_embeddings(chains, drafter.runner)
-    each_draft_s = drafter.costs.exits[index].each_draft_s
-    starts = [
-        builder.chain_start(index, ladder.names[index], states_at, builder.survival * each_draft_s / gain_s)
-        for builder, gain_s in asked
-    ]
-    chains_drafts = ladder.propose(index, starts)
-    for (builder, _), drafts in zip(asked, chains_drafts, strict=True):
-        builder.ahead[index].drafts.extend(drafts)
+            _capture_embeddings(parts, self._runner)
+        return depth
+
+
+def _new_chain(sequence: DecodingSequence) -> Speculation:
+    state_depths = sequence.ladder.state_depths if sequence.ladder else ()
+    return Speculation(
+        sequence,
+        len(sequence.tokens) - 1,
+        [sequence.tokens[-1]],
+        captured={depth: [] for depth in (*sequence.kept_depths, *state_depths)},
+        read_length=sequence.read_length,
+    )
+
+
+def _take(chain: Speculation, drafted: DraftedChain, length: int) -> None:
+    """Gives the chain its drafts. Raises `Corrupt` (reason DRAFT_OUT_OF_RANGE) if one is not a token of the model: a
+    pass over it would fail for all sequences that share it."""
+    if not drafted.is_sound:
+        name, size = chain.sequence.drafter.names[drafted.proposers[0]], chain.sequence.vocabulary_size
+        raise Corrupt(
+            f"proposer {name} of the router drafted token {drafted.tokens[0]}; the model has {size}",
+            reason="DRAFT_OUT_OF_RANGE",
+        )
+    chain.follow(drafted.tokens[:length])
+    chain.proposers, chain.probabilities = drafted.proposers[:length], drafted.probabilities[:length]
+    chain.sequence.num_drafted += length
 
 
 def _capture_embeddings(chains: Sequence[Speculation], runner: Runner) -> None:

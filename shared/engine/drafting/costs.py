@@ -13,14 +13,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shared.engine.drafting.planner import ExitCost, PassCosts
+from shared.engine.drafting.pass_costs import ExitCost, PassCosts
 from shared.ladder.exit_head import NUM_STATES
 from shared.ladder.ladder import BoundLadder
-from shared.ladder.proposers import Draft
 from shared.memory import trim_heap
 from shared.model.cache import KVCache
 from shared.model.runner import Runner
-from shared.ops.chains import ChainStart
+from shared.ops.chains import Chains, ChainStart
 
 T = TypeVar("T")
 
@@ -52,7 +51,9 @@ class CostMeter:
         trim_heap()  # wide passes take the most memory of a start
         return PassCosts(verify, wide=measure_wide(runner, verify, between=between))
 
-    def measure_exits(self, runner: Runner, ladder: BoundLadder) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
+    def measure_exits(
+        self, runner: Runner, ladder: BoundLadder
+    ) -> Generator[tuple[int, Chains], None, tuple[ExitCost, ...]]:
         """The costs of a ladder's layer exits. See `exit_timings`."""
         return exit_timings(runner, ladder)
 
@@ -141,12 +142,12 @@ def smoothed(seconds: Sequence[float]) -> tuple[float, ...]:
 
 def exit_timings(
     runner: Runner, ladder: BoundLadder, *, repeats: int = REPEATS
-) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
+) -> Generator[tuple[int, Chains], None, tuple[ExitCost, ...]]:
     """Measures, `repeats` times, the costs of calls of each layer exit: of one chain, of many, and of a long one.
 
-    Yields the drafts after each measurement, so that the engine can step requests in between. A verify pass before each
-    measurement evicts heads and tables from the processor's caches, as while serving. With warm caches they would seem
-    half as expensive.
+    Yields the exit by number and its drafts after each measurement, so that the engine can step requests in between. A
+    verify pass before each measurement evicts heads and tables from the processor's caches, as while serving. With warm
+    caches they would seem half as expensive.
     """
     loaded = runner.loaded
     context = min(CONTEXT_TOKENS, loaded.context_length - 1)
@@ -157,7 +158,7 @@ def exit_timings(
     tokens = ids[:, :num_together]
     settled = torch.randn(num_together, NUM_STATES, loaded.hidden_size, device=loaded.device, dtype=loaded.model.dtype)
 
-    def call_exit(index: int, depth: int, num_chains: int, room: int) -> list[list[Draft]]:
+    def call_exit(index: int, depth: int, num_chains: int, room: int) -> Chains:
         entering: Sequence[Tensor | None] = [None] * num_chains
         if depth in ladder.state_depths:
             ids = tokens[:, :num_chains]
@@ -167,7 +168,7 @@ def exit_timings(
             ChainStart([1], 0, room, 1.0, 1.0, 0.0, state, begin)
             for state, begin in zip(entering, settled[:num_chains], strict=True)
         ]
-        return [[head_draft.draft for head_draft in chain] for chain in ladder.propose(index, starts)]
+        return ladder.propose(index, starts)
 
     next_token = tokens[:, :1]
     costs: list[ExitCost] = []
@@ -181,10 +182,10 @@ def exit_timings(
                 # The read waits for the pass. Otherwise the exit's time on a GPU would include the rest of the pass.
                 runner.logits(state[0]).argmax(-1).tolist()
                 start = time.perf_counter()
-                chains = call_exit(index, depth, num_chains, room)
+                drafted = call_exit(index, depth, num_chains, room)
                 measured.append(time.perf_counter() - start)
-                num_drafts = max(num_drafts, len(chains[0]))
-                yield [draft for chain in chains for draft in chain]
+                num_drafts = max(num_drafts, int(drafted.lengths[0]))
+                yield index, drafted
         alone_s, together_s, long_s = (min(measured[1:]) for measured in seconds.values())
         each_more_s = max(together_s - alone_s, 0.0) / max(num_together - 1, 1)
         each_draft_s = max(long_s - alone_s, 0.0) / max(num_drafts - 1, 1)

@@ -1,58 +1,71 @@
-"""What drafting with one ladder knows: its costs, how its drafts have fared, and the host's time."""
+"""What drafting with one ladder knows: its costs, and how its drafts have fared."""
 
-from itertools import product
+from collections.abc import Sequence
 
-from shared.engine.drafting.confidence import Confidence
-from shared.engine.drafting.planner import PassCosts
+from shared.engine.drafting.pass_costs import PassCosts
 from shared.engine.request.request import GenerationRequest
+from shared.ladder.confidence import Confidence
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.ladder import BoundLadder
+from shared.ladder.learned_ngrams import ClientNgrams
+from shared.ladder.proposers import NOT_CALIBRATED, numbered
+from shared.ladder.tables import SequenceTables, native_ladder
 from shared.model.runner import Runner
 
-# Weight of earlier steps in the mean of the host's time, per step with drafts and per step without.
-DECAY, REST_DECAY = 0.95, 0.99
-
-
-class HostTime:
-    """The mean time that the host takes for one place of a chain, without the time of exits. The device waits
-    meanwhile, which matters where a pass takes a GPU a millisecond or two (decision 008)."""
-
-    def __init__(self) -> None:
-        self._seconds = self._places = 0.0
-        self._has_begun = False
-
-    @property
-    def per_place_s(self) -> float:
-        return self._seconds / self._places if self._places else 0.0
-
-    def record(self, seconds: float, num_places: int) -> None:
-        """A step took `seconds` for `num_places` places. The first such step does not count, because it reads tables
-        from their files. Without any places the mean shrinks, so that drafting which was too slow to pay is tried
-        again."""
-        if num_places and not self._has_begun:
-            self._has_begun = True
-        elif num_places:
-            self._seconds = DECAY * self._seconds + seconds
-            self._places = DECAY * self._places + num_places
-        else:
-            self._seconds *= REST_DECAY
+# What is learnt of sampled answers is kept apart for each tenth of a temperature up to this many tenths.
+MOST_TENTHS = 20
 
 
 class Drafter:
-    """Drafts with one bound ladder; without one, never. `costs` include those of the ladder's exits."""
+    """Drafts with one bound ladder; without one, never. `costs` include those of the ladder's exits.
+
+    `names` and `depths` are those of all proposers, by number; `are_calibrated`: whether the ladder's calibration has
+    measured them.
+    """
 
     def __init__(self, runner: Runner, costs: PassCosts, ladder: BoundLadder | None = None) -> None:
         self.costs = costs
         self.ladder = ladder
-        self.host_time = HostTime()
         self.runner = runner
-        weights = ladder.joint_weights if ladder else DEFAULT_WEIGHTS
-        # Sampled tokens agree with drafts less often than greedy ones, changed scores less often than the model's own,
-        # and relaxed accepts more drafts: each kind has its own record.
-        self._confidence = {kind: Confidence(weights) for kind in product((True, False), repeat=3)}
+        exit_depths = ladder.depths if ladder else ()
+        self.names = numbered(ladder.names if ladder else ())
+        self.depths = (0,) * (len(self.names) - len(exit_depths)) + exit_depths
+        self.are_calibrated = [name not in NOT_CALIBRATED for name in self.names]
+        self._native = native_ladder(
+            ladder.ladder if ladder else None,
+            runner.loaded.vocabulary_size,
+            costs.verify,
+            costs.wide,
+            [
+                (depth, agreement, cost.alone_s, cost.each_more_s, cost.each_draft_s, cost.num_drafts)
+                for depth, agreement, cost in zip(exit_depths, ladder.agreements, costs.exits, strict=True)
+            ]
+            if ladder
+            else (),
+        )
+        self._confidence: dict[tuple[int, bool, bool], Confidence] = {}
 
     def confidence(self, request: GenerationRequest) -> Confidence:
-        """What earlier requests of this kind (greedy or sampled, with changed scores, relaxed or not) have
-        shown of the ladder's drafts."""
-        sampling, is_relaxed = request.sampling, request.policy.name == "relaxed"
-        return self._confidence[sampling.is_greedy, sampling.changes_scores, is_relaxed]
+        """What earlier requests of this kind have shown of the ladder's drafts.
+
+        Sampled tokens agree with drafts less often than greedy ones, and the less the higher the temperature; changed
+        scores less often than the model's own; and relaxed accepts more drafts.
+        """
+        sampling = request.sampling
+        tenths = 0 if sampling.is_greedy else min(max(round(10 * sampling.temperature), 1), MOST_TENTHS)
+        kind = tenths, sampling.changes_scores, request.policy.name == "relaxed"
+        if kind not in self._confidence:
+            weights = self.ladder.joint_weights if self.ladder else DEFAULT_WEIGHTS
+            self._confidence[kind] = Confidence(weights, self.ladder.names if self.ladder else ())
+        return self._confidence[kind]
+
+    def tables(self, request: GenerationRequest, learned: ClientNgrams | None) -> SequenceTables:
+        """Those of a new sequence."""
+        make = self.ladder.tables if self.ladder else SequenceTables
+        confidence = self.confidence(request)
+        return make(self._native, confidence, learned, request.predicted, len(request.prompt_ids))
+
+    def calibrated(self, proposers: Sequence[int], probabilities: Sequence[float]) -> list[float]:
+        """The probabilities of drafts, 0 of a proposer that no calibration has measured."""
+        pairs = zip(proposers, probabilities, strict=True)
+        return [probability if self.are_calibrated[number] else 0.0 for number, probability in pairs]

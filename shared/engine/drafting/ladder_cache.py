@@ -7,8 +7,8 @@ from dataclasses import replace
 from shared.engine.background import Slices
 from shared.engine.drafting.costs import CostMeter
 from shared.engine.drafting.drafter import Drafter
-from shared.engine.drafting.planner import ExitCost, PassCosts
-from shared.engine.self_test import check_draft, self_test
+from shared.engine.drafting.pass_costs import ExitCost, PassCosts
+from shared.engine.self_test import check_drafts, self_test
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.model.runner import Runner
 
@@ -33,6 +33,7 @@ class LadderCache:
         self._max_ladders = max_ladders
         self._cost_meter = cost_meter or CostMeter()
         self._bound: OrderedDict[int, tuple[Ladder, Drafter]] = OrderedDict()
+        self._without: Drafter | None = None
         # By the ladder's layout: versions of a router rarely differ in it, and measuring takes many passes.
         self._exit_costs: OrderedDict[object, tuple[ExitCost, ...]] = OrderedDict()
 
@@ -43,7 +44,8 @@ class LadderCache:
     def find(self, ladder: Ladder | None, costs: PassCosts) -> Drafter | None:
         """The ladder's drafter, or None if it is not bound. Without a ladder: a drafter that never drafts."""
         if ladder is None:
-            return Drafter(self._runner, costs)
+            self._without = self._without or Drafter(self._runner, costs)
+            return self._without
         bound = self._bound.get(id(ladder))
         if bound is None:
             return None
@@ -90,12 +92,11 @@ class LadderCache:
         timings = self._cost_meter.measure_exits(self._runner, bound)
         while True:
             try:
-                drafts = next(timings)
+                index, drafted = next(timings)
             except StopIteration as stop:
                 exits: tuple[ExitCost, ...] = stop.value
                 break
-            for draft in drafts:
-                check_draft(draft, self._runner.loaded.vocabulary_size)
+            check_drafts(bound, index, drafted, self._runner.loaded.vocabulary_size)
             yield
         self._exit_costs[bound.layout] = exits
         if len(self._exit_costs) > MAX_LAYOUTS:

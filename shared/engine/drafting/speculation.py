@@ -10,7 +10,6 @@ from torch import Tensor
 from shared.engine.request.request import TokenChunk
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.verification import Verdict
-from shared.ladder.proposers import Draft
 from shared.model.ragged import RaggedSequence
 from shared.model.runner import CapturedStates, Runner
 from shared.model.sampling import Trial
@@ -21,11 +20,11 @@ class Speculation:
     """Tokens of one sequence from position `base` on: its last final token and a chain of drafts after it, or a piece
     of its prompt.
 
-    `proposals`: what all proposers said of the drafts' places. `tokens[i]` has been through `reached[i]` layers before
-    the verify pass; `states[i]` [D] is its state there, None at depth 0. `captured[depth]` are the states [D] of the
-    first tokens at a depth that they have reached, for the depths that are its keys. `passed`: the states of the verify
-    pass, of which those of the tokens begin at `offset`. The counts are of the layers that ran for these tokens.
-    `read_length` as in `RaggedSequence`.
+    `proposers`: of the drafts, by number, and `probabilities`, as the proposers gave them. `tokens[i]` has been through
+    `reached[i]` layers before the verify pass; `states[i]` [D] is its state there, None at depth 0. `captured[depth]`
+    are the states [D] of the first tokens at a depth that they have reached, for the depths that are its keys.
+    `passed`: the states of the verify pass, of which those of the tokens begin at `offset`. The counts are of the
+    layers that ran for these tokens. `read_length` as in `RaggedSequence`.
 
     `num_logits`: how many of the states, from the last, need logits; 0 for a piece of a prompt that is not the last
     piece. `chunks`: the tokens that became final in this step.
@@ -36,10 +35,8 @@ class Speculation:
     tokens: list[int]
     is_prefill: bool = False
     num_logits: int = 1
-    drafts: list[Draft] = field(default_factory=list)
-    # Adjusted for this request.
+    proposers: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
-    proposals: list[list[Draft]] = field(default_factory=list)
     reached: list[int] = field(default_factory=list)
     states: list[Tensor | None] = field(default_factory=list)
     captured: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -53,19 +50,22 @@ class Speculation:
     def __post_init__(self) -> None:
         self.reached, self.states = [0] * len(self.tokens), [None] * len(self.tokens)
 
-    def append(self, draft: Draft, probability: float) -> None:
-        self.drafts.append(draft)
-        self.probabilities.append(probability)
-        self.tokens.append(draft.token)
-        self.reached.append(0)
-        self.states.append(None)
+    @property
+    def drafts(self) -> list[int]:
+        return [] if self.is_prefill else self.tokens[1:]
 
-    def cut(self, num_drafts: int) -> None:
-        """Keeps the first drafts. The keys and values of the others are overwritten by later tokens."""
-        del self.drafts[num_drafts:], self.probabilities[num_drafts:]
-        del self.tokens[num_drafts + 1 :], self.reached[num_drafts + 1 :], self.states[num_drafts + 1 :]
-        for states in self.captured.values():
-            del states[num_drafts + 1 :]
+    def follow(self, drafts: Sequence[int]) -> None:
+        """Makes these the drafts of the chain. What has been computed of the first of them holds as far as they are the
+        same. The keys and values of others are overwritten by later tokens."""
+        pairs = enumerate(zip(self.tokens[1:], drafts, strict=False))
+        same = next((place for place, (held, draft) in pairs if held != draft), min(len(self.tokens) - 1, len(drafts)))
+        del self.tokens[same + 1 :], self.reached[same + 1 :], self.states[same + 1 :]
+        for captured in self.captured.values():
+            del captured[same + 1 :]
+        num_new = len(drafts) - same
+        self.tokens += drafts[same:]
+        self.reached += [0] * num_new
+        self.states += [None] * num_new
         self.num_logits = len(self.tokens)
 
     # The pass.
@@ -104,7 +104,7 @@ class Speculation:
     def trial(self) -> Trial:
         """That of the drafts."""
         sequence, request = self.sequence, self.sequence.request
-        drafts = [draft.token for draft in self.drafts]
+        drafts = self.drafts
         constraint = sequence.answer.constraint
         return Trial(
             request.sampling,
@@ -116,7 +116,7 @@ class Speculation:
             constraint.rows(drafts) if constraint else None,
             sequence.counts,
             request.policy.threshold,
-            [draft.calibrated_probability for draft in self.drafts],
+            sequence.drafter.calibrated(self.proposers, self.probabilities),
         )
 
     def num_settled(self, verdict: Verdict | None) -> int:

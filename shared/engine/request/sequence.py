@@ -13,10 +13,7 @@ from shared.engine.request.handle import OnStates
 from shared.engine.request.request import DepthStatistics, Finished, GeneratedToken, GenerationRequest, TokenChunk
 from shared.engine.statistics import CountedProgress
 from shared.errors import NeapError
-from shared.ladder.grammar_proposer import GrammarProposer
 from shared.ladder.learned_ngrams import ClientNgrams
-from shared.ladder.prediction import PredictionProposer
-from shared.ladder.proposers import Proposer
 from shared.model.cache import KVCache
 from shared.model.context_counts import ContextCounts
 from shared.model.loaded import LoadedModel
@@ -54,7 +51,6 @@ class DecodingSequence:
         self.request = request
         self.drafter = drafter
         self.ladder = ladder = drafter.ladder
-        self.confidence = drafter.confidence(request)
         self.cache = cache
         self.answer = answer
         self.num_prompt_tokens = len(request.prompt_ids)
@@ -78,13 +74,8 @@ class DecodingSequence:
         self.settled_states: Tensor | None = None
         # Whether anybody reads them.
         self.keeps_states = bool(ladder and ladder.depths)
-        self.proposers: tuple[Proposer, ...] = ladder.proposers(learned) if ladder else ()
+        self.tables = drafter.tables(request, learned)
         assert (request.constraint is None) == (answer.constraint is None)
-        self.grammar = GrammarProposer(answer.constraint) if answer.constraint else None
-        self._prediction: PredictionProposer | None = None
-        if request.predicted is not None:
-            self._prediction = PredictionProposer(request.predicted, self.num_prompt_tokens)
-            self.proposers += (self._prediction,)
         self.counts: ContextCounts | None = None
         if request.sampling.changes_scores:
             self.counts = ContextCounts(request.sampling, self.tokens, self.num_prompt_tokens, loaded.vocabulary_size)
@@ -149,7 +140,7 @@ class DecodingSequence:
 
     def give_up_cache(self, empty: KVCache) -> None:
         """Goes on without keys and values. All tokens so far are given then, and are read again."""
-        if self.has_begun:  # the proposers know all tokens
+        if self.has_begun:  # the tables know all tokens
             self._num_shown = len(self.tokens)
         answer = tuple(self.tokens[self.num_prompt_tokens :])
         self.request = replace(self.request, resumed_ids=answer)
@@ -157,22 +148,54 @@ class DecodingSequence:
         self.num_read_before = max(self.num_read_before, self.num_settled)
         self.num_settled, self.read_until = 0, len(self.tokens)
 
-    def forbidden_after(self, drafted: Sequence[int]) -> set[int]:
-        """The tokens that `min_tokens` and `bad_words` forbid after these drafts."""
-        sampling = self.request.sampling
-        before = [*self.tokens[-MAX_BAD_WORD_TOKENS:], *drafted]
-        num_answered = self.num_generated + len(drafted)
-        return sampling.forbidden_after(before, num_answered, self.answer.end_token_ids)
+    # Drafts.
+
+    @property
+    def draft_room(self) -> int:
+        """The most drafts that may follow its tokens. The verify pass itself gives one token of the answer."""
+        policy = self.request.policy
+        if policy.name == "full" or self.ladder is None:
+            return 0
+        room = max(min(self.num_left_in_regime, len(self.drafter.costs.verify)) - 1, 0)
+        return min(room, policy.max_drafts) if policy.max_drafts else room
+
+    @property
+    def limits_drafts(self) -> bool:
+        """Whether the request may forbid or force a draft."""
+        return self.answer.constraint is not None or self.request.sampling.forbids_tokens
+
+    def forced_after(self, drafted: Sequence[int], room: int) -> tuple[list[int], int | None]:
+        """The tokens without alternative after these drafts, at most `room`; and after them one that would begin the
+        text that is forced, if any is. Nothing, if the request wants layers to run for each draft."""
+        constraint, forced = self.answer.constraint, list[int]()
+        if constraint is None or self.request.policy.min_layers > 0:
+            return [], None
+        while len(forced) < room and (token := constraint.forced([*drafted, *forced])) is not None:
+            forced.append(token)
+        return forced, constraint.begun([*drafted, *forced]) if len(forced) < room else None
+
+    def num_allowed(self, drafts: Sequence[int]) -> int:
+        """How many of these drafts the request allows, one after the other. None after the end of a text."""
+        constraint, sampling = self.answer.constraint, self.request.sampling
+        for place, draft in enumerate(drafts):
+            before = drafts[:place]
+            if constraint is not None:
+                if constraint.has_ended(before) or not constraint.allows(before, draft):
+                    return place
+            elif draft in sampling.forbidden_after(
+                [*self.tokens[-MAX_BAD_WORD_TOKENS:], *before], self.num_generated + place, self.answer.end_token_ids
+            ):
+                return place
+        return len(drafts)
 
     @property
     def is_finished(self) -> bool:
         return self.answer.end is not None and not self.scores_prompt
 
     def show_prompt(self, end: int) -> None:
-        """Tells the proposers the given tokens before position `end`: piece by piece, because a long prompt takes
-        longer than a pass."""
-        for proposer in self.proposers:
-            proposer.append(self.request.given_ids[self._num_shown : end])
+        """Tells the tables the given tokens before position `end`: piece by piece, because a long prompt takes longer
+        than a pass."""
+        self.tables.append(self.request.given_ids[self._num_shown : end])
         self._num_shown = max(self._num_shown, end)
 
     def count_layers(self, num_layer_executions: int, num_token_layers: int) -> None:
@@ -196,8 +219,7 @@ class DecodingSequence:
             if text is None:
                 break
             self._exits[token.proposer, token.exit_depth] += 1
-            for proposer in self.proposers:
-                proposer.append([token.token_id])
+            self.tables.append([token.token_id])
             chunks.append(TokenChunk(text, (token,)))
         return chunks
 
@@ -206,9 +228,10 @@ class DecodingSequence:
         text = self.answer.rest()
         assert self.answer.end is not None
         reason, match = self.answer.end
-        predicted = self._prediction
+        predicted = self.request.predicted
         if predicted is not None:  # also of an answer that was whole when it was resumed
             self.show_prompt(len(self.request.given_ids))
+        num_predicted = self.tables.num_predicted if predicted else 0
         # Only now: within an answer, prompt look-up knows the same. Of the full model's choices only.
         if self._learned is not None and self.request.policy.name == "exact":
             self._learned.learn(self.tokens, self.num_prompt_tokens)
@@ -226,8 +249,8 @@ class DecodingSequence:
             prefill_s=first - started,
             decode_s=now - first,
             depth=self.statistics(),
-            num_accepted_prediction_tokens=predicted.num_right if predicted else 0,
-            num_rejected_prediction_tokens=predicted.num_wrong if predicted else 0,
+            num_accepted_prediction_tokens=num_predicted,
+            num_rejected_prediction_tokens=max(predicted.num_tokens - num_predicted, 0) if predicted else 0,
         )
 
     def statistics(self) -> DepthStatistics:

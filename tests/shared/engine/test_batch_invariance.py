@@ -4,26 +4,28 @@ Random arrivals, pauses, cancels and shared prefixes."""
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from shared.engine import step as decoder_module
 from shared.engine.drafting.drafter import Drafter
-from shared.engine.drafting.planner import ExitCost, PassCosts
+from shared.engine.drafting.pass_costs import ExitCost, PassCosts
 from shared.engine.memory.prefixes import Prefixes
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
-from shared.ladder.native_chain import HeadDraft
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.proposers import Draft, exit_name
+from shared.ladder.proposers import exit_name
+from shared.ladder.tables import SequenceTables
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import captured_depths
 from shared.model.sampling import SamplingParams
-from shared.ops.chains import ChainStart
+from shared.ops.chains import Chains, ChainStart
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, load_family
+from tests.scripted_tables import native_script
 
 # With the dtype of keys and values. The layers of Llama and Mistral are one op each.
 FAMILIES = [
@@ -40,29 +42,32 @@ STEM = tuple(random.Random(7).choices(range(2, VOCABULARY_SIZE), k=40))
 COSTS = PassCosts(tuple(1.0 + 0.05 * n for n in range(7)), exits=(ExitCost(0.01, 0.002),), wide=((32, 4.0),))
 
 
-class _Drafts:
+class _Drafts(SequenceTables):
     """One sequence's tables: right, wrong or silent, as drawn for the position."""
 
-    def __init__(self, right: dict[tuple[int, ...], int], prompt: Sequence[int], seed: int) -> None:
-        self._right, self._tokens, self._seed = right, list(prompt), seed
+    def __init__(self, right: dict[tuple[int, ...], int], seed: int, *arguments: Any) -> None:
+        self._right, self._tokens, self._seed = right, list[int](), seed
+        super().__init__(*arguments, script=native_script(self._draft))
 
     def append(self, tokens: Sequence[int]) -> None:
+        super().append(tokens)
         self._tokens += tokens
 
-    def propose(self, drafted: Sequence[int] = ()) -> list[Draft]:
+    def _draft(self, drafted: Sequence[int]) -> tuple[int, float] | None:
         context = (*self._tokens, *drafted)
         draw = random.Random(f"{self._seed}/{len(context)}")
         kind = draw.random()
         if kind < 0.2:
-            return []
+            return None
         wrong = draw.randrange(VOCABULARY_SIZE)
         token = self._right.get(context, wrong) if kind < 0.75 else wrong
-        return [Draft(token, draw.choice([0.3, 0.6, 0.9]), "prompt-lookup", 0)]
+        return token, draw.choice([0.3, 0.6, 0.9])
 
 
 class _Ladder:
     """Stands in for a bound ladder. Its exit's drafts depend on the state and are mostly wrong."""
 
+    ladder = None
     depths = (DEPTH,)
     names = (exit_name(DEPTH),)
     agreements = (0.9,)
@@ -74,12 +79,12 @@ class _Ladder:
         self._right, self._seed = right, seed
         self.num_shared = 0
 
-    def proposers(self, learned: object = None) -> tuple[_Drafts]:
-        return (_Drafts(self._right, (), self._seed),)
+    def tables(self, *arguments: Any) -> _Drafts:
+        return _Drafts(self._right, self._seed, *arguments)
 
-    def propose(self, index: int, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
+    def propose(self, index: int, starts: Sequence[ChainStart]) -> Chains:
         self.num_shared += len(starts) > 1
-        found = []
+        tokens, probabilities, outputs = [], [], []
         for start in starts:
             begin = start.begin
             assert begin is not None
@@ -87,9 +92,15 @@ class _Ladder:
             assert torch.isfinite(begin).all()
             assert torch.isfinite(start.entering).all()
             number = int(start.entering[-1].abs().sum() * 1000)
-            draft = Draft(number % VOCABULARY_SIZE, (number % 10) / 10, f"depth-{DEPTH}", DEPTH)
-            found.append([HeadDraft(draft, begin[-1] if begin.dim() == 2 else begin)])
-        return found
+            tokens.append([number % VOCABULARY_SIZE])
+            probabilities.append([(number % 10) / 10])
+            outputs.append(begin[-1:] if begin.dim() == 2 else begin[None])
+        return Chains(
+            torch.tensor(tokens),
+            torch.tensor(probabilities, dtype=torch.float64),
+            torch.ones(len(starts), dtype=torch.int64),
+            torch.stack(outputs),
+        )
 
 
 def draw_request(draw: random.Random) -> GenerationRequest:
@@ -110,7 +121,7 @@ def run_alone(decoder: Decoder, request: GenerationRequest, drafter: Drafter) ->
     sequence = decoder.admit(request, drafter)
     tokens: list[int] = []
     while not sequence.is_finished:
-        for chunk in decoder.step([sequence], COSTS)[0]:
+        for chunk in decoder.step([sequence])[0]:
             tokens += [token.token_id for token in chunk.tokens]
         assert sequence.failure is None
     return tokens
@@ -156,7 +167,7 @@ def test_other_sequences_in_the_batch_change_no_token(decoder, monkeypatch):
                 cancelled += 1
             turn = [index for index in running if draw.random() < 0.8] or list(running)
             shared_passes += len(turn) > 1
-            results = decoder.step([running[index] for index in turn], COSTS)
+            results = decoder.step([running[index] for index in turn])
             for index, chunks in zip(turn, results, strict=True):
                 answers[index] += [t.token_id for chunk in chunks for t in chunk.tokens]
                 sequence: DecodingSequence = running[index]

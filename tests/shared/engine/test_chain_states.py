@@ -8,17 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.engine.drafting.chains import draft_chains
+from shared.engine.drafting.chains import Drafting
 from shared.engine.drafting.drafter import Drafter
-from shared.engine.drafting.planner import ExitCost, PassCosts
+from shared.engine.drafting.pass_costs import ExitCost, PassCosts
 from shared.engine.memory.prefixes import MIN_SHARED, Prefixes
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.proposers import PROMPT_LOOKUP, Draft, exit_name
-from shared.ladder.table_proposer import TableProposer
+from shared.ladder.proposers import exit_name
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
 from shared.model.runner import CapturedStates
@@ -26,6 +25,7 @@ from shared.model.sampling import SamplingParams
 from shared.ops.chains import ChainStart
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
 from tests.random_ladder import random_ladder
+from tests.scripted_tables import Table, script_tables, without_tables
 
 COSTS = PassCosts((1.0,) * 7, exits=(ExitCost(1e-6, 1e-7),))
 PREFIX = tuple(range(5, 9 + MIN_SHARED))
@@ -39,21 +39,16 @@ def request_of(prompt: Sequence[int], sampling: SamplingParams, policy: DepthPol
     return GenerationRequest(tuple(prompt), sampling, stopping, policy)
 
 
-class _Knowing(TableProposer):
+def knowing(sequences: Sequence[DecodingSequence], number: int, text: Sequence[int]) -> Table:
     """Tables that know the answer. At one position of four they are silent, and at one of five they are wrong."""
 
-    def __init__(self, text: Sequence[int], prompt: Sequence[int]) -> None:
-        self._text, self._num_tokens = text, len(prompt)
-
-    def append(self, tokens: Sequence[int]) -> None:
-        self._num_tokens += len(tokens)
-
-    def propose(self, drafted: Sequence[int] = ()) -> list[Draft]:
-        place = self._num_tokens + len(drafted)
+    def propose(drafted: Sequence[int]) -> tuple[int, float] | None:
+        place = len(sequences[number].tokens) + len(drafted)
         if place % 4 == 0:
-            return []
-        token = (self._text[place] + (place % 5 == 0)) % VOCABULARY_SIZE
-        return [Draft(token, 0.99, PROMPT_LOOKUP, 0)]
+            return None
+        return (text[place] + (place % 5 == 0)) % VOCABULARY_SIZE, 0.99
+
+    return propose
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +63,7 @@ def ladder(runner: ContiguousRunner) -> Ladder:
     [layer_exit] = random_ladder(runner.loaded, 1, (0,)).exits
     for parameter in layer_exit.confidence.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
-    return replace(random_ladder(runner.loaded, 1, (0,)), exits=(layer_exit,))
+    return without_tables(replace(random_ladder(runner.loaded, 1, (0,)), exits=(layer_exit,)))
 
 
 def settled_states(runner: ContiguousRunner, bound: BoundLadder, tokens: list[int]) -> Tensor:
@@ -90,27 +85,30 @@ def test_every_draft_is_that_of_the_settled_prefix_and_the_chain(runner, ladder,
         request = request_of(prompt, sampling, DepthPolicy("full"))
         alone = decoder.admit(request, Drafter(runner, COSTS))
         while not alone.is_finished:
-            decoder.step([alone], COSTS)
+            decoder.step([alone])
         texts[request.prompt_ids] = [*alone.tokens, 0, 0, 0, 0]
         if prompt == PREFIX:
             decoder.prefixes.insert(alone)
-    answers = iter([texts[tuple(prompt)] for prompt, _ in REQUESTS])
-    monkeypatch.setattr(BoundLadder, "proposers", lambda *_: (_Knowing(next(answers), ()),))
+    sequences: list[DecodingSequence] = []
+    answers = [texts[tuple(prompt)] for prompt, _ in REQUESTS]
+    script_tables(monkeypatch, *(knowing(sequences, number, text) for number, text in enumerate(answers)))
     requests = [request_of(*request, DepthPolicy("exact", max_drafts=5)) for request in REQUESTS]
-    sequences = [decoder.admit(each, drafter) for each in requests]
+    sequences += [decoder.admit(each, drafter) for each in requests]
+    drafting = Drafting(runner)
     num_compared = 0
     while going := [sequence for sequence in sequences if not sequence.is_finished]:
-        drafting = [sequence for sequence in going if sequence.num_generated]
-        for sequence, chain in zip(drafting, draft_chains(drafting, len(going)), strict=True):
+        writing = [sequence for sequence in going if sequence.num_generated]
+        for sequence, chain in zip(writing, drafting.draft(writing), strict=True):
             states = settled_states(runner, bound, sequence.tokens[: sequence.num_settled])
             assert torch.equal(sequence.settled_states, states)
-            for place, draft in enumerate(chain.drafts):
-                if draft.proposer == exit_name(0):
-                    start = ChainStart(chain.tokens[: place + 1], 0, 1, 1.0, 1.0, 0.0)
-                    [[expected]] = bound.propose(0, [start._replace(begin=states)])
-                    assert draft == expected.draft
+            for place, (draft, number) in enumerate(zip(chain.drafts, chain.proposers, strict=True)):
+                if drafter.names[number] == exit_name(0):
+                    start = ChainStart(chain.tokens[: place + 1], 0, 1, 1.0, 1.0, 0.0, begin=states)
+                    found = bound.propose(0, [start])
+                    assert [[draft]] == found.tokens.tolist()
+                    assert chain.probabilities[place] == found.probabilities.item()
                     num_compared += 1
-        decoder.step(going, COSTS)
+        decoder.step(going)
     assert num_compared > 20
     for sequence in sequences:
         check(sequence, texts[tuple(sequence.request.prompt_ids)])

@@ -14,51 +14,31 @@ from calibrator_service.calibration.states.collect import Collector
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.chain_outputs import chain_outputs
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
-from shared.engine.drafting.chains import draft_chains
-from shared.engine.drafting.confidence import Confidence
+from shared.engine.drafting.chains import Drafting
 from shared.engine.drafting.drafter import Drafter
-from shared.engine.drafting.planner import ExitCost, PassCosts
+from shared.engine.drafting.pass_costs import ExitCost, PassCosts
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.step import Decoder
 from shared.ladder import native_chain
 from shared.ladder.exit_head import ExitHead
 from shared.ladder.ladder import BoundLadder, Ladder
-from shared.ladder.native_chain import HeadDraft
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.proposers import Draft
-from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.runner import Runner, captured_depths
 from shared.model.sampling import SamplingParams
-from shared.ops.chains import ChainStart
+from shared.ops.chains import Chains, ChainStart
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
 from tests.fixed_costs import fixed_cost_engine
 from tests.paged import load_family, make_runner
 from tests.random_ladder import random_ladder
+from tests.scripted_tables import script_tables, without_tables
 
 PROMPT = tuple(range(5, 17))
 NUM_NEW = 30
 DEPTHS = (0, 3)
 COSTS = PassCosts((1.0,) * 7, exits=(ExitCost(1e-6, 1e-7),) * len(DEPTHS))
 DRAFTING = DepthPolicy("exact", max_drafts=4)
-
-
-class _Gains(Confidence):
-    """Every exit is worth asking at the `places` of a chain, whatever was recorded."""
-
-    def __init__(self, places: Sequence[int] = range(1, 9)) -> None:
-        super().__init__()
-        self.places, self.place = places, 0
-
-    def expected_gain(self, proposer: str, agreement: float, before: float) -> float:
-        return 1.0 if self.place in self.places else -1.0
-
-
-class _Asking(Drafter):
-    def __init__(self, runner: Runner, ladder: BoundLadder, gains: _Gains) -> None:
-        super().__init__(runner, COSTS, ladder)
-        self._confidence = dict.fromkeys(self._confidence, gains)
 
 
 @dataclass
@@ -71,46 +51,47 @@ class Round:
 
 
 def decode(
-    runner: Runner, ladder: Ladder, monkeypatch: pytest.MonkeyPatch, gains: _Gains | None = None
+    runner: Runner, ladder: Ladder, monkeypatch: pytest.MonkeyPatch, places: Sequence[int] = range(1, 9)
 ) -> tuple[list[int], list[Round]]:
-    """Decodes with tables that are right at five positions of six.
+    """Decodes with tables that are right at five positions of six. Exits are worth asking at the `places` of a chain.
     Returns all tokens, and what was drafted in each round."""
-    gains = gains or _Gains()
     text = [*PROMPT, *plain_answer(runner)]
     rounds: list[Round] = []
     propose = BoundLadder.propose
 
-    def looked_up(self: TableProposer, drafted: Sequence[int] = ()) -> list[Draft]:
-        gains.place = len(drafted) + 1
+    def looked_up(drafted: Sequence[int]) -> tuple[int, float]:
         place = len(sequence.tokens) + len(drafted)
         token = text[place] if place % 6 else (text[place] + 1) % VOCABULARY_SIZE
-        return [Draft(token, 0.9, "prompt-lookup", 0)]
+        return token, 0.4 if len(drafted) + 1 in places else 0.999
 
-    def noted(self: BoundLadder, index: int, starts: Sequence[ChainStart]) -> list[list[HeadDraft]]:
-        [start], [[first, *_]] = starts, propose(self, index, starts)
+    def noted(self: BoundLadder, index: int, starts: Sequence[ChainStart]) -> Chains:
+        [start], found = starts, propose(self, index, starts)
         if rounds:
             place = start.place + len(start.tokens)
-            rounds[-1].outputs.setdefault(index, []).append((place, first.output))
+            rounds[-1].outputs.setdefault(index, []).append((place, found.outputs[0, 0]))
         # The tables draft: they know what is right, and the exit's own drafts would end every chain.
-        return [[first._replace(draft=first.draft._replace(probability=0.001))]]
+        unsure = torch.full_like(found.probabilities, 0.001)
+        return found._replace(probabilities=unsure, lengths=torch.ones_like(found.lengths))
 
     # Fewer bits would change the outputs by more than the tolerance.
     monkeypatch.setattr(native_chain, "FORMAT", "F32")
-    monkeypatch.setattr(TableProposer, "propose", looked_up)
+    script_tables(monkeypatch, looked_up)
     monkeypatch.setattr(BoundLadder, "propose", noted)
-    decoder = Decoder(runner)
+    decoder, drafting = Decoder(runner), Drafting(runner)
     request = GenerationRequest(PROMPT, stopping=StoppingParams(max_tokens=NUM_NEW, ignore_eos=True), policy=DRAFTING)
-    sequence = decoder.admit(request, _Asking(runner, ladder.bind(runner), gains))
+    bound = without_tables(ladder).bind(runner)
+    bound.agreements = (0.7,) * len(DEPTHS)
+    sequence = decoder.admit(request, Drafter(runner, COSTS, bound))
     while not sequence.is_finished:
         if sequence.num_generated:
             rounds.append(Round(sequence.num_settled, [], {}))
-            [chain] = draft_chains([sequence], 1)
+            [chain] = drafting.draft([sequence])
             rounds[-1].tokens = list(chain.tokens)
             noted_rounds, rounds = rounds, []  # the step drafts the same again
-            decoder.step([sequence], COSTS)
+            decoder.step([sequence])
             rounds = noted_rounds
         else:
-            decoder.step([sequence], COSTS)
+            decoder.step([sequence])
     assert sequence.tokens == text[: len(sequence.tokens)], "rejected drafts have changed nothing"
     assert sequence.num_drafted > sequence.num_accepted > 0, "some drafts were rejected"
     return sequence.tokens, rounds
@@ -121,7 +102,7 @@ def plain_answer(runner: Runner) -> list[int]:
     request = GenerationRequest(PROMPT, stopping=StoppingParams(max_tokens=NUM_NEW + 4, ignore_eos=True))
     sequence = decoder.admit(request, Drafter(runner, COSTS))
     while not sequence.is_finished:
-        decoder.step([sequence], COSTS)
+        decoder.step([sequence])
     return sequence.tokens[len(PROMPT) :]
 
 
@@ -188,7 +169,7 @@ def test_an_exit_that_was_not_asked_catches_up(accelerated, monkeypatch):
     with monkeypatch.context() as patch:
         _, always = decode(runner, ladder, patch)
     with monkeypatch.context() as patch:
-        _, last_only = decode(runner, ladder, patch, _Gains(places=(4,)))
+        _, last_only = decode(runner, ladder, patch, places=(4,))
     compared = 0
     for asked, late in zip(always, last_only, strict=True):
         for index, outputs in late.outputs.items():

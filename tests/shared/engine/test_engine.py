@@ -2,7 +2,7 @@
 
 import threading
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -237,9 +237,9 @@ def test_no_more_share_a_step_than_asked_after_all_have_paused(loaded, monkeypat
     sizes = []
     step = Decoder.step
 
-    def counted(decoder, batch, costs):
+    def counted(decoder, batch):
         sizes.append(len(batch))
-        return step(decoder, batch, costs)
+        return step(decoder, batch)
 
     monkeypatch.setattr(Decoder, "step", counted)
     with fixed_cost_engine(loaded, max_running=2) as engine:
@@ -367,7 +367,8 @@ def test_one_requests_failure_is_its_own(loaded):
         raise ZeroDivisionError
 
     with fixed_cost_engine(loaded) as engine:
-        bad = engine.submit(request(policy=DepthPolicy("exact")), ScriptedLadder(broken))  # type: ignore[arg-type]
+        ladder: Any = ScriptedLadder(exits=broken, depths=(0,))
+        bad = engine.submit(request(policy=DepthPolicy("exact")), ladder)
         with pytest.raises(Exception, match="failed inside the engine"):
             list(bad.events())
         assert len(engine.generate(PROMPT, policy="full", max_tokens=4).tokens) == 4

@@ -152,9 +152,8 @@ OWN = {
     "bind by a NeapError": Case(
         with_ladder(ScriptedLadder(), bind=lambda runner: throw(Corrupt("bad", reason="BAD"))), Corrupt, "BAD"
     ),
-    "a new sequence": Case(with_ladder(ScriptedLadder(), proposers=fail)),
-    "tables": Case(with_ladder(ScriptedLadder(lambda context: fail()))),
-    "what tables are told": Case(with_ladder(ScriptedLadder(), proposers=lambda _: (SimpleNamespace(append=fail),))),
+    "a new sequence": Case(with_ladder(ScriptedLadder(), tables=fail)),
+    "what tables are told": Case(with_ladder(ScriptedLadder(), tables=lambda *_: SimpleNamespace(append=fail))),
     "drafting no token": Case(with_ladder(ScriptedLadder(lambda context: (10**6, 0.9))), Corrupt, "DRAFT_OUT_OF_RANGE"),
     "asking an exit": Case(with_ladder(ScriptedLadder(exits=lambda context: fail(), depths=(0, 1)))),
     "making a cache": Case(with_error(MemoryError(), "new_cache"), Exhausted, "OUT_OF_MEMORY"),

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from shared.engine.statistics import CountedProgress, Distribution, EngineStatistics
-from shared.ladder.proposers import Draft
 from shared.model.loaded import LoadedModel
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE
 from tests.fixed_costs import fixed_cost_engine
@@ -88,7 +87,7 @@ def test_tokens_copied_from_another_request_are_counted_as_cached(loaded: Loaded
 def test_of_drafts_the_first_are_accepted() -> None:
     counted = EngineStatistics(NUM_LAYERS)
     proposers = ("prompt-lookup", "depth-2", "prompt-lookup")
-    counted.record_drafts([Draft(1, 0.5, proposer, 0) for proposer in proposers], num_accepted=2, version=None)
+    counted.record_drafts(proposers, num_accepted=2, version=None)
     assert counted.drafted == {"prompt-lookup": 2, "depth-2": 1}
     assert counted.accepted == {"prompt-lookup": 1, "depth-2": 1}
 

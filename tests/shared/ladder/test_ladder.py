@@ -1,6 +1,7 @@
 """A ladder in use: which model it accepts, which draft it prefers, and that an exit computes what its modules
 compute."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,14 +11,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from calibrator_service.calibration.states.ngram_builder import NgramTableBuilder
 from shared.errors import RouterMismatch
+from shared.ladder.confidence import Confidence
 from shared.ladder.confidence_head import ConfidenceHead, scalar_features
 from shared.ladder.exit_head import NUM_STATES, ExitHead
 from shared.ladder.exits import LayerExit
 from shared.ladder.ladder import Ladder, ModelIdentity
-from shared.ladder.learned_ngrams import LearnedNgrams
-from shared.ladder.proposers import Match
+from shared.ladder.learned_ngrams import ClientNgrams, LearnedNgrams
+from shared.ladder.proposers import Draft, Match
 from shared.ladder.table_confidence import SIZES, TableConfidence, bins_of, fit_table_confidence
-from shared.ladder.table_proposer import TableProposer
+from shared.ladder.tables import SequenceTables, native_ladder
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.ops.chains import ChainStart
@@ -77,23 +79,32 @@ def test_an_exit_computes_what_its_modules_compute() -> None:
     ]
     together = [bound.propose(index, begun(states, starts)) for index in range(2)]
     for row, (index, place) in enumerate(cases):
-        [[found]] = bound.propose(index, [starts[row]._replace(begin=states[row])])
-        draft = found.draft
-        assert together[index][row][0].draft == draft, "the result does not depend on the batch"
+        found = bound.propose(index, [starts[row]._replace(begin=states[row])])
+        [[token]], [[probability]] = found.tokens.tolist(), found.probabilities.tolist()
+        assert together[index].tokens[row, 0] == token, "the result does not depend on the batch"
+        assert together[index].probabilities[row, 0] == probability
         head = mine.exits[index].head
         adapted = head.adapted(head(states[row], entering[row]))
         logits = adapted @ loaded.parts.head.weight[VOCABULARY].T
         expected = mine.exits[index].confidence(adapted, scalar_features(logits, torch.tensor(place)))
-        assert draft.token == VOCABULARY[logits.argmax()]
-        assert draft.probability == pytest.approx(float(expected), abs=2e-3)  # 16 bits
-        assert (draft.proposer, draft.depth) == (mine.exits[index].name, bound.depths[index])
+        assert token == VOCABULARY[logits.argmax()]
+        assert probability == pytest.approx(float(expected), abs=2e-3)  # 16 bits
+
+
+class Tables(SequenceTables):
+    def __init__(self, ladder: Ladder, tokens: list[int], *learned: ClientNgrams) -> None:
+        super().__init__(native_ladder(ladder, ladder.model.vocabulary_size), Confidence(), *learned)
+        self.append(tokens)
+
+    def best(self, drafted: Sequence[int] = ()) -> Draft | None:
+        return max(self.propose(drafted), key=lambda draft: draft.probability, default=None)
 
 
 def test_the_proposer_with_the_higher_probability_drafts() -> None:
     loaded = model()
     context = [7, 3, 2, 7]  # after 7 prompt look-up proposes 3, the table 8
-    by_table = TableProposer(ladder(loaded, 0.3, 0.6), context).best()
-    by_lookup = TableProposer(ladder(loaded, 0.6, 0.3), context).best()
+    by_table = Tables(ladder(loaded, 0.3, 0.6), context).best()
+    by_lookup = Tables(ladder(loaded, 0.6, 0.3), context).best()
     assert by_table is not None
     assert by_lookup is not None
     assert (by_table.token, by_table.proposer) == (8, "ngram-table")
@@ -102,7 +113,7 @@ def test_the_proposer_with_the_higher_probability_drafts() -> None:
 
 
 def test_drafts_chain_without_becoming_context() -> None:
-    drafter = TableProposer(replace(ladder(model()), ngrams=None), [1, 2, 3, 4, 1])
+    drafter = Tables(replace(ladder(model()), ngrams=None), [1, 2, 3, 4, 1])
     first = drafter.best()
     assert first is not None
     second = drafter.best([first.token])
@@ -120,13 +131,13 @@ def test_drafts_chain_without_becoming_context() -> None:
 def test_a_learned_table_drafts_with_the_confidence_of_the_ngram_table() -> None:
     mine, learned = ladder(model()), LearnedNgrams(1 << 16).of("ann")
     learned.learn([1, 2, 3, 5, 6], 3)
-    later = TableProposer(mine, [30, 2, 3], learned)
+    later = Tables(mine, [30, 2, 3], learned)
     drafts = [later.best(), later.best([5])]
     assert [(d.token, d.proposer, d.probability) for d in drafts if d] == [
         (5, "learned", pytest.approx(0.6)),
         (6, "learned", pytest.approx(0.6)),
     ]
-    assert TableProposer(mine, [30, 2, 3]).best() is None
+    assert Tables(mine, [30, 2, 3]).best() is None
     later.append([30, 1])
     assert later.best() is None
 
@@ -138,8 +149,8 @@ def test_each_routers_probability_depends_on_the_other_proposer() -> None:
     agreeing, differing = ([bins_of(Match(1, 1, 1, 1.0), Match(token, 1, 1, 1.0), 0)] * 50 for token in (1, 2))
     confidence = fit_table_confidence(agreeing + differing, [True] * 50 + [False] * 50)
     mine = replace(ladder(loaded), lookup_confidence=confidence, ngram_confidence=table_confidence(0.01))
-    differs = TableProposer(mine, [7, 3, 2, 7]).best()
-    agrees = TableProposer(mine, [7, 8, 2, 7]).best()
+    differs = Tables(mine, [7, 3, 2, 7]).best()
+    agrees = Tables(mine, [7, 8, 2, 7]).best()
     assert agrees is not None
     assert differs is not None
     assert agrees.probability > 0.8 > 0.2 > differs.probability

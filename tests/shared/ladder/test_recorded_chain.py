@@ -1,5 +1,6 @@
 """An exit head whose chains are drafted as recorded work."""
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -11,12 +12,11 @@ from shared.ladder.confidence_head import HIGHEST
 from shared.ladder.exit_head import chained
 from shared.ladder.head_rows import gather_rows
 from shared.ladder.ladder import BoundLadder, Ladder
-from shared.ladder.native_chain import HeadDraft
 from shared.ladder.recorded_chain import MAX_CHAINS, NUM_CHAINS, NUM_DRAFTS
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import host_syncs
-from shared.ops.chains import ChainStart, chain_length
+from shared.ops.chains import Chains, ChainStart, chain_lengths
 from tests.chain_starts import begun
 from tests.device_waits import Reads
 from tests.paged import load_family, make_runner
@@ -77,12 +77,12 @@ def expected_chain(
     return found
 
 
-def check(found: Sequence[HeadDraft], expected: Sequence[tuple[int, float, Tensor]], length: int) -> None:
-    assert len(found) == length
-    for one, (token, probability, output) in zip(found, expected, strict=False):
-        assert (one.draft.token, one.draft.proposer, one.draft.depth) == (token, "depth-0", 0)
-        assert one.draft.probability == pytest.approx(probability, abs=1e-6)
-        torch.testing.assert_close(one.output, output, rtol=1e-4, atol=1e-5)
+def check(found: Chains, row: int, expected: Sequence[tuple[int, float, Tensor]], length: int) -> None:
+    assert found.lengths[row] == length
+    for place, (token, probability, output) in enumerate(expected[:length]):
+        assert found.tokens[row, place] == token
+        assert float(found.probabilities[row, place]) == pytest.approx(probability, abs=1e-6)
+        torch.testing.assert_close(found.outputs[row, place], output, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, MAX_CHAINS, MAX_CHAINS + 3])
@@ -99,50 +99,46 @@ def test_each_chain_is_its_own(ladder, bound, runner, recorder, count):
         starts.append(start_of(tokens, 2 if goes_on else 0, 1 + number % (NUM_DRAFTS + 2)))
     found = bound.propose(0, begun(begins, starts))
     assert recorder.num_recorded == num_recorded, "all of it was recorded when it was prepared"
-    for begin, start, own in zip(begins, starts, found, strict=True):
-        expected = expected_chain(ladder, runner, begin, start)
-        check(own, expected, min(start.room, NUM_DRAFTS))
+    for row, (begin, start) in enumerate(zip(begins, starts, strict=True)):
+        check(found, row, expected_chain(ladder, runner, begin, start), min(start.room, NUM_DRAFTS))
 
 
 def test_a_chain_goes_on_from_any_of_its_outputs(bound):
     begin = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
-    [whole] = bound.propose(0, [start_of([4])._replace(begin=begin)])
-    later = start_of([whole[0].draft.token], place=1)
-    [rest] = bound.propose(0, [later._replace(begin=whole[0].output)])
-    for one, other in zip(rest, whole[1:], strict=False):
-        assert one.draft.token == other.draft.token
-        assert one.draft.probability == pytest.approx(other.draft.probability, abs=1e-5)
+    whole = bound.propose(0, [start_of([4])._replace(begin=begin)])
+    later = start_of([int(whole.tokens[0, 0])], place=1)
+    rest = bound.propose(0, [later._replace(begin=whole.outputs[0, 0])])
+    assert torch.equal(rest.tokens[:, :-1], whole.tokens[:, 1:])
+    torch.testing.assert_close(rest.probabilities[:, :-1], whole.probabilities[:, 1:], rtol=0, atol=1e-5)
 
 
 def test_outputs_are_the_callers_own(bound):
     """A later call writes to the same tensors."""
     begins = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(0)).unbind()
-    [first] = bound.propose(0, [start_of([4])._replace(begin=begins[0])])
-    kept = [one.output.clone() for one in first]
+    first = bound.propose(0, [start_of([4])._replace(begin=begins[0])])
+    kept = first.outputs.clone()
     bound.propose(0, [start_of([5])._replace(begin=begins[1])])
-    assert all(torch.equal(one.output, own) for one, own in zip(first, kept, strict=True))
+    assert torch.equal(first.outputs, kept)
 
 
 def test_a_chain_ends_where_its_survival_does(bound):
     begin = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
-    [whole] = bound.propose(0, [start_of([4])._replace(begin=begin)])
-    chances = [min(one.draft.probability * 0.8, HIGHEST) for one in whole]
+    whole = bound.propose(0, [start_of([4])._replace(begin=begin)])
+    chances = [min(probability * 0.8, HIGHEST) for probability in whole.probabilities[0].tolist()]
     for length in range(1, NUM_DRAFTS + 1):
         survival = 0.9 * float(torch.tensor(chances[:length]).prod())
         start = ChainStart([4], 0, NUM_DRAFTS, 0.9, 0.8, survival * 1.001, begin=begin)
-        [found] = bound.propose(0, [start])
-        assert len(found) == length
-        [found] = bound.propose(0, [start._replace(least_survival=survival * 0.999)])
-        assert len(found) == min(length + 1, NUM_DRAFTS)
+        assert bound.propose(0, [start]).lengths.tolist() == [length]
+        longer = bound.propose(0, [start._replace(least_survival=survival * 0.999)])
+        assert longer.lengths.tolist() == [min(length + 1, NUM_DRAFTS)]
 
 
 def test_the_length_of_a_chain():
     start = ChainStart([4], 0, 4, 0.9, 2.0, 0.5)
     survivals = [0.72, 0.576, 0.46]  # the draft after which survival is too low is made, and is the last
-    assert chain_length(start, [0.4] * 9, HIGHEST) == len(survivals)
-    assert chain_length(start, [0.1, 0.9], HIGHEST) == 1
-    assert chain_length(start, [0.9] * 9, HIGHEST) == 4, "no more than there is room for"
-    assert chain_length(start, [0.9], HIGHEST) == 1, "no more than were made"
+    chances = torch.tensor([[0.4] * 9, [0.1, *[0.9] * 8], [0.9] * 9, [math.nan] * 9], dtype=torch.float64)
+    assert chain_lengths([start] * 4, chances, HIGHEST).tolist() == [len(survivals), 1, 4, 1]
+    assert chain_lengths([start], chances[2:3, :1], HIGHEST).tolist() == [1], "no more than were made"
 
 
 def test_recordings_do_not_wait_for_the_device(ladder, runner):
@@ -159,16 +155,16 @@ def test_a_call_waits_for_the_device_once(bound):
     begins = torch.randn(5, 3, WIDTH).unbind()
     with reads:
         bound.propose(0, begun(begins, [start_of([4, 5])] * 5))
-    assert reads.found == ["tolist"]
+    assert reads.found == ["cpu"]
 
 
 def test_a_runner_over_contiguous_caches_drafts_the_same_without_recording(ladder, bound, runner):
     """So a calibration on a GPU replays what a worker drafts there."""
     begin = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
-    [expected] = bound.propose(0, [start_of([4])._replace(begin=begin)])
+    expected = bound.propose(0, [start_of([4])._replace(begin=begin)])
     contiguous = ContiguousRunner(runner.loaded)
     work_done = []
     assert contiguous.record(work := lambda: work_done.append(1)) is work
     assert ladder.bind(contiguous).state_depths == bound.state_depths == ()
-    [found] = ladder.bind(contiguous).propose(0, [start_of([4])._replace(begin=begin)])
-    assert [one.draft.token for one in found] == [one.draft.token for one in expected]
+    found = ladder.bind(contiguous).propose(0, [start_of([4])._replace(begin=begin)])
+    assert torch.equal(found.tokens, expected.tokens)

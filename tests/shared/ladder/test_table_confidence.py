@@ -11,8 +11,6 @@ from shared.ladder.table_confidence import (
     AGREES,
     COUNT_EDGES,
     DIFFERS,
-    HIGHEST,
-    LOWEST,
     SHARE_EDGES,
     SILENT,
     Bins,
@@ -20,6 +18,7 @@ from shared.ladder.table_confidence import (
     bins_of,
     fit_table_confidence,
 )
+from tests.native_tables import probability_of
 
 OPINIONS = {SILENT: None, DIFFERS: Match(2, 1, 1, 1.0), AGREES: Match(1, 1, 1, 1.0)}
 
@@ -45,17 +44,20 @@ def test_probabilities_are_calibrated() -> None:
     confidence, evidence, agreed = fitted()
     for length, other in itertools.product((1, 4, 8), (SILENT, DIFFERS, AGREES)):
         cell = [i for i, e in enumerate(evidence) if (e[0], e[-1]) == (length - 1, other)]
-        mean = sum(confidence.probability(evidence[i]) for i in cell) / len(cell)
+        mean = sum(probability_of(confidence, evidence[i]) for i in cell) / len(cell)
         assert mean == pytest.approx(sum(agreed[i] for i in cell) / len(cell), abs=0.1)
 
 
 def test_stronger_evidence_never_lowers_the_probability() -> None:
     confidence, _, _ = fitted()
     for length, count, share in itertools.product(range(1, 8), COUNT_EDGES[:-1], SHARE_EDGES[:-1]):
-        here = confidence.probability(features(length, count, share, 0, SILENT))
-        assert confidence.probability(features(length + 1, count, share, 0, SILENT)) >= here
-        assert confidence.probability(features(length, count * 2, share, 0, SILENT)) >= here
-        assert confidence.probability(features(length, count, share + 0.15 if share < 0.85 else 1.0, 0, SILENT)) >= here
+        here = probability_of(confidence, features(length, count, share, 0, SILENT))
+        assert probability_of(confidence, features(length + 1, count, share, 0, SILENT)) >= here
+        assert probability_of(confidence, features(length, count * 2, share, 0, SILENT)) >= here
+        assert (
+            probability_of(confidence, features(length, count, share + 0.15 if share < 0.85 else 1.0, 0, SILENT))
+            >= here
+        )
 
 
 @pytest.mark.parametrize(
@@ -77,17 +79,17 @@ def test_probabilities_are_bounded_for_any_training_data() -> None:
     item = features(3, 2, 0.5, 0, SILENT)
     never = fit_table_confidence([item] * 5000, [False] * 5000)
     always = fit_table_confidence([item] * 5000, [True] * 5000)
-    assert LOWEST <= never.probability(item) < 0.02
-    assert 0.98 < always.probability(item) <= HIGHEST
-    assert LOWEST <= fit_table_confidence([], []).probability(item) <= 0.2
-    assert 0 < always.probability(features(99, 10_000, 1.0, 64, AGREES)) <= HIGHEST
+    assert 0.001 <= probability_of(never, item) < 0.02
+    assert 0.98 < probability_of(always, item) <= 0.999
+    assert 0.001 <= probability_of(fit_table_confidence([], []), item) <= 0.2
+    assert 0 < probability_of(always, features(99, 10_000, 1.0, 64, AGREES)) <= 0.999
 
 
 def test_storage_round_trip_and_refusal() -> None:
     confidence, evidence, _ = fitted()
     data = confidence.to_json()
     again = TableConfidence.from_json(data)
-    assert all(again.probability(e) == confidence.probability(e) for e in evidence[:100])
+    assert all(probability_of(again, e) == probability_of(confidence, e) for e in evidence[:100])
     for damaged in (
         {},
         {**data, "bias": "x"},

@@ -1,7 +1,7 @@
 """How often answers by relaxed differ, counted with the engine's own steps, and the intervals of these shares."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,23 +21,25 @@ from calibrator_service.calibration.report.relaxed import (
 from calibrator_service.calibration.states.collect import LabelledSequence
 from shared.errors import Cancelled
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
-from shared.ladder.proposers import PROMPT_LOOKUP, Draft
+from shared.ladder.tables import SequenceTables
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
 from tests.fixed_costs import fixed_cost_engine
 from tests.random_ladder import random_ladder
+from tests.scripted_tables import native_script
 
 NUM_NEW = 12
 
 
 class Saying:
-    """A bound ladder, and the proposer of each of its sequences: the same draft everywhere."""
+    """A bound ladder, whose tables say the same draft everywhere."""
 
+    ladder = None
     depths = kept_depths = state_depths = names = agreements = layout = ()
     joint_weights = DEFAULT_WEIGHTS
 
     def __init__(self, token: int, probability: float) -> None:
-        self.draft = Draft(token, probability, PROMPT_LOOKUP, 0)
+        self.draft = token, probability
 
     def check_model(self, loaded: LoadedModel) -> None:
         """It is anybody's."""
@@ -48,14 +50,8 @@ class Saying:
     def prepare(self) -> Iterator[None]:
         return iter(())
 
-    def proposers(self, learned: object = None) -> tuple["Saying"]:
-        return (self,)
-
-    def append(self, tokens: Sequence[int]) -> None:
-        """It does not look at them."""
-
-    def propose(self, drafted: Sequence[int] = ()) -> list[Draft]:
-        return [self.draft]
+    def tables(self, *arguments: Any) -> SequenceTables:
+        return SequenceTables(*arguments, script=native_script(lambda drafted: self.draft))
 
 
 def run_of(*, step_s: float = 0.0, **plan: Any) -> Any:

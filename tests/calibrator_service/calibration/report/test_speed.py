@@ -8,28 +8,34 @@ import pytest
 
 from calibrator_service.calibration.report import speed
 from calibrator_service.calibration.report.speed import LEAST_ANSWERS, MAX_ANSWERS, speed_figures
-from shared.engine.drafting.planner import PassCosts
+from shared.engine.drafting.pass_costs import PassCosts
 from shared.engine.step import Decoder
-from shared.ladder.proposers import PROMPT_LOOKUP, Draft
+from shared.ladder.tables import SequenceTables
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
 from tests.calibrator_service.calibration.report.test_relaxed import Saying, run_of, sequences
+from tests.scripted_tables import native_script
 
 
 class Counting(Saying):
     """Mostly right: the model counts, by one or by two."""
 
-    def proposers(self, learned: object = None) -> tuple["Counting"]:
-        own = Counting(0, 0.9)
-        own.tokens = []
-        return (own,)
+    def tables(self, *arguments: Any) -> "CountingTables":
+        return CountingTables(*arguments)
+
+
+class CountingTables(SequenceTables):
+    def __init__(self, *arguments: Any) -> None:
+        self.tokens: list[int] = []
+        super().__init__(*arguments, script=native_script(self._next))
 
     def append(self, tokens: Sequence[int]) -> None:
+        super().append(tokens)
         self.tokens += tokens
 
-    def propose(self, drafted: Sequence[int] = ()) -> list[Draft]:
+    def _next(self, drafted: Sequence[int]) -> tuple[int, float]:
         before, last = [*self.tokens, *drafted][-2:]
-        return [Draft((last - 5 + 1 + (before % 2 == 0)) % 24 + 5, 0.9, PROMPT_LOOKUP, 0)]
+        return (last - 5 + 1 + (before % 2 == 0)) % 24 + 5, 0.9
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 from calibrator_service.calibration.report import worth
 from calibrator_service.calibration.report.worth import without_unpaid
 from calibrator_service.calibration.spec import CalibrationSpec
-from shared.engine.drafting.planner import ExitCost, PassCosts
+from shared.engine.drafting.pass_costs import ExitCost, PassCosts
 from shared.ladder.artefact import pack_ladder, unpack_ladder
 from shared.ladder.ladder import Ladder
 from shared.model.contiguous_runner import ContiguousRunner

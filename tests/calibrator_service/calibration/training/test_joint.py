@@ -14,13 +14,13 @@ from calibrator_service.calibration.report.held_out import chain_agreement, join
 from calibrator_service.calibration.states.collect import Collector
 from calibrator_service.calibration.text.shards import TokenSequence
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary
-from calibrator_service.calibration.training.joint import Position, fit_joint, joint_positions
-from shared.engine.drafting.confidence import Confidence, log_odds
+from calibrator_service.calibration.training.joint import Position, fit_joint, joint_positions, log_odds
+from shared.ladder.confidence import Confidence
 from shared.ladder.joint_weights import CASES, DEFAULT_WEIGHTS, MAX_WEIGHT, JointWeights, Weights
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.proposers import PROMPT_LOOKUP, Draft, exit_name
 from shared.ladder.table_confidence import SIZES, TableConfidence
-from shared.ladder.table_proposer import TableProposer
+from shared.ladder.tables import SequenceTables, native_ladder
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import captured_depths
 from shared.ops.chains import ChainStart
@@ -46,7 +46,7 @@ def exit_draft(token: int, probability: float) -> Draft:
 def positions(count: int, truth: JointWeights = TRUTH, seed: int = 0) -> Iterator[Position]:
     """Positions of every case, at which tokens are right as often as `truth` says."""
     draw = random.Random(seed)
-    said = Confidence(weights=truth)
+    said = Confidence(truth, (EXIT,))
     for _ in range(count):
         first, second = (draw.uniform(0.02, 0.98) for _ in range(2))
         for drafts in (
@@ -55,7 +55,7 @@ def positions(count: int, truth: JointWeights = TRUTH, seed: int = 0) -> Iterato
             [exit_draft(8, second)],
         ):
             left, choice = draw.random(), 0
-            for draft, probability in said.rate(drafts):
+            for draft, _, _, probability in said.rate(drafts):
                 if 0 <= left < probability:
                     choice = draft.token
                 left -= probability
@@ -87,7 +87,7 @@ def test_drafts_that_are_always_right_or_wrong_give_finite_weights(probability: 
     found = fit_joint([(drafts, 8)] * 30_000)
     for case in CASES:
         assert all(abs(weight) <= MAX_WEIGHT for weight in found.of(case))
-    rated = {draft.token: p for draft, p in Confidence(weights=found).rate(drafts)}
+    rated = {draft.token: p for draft, _, _, p in Confidence(found, (EXIT,)).rate(drafts)}
     assert rated[8] > 0.9 > 0.1 > rated[7]
 
 
@@ -166,12 +166,14 @@ def test_every_proposer_is_asked_at_each_position_as_it_is_served(counting, tmp_
         captured = runner.capture(torch.tensor([tokens]), [0, 2, *kept, runner.num_layers])
         for settled in range(max(sequence.first, 1), len(tokens)):
             begin = torch.stack([captured[d][0, settled - 1] for d in (*kept, runner.num_layers)])
-            drafts = TableProposer(ladder, tokens[: settled + 1]).propose()
+            tables = SequenceTables(native_ladder(ladder, ladder.model.vocabulary_size), Confidence())
+            tables.append(tokens[: settled + 1])
+            drafts = tables.propose()
             for index, depth in enumerate(ladder.exits):
                 entering = captured[depth.depth][0, settled : settled + 1]
                 start = ChainStart(tokens[settled : settled + 1], 0, 1, 1.0, 1.0, 0.0, entering)
-                [[one]] = bound.propose(index, [start._replace(begin=begin)])
-                drafts.append(one.draft)
+                one = bound.propose(index, [start._replace(begin=begin)])
+                drafts.append(Draft(int(one.tokens), float(one.probabilities[0, 0]), bound.names[index], depth.depth))
             wanted.append((drafts, int(sequence.choices[settled])))
     assert len(found) == len(wanted) > 40
     num_alike = 0

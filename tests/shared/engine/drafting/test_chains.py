@@ -7,18 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shared.engine.drafting import builder
-from shared.engine.drafting.chains import draft_chains
-from shared.engine.drafting.confidence import Confidence
+from shared.engine.drafting.chains import Drafting
 from shared.engine.drafting.drafter import Drafter
-from shared.engine.drafting.planner import ExitCost, PassCosts
+from shared.engine.drafting.pass_costs import ExitCost, PassCosts
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.proposers import Draft, exit_name
-from shared.ladder.table_proposer import TableProposer
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
 from shared.model.runner import Runner
@@ -26,15 +23,12 @@ from shared.model.sampling import SamplingParams
 from shared.ops.chains import ChainStart
 from tests.families import build_family
 from tests.random_ladder import random_ladder
+from tests.scripted_tables import script_tables
 
 DEPTHS = (0, 2)
+# Every exit is expected to gain, whatever tables say.
+EAGER = 9.0
 COSTS = PassCosts((1.0,) * 7, exits=(ExitCost(1e-6, 1e-7),) * len(DEPTHS))
-
-
-@pytest.fixture(autouse=True)
-def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every exit is expected to gain, whatever was recorded."""
-    monkeypatch.setattr(Confidence, "expected_gain", lambda self, proposer, agreement, before: 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -53,32 +47,43 @@ def prefilled(
     for number, (ladder, policy) in enumerate(zip(ladders, policies, strict=True)):
         if id(ladder) not in drafters:
             bound = ladder.bind(runner)
-            bound.agreements = (1.0,) * len(DEPTHS)
+            bound.agreements = (EAGER,) * len(DEPTHS)
             drafters[id(ladder)] = Drafter(runner, costs, bound)
         prompt = tuple(range(3 + number, 9 + 3 * number))
         stopping = StoppingParams(max_tokens=20, ignore_eos=True)
         request = GenerationRequest(prompt, stopping=stopping, policy=policy)
         sequence = decoder.admit(request, drafters[id(ladder)])
         while not sequence.num_generated:
-            decoder.step([sequence], costs)
+            decoder.step([sequence])
         found.append(sequence)
     return found
 
 
-def test_other_sequences_in_the_batch_change_no_draft(runner, monkeypatch):
-    monkeypatch.setattr(builder, "MIN_SURVIVAL", 0.0)
+def drafts_of(drafting: Drafting, sequences: Sequence[DecodingSequence]) -> list[list[tuple[int, int]]]:
+    """(token, depth) of each draft."""
+    return [
+        [
+            (token, chain.sequence.drafter.depths[number])
+            for token, number in zip(chain.drafts, chain.proposers, strict=True)
+        ]
+        for chain in drafting.draft(sequences)
+    ]
+
+
+def test_other_sequences_in_the_batch_change_no_draft(runner):
     first, second = (random_ladder(runner.loaded, seed) for seed in (2, 3))
     exact = DepthPolicy("exact", max_drafts=3)
     policies = [exact, exact, exact, DepthPolicy("exact", max_drafts=3, min_layers=1)]
     batch = prefilled(runner, [first, second, first, first], policies)
-    alone = [draft_chains([sequence], len(batch))[0].drafts for sequence in batch]
-    together = [chain.drafts for chain in draft_chains(batch, len(batch))]
-    assert together == alone
-    assert {len(drafts) for drafts in alone} == {3}
-    tokens = [tuple(draft.token for draft in drafts) for drafts in alone]
+    drafting = Drafting(runner)
+    alone = [drafts_of(drafting, [sequence])[0] for sequence in batch]
+    assert drafts_of(drafting, batch) == alone
+    assert all(alone)
+    assert max(len(drafts) for drafts in alone) == 3
+    tokens = [tuple(token for token, _ in drafts) for drafts in alone]
     assert len(set(tokens)) == len(batch), "sequences that draft alike show nothing"
-    assert all(draft.depth == 2 for draft in alone[3])
-    assert {draft.depth for drafts in alone for draft in drafts} == set(DEPTHS)
+    assert {depth for _, depth in alone[3]} == {2}
+    assert {depth for drafts in alone for _, depth in drafts} == set(DEPTHS)
 
 
 def test_one_exit_is_asked_once_for_all_that_want_it(runner, monkeypatch):
@@ -93,7 +98,7 @@ def test_one_exit_is_asked_once_for_all_that_want_it(runner, monkeypatch):
 
     monkeypatch.setattr(BoundLadder, "propose", noted)
     runner.counters.reset()
-    draft_chains(batch, 3)
+    Drafting(runner).draft(batch)
     assert asked == [3, 3, 2, 2]
     assert runner.counters.per_layer[:2] == [2, 2], "one shallow pass a round"
     assert sum(runner.counters.per_layer[2:]) == 0
@@ -117,19 +122,19 @@ def test_drafts_that_relaxed_accepts_do_not_count_for_other_requests(runner, sam
 @pytest.mark.parametrize(("growth", "is_asked"), [(0.9, True), (1.0, False)])
 def test_nobody_is_asked_where_even_a_sure_draft_would_not_pay(runner, monkeypatch, growth, is_asked):
     asked: list[Sequence[int]] = []
-    monkeypatch.setattr(TableProposer, "propose", lambda self, drafted=(): asked.append(drafted) or [])
+    script_tables(monkeypatch, asked.append)
     costs = replace(COSTS, verify=tuple(1.0 + growth * n for n in range(7)))
     [sequence] = prefilled(runner, [random_ladder(runner.loaded, 1)], [DepthPolicy("exact")], costs)
-    draft_chains([sequence], 1)
+    Drafting(runner).draft([sequence])
     assert bool(asked) == is_asked
 
 
 def test_an_exit_that_is_too_expensive_is_not_asked(runner, monkeypatch):
     ladder = random_ladder(runner.loaded, 1)
-    [sequence] = prefilled(runner, [ladder], [DepthPolicy("exact", max_drafts=2)])
-    sequence.drafter.costs = replace(COSTS, exits=(ExitCost(1e-6, 1e-7), ExitCost(2.0, 0.1)))
-    [chain] = draft_chains([sequence], 1)
-    assert [draft.depth for draft in chain.drafts] == [0, 0]
+    costs = replace(COSTS, exits=(ExitCost(1e-6, 1e-7), ExitCost(200.0, 0.1)))
+    [sequence] = prefilled(runner, [ladder], [DepthPolicy("exact", max_drafts=2)], costs)
+    [drafts] = drafts_of(Drafting(runner), [sequence])
+    assert [depth for _, depth in drafts] == [0, 0]
 
 
 def test_an_exit_whose_probability_is_no_number_loses_that_draft_alone(runner):
@@ -137,20 +142,8 @@ def test_an_exit_whose_probability_is_no_number_loses_that_draft_alone(runner):
     for parameter in ladder.exits[0].confidence.parameters():
         torch.nn.init.constant_(parameter, float("nan"))
     [sequence] = prefilled(runner, [ladder], [DepthPolicy("exact", max_drafts=2)])
-    [chain] = draft_chains([sequence], 1)
+    [drafts] = drafts_of(Drafting(runner), [sequence])
     assert sequence.failure is None
-    assert {draft.depth for draft in chain.drafts} == {DEPTHS[1]}
-    factors = [sequence.confidence.factor(exit_name(depth)) for depth in DEPTHS]
+    assert {depth for _, depth in drafts} == {DEPTHS[1]}
+    factors = [sequence.drafter.confidence(sequence.request).factor(exit_name(depth)) for depth in DEPTHS]
     assert all(map(math.isfinite, factors)), "nor is that exit out of use for ever"
-
-
-@pytest.mark.parametrize("policy", ["exact", "relaxed"])
-def test_a_table_is_preferred_that_was_right_more_often_than_it_said(runner, monkeypatch, policy):
-    [sequence] = prefilled(runner, [random_ladder(runner.loaded, 1, DEPTHS)], [DepthPolicy(policy)])
-    said = [Draft(8, 0.6, "prompt-lookup", 0), Draft(9, 0.5, "ngram-table", 0)]
-    for _ in range(100):
-        sequence.confidence.record([said[:1]], [7])
-    monkeypatch.setattr(TableProposer, "propose", lambda self, drafted=(): said)
-    monkeypatch.setattr(Confidence, "expected_gain", lambda self, proposer, agreement, before: 0.0)
-    [chain] = draft_chains([sequence], 1)
-    assert chain.drafts[0].token == 9

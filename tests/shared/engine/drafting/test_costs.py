@@ -1,6 +1,5 @@
 """On a device that works asynchronously, a measurement starts only when the device is idle."""
 
-import math
 import time
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from shared.engine.drafting import costs
 from shared.engine.drafting.costs import exit_timings, measure_verify, measure_wide
-from shared.engine.drafting.planner import ExitCost
+from shared.engine.drafting.pass_costs import ExitCost
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
 from tests.families import build_family
@@ -78,8 +77,8 @@ def test_exits_are_measured_after_a_context_that_has_been_read() -> None:
     """What a cache holds before it is written may be anything, a NaN for instance."""
     runner = ContiguousRunner(wrap_model(build_family("llama"), accelerate=True))
     ladder = random_ladder(runner.loaded, 0, (0, 2)).bind(runner)
-    for drafts in exit_timings(runner, ladder):
-        assert all(math.isfinite(draft.probability) for draft in drafts)
+    for _, drafted in exit_timings(runner, ladder):
+        assert drafted.probabilities.isfinite().all()
 
 
 def test_other_work_beside_a_measurement_does_not_change_what_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:

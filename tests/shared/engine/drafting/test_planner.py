@@ -1,59 +1,94 @@
+"""How many drafts are verified and which sequences ask an exit: the native planner against all other choices."""
+
 import random
 from collections.abc import Sequence
-from itertools import combinations, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 from math import prod
+from operator import mul
 
+import numpy as np
 import pytest
 
 from shared.engine.drafting.costs import smoothed
-from shared.engine.drafting.planner import (
-    ExitCost,
-    PassCosts,
-    best_lengths,
-    chain_gain_s,
-    exit_gain_s,
-    least_survival,
-    select_sequences,
-)
+from shared.engine.drafting.pass_costs import ExitCost, PassCosts, call_gain_s
+from shared.ladder.confidence import Confidence
+from shared.ladder.tables import SequenceTables, native_ladder
+from shared.ops.drafting import Step
+from tests.scripted_tables import native_script
 
-FLAT = PassCosts(verify=(1.0,) * 9, exits=(ExitCost(0.01, 0.001),))
-STEEP = PassCosts(verify=tuple(float(n) for n in range(1, 10)), exits=(ExitCost(0.01, 0.001),))
-STEP = PassCosts(verify=(1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0), exits=(ExitCost(0.2, 0.05),))
+FLAT = PassCosts(verify=(1.0,) * 9)
+STEEP = PassCosts(verify=tuple(float(n) for n in range(1, 10)))
+STEP = PassCosts(verify=(1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0))
+# Tokens per pass of a sequence without any.
+USUAL = 1.5
+MIN_SURVIVAL = 0.02
+EXIT = ("depth-0",)
 
 
-def rate(probabilities: list[float], costs: PassCosts, count: int) -> float:
-    expected, survival = 1.0, 1.0
-    for probability in probabilities[:count]:
-        survival *= probability
-        expected += survival
-    return expected / costs.verify[count]
+def begun(
+    chains: Sequence[Sequence[float]],
+    costs: PassCosts,
+    fixed: Sequence[bool] = (),
+    num_other_tokens: int = 0,
+    agreement: float = 0.0,
+    exit_cost: ExitCost | None = None,
+) -> tuple[Step, list[SequenceTables]]:
+    """A step of sequences whose tables propose chains of these probabilities; and what must live as long as it."""
+    exits = [(0, agreement, exit_cost.alone_s, exit_cost.each_more_s, 0.0, 1)] if exit_cost else []
+    ladder = native_ladder(None, 10, costs.verify, costs.wide, exits)
+    confidence = Confidence(exit_names=EXIT)
+
+    def script(chain: Sequence[float]) -> object:
+        return native_script(lambda drafted: (1, chain[len(drafted)]) if len(drafted) < len(chain) else None)
+
+    tables = [SequenceTables(ladder, confidence, script=script(chain)) for chain in chains]
+    step, count = Step(), len(chains)
+    step.begin(
+        [each.handle for each in tables], [8] * count, [0] * count, fixed or [False] * count, count, num_other_tokens
+    )
+    return step, tables
+
+
+def planned(
+    chains: Sequence[Sequence[float]], costs: PassCosts, fixed: Sequence[bool] = (), num_other_tokens: int = 0
+) -> list[int]:
+    step, _kept = begun(chains, costs, fixed, num_other_tokens)
+    assert step.advance()[1] == []
+    return step.plan()
+
+
+def of_pass(costs: PassCosts, num_tokens: int) -> float:
+    sizes = [*range(1, len(costs.verify) + 1), *(size for size, _ in costs.wide)]
+    seconds = [*costs.verify, *(each for _, each in costs.wide)]
+    if num_tokens <= sizes[-1]:
+        return float(np.interp(num_tokens, sizes, seconds))
+    low, high = ((1, seconds[0]), (sizes[-1], seconds[-1])) if not costs.wide else costs.wide[-2:]
+    return low[1] + (high[1] - low[1]) * (num_tokens - low[0]) / (high[0] - low[0])
+
+
+def rate(chains: Sequence[Sequence[float]], lengths: Sequence[int], costs: PassCosts, num_other_tokens: int) -> float:
+    expected = sum(prod(chain[:n]) for chain, length in zip(chains, lengths, strict=True) for n in range(length + 1))
+    return expected / of_pass(costs, len(chains) + sum(lengths) + num_other_tokens)
 
 
 @pytest.mark.parametrize("costs", [FLAT, STEEP, STEP])
-@pytest.mark.parametrize("probabilities", [[], [0.9] * 8, [0.5] * 8, [0.1] * 8, [0.9, 0.1, 0.9, 0.9], [0.99] * 20])
-def test_the_length_is_the_best_of_all(probabilities: list[float], costs: PassCosts) -> None:
-    [chosen] = best_lengths([probabilities], costs)
-    lengths = range(min(len(probabilities), costs.max_drafts) + 1)
-    assert rate(probabilities, costs, chosen) == max(rate(probabilities, costs, count) for count in lengths)
+@pytest.mark.parametrize("chain", [[], [0.9] * 8, [0.5] * 8, [0.1] * 8, [0.9, 0.1, 0.9, 0.9], [0.99] * 8])
+def test_the_length_is_the_best_of_all(chain: list[float], costs: PassCosts) -> None:
+    [chosen] = planned([chain], costs)
+    # What is hardly ever reached is not looked up.
+    reached = sum(survival > MIN_SURVIVAL for survival in [1.0, *accumulate(chain, mul)][:-1])
+    assert rate([chain], [chosen], costs, 0) == pytest.approx(
+        max(rate([chain], [count], costs, 0) for count in range(reached + 1))
+    )
 
 
 def test_where_tokens_cost_as_much_as_passes_nothing_is_drafted() -> None:
-    assert best_lengths([[0.9] * 8], STEEP) == [0]
+    assert planned([[0.9] * 8], STEEP) == [0]
 
 
 def test_a_step_in_the_cost_is_crossed_only_if_it_pays() -> None:
-    assert best_lengths([[0.9, 0.9, 0.9, 0.1, 0.1]], STEP) == [3]
-    assert best_lengths([[0.99] * 8], STEP) == [8]
-
-
-def cut(chain: list[float], least: float) -> list[float]:
-    """The chain up to and including the first draft whose survival is too low."""
-    survival = 1.0
-    for index, probability in enumerate(chain):
-        if survival < least:
-            return chain[:index]
-        survival *= probability
-    return chain
+    assert planned([[0.9, 0.9, 0.9, 0.1, 0.1]], STEP) == [3]
+    assert planned([[0.99] * 8], STEP) == [8]
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2, 8, 16])
@@ -64,56 +99,107 @@ def test_drafts_that_are_not_looked_up_would_not_have_been_verified(num_sequence
         slope = draw.choice([0.01, 0.05, 0.2])
         costs = PassCosts(tuple(1.0 + slope * n for n in range(9)), wide=((64, 1.0 + slope * 63),))
         chains = [[draw.random() for _ in range(draw.randint(0, 8))] for _ in range(num_sequences)]
-        built = [cut(chain, least_survival(costs, num_sequences)) for chain in chains]
-        shorter += built != chains
-        assert best_lengths(built, costs) == best_lengths(chains, costs)
+        step, _kept = begun(chains, costs)
+        step.advance()
+        found, lengths = step.read(), step.plan()
+        shorter += any(len(one.tokens) < len(chain) for one, chain in zip(found, chains, strict=True))
+        # The same chains, whole: whatever is added makes no better plan.
+        for index, chain in enumerate(chains):
+            if lengths[index] < len(chain):
+                longer = [*lengths]
+                longer[index] += 1
+                assert rate(chains, longer, costs, 0) <= rate(chains, lengths, costs, 0) + 1e-9
     assert shorter > 50
 
 
-def test_chains_beyond_a_step_in_the_costs_are_considered() -> None:
-    assert least_survival(PassCosts((1.0, 1.5, *([1.5] * 7))), 1) == pytest.approx(0.5 / 8)
-    assert least_survival(STEEP, 1) == 1.0
-    assert least_survival(PassCosts((1.0,)), 1) >= 0.0
+@pytest.mark.parametrize("costs", [FLAT, STEEP, STEP, PassCosts((1.0, 1.2), wide=((3, 1.3), (6, 2.9)))])
+@pytest.mark.parametrize("fixed", [(False, False), (True, False)])
+def test_the_lengths_of_sequences_that_share_a_pass_are_the_best_of_all(
+    costs: PassCosts, fixed: tuple[bool, bool]
+) -> None:
+    draw = random.Random(5)
+    sizes = set()
+    most = len(costs.verify) - 1
+    for _ in range(60):
+        chains = [[draw.uniform(0.3, 0.999) for _ in range(draw.randrange(1, 5))][:most] for _ in range(2)]
+        others = draw.randrange(3)
+        chosen = planned(chains, costs, fixed, others)
+        floors = [len(chain) if is_fixed else 0 for chain, is_fixed in zip(chains, fixed, strict=True)]
+        every = product(*(range(floor, len(chain) + 1) for floor, chain in zip(floors, chains, strict=True)))
+        best = max(rate(chains, lengths, costs, others) for lengths in every)
+        assert rate(chains, chosen, costs, others) == pytest.approx(best)
+        assert all(length >= floor for length, floor in zip(chosen, floors, strict=True))
+        sizes.add(sum(chosen))
+    assert len(sizes) > 1 or costs is STEEP
 
 
-def asks(costs: PassCosts, *wishes: tuple[float, float]) -> bool:
-    """Whether sequences of these survivals and gains, asked together, pay for the first exit."""
-    gains_s = [exit_gain_s(survival, gain, costs, len(wishes)) for survival, gain in wishes]
-    return bool(select_sequences(gains_s, costs.exits[0]))
+@pytest.mark.parametrize("seed", range(40))
+def test_by_its_own_costs_a_plan_is_never_slower_than_full_depth(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(10):
+        verify = [*accumulate(draw.choice([0.0, 0.01, 0.3, 1.0]) for _ in range(9))]
+        costs = PassCosts(
+            tuple(1.0 + each for each in verify), wide=((32, 2.0 + verify[-1]), (64, 3.0 + draw.random() + verify[-1]))
+        )
+        count = draw.choice([1, 2, 5, 16, 40])
+        chains = [[draw.uniform(0.05, 0.999) for _ in range(draw.randrange(9))] for _ in range(count)]
+        lengths = planned(chains, costs)
+        assert rate(chains, lengths, costs, 0) >= rate(chains, [0] * count, costs, 0) * (1 - 1e-9)
+
+
+def test_drafts_that_are_verified_in_any_case() -> None:
+    assert planned([[0.1, 0.9]], STEEP, [True]) == [2]
+    assert planned([[0.1, 0.9], [0.9]], STEEP, [True, False])[0] == 2
+
+
+def asked(before: Sequence[float], agreement: float, cost: ExitCost, costs: PassCosts = FLAT) -> list[int]:
+    """The sequences that ask an exit, whose tables say these probabilities."""
+    step, _kept = begun([[each] if each else [] for each in before], costs, agreement=agreement, exit_cost=cost)
+    return [one.row for one in step.advance()[1]]
 
 
 def test_an_exit_is_asked_when_it_gains_more_than_it_costs() -> None:
-    assert asks(STEP, (1.0, 0.4))
-    assert not asks(STEP, (1.0, 0.1))
-    assert not asks(STEP, (0.2, 0.4))
-    assert asks(FLAT, (1.0, 0.1))
-
-
-def test_a_draft_is_worth_less_the_more_tokens_a_pass_gives() -> None:
-    assert exit_gain_s(0.5, 0.4, FLAT, 1, 2.0) == pytest.approx(0.5 * 0.4 * 0.5)
-    assert exit_gain_s(1.0, 0.4, STEEP, 1, 1.5) < 0
-    assert exit_gain_s(1.0, 0.4, STEP, 1) == pytest.approx(0.4)
+    cheap = ExitCost(0.2, 0.05)
+    assert asked([0.0], 0.4, cheap) == [0]
+    assert asked([0.0], 0.1, cheap) == asked([0.3], 0.4, cheap) == []
+    assert asked([0.3], 0.4, ExitCost(0.01, 0.001)) == [0]
+    assert asked([0.0], 0.9, ExitCost(0.01, 0.001), STEEP) == [], "where tokens cost as much as passes"
 
 
 def test_together_sequences_ask_an_exit_that_none_would_ask_alone() -> None:
-    cost = ExitCost(alone_s=1.0, each_more_s=0.1)
-    assert select_sequences([0.5], cost) == []
-    assert select_sequences([0.5, 0.7, 0.5, 0.05], cost) == [0, 1, 2]
-    assert select_sequences([], cost) == []
+    cost = ExitCost(alone_s=0.3, each_more_s=0.01)
+    assert asked([0.0], 0.4, cost) == []
+    assert asked([0.0, 0.0, 0.39], 0.4, ExitCost(0.15, 0.01)) == [0, 1]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_choice_of_sequences_gains_more(seed: int) -> None:
     draw = random.Random(seed)
-    gains_s = [draw.random() for _ in range(draw.randint(1, 7))]
-    cost = ExitCost(draw.random(), draw.random() / 2)
+    count = draw.randint(1, 7)
+    before = [draw.uniform(0.05, 0.9) for _ in range(count)]
+    cost = ExitCost(draw.random() * 0.1, draw.random() * 0.05)
+    gains_s = [(0.9 - each) / count / USUAL for each in before]
 
-    def profit(chosen: tuple[int, ...]) -> float:
-        return sum(gains_s[i] for i in chosen) - cost.of(len(chosen)) if chosen else 0.0
+    def profit(chosen: Sequence[int]) -> float:
+        costs_s = cost.alone_s + (len(chosen) - 1) * cost.each_more_s
+        return sum(gains_s[i] for i in chosen) - costs_s if chosen else 0.0
 
-    every = [c for n in range(len(gains_s) + 1) for c in combinations(range(len(gains_s)), n)]
-    chosen = select_sequences(gains_s, cost)
-    assert profit(tuple(chosen)) == pytest.approx(max(map(profit, every)))
+    every = [c for n in range(count + 1) for c in combinations(range(count), n)]
+    assert profit(asked(before, 0.9, cost)) == pytest.approx(max(map(profit, every)))
+
+
+@pytest.mark.parametrize(
+    ("cost", "gain"),
+    [
+        (ExitCost(1.0, 0.1), 0.5),  # one draft a call
+        (ExitCost(1.0, 0.1, 0.0, 4), 0.5 + 0.25 + 0.125 + 0.0625),  # a recorded chain, which is as long in any case
+        (ExitCost(1.0, 0.1, 0.1, 8), 0.5 + 0.15 + 0.025),  # the next would save less than it costs
+        (ExitCost(1.0, 0.1, 0.6, 8), 0.5),
+    ],
+)
+def test_a_call_is_worth_what_all_its_drafts_save(cost: ExitCost, gain: float) -> None:
+    assert call_gain_s(FLAT, cost, 0.5) == pytest.approx(gain)
+    assert call_gain_s(STEEP, cost, 0.5) <= 0.0
 
 
 def test_smoothed_costs_lie_on_a_line_that_never_falls() -> None:
@@ -125,51 +211,3 @@ def test_smoothed_costs_lie_on_a_line_that_never_falls() -> None:
     assert smoothed([1.0, 3.0, 2.0, 1.0]) == pytest.approx((1.0, 2.0, 2.0, 2.0))
     assert smoothed([2.0, 1.0]) == (2.0, 2.0)
     assert smoothed([2.0]) == (2.0,)
-
-
-def shared_rate(chains: list[list[float]], lengths: Sequence[int], costs: PassCosts, num_other_tokens: int) -> float:
-    expected = sum(prod(chain[:n]) for chain, length in zip(chains, lengths, strict=True) for n in range(length + 1))
-    return expected / costs.of_pass(len(chains) + sum(lengths) + num_other_tokens)
-
-
-@pytest.mark.parametrize("costs", [FLAT, STEEP, STEP])
-@pytest.mark.parametrize("least", [(), (1, 0)])
-def test_the_lengths_of_sequences_that_share_a_pass_are_the_best_of_all(
-    costs: PassCosts, least: tuple[int, ...]
-) -> None:
-    draw = random.Random(5)
-    sizes = set()
-    for _ in range(60):
-        chains = [[draw.uniform(0.3, 1.0) for _ in range(draw.randrange(1, 5))] for _ in range(2)]
-        others = draw.randrange(3)
-        chosen = best_lengths(chains, costs, least=least, num_other_tokens=others)
-        floors = least or (0, 0)
-        every = product(*(range(floor, len(chain) + 1) for floor, chain in zip(floors, chains, strict=True)))
-        best = max(shared_rate(chains, lengths, costs, others) for lengths in every)
-        assert shared_rate(chains, chosen, costs, others) == pytest.approx(best)
-        assert all(length >= floor for length, floor in zip(chosen, floors, strict=True))
-        sizes.add(sum(chosen))
-    assert len(sizes) > 1 or costs is STEEP
-
-
-def test_drafts_that_are_verified_in_any_case() -> None:
-    assert best_lengths([[0.1, 0.9]], STEEP, least=[2]) == [2]
-    assert best_lengths([[0.1, 0.9], [0.9]], STEEP, least=[1, 0]) == [1, 1]
-
-
-def test_without_chains_there_are_no_lengths() -> None:
-    assert best_lengths([], FLAT) == []
-
-
-@pytest.mark.parametrize(
-    ("cost", "room", "gain"),
-    [
-        (ExitCost(1.0, 0.1), 8, 1.0),  # one draft a call
-        (ExitCost(1.0, 0.1, 0.0, 4), 8, 1 + 0.5 + 0.25 + 0.125),  # a recorded chain, which is as long in any case
-        (ExitCost(1.0, 0.1, 0.0, 4), 2, 1 + 0.5),
-        (ExitCost(1.0, 0.1, 0.2, 8), 8, 1 + (0.5 - 0.2) + (0.25 - 0.2)),  # the next would save less than it costs
-        (ExitCost(1.0, 0.1, 0.6, 8), 8, 1.0),
-    ],
-)
-def test_a_call_is_worth_what_all_its_drafts_save(cost, room, gain):
-    assert chain_gain_s(1.0, 0.5, cost, room) == pytest.approx(gain)

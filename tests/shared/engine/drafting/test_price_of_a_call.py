@@ -9,14 +9,13 @@ import pytest
 from bench.answers import answer_all
 from bench.imposed import SHAPES, impose
 from shared.engine.drafting.costs import CostMeter
-from shared.engine.drafting.drafter import HostTime
-from shared.engine.drafting.planner import ExitCost, PassCosts
+from shared.engine.drafting.pass_costs import ExitCost, PassCosts
 from shared.engine.engine import Engine
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.proposers import Draft
 from shared.model.paged_runner import PagedRunner
 from shared.model.runner import Runner
+from shared.ops.chains import Chains
 from tests.recorders import TracingRecorder
 
 
@@ -26,16 +25,15 @@ class H100(CostMeter):
     def measure_passes(self, runner: Runner, *, between: Callable[[], None] = lambda: None) -> PassCosts:
         return PassCosts((7.23e-3,) * 9, wide=((16, 7.63e-3), (32, 9.2e-3), (64, 10.7e-3)))
 
-    def measure_exits(self, runner: Runner, ladder: BoundLadder) -> Generator[list[Draft], None, tuple[ExitCost, ...]]:
-        yield []
+    def measure_exits(
+        self, runner: Runner, ladder: BoundLadder
+    ) -> Generator[tuple[int, Chains], None, tuple[ExitCost, ...]]:
+        yield from ()
         return (ExitCost(1.5e-3, 0.15e-3, 0.0, 4),)
 
 
 @pytest.mark.parametrize(("num_requests", "least"), [(1, 3.1), (8, 2.4)])
-def test_tokens_per_pass_of_an_exit_that_is_right_at_four_of_five(
-    num_requests: int, least: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HostTime, "per_place_s", 60e-6)
+def test_tokens_per_pass_of_an_exit_that_is_right_at_four_of_five(num_requests: int, least: float) -> None:
     imposed: Any = impose(SHAPES["tiny"], (0,), 0.8, accelerate=False)
     with Engine(
         imposed.loaded,

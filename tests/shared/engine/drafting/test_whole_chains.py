@@ -1,17 +1,16 @@
 """An exit whose chains are drafted in one call, by the native op or as recorded work: it drafts what it drafts step by
 step, and only what may pay."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
-from shared.engine.drafting.chains import draft_chains
-from shared.engine.drafting.confidence import Confidence
+from shared.engine.drafting.chains import Drafting
 from shared.engine.drafting.drafter import Drafter
-from shared.engine.drafting.planner import ExitCost, PassCosts
+from shared.engine.drafting.pass_costs import ExitCost, PassCosts
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
@@ -22,8 +21,7 @@ from shared.ladder.exit_head import ExitHead
 from shared.ladder.exits import LayerExit
 from shared.ladder.ladder import BoundLadder, Ladder
 from shared.ladder.policy import DepthPolicy
-from shared.ladder.proposers import PROMPT_LOOKUP, Draft
-from shared.ladder.table_proposer import TableProposer
+from shared.ladder.proposers import PROMPT_LOOKUP
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
 from shared.model.runner import Runner
@@ -31,15 +29,10 @@ from shared.ops.chains import ChainStart
 from tests.families import build_family
 from tests.paged import load_family, make_runner
 from tests.random_ladder import random_ladder
+from tests.scripted_tables import Table, script_tables
 
 COSTS = PassCosts((1.0,) * 7, exits=(ExitCost(1e-6, 1e-7),))
 NUM_DRAFTS = 5
-
-
-@pytest.fixture(autouse=True)
-def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every exit is expected to gain, whatever was recorded."""
-    monkeypatch.setattr(Confidence, "expected_gain", lambda self, proposer, agreement, before: 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +76,7 @@ def prefilled(
     runner: Runner, bound: BoundLadder, policies: Sequence[DepthPolicy], costs: PassCosts = COSTS
 ) -> list[DecodingSequence]:
     """Sequences after the prefill of their own prompts."""
-    bound.agreements = (1.0,)
+    bound.agreements = (9.0,)  # so that it is asked whatever tables say
     decoder, drafter = Decoder(runner), Drafter(runner, costs, bound)
     sequences = []
     for number, policy in enumerate(policies):
@@ -92,7 +85,7 @@ def prefilled(
         request = GenerationRequest(prompt, stopping=stopping, policy=policy)
         sequence = decoder.admit(request, drafter)
         while not sequence.num_generated:
-            decoder.step([sequence], costs)
+            decoder.step([sequence])
         sequences.append(sequence)
     return sequences
 
@@ -100,7 +93,11 @@ def prefilled(
 def drafted(runner: Runner, ladder: Ladder, policies: Sequence[DepthPolicy]) -> list[list[tuple[int, str]]]:
     sequences = prefilled(runner, ladder.bind(runner), policies)
     return [
-        [(draft.token, draft.proposer) for draft in chain.drafts] for chain in draft_chains(sequences, len(sequences))
+        [
+            (token, chain.sequence.drafter.names[number])
+            for token, number in zip(chain.drafts, chain.proposers, strict=True)
+        ]
+        for chain in Drafting(runner).draft(sequences)
     ]
 
 
@@ -118,27 +115,22 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[list[ChainStart]]:
     return calls
 
 
-def table_of(*positions: int, probability: float = 0.9999) -> Callable[..., list[Draft]]:
-    """A `propose` of tables that knows the drafts of some positions of every chain, better than an exit may."""
-
-    def propose(self: TableProposer, tokens: Sequence[int] = ()) -> list[Draft]:
-        known = len(tokens) in positions
-        return [Draft(11 + len(tokens), probability, PROMPT_LOOKUP, 0)] if known else []
-
-    return propose
+def table_of(*positions: int) -> Table:
+    """Tables that know the drafts of some positions of every chain, better than an exit may."""
+    return lambda drafted: (11 + len(drafted), 0.9999) if len(drafted) in positions else None
 
 
 def single_steps(
     one: LayerExit, rows: torch.Tensor, bias: torch.Tensor | None, vocabulary: torch.Tensor, _: Runner
 ) -> SteppedChain:
-    return SteppedChain(ChainSteps(one.head, one.confidence, rows, bias), vocabulary, one.depth)
+    return SteppedChain(ChainSteps(one.head, one.confidence, rows, bias), vocabulary)
 
 
 @pytest.mark.parametrize("positions", [(), (0,), (0, 1), (2,), (1, 3), (0, 1, 2, 3, 4)])
 def test_a_whole_chain_has_the_drafts_of_its_single_steps(
     any_runner: Runner, monkeypatch: pytest.MonkeyPatch, noted: list, positions: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(TableProposer, "propose", table_of(*positions))
+    script_tables(monkeypatch, table_of(*positions))
     ladder = exit_ladder(any_runner)
     policies = [DepthPolicy("exact", max_drafts=n) for n in (NUM_DRAFTS, 2, NUM_DRAFTS)]
     whole = drafted(any_runner, ladder, policies)
@@ -164,7 +156,7 @@ def test_one_call_drafts_all_chains_while_the_tables_are_silent(runner: Runner, 
 def test_a_table_that_drafts_another_token_voids_what_was_drafted_after_it(
     any_runner: Runner, monkeypatch: pytest.MonkeyPatch, noted: list
 ) -> None:
-    monkeypatch.setattr(TableProposer, "propose", table_of(2))
+    script_tables(monkeypatch, table_of(2))
     drafted(any_runner, exit_ladder(any_runner), [DepthPolicy("exact", max_drafts=NUM_DRAFTS)])
     first, second = (starts[0] for starts in noted)
     assert (first.place, len(first.tokens), first.room) == (0, 1, NUM_DRAFTS)
@@ -177,11 +169,7 @@ def test_a_table_that_drafts_the_same_token_costs_no_call(
 ) -> None:
     ladder, policies = exit_ladder(runner), [DepthPolicy("exact", max_drafts=NUM_DRAFTS)]
     [plain] = drafted(runner, ladder, policies)
-
-    def same(self: TableProposer, tokens: Sequence[int] = ()) -> list[Draft]:
-        return [Draft(plain[2][0], 0.9999, PROMPT_LOOKUP, 0)] if len(tokens) == 2 else []
-
-    monkeypatch.setattr(TableProposer, "propose", same)
+    script_tables(monkeypatch, lambda drafted: (plain[2][0], 0.9999) if len(drafted) == 2 else None)
     noted.clear()
     [again] = drafted(runner, ladder, policies)
     assert [token for token, _ in again] == [token for token, _ in plain]
@@ -192,10 +180,10 @@ def test_a_table_that_drafts_the_same_token_costs_no_call(
 def test_a_chain_is_drafted_on_while_the_next_draft_is_expected_to_pay(runner: Runner, noted: list) -> None:
     bound = exit_ladder(runner).bind(runner)
     leasts = []
-    for each_draft_s in (0.1, 0.2, 0.4):
+    for each_draft_s in (0.2, 0.4, 0.8):
         costs = replace(COSTS, exits=(ExitCost(0.3, 0.0, each_draft_s, NUM_DRAFTS),))
         sequences = prefilled(runner, bound, [DepthPolicy("exact")], costs)
-        draft_chains(sequences, 1)
+        Drafting(runner).draft(sequences)
         leasts.append(noted.pop()[0].least_survival)
     # The call is paid for. What a draft saves is proportional to survival, so twice its own cost needs twice of it.
     assert [high / low for low, high in pairwise(leasts)] == pytest.approx([2.0, 2.0])
@@ -205,9 +193,10 @@ def test_other_sequences_in_the_batch_change_no_draft(any_runner: Runner) -> Non
     ladder = exit_ladder(any_runner)
     bound = ladder.bind(any_runner)
     sequences = prefilled(any_runner, bound, [DepthPolicy("exact", max_drafts=4)] * 3)
-    alone = [draft_chains([sequence], 3)[0].drafts for sequence in sequences]
-    assert [chain.drafts for chain in draft_chains(sequences, 3)] == alone
-    assert len({tuple(draft.token for draft in drafts) for drafts in alone}) == 3
+    drafting = Drafting(any_runner)
+    alone = [drafting.draft([sequence])[0].drafts for sequence in sequences]
+    assert [chain.drafts for chain in drafting.draft(sequences)] == alone
+    assert len(set(map(tuple, alone))) == 3
 
 
 def test_a_model_whose_first_states_are_not_its_embedding_drafts_step_by_step() -> None:

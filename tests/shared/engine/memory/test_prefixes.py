@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from shared.engine import step as step_module
-from shared.engine.drafting.planner import PassCosts
+from shared.engine.drafting.chains import Drafting
 from shared.engine.engine import Engine
 from shared.engine.memory.prefixes import MIN_SHARED, Prefixes, common_prefix, key_of
 from shared.engine.request.request import Finished, GenerationEvent, GenerationRequest, StoppingParams, TokenChunk
 from shared.ladder.policy import DepthPolicy
+from shared.ladder.tables import SequenceTables
 from shared.model.cache import ContiguousCache
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.regimes import Regimes
 from tests.families import build_family
-from tests.fixed_costs import FixedCosts, fixed_cost_engine
+from tests.fixed_costs import fixed_cost_engine
 from tests.hooked_runner import HookedRunner
 from tests.scripted_ladder import ScriptedLadder
 
@@ -249,16 +250,13 @@ def test_a_step_copies_and_shows_to_the_tables_no_more_than_its_share(loaded, mo
     shown: list[tuple[int, ...]] = []
     copied: list[int] = []
 
-    class Recording:
+    class Recording(SequenceTables):
         def append(self, tokens):
             shown.append(tuple(tokens))
 
-        def propose(self, drafted=()):
-            return []
-
     class RecordingLadder(ScriptedLadder):
-        def proposers(self, learned=None):
-            return (Recording(),)
+        def tables(self, *arguments):
+            return Recording(*arguments)
 
     copy = ContiguousCache.copy
 
@@ -300,18 +298,14 @@ def test_kept_caches_make_room_for_running_requests(loaded):
         assert run(engine, STEM)[1].num_cached_tokens == 0
 
 
-def test_a_failed_step_leaves_nothing_behind(loaded):
+def test_a_failed_step_leaves_nothing_behind(loaded, monkeypatch):
     """The step fails outside of its passes, so the state of all its sequences is unknown."""
 
-    class FailingCosts(PassCosts):
-        def of_pass(self, num_tokens: int) -> float:
-            raise RuntimeError("no cost")
+    def fail(*_: object) -> None:
+        raise RuntimeError("no drafts")
 
-    class FailingMeter(FixedCosts):
-        def measure_passes(self, runner, **options):
-            return FailingCosts(super().measure_passes(runner, **options).verify)
-
-    with fixed_cost_engine(loaded, cost_meter=FailingMeter()) as engine:
+    monkeypatch.setattr(Drafting, "draft", fail)
+    with fixed_cost_engine(loaded) as engine:
         with pytest.raises(Exception, match="failed inside"):
             run(engine, STEM)
         assert engine.num_cached_tokens == 0

@@ -5,10 +5,16 @@ from itertools import pairwise
 
 import pytest
 
-from shared.engine.drafting.confidence import MOST, Confidence
+from shared.ladder.confidence import Confidence
+from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.proposers import Draft, exit_name
 
 EXIT = exit_name(0)
+MOST = 0.999
+
+
+def new_confidence() -> Confidence:
+    return Confidence(DEFAULT_WEIGHTS, (EXIT,))
 
 
 def draft(token: int, probability: float, proposer: str = "prompt-lookup") -> Draft:
@@ -16,27 +22,27 @@ def draft(token: int, probability: float, proposer: str = "prompt-lookup") -> Dr
 
 
 def probabilities(confidence: Confidence, *drafts: Draft) -> dict[int, float]:
-    return {one.token: probability for one, probability in confidence.rate(drafts)}
+    return {one.token: probability for one, _, _, probability in confidence.rate(drafts)}
 
 
 def test_the_surest_table_alone_is_believed() -> None:
-    rated = Confidence().rate([draft(7, 0.4), draft(8, 0.6, "ngram-table"), draft(7, 0.5, "ngram-table")])
-    assert [(one.token, one.proposer, probability) for one, probability in rated] == [(8, "ngram-table", 0.6)]
-    assert Confidence().rate([]) == []
+    rated = new_confidence().rate([draft(7, 0.4), draft(8, 0.6, "ngram-table"), draft(7, 0.5, "ngram-table")])
+    assert [(one.token, one.proposer, probability) for one, _, _, probability in rated] == [(8, "ngram-table", 0.6)]
+    assert new_confidence().rate([]) == []
 
 
 def test_agreement_raises_and_disagreement_lowers_what_is_said() -> None:
     said = (0.3, 0.5, 0.8)
     for table in said:
         for head in said:
-            [both] = probabilities(Confidence(), draft(7, table), draft(7, head, EXIT)).values()
-            apart = probabilities(Confidence(), draft(7, table), draft(8, head, EXIT))
+            [both] = probabilities(new_confidence(), draft(7, table), draft(7, head, EXIT)).values()
+            apart = probabilities(new_confidence(), draft(7, table), draft(8, head, EXIT))
             assert both > apart[7]
             assert apart[7] < table
             assert apart[8] < head
             assert apart[7] + apart[8] < 1.0
     # The two figures that were measured: half right each, where they differ a table is right far more often.
-    apart = probabilities(Confidence(), draft(7, 0.5), draft(8, 0.5, EXIT))
+    apart = probabilities(new_confidence(), draft(7, 0.5), draft(8, 0.5, EXIT))
     assert apart[7] == pytest.approx(0.378, abs=0.001)
     assert apart[8] == pytest.approx(0.175, abs=0.001)
 
@@ -44,19 +50,20 @@ def test_agreement_raises_and_disagreement_lowers_what_is_said() -> None:
 def test_who_says_more_is_believed_more() -> None:
     for head in (0.2, 0.6):
         rising = [
-            probabilities(Confidence(), draft(7, table), draft(8, head, EXIT)) for table in (0.1, 0.3, 0.5, 0.7, 0.9)
+            probabilities(new_confidence(), draft(7, table), draft(8, head, EXIT))
+            for table in (0.1, 0.3, 0.5, 0.7, 0.9)
         ]
         assert all(low[7] < high[7] and low[8] > high[8] for low, high in pairwise(rising))
 
 
 def test_an_exit_alone_is_right_less_often_than_it_says() -> None:
-    [alone] = probabilities(Confidence(), draft(8, 0.5, EXIT)).values()
+    [alone] = probabilities(new_confidence(), draft(8, 0.5, EXIT)).values()
     assert alone == pytest.approx(0.198, abs=0.001)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.4, 0.9])
 def test_what_is_really_right_is_learnt_apart_for_each_case(share: float) -> None:
-    draw, confidence = random.Random(1), Confidence()
+    draw, confidence = random.Random(1), new_confidence()
     apart = [draft(7, 0.5), draft(8, 0.5, EXIT)]
     before = probabilities(confidence, draft(7, 0.5), draft(7, 0.5, EXIT))
     for _ in range(4000):
@@ -69,7 +76,7 @@ def test_what_is_really_right_is_learnt_apart_for_each_case(share: float) -> Non
 
 
 def test_no_draft_is_certain() -> None:
-    confidence = Confidence()
+    confidence = new_confidence()
     for _ in range(200):
         confidence.record([[draft(7, 0.5)]], [7])
     assert probabilities(confidence, draft(7, 0.999)) == {7: MOST}
@@ -78,7 +85,7 @@ def test_no_draft_is_certain() -> None:
 
 
 def test_an_exits_chains_end_by_how_often_it_is_right_at_all() -> None:
-    confidence = Confidence()
+    confidence = new_confidence()
     assert confidence.factor(EXIT) == 1.0
     for _ in range(500):
         confidence.record([[draft(7, 0.9), draft(8, 0.8, EXIT)]], [7])
@@ -88,12 +95,10 @@ def test_an_exits_chains_end_by_how_often_it_is_right_at_all() -> None:
     assert confidence.factor(EXIT) > 1.1, "the old sums have faded"
 
 
-def test_an_exits_expected_gain_follows_how_often_it_was_right() -> None:
-    confidence = Confidence()
-    assert confidence.expected_gain(EXIT, 0.4, 0.1) == pytest.approx(0.3)
-    assert confidence.expected_gain(EXIT, 0.4, 0.9) < 0.0
-    for _ in range(500):
-        confidence.record([[draft(7, 0.9), draft(8, 0.8, EXIT)]], [7])
-    assert confidence.expected_gain(EXIT, 0.4, 0.1) < 0.0
-    assert confidence.expected_gain(EXIT, 0.4, 0.0) > 0.0, "so it is asked where tables are silent"
-    assert confidence.expected_gain("depth-9", 0.4, 0.1) == pytest.approx(0.3)
+def test_a_table_is_preferred_that_was_right_more_often_than_it_said() -> None:
+    confidence = new_confidence()
+    said = [draft(8, 0.6), draft(9, 0.5, "ngram-table")]
+    assert [one.token for one, *_ in confidence.rate(said)] == [8]
+    for _ in range(100):
+        confidence.record([said[:1]], [7])
+    assert [one.token for one, *_ in confidence.rate(said)] == [9]
