@@ -59,7 +59,12 @@ NEAP_API void neap_ladder_free(Ladder* ladder) { delete ladder; }
 // the probability `agreement`. The price of the call is not subtracted.
 NEAP_API double neap_ladder_call_gain_s(const Ladder* ladder, int64_t exit, double agreement) {
   const ExitCost& cost = ladder->exits[exit].cost;
-  return chain_gain_s(agreement * ladder->costs.draft_gain_s(1, 0, 1.0), agreement, cost, cost.num_drafts);
+  return chain_gain_s(agreement * ladder->costs.draft_gain_s({.num_sequences = 1}, 0.0, 1.0), agreement, cost, cost.num_drafts);
+}
+
+NEAP_API double neap_ladder_pass_s(const Ladder* ladder, int64_t num_tokens) { return ladder->costs.of_pass(num_tokens); }
+NEAP_API void neap_ladder_slow_exit(Ladder* ladder, int64_t exit, double slowness) {
+  ladder->exits[exit].slowness = slowness;
 }
 
 NEAP_API LearnedNgrams* neap_learned_new(int64_t num_sets) { return new LearnedNgrams(num_sets); }
@@ -143,7 +148,7 @@ NEAP_API void neap_sequence_matches(Sequence* sequence, const int32_t* drafted, 
 // What the tables propose after `drafted`. Ends the chain of the present step.
 NEAP_API int64_t neap_sequence_propose(Sequence* sequence, const int32_t* drafted, int64_t count, int32_t* tokens,
                                        int32_t* proposers, double* probabilities) {
-  sequence->begin(0, 0, true, 1, 0);
+  sequence->begin(0, 0, true, 0.0, {.num_sequences = 1});
   for (int64_t i = 0; i < count; ++i) {
     sequence->chain.best = Draft{drafted[i], kGrammar, 1.0};
     sequence->extend();
@@ -161,13 +166,13 @@ NEAP_API Step* neap_step_new() { return new Step; }
 NEAP_API void neap_step_free(Step* step) { delete step; }
 // `rooms`: the most drafts of each sequence. Only exits at `min_layers` or deeper draft, if it is not 0.
 NEAP_API void neap_step_begin(Step* step, int64_t count, Sequence* const* sequences, const int64_t* rooms,
-                              const int64_t* min_layers, const int64_t* are_fixed, int64_t num_sequences,
-                              int64_t num_others) {
+                              const int64_t* min_layers, const int64_t* are_fixed, const double* keys_s,
+                              int64_t num_sequences, int64_t num_others, double extra_s) {
   int64_t num_fixed = 0;
   for (int64_t i = 0; i < count; ++i) num_fixed += are_fixed[i] ? rooms[i] : 0;
   for (int64_t i = 0; i < count; ++i)
-    sequences[i]->begin(rooms[i], min_layers[i], are_fixed[i] != 0, num_sequences, num_others + num_fixed);
-  step->begin({sequences, sequences + count}, num_sequences, num_others);
+    sequences[i]->begin(rooms[i], min_layers[i], are_fixed[i] != 0, keys_s[i], {num_sequences, num_others + num_fixed, extra_s});
+  step->begin({sequences, sequences + count}, {num_sequences, num_others, extra_s});
 }
 NEAP_API void neap_step_go_on(Step* step, int64_t row, int64_t num_kept, const int32_t* forced, int64_t num_forced,
                               int32_t begun) {

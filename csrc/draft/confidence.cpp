@@ -11,6 +11,8 @@ constexpr double kLeast = 0.001, kMost = 0.999;
 // Weight of the priors, in expected right drafts, and the sum at which all are halved, so that older requests weigh
 // less.
 constexpr double kPriorWeight = 24.0, kWindow = 1000.0;
+// The same of what asking gains, in drafts; the least factor; and what a step without it leaves of what is known.
+constexpr double kAskedWeight = 4.0, kAskedWindow = 60.0, kLeastAsked = 0.05, kFading = 0.998;
 
 double log_odds(double probability) {
   probability = std::clamp(probability, kLeast, kMost);
@@ -99,6 +101,21 @@ void Confidence::add(Case in_case, const Draft& draft, double probability, int32
   sum.right += draft.token == token;
   if (sum.expected > kWindow) sum.expected /= 2, sum.right /= 2;
   sum.ratio = (kPriorWeight + sum.right) / (kPriorWeight + sum.expected);
+}
+
+void Confidence::record_asked(int proposer, double expected, int gained) {
+  Sum& sum = sums_[kAsked][proposer];
+  sum.expected += expected;
+  sum.right += gained;
+  if (sum.expected > kAskedWindow) sum.expected /= 2, sum.right /= 2;
+  sum.ratio = std::max((kAskedWeight + sum.right) / (kAskedWeight + sum.expected), kLeastAsked);
+}
+
+void Confidence::record_unasked(int proposer) {
+  Sum& sum = sums_[kAsked][proposer];
+  sum.expected *= kFading;
+  sum.right *= kFading;
+  sum.ratio = std::max((kAskedWeight + sum.right) / (kAskedWeight + sum.expected), kLeastAsked);
 }
 
 }  // namespace neap::draft

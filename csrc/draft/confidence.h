@@ -20,8 +20,8 @@ struct Draft {
   bool is_exit() const { return proposer >= kFirstExit; }
 };
 
-// The cases of joint weights, tables alone, and an exit whatever the tables say.
-enum Case { kAgree, kTableDiffers, kExitDiffers, kExitAlone, kTableAlone, kAnyExit, kNumCases };
+// The cases of joint weights, tables alone, an exit whatever the tables say, and what asking it gains.
+enum Case { kAgree, kTableDiffers, kExitDiffers, kExitAlone, kTableAlone, kAnyExit, kAsked, kNumCases };
 
 // A draft that counts: not one that a table alone proposes where another table is surer of another token.
 struct Rated {
@@ -49,6 +49,15 @@ class Confidence {
   double factor(int proposer) const { return ratio(kAnyExit, proposer); }
   // What a pass has shown of a position: `token` was the full model's choice.
   void record(const std::vector<Draft>& drafts, int32_t token);
+
+  // By what the gain that is expected of asking an exit has to be scaled: exits are asked where tables are unsure, and
+  // are right there less often than elsewhere.
+  double asked_factor(int proposer) const { return ratio(kAsked, proposer); }
+  // An exit was asked, which was expected to make the draft more probable by `expected`. `gained`: 1 if the draft became
+  // right by it, -1 if it became wrong.
+  void record_asked(int proposer, double expected, int gained);
+  // It was not asked. What is known of it fades, so that it is tried again.
+  void record_unasked(int proposer);
 
  private:
   struct Sum { double expected = 0.0, right = 0.0, ratio = 1.0; };

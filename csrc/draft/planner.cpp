@@ -17,20 +17,21 @@ double PassCosts::of_pass(int64_t num_tokens) const {
   return low.second + (high.second - low.second) * (double)(num_tokens - low.first) / (double)(high.first - low.first);
 }
 
-double PassCosts::least_survival(int64_t num_sequences, int64_t num_others) const {
+double PassCosts::least_survival(const PassLoad& load, double keys_s) const {
   // If a pass of c seconds gives E expected tokens, a draft that makes it d seconds longer must add at least E d / c,
   // and E is at least one per sequence. The least d of all drafts of a sequence, because costs may rise in steps.
-  const int64_t num_tokens = num_sequences + num_others;
-  const double cost = of_pass(num_tokens);
+  const int64_t num_tokens = load.num_sequences + load.num_others;
+  const double cost = of_pass(num_tokens) + load.extra_s;
   double growth = cost;
   for (int64_t draft = 0; draft < std::max<int64_t>(max_drafts(), 1); ++draft)
     growth = std::min(growth, of_pass(num_tokens + draft + 1) - of_pass(num_tokens + draft));
-  return std::clamp((double)num_sequences * growth / cost, kMinSurvival, 1.0);
+  return std::clamp((double)load.num_sequences * (growth + keys_s) / cost, kMinSurvival, 1.0);
 }
 
-double PassCosts::draft_gain_s(int64_t num_sequences, int64_t num_others, double tokens_per_pass) const {
-  const double cost = of_pass(num_sequences + num_others), growth = of_pass(num_sequences + num_others + 1) - cost;
-  return cost / (double)num_sequences / tokens_per_pass - growth;
+double PassCosts::draft_gain_s(const PassLoad& load, double keys_s, double tokens_per_pass) const {
+  const int64_t num_tokens = load.num_sequences + load.num_others;
+  const double cost = of_pass(num_tokens), growth = of_pass(num_tokens + 1) - cost;
+  return (cost + load.extra_s) / (double)load.num_sequences / tokens_per_pass - growth - keys_s;
 }
 
 double chain_gain_s(double gain_s, double agreement, const ExitCost& cost, int64_t room) {
@@ -59,37 +60,45 @@ std::vector<int> select_sequences(const std::vector<double>& gains_s, const Exit
   return ordered;
 }
 
-std::vector<int64_t> best_lengths(const std::vector<PlannedChain>& chains, const PassCosts& costs, int64_t num_others) {
+std::vector<int64_t> best_lengths(const std::vector<PlannedChain>& chains, const PassCosts& costs,
+                                  const PassLoad& load) {
   struct Candidate {
-    double reach;
+    double reach, value;
     size_t chain;
   };
   std::vector<int64_t> lengths;
   std::vector<Candidate> candidates;
-  double expected = (double)chains.size();
-  int64_t num_tokens = (int64_t)chains.size() + num_others;
+  if (chains.empty()) return lengths;
+  double expected = (double)chains.size(), keys_s = 0.0;
+  int64_t num_tokens = (int64_t)chains.size() + load.num_others;
+  const int64_t many = std::max<int64_t>(costs.max_drafts(), 1);
+  const double growth = std::max((costs.of_pass(num_tokens + many) - costs.of_pass(num_tokens)) / (double)many, 1e-9);
   for (size_t index = 0; index < chains.size(); ++index) {
     const PlannedChain& chain = chains[index];
     double reach = 1.0;
     for (int64_t i = 0; i < std::min(chain.count, costs.max_drafts()); ++i) {
       reach *= chain.probabilities[i];
-      if (i < chain.least) expected += reach;
-      else candidates.push_back({reach, index});
+      if (i < chain.least)
+        expected += reach;
+      else
+        candidates.push_back({reach, reach / (growth + chain.keys_s), index});
     }
     num_tokens += chain.least;
+    keys_s += (double)chain.least * chain.keys_s;
     lengths.push_back(chain.least);
   }
-  if (chains.empty()) return lengths;
-  // No draft is reached more probably than the one before it. So whoever takes the largest remaining reach never skips
+  // Of one chain, no draft is worth more than the one before it. So whoever takes the one that is worth most never skips
   // one.
   std::stable_sort(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) {
-    return a.reach > b.reach || (a.reach == b.reach && a.chain < b.chain);
+    return a.value > b.value || (a.value == b.value && a.chain < b.chain);
   });
   size_t best = 0;
-  double best_rate = expected / costs.of_pass(num_tokens);
+  double best_rate = expected / (costs.of_pass(num_tokens) + load.extra_s + keys_s);
   for (size_t count = 1; count <= candidates.size(); ++count) {
-    expected += candidates[count - 1].reach;
-    const double rate = expected / costs.of_pass(num_tokens + (int64_t)count);
+    const Candidate& next = candidates[count - 1];
+    expected += next.reach;
+    keys_s += chains[next.chain].keys_s;
+    const double rate = expected / (costs.of_pass(num_tokens + (int64_t)count) + load.extra_s + keys_s);
     if (rate > best_rate) best = count, best_rate = rate;
   }
   for (size_t i = 0; i < best; ++i) ++lengths[candidates[i].chain];

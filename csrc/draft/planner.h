@@ -21,6 +21,12 @@ struct ExitCost {
   double of(int64_t num_chains) const { return alone_s + (double)(num_chains - 1) * each_more_s; }
 };
 
+// A pass as drafting finds it. `extra_s`: what it takes beyond its measured cost, whatever is drafted.
+struct PassLoad {
+  int64_t num_sequences = 0, num_others = 0;  // others: tokens of pieces of prompts
+  double extra_s = 0.0;
+};
+
 struct PassCosts {
   // Of passes over 1, 2, .. tokens, and over (tokens) more, ascending.
   std::vector<double> verify;
@@ -29,12 +35,12 @@ struct PassCosts {
   int64_t max_drafts() const { return (int64_t)verify.size() - 1; }
   // Interpolated linearly between the measured sizes, and extrapolated beyond them.
   double of_pass(int64_t num_tokens) const;
-  // The least probability of survival with which a draft pays for its place in a pass that `num_sequences` share with
-  // `num_others` other tokens.
-  double least_survival(int64_t num_sequences, int64_t num_others) const;
+  // The least probability of survival with which a draft pays for its place in a pass, and for `keys_s` seconds that it
+  // takes to attend to the keys of its sequence.
+  double least_survival(const PassLoad& load, double keys_s) const;
   // Seconds that one more accepted draft of a sequence saves: its share of a pass, divided by its `tokens_per_pass`,
   // minus the growth of the pass by one token.
-  double draft_gain_s(int64_t num_sequences, int64_t num_others, double tokens_per_pass) const;
+  double draft_gain_s(const PassLoad& load, double keys_s, double tokens_per_pass) const;
 };
 
 // Seconds that a call is expected to save for one chain with `room` for drafts, if the first draft saves `gain_s`. The
@@ -48,9 +54,11 @@ std::vector<int> select_sequences(const std::vector<double>& gains_s, const Exit
 struct PlannedChain {
   const double* probabilities;
   int64_t count, least;
+  double keys_s;  // what each draft takes to attend to the keys of its sequence
 };
 
-// How many of each chain's drafts to verify, in a pass that has `num_others` other tokens.
-std::vector<int64_t> best_lengths(const std::vector<PlannedChain>& chains, const PassCosts& costs, int64_t num_others);
+// How many of each chain's drafts to verify. One chain for each sequence of the pass.
+std::vector<int64_t> best_lengths(const std::vector<PlannedChain>& chains, const PassCosts& costs,
+                                  const PassLoad& load);
 
 }  // namespace neap::draft

@@ -12,7 +12,7 @@ constexpr double kUsualTokensPerPass = 1.5, kPassWeight = 8.0;
 }  // namespace
 
 void Chain::append(const Draft& draft, double probability) {
-  links.push_back({draft, probability, std::move(proposals)});
+  links.push_back({draft, probability, std::move(proposals), std::exchange(asked, {})});
   proposals.clear();
   path.push_back(draft.token);
   survival *= probability;
@@ -34,7 +34,17 @@ void Sequence::record(const int32_t* tokens, int64_t count) {
   ++num_passes;
   num_accepted += count - 1;
   const auto known = std::min<int64_t>(count, (int64_t)chain.links.size());
-  for (int64_t place = 0; place < known; ++place) confidence->record(chain.links[place].proposals, tokens[place]);
+  bool was_asked = false;
+  for (int64_t place = 0; place < known; ++place) {
+    const Chain::Link& link = chain.links[place];
+    confidence->record(link.proposals, tokens[place]);
+    if (link.asked.proposer < 0) continue;
+    was_asked = true;
+    const int gained = (link.draft.token == tokens[place]) - (link.asked.before == tokens[place]);
+    confidence->record_asked(link.asked.proposer, link.asked.expected, gained);
+  }
+  if (!was_asked)
+    for (size_t exit = 0; exit < ladder->exits.size(); ++exit) confidence->record_unasked(kFirstExit + (int)exit);
 }
 
 double Sequence::tokens_per_pass() const {
@@ -42,7 +52,7 @@ double Sequence::tokens_per_pass() const {
   return (kPassWeight * kUsualTokensPerPass + passes + (double)num_accepted) / (kPassWeight + passes);
 }
 
-void Sequence::begin(int64_t room, int64_t min_layers, bool is_fixed, int64_t num_sequences, int64_t num_others) {
+void Sequence::begin(int64_t room, int64_t min_layers, bool is_fixed, double keys_s, const PassLoad& load) {
   chain = {};
   chain.path = tail;
   chain.num_before = tail.size();
@@ -50,9 +60,10 @@ void Sequence::begin(int64_t room, int64_t min_layers, bool is_fixed, int64_t nu
   chain.ahead.resize(ladder->exits.size());
   chain.room = std::min(room, ladder->costs.max_drafts());
   chain.min_layers = min_layers;
+  chain.keys_s = keys_s;
   // If the caller asked for a fixed number of drafts, they are made whether they pay or not.
   chain.is_fixed = is_fixed;
-  if (chain.room > 0 && !is_fixed) chain.least_survival = ladder->costs.least_survival(num_sequences, num_others);
+  if (chain.room > 0 && !is_fixed) chain.least_survival = ladder->costs.least_survival(load, keys_s);
   chain.is_going = chain.wants_more();
 }
 
@@ -143,11 +154,10 @@ bool Sequence::extend() {
   return true;
 }
 
-void Step::begin(std::vector<Sequence*> rows, int64_t num_sequences, int64_t num_others) {
+void Step::begin(std::vector<Sequence*> rows, const PassLoad& load) {
   *this = {};
   rows_ = std::move(rows);
-  num_sequences_ = num_sequences;
-  num_others_ = num_others;
+  load_ = load;
 }
 
 bool Step::begin_round() {
@@ -213,14 +223,22 @@ void Step::ask(const std::vector<int32_t>& group) {
       continue;
     // By how much its draft is expected to be more probable than the best one so far. Where tables say nothing this is
     // more than 0 however seldom the exit was right lately. So it is asked there, and can come back.
-    const double factor = sequence.confidence->factor(kFirstExit + (int)exit_);
+    const int proposer = kFirstExit + (int)exit_;
+    const double factor = sequence.confidence->factor(proposer);
     const double gain = exit.agreement * factor - chain.best_probability;
-    const double gain_s =
-        chain.survival * gain * ladder.costs.draft_gain_s(num_sequences_, num_others_, sequence.tokens_per_pass());
-    allowed.push_back({&sequence, row, gain_s});
+    const double gain_s = chain.survival * gain * sequence.confidence->asked_factor(proposer) *
+                          ladder.costs.draft_gain_s(load_, chain.keys_s, sequence.tokens_per_pass());
+    allowed.push_back({&sequence, row, gain, gain_s});
     gains_s.push_back(chain_gain_s(gain_s, exit.agreement * factor, exit.cost, chain.left()));
   }
-  for (const int chosen : select_sequences(gains_s, exit.cost)) asked_.push_back(allowed[chosen]);
+  ExitCost cost = exit.cost;
+  cost.alone_s *= exit.slowness, cost.each_more_s *= exit.slowness;
+  for (const int chosen : select_sequences(gains_s, cost)) {
+    const Asked& one = allowed[chosen];
+    Chain& chain = one.sequence->chain;
+    chain.asked = {kFirstExit + (int32_t)exit_, one.gain, chain.best ? chain.best->token : -1};
+    asked_.push_back(one);
+  }
 }
 
 double Step::least_survival(const Asked& one) const {
@@ -272,10 +290,10 @@ std::vector<int64_t> Step::plan() const {
     auto& of_chain = probabilities.emplace_back();
     for (const Chain::Link& link : sequence->chain.links) of_chain.push_back(link.probability);
     const auto count = (int64_t)of_chain.size();
-    chains.push_back({of_chain.data(), count, sequence->chain.is_fixed ? count : 0});
+    chains.push_back({of_chain.data(), count, sequence->chain.is_fixed ? count : 0, sequence->chain.keys_s});
   }
   if (rows_.empty()) return {};
-  return best_lengths(chains, rows_[0]->ladder->costs, num_others_);
+  return best_lengths(chains, rows_[0]->ladder->costs, load_);
 }
 
 }  // namespace neap::draft

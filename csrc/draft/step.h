@@ -18,6 +18,8 @@ struct Exit {
   int64_t depth;
   double agreement;
   ExitCost cost;
+  // How much longer than `cost` its calls take while serving.
+  double slowness = 1.0;
 };
 
 // What drafts for the sequences of one version of a router. Arrays that it points to are the caller's.
@@ -49,10 +51,18 @@ struct Ahead {
 };
 
 struct Chain {
+  // An exit that was asked for a position: what that was expected to add to the probability of the best draft, and that
+  // draft before, or -1.
+  struct Question {
+    int32_t proposer = -1;
+    double expected = 0.0;
+    int32_t before = -1;
+  };
   struct Link {
     Draft draft;
     double probability;  // of the draft being right: see `Confidence`
     std::vector<Draft> proposals;
+    Question asked;
   };
   std::vector<Link> links;
   // The last tokens before the chain, and the chain's.
@@ -68,10 +78,12 @@ struct Chain {
   std::vector<Draft> proposals;
   std::optional<Draft> best;
   double best_probability = 0.0;
+  Question asked;
   bool is_open = true;  // whether proposers have a say in it
   // Limits.
   int64_t room = 0, min_layers = 0;
   double least_survival = kMinSurvival;
+  double keys_s = 0.0;  // what a draft takes to attend to the keys before it
   bool is_fixed = false;  // all drafts are verified, whether they pay or not
   bool is_going = false;
   bool has_failed = false;
@@ -101,7 +113,7 @@ struct Sequence {
   void append(const int32_t* tokens, int64_t count);
   // What a pass has shown: the full model's choices at the places of the chain, the first of them accepted drafts.
   void record(const int32_t* tokens, int64_t count);
-  void begin(int64_t room, int64_t min_layers, bool is_fixed, int64_t num_sequences, int64_t num_others);
+  void begin(int64_t room, int64_t min_layers, bool is_fixed, double keys_s, const PassLoad& load);
   // Cuts the chain, and says what a constraint has for the places after it.
   void go_on(int64_t num_kept, const int32_t* forced, int64_t num_forced, int32_t begun);
   void look_up();
@@ -113,13 +125,13 @@ struct Sequence {
 struct Asked {
   Sequence* sequence;
   int32_t row;
-  double gain_s;
+  double gain, gain_s;  // of the first draft, in probability and in seconds
 };
 
 class Step {
  public:
-  // The chains of the rows have begun. `num_sequences` share the pass with `num_others` other tokens.
-  void begin(std::vector<Sequence*> rows, int64_t num_sequences, int64_t num_others);
+  // The chains of the rows have begun.
+  void begin(std::vector<Sequence*> rows, const PassLoad& load);
   // Returns how many chains are to be taken to exit `exit_index()`; 0: all chains are as long as they get.
   int64_t advance();
   const std::vector<Asked>& asked() const { return asked_; }
@@ -138,7 +150,7 @@ class Step {
   void take(const std::vector<int32_t>& group);
 
   std::vector<Sequence*> rows_;
-  int64_t num_sequences_ = 0, num_others_ = 0;
+  PassLoad load_;
   std::vector<std::vector<int32_t>> groups_;  // rows that go on, by ladder
   size_t group_ = 0;
   int64_t exit_ = 0;

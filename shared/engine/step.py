@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.drafting.chains import Drafting
-from shared.engine.drafting.drafter import Drafter
+from shared.engine.drafting.drafter import MOST_SLOWNESS, Drafter
 from shared.engine.drafting.speculation import Speculation, settle
 from shared.engine.failure import attempt, fail_all, non_finite_logits
 from shared.engine.memory.prefixes import Prefixes
@@ -214,6 +214,7 @@ class Decoder:
         """Runs the verify pass over all chains, verifies their drafts, and commits what the full model accepts."""
         if not parts:
             return
+        start_s = time.perf_counter()
         try:
             logits = self._verify_pass(parts)
         except Exception as error:
@@ -222,6 +223,10 @@ class Decoder:
             return
         answered = [part for part in parts if part.num_logits]
         verdicts = dict(zip(map(id, answered), self._verify(logits, answered), strict=True))
+        if not any(part.is_prefill for part in parts):
+            measured_s = parts[0].sequence.drafter.pass_s(sum(len(part.tokens) for part in parts))
+            extra_s = min(time.perf_counter() - start_s, MOST_SLOWNESS * measured_s) - measured_s
+            self._drafting.key_time.record(extra_s, [(part.base, len(part.tokens)) for part in parts])
         for part in parts:
             if part.sequence.failure is None:
                 attempt(part.sequence, self._commit, part, verdicts.get(id(part)))

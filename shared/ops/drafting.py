@@ -18,6 +18,7 @@ from shared.ops import library
 
 _RESULTS = {
     "neap_ladder_call_gain_s": c_double,
+    "neap_ladder_pass_s": c_double,
     "neap_confidence_factor": c_double,
     "neap_confidence_rate": c_int64,
     "neap_learned_entries": c_int64,
@@ -29,6 +30,8 @@ _RESULTS = {
 # Pointers first and whole numbers as int64, unless an entry says something else.
 _OTHER_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "neap_ladder_call_gain_s": (c_void_p, c_int64, c_double),
+    "neap_ladder_pass_s": (c_void_p, c_int64),
+    "neap_ladder_slow_exit": (c_void_p, c_int64, c_double),
     "neap_learned_learn": (c_void_p, c_uint64, c_void_p, c_int64, c_int64),
     "neap_confidence_factor": (c_void_p, c_int32),
     "neap_sequence_new": (c_void_p, c_void_p, c_void_p, c_uint64, c_void_p, c_int64, c_void_p),
@@ -132,10 +135,13 @@ class Step:
         are_fixed: Sequence[bool],
         num_sequences: int,
         num_other_tokens: int = 0,
+        extra_s: float = 0.0,
+        keys_s: Sequence[float] = (),
     ) -> None:
         """`rooms`: the most drafts of each. Only exits at `min_layers` or deeper draft, if it is not 0. Chains that are
         fixed are drafted and verified whether they pay or not. `num_sequences` share the verify pass, with so many
-        other tokens."""
+        other tokens, and takes `extra_s` seconds more than its measured cost;
+        each draft of a sequence takes `keys_s` more to attend to the keys before it."""
         self._count = len(sequences)
         self._width = max(1, *rooms)
         self._functions.neap_step_begin(
@@ -145,8 +151,10 @@ class Step:
             integers(rooms),
             integers(min_layers),
             integers(are_fixed),
+            doubles(keys_s or [0.0] * self._count),
             c_int64(num_sequences),
             c_int64(num_other_tokens),
+            c_double(extra_s),
         )
 
     def go_on(self, row: int, num_kept: int, forced: Sequence[int], begun: int | None) -> None:

@@ -4,10 +4,12 @@ Tables, joint confidence, rounds and plan are native: see `shared.ops.drafting.S
 for, which need the device, and the constraints, which are a library of their own.
 """
 
+import time
 from collections.abc import Sequence
 
 import torch
 
+from shared.engine.drafting.drafter import KeyTime
 from shared.engine.drafting.speculation import Speculation, advance_to
 from shared.engine.failure import attempt, fail_all
 from shared.engine.request.sequence import DecodingSequence
@@ -24,6 +26,7 @@ class Drafting:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._step = Step()
+        self.key_time = KeyTime()
 
     def draft(self, sequences: Sequence[DecodingSequence], num_other_tokens: int = 0) -> list[Speculation]:
         """Each sequence's last final token and the drafts that are worth their place in a pass that all of them share,
@@ -45,6 +48,7 @@ class Drafting:
             [policy.max_drafts > 0 for policy in policies],
             len(sequences),
             num_other_tokens,
+            *self.key_time.of([chain.base for chain in chains]),
         )
         limited = [row for row, sequence in enumerate(sequences) if sequence.limits_drafts and rooms[row] > 0]
         for row in limited:
@@ -122,7 +126,11 @@ class Drafting:
                     entering=None if states_at is None else torch.stack(chain.captured[states_at][one.num_seen :]),
                 )
             )
+        start_s = time.perf_counter()
         found = ladder.propose(index, starts)
+        seconds = time.perf_counter() - start_s
+        drafter = chains[asked[0].row].sequence.drafter
+        drafter.record_call(index, seconds, len(asked), int(found.lengths.max()))
         self._step.give(found.tokens, found.probabilities, found.lengths)
         return found.outputs
 

@@ -11,7 +11,12 @@ from shared.ladder.learned_ngrams import ClientNgrams
 from shared.ladder.proposers import NOT_CALIBRATED, numbered
 from shared.ladder.tables import SequenceTables, native_ladder
 from shared.model.runner import Runner
+from shared.ops.drafting import functions
 
+# Weight of earlier calls and passes in what they take, and how much longer than measured they are taken to be at most.
+DECAY, MOST_SLOWNESS = 0.95, 4.0
+# Weight of earlier passes in what keys take, and how different passes must be to tell its two parts apart.
+KEY_DECAY, LEAST_SPREAD = 0.99, 0.02
 # What is learnt of sampled answers is kept apart for each tenth of a temperature up to this many tenths.
 MOST_TENTHS = 20
 
@@ -43,6 +48,7 @@ class Drafter:
             if ladder
             else (),
         )
+        self._slowness = [1.0] * len(exit_depths)
         self._confidence: dict[tuple[int, bool, bool], Confidence] = {}
 
     def confidence(self, request: GenerationRequest) -> Confidence:
@@ -65,7 +71,51 @@ class Drafter:
         confidence = self.confidence(request)
         return make(self._native, confidence, learned, request.predicted, len(request.prompt_ids))
 
+    def pass_s(self, num_tokens: int) -> float:
+        """Measured seconds of a pass over so many tokens."""
+        seconds: float = functions().neap_ladder_pass_s(self._native.address, num_tokens)
+        return seconds
+
+    def record_call(self, index: int, seconds: float, num_chains: int, num_drafts: int) -> None:
+        """A call of an exit took so long, for that many chains and drafts of the longest. While serving it finds cold
+        caches, and takes longer than it did when it was measured."""
+        cost = self.costs.exits[index]
+        measured_s = cost.alone_s + (num_chains - 1) * cost.each_more_s + (num_drafts - 1) * cost.each_draft_s
+        found = min(max(seconds / max(measured_s, 1e-9), 1.0), MOST_SLOWNESS)
+        self._slowness[index] = slowness = DECAY * self._slowness[index] + (1.0 - DECAY) * found
+        functions().neap_ladder_slow_exit(self._native.address, index, slowness)
+
     def calibrated(self, proposers: Sequence[int], probabilities: Sequence[float]) -> list[float]:
         """The probabilities of drafts, 0 of a proposer that no calibration has measured."""
         pairs = zip(proposers, probabilities, strict=True)
         return [probability if self.are_calibrated[number] else 0.0 for number, probability in pairs]
+
+
+class KeyTime:
+    """What passes take beyond their measured costs, because they attend to more keys than when they were measured:
+    seconds per key of each sequence, and per key of each token. Fitted to the last passes by least squares."""
+
+    def __init__(self) -> None:
+        self._xx = self._xy = self._yy = self._xs = self._ys = 0.0
+        self._of_sequences = self._of_tokens = 0.0
+
+    def record(self, extra_s: float, parts: Sequence[tuple[int, int]]) -> None:
+        """A pass took so much longer than measured. `parts`: cached keys and tokens of each sequence."""
+        x, y = sum(keys for keys, _ in parts), sum(keys * tokens for keys, tokens in parts)
+        for name, new in (("_xx", x * x), ("_xy", x * y), ("_yy", y * y), ("_xs", x * extra_s), ("_ys", y * extra_s)):
+            setattr(self, name, KEY_DECAY * getattr(self, name) + new)
+        determinant = self._xx * self._yy - self._xy * self._xy
+        first, second = 0.0, max(self._ys / self._yy, 0.0) if self._yy else 0.0
+        # Where all passes had as many tokens, they tell nothing of a further one, and it takes what the others do.
+        if determinant > LEAST_SPREAD * self._xx * self._yy:
+            first = (self._xs * self._yy - self._ys * self._xy) / determinant
+            second = (self._ys * self._xx - self._xs * self._xy) / determinant
+            if first < 0.0:
+                first, second = 0.0, max(self._ys / self._yy, 0.0)
+            elif second < 0.0:
+                first, second = max(self._xs / self._xx, 0.0), 0.0
+        self._of_sequences, self._of_tokens = first, second
+
+    def of(self, num_keys: Sequence[int]) -> tuple[float, list[float]]:
+        """Of sequences with so many cached keys: seconds of a pass over a token of each, and of a further token."""
+        return (self._of_sequences + self._of_tokens) * sum(num_keys), [self._of_tokens * keys for keys in num_keys]
