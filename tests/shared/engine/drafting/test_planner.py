@@ -32,6 +32,8 @@ def begun(
     num_other_tokens: int = 0,
     agreement: float = 0.0,
     exit_cost: ExitCost | None = None,
+    extra_s: float = 0.0,
+    keys_s: Sequence[float] = (),
 ) -> tuple[Step, list[SequenceTables]]:
     """A step of sequences whose tables propose chains of these probabilities; and what must live as long as it."""
     exits = [(0, agreement, exit_cost.alone_s, exit_cost.each_more_s, 0.0, 1)] if exit_cost else []
@@ -43,9 +45,8 @@ def begun(
 
     tables = [SequenceTables(ladder, confidence, script=script(chain)) for chain in chains]
     step, count = Step(), len(chains)
-    step.begin(
-        [each.handle for each in tables], [8] * count, [0] * count, fixed or [False] * count, count, num_other_tokens
-    )
+    handles, limits = [each.handle for each in tables], ([8] * count, [0] * count, fixed or [False] * count)
+    step.begin(handles, *limits, count, num_other_tokens, extra_s, keys_s)
     return step, tables
 
 
@@ -145,6 +146,33 @@ def test_by_its_own_costs_a_plan_is_never_slower_than_full_depth(seed: int) -> N
         chains = [[draw.uniform(0.05, 0.999) for _ in range(draw.randrange(9))] for _ in range(count)]
         lengths = planned(chains, costs)
         assert rate(chains, lengths, costs, 0) >= rate(chains, [0] * count, costs, 0) * (1 - 1e-9)
+
+
+def test_what_keys_take_is_a_part_of_the_plan() -> None:
+    draw = random.Random(3)
+    lengths_seen = set()
+    for _ in range(100):
+        slope, extra_s, keys_s = draw.uniform(0.01, 0.3), draw.uniform(0.0, 2.0), draw.uniform(0.0, 0.3)
+        costs = PassCosts(tuple(1.0 + slope * n for n in range(9)))
+        chain = [draw.uniform(0.3, 0.999) for _ in range(8)]
+
+        def seconds(length: int, costs: PassCosts = costs, extra_s: float = extra_s, keys_s: float = keys_s) -> float:
+            return costs.verify[length] + extra_s + length * keys_s
+
+        step, _kept = begun([chain], costs, extra_s=extra_s, keys_s=[keys_s])
+        step.advance()
+        [chosen] = step.plan()
+        rates = [sum(prod(chain[:n]) for n in range(length + 1)) / seconds(length) for length in range(9)]
+        assert rates[chosen] == pytest.approx(max(rates))
+        lengths_seen.add(chosen)
+    assert len(lengths_seen) > 4
+
+
+def test_of_two_sequences_the_one_with_fewer_keys_drafts_more() -> None:
+    step, _kept = begun([[0.7] * 8] * 2, PassCosts(tuple(1.0 + 0.1 * n for n in range(9))), keys_s=[0.0, 0.2])
+    step.advance()
+    few, many = step.plan()
+    assert few > many
 
 
 def test_drafts_that_are_verified_in_any_case() -> None:
