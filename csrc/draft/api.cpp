@@ -59,10 +59,13 @@ NEAP_API void neap_ladder_free(Ladder* ladder) { delete ladder; }
 // the probability `agreement`. The price of the call is not subtracted.
 NEAP_API double neap_ladder_call_gain_s(const Ladder* ladder, int64_t exit, double agreement) {
   const ExitCost& cost = ladder->exits[exit].cost;
-  return chain_gain_s(agreement * ladder->costs.draft_gain_s({.num_sequences = 1}, 0.0, 1.0), agreement, cost, cost.num_drafts);
+  return chain_gain_s(agreement * ladder->costs.draft_gain_s({.num_sequences = 1}, 0.0, 1.0), agreement, cost,
+                      cost.num_drafts);
 }
 
-NEAP_API double neap_ladder_pass_s(const Ladder* ladder, int64_t num_tokens) { return ladder->costs.of_pass(num_tokens); }
+NEAP_API double neap_ladder_pass_s(const Ladder* ladder, int64_t num_tokens) {
+  return ladder->costs.of_pass(num_tokens);
+}
 NEAP_API void neap_ladder_slow_exit(Ladder* ladder, int64_t exit, double slowness) {
   ladder->exits[exit].slowness = slowness;
 }
@@ -171,7 +174,8 @@ NEAP_API void neap_step_begin(Step* step, int64_t count, Sequence* const* sequen
   int64_t num_fixed = 0;
   for (int64_t i = 0; i < count; ++i) num_fixed += are_fixed[i] ? rooms[i] : 0;
   for (int64_t i = 0; i < count; ++i)
-    sequences[i]->begin(rooms[i], min_layers[i], are_fixed[i] != 0, keys_s[i], {num_sequences, num_others + num_fixed, extra_s});
+    sequences[i]->begin(rooms[i], min_layers[i], are_fixed[i] != 0, keys_s[i],
+                        {num_sequences, num_others + num_fixed, extra_s});
   step->begin({sequences, sequences + count}, {num_sequences, num_others, extra_s});
 }
 NEAP_API void neap_step_go_on(Step* step, int64_t row, int64_t num_kept, const int32_t* forced, int64_t num_forced,

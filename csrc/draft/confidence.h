@@ -53,8 +53,8 @@ class Confidence {
   // By what the gain that is expected of asking an exit has to be scaled: exits are asked where tables are unsure, and
   // are right there less often than elsewhere.
   double asked_factor(int proposer) const { return ratio(kAsked, proposer); }
-  // An exit was asked, which was expected to make the draft more probable by `expected`. `gained`: 1 if the draft became
-  // right by it, -1 if it became wrong.
+  // An exit was asked, which was expected to make the draft more probable by `expected`. `gained`: 1 if the draft
+  // became right by it, -1 if it became wrong.
   void record_asked(int proposer, double expected, int gained);
   // It was not asked. What is known of it fades, so that it is tried again.
   void record_unasked(int proposer);

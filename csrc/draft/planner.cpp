@@ -78,17 +78,15 @@ std::vector<int64_t> best_lengths(const std::vector<PlannedChain>& chains, const
     double reach = 1.0;
     for (int64_t i = 0; i < std::min(chain.count, costs.max_drafts()); ++i) {
       reach *= chain.probabilities[i];
-      if (i < chain.least)
-        expected += reach;
-      else
-        candidates.push_back({reach, reach / (growth + chain.keys_s), index});
+      if (i < chain.least) expected += reach;
+      else candidates.push_back({reach, reach / (growth + chain.keys_s), index});
     }
     num_tokens += chain.least;
     keys_s += (double)chain.least * chain.keys_s;
     lengths.push_back(chain.least);
   }
-  // Of one chain, no draft is worth more than the one before it. So whoever takes the one that is worth most never skips
-  // one.
+  // Of one chain, no draft is worth more than the one before it. So whoever takes the one that is worth most never
+  // skips one.
   std::stable_sort(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) {
     return a.value > b.value || (a.value == b.value && a.chain < b.chain);
   });

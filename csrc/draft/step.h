@@ -83,7 +83,7 @@ struct Chain {
   // Limits.
   int64_t room = 0, min_layers = 0;
   double least_survival = kMinSurvival;
-  double keys_s = 0.0;  // what a draft takes to attend to the keys before it
+  double keys_s = 0.0;    // what a draft takes to attend to the keys before it
   bool is_fixed = false;  // all drafts are verified, whether they pay or not
   bool is_going = false;
   bool has_failed = false;
