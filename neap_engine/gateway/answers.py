@@ -194,12 +194,12 @@ class Response:
 
     def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
         """Return the JSON of the last chunk, which has no choice."""
-        return as_json({**self._chunk_head(choices[0]), "choices": [], "usage": usage(choices)})
+        return as_json({**self._chunk_head(choices[0]), "choices": [], **totals(choices)})
 
     def whole(self, choices: Sequence[Choice]) -> list[bytes]:
         """Return the JSON of the response in parts."""
         fingerprint = {"system_fingerprint": choices[0].fingerprint}
-        head = as_json({**self._head, "object": self._object, **fingerprint, "usage": usage(choices)})
+        head = as_json({**self._head, "object": self._object, **fingerprint, **totals(choices)})
         before = [head[:-1] + b',"choices":['] + [b","] * (len(choices) - 1)
         parts = [text + choice.whole() for text, choice in zip(before, choices, strict=True)]
         parts[-1] += b"]}"
@@ -210,15 +210,20 @@ class Response:
         return {**self._head, "object": kind, "system_fingerprint": choice.fingerprint}
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Sum the usage of the choices. A prompt counts once for each choice that it was run for."""
+def totals(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return the usage of all choices together, and vLLM's `metrics` if drafts were verified. A prompt counts once for
+    each choice that it was run for.
+
+    The metrics follow https://github.com/vllm-project/vllm/pull/48915. Workers count passes, not what each accepted, so
+    the histogram is missing, and every pass counts as a step, one without drafts too.
+    """
     finished = [choice.finished for choice in choices if choice.finished is not None]
 
     def total(kind: str) -> int:
         return sum(getattr(finish.usage, f"num_{kind}_tokens") for finish in finished)
 
-    prompt, completion = total("prompt"), total("completion")
-    return {
+    prompt, completion, depth = total("prompt"), total("completion"), depth_figures(finished)
+    usage = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
@@ -226,8 +231,19 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
         "completion_tokens_details": {
             f"{kind}_tokens": total(kind) for kind in ("accepted_prediction", "rejected_prediction", "reasoning")
         },
-        "neap": depth_figures(finished),
+        "neap": depth,
     }
+    drafted, accepted, passes = (depth[name] for name in ("drafted_tokens", "accepted_tokens", "deep_passes"))
+    if not (drafted and passes):
+        return {"usage": usage}
+    speculative = {
+        "mean_acceptance_length": 1 + accepted / passes,
+        "draft_acceptance_rate": accepted / drafted,
+        "num_spec_steps": passes,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+    }
+    return {"usage": usage, "metrics": {"speculative_decoding": speculative}}
 
 
 def depth_figures(finished: Sequence[pb.Finished]) -> dict[str, Any]:

@@ -193,17 +193,14 @@ def _text(content: str | list[TextPart], between: str) -> str:
 
 def _prompts(request: CompletionRequest, max_choices: int) -> list[pb.GenerateRequest]:
     prompt = request.prompt
-    if isinstance(prompt, str):
-        return [pb.GenerateRequest(text=prompt)]
-    if isinstance(prompt[0], int):
-        return [pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt))]
-    if len(prompt) > max_choices:
+    prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    if len(prompts) > max_choices:
         raise refused(
-            f"there are {len(prompt)} prompts; at most {max_choices} are allowed", "prompt", reason="TOO_MANY_CHOICES"
+            f"there are {len(prompts)} prompts; at most {max_choices} are allowed", "prompt", reason="TOO_MANY_CHOICES"
         )
     return [
         pb.GenerateRequest(text=part) if isinstance(part, str) else pb.GenerateRequest(token_ids=pb.TokenIds(ids=part))
-        for part in prompt
+        for part in prompts
     ]
 
 

@@ -11,7 +11,7 @@ from neap_client.inference.v1 import inference_pb2 as pb
 from pydantic import BaseModel, Field
 
 from shared.rpc.pages import DEFAULT_PAGE_SIZE
-from tests.gateways import chat_body
+from tests.gateways import chat_body, finished, started
 from tests.worker import build_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -61,6 +61,41 @@ def test_a_stream_has_the_same_text_and_usage_if_asked_for(client, direct):
     assert whole.system_fingerprint == whole.choices[0].model_extra["neap"]["numerics_id"]
     assert (last.choices, last.usage.completion_tokens) == ([], 12)
     assert all(chunk.usage is None for chunk in chunks)
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_the_drafts_of_all_choices_are_counted_under_the_names_of_vllm(scripted, is_chat):
+    """In a stream where the usage is, and nowhere if nothing was drafted."""
+    worker, gateway = scripted
+    drafts = [(10, 4, 5), (6, 4, 3)]
+
+    def body(**fields):
+        given = chat_body() if is_chat else {"model": "tiny", "prompt": "hello"}
+        return {**given, "n": len(drafts), "seed": 1, **fields}
+
+    def answer(request):
+        drafted, accepted, passes = drafts[request.sampling.seed - 1]
+        depth = pb.DepthStatistics(num_drafted=drafted, num_accepted=accepted, num_deep_passes=passes)
+        return [started(), finished(depth=depth)]
+
+    worker.script = answer
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    expected = {
+        "mean_acceptance_length": 2.0,
+        "draft_acceptance_rate": 0.5,
+        "num_spec_steps": 8,
+        "num_accepted_draft_tokens": 8,
+        "num_draft_tokens": 16,
+    }
+    assert gateway.http.post(path, json=body()).json()["metrics"] == {"speculative_decoding": expected}
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        lines = gateway.http.post(path, json=body(stream=True, **options)).text.split("\n\n")
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        found = [chunk["metrics"] for chunk in chunks if "metrics" in chunk]
+        assert found == ([{"speculative_decoding": expected}] if options else [])
+        assert not options or "metrics" in chunks[-1]
+    drafts[:] = [(0, 0, 5), (0, 0, 3)]
+    assert "metrics" not in gateway.http.post(path, json=body()).json()
 
 
 def test_each_chunk_has_the_usage_so_far_if_asked_for(client, gateway):
