@@ -34,7 +34,6 @@ TARGET_LABELS = {"namespace", "pod", "instance"}
 # Rows of the documents whose advice is no alert: comparisons of two router versions during a rollout (docs/rollout.md),
 # and what only somebody who knows the callers can judge.
 NOT_ALERTS = {
-    "neap_router_accepted_tokens_total",
     "neap_router_layer_executions_saved_total",
     "neap_unauthorized_calls_total",
 }
