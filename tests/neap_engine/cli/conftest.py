@@ -274,8 +274,11 @@ def service() -> Iterator[FakeService]:
 
 
 class Neap:
-    def __call__(self, *arguments: str, **options: Any) -> Result:
-        return CliRunner().invoke(app, list(arguments), **options)
+    def __call__(self, *arguments: str, code: int | None = 0, **options: Any) -> Result:
+        """Runs a command, which must end with this exit code."""
+        result = CliRunner().invoke(app, list(arguments), **options)
+        assert code in (None, result.exit_code), result.output
+        return result
 
 
 @pytest.fixture

@@ -39,9 +39,9 @@ def test_clear_keeps_the_system_message():
 
 @pytest.fixture
 def chat(service, neap):
-    def run(*lines, flags=()):
+    def run(*lines, flags=(), **options):
         text = "".join(f"{line}\n" for line in lines)
-        return neap("chat", "--worker", service.address, *flags, input=text)
+        return neap("chat", "--worker", service.address, *flags, input=text, **options)
 
     return run
 
@@ -52,7 +52,7 @@ def said(request):
 
 def test_every_turn_carries_those_before(service, chat):
     result = chat("hi", "", "and then?", "/exit", "not asked")
-    assert (result.exit_code, result.stdout) == (0, "Héllo there\nHéllo there\n"), result.output
+    assert result.stdout == "Héllo there\nHéllo there\n"
     first, second = map(said, service.inference.requests)
     assert first == [("user", "hi")]
     assert second == [*first, ("assistant", "Héllo there"), ("user", "and then?")]
@@ -83,7 +83,6 @@ def test_what_the_context_has_no_room_for_is_forgotten(service, chat, reason):
 
     service.inference.on_generate = refuse_more_than_a_turn
     result = chat("a", "b", "c")
-    assert result.exit_code == 0, result.output
     assert [text for _, text in said(service.inference.requests[-1])] == ["b", "Héllo there", "c"]
     assert result.stderr.count("the context is full") == 1
 
@@ -93,8 +92,8 @@ def test_a_question_that_is_too_long_alone_is_an_error(service, chat):
         raise InvalidInput("too long", reason="PROMPT_TOO_LONG")
 
     service.inference.on_generate = refuse
-    result = chat("a")
-    assert (result.exit_code, "PROMPT_TOO_LONG" in result.stderr) == (1, True)
+    result = chat("a", code=1)
+    assert "PROMPT_TOO_LONG" in result.stderr
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_conversation(service, chat):
@@ -109,7 +108,6 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(service, chat):
 
     service.inference.on_generate = interrupt
     result = chat("a", "b")
-    assert result.exit_code == 0, result.output
     # The first question had no answer, so it is not part of the conversation.
     assert said(service.inference.requests[-1]) == [("user", "b")]
     assert result.stdout.endswith("Héllo there\n")
@@ -123,7 +121,6 @@ def test_in_a_terminal_an_error_does_not_end_the_conversation(service, chat, mon
     service.inference.on_generate = refuse_once
     monkeypatch.setattr("neap_engine.cli.chat.is_terminal", lambda: True)
     result = chat("a", "b")
-    assert result.exit_code == 0, result.output
     assert "error: no [MARGIN_NEEDS_GREEDY]" in result.stderr
     assert "Héllo there" in result.stdout
     assert said(service.inference.requests[-1]) == [("user", "b")]

@@ -20,7 +20,7 @@ def doctor(neap, tmp_path):
     """Runs `neap doctor --json`. Returns its result, and the findings by name."""
 
     def run(*flags):
-        result = neap("doctor", "--json", "--data-dir", str(tmp_path / "data"), *flags)
+        result = neap("doctor", "--json", "--data-dir", str(tmp_path / "data"), *flags, code=None)
         document = json.loads(result.stdout)
         assert document["is_broken"] == (result.exit_code == 1)
         return result, {finding["name"]: finding for finding in document["findings"]}
@@ -52,8 +52,7 @@ def test_the_table_and_the_exit_status_tell_what_is_broken(neap, tmp_path, monke
     (tmp_path / "file").touch()
     registry = ["--registry", str(tmp_path / "file" / "registry")]
     model = ["--model", f"tiny={tmp_path / 'nothing'}"]
-    result = neap("doctor", *registry, *model)
-    assert result.exit_code == 1
+    result = neap("doctor", *registry, *model, code=1)
     assert "broken: variables, registry, model tiny" in result.stderr
     rows = {row[2].strip(): row for row in map(cells, result.stdout.splitlines()) if len(row) > 3}
     assert "did you mean NEAP_REGISTRY?" in rows["variables"][3]
@@ -102,6 +101,5 @@ def test_models_that_are_skipped_are_not_loaded(doctor, tmp_path):
 
 
 def test_settings_that_cannot_be_are_the_commands_error(neap):
-    result = neap("doctor", "--model", "no-equals-sign")
-    assert result.exit_code == 1
+    result = neap("doctor", "--model", "no-equals-sign", code=1)
     assert "it must be ID=SOURCE" in result.stderr

@@ -58,7 +58,6 @@ def test_the_command_shows_a_table_and_writes_csv_and_picture(neap, monkeypatch,
     table, picture = tmp_path / "out" / "table.csv", tmp_path / "out" / "picture.png"
     flags = ["--model", "tiny=/m", "--margin", "0.3", "--csv", str(table), "--output", str(picture)]
     result = neap("evaluate", "prompts.jsonl", *flags)
-    assert result.exit_code == 0, result.output
     for line in (
         "TIDE's method: not measured: the model has no final norm",
         "exact: 0.0% to 50.0% fewer right answers than full",
@@ -76,6 +75,5 @@ def test_the_command_shows_a_table_and_writes_csv_and_picture(neap, monkeypatch,
 
 def test_a_process_without_a_report_is_an_error(neap, monkeypatch):
     monkeypatch.setattr(tune, "MODULE", "string")
-    result = neap("evaluate", "prompts.jsonl", "--model", "tiny=/m")
-    assert result.exit_code == 1
+    result = neap("evaluate", "prompts.jsonl", "--model", "tiny=/m", code=1)
     assert "MEASURING_ENDED" in result.stderr

@@ -55,8 +55,7 @@ def test_help_imports_nothing_heavy():
 def test_no_service_at_the_address(neap):
     (port,) = free_ports(1)
     for command in (["generate", "hi", "--worker"], ["jobs", "list", "--calibrator"]):
-        result = neap(*command, f"127.0.0.1:{port}", "--wait", "0")
-        assert result.exit_code == 1
+        result = neap(*command, f"127.0.0.1:{port}", "--wait", "0", code=1)
         assert f"127.0.0.1:{port}" in result.stderr
         assert "does a service run at this address" in result.stderr
         assert result.stderr.count("\n") == 1
@@ -65,8 +64,7 @@ def test_no_service_at_the_address(neap):
 @pytest.mark.parametrize("address", ["", "127.0.0.1", "http://127.0.0.1:7071", "a b:1", "x:y"])
 def test_what_is_no_address_is_refused(neap, address):
     for command in (["generate", "hi", "--worker"], ["jobs", "list", "--calibrator"]):
-        result = neap(*command, address, env={"COLUMNS": "200"})
-        assert result.exit_code == 2
+        result = neap(*command, address, env={"COLUMNS": "200"}, code=2)
         assert f"{address!r} is not an address HOST:PORT" in result.stderr
 
 
@@ -82,10 +80,9 @@ def test_another_service_at_the_address(neap):
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        result = neap("generate", "hi", "--worker", f"127.0.0.1:{port}")
+        result = neap("generate", "hi", "--worker", f"127.0.0.1:{port}", code=1)
     finally:
         server.stop(None).wait()
-    assert result.exit_code == 1
     assert "another service runs at this address" in result.stderr
 
 

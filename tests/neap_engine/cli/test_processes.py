@@ -125,7 +125,6 @@ def test_a_router_is_published_and_nothing_is_left_running(tmp_path):
 def test_sigterm_cancels_the_job_and_ends_the_service(tmp_path):
     save_model(tmp_path / "model")
     with _start(tmp_path, "--time-budget", "600") as command:
-        assert command.stdout is not None
         lines = iter(command.stdout.readline, "")
         assert any("loading" in line for line in lines)
         command.send_signal(signal.SIGTERM)

@@ -16,7 +16,6 @@ def test_an_empty_index_is_rebuilt(neap, own_redis, s3, monkeypatch):
         client.flushall()
         monkeypatch.setenv("NEAP_REGISTRY", url)
         result = neap("routers", "rebuild-index")
-        assert result.exit_code == 0, result.output
         assert result.stdout.splitlines() == [
             "acme/one: 1 versions, 1 aliases, 2 events",
             "two: 1 versions, 2 aliases, 3 events",
@@ -30,17 +29,14 @@ def test_an_empty_index_is_rebuilt(neap, own_redis, s3, monkeypatch):
 def test_a_rebuild_that_cannot_work_is_an_error(neap, own_redis, s3, tmp_path):
     (tmp_path / "registry").mkdir()
     for without in (str(tmp_path / "registry"), bucket_url(s3)):
-        result = neap("routers", "rebuild-index", "--registry", without, "--model", "tiny")
-        assert result.exit_code != 0
+        result = neap("routers", "rebuild-index", "--registry", without, "--model", "tiny", code=1)
         assert "BAD_REGISTRY" in result.output
     url = shared_url(own_redis, s3)
-    result = neap("routers", "rebuild-index", "--registry", url, "--model", "none")
-    assert result.exit_code != 0
+    result = neap("routers", "rebuild-index", "--registry", url, "--model", "none", code=1)
     assert "NOT_FOUND" in result.output
     own_redis.kill()
     secret = url.replace("//", "//ann:hunter2@", 1)
-    result = neap("routers", "rebuild-index", "--registry", secret)
-    assert result.exit_code != 0
+    result = neap("routers", "rebuild-index", "--registry", secret, code=1)
     assert "REDIS_UNAVAILABLE" in result.output
     assert "hunter2" not in result.output
     assert "Traceback" not in result.output

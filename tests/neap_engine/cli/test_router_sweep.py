@@ -19,7 +19,6 @@ def test_a_sweep_prints_what_it_found_and_removed(neap, request, monkeypatch, ki
         contents = ContentStore(registry._store)
         contents.put("blobs", b"left over")
         result = neap("routers", "sweep")
-        assert result.exit_code == 0, result.output
         expected = "2 objects in use, 0 unused (0 bytes) removed, 1 unused but within the grace period"
         assert expected in result.stdout
         result = neap("routers", "sweep", "--grace-hours", "0", "--dry-run")
@@ -33,13 +32,11 @@ def test_a_sweep_prints_what_it_found_and_removed(neap, request, monkeypatch, ki
 @pytest.mark.parametrize("command", [("sweep",), ("rebuild-index",), ("export", "--model", "tiny", "folder")])
 def test_a_command_about_a_registry_makes_none_and_names_it(neap, monkeypatch, tmp_path, command):
     monkeypatch.delenv("NEAP_REGISTRY", raising=False)
-    result = neap("routers", *command, "--data-dir", tmp_path / "data")
-    assert result.exit_code != 0
+    result = neap("routers", *command, "--data-dir", tmp_path / "data", code=1)
     assert "REGISTRY_NOT_FOUND" in result.output
     assert str(tmp_path / "data" / "registry") in result.output.replace("\n", "")
     assert not (tmp_path / "data").exists()
     with closing(open_registry(str(tmp_path / "data" / "registry"))):
         pass
     result = neap("routers", "sweep", "--data-dir", tmp_path / "data")
-    assert result.exit_code == 0
     assert f"registry: {tmp_path / 'data' / 'registry'}" in result.stderr.replace("\n", "")

@@ -11,7 +11,6 @@ def test_list(service, neap):
     service.routers.manifests[2] = {**real_manifest(), "calibration": calibration}
     service.routers.manifests[1] = {**real_manifest(), "calibration": {"speed": ["an import may say anything"]}}
     result = neap("routers", "list", "--model", "tiny", "--calibrator", service.address)
-    assert result.exit_code == 0, result.output
     rows = [line.split("│") for line in result.stdout.splitlines() if "prompt-lookup" in line]
     assert [row[1].strip() for row in rows] == ["2", "1"]
     assert [row[2].strip() for row in rows] == ["", "stable"]
@@ -52,8 +51,7 @@ def test_show(service, neap):
     shown = [f"{figures[name]:.3f}" for name in names]
     assert [cell.strip() for cell in rows[0][1:-1]] == ["depth-0", "0", *shown]
     assert json.loads(neap(*base, "1", "--manifest").stdout) == real_manifest()
-    missing = neap(*base, "9")
-    assert missing.exit_code == 1
+    missing = neap(*base, "9", code=1)
     assert "VERSION_NOT_FOUND" in missing.stderr
 
 
@@ -83,7 +81,6 @@ def test_show_prints_which_exits_were_left_out(service, neap, left_out):
     service.routers.manifest = {"proposers": [], "calibration": {"left_out": left_out}}
     shown = neap("routers", "show", "--model", "tiny", "--calibrator", service.address, "1")
     assert ("  without depth-0: it would not pay" in shown.stdout) == isinstance(left_out, dict)
-    assert shown.exit_code == 0, shown.output
 
 
 @pytest.mark.parametrize(("positions", "shown"), [(199, "not known"), (200, "0.400")])
@@ -117,7 +114,6 @@ def test_control_characters_from_a_service_are_escaped(service, neap, reason):
     service.routers.manifest = {"calibration": {"left_out": {"depth-0": reason}}}
     for command in ("history", "list", "show"):
         result = neap("routers", command, *where)
-        assert result.exit_code == 0, result.output
         assert all(line.isprintable() for line in result.stdout.splitlines())
         shown = "".join(letter if letter.isprintable() else f"\\u{ord(letter):04x}" for letter in reason)
         assert shown in result.stdout
@@ -146,8 +142,7 @@ def test_canary_promotion_and_abort(service, neap):
 def test_invalid_shares_are_refused(service, neap):
     where = ["--model", "tiny", "--calibrator", service.address]
     for share in ("10", "0%", "0.05%", "101%", "-1%", "x%", "1/2", "%", "nan%"):
-        refused = neap("routers", "canary", "2", "--share", share, *where)
-        assert refused.exit_code == 1, share
+        refused = neap("routers", "canary", "2", "--share", share, *where, code=1)
         assert "BAD_SHARE" in refused.stderr
     assert service.routers.requests == []
 
@@ -190,4 +185,4 @@ def test_a_line_that_returns_to_itself_ends(service, neap, monkeypatch):
 def test_a_manifest_without_a_readable_line_is_shown(service, neap, calibration):
     service.routers.manifests = {1: {"proposers": [], "calibration": calibration}}
     show = ["routers", "show", "--model", "tiny", "--calibrator", service.address, "1"]
-    assert neap(*show).exit_code == 0
+    neap(*show)

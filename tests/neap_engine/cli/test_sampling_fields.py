@@ -69,8 +69,7 @@ def test_the_client_sends_it(given):
 def test_the_command_line_sends_it(given, service, neap):
     name, _, value, *_, sent, _ = given
     flag = f"--{name.replace('_', '-')}"
-    result = neap("generate", "hi", "--worker", service.address, flag, str(value))
-    assert result.exit_code == 0, result.output
+    neap("generate", "hi", "--worker", service.address, flag, str(value))
     assert service.inference.requests[0].sampling == pb.Sampling(**{name: sent})
 
 
@@ -100,7 +99,7 @@ def test_the_documents_name_it(given):
 
 def test_a_priority_is_sent_by_all(service, neap):
     assert generate_request("tiny", "hi", priority=-2).priority == -2
-    assert neap("generate", "hi", "--worker", service.address, "--priority", "-2").exit_code == 0
+    neap("generate", "hi", "--worker", service.address, "--priority", "-2")
     body = {"model": "tiny", "prompt": "hi", "neap": {"priority": -2}}
     generation = parse_generation(json.dumps(body).encode(), is_chat=False, max_choices=1)
     sent = pb.GenerateRequest.FromString(generation.calls()[0][0])
