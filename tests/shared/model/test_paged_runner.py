@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import masking_utils
 
 from shared.errors import UnsupportedModel
@@ -13,13 +12,13 @@ from shared.model.gated_model import GatedModel
 from shared.model.paged_runner import BUCKETS, PagedRunner
 from shared.model.ragged import RaggedSequence
 from shared.model.recorder import NoRecorder
-from shared.model.runner import CapturedStates, captured_depths
+from shared.model.runner import captured_depths
 from shared.model.substitution import paged_attention
-from tests.families import VOCABULARY_SIZE, by_tier
+from tests.families import by_tier
 from tests.paged import NOT_PAGED, PAGED, load_family, make_runner
+from tests.passes import TOLERANCE, check_taps, distance, own_logits, random_ids
 from tests.recorders import NotRecordable, TracingRecorder
 
-TOLERANCE = 1e-4
 # Experts are multiplied group by group, and the tokens in a group depend on all tokens of the pass.
 INEXACT = {"mixtral", "qwen3-moe", "phimoe-longrope"}
 SPLIT = 2
@@ -35,26 +34,11 @@ def llama() -> PagedRunner:
     return make_runner(load_family("llama"))
 
 
-def random_ids(length: int) -> Tensor:
-    return torch.randint(2, VOCABULARY_SIZE, (1, length))
-
-
-def own_logits(runner: PagedRunner, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        return runner.loaded.model(input_ids=ids, use_cache=False).logits.float()
-
-
-def distance(actual: Tensor, expected: Tensor) -> float:
-    assert actual.shape == expected.shape
-    assert torch.isfinite(actual).all()
-    return float((actual - expected).abs().max() / expected.abs().max())
-
-
 def test_pieces_splits_and_rollback_give_the_models_own_logits(runner):
     """A sequence longer than every window, in pieces of many sizes.
     Each piece is first run with wrong tokens and rolled back."""
     ids = random_ids(60)
-    expected = own_logits(runner, ids)
+    expected = own_logits(runner.loaded, ids)
     cache, depth = runner.new_cache(60), runner.num_layers
     start = 0
     for size in (9, 1, 5, 20, 3, 1, 21):
@@ -115,7 +99,7 @@ def test_passes_beyond_the_largest_bucket_go_piece_by_piece():
     sequences = [RaggedSequence(runner.new_cache(length), 0, length) for length in lengths]
     states = runner.run_ragged(torch.cat(ids, 1), sequences, first=0, last=runner.num_layers)
     counted = runner.counters.layer_executions, runner.counters.token_layers
-    expected = torch.cat([own_logits(runner, tokens) for tokens in ids], 1)
+    expected = torch.cat([own_logits(runner.loaded, tokens) for tokens in ids], 1)
     assert distance(runner.logits(states), expected) < TOLERANCE
     assert counted == (2 * runner.num_layers, sum(lengths) * runner.num_layers)
 
@@ -158,7 +142,7 @@ def test_half_precision_stays_near_the_models_own(family):
     ]
     logits = runner.logits(torch.cat(states, 1))
     assert logits.dtype == torch.float32
-    assert distance(logits, own_logits(runner, ids)) < 0.1
+    assert distance(logits, own_logits(runner.loaded, ids)) < 0.1
 
 
 @pytest.mark.parametrize("family", sorted(NOT_PAGED))
@@ -200,7 +184,7 @@ def test_a_model_that_waits_for_the_device_is_served_unrecorded(caplog):
     assert "wait for the device: aten._local_scalar_dense" in caplog.text
     ids = random_ids(5)
     states = runner.run(ids, runner.new_cache(5), first=0, last=runner.num_layers, base=0)
-    assert distance(runner.logits(states), own_logits(runner, ids)) < TOLERANCE
+    assert distance(runner.logits(states), own_logits(runner.loaded, ids)) < TOLERANCE
 
 
 def test_unrecorded_passes_are_the_recorded_ones(llama):
@@ -230,14 +214,4 @@ def test_recording_that_fails_half_way_leaves_nothing_recorded(llama, num_good):
 def test_taps_are_the_models_own_states(runner):
     """In one pass, in pieces that are split at any depth, and in more than one bucket."""
     ids = random_ids(60)
-    wanted = captured_depths(runner.num_layers)
-    expected = runner._model.capture(ids, wanted)
-    for first, last in ((0, 6), (0, 3), (1, 6), (2, 4)):
-        cache, entering = runner.new_cache(60), None
-        if first:
-            entering = runner.run(ids, cache, first=0, last=first, base=0)
-        captured: CapturedStates = {}
-        runner.run(ids, cache, first=first, last=last, base=0, hidden=entering, captured=captured)
-        assert set(captured) == {depth for depth in wanted if first < depth < last}
-        for depth, states in captured.items():
-            assert distance(states, expected[depth]) < TOLERANCE
+    check_taps(runner, ids, runner._model.capture(ids, captured_depths(runner.num_layers)))

@@ -5,11 +5,11 @@ import torch
 
 from shared.errors import InvalidInput, UnsupportedModel
 from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.loaded import LoadedModel, wrap_model
-from shared.model.runner import CapturedStates, Runner, captured_depths
-from tests.families import FAMILIES, VOCABULARY_SIZE, build_family, by_tier
+from shared.model.loaded import wrap_model
+from shared.model.runner import Runner, captured_depths
+from tests.families import FAMILIES, build_family, by_tier
+from tests.passes import TOLERANCE, check_taps, distance, own_logits, random_ids
 
-TOLERANCE = 1e-4
 SPLIT = 3
 
 
@@ -23,27 +23,12 @@ def llama() -> Runner:
     return ContiguousRunner(wrap_model(build_family("llama")))
 
 
-def full_logits(loaded: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return loaded.model(input_ids=ids, use_cache=False).logits
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    assert actual.shape == expected.shape
-    assert torch.isfinite(actual).all()
-    return float((actual - expected).abs().max() / expected.abs().max())
-
-
-def random_ids(length: int) -> torch.Tensor:
-    return torch.randint(2, VOCABULARY_SIZE, (1, length))
-
-
 def test_shallow_one_by_one_then_one_verify_pass_gives_the_full_models_logits(runner):
     ids = random_ids(24)
-    expected = full_logits(runner.loaded, ids)
+    expected = own_logits(runner.loaded, ids)
     cache, run = runner.new_cache(32), partial(runner.run, read_length=24)
     state = run(ids[:, :9], cache, first=0, last=runner.num_layers, base=0)
-    assert relative_error(runner.logits(state), expected[:, :9]) < TOLERANCE
+    assert distance(runner.logits(state), expected[:, :9]) < TOLERANCE
     position = 9
     for num_pending in (3, 1, 5, 6):
         shallow = [
@@ -53,7 +38,7 @@ def test_shallow_one_by_one_then_one_verify_pass_gives_the_full_models_logits(ru
         deep = run(
             ids[:, span], cache, first=SPLIT, last=runner.num_layers, base=position, hidden=torch.cat(shallow, 1)
         )
-        assert relative_error(runner.logits(deep), expected[:, span]) < TOLERANCE
+        assert distance(runner.logits(deep), expected[:, span]) < TOLERANCE
         position += num_pending
 
 
@@ -65,8 +50,8 @@ def test_rollback_leaves_no_trace(runner):
     runner.run(ids[:, :8], cache, base=0, **full)
     runner.run(wrong, cache, base=8, **full)
     state = runner.run(ids[:, 8:], cache, base=8, **full)
-    expected = full_logits(runner.loaded, ids)[:, 8:]
-    assert relative_error(runner.logits(state), expected) < TOLERANCE
+    expected = own_logits(runner.loaded, ids)[:, 8:]
+    assert distance(runner.logits(state), expected) < TOLERANCE
 
 
 def test_capture_returns_the_state_at_each_depth(runner):
@@ -74,26 +59,16 @@ def test_capture_returns_the_state_at_each_depth(runner):
     depths = [0, 2, runner.num_layers]
     states = runner.capture(ids, depths)
     assert sorted(states) == depths
-    assert relative_error(runner.logits(states[runner.num_layers]), full_logits(runner.loaded, ids)) < TOLERANCE
+    assert distance(runner.logits(states[runner.num_layers]), own_logits(runner.loaded, ids)) < TOLERANCE
     cache = runner.new_cache(16)
-    assert relative_error(runner.embed(ids[:, 4:], base=4), states[0][:, 4:]) < TOLERANCE
+    assert distance(runner.embed(ids[:, 4:], base=4), states[0][:, 4:]) < TOLERANCE
     shallow = runner.run(ids, cache, first=0, last=2, base=0)
-    assert relative_error(shallow, states[2]) < TOLERANCE
+    assert distance(shallow, states[2]) < TOLERANCE
 
 
 def test_taps_are_the_models_own_states(runner):
-    ids = torch.randint(2, VOCABULARY_SIZE, (1, 20))
-    wanted = captured_depths(runner.num_layers)
-    expected = runner.capture(ids, wanted)
-    for first, last in ((0, 6), (0, 3), (1, 6), (2, 4)):
-        cache, entering = runner.new_cache(20), None
-        if first:
-            entering = runner.run(ids, cache, first=0, last=first, base=0)
-        captured: CapturedStates = {}
-        runner.run(ids, cache, first=first, last=last, base=0, hidden=entering, captured=captured)
-        assert set(captured) == {depth for depth in wanted if first < depth < last}
-        for depth, states in captured.items():
-            torch.testing.assert_close(states, expected[depth], rtol=1e-4, atol=1e-4)
+    ids = random_ids(20)
+    check_taps(runner, ids, runner.capture(ids, captured_depths(runner.num_layers)))
 
 
 def test_counters_count_what_the_layers_really_ran(llama):
@@ -116,16 +91,16 @@ def test_a_pass_beyond_the_capacity_is_refused_and_leaves_the_gates_open(llama):
     ids = random_ids(9)
     with pytest.raises(InvalidInput, match="do not fit"):
         llama.run(ids, llama.new_cache(8), first=0, last=2, base=0)
-    expected = full_logits(llama.loaded, ids)
+    expected = own_logits(llama.loaded, ids)
     state = llama.run(ids, llama.new_cache(9), first=0, last=llama.num_layers, base=0)
-    assert relative_error(llama.logits(state), expected) < TOLERANCE
+    assert distance(llama.logits(state), expected) < TOLERANCE
 
 
 def test_two_runners_share_one_models_gates(llama):
     other = ContiguousRunner(llama.loaded)
     ids = random_ids(5)
     state = other.run(ids, other.new_cache(8), first=0, last=other.num_layers, base=0)
-    assert relative_error(other.logits(state), full_logits(llama.loaded, ids)) < TOLERANCE
+    assert distance(other.logits(state), own_logits(llama.loaded, ids)) < TOLERANCE
     assert other.counters is llama.counters
 
 
