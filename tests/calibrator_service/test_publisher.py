@@ -81,6 +81,12 @@ def finished(folder: JobFolder, store: JobStore, product: Product) -> Job:
     return store.record_end(job.calibration_id, Ended(JobState.PUBLISHING))
 
 
+def never_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The publisher tries again only when it is told to."""
+    for name in ("FIRST_PAUSE_S", "LONGEST_PAUSE_S"):
+        monkeypatch.setattr(module, name, 3600.0)
+
+
 class Registry:
     """Stands for `publish`: raises `errors` in turn, then publishes.
     `loses_answer`: publishes each time all the same."""
@@ -207,8 +213,7 @@ def test_a_redis_that_is_dead_is_waited_for(start, folder, store, job, own_redis
 
 
 def test_a_lost_answer_is_found_out_before_a_job_counts_as_cancelled(start, folder, store, job, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "FIRST_PAUSE_S", 3600.0)
-    monkeypatch.setattr(module, "LONGEST_PAUSE_S", 3600.0)
+    never_by_itself(monkeypatch)
     Registry(monkeypatch, AWAY, loses_answer=True)
     publisher = start()
     wait_for(store, job, JobState.PUBLISHING, "REDIS_UNAVAILABLE")
@@ -222,8 +227,7 @@ def test_cancel_removes_a_product_that_the_registry_does_not_have(
     start, folder, store, job, monkeypatch, tmp_path, error
 ):
     """The registry is away when it is asked whether it has it, too."""
-    monkeypatch.setattr(module, "FIRST_PAUSE_S", 3600.0)
-    monkeypatch.setattr(module, "LONGEST_PAUSE_S", 3600.0)
+    never_by_itself(monkeypatch)
     Registry(monkeypatch, error)
     publisher = start()
     wait_until(lambda: store.get(job.calibration_id).failure_reason)
@@ -278,8 +282,7 @@ def test_a_full_disk_under_the_job_store_holds_publishing_up(start, folder, stor
 
 def test_a_removed_product_ends_its_job_unless_it_was_published(start, folder, store, job, monkeypatch, tmp_path):
     Registry(monkeypatch, AWAY, loses_answer=True)
-    monkeypatch.setattr(module, "FIRST_PAUSE_S", 3600.0)
-    monkeypatch.setattr(module, "LONGEST_PAUSE_S", 3600.0)
+    never_by_itself(monkeypatch)
     publisher = start()
     wait_for(store, job, JobState.PUBLISHING, "REDIS_UNAVAILABLE")
     product = folder.work(job.calibration_id) / "finished"

@@ -36,22 +36,24 @@ def go_on():
     event.set()
 
 
+async def until(go_on):
+    while not go_on.is_set():
+        await asyncio.sleep(0.01)
+
+
+def answered(request, go_on, *chunks):
+    wait = [until(go_on)] if request.model_id == "held" else []
+    return [started(), *chunks, *wait, finished()]
+
+
 @pytest.fixture
 def secure(tmp_path, go_on):
     """(a worker that asks for tokens, the headers of each caller)."""
     tokens = write_tokens(tmp_path / "tokens", CALLERS)
 
-    async def held():
-        while not go_on.is_set():
-            await asyncio.sleep(0.01)
-
-    def script(request):
-        wait = [held()] if request.model_id == "held" else []
-        return [started(), *wait, chunk("a"), finished()]
-
     security = ServerSecurity(None, Access(tmp_path / "tokens"))
     headers = {name: {"authorization": f"Bearer {token}"} for name, token in tokens.items()}
-    with scripted_worker(script, security) as worker:
+    with scripted_worker(lambda request: answered(request, go_on, chunk("a")), security) as worker:
         yield worker, headers
 
 
@@ -204,16 +206,7 @@ def test_an_answer_that_is_no_stream_counts_as_it_comes(secure, go_on, path):
     logprobs = chat_logprobs(one.chunk.tokens) if path == CHAT else text_logprobs(one.chunk.tokens, 0)[0]
     alone.add(one.chunk, logprobs)
     num_pieces = 0
-
-    async def held():
-        while not go_on.is_set():
-            await asyncio.sleep(0.01)
-
-    def script(request):
-        wait = [held()] if request.model_id == "held" else []
-        return [started(), *[one] * num_pieces, *wait, finished()]
-
-    worker.worker.script = script
+    worker.worker.script = lambda request: answered(request, go_on, *[one] * num_pieces)
 
     def ask(name, **fields):
         content = {"prompt": "x", "logprobs": 20} if path != CHAT else chat_body(logprobs=True, top_logprobs=20)
@@ -266,23 +259,15 @@ def test_what_is_kept_of_an_answer_is_counted():
 
 def test_clients_without_tokens_are_told_apart_by_address(go_on):
     """A token that nobody asks for tells no client apart, because anybody can make up another."""
-
-    async def held():
-        while not go_on.is_set():
-            await asyncio.sleep(0.01)
-
-    def script(request):
-        return [started(), held(), chunk("a"), finished()]
-
     other = {"authorization": "Bearer two"}
     with (
-        scripted_worker(script) as worker,
+        scripted_worker(lambda request: answered(request, go_on, chunk("a"))) as worker,
         gateway_to(worker.target, max_requests=4) as gateway,
         holding(gateway, {"authorization": "Bearer one"}, 2),
     ):
         assert status_and_code(gateway, other) == (429, "client_limit")
         with connected(gateway, "127.0.0.2") as connection:
-            body = json.dumps(chat_body()).encode()
+            body = json.dumps(chat_body(model="held")).encode()
             connection.sendall(head(len(body), other) + body)
             wait_until(lambda: gateway.gateway.num_running == 3)
             go_on.set()

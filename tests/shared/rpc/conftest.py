@@ -10,7 +10,9 @@ from typing import Any
 import grpc
 import pytest
 from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
+from neap_client.status import from_rpc_error
 
+from shared.errors import NeapError
 from shared.rpc.calls import DELIVERY_TIMEOUT_S
 from shared.rpc.serving import RpcServer
 from tests.server_settings import ServerSettings
@@ -88,6 +90,14 @@ def begun_call(stub: Any, *, with_deadline: bool) -> Any:
             next(call)
             return call
     raise AssertionError("no call got its first event")
+
+
+def ended(call: Any) -> tuple[type[NeapError], str]:
+    """(class, reason) of the status with which a call ends."""
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    error = from_rpc_error(caught.value)
+    return type(error), error.reason
 
 
 @pytest.fixture

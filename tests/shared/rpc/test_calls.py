@@ -8,12 +8,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
-from neap_client.status import from_rpc_error
 from structlog.testing import capture_logs
 
 from shared.errors import DeadlineExceeded, Exhausted, InvalidInput, Unavailable
 from shared.rpc.calls import ClientWaits
-from tests.shared.rpc.conftest import SERVICE, pass_time, running
+from tests.shared.rpc.conftest import SERVICE, ended, pass_time, running
 from tests.waiting import wait_until
 
 METHODS = [
@@ -41,14 +40,6 @@ def opened(server, methods, *, half_closed=False):
             yield calls
         finally:
             never.set()
-
-
-def ended(call):
-    """Return (class, reason) of the status with which a call ended."""
-    with pytest.raises(grpc.RpcError) as caught:
-        list(call)
-    error = from_rpc_error(caught.value)
-    return type(error), error.reason
 
 
 def test_calls_without_a_request_end_at_once_when_the_server_drains(server):

@@ -8,19 +8,19 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
-from neap_client.status import from_rpc_error
 from structlog.testing import capture_logs
 
 from shared.errors import Exhausted, InvalidInput, Unavailable
 from shared.rpc import serving
 from shared.rpc.serving import MAX_MESSAGE_BYTES, RpcServer
 from tests.server_settings import ServerSettings
-from tests.shared.rpc.conftest import pass_time
+from tests.shared.rpc.conftest import ended, pass_time
 from tests.waiting import wait_until, wait_until_async
 
 SERVICE = "neap.inference.v1.InferenceService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+TOLD = Unavailable, "SHUTTING_DOWN"
 
 
 @pytest.fixture
@@ -97,13 +97,6 @@ def test_grpcs_own_retry_policy_heeds_the_pushback(scripted, server, retry_after
     assert scripted.num_calls == num_calls
 
 
-def _ended_with_a_reason(call):
-    with pytest.raises(grpc.RpcError) as caught:
-        list(call)
-    error = from_rpc_error(caught.value)
-    assert (type(error), error.reason) == (Unavailable, "SHUTTING_DOWN")
-
-
 def _listens(target):
     host, _, port = target.rpartition(":")
     try:
@@ -177,7 +170,7 @@ def test_drain_ends_streams_that_outlast_the_timeout(scripted, server, channel):
     pass_time(server, 3600)
     draining.result(60)
     assert handed_over == [1]
-    _ended_with_a_reason(call)
+    assert ended(call) == TOLD
 
 
 def test_health_watchers_do_not_delay_the_drain(server, channel):
@@ -187,7 +180,7 @@ def test_health_watchers_do_not_delay_the_drain(server, channel):
     assert next(watch).status == SERVING
     server.run(server.server.drain())
     assert next(watch).status == NOT_SERVING
-    _ended_with_a_reason(watch)
+    assert ended(watch) == TOLD
 
 
 @pytest.mark.parametrize("grace_s", [3600.0, 0.0])
@@ -204,7 +197,7 @@ def test_a_second_request_to_stop_stops_at_once(scripted, server, channel, grace
     assert not draining.done()
     server.loop.call_soon_threadsafe(server.server.request_stop)
     draining.result(60)
-    _ended_with_a_reason(call)
+    assert ended(call) == TOLD
 
 
 def test_without_any_grace_running_and_arriving_calls_are_told_before_the_server_stops(
@@ -229,9 +222,9 @@ def test_without_any_grace_running_and_arriving_calls_are_told_before_the_server
     draining = asyncio.run_coroutine_threadsafe(server.server.drain(), server.loop)
     assert tidying.wait(60)
     arriving = stub.Generate(inference_pb2.GenerateRequest())
-    _ended_with_a_reason(arriving)
+    assert ended(arriving) == TOLD
     tidied.set()
-    _ended_with_a_reason(running)
+    assert ended(running) == TOLD
     draining.result(60)
 
 
