@@ -118,12 +118,10 @@ class Server:
         wait_until(self._started)
 
     def _started(self) -> bool:
-        assert self.process is not None
         assert self.process.poll() is None, (self.folder / "log").read_text()[-2000:]
         return self.answers()
 
     def signal(self, number: int) -> None:
-        assert self.process is not None
         self.process.send_signal(number)
 
     def kill(self) -> None:

@@ -67,7 +67,6 @@ class Service:
                 stderr=log,
                 text=True,
             )
-        assert self.process.stdout is not None
         line = self.process.stdout.readline().strip()
         assert line.startswith("listening on 127.0.0.1:"), (self.folder / "service.log").read_text()
         self.target = line.removeprefix("listening on ")
@@ -77,20 +76,15 @@ class Service:
 
     def kill(self) -> None:
         """As a power cut would, as far as a test can."""
-        assert self.process is not None
         self.process.kill()
         self._ended()
 
     def terminate(self) -> int:
-        assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         return self._ended()
 
     def _ended(self) -> int:
-        assert self.process is not None
-        assert self.channel is not None
         status = self.process.wait(60)
-        assert self.process.stdout is not None
         self.process.stdout.close()
         self.channel.close()
         self.process = None

@@ -18,6 +18,7 @@ from shared.registry.base import PublishedVersion
 from shared.registry.factory import open_registry
 from shared.registry.registry import Registry
 from tests.calibrator_service.conftest import error_of
+from tests.reasons import raises
 from tests.registry_damage import content_path
 
 SPEC = CalibrationSpec("tiny", max_tokens=10)
@@ -48,14 +49,12 @@ def test_an_alias_becomes_the_version_that_it_names(registry):
 
 def test_a_router_that_cannot_be_a_parent_is_refused_with_the_reason(registry):
     publish(registry, 1)
-    with pytest.raises(PreconditionFailed) as raised:
+    with raises(PreconditionFailed, "NO_STATISTICS"):
         find_parent(registry, "tiny", ParentRouter(version=1))
-    assert raised.value.reason == "NO_STATISTICS"
     publish(registry, 2, statistics=b"sums")
     other = ParentRouter(version=2, manifest_digest="sha256:" + "0" * 64)
-    with pytest.raises(PreconditionFailed) as raised:
+    with raises(PreconditionFailed, "PARENT_MISMATCH"):
         find_parent(registry, "tiny", other)
-    assert raised.value.reason == "PARENT_MISMATCH"
 
 
 def test_statistics_are_fetched_once(registry, tmp_path):
@@ -63,12 +62,10 @@ def test_statistics_are_fetched_once(registry, tmp_path):
     spec = replace(SPEC, parent=find_parent(registry, "tiny", ParentRouter(version=1)))
     work, url = tmp_path / "work", str(tmp_path / "registry")
     path = fetch_statistics(url, spec, work)
-    assert path is not None
     assert path.read_bytes() == b"sums"
     assert fetch_statistics(url, SPEC, work) is None
     path.write_bytes(b"damaged on this disk")
     again = fetch_statistics(url, spec, work)
-    assert again is not None
     assert again.read_bytes() == b"sums"
     shutil.rmtree(tmp_path / "registry")
     assert fetch_statistics(url, spec, work) == path, "a resumed job needs no registry"

@@ -16,6 +16,7 @@ from shared.ladder.artefact import pack_ladder
 from shared.model.load import load_model
 from shared.registry.factory import open_registry
 from tests.generation import EXACT, request_of
+from tests.reasons import raises
 from tests.waiting import wait_until
 from tests.worker import build_ladder
 from tests.worker_process import worker_process
@@ -43,9 +44,8 @@ def test_not_serving_until_warm_then_sigterm_finishes_streams(folder, tmp_path):
     with _worker(folder, tmp_path, "--grace-s", "3600") as (process, client):
         # The port answers from the beginning, and says so to whoever asks too early.
         assert not client.is_serving(SERVICE_NAME)
-        with pytest.raises(Unavailable) as caught:
+        with raises(Unavailable, "NOT_READY"):
             list(client.generate(REQUEST))
-        assert caught.value.reason == "NOT_READY"
         client.wait_ready(SERVICE_NAME, timeout_s=60)
 
         early = client.generate(REQUEST)
@@ -128,9 +128,8 @@ def test_a_second_sigterm_ends_at_once_and_says_why(folder, tmp_path):
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         for stream in streams:
-            with pytest.raises(Unavailable) as caught:
+            with raises(Unavailable, "SHUTTING_DOWN"):
                 list(stream)
-            assert caught.value.reason == "SHUTTING_DOWN"
             assert 0 < len(stream.token_ids) < 1500
         assert process.wait(60) == 0
 
@@ -143,9 +142,8 @@ def test_streams_that_outlast_the_drain_are_told(folder, tmp_path):
         stream = client.generate(REQUEST)
         next(stream)
         process.send_signal(signal.SIGTERM)
-        with pytest.raises(Unavailable) as caught:
+        with raises(Unavailable, "SHUTTING_DOWN"):
             list(stream)
-        assert caught.value.reason == "SHUTTING_DOWN"
         assert process.wait(60) == 0
 
 

@@ -17,6 +17,7 @@ from shared.engine.request.request import DepthStatistics, Finished, FinishReaso
 from shared.errors import InvalidInput, PermissionDenied
 from shared.ladder.policy import DepthPolicy
 from shared.model.sampling import SamplingParams
+from tests.reasons import raises
 
 # A model without a tokenizer.
 BARE = SimpleNamespace(tokenizer=None, context_length=100)
@@ -59,9 +60,8 @@ def test_bad_sampling_is_refused_by_name(field):
 
 
 def test_a_bad_word_of_text_needs_a_tokenizer():
-    with pytest.raises(InvalidInput) as caught:
+    with raises(InvalidInput, "NO_TOKENIZER"):
         to_sampling(pb.Sampling(bad_words=[pb.BadWord(text="word")]), BARE)
-    assert caught.value.reason == "NO_TOKENIZER"
 
 
 def test_stopping_fields_arrive():
@@ -160,9 +160,8 @@ def test_a_request_has_the_priority_that_it_asks_for_or_its_callers(loaded, fiel
 
 def test_priorities_have_bounds(loaded):
     for number in (-1, -101):
-        with pytest.raises(PermissionDenied) as caught:
+        with raises(PermissionDenied, "PRIORITY_NOT_ALLOWED"):
             _request(loaded, text="x", priority=number)
-        assert caught.value.reason == "PRIORITY_NOT_ALLOWED"
     with pytest.raises(InvalidInput, match="priority"):
         _request(loaded, text="x", priority=101)
 
@@ -198,9 +197,8 @@ def test_predictions_are_tokenised_without_special_tokens(loaded):
     ],
 )
 def test_bad_prompts_are_refused(loaded, fields, reason):
-    with pytest.raises(InvalidInput) as caught:
+    with raises(InvalidInput, reason):
         _request(loaded, **fields)
-    assert caught.value.reason == reason
 
 
 def test_logprobs_zero_is_not_absent(loaded):

@@ -8,6 +8,7 @@ from shared.errors import PreconditionFailed
 from shared.model.loaded import wrap_model
 from shared.service_settings import ModelSource, WorkerSettings
 from tests.families import build_family
+from tests.reasons import raises
 
 SOURCE = ModelSource("tiny", "folder")
 
@@ -23,9 +24,8 @@ def test_a_worker_that_requires_the_promise_does_not_start_without_it(
         with _load_engine(SOURCE, settings, lambda: None, print) as engine:
             assert engine.numerics.is_exact
         return
-    with pytest.raises(PreconditionFailed, match="runs its own modules") as caught:
+    with raises(PreconditionFailed, "EXACT_NOT_PROMISED", match="runs its own modules"):
         _load_engine(SOURCE, settings, lambda: None, print)
-    assert caught.value.reason == "EXACT_NOT_PROMISED"
     with _load_engine(SOURCE, WorkerSettings(kv_budget_mb=16), lambda: None, print) as engine:
         assert not engine.numerics.is_exact
 
@@ -37,6 +37,5 @@ def test_kernels_are_those_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> No
         assert configured_model.load_configured(SOURCE, wanted) == "portable"
     finally:
         ops.set_cpu_isa("auto")
-    with pytest.raises(PreconditionFailed, match="no CPU kernels mmx") as caught:
+    with raises(PreconditionFailed, "CPU_PATH_MISSING", match="no CPU kernels mmx"):
         configured_model.use_cpu_path("mmx")
-    assert caught.value.reason == "CPU_PATH_MISSING"

@@ -25,6 +25,7 @@ from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.model.loaded import LoadedModel, wrap_model
 from tests.calibrator_service.calibration.conftest import make_tokenizer
 from tests.families import build_family
+from tests.reasons import raises
 
 # Prompts, because the beginnings that the tiny model writes itself are nearly always the same few.
 PROMPTS = tuple(f"w{7 * i % 24} w{(i // 24 + i) % 24}" for i in range(300))
@@ -172,9 +173,8 @@ def test_cancel(base_model, tmp_path, phase):
 
 def test_a_proposer_at_the_last_layer_is_refused(base_model):
     for depth in (3, 4):
-        with pytest.raises(InvalidInput) as caught:
+        with raises(InvalidInput, "EXIT_TOO_DEEP"):
             calibrate(base_model, replace(SPEC, exit_depths=(1, depth)))
-        assert caught.value.reason == "EXIT_TOO_DEEP"
     with pytest.raises(InvalidInput):
         resolve(replace(SPEC, draft_vocabulary_size=33), base_model)
 
@@ -183,7 +183,6 @@ def test_the_draft_vocabulary_has_the_models_most_frequent_choices(finished, bas
     spec = replace(SPEC, draft_vocabulary_size=6, max_tokens=2000)
     small = calibrate(base_model, spec, work_dir=tmp_path)
     vocabulary = small.ladder.draft_vocabulary
-    assert vocabulary is not None
     assert len(vocabulary) == 6
     assert vocabulary.tolist() == sorted(vocabulary.tolist())
     full = finished[0].report["draft_vocabulary_coverage"]
@@ -237,17 +236,15 @@ def test_heads_learn_chains_from_answers_that_were_given_before(base_model, tmp_
 def test_a_model_that_repeats_itself_ends(counting, monkeypatch):
     monkeypatch.setattr(stream, "MAX_STALE_SEQUENCES", 100)
     spec = replace(SPEC, source=SelfGenerated(prompts=("w1 w2",) * 1000), max_tokens=5000)
-    with pytest.raises(InvalidInput) as caught:
+    with raises(InvalidInput, "TOO_LITTLE_TEXT"):
         calibrate(counting, spec)
-    assert caught.value.reason == "TOO_LITTLE_TEXT"
 
 
 def test_too_little_text(base_model, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("w1 " * 50)
-    with pytest.raises(InvalidInput) as caught:
+    with raises(InvalidInput, "TOO_LITTLE_TEXT"):
         calibrate(base_model, CalibrationSpec(source=TextFile(str(path))))
-    assert caught.value.reason == "TOO_LITTLE_TEXT"
 
 
 @pytest.fixture
@@ -277,9 +274,8 @@ def test_a_time_budget_is_kept(counting):
 
 
 def test_a_time_budget_that_is_too_short_is_named_as_the_cause(counting):
-    with pytest.raises(InvalidInput) as caught:
+    with raises(InvalidInput, "BUDGET_TOO_SHORT") as caught:
         calibrate(counting, CalibrationSpec(time_budget_s=0.001))
-    assert caught.value.reason == "BUDGET_TOO_SHORT"
     assert "time budget" in caught.value.message
     assert float(caught.value.metadata["needed_s"]) >= 0
 
@@ -347,9 +343,8 @@ def test_a_model_that_answers_one_token_gets_no_exit(tmp_path, monkeypatch):
 def test_nothing_is_published_if_nothing_agrees(base_model, tmp_path):
     """No two sequences share a token, and they are too few for an exit."""
     source = answers_file(tmp_path, [list(range(5 + 6 * i, 11 + 6 * i)) for i in range(4)])
-    with pytest.raises(InvalidInput) as caught:
+    with raises(InvalidInput, "TOO_LITTLE_TEXT") as caught:
         calibrate(base_model, CalibrationSpec(source=source), work_dir=tmp_path)
-    assert caught.value.reason == "TOO_LITTLE_TEXT"
     assert "agrees with the model nowhere" in caught.value.message
 
 

@@ -16,6 +16,7 @@ from calibrator_service.calibration.spec import (
     source_record,
 )
 from shared.errors import InvalidInput, NotFound
+from tests.reasons import raises
 
 
 @pytest.mark.parametrize(
@@ -38,9 +39,8 @@ from shared.errors import InvalidInput, NotFound
     ],
 )
 def test_limits(changes: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidInput) as caught:
+    with raises(InvalidInput, "BAD_SPEC") as caught:
         CalibrationSpec("tiny", **changes)
-    assert caught.value.reason == "BAD_SPEC"
     assert caught.value.metadata == {"field": f"spec.{field}"}
 
 
@@ -53,9 +53,8 @@ def test_limits(changes: dict[str, Any], field: str) -> None:
     ],
 )
 def test_limits_of_sources(make_source: Callable[[], Source], reason: str) -> None:
-    with pytest.raises(InvalidInput) as caught:
+    with raises(InvalidInput, reason):
         make_source()
-    assert caught.value.reason == reason
 
 
 PROMPTS = ("the secret plan", "ein Gr\u00fc\u00dfen")
@@ -88,6 +87,5 @@ def test_a_dataset_keeps_its_name():
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "."])
 def test_a_file_that_is_not_there_is_missed_at_once(tmp_path, name):
-    with pytest.raises(NotFound) as raised:
+    with raises(NotFound, "FILE_NOT_FOUND"):
         source_record(AnswerFile(str(tmp_path / name)))
-    assert raised.value.reason == "FILE_NOT_FOUND"

@@ -23,6 +23,7 @@ from shared.errors import Cancelled, Corrupt, InvalidInput, PreconditionFailed, 
 from shared.ladder.blob_names import STATISTICS_BLOB
 from shared.ladder.folder import read_ladder, read_router_folder
 from shared.model.loaded import LoadedModel
+from tests.reasons import raises
 
 LAYOUT = MomentsLayout(hidden_size=4, depth=0, kept_depths=(0, 2))
 
@@ -89,23 +90,19 @@ def test_a_share_of_the_parent():
 def test_sums_of_other_states_are_refused(layout, counting: LoadedModel):
     parent = replace(statistics_of(1, layout), fingerprint=counting.fingerprint, tokenizer=tokenizer_digest(counting))
     parent = replace(parent, moments={layout.depth: parent.moments[0]})
-    with pytest.raises(PreconditionFailed) as raised:
+    with raises(PreconditionFailed, "LAYOUT_MISMATCH"):
         statistics_of(2).plus(parent, 1.0)
-    assert raised.value.reason == "LAYOUT_MISMATCH"
-    with pytest.raises(PreconditionFailed) as raised:
+    with raises(PreconditionFailed, "LAYOUT_MISMATCH"):
         parent.check(counting, {0: LAYOUT})
-    assert raised.value.reason == "LAYOUT_MISMATCH"
 
 
 def test_another_model_or_tokenizer_is_refused(counting: LoadedModel):
     own = replace(statistics_of(1), fingerprint=counting.fingerprint, tokenizer=tokenizer_digest(counting))
     own.check(counting, {0: LAYOUT})
-    with pytest.raises(RouterMismatch) as raised:
+    with raises(RouterMismatch, "ROUTER_MISMATCH"):
         replace(own, fingerprint="sha256:other").check(counting, {0: LAYOUT})
-    assert raised.value.reason == "ROUTER_MISMATCH"
-    with pytest.raises(RouterMismatch) as raised:
+    with raises(RouterMismatch, "TOKENIZER_MISMATCH"):
         replace(own, tokenizer="sha256:other").check(counting, {0: LAYOUT})
-    assert raised.value.reason == "TOKENIZER_MISMATCH"
 
 
 def test_statistics_above_the_limit_are_not_packed(monkeypatch):
@@ -159,9 +156,8 @@ def test_other_files_are_refused(tmp_path):
             read_statistics(path)
     path.write_bytes(whole)
     _edit(path, lambda h, t: h.update(format=2))
-    with pytest.raises(PreconditionFailed) as raised:
+    with raises(PreconditionFailed, "SCHEMA_TOO_NEW"):
         read_statistics(path)
-    assert raised.value.reason == "SCHEMA_TOO_NEW"
 
 
 # A multiple of the ten sequences of the pattern of splits, so that each line is in the same split whatever comes before
@@ -206,8 +202,6 @@ def parent_of(result: CalibrationResult, share: float = 1.0) -> Parent:
 
 
 def assert_same_sums(one: Statistics | None, two: Statistics | None) -> None:
-    assert one is not None
-    assert two is not None
     assert one.num_tokens == two.num_tokens
     assert torch.equal(one.choice_counts, two.choice_counts)
     assert torch.equal(one.learned, two.learned)
@@ -225,7 +219,6 @@ def test_the_sums_are_those_of_everything_at_once(first, counting, tmp_path):
     child = calibrate(counting, spec_of(second), parent=parent_of(first))
     both = calibrate(counting, spec_of(write_lines(tmp_path / "both.jsonl", 1, 2)))
     assert_same_sums(child.statistics, both.statistics)
-    assert first.statistics is not None
     assert first.statistics.num_tokens < child.statistics.num_tokens
     for one, other in zip(child.ladder.exits, both.ladder.exits, strict=True):
         torch.testing.assert_close(one.head.fuse, other.head.fuse, rtol=0.02, atol=0.02)
@@ -241,15 +234,11 @@ def test_text_that_the_parent_knows_is_not_counted_again(first, counting, tmp_pa
     grown = write_lines(tmp_path / "grown.jsonl", 1, 2)
     child = calibrate(counting, spec_of(grown), parent=parent_of(first))
     new = calibrate(counting, spec_of(write_lines(tmp_path / "new.jsonl", 2)))
-    assert child.statistics is not None
-    assert new.statistics is not None
-    assert first.statistics is not None
     own = child.statistics.num_tokens - first.statistics.num_tokens
     # The lines of the parent's other splits are new text here.
     assert new.statistics.num_tokens <= own < new.statistics.num_tokens * 1.5
-    with pytest.raises(InvalidInput) as raised:
+    with raises(InvalidInput, "TOO_LITTLE_TEXT"):
         calibrate(counting, spec_of(_heads_only(tmp_path, first)), parent=parent_of(first))
-    assert raised.value.reason == "TOO_LITTLE_TEXT"
 
 
 def _heads_only(tmp_path: Path, first: CalibrationResult) -> Path:
@@ -288,9 +277,6 @@ def test_a_share_weighs_the_parents_tokens(first, counting, tmp_path):
     spec = spec_of(write_lines(tmp_path / "second.jsonl", 2))
     half = calibrate(counting, spec, parent=parent_of(first, share=0.5)).statistics
     alone = calibrate(counting, spec).statistics
-    assert half is not None
-    assert alone is not None
-    assert first.statistics is not None
     assert half.num_tokens == alone.num_tokens + 0.5 * first.statistics.num_tokens
 
 
@@ -308,9 +294,8 @@ def test_what_does_not_fit_is_refused_before_any_work(first, counting, tmp_path)
         (replace(spec, parent=ParentRouter(9)), None, InvalidInput, "INVALID_INPUT"),
     ]
     for asked, given, kind, reason in cases:
-        with pytest.raises(kind) as raised:
+        with raises(kind, reason):
             calibrate(counting, asked, parent=given)
-        assert raised.value.reason == reason
 
 
 def test_a_child_does_not_write_its_ancestors_text(first):

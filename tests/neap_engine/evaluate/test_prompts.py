@@ -3,6 +3,7 @@ import pytest
 from neap_engine.evaluate.prompts import read_prompts
 from shared.errors import InvalidInput, NotFound
 from shared.model.loaded import LoadedModel, wrap_model
+from tests.reasons import raises
 from tests.worker import build_model, build_tokenizer
 
 
@@ -38,17 +39,15 @@ def test_a_prompt_is_text_or_a_chat(loaded, tmp_path):
 def test_a_bad_line_is_named(loaded, tmp_path, line):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "hello"}\n' + line + "\n")
-    with pytest.raises(InvalidInput, match=r"prompts.jsonl:2: ") as raised:
+    with raises(InvalidInput, "BAD_PROMPT_FILE", match=r"prompts.jsonl:2: "):
         read_prompts(path, loaded)
-    assert raised.value.reason == "BAD_PROMPT_FILE"
 
 
 def test_what_the_model_refuses_is_named_by_its_line(loaded, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": ""}\n')
-    with pytest.raises(InvalidInput, match=r"prompts.jsonl:1: ") as raised:
+    with raises(InvalidInput, "EMPTY_PROMPT", match=r"prompts.jsonl:1: "):
         read_prompts(path, loaded)
-    assert raised.value.reason == "EMPTY_PROMPT"
 
 
 def test_a_file_without_prompts(loaded, tmp_path):

@@ -20,6 +20,7 @@ from shared.rpc.certificates import ServerCertificate
 from shared.rpc.security import SecurityCollector, ServerSecurity
 from tests import certificates
 from tests.gateways import chat_body, chunk, finished, gateway_to, scripted_worker, started
+from tests.reasons import raises
 from tests.tokens import write_tokens
 
 CHAT = "/v1/chat/completions"
@@ -68,9 +69,8 @@ def test_a_worker_with_another_certificate_gets_no_token(secure, tmp_path):
 
 
 def test_tokens_do_not_leave_this_machine_in_plain_text():
-    with pytest.raises(errors.InvalidInput) as caught:
+    with raises(errors.InvalidInput, "TOKENS_OVER_PLAIN_TEXT"):
         open_client(make_settings(GatewaySettings, workers="dns:///worker.example:7071"))
-    assert caught.value.reason == "TOKENS_OVER_PLAIN_TEXT"
 
 
 def status_over_tls(gateway, authority, own=None):
@@ -149,9 +149,8 @@ def test_unusable_files_for_the_workers_are_an_error_at_the_start(tmp_path, sett
     files = certificates.write(tmp_path, certificates.issued(trustme.CA(), "localhost"))
     (tmp_path / "wrong").write_text("no certificate")
     given = {"worker_key": files.key} if setting == "worker_cert" else {}
-    with pytest.raises(errors.InvalidInput) as caught:
+    with raises(errors.InvalidInput, "BAD_CERTIFICATE"):
         open_client(make_settings(GatewaySettings, **given, **{setting: tmp_path / "wrong"}))
-    assert caught.value.reason == "BAD_CERTIFICATE"
 
 
 def test_files_for_the_workers_may_be_rotated(tmp_path):

@@ -15,6 +15,7 @@ from shared.model.cache_argument import CACHE_ARGUMENTS
 from shared.model.loaded import wrap_model
 from tests.fixed_costs import fixed_cost_engine
 from tests.random_ladder import random_ladder
+from tests.reasons import raises
 from tests.waiting import wait_until
 from tests.worker import build_model
 
@@ -219,9 +220,8 @@ REFUSED = {
 @pytest.mark.parametrize("option", REFUSED)
 def test_what_an_engine_cannot_do_is_an_error(model, one, option):
     call = {"max_new_tokens": 8, "do_sample": False, **REFUSED[option]}
-    with pytest.raises(InvalidInput) as raised:
+    with raises(InvalidInput, "UNSUPPORTED_OPTION") as raised:
         model.generate(**one, **call)
-    assert raised.value.reason == "UNSUPPORTED_OPTION"
     assert raised.value.metadata["option"] == option
 
 
@@ -260,9 +260,7 @@ def test_a_failing_streamer_ends_the_request(engine, model, one):
 
 
 def test_detaching_gives_the_model_its_own_generate_back(engine, loaded, one):
-    with attach(engine) as attached:
-        with pytest.raises(PreconditionFailed) as raised:
-            attach(engine)
-        assert raised.value.reason == "ALREADY_ATTACHED"
+    with attach(engine) as attached, raises(PreconditionFailed, "ALREADY_ATTACHED"):
+        attach(engine)
     loaded.model.generate(**one, max_new_tokens=2, num_beams=2, do_sample=False)
     assert attached.last_stats is None

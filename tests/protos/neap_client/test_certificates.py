@@ -15,6 +15,7 @@ from shared.rpc.access import Access
 from shared.rpc.certificates import ServerCertificate
 from shared.rpc.security import ServerSecurity
 from tests import certificates
+from tests.reasons import raises
 from tests.shared.rpc.conftest import running
 from tests.waiting import wait_until
 
@@ -75,15 +76,13 @@ def test_certificates_that_cannot_be_used_are_an_error(tmp_path):
         {"certificate": one.certificate, "key": half},
         {"certificate": one.certificate, "key": two.key},
     ):
-        with pytest.raises(InvalidInput, match=str(tmp_path)) as caught:
+        with raises(InvalidInput, "BAD_CERTIFICATE", match=str(tmp_path)):
             NeapClient("127.0.0.1:1", security=ClientSecurity(**files))
-        assert caught.value.reason == "BAD_CERTIFICATE"
 
 
 def test_a_certificate_needs_its_key(tmp_path):
     """gRPC would end the process."""
     files = certificates.write(tmp_path, certificates.issued(trustme.CA(), "client"))
     for given in ({"certificate": files.certificate}, {"key": files.key}):
-        with pytest.raises(InvalidInput) as caught:
+        with raises(InvalidInput, "BAD_CONFIGURATION"):
             ClientSecurity(**given)
-        assert caught.value.reason == "BAD_CONFIGURATION"

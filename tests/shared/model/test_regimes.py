@@ -11,6 +11,7 @@ from shared.model.loaded import wrap_model
 from shared.model.ragged import RaggedSequence
 from shared.model.regimes import Regimes, find_regimes
 from tests.families import BORDER, FAMILIES, VOCABULARY_SIZE, build_family
+from tests.reasons import raises
 
 AGAIN = (BORDER + 1,)
 
@@ -63,9 +64,8 @@ def test_a_change_near_a_named_position_is_found_exactly(first_other):
 
 
 def test_a_change_that_no_field_names_is_refused_where_it_matters():
-    with pytest.raises(UnsupportedModel, match="with a context of 42 tokens") as refused:
+    with raises(UnsupportedModel, "LENGTH_NOT_SUPPORTED", match="with a context of 42 tokens"):
         ContiguousRunner(wrap_model(_with_rotary(60, some_field=40)))
-    assert refused.value.reason == "LENGTH_NOT_SUPPORTED"
     model = _with_rotary(60, some_field=40)
     assert not ContiguousRunner(wrap_model(model, context_length=42)).regimes.are_several
 
@@ -84,9 +84,8 @@ def test_a_dependence_inside_layers_is_refused_where_it_matters():
         layer.forward = forward
         return model
 
-    with pytest.raises(UnsupportedModel, match="read in pieces") as refused:
+    with raises(UnsupportedModel, "LENGTH_NOT_SUPPORTED", match="read in pieces"):
         ContiguousRunner(wrap_model(build()))
-    assert refused.value.reason == "LENGTH_NOT_SUPPORTED"
     ContiguousRunner(wrap_model(build(), context_length=36))
 
 

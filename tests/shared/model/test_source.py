@@ -12,6 +12,7 @@ from shared.errors import NeapError
 from shared.model.load import load_model
 from shared.model.source import arguments_of
 from tests.http_servers import HttpServer, Quiet
+from tests.reasons import raises
 from tests.worker import save_model
 
 NAME = "nobody/tiny"
@@ -82,26 +83,23 @@ def put_into_cache(cache: Path) -> None:
     indirect=["hub"],
 )  # fmt: skip
 def test_the_hubs_refusal_is_named(hub: StubHub, reason: str, says: str) -> None:
-    with pytest.raises(NeapError, match=says) as caught:
+    with raises(NeapError, reason, match=says):
         load_model(NAME)
-    assert caught.value.reason == reason
     assert hub.asked == [f"/{NAME}/resolve/main/config.json"], "it is asked once"
 
 
 @pytest.mark.usefixtures("nobody_answers")
 def test_a_hub_that_cannot_be_reached_is_named() -> None:
-    with pytest.raises(NeapError, match=r"no such folder.* cannot be reached") as caught:
+    with raises(NeapError, "HUB_UNAVAILABLE", match=r"no such folder.* cannot be reached"):
         load_model(NAME)
-    assert caught.value.reason == "HUB_UNAVAILABLE"
 
 
 @pytest.mark.parametrize(
     ("name", "says"), [(NAME, "HF_HUB_OFFLINE"), ("models/of/mine", "no such folder, and it is no name")]
 )
 def test_what_is_not_there_is_named_although_nobody_may_be_asked(name: str, says: str) -> None:
-    with pytest.raises(NeapError, match=says) as caught:
+    with raises(NeapError, "MODEL_NOT_FOUND", match=says):
         load_model(name)
-    assert caught.value.reason == "MODEL_NOT_FOUND"
 
 
 @pytest.mark.usefixtures("nobody_answers")

@@ -8,6 +8,7 @@ import pytest
 from shared.errors import Conflict, InvalidInput, NotFound, PreconditionFailed
 from shared.registry.base import AliasChange, Canary
 from shared.registry.registry import Registry
+from tests.reasons import raises
 
 MODEL = "acme/tiny-llama"
 PASSED = {"checks": {"unpacks": {"passed": True}}}
@@ -63,9 +64,8 @@ def test_a_canarys_share_can_change_and_setting_the_same_share_records_nothing(s
 
 def test_promotion_moves_the_alias_to_the_canary_and_one_rollback_undoes_it(stable: Registry) -> None:
     stable.set_canary(MODEL, "stable", Canary(3, 100))
-    with pytest.raises(Conflict) as raised:
+    with raises(Conflict, "CANARY_MOVED"):
         stable.promote_canary(MODEL, "stable", expected_canary=1)
-    assert raised.value.reason == "CANARY_MOVED"
     change = stable.promote_canary(MODEL, "stable", expected_canary=3, actor="bob", reason="good")
     assert (change.from_version, change.to_version, change.canary) == (2, 3, None)
     assert stable.target(MODEL, "stable").published.version == 3
@@ -91,18 +91,16 @@ def test_an_alias_that_never_moved_cannot_be_rolled_back_beyond_its_canary(regis
     registry.set_alias(MODEL, "stable", 1)
     registry.set_canary(MODEL, "stable", Canary(2, 1))
     assert registry.rollback_alias(MODEL, "stable").to_version == 1
-    with pytest.raises(PreconditionFailed) as raised:
+    with raises(PreconditionFailed, "NO_EARLIER_VERSION"):
         registry.rollback_alias(MODEL, "stable")
-    assert raised.value.reason == "NO_EARLIER_VERSION"
 
 
 def test_ending_a_canary_keeps_the_alias_version(stable: Registry) -> None:
     stable.set_canary(MODEL, "stable", Canary(3, 10))
     assert stable.set_canary(MODEL, "stable", None).to_version == 2
     for call in (lambda: stable.set_canary(MODEL, "stable", None), lambda: stable.promote_canary(MODEL, "stable")):
-        with pytest.raises(PreconditionFailed) as raised:
+        with raises(PreconditionFailed, "NO_CANARY"):
             call()
-        assert raised.value.reason == "NO_CANARY"
     assert stable.aliases(MODEL) == {"stable": 2}
 
 
@@ -123,9 +121,8 @@ def test_invalid_canaries_are_refused(stable: Registry) -> None:
         (Canary(2, 10), InvalidInput, "BAD_CANARY"),
         (Canary(4, 10), NotFound, "ROUTER_VERSION_NOT_FOUND"),
     ):
-        with pytest.raises(kind) as raised:
+        with raises(kind, reason):
             stable.set_canary(MODEL, "stable", canary)
-        assert raised.value.reason == reason
     with pytest.raises(Conflict):
         stable.set_canary(MODEL, "stable", Canary(3, 10), expected_version=1)
     for call in (

@@ -3,15 +3,16 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 import pytest
 import structlog
 
-from shared.errors import Corrupt, Exhausted, NeapError, Unavailable
+from shared.errors import Corrupt, Exhausted, Unavailable
 from shared.registry import bucket_store, redis_index
 from shared.registry.factory import open_registry
 from shared.registry.registry import Registry
+from tests.reasons import raises
 from tests.registry_servers import PUBLICATION_STEPS, Steps, bucket_url, shared_registry, shared_url
 from tests.relay import cut_off, relay
 from tests.s3_gate import s3_gate
@@ -35,13 +36,6 @@ def calls(registry: Registry) -> list[Callable[[], object]]:
     ]
 
 
-@contextmanager
-def fails(kind: type[NeapError], reason: str) -> Iterator[pytest.ExceptionInfo[NeapError]]:
-    with pytest.raises(kind) as raised:
-        yield raised
-    assert raised.value.reason == reason
-
-
 @pytest.fixture
 def url(own_redis: RedisServer, s3: S3Server) -> str:
     return shared_url(own_redis, s3)
@@ -55,7 +49,7 @@ def registry(url: str) -> Iterator[Registry]:
 
 def test_opening_fails_if_redis_does_not_run(s3):
     (port,) = free_ports(1)
-    with fails(Unavailable, "REDIS_UNAVAILABLE"):
+    with raises(Unavailable, "REDIS_UNAVAILABLE"):
         open_registry(f"redis://127.0.0.1:{port}?objects=s3://neap/x&endpoint={s3.endpoint}")
 
 
@@ -65,7 +59,7 @@ def test_calls_fail_while_redis_is_down_and_work_when_it_is_back_empty(registry,
     before = registry.aliases("tiny"), registry.alias_history("tiny", "stable")
     own_redis.kill()
     for call in calls(registry):
-        with fails(Unavailable, "REDIS_UNAVAILABLE"):
+        with raises(Unavailable, "REDIS_UNAVAILABLE"):
             call()
     own_redis.start()
     assert (registry.aliases("tiny"), registry.alias_history("tiny", "stable")) == before
@@ -80,7 +74,7 @@ def test_calls_end_within_their_timeout_if_redis_hangs(url, own_redis, monkeypat
     own_redis.hold()
     try:
         for call in calls(registry):
-            with fails(Unavailable, "REDIS_UNAVAILABLE"):
+            with raises(Unavailable, "REDIS_UNAVAILABLE"):
                 call()
     finally:
         own_redis.resume()
@@ -104,7 +98,7 @@ def test_a_watcher_misses_no_event_when_redis_is_restarted(tmp_path, s3, how):
                 lambda: registry.list_versions("tiny"),
                 lambda: publish(registry, "two"),
             ):
-                with fails(Unavailable, "REDIS_UNAVAILABLE"):
+                with raises(Unavailable, "REDIS_UNAVAILABLE"):
                     call()
             server.start()
             assert list(registry.events("tiny", after_event=seen)) == []
@@ -124,7 +118,7 @@ def test_if_redis_dies_between_record_and_index_a_retry_returns_the_same_version
         if name == "journal:written":
             own_redis.kill()
 
-    with closing(open_registry(url, step=step)) as dying, fails(Unavailable, "REDIS_UNAVAILABLE"):
+    with closing(open_registry(url, step=step)) as dying, raises(Unavailable, "REDIS_UNAVAILABLE"):
         publish(dying)
     own_redis.start()
     assert publish(registry) == 1
@@ -149,7 +143,7 @@ def test_a_redis_with_full_memory_is_reported_and_works_when_it_has_room(registr
     with own_redis.client() as client:
         client.config_set("maxmemory", "1")
     for call in calls(registry)[-2:]:
-        with fails(Exhausted, "REDIS_FULL"):
+        with raises(Exhausted, "REDIS_FULL"):
             call()
     assert registry.resolve("tiny", "latest").version == 1, "reading still works"
     with own_redis.client() as client:
@@ -195,7 +189,7 @@ def test_a_change_whose_index_cannot_be_written_is_said_to_be_recorded_and_seen_
     with closing(open_registry(url, step=step)) as registry:
         publish(registry)
         is_full = True
-        with fails(Exhausted, "REDIS_FULL") as raised:
+        with raises(Exhausted, "REDIS_FULL") as raised:
             registry.set_alias("tiny", "stable", 1)
         assert raised.value.metadata["is_recorded"] == "true"
         assert registry.aliases("tiny") == {"latest": 1}, "reading still works"
@@ -211,15 +205,13 @@ def test_missing_permissions_and_wrong_passwords_of_redis_are_reported(own_redis
     with closing(open_registry(shared_url(own_redis, s3).replace("//", "//neap:s3cr3t%40%2F@", 1))):
         pass
     wrong = shared_url(own_redis, s3).replace("//", "//neap:hunter2@", 1)
-    with pytest.raises(Unavailable) as raised:
+    with raises(Unavailable, "REDIS_REFUSED") as raised:
         open_registry(wrong)
-    assert raised.value.reason == "REDIS_REFUSED"
     assert "hunter2" not in raised.value.message + str(raised.value.metadata)
     with own_redis.client() as client:
         client.acl_setuser("neap", categories=["-@all"])
-    with pytest.raises(Unavailable) as raised:
+    with raises(Unavailable, "REDIS_REFUSED"):
         open_registry(wrong.replace("hunter2", "s3cr3t%40%2F"))
-    assert raised.value.reason == "REDIS_REFUSED"
 
 
 def test_a_redis_that_may_evict_keys_causes_a_warning(own_redis, s3):
@@ -242,11 +234,11 @@ def test_calls_fail_while_s3_is_down_and_work_when_it_is_back(own_redis, own_s3)
             lambda: registry.set_alias("tiny", "stable", 1),
             lambda: publish(registry, "two"),
         ):
-            with fails(Unavailable, "OBJECT_STORE_UNAVAILABLE"):
+            with raises(Unavailable, "OBJECT_STORE_UNAVAILABLE"):
                 call()
         with own_redis.client() as client:
             client.flushall()
-        with fails(Unavailable, "OBJECT_STORE_UNAVAILABLE"):
+        with raises(Unavailable, "OBJECT_STORE_UNAVAILABLE"):
             registry.resolve("tiny", "latest")
         own_s3.start()
         assert registry.resolve("tiny", "latest") == made
@@ -256,12 +248,11 @@ def test_calls_fail_while_s3_is_down_and_work_when_it_is_back(own_redis, own_s3)
 def test_opening_fails_if_s3_does_not_run_or_credentials_are_missing(own_redis, s3, monkeypatch):
     (port,) = free_ports(1)
     dead = shared_url(own_redis, s3).replace(s3.endpoint, f"http://127.0.0.1:{port}")
-    with fails(Unavailable, "OBJECT_STORE_UNAVAILABLE"):
+    with raises(Unavailable, "OBJECT_STORE_UNAVAILABLE"):
         open_registry(dead)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
-    with pytest.raises(Unavailable) as raised:
+    with raises(Unavailable, "OBJECT_STORE_REFUSED") as raised:
         open_registry(shared_url(own_redis, s3))
-    assert raised.value.reason == "OBJECT_STORE_REFUSED"
     assert "hunter2" not in raised.value.message
 
 
@@ -285,7 +276,7 @@ def test_calls_end_within_their_timeout_if_s3_hangs(own_redis, own_s3, monkeypat
                 lambda: registry.rebuild("tiny"),
                 lambda: open_registry(url),
             ):
-                with fails(Unavailable, "OBJECT_STORE_UNAVAILABLE"):
+                with raises(Unavailable, "OBJECT_STORE_UNAVAILABLE"):
                     call()
             assert registry.resolve("tiny", "latest").version == 1
             assert len(registry.list_versions("tiny")) == 1
@@ -317,7 +308,7 @@ def test_if_s3_is_lost_at_any_step_of_a_publication_a_retry_publishes_once(own_r
             if has_happened:
                 assert attempt() == 1, "the publication sends nothing more to S3 after this step"
             else:
-                with fails(Unavailable, "OBJECT_STORE_UNAVAILABLE"):
+                with raises(Unavailable, "OBJECT_STORE_UNAVAILABLE"):
                     attempt()
             assert is_cut.is_set(), step
             seen = [v.version for v in registry.list_versions(model_id) if not v.damage]
@@ -364,7 +355,7 @@ def test_conflicts_that_do_not_end_make_the_object_store_unavailable(own_redis, 
     url = shared_url(own_redis, s3)
     with s3_gate(s3.port, gate) as at, shared_registry(url.replace(s3.endpoint, at)) as registry:
         is_refusing = True
-        with fails(Unavailable, "OBJECT_STORE_BUSY"):
+        with raises(Unavailable, "OBJECT_STORE_BUSY"):
             publish(registry)
         is_refusing = False
         assert publish(registry) == 1

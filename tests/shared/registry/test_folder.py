@@ -16,6 +16,7 @@ from shared.errors import Corrupt, Exhausted, InvalidInput, NotFound, Preconditi
 from shared.registry import folder_store
 from shared.registry.factory import open_registry
 from shared.registry.registry import Registry
+from tests.reasons import raises
 from tests.registry_damage import content_path
 from tests.small_disk import run_on_small_disk
 
@@ -132,9 +133,8 @@ def test_a_full_disk_at_any_step_leaves_no_version(tmp_path: Path, step: str) ->
             raise OSError(errno.ENOSPC, "No space left on device")
 
     reader = open_registry(str(tmp_path))
-    with pytest.raises(Exhausted) as raised:
+    with raises(Exhausted, "DISK_FULL") as raised:
         publish(open_registry(str(tmp_path), step=full))
-    assert raised.value.reason == "DISK_FULL"
     assert raised.value.retry_after_s is None
     assert list((tmp_path / "parts").iterdir()) == []
     assert reader.list_versions("tiny") == []
@@ -212,9 +212,8 @@ def test_a_file_system_without_hard_links_is_refused(tmp_path, monkeypatch, code
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(folder_store.os, "link", link)
-    with pytest.raises(PreconditionFailed) as raised:
+    with raises(PreconditionFailed, "NO_CONDITIONAL_WRITES"):
         open_registry(str(tmp_path))
-    assert raised.value.reason == "NO_CONDITIONAL_WRITES"
 
 
 def test_a_folder_below_one_that_may_not_be_read_is_written(tmp_path, monkeypatch):
@@ -291,9 +290,8 @@ def test_a_folder_restored_from_a_backup_under_a_running_process_gets_no_gap(tmp
     shutil.rmtree(tmp_path / "registry")
     shutil.copytree(tmp_path / "backup", tmp_path / "registry")
     for call in (lambda: registry.set_alias("tiny", "stable", 1), lambda: publish(registry, "three")):
-        with pytest.raises(Corrupt) as raised:
+        with raises(Corrupt, "JOURNAL_INCOMPLETE"):
             call()
-        assert raised.value.reason == "JOURNAL_INCOMPLETE"
     assert [version.version for version in registry.list_versions("tiny")] == [2, 1]
     assert publish(open_registry(str(tmp_path / "registry")), "three") == 2
 

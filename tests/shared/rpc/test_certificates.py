@@ -19,6 +19,7 @@ from shared.rpc.callers import Role, current_caller
 from shared.rpc.certificates import ServerCertificate
 from shared.rpc.security import ServerSecurity
 from tests.certificates import issued, mount, write
+from tests.reasons import raises
 from tests.shared.rpc.conftest import running
 
 HOST = "127.0.0.1"
@@ -188,13 +189,11 @@ def test_an_expired_certificate_and_a_missing_file_are_errors_at_the_start(tmp_p
     files = write(tmp_path, issued(authority, HOST))
     files.certificate.write_bytes(leaf.cert_chain_pems[0].bytes())
     files.key.write_bytes(leaf.private_key_pem.bytes())
-    with pytest.raises(InvalidInput, match="expired") as caught:
+    with raises(InvalidInput, "BAD_CERTIFICATE", match="expired"):
         _security(files)
-    assert caught.value.reason == "BAD_CERTIFICATE"
     files.key.unlink()
-    with pytest.raises(InvalidInput, match=str(files.key)) as caught:
+    with raises(InvalidInput, "BAD_CONFIGURATION", match=str(files.key)):
         _security(files)
-    assert caught.value.reason == "BAD_CONFIGURATION"
 
 
 def test_streams_go_over_tls(scripted, tmp_path, authority):

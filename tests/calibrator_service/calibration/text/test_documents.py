@@ -14,6 +14,7 @@ from calibrator_service.calibration.text.documents import (
     text_sequences,
 )
 from shared.errors import InvalidInput, NotFound
+from tests.reasons import raises
 
 
 def written(tmp_path: Path, name: str, content: bytes) -> Path:
@@ -84,17 +85,15 @@ def test_an_error_names_the_bad_line(tmp_path, monkeypatch, what):
     path = written(tmp_path, "a.jsonl", b'{"text": "good"}\n\n' + content + b"\n")
     read = json_documents(path, "text")
     assert "".join(next(read)) == "good"
-    with pytest.raises(InvalidInput) as caught:
+    with raises(InvalidInput, reason) as caught:
         next(read)
-    assert caught.value.reason == reason
     assert "a.jsonl, line 3" in caught.value.message
 
 
 def test_a_text_file_that_is_not_utf8(tmp_path):
     path = written(tmp_path, "a.txt", b"good\n" * 100_000 + b"b\xe4d\n")
-    with pytest.raises(InvalidInput, match=r"a\.txt, line 100001 is not UTF-8") as caught:
+    with raises(InvalidInput, "NOT_UTF8", match=r"a\.txt, line 100001 is not UTF-8"):
         list(*text_documents(path))
-    assert caught.value.reason == "NOT_UTF8"
 
 
 def test_text_is_packed_with_a_separator_between_documents(counting, tmp_path):
@@ -131,6 +130,5 @@ def test_bad_files(counting, tmp_path, name, content, error, reason):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(error) as caught:
+    with raises(error, reason):
         list(text_sequences(counting, TextFile(str(path))))
-    assert caught.value.reason == reason

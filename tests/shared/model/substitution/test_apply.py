@@ -76,13 +76,6 @@ def test_generates_the_same_tokens_and_can_be_taken_back(family):
     assert torch.equal(_generate(model, ids, seen), padded)
 
 
-def test_counts_what_it_substitutes():
-    report = accelerate(build_family("llama"))
-    assert (report.linears, report.gated_mlps, report.norms) == (6 * 4 + 1, 6, 13)
-    assert report.rotary == ("transformers.models.llama.modeling_llama",)
-    assert report.left_alone == {}
-
-
 @pytest.mark.parametrize(
     ("family", "gated", "norms"),
     [("qwen3", 6, 25), ("gemma3-sliding", 6, 37), ("phi3", 6, 13), ("phi2", 0, 0), ("gpt2", 0, 0)],
@@ -173,7 +166,7 @@ def test_a_layer_with_other_settings_is_compared_on_its_own() -> None:
     assert torch.equal(model(input_ids=ids).logits, before)
 
 
-def test_modules_that_are_alike_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_counted_and_modules_that_are_alike_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[object] = []
 
     def count(actual: object, expected: object, *inputs: Tensor) -> bool:
@@ -182,7 +175,8 @@ def test_modules_that_are_alike_are_compared_once(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("shared.model.substitution.linear.agrees", count)
     report = accelerate(build_family("llama"))
-    assert (report.linears, report.gated_mlps, report.norms) == (6 * 4 + 1, 6, 13)
+    assert (report.linears, report.gated_mlps, report.norms, report.left_alone) == (6 * 4 + 1, 6, 13, {})
+    assert report.rotary == ("transformers.models.llama.modeling_llama",)
     kinds = {id(module) for module in compared}
     assert len(kinds) == 5  # queries (out has their shape), keys (values), head, MLP, norm
 

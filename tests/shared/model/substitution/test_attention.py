@@ -27,7 +27,6 @@ def test_masks_are_left_out_only_where_plainly_causal() -> None:
         {"q_offset": torch.tensor(6)},
     ):
         mask = _mask(3, 9, **changes)
-        assert mask is not None
         assert mask.dtype == torch.bool
         assert mask.shape == (1, 1, 3, 9)
 

@@ -18,6 +18,7 @@ from shared.errors import Corrupt, NotFound, UnsupportedModel
 from shared.model.load import load_model
 from shared.model.remembered.key import files_of
 from tests.gguf_files import write_llama
+from tests.reasons import raises
 
 BASE = {
     "vocab_size": 300,
@@ -233,9 +234,8 @@ def test_what_transformers_cannot_follow_is_refused_by_name(tmp_path: Path, key:
         list: GGUFWriter.add_array,
     }
     file = write_llama(tmp_path / "tiny.gguf", add_more=lambda w: add[type(value)](w, key, value))
-    with pytest.raises(UnsupportedModel) as caught:
+    with raises(UnsupportedModel, "FILE_KEY_UNKNOWN") as caught:
         load_model(file)
-    assert caught.value.reason == "FILE_KEY_UNKNOWN"
     assert caught.value.metadata == {"key": key}
     assert key in caught.value.message
 
@@ -277,9 +277,8 @@ def test_a_file_without_sizes_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         GGUFWriter, "add_uint32", lambda w, key, *rest: key == f"llama.{left_out}" or add(w, key, *rest)
     )
     file = write_llama(tmp_path / "tiny.gguf")
-    with pytest.raises(Corrupt) as caught:
+    with raises(Corrupt, "MODEL_FILE_CORRUPT") as caught:
         load_model(file)
-    assert caught.value.reason == "MODEL_FILE_CORRUPT"
     assert left_out in caught.value.message
 
 

@@ -93,7 +93,6 @@ def written(path: Path, *, pre: str | None = None, ends: dict[str, TokenType] | 
 def test_a_file_is_split_as_it_says(tmp_path: Path, pre: str | None, tokens: list[str]) -> None:
     file = written(tmp_path / "tiny.gguf", pre=pre)
     loaded = load_model(file)
-    assert loaded.tokenizer is not None
     backend = loaded.tokenizer.backend_tokenizer
     assert pieces(backend.pre_tokenizer, " 12") == tokens
     assert not backend.model.ignore_merges
@@ -104,7 +103,6 @@ def test_a_token_is_taken_whole_where_the_vocabulary_says_so(tmp_path: Path) -> 
     ends = {"elo": TokenType.NORMAL}
     for pre, tokens in (("llama-bpe", ["elo"]), ("qwen2", ["e", "l", "o"])):
         loaded = load_model(written(tmp_path / f"{pre}.gguf", pre=pre, ends=ends))
-        assert loaded.tokenizer is not None
         assert loaded.tokenizer.convert_ids_to_tokens(loaded.tokenizer("elo")["input_ids"]) == tokens
 
 
