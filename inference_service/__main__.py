@@ -26,9 +26,8 @@ import torch
 from neap_client.inference.v1 import inference_pb2_grpc
 
 from inference_service.blob_cache import BlobCache
-from inference_service.client_waits_metrics import ClientWaitsCollector
 from inference_service.engine_watch import EngineWatch
-from inference_service.metrics import WorkerMetrics
+from inference_service.metrics import ClientWaitsCollector, WorkerMetrics
 from inference_service.pools import Pools
 from inference_service.router_watch import RouterWatch
 from inference_service.routers import MAX_WAITING, RouterStore, preload_routers

@@ -6,10 +6,10 @@ from prometheus_client import GCCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from inference_service.router_metrics import read_versions, version_families
 from shared.engine.engine import Engine
 from shared.engine.request.request import FinishReason
-from shared.engine.statistics import Distribution
+from shared.engine.statistics import Distribution, EngineStatistics
+from shared.rpc.calls import ClientWaits
 from shared.service_metrics import ServiceMetrics
 
 FIRST_TOKEN_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80, 160)
@@ -101,6 +101,28 @@ class WorkerMetrics(ServiceMetrics):
         self.stale_resolutions.labels(model_id)
 
 
+class ClientWaitsCollector(Collector):
+    """Calls that are open and whose request message has not arrived, read from the server's counters at each scrape."""
+
+    def __init__(self, waits: ClientWaits) -> None:
+        self._waits = waits
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "neap_calls_awaiting_request",
+            "Calls of all methods that are open and whose request message has not arrived.",
+            value=self._waits.num_awaited,
+        )
+        unsent = CounterMetricFamily(
+            "neap_calls_without_request",
+            "Calls of all methods that ended before their request message had arrived, by reason.",
+            labels=["reason"],
+        )
+        for reason, count in dict(self._waits.unsent).items():
+            unsent.add_metric([reason], count)
+        yield unsent
+
+
 class _EngineCollector(Collector):
     """Reads the engines' counters at each scrape, so that counting needs no lock in their threads."""
 
@@ -108,10 +130,10 @@ class _EngineCollector(Collector):
         self.engines: list[tuple[Engine, Callable[[], Collection[int]]]] = []
 
     def collect(self) -> Iterator[Metric]:
-        families, of_versions = _families(), version_families()
+        families, of_versions = _families(), _version_families()
         for engine, versions in list(self.engines):
             _read(engine, families)
-            read_versions(engine.loaded.model_id, engine.statistics, versions(), of_versions)
+            _read_versions(engine.loaded.model_id, engine.statistics, versions(), of_versions)
         yield from families.values()
         yield from of_versions.values()
 
@@ -220,3 +242,52 @@ def _buckets(distribution: Distribution) -> list[tuple[str, float]]:
         total += count
         buckets.append((bound, total))
     return buckets
+
+
+# Metrics per router version, for comparing a canary with the version in use. Only loaded versions have series, and
+# version 0, which stands for requests without a router.
+_VERSION = ["model_id", "router_version"]
+_PROPOSER = [*_VERSION, "proposer"]
+_COUNTERS = (
+    ("requests", _VERSION, "Requests with at least one token, by router version."),
+    ("generation_tokens", _VERSION, "Tokens generated, by router version."),
+    ("drafted_tokens", _PROPOSER, "Drafts verified, by router version and proposer."),
+    ("accepted_tokens", _PROPOSER, "Drafts that were accepted, by router version and proposer."),
+    ("exits", _PROPOSER, "Tokens by the proposer of their exit, by router version."),
+    ("layer_executions", _VERSION, "Decoder layers run while decoding, by router version."),
+    ("layer_executions_saved", _VERSION, "Layer executions less than the full depth."),
+    ("layer_executions_extra", _VERSION, "Layer executions beyond the full depth."),
+)
+
+
+def _version_families() -> dict[str, CounterMetricFamily]:
+    """Empty metric families, by name without the prefix `neap_router_`."""
+    families: dict[str, CounterMetricFamily] = {}
+    for name, labels, text in _COUNTERS:
+        families[name] = CounterMetricFamily(f"neap_router_{name}", text, labels=labels)
+    return families
+
+
+def _read_versions(
+    model_id: str,
+    statistics: EngineStatistics,
+    versions: Collection[int],
+    families: Mapping[str, CounterMetricFamily],
+) -> None:
+    """Adds samples for the `versions` that have counts. The engine may change its counts meanwhile."""
+
+    def put(name: str, value: float, *labels: object) -> None:
+        families[name].add_metric([model_id, *map(str, labels)], value)
+
+    for version, counts in list(statistics.by_version.items()):
+        if version and version not in versions:
+            continue
+        put("requests", counts.num_requests, version)
+        put("generation_tokens", counts.num_generated_tokens, version)
+        put("layer_executions", counts.num_layer_executions, version)
+        put("layer_executions_saved", counts.num_layer_executions_saved, version)
+        put("layer_executions_extra", counts.num_layer_executions_extra, version)
+        by_proposer = {"drafted_tokens": counts.drafted, "accepted_tokens": counts.accepted, "exits": counts.exits}
+        for name, tokens in by_proposer.items():
+            for proposer, count in dict(tokens).items():  # copied at once: the engine may add a proposer
+                put(name, count, version, proposer)

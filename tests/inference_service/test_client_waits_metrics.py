@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from inference_service.client_waits_metrics import ClientWaitsCollector
+from inference_service.metrics import ClientWaitsCollector
 from shared.errors import DeadlineExceeded
 from shared.rpc.calls import ClientWaits
 
