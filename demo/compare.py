@@ -9,8 +9,7 @@ from neap_client.requests import Policy
 
 from demo.figures import PolicyFigures
 from neap_engine.cli.console import out
-from neap_engine.cli.depth_view import DepthView
-from neap_engine.cli.generate import NO_CHAT_TEMPLATE, PLAIN_TEXT_NOTE, statistics_line
+from neap_engine.cli.generate import NO_CHAT_TEMPLATE, PLAIN_TEXT_NOTE, DepthView, statistics_line
 from shared.errors import NeapError
 
 WARM_UP_TOKENS = 8

@@ -4,7 +4,7 @@ import pytest
 from neap_client.inference.v1 import inference_pb2 as pb
 from rich.console import Console
 
-from neap_engine.cli.depth_view import FULL_STYLE, SHADES, DepthView, proposer_colour
+from neap_engine.cli.generate import FULL_STYLE, SHADES, DepthView, proposer_colour
 
 
 def test_streams_text_to_stdout_and_statistics_to_stderr(service, neap):
