@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from calibrator_service.calibration.report.held_out import wilson_interval
-from calibrator_service.calibration.run import CalibrationRun
-from calibrator_service.calibration.schedule import RELAXED_SHARE
+from calibrator_service.calibration.run import RELAXED_SHARE, CalibrationRun
 from calibrator_service.calibration.states.collect import LabelledSequence
 from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.pass_costs import ExitCost, PassCosts

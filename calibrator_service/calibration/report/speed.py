@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from calibrator_service.calibration.report.relaxed import held_out_prompts
 from calibrator_service.calibration.report.worth import measured_costs
-from calibrator_service.calibration.run import CalibrationRun
-from calibrator_service.calibration.schedule import SPEED_SHARE
+from calibrator_service.calibration.run import SPEED_SHARE, CalibrationRun
 from calibrator_service.calibration.states.collect import LabelledSequence
 from shared.engine.drafting.costs import MAX_PASS_TOKENS
 from shared.engine.drafting.drafter import Drafter

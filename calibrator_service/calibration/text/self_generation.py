@@ -2,9 +2,10 @@
 
 A piece depends only on the model, the configuration and the piece's index, so a killed run continues with the first
 missing piece. Training text must look like decoding, so answers are greedy. Prompts come from the caller, or from the
-templates of `seed_prompts` and from the model: given only the opening of a user's turn, it writes what a user would ask
-(Magpie, 2406.08464). A model without a chat template samples the first tokens of a text and continues greedily. The
-caller's prompts may be few, so they are answered in several rounds: greedily in the first, and sampled in later ones.
+templates of `seed_prompts.json` and from the model: given only the opening of a user's turn, it writes what a user
+would ask (Magpie, 2406.08464). A model without a chat template samples the first tokens of a text and continues
+greedily. The caller's prompts may be few, so they are answered in several rounds: greedily in the first, and sampled in
+later ones.
 
 Some prompts need an answer first: a task about a passage, or a turn of Magpie. An *item* is one prompt with what leads
 to it and what follows from it. Items are written side by side, so no item waits for another.
@@ -13,12 +14,14 @@ to it and what follows from it. Items are written side by side, so no item waits
 import hashlib
 import json
 import random
+import re
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from calibrator_service.calibration.text import seed_prompts
 from calibrator_service.calibration.text.chat import PromptFormat
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
 from calibrator_service.calibration.text.writer import Pace, Writer, WriteRequest, Written
@@ -206,19 +209,18 @@ class SelfGenerator:
             turn_ids = yield from self._sample(rng, list(user_turn.opening), USER_TURN_TOKENS, user_turn.stop_ids)
             text = self._format.decode(turn_ids)
         if len(text) < MIN_USER_CHARACTERS:  # no turn of Magpie, or one that asks nothing
-            text = seed_prompts.seed_prompt(rng, wide=number >= CORE_PROMPTS)
+            text = seed_prompt(rng, wide=number >= CORE_PROMPTS)
         yield from self._answer(sequences, rng, self._format.encode_user(text), longest)
 
     def _passage(self, sequences: list[TokenSequence], rng: random.Random, longest: int) -> Item:
         """A passage, then follow-up turns and tasks about it."""
-        text = seed_prompts.passage_prompt(rng)
+        text = passage_prompt(rng)
         request = self._format.encode_user(text)
         passage = self._format.decode((yield from self._answer(sequences, rng, request, longest)))
         for _ in range(TASKS_PER_PASSAGE):
-            turns = [("user", seed_prompts.passage_task(rng, [passage]))]
+            turns = [("user", passage_task(rng, [passage]))]
             if rng.random() < FOLLOW_UP_SHARE:
-                follow_up = ("user", seed_prompts.follow_up(rng))
-                turns = [("user", text), ("assistant", passage), follow_up]
+                turns = [("user", text), ("assistant", passage), ("user", follow_up(rng))]
             yield from self._answer(sequences, rng, self._format.encode(turns), longest)
 
     def _answer(
@@ -264,3 +266,49 @@ class SelfGenerator:
             rng.getrandbits(63),
         )
         return written.tokens
+
+
+# In a template. Values are filled in at random. No template is a prompt of a benchmark.
+PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+
+
+@cache
+def _data() -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(Path(__file__).with_name("seed_prompts.json").read_text(encoding="utf-8"))
+    return data
+
+
+def seed_prompt(rng: random.Random, *, wide: bool = False) -> str:
+    """One prompt. Every category (translation, QA, maths, writing, ...) is equally likely.
+    `wide`: of many more categories."""
+    prompts: dict[str, list[str]] = _data()["prompts"]
+    if wide:
+        prompts = prompts | _data()["wide_prompts"]
+    return _fill(rng, rng.choice(prompts[rng.choice(list(prompts))]))
+
+
+def passage_prompt(rng: random.Random) -> str:
+    """A prompt that asks for a passage, which `passage_task` uses."""
+    return _fill(rng, rng.choice(_data()["passages"]))
+
+
+def passage_task(rng: random.Random, passages: list[str]) -> str:
+    """A task (summarise, answer, translate, ...) about one of `passages`, which the model wrote."""
+    tasks: dict[str, list[str]] = _data()["passage_tasks"]
+    template = rng.choice(tasks[rng.choice(list(tasks))])
+    return _fill(rng, template, passages)
+
+
+def follow_up(rng: random.Random) -> str:
+    """A second message that fits any answer."""
+    return _fill(rng, rng.choice(_data()["follow_ups"]))
+
+
+def _fill(rng: random.Random, template: str, passages: list[str] | None = None) -> str:
+    values: dict[str, list[str]] = _data()["values"]
+
+    def choose(match: re.Match[str]) -> str:
+        options = passages if match[1] == "passage" and passages else values[match[1]]
+        return rng.choice(options)
+
+    return PLACEHOLDER.sub(choose, template)

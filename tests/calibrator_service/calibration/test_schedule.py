@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from calibrator_service.calibration.schedule import (
+from calibrator_service.calibration.run import (
     MAX_SOLVING_SHARE,
     RELAXED_SHARE,
     TRAINING_SHARE,

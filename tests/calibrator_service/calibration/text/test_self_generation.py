@@ -13,7 +13,7 @@ import pytest
 import torch
 from tokenizers import processors
 
-from calibrator_service.calibration.text import seed_prompts, self_generation
+from calibrator_service.calibration.text import self_generation
 from calibrator_service.calibration.text.chat import PromptFormat
 from calibrator_service.calibration.text.engine_writer import EngineWriter
 from calibrator_service.calibration.text.self_generation import SelfGenerationConfig, SelfGenerator
@@ -213,20 +213,20 @@ def test_a_damaged_shard_is_refused(tmp_path):
 
 def test_seed_prompts():
     rng = random.Random(0)
-    texts = [seed_prompts.seed_prompt(rng) for _ in range(300)]
+    texts = [self_generation.seed_prompt(rng) for _ in range(300)]
     assert len(set(texts)) > 250
-    texts += [seed_prompts.passage_prompt(rng), seed_prompts.follow_up(rng)]
-    tasks = [seed_prompts.passage_task(rng, ["PASSAGE"]) for _ in range(50)]
+    texts += [self_generation.passage_prompt(rng), self_generation.follow_up(rng)]
+    tasks = [self_generation.passage_task(rng, ["PASSAGE"]) for _ in range(50)]
     assert all("PASSAGE" in task for task in tasks)
-    wide = [seed_prompts.seed_prompt(rng, wide=True) for _ in range(600)]
+    wide = [self_generation.seed_prompt(rng, wide=True) for _ in range(600)]
     assert len(set(wide)) > 500
-    assert not any(re.search(seed_prompts.PLACEHOLDER, text) for text in [*texts, *wide])
+    assert not any(re.search(self_generation.PLACEHOLDER, text) for text in [*texts, *wide])
 
 
 def test_later_prompts_are_of_more_kinds(counting, tmp_path, monkeypatch):
     asked: list[bool] = []
     monkeypatch.setattr(self_generation, "CORE_PROMPTS", 10)
     monkeypatch.setattr(self_generation, "KINDS", (self_generation.TEMPLATE,))
-    monkeypatch.setattr(seed_prompts, "seed_prompt", lambda rng, *, wide: asked.append(wide) or f"w{len(asked)}")
+    monkeypatch.setattr(self_generation, "seed_prompt", lambda rng, *, wide: asked.append(wide) or f"w{len(asked)}")
     first(counting, tmp_path, 4)
     assert asked[:20] == [False] * 10 + [True] * 10
