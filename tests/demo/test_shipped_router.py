@@ -22,7 +22,7 @@ def _in_this_process(neap, monkeypatch):
 
     def run(command, **_):
         assert command[:3] == [sys.executable, "-m", "neap_engine.cli.main"]
-        result = neap(*command[3:])
+        result = neap(*command[3:], code=None)
         return subprocess.CompletedProcess(command, result.exit_code, result.stdout, result.stderr)
 
     monkeypatch.setattr(subprocess, "run", run)
