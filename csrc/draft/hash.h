@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <random>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,13 @@ inline constexpr uint64_t kMultiplier = 0x9E3779B97F4A7C15, kMixer = 0xBF58476D1
 inline uint64_t extend_hash(uint64_t state, int32_t token) {
   state = (state + (uint64_t)token + 1) * kMultiplier;
   return (state ^ (state >> 29)) * kMixer;
+}
+
+// A number of this process with which hashes of a client's contexts begin: otherwise it could choose contexts that all
+// have the same place in a table.
+inline uint64_t secret() {
+  static const uint64_t number = (uint64_t)std::random_device{}() << 32 | std::random_device{}();
+  return number;
 }
 
 // Open addressing with linear probing. Nothing is removed. Keys of different contexts are taken for different ones.

@@ -17,7 +17,7 @@ int32_t PromptLookup::Followers::from_latest(int back) const {
 
 void PromptLookup::append(int32_t token) {
   const auto now = (int32_t)tokens_.size();
-  uint64_t key = 0;
+  uint64_t key = secret();
   for (int length = 1; length <= std::min(kMaxMatch, now); ++length) {
     key = extend_hash(key, tokens_[now - length]);
     const auto [known, is_new] = contexts_.insert(key, now);
@@ -33,7 +33,7 @@ void PromptLookup::append(int32_t token) {
     followers_.back().add(tokens_[before]);
     followers_.back().add(token);
     if (length < kMaxMatch && before - length - 1 >= 0) {
-      uint64_t longer = 0;
+      uint64_t longer = secret();
       for (int back = 1; back <= length + 1; ++back) longer = extend_hash(longer, tokens_[before - back]);
       *contexts_.insert(longer, before).first = before;
     }
@@ -44,7 +44,7 @@ void PromptLookup::append(int32_t token) {
 std::optional<Match> PromptLookup::propose(const int32_t* tail, int length) {
   const Followers* longest = nullptr;
   int matched = 0;
-  uint64_t key = 0;
+  uint64_t key = secret();
   for (int size = 1; size <= std::min(kMaxMatch, length); ++size) {
     key = extend_hash(key, tail[length - size]);
     const int32_t* known = contexts_.find(key);
