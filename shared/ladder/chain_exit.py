@@ -108,7 +108,7 @@ def slots_of(starts: Sequence[ChainStart]) -> Tensor:
 def projection_in_16_bits(matrix: Tensor) -> Projection:
     """A matmul by `matrix` [M, K] in the format of `kernel_weight`, with float32 results."""
     weight = kernel_weight(matrix)
-    if weight.device.type == "cpu" and ops.is_available():
+    if weight.device.type == "cpu":
         packed, size = ops.pack_linear(weight), len(weight)
         return lambda states: ops.packed_linear(states, packed, size, None)
     return lambda states: F.linear(states.to(weight.dtype), weight).float()

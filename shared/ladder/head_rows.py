@@ -29,9 +29,9 @@ def gather_rows(head: nn.Module, vocabulary: Tensor) -> tuple[Tensor, Tensor | N
 
 
 def projection(rows: Tensor, bias: Tensor | None) -> Projection:
-    """A function from states [..., head_width] to logits [..., Vd]: a packed kernel where available, else PyTorch.
+    """A function from states [..., head_width] to logits [..., Vd]: a packed kernel on a CPU, else PyTorch.
     Inference only."""
-    if rows.device.type == "cpu" and ops.is_available():
+    if rows.device.type == "cpu":
         packed, size = ops.pack_linear(rows), rows.shape[0]
         return lambda states: ops.packed_linear(states, packed, size, bias)
     return lambda states: F.linear(states, rows, bias)
