@@ -1,4 +1,4 @@
-"""Assigns sequences to splits, so that heads, routers and the report learn from and are measured on different
+"""Assigns sequences to splits, so that heads, confidences and the report learn from and are measured on different
 sequences.
 
 A confidence head trained on the data of its head would trust the head too much.
