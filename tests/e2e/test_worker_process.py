@@ -72,7 +72,8 @@ def test_the_first_requests_find_the_routers(folder, tmp_path):
         aliases = ("latest", "stable")
         registry.publish("tiny", manifest, blobs, request_id="one", aliases=aliases)
     asked = [RouterSelector(), RouterSelector(alias="stable")] * 24
-    with _worker(folder, tmp_path) as (_, client):
+    # By default one client may have 40 calls at once.
+    with _worker(folder, tmp_path, "--max-active-per-client", str(len(asked))) as (_, client):
         client.wait_ready(SERVICE_NAME, timeout_s=60)
         assert [router.version for router in client.get_model("tiny").routers] == [1]
         streams = [client.generate(request_of(4, depth=EXACT, router=router)) for router in asked]
