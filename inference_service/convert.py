@@ -27,9 +27,11 @@ from shared.engine.request.request import (
 )
 from shared.errors import InvalidInput, PermissionDenied, PreconditionFailed, PromptTooLong
 from shared.ladder.policy import DepthPolicy
+from shared.model.generation_defaults import GenerationDefaults
 from shared.model.loaded import LoadedModel
 from shared.model.sampling import SamplingParams
 
+NO_DEFAULTS = GenerationDefaults()
 # Each text is tokenised in two ways, and the engine takes twice as many sequences of tokens.
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 256
@@ -68,8 +70,9 @@ def to_generation_request(
             reason="PRIORITY_NOT_ALLOWED",
             metadata={"least_priority": str(least_priority)},
         )
-    sampling = to_sampling(request.sampling, loaded)
-    stopping = to_stopping(request.stopping)
+    defaults = taken_defaults(request, loaded)
+    sampling = to_sampling(request.sampling, loaded, defaults)
+    stopping = to_stopping(request.stopping, defaults)
     policy = to_policy(request.depth)
     answer = to_constraint(request.constraint) if request.HasField("constraint") else None
     constraint: Constraint | MessageConstraint | None = answer
@@ -126,14 +129,25 @@ def _prompt(request: inference_pb2.GenerateRequest, context_length: int) -> Prom
     raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT")
 
 
-def to_sampling(sampling: inference_pb2.Sampling, loaded: LoadedModel) -> SamplingParams:
-    """An absent field switches its rule off. Raises InvalidInput."""
+def taken_defaults(request: inference_pb2.GenerateRequest, loaded: LoadedModel) -> GenerationDefaults:
+    """What the request takes from the model, because it leaves it open."""
+    if not request.model_defaults:
+        return GenerationDefaults()
+    offered = {"temperature": 1.0, **loaded.defaults.sampling}
+    sampling = {name: value for name, value in offered.items() if not request.sampling.HasField(name)}
+    return GenerationDefaults(sampling, None if request.stopping.HasField("max_tokens") else loaded.defaults.max_tokens)
+
+
+def to_sampling(
+    sampling: inference_pb2.Sampling, loaded: LoadedModel, defaults: GenerationDefaults = NO_DEFAULTS
+) -> SamplingParams:
+    """An absent field without a default switches its rule off. Raises InvalidInput."""
     if sampling.HasField("top_k") and sampling.top_k == 0:
         raise InvalidInput("top_k is 0; it must be at least 1, or absent")
     fields = {field.name: value for field, value in sampling.ListFields()}
     if sampling.bad_words:
         fields["bad_words"] = _bad_words(sampling.bad_words, loaded)
-    return SamplingParams(**{"seed": secrets.randbits(64), **fields})
+    return SamplingParams(**{"seed": secrets.randbits(64), **defaults.sampling, **fields})
 
 
 def _bad_words(words: Sequence[inference_pb2.BadWord], loaded: LoadedModel) -> list[Sequence[int]]:
@@ -152,14 +166,19 @@ def _bad_words(words: Sequence[inference_pb2.BadWord], loaded: LoadedModel) -> l
     return sequences
 
 
-def to_stopping(stopping: inference_pb2.Stopping) -> StoppingParams:
+def to_stopping(stopping: inference_pb2.Stopping, defaults: GenerationDefaults = NO_DEFAULTS) -> StoppingParams:
     """Raises InvalidInput."""
     return StoppingParams(
-        max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
+        max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else defaults.max_tokens,
         stop_strings=tuple(stopping.stop_strings),
         stop_token_ids=frozenset(stopping.stop_token_ids),
         ignore_eos=stopping.ignore_eos,
     )
+
+
+def from_defaults(defaults: GenerationDefaults) -> inference_pb2.GenerationDefaults:
+    sampling: dict[str, Any] = dict(defaults.sampling)
+    return inference_pb2.GenerationDefaults(sampling=inference_pb2.Sampling(**sampling), max_tokens=defaults.max_tokens)
 
 
 def to_policy(depth: inference_pb2.DepthPolicy) -> DepthPolicy:

@@ -12,7 +12,14 @@ import structlog
 from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from inference_service.chat import PreparedChat
-from inference_service.convert import from_event, prompt_digest, to_generation_request, to_router_choice
+from inference_service.convert import (
+    from_defaults,
+    from_event,
+    prompt_digest,
+    taken_defaults,
+    to_generation_request,
+    to_router_choice,
+)
 from inference_service.generate_call import EventStream, GenerateCall
 from inference_service.metrics import WorkerMetrics
 from inference_service.pools import Pools
@@ -200,6 +207,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             call.set_handle(handle)
             started = _started(generation, engine, router, continued_inexactly=bool(inexact))
             started.started.warnings.extend(_warnings(handle))
+            if request.model_defaults:
+                started.started.defaults.CopyFrom(from_defaults(taken_defaults(request, engine.loaded)))
             if request.echo:
                 started.started.prompt_text = request.text or await self._pools.requests.call(
                     decode_prompt, engine.loaded, generation.prompt_ids
@@ -272,6 +281,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             why_not_exact=engine.numerics.why_not,
             numerics_id=engine.numerics.id,
             proposers=engine.proposer_names(),
+            defaults=from_defaults(loaded.defaults),
             routers=[
                 inference_pb2.LoadedRouter(
                     version=router.version, manifest_digest=router.digest, proposers=router.proposers

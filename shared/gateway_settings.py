@@ -77,6 +77,11 @@ class GatewaySettings(ProcessSettings, TlsSettings):
         description="Most choices of one HTTP request: n times the number of prompts. Each choice is a call to a "
         "worker; 16 of a request run at once.",
     )
+    generation_defaults: Literal["model", "openai"] = Field(
+        default="model",
+        description="What holds for a temperature, top_k, top_p, min_p, repetition_penalty or limit of tokens that a "
+        "request leaves open: what the model's generation_config states, or OpenAI's defaults alone.",
+    )
     max_body_mb: int = Field(
         default=4,
         ge=1,

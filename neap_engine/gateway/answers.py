@@ -278,12 +278,18 @@ def model_object(model: pb.Model) -> dict[str, Any]:
             "num_layers": model.num_layers,
             "context_length": model.context_length,
             "vocabulary_size": model.vocabulary_size,
+            "generation_defaults": _defaults(model.defaults),
             "routers": [
                 {"version": router.version, "digest": router.manifest_digest, "proposers": list(router.proposers)}
                 for router in model.routers
             ],
         },
     }
+
+
+def _defaults(stated: pb.GenerationDefaults) -> dict[str, Any]:
+    defaults = {descriptor.name: value for descriptor, value in stated.sampling.ListFields()}
+    return defaults | ({"max_tokens": stated.max_tokens} if stated.HasField("max_tokens") else {})
 
 
 def _says_something(piece: Piece) -> bool:

@@ -232,7 +232,12 @@ class Gateway:
         with self._bytes.holding(client) as hold_bytes, self._places.holding(client) as hold_places:
             body = await exchange.read_body(hold_bytes, max_bytes=self._settings.max_body_mb << 20)
             hold_places(1)
-            parse = partial(parse_generation, is_chat=is_chat, max_choices=self._settings.max_choices)
+            parse = partial(
+                parse_generation,
+                is_chat=is_chat,
+                max_choices=self._settings.max_choices,
+                model_defaults=self._settings.generation_defaults == "model",
+            )
             generation = await self._parser.parse(client, body, parse)
             del body
             if 2 * generation.num_bytes > self._bytes.total:

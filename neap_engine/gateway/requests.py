@@ -71,8 +71,11 @@ class RequestedGeneration:
         return [(prompt + seed, prefix) for prompt, prefix in prompts for seed in seeds]
 
 
-def parse_generation(body: bytes, *, is_chat: bool, max_choices: int) -> RequestedGeneration:
-    """Parse and check a body. Raises InvalidInput: BAD_JSON, UNKNOWN_FIELD, UNSUPPORTED_FIELD, INVALID_INPUT,
+def parse_generation(
+    body: bytes, *, is_chat: bool, max_choices: int, model_defaults: bool = True
+) -> RequestedGeneration:
+    """Parse and check a body. `model_defaults`: whether the model's generation_config says what the request leaves
+    open, or OpenAI's API does. Raises InvalidInput: BAD_JSON, UNKNOWN_FIELD, UNSUPPORTED_FIELD, INVALID_INPUT,
     TOO_MANY_CHOICES."""
     fields = parse_object(body)
     prompts: list[pb.GenerateRequest]
@@ -85,6 +88,10 @@ def parse_generation(body: bytes, *, is_chat: bool, max_choices: int) -> Request
             request = validated(CompletionRequest, fields)
             prompts = _prompts(request, max_choices)
         shared_part = _common(request)
+        if model_defaults:
+            shared_part.model_defaults = True
+        elif not shared_part.sampling.HasField("temperature"):
+            shared_part.sampling.temperature = TEMPERATURE
     except UnicodeEncodeError as error:
         raise refused("a text has half of a surrogate pair", reason="BAD_JSON") from error
     num_choices = request.n or 1
@@ -238,9 +245,8 @@ def _sampling(request: GenerationFields) -> pb.Sampling:
     fields = request.model_dump(include=SAMPLING, exclude_none=True)
     if "bad_words" in fields:
         fields["bad_words"] = [pb.BadWord(text=word) for word in fields["bad_words"]]
-    fields.setdefault("temperature", TEMPERATURE)
     # Nothing but the most probable token is left.
-    if fields["temperature"] < LEAST_TEMPERATURE or fields.get("top_p") == 0:
+    if fields.get("temperature", TEMPERATURE) < LEAST_TEMPERATURE or fields.get("top_p") == 0:
         fields["temperature"] = 0
     if fields.get("top_p") == 0:
         del fields["top_p"]

@@ -274,6 +274,11 @@ class GenerationCalls:
             return added
         latest = self.resumptions[-1] if self.resumptions else self.started
         added.sampling.seed = self.started.seed
+        if self.started.HasField("defaults"):  # another worker may have other ones
+            added.model_defaults = False
+            added.sampling.MergeFrom(self.started.defaults.sampling)
+            if self.started.defaults.HasField("max_tokens"):
+                added.stopping.max_tokens = self.started.defaults.max_tokens
         if self.started.policy == "relaxed":
             added.router.version = self.started.router_version
         added.resume.CopyFrom(

@@ -41,6 +41,7 @@ def generate_request(
     constraint: pb.Constraint | None = None,
     prediction: str | Sequence[int] = "",
     prompt_logprobs: int | None = None,
+    model_defaults: bool | None = None,
 ) -> pb.GenerateRequest:
     """Return a request. The protos describe the arguments; None leaves a field absent.
 
@@ -73,6 +74,7 @@ def generate_request(
         constraint=constraint,
         prediction=_prediction(prediction),
         prompt_logprobs=prompt_logprobs,
+        model_defaults=model_defaults,
     )
     if isinstance(prompt, str):
         set_prompt(request, prompt, raw=raw, system=system)

@@ -12,6 +12,7 @@ from shared.field_types import check_whole
 from shared.model.borders import NUM_CHECKED, context_limit
 from shared.model.dtypes import dtype_name, rounded_to
 from shared.model.fingerprint import fingerprint
+from shared.model.generation_defaults import GenerationDefaults, eos_token_ids, generation_defaults, warn_of_rules
 from shared.model.parts import ModelParts, find_parts
 from shared.model.remembered.facts import Facts
 from shared.model.substitution import attention
@@ -23,56 +24,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("neap.model")
 
-# What changes greedy answers of `generate`, and the value with which it does not, beside None. They are options of a
-# request here: rules of its own are no part of what a router has learned.
-NEUTRAL = {
-    "bad_words_ids": [],
-    "begin_suppress_tokens": [],
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "exponential_decay_length_penalty": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "guidance_scale": 1.0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "no_repeat_ngram_size": 0,
-    "num_beams": 1,
-    "penalty_alpha": 0.0,
-    "repetition_penalty": 1.0,
-    "sequence_bias": {},
-    "stop_strings": [],
-    "suppress_tokens": [],
-    "watermarking_config": None,
-}
-
-
-def eos_token_ids(model: PreTrainedModel, model_id: str, vocabulary_size: int) -> frozenset[int]:
-    """The end-of-sequence tokens, as for Hugging Face's own `generate`. The config has one id or a list."""
-    generation = getattr(model, "generation_config", None)
-    ids = generation.eos_token_id if generation is not None else None
-    if ids is None:
-        return frozenset()
-    named = frozenset([ids] if isinstance(ids, int) else ids)
-    tokens = frozenset(token for token in named if 0 <= token < vocabulary_size)
-    if tokens != named:
-        log.warning("end tokens outside the vocabulary end nothing", model_id=model_id, ids=sorted(named - tokens))
-    return tokens
-
-
-def warn_of_defaults(model: PreTrainedModel, model_id: str) -> None:
-    """Names what `generate` would apply to every answer, and an engine does not unless a request asks for it."""
-    generation = getattr(model, "generation_config", None)
-    values = {name: getattr(generation, name, None) for name in NEUTRAL}
-    fields = {name: value for name, value in values.items() if value is not None and value != NEUTRAL[name]}
-    if fields:
-        log.warning(
-            "the model's generation_config has rules that transformers' generate applies and answers here do not have "
-            "unless a request asks for them",
-            model_id=model_id,
-            **fields,
-        )
-
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -81,6 +32,7 @@ class LoadedModel:
     `kv_dtype`: the dtype in which caches hold keys and values. `compute_dtype`: the one in which matrices are
     multiplied. `acceleration`: what of it runs on neap's CPU kernels; None if it was not accelerated. `source`: where
     `load_model` read it, in `load_s` seconds; None for a model that was already built. `facts`: what is known about it.
+    `defaults`: what its generation_config gives requests that ask for it.
     """
 
     model_id: str
@@ -93,6 +45,7 @@ class LoadedModel:
     kv_dtype: torch.dtype
     compute_dtype: torch.dtype
     acceleration: "AccelerationReport | None" = None
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults, compare=False, repr=False)
     source: str | None = None
     load_s: float = 0.0
     facts: Facts = field(default_factory=Facts, compare=False, repr=False)
@@ -161,7 +114,7 @@ def wrap_model(
         )
     if context_length is not None:
         check_whole("context_length", context_length, 2)
-    warn_of_defaults(model, model_id)
+    warn_of_rules(model, model_id)
     facts = facts or Facts()
     identity = identity or fingerprint(model)
     kv_dtype = kv_dtype or model.dtype
@@ -194,6 +147,7 @@ def wrap_model(
         fingerprint=identity,
         context_length=min(context_length or limit, limit),
         eos_token_ids=eos_token_ids(model, model_id, parts.vocabulary_size),
+        defaults=generation_defaults(model, model_id),
         kv_dtype=kv_dtype,
         compute_dtype=compute_dtype,
         acceleration=report,

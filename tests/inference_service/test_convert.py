@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from inference_service.routers import RouterChoice
 from shared.engine.request.request import DepthStatistics, Finished, FinishReason, GeneratedToken, TokenChunk
 from shared.errors import InvalidInput, PermissionDenied
 from shared.ladder.policy import DepthPolicy
+from shared.model.generation_defaults import GenerationDefaults
 from shared.model.sampling import SamplingParams
 from tests.reasons import raises
 
@@ -37,6 +39,31 @@ def test_sampling_fields_arrive():
 def test_an_absent_seed_is_chosen_and_zero_is_a_seed():
     assert to_sampling(pb.Sampling(seed=0), BARE).seed == 0
     assert len({to_sampling(pb.Sampling(), BARE).seed for _ in range(4)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "taken", "max_tokens"),
+    [
+        ({}, {"temperature": 0.6, "top_k": 9}, 30),
+        ({"sampling": pb.Sampling(temperature=0)}, {"top_k": 9}, 30),
+        ({"sampling": pb.Sampling(top_k=3)}, {"temperature": 0.6, "top_k": 3}, 30),
+        ({"stopping": pb.Stopping(max_tokens=5)}, {"temperature": 0.6, "top_k": 9}, 5),
+        ({"model_defaults": False}, {}, None),
+    ],
+    ids=str,
+)
+def test_what_a_request_leaves_open_comes_from_the_model_if_it_asks(loaded, given, taken, max_tokens):
+    stated = GenerationDefaults({"temperature": 0.6, "top_k": 9}, 30)
+    request = pb.GenerateRequest(**{"text": "hello", "model_defaults": True, **given})
+    generation, _ = to_generation_request(request, replace(loaded, defaults=stated), request_id="r")
+    assert generation.sampling == SamplingParams(**taken, seed=generation.sampling.seed)
+    assert generation.stopping.max_tokens == max_tokens
+
+
+def test_a_temperature_that_nobody_states_is_1(loaded):
+    request = pb.GenerateRequest(text="hello", model_defaults=True)
+    generation, _ = to_generation_request(request, loaded, request_id="r")
+    assert generation.sampling == SamplingParams(temperature=1.0, seed=generation.sampling.seed)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from transformers import modeling_gguf_pytorch_utils as checkpoints
 
 from shared.errors import NeapError, UnsupportedModel
 from shared.model.weights.files import parts_of
-from shared.model.weights.gguf_config import complete_config
+from shared.model.weights.gguf_config import complete_config, stated_sampling
 from shared.model.weights.gguf_file import Field, GgufContents, GgufTensor, read_contents
 from shared.model.weights.gguf_rope import TENSORS as ROPE_TENSORS
 from shared.model.weights.gguf_rope import rope_scaling
@@ -60,6 +60,8 @@ class GgufReaders:
         split_as_the_file_says(tokenizer, contents)
         generation: Any = model.generation_config
         generation.eos_token_id = end_token_ids(contents) or None
+        for name, value in stated_sampling(contents).items():
+            setattr(generation, name, value)
 
 
 def _replacements(checkpoint: CheckpointFiles, contents_of: Callable[[str], GgufContents]) -> list[Replacement]:

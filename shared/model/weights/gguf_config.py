@@ -77,6 +77,16 @@ _NEEDED = ("embedding_length", "block_count", "feed_forward_length", "attention.
 # Architectures of which transformers makes configs itself, key by key, or whose layers differ in their sizes.
 _OWN_CONFIG = frozenset({"qwen35", "qwen35moe", "lfm2", "deci", "mamba"})
 
+# Settings of a generation_config, by the part after general.sampling. Those of llama.cpp alone, such as mirostat, are
+# no part of one.
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
 _TOKENIZER_READ = frozenset({
     *("model", "pre", "tokens", "scores", "token_type", "merges", "add_bos_token", "add_eos_token", "add_space_prefix"),
     *(f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding")),
@@ -206,6 +216,12 @@ class _Statements:
         """What files said before there was rope.scaling."""
         if value not in (0.0, 1.0):
             self._config["rope_scaling"] = {"rope_type": "linear", "factor": value}
+
+
+def stated_sampling(contents: GgufContents) -> dict[str, Any]:
+    """What of a generation_config the converter has written into the file."""
+    fields = {name: contents.fields.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    return {name: field.values[0] for name, field in fields.items() if field is not None and field.values}
 
 
 def _single(key: str, values: list[Any]) -> Any:

@@ -81,6 +81,7 @@ def test_an_interrupted_answer_is_resumed_as_one_stream(scripted, client):
     asked = []
     stopping = errors.Unavailable("gone", reason="SHUTTING_DOWN")
     begun = pb.Started(seed=5, policy="relaxed", router_version=3, prompt_digest="p", numerics_id="n")
+    begun.defaults.CopyFrom(pb.GenerationDefaults(sampling=pb.Sampling(temperature=0.6, top_k=9), max_tokens=7))
     second = pb.Started(num_resumed_tokens=2, numerics_id="m", continued_inexactly=True)
     third = pb.Started(num_resumed_tokens=3, numerics_id="o")
     calls = [
@@ -98,7 +99,7 @@ def test_an_interrupted_answer_is_resumed_as_one_stream(scripted, client):
             yield event
 
     scripted.on_generate = generate
-    stream = client.generate(REQUEST)
+    stream = client.generate(pb.GenerateRequest(model_id="m", model_defaults=True))
     assert list(stream) == [calls[0][0], _chunk(97), _chunk(98), _chunk(99), FINISHED]
     assert stream.text == "abc!"
     assert [list(one.resume.token_ids) for one in asked] == [[], [97, 98], [97, 98], [97, 98, 99]]
@@ -108,6 +109,9 @@ def test_an_interrupted_answer_is_resumed_as_one_stream(scripted, client):
     for later in asked[1:]:
         assert (later.sampling.seed, later.router.version) == (5, 3)
         assert (later.resume.prompt_digest, later.resume.only_exactly) == ("p", False)
+        # Those of the worker that began, whatever the other one's model states.
+        assert not later.model_defaults
+        assert (later.sampling.temperature, later.sampling.top_k, later.stopping.max_tokens) == (0.6, 9, 7)
     assert stream.resumptions == [second, third]
     assert stream.answer().resumptions == (second, third)
 

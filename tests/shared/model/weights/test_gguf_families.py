@@ -256,6 +256,23 @@ def test_values_that_change_nothing_are_taken(tmp_path: Path) -> None:
     assert loaded.fingerprint == expected.fingerprint
 
 
+def test_the_settings_of_sampling_are_requests_defaults(tmp_path: Path) -> None:
+    def add_more(writer: GGUFWriter) -> None:
+        for key, value in (
+            ("temp", 0.5),
+            ("top_p", 0.75),
+            ("min_p", 0.25),
+            ("penalty_repeat", 1.25),
+            ("xtc_threshold", 1),
+        ):
+            writer.add_float32(f"general.sampling.{key}", value)
+        writer.add_int32("general.sampling.top_k", 20)
+
+    loaded = load_model(write_llama(tmp_path / "tiny.gguf", add_more=add_more))
+    stated = {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.25}
+    assert loaded.defaults.sampling == stated
+
+
 def test_an_old_files_linear_scaling_is_read(tmp_path: Path) -> None:
     file = write_llama(tmp_path / "tiny.gguf", add_more=lambda w: w.add_float32("llama.rope.scale_linear", 4.0))
     rope_parameters = load_model(file).model.config.rope_parameters
