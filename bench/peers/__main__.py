@@ -22,6 +22,8 @@ another engine is measured. For each prompt all engines take turns, in an order 
 - ready: from the start of the process to the end of the first short answer, with the files in the page cache.
   RSS: after all rounds.
 - with `--read 512 2048`, instead: seconds until the first token of a prompt of so many tokens.
+- with `--context 4096 16384`, instead: tokens/s of one request while decoding, after a document of so many tokens
+  (`bench.peers.contexts`), whose keys and values are reused.
 - full / it and exact / it: neap's tokens/s over this engine's, with the same format of weights. Engines that keep
   weights in bfloat16 round inputs to it, too, so they are compared with bfloat16-products of ours if that was measured.
 
@@ -33,6 +35,7 @@ import os
 import signal
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from bench.machine import described
 from bench.options import make_parser, parsed
 from bench.peers.catalogue import FLOAT32, OURS, PEERS, REFERENCE, USUAL, Choice, parse_choices
+from bench.peers.contexts import QUESTION_TOKENS, print_rates, questions
 from bench.peers.dequantised import float32_folder
 from bench.peers.engines.serving import EngineSettings
 from bench.peers.figures import print_table
@@ -76,6 +80,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--read", type=int, nargs="+", default=[], help="only time first tokens after so many tokens")
+    parser.add_argument("--context", type=int, nargs="+", default=[], help="only time decoding after so many tokens")
     parser.add_argument("--cache", type=Path, default=platformdirs.user_cache_path("neap-bench"))
     parser.add_argument("--build-jobs", type=int, default=1, help="compilers at once")
     parser.add_argument("--set-up-only", action="store_true")
@@ -119,8 +124,9 @@ def planned_workers(options: argparse.Namespace, failures: dict[str, str]) -> tu
         end = GenerationConfig.from_pretrained(model).eos_token_id
     texts = read_texts(options.prompts, options.num_prompts)
     prompts = [encode(tokenizer, text) for text in texts]
+    options.asked = {length: questions(tokenizer, partial(encode, tokenizer), length) for length in options.context}
     end_ids = [] if end is None else [end] if isinstance(end, int) else end
-    context_tokens = max(max(map(len, prompts)), *options.read, 0) + options.max_tokens
+    longest = max([*map(len, prompts), *options.read, *(length + QUESTION_TOKENS for length in options.context)])
     found = environments(cache, options.build_jobs)
     models = Models(model, given, cache / "models", found, say)
     planned = []
@@ -136,8 +142,8 @@ def planned_workers(options: argparse.Namespace, failures: dict[str, str]) -> tu
             say(f"left out: {error.message}")
             continue
         router = str(options.router.absolute()) if choice.name == OURS else ""
-        sizes = (options.threads, options.batch, context_tokens, tuple(end_ids))
-        settings = EngineSettings(source, choice.weights, *sizes, router, peer.modes)
+        sizes = (options.threads, 1 if options.context else options.batch, longest + options.max_tokens, tuple(end_ids))
+        settings = EngineSettings(source, choice.weights, *sizes, router, peer.modes, bool(options.context))
         command = [str(environment.python) if environment else sys.executable, "-m", peer.module]
         planned.append(Planned(peer.title, title, command, settings))
     return prompts, planned
@@ -168,7 +174,10 @@ def main() -> None:
                 sys.exit("the reference, which is measured first, does not run")
             sizes = (options.max_tokens, options.batch, options.rounds)
             try:
-                if options.read:
+                if options.context:
+                    contenders = contenders_of(started, options.max_tokens)
+                    print_rates(contenders, options.asked, options.rounds, failures, say)
+                elif options.read:
                     answering = contenders_of(started, 1)
                     seconds = first_tokens(answering, prompts, options.read, options.rounds, failures, say)
                 else:
@@ -180,7 +189,7 @@ def main() -> None:
             head("seconds until the first token", *(f"of {length} tokens" for length in options.read))
             for name, own in seconds.items():
                 row(name, *(f"{each:.2f}" for each in own))
-        else:
+        elif not options.context:
             print_table(rows, options.batch, rows[0].name)
     for name, why in failures.items():
         say(f"{name} failed: {why}")

@@ -7,6 +7,7 @@ average; WINDOWS is a .npy file of token ids.
 """
 
 import ctypes
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -48,15 +49,18 @@ class LlamaCpp:
             raise RuntimeError("llama.cpp cannot make a context")
         self._batch_tokens = api.llama_n_batch(self._context)
         self._batch = api.llama_batch_init(self._batch_tokens, 0, 1)
+        self._reuses = settings.reuses
+        self._read: list[int] = []
         self.answer([[1] * 8], 2, "")
 
     def answer(self, prompts: list[list[int]], max_tokens: int, mode: str) -> list[Answer]:
-        api.llama_memory_clear(api.llama_get_memory(self._context), True)
+        num_kept = self._keep_beginning(prompts[0])
         answers = [Answer([], []) for _ in prompts]
         entries: list[Entry] = [
             (token, position, number, position == len(ids) - 1)
             for number, ids in enumerate(prompts)
             for position, token in enumerate(ids)
+            if position >= num_kept
         ]
         while entries:
             self._decode(entries, lambda index, entry: answers[entry[2]].add(int(self._logits(index).argmax())))
@@ -66,6 +70,15 @@ class LlamaCpp:
                 if len(answer.token_ids) < max_tokens and answer.token_ids[-1] not in self._end_ids
             ]
         return answers
+
+    def _keep_beginning(self, ids: list[int]) -> int:
+        """Forgets all but what the prompt before begins with, too, if that is reused. Returns its number of tokens."""
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self._read, ids[:-1], strict=False))
+        num_kept = sum(1 for _ in same) if self._reuses else 0
+        self._read = ids
+        if not api.llama_memory_seq_rm(api.llama_get_memory(self._context), -1, num_kept, -1):
+            raise RuntimeError("llama.cpp cannot forget")
+        return num_kept
 
     def _decode(self, entries: list[Entry], look: Callable[[int, Entry], object]) -> None:
         """Shows `look` each entry whose logits are needed, and its place in the batch."""

@@ -35,7 +35,9 @@ class Neap:
     def __init__(self, settings: EngineSettings) -> None:
         torch.set_num_threads(settings.num_threads)
         loaded = load(settings.source, settings.weights)
-        self._engine = Engine(loaded, prefix_cache_bytes=0, max_running=settings.max_running)
+        # Without a number, a share of the machine's memory.
+        cache_bytes = None if settings.reuses else 0
+        self._engine = Engine(loaded, prefix_cache_bytes=cache_bytes, max_running=settings.max_running)
         self._engine.warm_up()
         self._ladder = adopted(Path(settings.router), loaded) if settings.router else None
         for mode in ("full", EXACT):

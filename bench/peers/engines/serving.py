@@ -29,7 +29,8 @@ PR_SET_PDEATHSIG = 1
 class EngineSettings:
     """`weights`: the format of the weights in `source`, a file or folder. `max_running`: requests at once.
     `context_tokens`: the longest prompt and its answer together. `end_ids`: token ids that end an answer. `router`:
-    folder of a packed ladder, for neap alone. `modes`: those that will be asked for."""
+    folder of a packed ladder, for neap alone. `modes`: those that will be asked for. `reuses`: whether the keys and
+    values of a prompt's beginning are those of the prompt before."""
 
     source: str
     weights: str
@@ -39,6 +40,7 @@ class EngineSettings:
     end_ids: tuple[int, ...]
     router: str = ""
     modes: tuple[str, ...] = ("",)
+    reuses: bool = False
 
 
 @dataclass
@@ -56,8 +58,7 @@ class Answer:
 
 class PeerEngine(Protocol):
     def answer(self, prompts: list[list[int]], max_tokens: int, mode: str) -> list[Answer]:
-        """Answers all prompts at once, greedily, without reuse of earlier keys and values. Answers end at `end_ids` or
-        `max_tokens`."""
+        """Answers all prompts at once, greedily. Answers end at `end_ids` or `max_tokens`."""
         ...
 
 
