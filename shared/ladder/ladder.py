@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shared.errors import RouterMismatch
 from shared.ladder.exits import ExitProposer, LayerExit, bind_exit
-from shared.ladder.head_rows import gather_rows
+from shared.ladder.head_rows import gather_rows, head_width
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS, JointWeights
 from shared.ladder.ngram_table import NgramTable
 from shared.ladder.proposers import NGRAM_TABLE, PROMPT_LOOKUP
@@ -72,13 +72,25 @@ class Ladder:
         return (*names, *(layer_exit.name for layer_exit in self.exits))
 
     def check_model(self, loaded: LoadedModel) -> None:
-        """Raises `RouterMismatch` unless `loaded` is the model this ladder was calibrated for."""
+        """Raises `RouterMismatch` unless `loaded` is the model this ladder was calibrated for, and can have its
+        exits."""
         if loaded.fingerprint != self.model.fingerprint:
             raise RouterMismatch(
                 f"the router was calibrated for {self.model.model_id}; the loaded model is another one or another "
                 "revision of it",
                 metadata={"router_fingerprint": self.model.fingerprint, "model_fingerprint": loaded.fingerprint},
             )
+        # A fingerprint says nothing of what stands beside it in a manifest that somebody has written.
+        claimed, found = (
+            {"layers": model.num_layers, "states": model.hidden_size, "tokens": model.vocabulary_size}
+            for model in (self.model, ModelIdentity.of(loaded))
+        )
+        if self.exits:
+            claimed["inputs of its head"] = self.model.hidden_size
+            found["inputs of its head"] = head_width(loaded.parts.head)
+        for name, size in found.items():
+            if size != claimed[name]:
+                raise RouterMismatch(f"the router is for a model with {claimed[name]} {name}; this one has {size}")
 
     def bind(self, runner: Runner) -> "BoundLadder":
         """Prepares the ladder for a model in memory. Raises `RouterMismatch` if it was calibrated for another model."""

@@ -24,6 +24,8 @@ from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.ops.chains import ChainStart
 from tests.chain_starts import begun
+from tests.families import build_family
+from tests.random_ladder import random_ladder
 
 VOCABULARY = torch.tensor([1, 5, 9, 30])
 
@@ -64,6 +66,24 @@ def test_another_model_is_refused_with_both_fingerprints() -> None:
     with pytest.raises(RouterMismatch) as caught:
         ladder(mine).bind(ContiguousRunner(other))
     assert caught.value.metadata == {"router_fingerprint": mine.fingerprint, "model_fingerprint": other.fingerprint}
+
+
+@pytest.mark.parametrize("field", ["num_layers", "hidden_size", "vocabulary_size"])
+def test_sizes_that_are_not_the_models_are_refused(field: str) -> None:
+    loaded = model()
+    mine = ladder(loaded)
+    forged = replace(mine, model=replace(mine.model, **{field: getattr(mine.model, field) + 1}))
+    with pytest.raises(RouterMismatch, match=f"{getattr(mine.model, field)}$"):
+        forged.bind(ContiguousRunner(loaded))
+
+
+def test_a_head_that_reads_projected_states_has_no_exits() -> None:
+    """OPT with a `word_embed_proj_dim` of its own."""
+    loaded = wrap_model(build_family("opt"))
+    mine = random_ladder(loaded, 0)
+    with pytest.raises(RouterMismatch, match="32 inputs of its head; this one has 16"):
+        mine.bind(ContiguousRunner(loaded))
+    replace(mine, exits=(), draft_vocabulary=None).bind(ContiguousRunner(loaded))
 
 
 def test_an_exit_computes_what_its_modules_compute() -> None:
