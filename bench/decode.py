@@ -13,6 +13,7 @@ Formats of weights in turn: `bench.peers --ours`.
 
 import argparse
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,9 @@ def levers(ladder: Ladder, vocabulary_size: int) -> dict[str, Ladder | None]:
         found["exits, whole vocabulary"] = replace(
             no_tables, draft_vocabulary=run_in_own_thread(torch.arange, vocabulary_size)
         )
+    if len(ladder.exits) > 1:
+        for layer_exit in ladder.exits:
+            found[f"tables and {layer_exit.name}"] = replace(ladder, exits=(layer_exit,))
     return found
 
 
@@ -92,7 +96,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return tables
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Returns the tables by model."""
     parser = make_parser(__doc__, router=True, many=True)
     add_device(parser)
     add_dtypes(parser)
@@ -106,10 +111,11 @@ def main() -> None:
     parser.add_argument("--no-hf", action="store_true")
     parser.add_argument("--json", type=Path, help="write the figures here")
     figures = {}
-    for options in each_model(parser):
+    for options in each_model(parser, arguments):
         figures[options.model] = run(options)
         if options.json:
             options.json.write_text(json.dumps(figures, indent=1))
+    return figures
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """On a GPU: full depth against the card's bandwidth, and `exact` against full depth. (Ops alone: `bench.roofline`.)
 
-    python -m bench.gpu [--shape llama-3.1-8b] [--depth 0 2] [--batch 1 8 32] [--rounds 3] [--share 0.8]
+    python -m bench.gpu [--shape llama-3.1-8b] [--depth 0 2] [--batch 1 8 32] [--rounds 3] [--share 0.8] [--keys 32]
 
 The model has the shape's sizes, random bfloat16 weights, and exits whose agreement is set by construction
 (`bench.imposed`). So the figures show the speed at a given acceptance rate, not the acceptance rate that a trained
@@ -62,9 +62,12 @@ def measured(answers: list[EngineAnswer]) -> tuple[float, float, list[list[int]]
     return batch_decoding_rate([answers]), per_pass, [answer.token_ids for answer in answers]
 
 
-def compare(imposed: Imposed, batches: list[int], rounds: int) -> dict[int, float]:
-    """Prints a row for each number of requests at once, exact and full in turns. Returns the rates of full depth."""
-    rates: dict[int, float] = {}
+def compare(
+    imposed: Imposed, batches: list[int], rounds: int, num_keys: int = PROMPT_TOKENS
+) -> dict[int, dict[str, float]]:
+    """Prints a row for each number of requests at once, exact and full in turns, after `num_keys` tokens. Returns their
+    figures."""
+    found: dict[int, dict[str, float]] = {}
     most = max(batches)
     depths = "+".join(str(layer_exit.depth) for layer_exit in imposed.ladder.exits)
     full, exact = DepthPolicy("full"), DepthPolicy("exact")
@@ -77,7 +80,7 @@ def compare(imposed: Imposed, batches: list[int], rounds: int) -> dict[int, floa
             for index in range(rounds + 1):  # the first warms up
                 # Other prompts each round, so that none matches a cached prefix of an earlier round.
                 first = 1000 * index + 7 * batch
-                prompts = [imposed.prompt(first + 50 * i, PROMPT_TOKENS) for i in range(batch)]
+                prompts = [imposed.prompt(first + 50 * i, num_keys) for i in range(batch)]
                 full_rate, _, expected = measured(answer(prompts, full))
                 exact_rate, per_pass, answers = measured(answer(prompts, exact))
                 is_same &= answers == expected
@@ -85,8 +88,10 @@ def compare(imposed: Imposed, batches: list[int], rounds: int) -> dict[int, floa
             one, other, ratio, passes = map(statistics.median, zip(*figures[1:], strict=True))
             cells = f"{one:.1f}", f"{other:.1f}", f"{ratio:.2f}", f"{passes:.2f}"
             row(depths, batch, *cells, "yes" if is_same else "NO")
-            rates[batch] = one
-    return rates
+            found[batch] = {
+                "full": one, "exact / full": ratio, "tokens per pass": passes, "differ": not is_same,
+            }  # fmt: skip
+    return found
 
 
 def depths_of(text: str) -> tuple[int, ...]:
@@ -111,6 +116,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--share", type=float, default=0.8, help="of tokens where exits are right")
+    parser.add_argument("--keys", type=int, default=PROMPT_TOKENS, help="tokens of a prompt")
     parser.add_argument("--rounds", type=int, default=3)
     options = parsed(parser)
     device = options.device
@@ -125,14 +131,14 @@ def main() -> None:
     for depths in options.depth:
         imposed = impose(SHAPES[options.shape], depths, options.share, device=device, dtype=dtype)
         num_bytes = weight_bytes(imposed.loaded.model)
-        rates = compare(imposed, options.batch, options.rounds)
+        found = compare(imposed, options.batch, options.rounds, options.keys)
         del imposed
         free(device)
-    if 1 in rates:
+    if 1 in found:
         floor_s = num_bytes / speed
         print(
             f"\nfull depth alone: {num_bytes / 1e9:.2f} GB a pass, floor {floor_s * 1000:.2f} ms, "
-            f"{rates[1] * floor_s:.0%} of it reached"
+            f"{found[1]['full'] * floor_s:.0%} of it reached"
         )
 
 

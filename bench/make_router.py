@@ -24,7 +24,7 @@ from bench.options import add_device, add_dtypes, load, make_parser, parsed
 from calibrator_service.calibration.pipeline import calibrate
 from calibrator_service.calibration.plan import MAX_EPOCHS, resolve
 from calibrator_service.calibration.spec import CalibrationSpec, SelfGenerated
-from neap_engine.cli.calibrate import read_prompts
+from neap_engine.cli.calibrate import parse_depths, read_prompts
 from neap_engine.cli.learned_view import print_learned
 from neap_engine.face import ProgressLine
 from shared.ladder.folder import read_router_folder
@@ -35,7 +35,7 @@ DEFAULT_HOURS = 8.0
 NICENESS = 10
 # The options that decide what the router is, besides --model; the others say where files lie and how the process runs.
 RECORDED = (
-    "model_id", "device", "dtype", "compute_dtype", "hours", "tokens", "prompts", "max_new_tokens", "seed",
+    "model_id", "device", "dtype", "compute_dtype", "hours", "tokens", "prompts", "max_new_tokens", "seed", "depths",
 )  # fmt: skip
 
 
@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompts", type=Path, help="default: built-in and self-written prompts")
     made.add_argument("--max-new-tokens", type=int, default=0, help="0: the calibration's default")
     made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--depths", default="", help="of exits, as --depths of neap calibrate")
     made.add_argument("--out", type=Path, default=TREE / "bench" / "router")
     made.add_argument("--work-dir", type=Path, required=True, help="so that a killed run can continue")
     made.add_argument("--nice", type=int, default=NICENESS, help=f"default: {NICENESS}")
@@ -66,6 +67,7 @@ def spec_of(options: argparse.Namespace) -> CalibrationSpec:
         max_tokens=options.tokens,
         time_budget_s=hours and 3600 * hours,
         seed=options.seed,
+        exit_depths=tuple(parse_depths(options.depths)),
     )
 
 

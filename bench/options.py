@@ -59,9 +59,9 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = No
     return options
 
 
-def each_model(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
+def each_model(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> Iterator[argparse.Namespace]:
     """The options of the command line for each --model, with its --router."""
-    options = parsed(parser)
+    options = parsed(parser, arguments)
     routers = getattr(options, "router", None) or [None] * len(options.model)
     if len(routers) != len(options.model):
         parser.error("there must be one --router for each --model")

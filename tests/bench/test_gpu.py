@@ -9,9 +9,9 @@ from tests.families import build_family
 
 
 def test_a_row_for_each_number_of_requests(capsys: pytest.CaptureFixture[str]) -> None:
-    rates = compare(impose(SHAPES["tiny"], (2, 4), 0.8), [1, 2], 1)
-    assert set(rates) == {1, 2}
-    assert all(rate > 0 for rate in rates.values())
+    found = compare(impose(SHAPES["tiny"], (2, 4), 0.8), [1, 2], 1)
+    assert set(found) == {1, 2}
+    assert all(own["full"] > 0 and not own["differ"] for own in found.values())
     lines = capsys.readouterr().out.splitlines()  # the log's too
     first, second = (line.strip("| ").split(" | ") for line in lines if line.startswith("|"))
     assert (first[:2], second[:2]) == (["2+4", "1"], ["2+4", "2"])

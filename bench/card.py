@@ -1,0 +1,224 @@
+"""What a borrowed GPU must say in twelve minutes, most important first.
+
+    python -m bench.card --out FILE [--part 1 2 3] [--stage NAME ..] [--model SmolLM2.gguf]
+
+Each stage is a process of its own with a limit of seconds. Its figures are in FILE, a JSON object a line, as soon as it
+has ended, and are printed beside those of PREDICTED, which are written before a card is at hand. A stage that fails or
+runs past its limit says so and does not end the others. Each part fits a call of ten minutes; parts 2 and 3 need the
+model. `--device cpu` only checks that the stages work.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+from torch.profiler import DeviceType, ProfilerActivity, profile
+
+from bench import batch, decode, make_router
+from bench.answers import answer_all
+from bench.decode_figures import EXACT
+from bench.gpu import compare, copy_bytes_per_s, free, weight_bytes
+from bench.imposed import SHAPES, impose
+from bench.machine import described
+from bench.options import add_device, load, make_parser, parsed
+from bench.prompts import DEFAULT_FILE, first_turns
+from bench.stopwatch import medians_s, seconds_of
+from bench.table import head, row
+from shared.engine.engine import Engine
+from shared.ladder.folder import read_ladder
+from shared.ladder.policy import DepthPolicy
+
+ROOT = Path(__file__).parents[1]
+SHARE = 0.8  # of tokens where imposed exits are right
+SHAPE = {"cuda": "llama-3.1-8b", "cpu": "tiny"}
+DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
+MATMUL = {"cuda": 8192, "cpu": 256}
+ROUTER_S = 150
+STEPS = 32
+Figures = dict[str, float]
+Options = argparse.Namespace
+
+# Of this tree on an H100, by arithmetic from the figures of 2026-11-26 (RESULTS.md) and the tokens per pass that the
+# planner reaches under that card's costs.
+PREDICTED: Mapping[str, Figures] = {
+    "ceilings": {"copy, GB/s": 2980, "matmul, TFLOP/s": 700},
+    "kernels": {"failures": 0, "errors": 0},
+    "short": {
+        "full 1": 140, "exact / full 1": 2.4, "exact / full 8": 1.6, "exact / full 32": 1, "exact / full 128": 1,
+        "share of the floor": 0.7,
+    },
+    "long": {"exact / full 1": 2.2, "exact / full 8": 1.4, "exact / full 32": 1},
+    "steps": {"full, kernels, ms": 6.7, "full, step, ms": 7.2},
+    "small": {"full 1": 570, "exact / full 1": 1.3, "exact / full 8": 1, "exact / full 32": 1},
+    "calibrated": {"exact / full": 1.3},
+}  # fmt: skip
+
+
+def ceilings(options: Options) -> Figures:
+    device, size = options.device, MATMUL[options.device]
+    figures = {"copy, GB/s": copy_bytes_per_s(device) / 1e9}
+    free(device)
+    square = torch.ones(size, size, dtype=torch.bfloat16, device=device)
+
+    def multiply() -> None:
+        square @ square
+        _wait(device)
+
+    return figures | {"matmul, TFLOP/s": 2 * size**3 / medians_s({"": multiply}, 9, 2)[""] / 1e12}
+
+
+def kernels(_: Options) -> Figures:
+    """The tests that need a card: ops, choices, captured passes."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", "tests/gpu"]
+        subprocess.run(command, cwd=ROOT, check=False, stdout=sys.stderr)
+        suite = next(ElementTree.parse(report).iter("testsuite"))
+        return {name: float(suite.get(name, "nan")) for name in ("tests", "failures", "errors", "skipped")}
+
+
+def shape(options: Options, num_keys: int, batches: list[int]) -> Figures:
+    device = options.device
+    speed = copy_bytes_per_s(device)
+    free(device)  # a later small tensor could take a piece of the large block and keep it
+    imposed = impose(SHAPES[SHAPE[device]], (0,), SHARE, device=device, dtype=DTYPE[device])
+    found = compare(imposed, batches, 2, num_keys)
+    floor_s = weight_bytes(imposed.loaded.model) / speed
+    figures = {"floor, ms": 1e3 * floor_s, "share of the floor": found[1]["full"] * floor_s}
+    return figures | {f"{name} {number}": value for number, own in found.items() for name, value in own.items()}
+
+
+def steps(options: Options) -> Figures:
+    """One request: milliseconds of a step, of its kernels, and its launches of kernels, copies and graphs."""
+    device = options.device
+    imposed = impose(SHAPES[SHAPE[device]], (0,), SHARE, device=device, dtype=DTYPE[device])
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    figures: Figures = {}
+    with Engine(imposed.loaded, imposed.ladder, prefix_cache_bytes=0) as engine:
+        engine.warm_up()
+        for name in ("full", "exact"):
+            prompts = [imposed.prompt(7, 32)]
+            run = partial(answer_all, engine, prompts, DepthPolicy(name), max_tokens=4 * STEPS, ignore_eos=True)
+            run()
+            with profile(activities=kinds) as profiler:
+                [answer] = run()
+            seconds = seconds_of(run)
+            passes = max(answer.finished.depth.num_verify_passes, 1) if answer.finished else 1
+            on_card = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
+            calls = [event for event in profiler.events() or () if event.name.startswith(("cuda", "cu"))]
+            figures[f"{name}, step, ms"] = 1e3 * seconds / passes
+            figures[f"{name}, kernels, ms"] = sum(event.device_time for event in on_card) / 1e3 / passes
+            figures[f"{name}, kernels"] = len(on_card) / passes
+            figures[f"{name}, calls of the driver"] = len(calls) / passes
+    return figures
+
+
+def small(options: Options) -> Figures:
+    """SmolLM2 with the shipped router."""
+    dtype = {"dtype": torch.bfloat16} if options.device == "cuda" else {}
+    loaded, ladder = load(options, **dtype), read_ladder(ROOT / "bench" / "router")
+    batches = [1, 8, 32] if options.device == "cuda" else [1]
+    prompts = first_turns(loaded, DEFAULT_FILE, 6)
+    with Engine(loaded, max_running=max(batches)) as engine:
+        engine.warm_up()
+        speeds, num_differing = batch.measure(engine, ladder, prompts, batches, 2)
+    figures: Figures = {"answers that differ": num_differing}
+    for number in batches:
+        full, exact = (sum(speeds[f"{policy} {number}"]) / 2 for policy in ("full", "exact"))
+        figures |= {f"full {number}": full, f"exact / full {number}": exact / full}
+    return figures
+
+
+def calibrated(options: Options) -> Figures:
+    """A router of SmolLM2 made in ROUTER_S seconds, and its speed."""
+    where = ["--model", options.model, "--device", options.device]
+    where += ["--dtype", "bfloat16"] if options.device == "cuda" else []
+    with tempfile.TemporaryDirectory() as folder:
+        out = ["--work-dir", f"{folder}/work", "--out", f"{folder}/router", "--hours", str(ROUTER_S / 3600)]
+        seconds = seconds_of(lambda: make_router.main([*where, *out, "--nice", "0"]))
+        flags = ["--router", f"{folder}/router", "--no-hf", "--per-task", "2"]
+        [found] = decode.main([*where, *flags]).values()
+    ratios = [sides[EXACT]["speed_up"] for sides in found.values()]
+    return {"seconds": seconds, "exact / full": sum(ratios) / len(ratios)}
+
+
+@dataclass(frozen=True)
+class Stage:
+    part: int
+    limit_s: float
+    run: Callable[[Options], Figures]
+
+
+STAGES: Mapping[str, Stage] = {
+    "ceilings": Stage(1, 60, ceilings),
+    "kernels": Stage(1, 200, kernels),
+    "short": Stage(1, 240, partial(shape, num_keys=32, batches=[1, 8, 32, 128])),
+    "long": Stage(2, 200, partial(shape, num_keys=1024, batches=[1, 8, 32])),
+    "steps": Stage(2, 100, steps),
+    "small": Stage(2, 150, small),
+    "calibrated": Stage(3, 300, calibrated),
+}
+
+
+def run_stage(name: str, command: list[str], limit_s: float) -> dict[str, Any]:
+    """The record of a stage: its figures, or why there are none."""
+    start_s, record = time.monotonic(), {"stage": name}
+    try:
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=limit_s, check=True, text=True)
+        record |= {"figures": json.loads(done.stdout.splitlines()[-1])}
+    except subprocess.TimeoutExpired:
+        record |= {"failed": f"took longer than {limit_s:g} s"}
+    except (subprocess.CalledProcessError, ValueError, IndexError) as error:
+        record |= {"failed": str(error)}
+    return record | {"seconds": round(time.monotonic() - start_s, 1)}
+
+
+def show(record: Mapping[str, Any], predicted: Figures) -> None:
+    print(f"\n{record['stage']}: {record['seconds']:.0f} s {record.get('failed', '')}".rstrip(), flush=True)
+    if "figures" in record:
+        head("figure", "predicted", "found")
+        for name, value in record["figures"].items():
+            row(name, f"{predicted[name]:g}" if name in predicted else "", f"{value:.4g}")
+
+
+def main() -> None:
+    parser = make_parser(__doc__, model=False)
+    add_device(parser)
+    parser.set_defaults(device="cuda")
+    parser.add_argument("--out", type=Path, help="is appended to")
+    parser.add_argument("--part", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--stage", nargs="+", choices=list(STAGES), help="these alone")
+    parser.add_argument("--model", help="SmolLM2's .gguf file")
+    parser.add_argument("--within", choices=list(STAGES), help=argparse.SUPPRESS)
+    options = parsed(parser)
+    if options.within:  # in the stage's process
+        print(json.dumps(STAGES[options.within].run(options)))
+        return
+    print(described(options.device), flush=True)
+    chosen = options.stage or [name for name, stage in STAGES.items() if stage.part in options.part]
+    for name in chosen:
+        flags = ["--within", name, "--device", options.device, *(["--model", options.model] if options.model else [])]
+        record = run_stage(name, [sys.executable, "-m", "bench.card", *flags], STAGES[name].limit_s)
+        if options.out:
+            with options.out.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        show(record, PREDICTED.get(name, {}))
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
