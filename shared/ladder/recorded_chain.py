@@ -72,7 +72,8 @@ class RecordedChain:
         columns = [[-1] * (width - len(start.tokens)) + list(start.tokens) for start in starts]
         places = [[start.place + len(start.tokens)] for start in starts]
         sent = torch.tensor([c + p for c, p in zip(columns, places, strict=True)])
-        *fed, newest, place = sent.to(self._newest.device).unbind(1)
+        # From pageable memory: the driver has copied it when the call returns.
+        *fed, newest, place = sent.to(self._newest.device, non_blocking=True).unbind(1)
         for column in fed:
             self._is_fed[:count].copy_(column >= 0)
             self._newest[:count].copy_(column.clamp_min(0))

@@ -34,6 +34,7 @@ class ContiguousRunner(GatedModel):
     records = False
     compiles = False
     block_tokens = 1
+    pass_sizes = ()
 
     def __init__(self, loaded: LoadedModel, why: str = "") -> None:
         super().__init__(loaded)

@@ -28,9 +28,10 @@ from shared.model.runner import CapturedStates, captured_depths
 
 logger = logging.getLogger(__name__)
 
-BUCKETS = (16, 32, 64, 128, 256)
-# Rows of logits at once. These buckets are smaller because a row is as wide as the vocabulary.
-HEAD_BUCKETS = (16, 32, 64)
+# Finer beyond that: padding is computed like the rest, and a planned step of 42 tokens would pay for 64.
+BUCKETS = (16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
+# Rows of logits at once. Fewer sizes, because a row is as wide as the vocabulary: the head's weights are read once.
+HEAD_BUCKETS = (16, 32, 64, 128, 256)
 # Tokens on top of the budget: for the check, and for what the engine measures and tests while requests hold all other
 # blocks.
 RESERVED_TOKENS = CHECK_TOKENS
@@ -48,6 +49,7 @@ class PagedRunner:
 
     supports_ragged = True
     block_tokens = BLOCK_TOKENS
+    pass_sizes = BUCKETS
 
     def __init__(
         self, loaded: LoadedModel, *, kv_budget_bytes: int, recorder: Recorder, transform: LayerTransform | None = None
@@ -134,7 +136,7 @@ class PagedRunner:
             if bucket <= max(widest, BUCKETS[0]):
                 self._recorded_layers(0, self.num_layers, bucket)
                 yield
-        for bucket in HEAD_BUCKETS:
+        for bucket in self._head_buckets:
             self._recorded_head(bucket)
             yield
         stops = sorted({0, self.num_layers, *depths})
@@ -208,8 +210,8 @@ class PagedRunner:
     def logits(self, state: Tensor) -> Tensor:
         flat = state.reshape(-1, state.shape[-1])
         pieces = []
-        for rows in flat.split(HEAD_BUCKETS[-1]):
-            bucket = bucket_of(len(rows), HEAD_BUCKETS)
+        for rows in flat.split(self._head_buckets[-1]):
+            bucket = bucket_of(len(rows), self._head_buckets)
             replay = self._recorded_head(bucket)
             self._to_head[: len(rows)].copy_(rows)
             replay()
@@ -341,8 +343,11 @@ class PagedRunner:
         self._leaving = torch.zeros_like(self._entering)
         # Every pass captures its states, wanted or not: two small copies cost less than recording each pass twice.
         self._captured = {depth: torch.zeros_like(self._entering) for depth in captured_depths(self.num_layers)}
-        self._to_head = torch.zeros(HEAD_BUCKETS[-1], width, dtype=dtype, device=device)
-        self._logits = torch.zeros(HEAD_BUCKETS[-1], self.loaded.vocabulary_size, device=device)
+        # Some heads run as a pass of the whole model does, over no more rows than its context has positions.
+        fitting = tuple(bucket for bucket in HEAD_BUCKETS if bucket <= self.loaded.context_length)
+        self._head_buckets = fitting or HEAD_BUCKETS[:1]
+        self._to_head = torch.zeros(self._head_buckets[-1], width, dtype=dtype, device=device)
+        self._logits = torch.zeros(self._head_buckets[-1], self.loaded.vocabulary_size, device=device)
 
 
 def bucket_of(count: int, buckets: Sequence[int]) -> int:

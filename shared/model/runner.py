@@ -61,6 +61,10 @@ class Runner(Protocol):
         """Tokens per block of KV memory: 1 where memory is not given out in blocks."""
 
     @property
+    def pass_sizes(self) -> tuple[int, ...]:
+        """The numbers of tokens that passes are filled up to, ascending; () where a pass has as many as it is given."""
+
+    @property
     def records(self) -> bool:
         """Whether passes are replayed without running their Python again."""
 

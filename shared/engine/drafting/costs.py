@@ -32,7 +32,7 @@ MEASURE_S = 0.3
 MIN_REPEATS = 3
 # Costs are measured anew after this time: other work on the machine may have slowed them down.
 REMEMBERED_S = 7 * 86400.0
-# Sizes of the passes that many sequences share.
+# Sizes of the passes that many sequences share, where a device has none of its own.
 WIDE_PASS_TOKENS = (16, 32, 64)
 WIDE_REPEATS = 3
 MIN_WIDE_REPEATS = 1
@@ -107,7 +107,7 @@ def measure_wide(
     """
     points: list[tuple[int, float]] = []
     least = verify[-1]
-    for width in WIDE_PASS_TOKENS:
+    for width in runner.pass_sizes or WIDE_PASS_TOKENS:
         if width >= runner.loaded.context_length:
             break
         cache = runner.new_cache(width)
