@@ -1,5 +1,6 @@
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -11,6 +12,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 
+# A shell ignores SIGINT for what it runs in the background, and children inherit that: tests of Ctrl-C would wait.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Until all tests are imported, which makes a million objects that stay: collections take a third of that time.
 gc.disable()
 

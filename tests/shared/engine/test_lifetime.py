@@ -27,8 +27,6 @@ from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import wrap_model
 from tests.worker import build_model
 
-# A shell ignores SIGINT for what it runs in the background, and children inherit that.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 ends = {}
 for name, program in json.load(sys.stdin).items():
     reader, writer = os.pipe()
