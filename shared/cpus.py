@@ -19,6 +19,11 @@ POOL_VARIABLES = (
     "TOKIO_WORKER_THREADS",
 )
 
+# How often a thread of OpenMP looks before it sleeps, while it waits for others or for work: some hundred
+# microseconds, more than lies between two steps of a pass. By default it looks for milliseconds, which takes the core
+# from whatever it waits for where processes share cores or a quota. Read by libgomp, as above.
+SPINS_VARIABLE, SPINS = "GOMP_SPINCOUNT", "10000"
+
 
 def usable_cpus() -> int:
     """Return the smaller of the CPU affinity and the container's CPU quota (rounded up), at least 1.
@@ -32,12 +37,14 @@ def usable_cpus() -> int:
 
 
 def size_thread_pools(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables that tell libraries how many threads to create.
+    """Set the variables that tell libraries how many threads to create, and how they wait.
     Call it in a main module before torch or numpy is imported.
 
     The number is that of the setting NEAP_THREADS, else `usable_cpus`. Variables that are already set are kept. If this
-    process may use all CPUs, nothing is set, because libraries choose better defaults for CPUs that share a core.
+    process may use all CPUs, no number is set, because libraries choose better defaults for CPUs that share a core.
     """
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault(SPINS_VARIABLE, SPINS)
     setting = environment.get(THREADS_VARIABLE, "")
     # The service itself refuses other values.
     num_threads = int(setting) if setting.isdecimal() and int(setting) else usable_cpus()

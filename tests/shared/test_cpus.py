@@ -76,11 +76,19 @@ def test_pools_are_sized_unless_the_environment_sets_their_size(monkeypatch):
     environment = {"OMP_NUM_THREADS": "7"}
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     size_thread_pools(environment)
-    assert list(environment) == ["OMP_NUM_THREADS"], "the whole machine is ours"
+    assert list(environment) == ["OMP_NUM_THREADS", "GOMP_SPINCOUNT"], "the whole machine is ours"
     monkeypatch.setattr(os, "cpu_count", lambda: 1000)
     size_thread_pools(environment)
     assert environment["OMP_NUM_THREADS"] == "7"
     assert environment["RAYON_NUM_THREADS"] == str(usable_cpus())
+
+
+@pytest.mark.parametrize("chosen", [{"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "active"}])
+def test_how_threads_wait_stays_as_it_was_chosen(chosen):
+    environment = dict(chosen)
+    size_thread_pools(environment)
+    assert chosen.items() <= environment.items()
+    assert len(environment.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}) == 1
 
 
 @pytest.mark.parametrize(("threads", "size"), [("3", "3"), ("0", None), ("many", None)])
