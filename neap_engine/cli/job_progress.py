@@ -147,7 +147,7 @@ def figures_line(job: pb.Calibration) -> str:
 
 def proposer_in_words(name: str) -> str:
     """Return what a proposer is, for people who do not know its name."""
-    known = {"prompt-lookup": "repeated text", "ngram-table": "learned table"}
+    known = {"prompt-lookup": "repeated text", "ngram-table": "n-gram table"}
     if name.startswith("depth-"):
         return f"exit at depth {name.removeprefix('depth-')}"
     return known.get(name, name)

@@ -59,7 +59,7 @@ def request_options(
         ),
     ] = 0,
     router: Annotated[
-        str, typer.Option("--router", help="Router to use: a version number or an alias. Default: latest.")
+        str, typer.Option("--router", help="Version number or alias of a router. Default: the worker's default alias.")
     ] = "",
     max_tokens: Annotated[
         int | None,

@@ -9,12 +9,14 @@ TOKENS = {"heads": 700, "confidence": 200, "report": 1100, "total": 2000}
 def test_it_says_what_was_learned_and_on_how_much_it_was_measured():
     proposers = [
         {"name": "prompt-lookup", "figures": {"agreement": 0.123}},
+        {"name": "ngram-table", "figures": {"agreement": 0.2}},
         {"name": "depth-0", "figures": {"agreement": 0.25}},
         {"name": "depth-4"},
     ]
     assert list(learned_lines({"proposers": proposers, "calibration": {"tokens": TOKENS}})) == [
         "learned from 900 tokens",
-        "guessed right, of 1,100 tokens that it did not learn from: repeated text 12%, exit at depth 0 25%",
+        "guessed right, of 1,100 tokens that it did not learn from: repeated text 12%, n-gram table 20%, exit at depth "
+        "0 25%",
     ]
 
 
