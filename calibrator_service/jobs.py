@@ -266,8 +266,11 @@ class JobStore:
             if job.cancel_requested:
                 return _ended(JobState.CANCELLED)
             if is_death and job.num_deaths >= MAX_RESUMES:
-                message = f"the job's process died {job.num_deaths + 1} times, the last time {how}"
-                return _ended(JobState.FAILED, "JOB_PROCESS_DIED", message)
+                return _ended(
+                    JobState.FAILED,
+                    "JOB_PROCESS_DIED",
+                    f"the job's process died {job.num_deaths + 1} times, the last time {how}",
+                )
             num_deaths = job.num_deaths + is_death
             return {"state": JobState.QUEUED, "phase": "", "num_deaths": num_deaths}
 
@@ -316,8 +319,11 @@ class JobStore:
                 version = {"router_version": published.version, "manifest_digest": digest}
                 return {"fraction": 1.0, **version, **_ended(JobState.SUCCEEDED)}
             if is_lost:
-                message = "its finished product was removed or damaged before it was published"
-                return _ended(JobState.FAILED, "PRODUCT_LOST", message)
+                return _ended(
+                    JobState.FAILED,
+                    "PRODUCT_LOST",
+                    "its finished product was removed or damaged before it was published",
+                )
             return _ended(JobState.CANCELLED)
 
         return self._change(calibration_id, changes)

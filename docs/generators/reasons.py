@@ -18,13 +18,18 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("protos/neap_client", "neap_engine", "calibrator_service", "inference_service", "shared")
 # The command line raises errors that no client sees.
 LEFT_OUT = "neap_engine/cli/"
+# What a job ends with beside the error of its own process: (state, reason, message).
+ENDS_A_JOB = "_ended"
 ERRORS: dict[str, type[errors.NeapError]] = dict(inspect.getmembers(errors, inspect.isclass))
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+# Of an error; None: a job ends with it.
+Kind = type[errors.NeapError] | None
 
 
 @dataclass
 class Reason:
-    """`codes` are names of gRPC codes, `messages` hold … for what is computed, `modules` are paths."""
+    """`codes` are names of gRPC codes, or say that a job fails with it. `messages` hold … for what is computed;
+    `modules` are paths."""
 
     codes: set[str] = field(default_factory=set)
     messages: set[str] = field(default_factory=set)
@@ -81,8 +86,11 @@ class _Reader:
                 given = {keyword.arg: keyword.value for keyword in place.call.keywords}
                 message = place.call.args[0] if place.call.args else given.get("message")
                 self._follow(given.get("reason", ast.Constant(kind.default_reason)), message, kind, place)
+            elif place.callee == ENDS_A_JOB and len(place.call.args) == 3:
+                _, reason, message = place.call.args
+                self._follow(reason, message, None, place)
 
-    def _follow(self, reason: ast.expr, message: ast.expr | None, kind: type[errors.NeapError], place: Place) -> None:
+    def _follow(self, reason: ast.expr, message: ast.expr | None, kind: Kind, place: Place) -> None:
         if isinstance(reason, ast.Constant | ast.JoinedStr):
             self._add(_text(reason), _text(message), kind, place)
         elif isinstance(reason, ast.IfExp | ast.BoolOp):
@@ -93,7 +101,7 @@ class _Reader:
         elif not isinstance(reason, ast.Attribute):  # that of another error
             raise ValueError(f"{place.module}:{place.call.lineno}: {ast.unparse(reason)}")
 
-    def _follow_name(self, name: str, message: ast.expr | None, kind: type[errors.NeapError], place: Place) -> None:
+    def _follow_name(self, name: str, message: ast.expr | None, kind: Kind, place: Place) -> None:
         """Follow a parameter to what calls of its function give, or a variable to what is assigned to it."""
         for function in reversed(place.functions):
             if name in _parameters(function):
@@ -116,9 +124,10 @@ class _Reader:
         for value in assigned:
             self._follow(value, message, kind, place)
 
-    def _add(self, reason: str, message: str, kind: type[errors.NeapError], place: Place) -> None:
+    def _add(self, reason: str, message: str, kind: Kind, place: Place) -> None:
         entry = self.reasons[reason]
-        entry.codes.add(next((CODES[base].name for base in kind.__mro__ if base in CODES), "INTERNAL"))
+        code = next((CODES[base].name for base in kind.__mro__ if base in CODES), "INTERNAL") if kind else "of a job"
+        entry.codes.add(code)
         entry.modules.add(place.module)
         entry.messages |= {" ".join(message.split())} - {""}
 

@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -108,6 +109,9 @@ def exit_on_error(command: Callable[P, T]) -> Callable[P, T]:
             raise
         except NeapError as error:
             err.print(error_line(error))
+            raise typer.Exit(1) from error
+        except BrokenPipeError as error:  # as with `| head -1`: whoever reads has had enough. rich does the same
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
             raise typer.Exit(1) from error
         except OSError as error:
             fail(f"{error.filename or 'system'}: {error.strerror or error}")

@@ -140,7 +140,7 @@ def figures_line(job: pb.Calibration) -> str:
     texts = {
         "generated_tokens": "{:,.0f} tokens written",
         "tokens_per_s": "{:,.1f} tokens/s",
-        "tokens": "{:,.0f} tokens learned from",
+        "tokens": "{:,.0f} tokens read",
     }
     return ", ".join(form.format(figures[name]) for name, form in texts.items() if figures.get(name))
 

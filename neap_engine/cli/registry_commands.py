@@ -84,6 +84,7 @@ def publish_folder(
         "manifest": manifest,
         "blobs": {name: digest_of(data) for name, data in blobs.items()},
     }
+    print_registry(_named(registry, data_dir))
     with opened_registry(registry, data_dir) as opened:
         published = opened.publish(
             model_id,
@@ -189,9 +190,15 @@ def opened_registry(url: str | None, data_dir: Path | None) -> Iterator["Registr
 
 @contextmanager
 def existing_registry(url: str | None, data_dir: Path | None) -> Iterator["Registry"]:
-    """As `opened_registry`, and prints which one it is. Raises `NotFound` (REGISTRY_NOT_FOUND) instead of making a
-    folder."""
-    from shared.registry.address import RegistryAddress
+    """As `opened_registry`, after `registry_there`."""
+    registry_there(url, data_dir)
+    with opened_registry(url, data_dir) as opened:
+        yield opened
+
+
+def registry_there(url: str | None, data_dir: Path | None) -> str:
+    """The registry's URL or folder, of which a line says which it is. Raises `NotFound` (REGISTRY_NOT_FOUND) instead of
+    making a folder."""
     from shared.registry.factory import folder_of
 
     name = _named(url, data_dir)
@@ -201,13 +208,19 @@ def existing_registry(url: str | None, data_dir: Path | None) -> Iterator["Regis
             f"there is no registry in {folder}; name one with --registry, or the services' folder with --data-dir",
             reason="REGISTRY_NOT_FOUND",
         )
-    if folder is None:
+    print_registry(name)
+    return name
+
+
+def print_registry(name: str) -> None:
+    from shared.registry.address import RegistryAddress
+    from shared.registry.factory import folder_of
+
+    if (folder := folder_of(name)) is None:
         address = RegistryAddress.parse(name)  # the name may have a password
         err.print(f"registry: s3://{address.bucket}/{address.prefix}", markup=False)
     else:
         err.print(f"registry: {folder}", markup=False)
-    with opened_registry(url, data_dir) as opened:
-        yield opened
 
 
 def _named(url: str | None, data_dir: Path | None) -> str:

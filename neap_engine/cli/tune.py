@@ -15,7 +15,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from neap_engine.cli.console import DataDir, RegistryUrl, err, exit_on_error, out, print_line
 from neap_engine.cli.evaluate_view import doubts, draw_policies, policy_sweep_table
-from shared.errors import NeapError, Unavailable
+from neap_engine.cli.registry_commands import registry_there
+from shared.errors import NeapError, NotFound, Unavailable
 
 MODULE = "neap_engine.evaluate"
 # Measured if neither thresholds nor margins are given.
@@ -109,6 +110,8 @@ def measuring_command(
     thresholds: Sequence[float],
     margins: Sequence[float],
 ) -> list[str]:
+    if not prompts.is_file():  # before a model is loaded
+        raise NotFound(f"there is no file {prompts}", reason="PROMPT_FILE_NOT_FOUND")
     command = [sys.executable, "-m", MODULE, "--model", model, "--router", router]
     command += ["--prompts", str(prompts), "--max-tokens", str(max_tokens), "--rounds", str(rounds)]
     for flag, values in (("--threshold", thresholds), ("--margin", margins)):
@@ -119,8 +122,8 @@ def measuring_command(
 
 def variables(registry: str | None, data_dir: Path | None) -> dict[str, str]:
     """The measuring process' registry, as variables: a URL may hold a password, which flags would show in process
-    lists."""
-    settings = {"NEAP_REGISTRY": registry, "NEAP_DATA_DIR": data_dir}
+    lists. Raises as `registry_there`."""
+    settings = {"NEAP_REGISTRY": registry_there(registry, data_dir), "NEAP_DATA_DIR": data_dir}
     return {name: str(value) for name, value in settings.items() if value is not None}
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from shared.engine.request.prompt import encode_prompt
-from shared.errors import InvalidInput, NotFound
+from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
 
 
@@ -12,11 +12,9 @@ def read_prompts(path: Path, loaded: LoadedModel) -> list[tuple[int, ...]]:
     """The token ids of each prompt in a JSONL file.
     A line is {"prompt": "text to continue"} or {"messages": [{"role", "content"}]}.
 
-    Raises `NotFound`, and `InvalidInput` with the number of the line (reason BAD_PROMPT_FILE, or that of
+    Raises OSError, and `InvalidInput` with the number of the line (reason BAD_PROMPT_FILE, or that of
     `encode_prompt`).
     """
-    if not path.is_file():
-        raise NotFound(f"there is no file {path}", reason="PROMPT_FILE_NOT_FOUND")
     prompts = []
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):

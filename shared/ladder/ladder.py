@@ -77,7 +77,7 @@ class Ladder:
         if loaded.fingerprint != self.model.fingerprint:
             raise RouterMismatch(
                 f"the router was calibrated for {self.model.model_id}; the loaded model is another one or another "
-                "revision of it",
+                "revision of it: calibrate one for it, or ask for the policy full",
                 metadata={"router_fingerprint": self.model.fingerprint, "model_fingerprint": loaded.fingerprint},
             )
         # A fingerprint says nothing of what stands beside it in a manifest that somebody has written.

@@ -85,6 +85,7 @@ def run(error):
     raise Unavailable("gone", reason=GONE)
     raise NotFound("nothing")
     raise Unavailable("as before", reason=error.reason)
+    return _ended(FAILED, "JOB_DIED", f"it died {error}")
 """,
         monkeypatch,
     )
@@ -92,6 +93,7 @@ def run(error):
         "BAD_NUMBER": ({"INVALID_ARGUMENT"}, {"… is bad"}),
         "BAD_VALUE": ({"INVALID_ARGUMENT"}, {"… is bad"}),
         "DISK_FULL": ({"RESOURCE_EXHAUSTED"}, {"no room"}),
+        "JOB_DIED": ({"of a job"}, {"it died …"}),
         "NOT_FOUND": ({"NOT_FOUND"}, {"nothing"}),
         "QUEUE_FULL": ({"RESOURCE_EXHAUSTED"}, {"no room"}),
         "WORKER_GONE": ({"UNAVAILABLE"}, {"gone"}),

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -286,6 +287,15 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal wide enough for any table. Where tests run side by side, COLUMNS was 80 when the console was made,
     which keeps it."""
     monkeypatch.setattr(out, "width", 300)
+
+
+@pytest.fixture
+def measured_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a command may measure: there are prompts.jsonl and a registry."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").touch()
+    (tmp_path / "registry").mkdir()
+    monkeypatch.setenv("NEAP_REGISTRY", str(tmp_path / "registry"))
 
 
 @pytest.fixture

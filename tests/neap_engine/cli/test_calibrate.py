@@ -29,7 +29,7 @@ def calibrate(service, neap):
 def test_follows_the_job_to_its_version(service, calibrate):
     flags = ["--depths", "2,4", "--time-budget", "90", "--alias", "a"]
     result = calibrate(*flags)
-    assert "collecting 25% 1,234 tokens learned from" in result.stdout
+    assert "collecting 25% 1,234 tokens read" in result.stdout
     assert "published version 7 (sha256:abc)" in result.stdout
     assert "answers 1.42 times as fast as full depth here" in result.stdout
     spec = service.calibration.spec

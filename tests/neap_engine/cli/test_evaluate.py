@@ -4,10 +4,13 @@ import csv
 import json
 import sys
 
+import pytest
 from rich.console import Console
 
 from neap_engine.cli import evaluate, tune
 from neap_engine.cli.evaluate_view import evaluation_table
+
+pytestmark = pytest.mark.usefixtures("measured_place")
 
 RUN = {"model_id": "tiny", "router_version": 3, "num_prompts": 4, "max_tokens": 16, "machine": "cpu"}
 

@@ -10,7 +10,7 @@ from neap_client.calibration.v1 import calibration_pb2 as pb
 
 def test_watch_shows_the_progress_and_the_version(service, neap):
     result = neap("jobs", "watch", "job-1", "--calibrator", service.address)
-    assert "collecting 25% 1,234 tokens learned from" in result.stdout
+    assert "collecting 25% 1,234 tokens read" in result.stdout
     assert "published version 7 (sha256:abc)" in result.stdout
 
 

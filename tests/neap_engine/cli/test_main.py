@@ -104,3 +104,21 @@ def speak_nonsense(listener):
             with client:
                 client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
                 client.recv(1 << 16)
+
+
+@pytest.mark.parametrize("write", ["print_line", "sys.stdout.write"])
+def test_nothing_is_said_to_a_reader_that_has_had_enough(write):
+    """As `head -1` is."""
+    code = (
+        "from neap_engine.cli.console import exit_on_error, print_line\n"
+        "import sys, typer\n"
+        f"typer.run(exit_on_error(lambda: [{write}('x' * 1000 + chr(10)) for _ in range(1000)] and None))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == ("", 1)

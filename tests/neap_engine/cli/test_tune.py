@@ -9,6 +9,8 @@ import pytest
 from neap_engine.cli import tune
 from neap_engine.evaluate.__main__ import parse
 
+pytestmark = pytest.mark.usefixtures("measured_place")
+
 RUN = {
     "model_id": "tiny",
     "router_version": 3,
@@ -64,8 +66,19 @@ def test_the_command_shows_progress_a_table_and_a_picture(neap, monkeypatch, tmp
 
 def test_the_registry_is_not_a_flag_of_the_process(neap, monkeypatch, tmp_path):
     script(monkeypatch, "print(json.dumps({'error': os.environ['NEAP_REGISTRY'], 'reason': 'ECHO'}))")  # fmt: skip
-    result = neap("tune", *ARGUMENTS, "--registry", "redis://:pw@host/0", code=1)
-    assert "redis://:pw@host/0 [ECHO]" in result.stderr
+    url = "redis://:pw@host/0?objects=s3://bucket/prefix"
+    result = neap("tune", *ARGUMENTS, "--registry", url, code=1)
+    assert f"{url} [ECHO]" in result.stderr.replace("\n", "")
+    assert "registry: s3://bucket/prefix" in result.stderr
+
+
+def test_nothing_is_measured_without_a_registry_or_prompts(neap, monkeypatch, tmp_path):
+    script(monkeypatch, "raise SystemExit('measured')")
+    result = neap("tune", *ARGUMENTS, "--registry", str(tmp_path / "typo"), code=1)
+    assert "REGISTRY_NOT_FOUND" in result.stderr
+    assert not (tmp_path / "typo").exists()
+    result = neap("tune", "missing.jsonl", *ARGUMENTS[1:], code=1)
+    assert "PROMPT_FILE_NOT_FOUND" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import pytest
 
 from neap_engine.evaluate.prompts import read_prompts
-from shared.errors import InvalidInput, NotFound
+from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel, wrap_model
 from tests.reasons import raises
 from tests.worker import build_model, build_tokenizer
@@ -51,8 +51,6 @@ def test_what_the_model_refuses_is_named_by_its_line(loaded, tmp_path):
 
 
 def test_a_file_without_prompts(loaded, tmp_path):
-    with pytest.raises(NotFound):
-        read_prompts(tmp_path / "missing.jsonl", loaded)
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(InvalidInput, match="has no prompts"):
         read_prompts(tmp_path / "empty.jsonl", loaded)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from calibrator_service.calibration.report import speed
-from calibrator_service.calibration.report.speed import LEAST_ANSWERS, MAX_ANSWERS, speed_figures
+from calibrator_service.calibration.report.speed import LEAST_ANSWERS, MAX_ANSWERS, MOST_TIMES, speed_figures
 from shared.engine.drafting.pass_costs import PassCosts
 from shared.engine.step import Decoder
 from shared.ladder.tables import SequenceTables
@@ -72,8 +72,9 @@ def test_a_ladder_that_is_never_right_gains_nothing(counting):
 
 
 def test_there_are_as_many_answers_as_there_is_time_for(counting):
-    late = {"budget_s": 1.0, "step_s": 1e6}
-    assert figures_of(counting, Saying(4, 0.9), 20, **late)[0]["num_answers"] == LEAST_ANSWERS
+    # Three seconds; each answer takes one, then nearly three.
+    assert figures_of(counting, Saying(4, 0.9), 20, budget_s=100.0, step_s=1.0)[0]["num_answers"] == LEAST_ANSWERS
+    assert figures_of(counting, Saying(4, 0.9), 20, budget_s=100.0, step_s=2.9)[0]["num_answers"] == MOST_TIMES
     assert figures_of(counting, Saying(4, 0.9), 60)[0]["num_answers"] == MAX_ANSWERS
     few, run = figures_of(counting, Saying(4, 0.9), LEAST_ANSWERS - 1)
     assert (few, run.figures) == ({"num_answers": LEAST_ANSWERS - 1}, {})
