@@ -33,11 +33,14 @@ The names of `__all__` are stable: a later version that changes one announces it
 examples, and `neap_engine.tide` takes the calls of TIDE. The names are loaded when the first of them is used. neap then
 logs through `logging`, to loggers whose names begin with `neap.`, unless the application has configured structlog
 already, and lowers torch's number of threads to the CPUs that the process' quota allows, unless OMP_NUM_THREADS or
-`torch.set_num_threads` has chosen another number.
+`torch.set_num_threads` has chosen another number. Where torch is not imported yet, its threads wait for a shorter time
+before they sleep (`shared.cpus`).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from shared.cpus import wait_briefly
 
 if TYPE_CHECKING:
     from neap_engine.face import *  # noqa: F403
@@ -48,6 +51,7 @@ else:
         without torch."""
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        wait_briefly()
         return getattr(import_module(f"{__name__}.face"), name)
 
     def __dir__() -> list[str]:

@@ -19,10 +19,10 @@ POOL_VARIABLES = (
     "TOKIO_WORKER_THREADS",
 )
 
-# How often a thread of OpenMP looks before it sleeps, while it waits for others or for work: some hundred
-# microseconds, more than lies between two steps of a pass. By default it looks for milliseconds, which takes the core
-# from whatever it waits for where processes share cores or a quota. Read by libgomp, as above.
-SPINS_VARIABLE, SPINS = "GOMP_SPINCOUNT", "10000"
+# How often a thread of OpenMP looks before it sleeps, while it waits for others or for work: some tens of
+# microseconds. By default it looks for milliseconds, which takes the core from what it waits for: docs/decisions/007.
+# Read by libgomp when torch is imported.
+SPINS_VARIABLE, SPINS = "GOMP_SPINCOUNT", "1000"
 
 
 def usable_cpus() -> int:
@@ -43,14 +43,19 @@ def size_thread_pools(environment: MutableMapping[str, str] = os.environ) -> Non
     The number is that of the setting NEAP_THREADS, else `usable_cpus`. Variables that are already set are kept. If this
     process may use all CPUs, no number is set, because libraries choose better defaults for CPUs that share a core.
     """
-    if "OMP_WAIT_POLICY" not in environment:
-        environment.setdefault(SPINS_VARIABLE, SPINS)
+    wait_briefly(environment)
     setting = environment.get(THREADS_VARIABLE, "")
     # The service itself refuses other values.
     num_threads = int(setting) if setting.isdecimal() and int(setting) else usable_cpus()
     if num_threads < (os.cpu_count() or 1):
         for name in POOL_VARIABLES:
             environment.setdefault(name, str(num_threads))
+
+
+def wait_briefly(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set how threads of OpenMP wait, unless it is chosen. Call it before torch is imported."""
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault(SPINS_VARIABLE, SPINS)
 
 
 def _num_allowed() -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared.cpus import SPINS_VARIABLE
 from shared.errors import NeapError
 
 LOG_TAIL_LINES = 3
@@ -105,6 +106,8 @@ class Environment:
 
 
 def worker_environment() -> dict[str, str]:
-    """Variables of every process that is started: neap's own modules can be imported, and no hub is asked."""
+    """Variables of every process that is started: neap's own modules can be imported, and no hub is asked. How threads
+    wait is for each engine to say."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "protos")])
-    return {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+    own = {name: value for name, value in os.environ.items() if name != SPINS_VARIABLE}
+    return {**own, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
