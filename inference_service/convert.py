@@ -12,11 +12,13 @@ from neap_client.inference.v1 import inference_pb2
 from inference_service.chat import PreparedChat
 from inference_service.routers import RouterChoice
 from shared.chat.parser import MessageParser, MessagePart
-from shared.constraints.constraint import Constraint, MessageConstraint
+from shared.constraints.constraint import MAX_BYTES, Constraint, MessageConstraint, invalid
 from shared.engine.memory.prefixes import key_of
 from shared.engine.prompt_scores import PROMPT
 from shared.engine.request.prompt import Prompt, encode_bad_word, encode_prediction, encode_prompt
 from shared.engine.request.request import (
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
     DepthStatistics,
     Finished,
     FinishReason,
@@ -104,7 +106,10 @@ def to_generation_request(
         resumed_ids=tuple(request.resume.token_ids[: loaded.context_length]),
         constraint=constraint,
         shown_special_ids=chat.shown_special_ids if chat else frozenset(),
-        prediction_ids=encode_prediction(loaded, prediction.text or list(prediction.token_ids.ids)),
+        # One more than may be, so that more are refused.
+        prediction_ids=encode_prediction(
+            loaded, prediction.text or list(prediction.token_ids.ids[: loaded.context_length + 1])
+        ),
     )
     return generation, chat
 
@@ -168,6 +173,10 @@ def _bad_words(words: Sequence[inference_pb2.BadWord], loaded: LoadedModel) -> l
 
 def to_stopping(stopping: inference_pb2.Stopping, defaults: GenerationDefaults = NO_DEFAULTS) -> StoppingParams:
     """Raises InvalidInput."""
+    # Millions of empty texts or ids fit a message, and would become objects before they are counted.
+    for name, most in (("stop_strings", MAX_STOP_STRINGS), ("stop_token_ids", MAX_STOP_TOKEN_IDS)):
+        if (count := len(getattr(stopping, name))) > most:
+            raise InvalidInput(f"there are {count} {name}; at most {most} are allowed")
     return StoppingParams(
         max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else defaults.max_tokens,
         stop_strings=tuple(stopping.stop_strings),
@@ -197,6 +206,8 @@ def to_constraint(constraint: inference_pb2.Constraint) -> Constraint:
     """Raises InvalidInput (reason CONSTRAINT_INVALID) if it has no form, is too large or has an empty choice."""
     form = constraint.WhichOneof("form")
     if form == "choice":
+        if len(constraint.choice.texts) > MAX_BYTES:  # as above; each has a byte
+            raise invalid(f"it has {len(constraint.choice.texts)} texts", "choice")
         return Constraint(choice=tuple(constraint.choice.texts))
     if form == "json_object":
         return Constraint(json_object=True)

@@ -2,6 +2,7 @@
 
 from shared.blocking import BlockingPool
 from shared.cpus import usable_cpus
+from shared.rpc.callers import caller_name
 
 # Resolving an alias is one short query. If the registry hangs, the query fails after seconds.
 NUM_REGISTRY_THREADS = 4
@@ -15,11 +16,13 @@ class Pools:
     """`requests`: CPU work of requests, whose number admission bounds. `constraints`: compiling them, which takes
     seconds where a client means harm. `known_aliases` and `new_aliases`: registry
     queries for aliases that were resolved before and for new ones. `fetches`: downloads of routers. `preparations`:
-    binding and testing routers in an engine."""
+    binding and testing routers in an engine. The first two are divided among authenticated callers: each has half of
+    the threads at most."""
 
     def __init__(self) -> None:
-        self.requests = BlockingPool(max(2, usable_cpus()), 4096, name="neap-requests")
-        self.constraints = BlockingPool(NUM_CONSTRAINT_THREADS, 4096, name="neap-constraints")
+        num_threads = max(4, 2 * usable_cpus())
+        self.requests = BlockingPool(num_threads, 4096, name="neap-requests", client=caller_name)
+        self.constraints = BlockingPool(NUM_CONSTRAINT_THREADS, 4096, name="neap-constraints", client=caller_name)
         self.known_aliases = _registry_pool("neap-known-aliases")
         self.new_aliases = _registry_pool("neap-new-aliases")
         self.fetches = _registry_pool("neap-fetches")

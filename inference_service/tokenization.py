@@ -40,6 +40,10 @@ def token_texts(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[int], st
     return text_of
 
 
+# Of the model's contexts, the token ids of a request for their text.
+MOST_CONTEXTS = 4
+
+
 def tokenized(
     request: pb.TokenizeRequest, loaded: LoadedModel, text_of: Callable[[int], str], *, chats_have_control_tokens: bool
 ) -> pb.TokenizeResponse:
@@ -52,6 +56,9 @@ def tokenized(
             chat = PreparedChat(request.chat, loaded, has_control_tokens=chats_have_control_tokens)
             ids = list(encode_prompt(loaded, chat.prompt))
         case "token_ids":
+            num_ids = len(request.token_ids.ids)
+            if num_ids > MOST_CONTEXTS * loaded.context_length:  # before millions become Python integers
+                raise InvalidInput(f"there are {num_ids} token ids; the model holds {loaded.context_length}")
             ids = list(request.token_ids.ids)
             check_token_ids(loaded, ids)
             response.text = decode_prompt(loaded, ids, skip_special_tokens=False)

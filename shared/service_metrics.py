@@ -1,8 +1,10 @@
 """What the Prometheus metrics of all services begin with, and the HTTP server that gives them."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import prometheus_client
 import structlog
@@ -12,6 +14,9 @@ from shared.errors import InvalidInput
 
 # Creation times of counters would double the number of series, and nothing uses them.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+
+# Connections at once, and how long one may say nothing.
+MOST_SCRAPES, SCRAPE_S = 16, 10.0
 
 
 class ServiceMetrics:
@@ -46,6 +51,7 @@ def serve_metrics(listen: str, registry: CollectorRegistry) -> Iterator[int]:
         server, thread = start_http_server(int(port), addr=host, registry=registry)
     except (OSError, OverflowError) as error:
         raise InvalidInput(f"metrics cannot be served on {listen}: {error}", reason="BAD_CONFIGURATION") from error
+    _bound(server)
     log.info("metrics listening", host=host, port=server.server_port)
     try:
         yield server.server_port
@@ -53,3 +59,25 @@ def serve_metrics(listen: str, registry: CollectorRegistry) -> Iterator[int]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _bound(server: Any) -> None:
+    """Let it hold MOST_SCRAPES connections, each of them for SCRAPE_S seconds without a word: it has a thread and a
+    file for each, which the service needs."""
+    server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), {"timeout": SCRAPE_S})
+    places = threading.BoundedSemaphore(MOST_SCRAPES)
+    begin, serve = server.process_request, server.process_request_thread
+
+    def process_request(request: Any, address: Any) -> None:
+        if places.acquire(blocking=False):
+            begin(request, address)
+        else:
+            server.shutdown_request(request)
+
+    def process_request_thread(request: Any, address: Any) -> None:
+        try:
+            serve(request, address)
+        finally:
+            places.release()
+
+    server.process_request, server.process_request_thread = process_request, process_request_thread

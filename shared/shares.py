@@ -15,19 +15,21 @@ class Shares:
     1998). `used` counts the units that are held. Belongs to one event loop.
     """
 
-    def __init__(self, total: int, unit: str) -> None:
-        """`unit` names the units in errors, in the plural."""
+    def __init__(self, total: int, unit: str, owner: str = "the gateway", full: str = "GATEWAY_FULL") -> None:
+        """`unit` names the units in errors, in the plural, `owner` whose they are, and `full` is the reason where they
+        are used up."""
         self.total = total
+        self._owner, self._full = owner, full
         self.used = 0
         self._unit = unit
         self._held: Counter[str] = Counter()
 
     def take(self, client: str, amount: int = 1) -> None:
-        """Raises Exhausted: GATEWAY_FULL if fewer units are free, CLIENT_LIMIT if the client would hold more than it
+        """Raises Exhausted: `full` if fewer units are free, CLIENT_LIMIT if the client would hold more than it
         leaves free."""
         free = self.total - self.used
         if amount > free:
-            raise self._refused("the gateway has", self.used, reason="GATEWAY_FULL")
+            raise self._refused(f"{self._owner} has", self.used, reason=self._full)
         if self._held[client] + amount > free:
             raise self._refused("this client has", self._held[client], reason="CLIENT_LIMIT")
         self.used += amount

@@ -47,6 +47,8 @@ class ZeroWindow:
         )
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # a thread that reads would keep it open
         self._socket.close()
 
     def _read(self) -> None:

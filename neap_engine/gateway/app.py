@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from neap_engine.gateway.answers import Choice, Response, model_object
 from neap_engine.gateway.body import BodyParser
 from neap_engine.gateway.clients import SERVICE_NAME, Clients, address_key
+from neap_engine.gateway.collected import as_json
 from neap_engine.gateway.errors import (
     CLIENT_CLOSED_REQUEST,
     error_headers,
@@ -36,7 +37,6 @@ from neap_engine.gateway.exchange import Exchange
 from neap_engine.gateway.merging import EarlyStream, merged
 from neap_engine.gateway.metrics import GatewayMetrics
 from neap_engine.gateway.requests import RequestedGeneration, parse_generation
-from neap_engine.gateway.shares import Shares
 from neap_engine.gateway.tokenization import (
     detokenize_request,
     text_object,
@@ -48,6 +48,7 @@ from neap_engine.version import installed_version
 from shared.errors import InvalidInput, NeapError, Unavailable
 from shared.gateway_settings import GatewaySettings
 from shared.rpc.tracing import end_http_span, trace_id_of
+from shared.shares import Shares
 
 HEALTH_TIMEOUT_S = 2.0
 # Of a number in a list, and of its digits.
@@ -205,8 +206,8 @@ class Gateway:
             request = await self._parser.parse(client, body, parse)
             request.model_id = request.model_id or await self._only_model(metadata)
             response = await self._workers.tokenize(request, metadata=metadata)
-            hold_bytes(len(body) + TOKEN_BYTES * len(response.token_ids))
-            await exchange.respond(200, answer(response))
+            hold_bytes(len(body) + TOKEN_BYTES * len(response.token_ids) + 2 * response.ByteSize())
+            await exchange.respond_in_parts(200, [await asyncio.to_thread(lambda: as_json(answer(response)))])
 
     async def _only_model(self, metadata: Metadata) -> str:
         """The model that a request without one means. Raises InvalidInput if there are several."""

@@ -13,8 +13,8 @@ from uvicorn.protocols.utils import get_remote_addr
 
 from neap_engine.gateway.clients import address_key
 from neap_engine.gateway.errors import error_headers, error_object, http_status, refused
-from neap_engine.gateway.shares import Shares
 from shared.errors import Exhausted, NeapError
+from shared.shares import Shares
 
 # Bytes buffered here for a client that does not read, in addition to the kernel's buffer.
 WRITE_BUFFER_BYTES = 16 * 1024

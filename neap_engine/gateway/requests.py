@@ -300,8 +300,11 @@ def constraint(response_format: ResponseFormat | None, outputs: StructuredOutput
 
 
 def json_text(value: Any) -> str:
-    """Empty for nothing, which the worker understands."""
-    return "" if value is None else json.dumps(value, ensure_ascii=False)
+    """Empty for nothing, which the worker understands. Raises InvalidInput (BAD_JSON) for what is nested too deeply."""
+    try:
+        return "" if value is None else json.dumps(value, ensure_ascii=False)
+    except RecursionError as error:
+        raise refused("a value is nested too deeply", reason="BAD_JSON") from error
 
 
 def _of_format(wanted: ResponseFormat) -> pb.Constraint | None:

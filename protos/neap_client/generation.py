@@ -12,7 +12,7 @@ from typing import Any, Literal
 from neap_client.errors import Cancelled, NeapError, Unavailable
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1.inference_pb2 import GenerateResponse
-from neap_client.retry import MAX_LOST, Attempts, is_unavailable, was_not_started
+from neap_client.retry import MAX_LOST, Attempts, is_unavailable, was_lost, was_not_started
 
 # Whether an answer that its worker interrupts is resumed by another: always, only where the tokens are those of an
 # uninterrupted run, or never.
@@ -20,6 +20,9 @@ Resumes = Literal["always", "exactly", "never"]
 # So many resumptions in a row may bring fewer tokens each than this: workers that end every answer must not be asked
 # for ever.
 MAX_RESUMPTIONS, FEW_TOKENS = 16, 16
+# And so many workers may be lost one after the other with an answer that has begun, while each brings few tokens of
+# it: it may be what ends them at some place.
+MAX_LOST_BEGUN = 3
 # So many workers may refuse a call because it would wait there. The next one lets it wait.
 MAX_REFUSALS = 2
 # So many are asked whether they go on exactly, before one goes on inexactly.
@@ -107,6 +110,8 @@ class GenerationCalls:
         self._equals: list[str] = []
         # Tokens at the latest interruption, and how many in a row came after few tokens.
         self._num_tokens_before = self._num_soon = 0
+        # Workers that were lost with it since it last came forward.
+        self._num_lost = 0
         # The address of the latest call's worker, empty for any.
         self._asked = ""
         # Calls since the answer began, or was interrupted.
@@ -146,8 +151,7 @@ class GenerationCalls:
         return Attempts(
             lambda error: helps(error) and not self._is_closed,
             num_attempts=self._num_attempts,
-            # A request whose answer has begun ends no worker by being read.
-            max_lost=MAX_LOST if self.started is None else math.inf,
+            max_lost=MAX_LOST if self.started is None else MAX_LOST_BEGUN - self._num_lost,
             deadline_s=self._deadline_s,
             resumes=self.started is not None,
         )
@@ -159,7 +163,7 @@ class GenerationCalls:
         if self.started is None or not may_resume:
             raise error
         if len(self.token_ids) - self._num_tokens_before >= FEW_TOKENS:
-            self._num_soon = 0
+            self._num_soon = self._num_lost = 0
         self._num_tokens_before = len(self.token_ids)
         self._num_soon += 1
         if self._num_soon > MAX_RESUMPTIONS:
@@ -167,6 +171,7 @@ class GenerationCalls:
         # An answer that has begun waits for room.
         attempts = self._new_attempts(was_not_started)
         wait_s = attempts.wait_s(error)
+        self._num_lost += was_lost(error)
         # The worker that was lost comes last.
         self._addresses = (*self._addresses[self._num_opened :], *self._addresses[: self._num_opened])
         self._num_opened = 0

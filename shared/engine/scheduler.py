@@ -13,8 +13,12 @@ from shared.errors import RETRY_AFTER_S, Exhausted
 
 class Schedulable(Protocol):
     """A request as the scheduler sees it. `deadline_s` is on the caller's clock; `num_kv_tokens` is what it may come to
-    fill."""
+    fill. `turn` is the scheduler's: how many requests of its `client` come before it."""
 
+    turn: int
+
+    @property
+    def client(self) -> str: ...
     @property
     def num_prompt_tokens(self) -> int: ...
     @property
@@ -50,10 +54,10 @@ R = TypeVar("R", bound=Schedulable)
 
 
 class Scheduler(Generic[R]):
-    """The lowest priority first, and of equal ones first come, first served. A request that does not fit yet holds back
-    those behind it, so that no large request starves. Requests do not count those behind them when they look for room
-    in the queue. Running ones are put back into the queue, before others of their priority, if that lets one with a
-    lower number run.
+    """The lowest priority first. Of equal ones clients take turns, and of one client's first come, first served. A
+    request that does not fit yet holds back those behind it, so that no large request starves. Requests do not count
+    those behind them when they look for room in the queue. Running ones are put back into the queue, before others of
+    their priority, if that lets one with a lower number run.
 
     A paused request (its client has stopped reading) keeps its keys and values, but it does not count against
     `max_running`: clients that stop reading must not stop the others. If more go on than may share a step, they take
@@ -107,7 +111,9 @@ class Scheduler(Generic[R]):
 
     def add(self, request: R) -> None:
         """Appends a request to the queue. Raises `Exhausted` (reason QUEUE_FULL)."""
-        ahead = [waiting for waiting in self._waiting if waiting.priority <= request.priority]
+        request.turn = self._next_turn_of(request.client)
+        rank = request.priority, request.turn
+        ahead = [waiting for waiting in self._waiting if (waiting.priority, waiting.turn) <= rank]
         num_tokens = sum(waiting.num_prompt_tokens for waiting in ahead)
         is_too_long = num_tokens + request.num_prompt_tokens > self.limits.max_queue_tokens
         if len(ahead) >= self.limits.max_queue or (ahead and is_too_long):
@@ -117,6 +123,11 @@ class Scheduler(Generic[R]):
                 retry_after_s=RETRY_AFTER_S,
             )
         self._waiting.insert(len(ahead), request)
+
+    def _next_turn_of(self, client: str) -> int:
+        """After those of its requests that wait, or as many as run."""
+        turns = [waiting.turn for waiting in self._waiting if waiting.client == client]
+        return max(turns) + 1 if turns else sum(running.client == client for running in self._running)
 
     def remove_ended(self, now_s: float) -> list[R]:
         """Removes and returns the requests that were cancelled or whose deadline has passed."""

@@ -89,6 +89,8 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # Probes come one by one. More connections would take the files that clients of the service need.
+    ("grpc.max_allowed_incoming_connections", 32),
 )
 
 log = structlog.get_logger("neap.rpc")

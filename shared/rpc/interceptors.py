@@ -20,10 +20,11 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from shared.errors import InvalidInput, NeapError
 from shared.rpc.access import Access
-from shared.rpc.callers import Caller, certificate_caller, set_current_caller
+from shared.rpc.callers import Caller, certificate_caller, client_key, set_current_caller
 from shared.rpc.calls import ClientWaits, OpenCalls
 from shared.rpc.status import code_of_status, to_status, trailing_metadata, unexpected_status
 from shared.rpc.tracing import end_call_span, start_call_span, trace_id_of
+from shared.shares import Shares
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _request_id: ContextVar[str] = ContextVar("neap_request_id", default="")
@@ -39,6 +40,9 @@ FIRST_RESPONSE_S = 0.5
 
 # A client that reads nothing of a stream for so long has lost it. Generate has a limit of its own.
 STALL_TIMEOUT_S = 30.0
+
+# Of the answers to unary calls that clients have not read, all together.
+UNREAD_BYTES = 256 << 20
 
 # How a handler learns that the client is gone. `InternalError` comes from a write that failed just before the
 # cancellation.
@@ -102,6 +106,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         self.calls = OpenCalls()
         self.waits = waits or ClientWaits()
         self._access = access or Access()
+        self._unread = Shares(UNREAD_BYTES, "bytes of answers that are not read", "the service", "UNREAD_ANSWERS")
 
     async def intercept_service(
         self,
@@ -113,17 +118,18 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             return None
         method = str(handler_call_details.method)
         access_decision = self._access.check_call(method, handler_call_details.invocation_metadata or ())
-        wrapped = _Wrapped(method, self.calls, self.waits, access_decision, takes_stream=handler.request_streaming)
+        wrapped = _Wrapped(
+            method, self.calls, self.waits, self._unread, access_decision, takes_stream=handler.request_streaming
+        )
         if handler.response_streaming:
-            make = grpc.stream_stream_rpc_method_handler
             inner = handler.stream_stream or handler.unary_stream
             generates = inspect.isasyncgenfunction(inner)
             outer = wrapped.generator(inner) if generates else wrapped.coroutine(inner)
         else:
-            make = grpc.stream_unary_rpc_method_handler
-            outer = wrapped.coroutine(handler.stream_unary or handler.unary_unary)
+            # So the handler knows when its answer has been read. On the wire it is the same.
+            outer = wrapped.answering(handler.stream_unary or handler.unary_unary)
         parse = handler.request_deserializer
-        return make(
+        return grpc.stream_stream_rpc_method_handler(
             outer,
             request_deserializer=_unparsed if isinstance(access_decision, NeapError) else _without_decode_errors(parse),
             response_serializer=handler.response_serializer,
@@ -142,6 +148,7 @@ class _Wrapped:
         method: str,
         calls: OpenCalls,
         waits: ClientWaits,
+        unread: Shares,
         access_decision: Caller | NeapError | None = None,
         *,
         takes_stream: bool = False,
@@ -149,6 +156,7 @@ class _Wrapped:
         self.method = method
         self.calls = calls
         self.waits = waits
+        self._unread = unread
         self.access_decision = access_decision
         self._takes_stream = takes_stream
 
@@ -161,6 +169,22 @@ class _Wrapped:
             with self.calls.track_answer():
                 async with _observed(self, context):
                     return await inner(await self._request(context), context)
+
+        return handle
+
+    def answering(self, inner: Any) -> Any:
+        """A coroutine whose result is the answer. It counts among its client's until it has been read: gRPC would keep
+        it for as long as the connection stays."""
+        if not inspect.iscoroutinefunction(inner):
+            raise TypeError(f"the handler of {self.method} is not a coroutine function")
+
+        async def handle(_: Any, context: Any) -> None:
+            with self.calls.track_answer():
+                async with _observed(self, context):
+                    response = await inner(await self._request(context), context)
+                    with self._unread.holding(client_key(context)) as hold:
+                        hold(response.ByteSize())
+                        await write_response(context, response)
 
         return handle
 

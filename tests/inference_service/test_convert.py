@@ -102,7 +102,12 @@ def test_stopping_fields_arrive():
 
 @pytest.mark.parametrize(
     "field",
-    [{"stop_strings": [""]}, {"stop_strings": ["x" * 257]}, {"stop_strings": ["x"] * 17}],
+    [
+        {"stop_strings": [""]},
+        {"stop_strings": ["x" * 257]},
+        {"stop_strings": [""] * 17},
+        {"stop_token_ids": [7] * 1025},
+    ],
     ids=lambda field: next(iter(field)),
 )
 def test_bad_stopping_is_refused(field):

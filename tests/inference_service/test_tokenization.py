@@ -1,10 +1,12 @@
 """Texts of single tokens are those that they have within a text."""
 
 import pytest
+from neap_client.inference.v1 import inference_pb2 as pb
 from transformers import LlamaTokenizer
 
-from inference_service.tokenization import token_texts
-from tests.worker import build_tokenizer
+from inference_service.tokenization import token_texts, tokenized
+from shared.errors import InvalidInput
+from tests.worker import CONTEXT_LENGTH, build_tokenizer
 
 PIECES = ["<unk>", "<s>", "</s>", "▁", "a", "t", "h", "e", "▁t", "he", "▁the", "▁a", "<0xE2>", "<0x41>"]
 MERGES = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "a")]
@@ -28,3 +30,9 @@ def test_texts_of_tokens_are_the_text():
     text_of = token_texts(tokenizer)
     assert "".join(map(text_of, tokenizer(" hello the<eos>").input_ids)) == " hello the<eos>"
     assert token_texts(None)(5) == ""
+
+
+@pytest.mark.parametrize("content", [{"token_ids": pb.TokenIds(ids=[1] * (4 * CONTEXT_LENGTH + 1))}])
+def test_more_ids_than_four_contexts_have_no_text(loaded, content):
+    with pytest.raises(InvalidInput, match=str(4 * CONTEXT_LENGTH + 1)):
+        tokenized(pb.TokenizeRequest(**content), loaded, str, chats_have_control_tokens=False)

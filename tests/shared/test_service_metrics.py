@@ -8,9 +8,11 @@ import structlog
 from structlog.testing import capture_logs
 
 from inference_service.__main__ import main
+from shared import service_metrics
 from shared.errors import InvalidInput
 from shared.service_metrics import serve_metrics
 from tests.exported_metrics import busy_metrics
+from tests.waiting import wait_until
 
 
 def _get(port):
@@ -27,6 +29,19 @@ def test_a_free_port_is_picked_logged_and_given_back():
         assert (line["event"], line["port"]) == ("metrics listening", port)
     with pytest.raises(urllib.error.URLError):
         _get(port)
+
+
+def test_connections_that_say_nothing_take_few_places_and_not_for_ever(monkeypatch):
+    monkeypatch.setattr(service_metrics, "MOST_SCRAPES", 2)
+    monkeypatch.setattr(service_metrics, "SCRAPE_S", 0.2)
+    with serve_metrics("127.0.0.1:0", busy_metrics().registry) as port:
+        silent = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(4)]
+        # Two are closed at once, and two after their time.
+        assert [connection.recv(1) for connection in silent] == [b""] * 4
+        wait_until(lambda: not [t for t in threading.enumerate() if "process_request_thread" in t.name])
+        assert _get(port)[0].startswith("text/plain")
+        for connection in silent:
+            connection.close()
 
 
 def test_off_serves_nothing():

@@ -5,8 +5,10 @@ import json
 import pytest
 from neap_client.inference.v1 import inference_pb2 as pb
 
-from neap_engine.gateway.requests import parse_generation
+from neap_engine.gateway.requests import json_text, parse_generation
+from shared.errors import InvalidInput
 from tests.gateways import chat_body
+from tests.reasons import raises
 
 
 def call(**fields):
@@ -80,9 +82,18 @@ def test_what_clients_send_back_of_messages_has_no_effect():
         ({"temperature": 1e-6}, pb.Sampling(temperature=1e-6)),
         ({"top_p": 0}, pb.Sampling(temperature=0)),
         ({"temperature": 1e-7, "top_p": 0.5}, pb.Sampling(temperature=0, top_p=0.5)),
-        ({}, pb.Sampling(temperature=1)),
+        ({}, pb.Sampling()),
     ],
     ids=str,
 )
 def test_where_only_the_most_probable_token_is_left_sampling_is_greedy(fields, sampling):
     assert call(**fields).sampling == sampling
+
+
+def test_a_value_that_can_be_read_and_not_be_written_again_is_bad_json():
+    """Both nest calls, and the one that writes has less room left."""
+    value = []
+    for _ in range(100_000):
+        value = [value]
+    with raises(InvalidInput, "BAD_JSON"):
+        json_text(value)

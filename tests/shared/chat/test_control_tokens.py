@@ -1,10 +1,14 @@
 """Control tokens that a client writes are text, wherever a chat has them, and all other text is read as ever."""
 
+import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import LlamaTokenizer
 
+from shared.chat.control_tokens import _any_of
 from shared.chat.template import Chat, encode_rendered, render
 from shared.engine.request.prompt import encode_bad_word, encode_prompt
 from shared.errors import PromptTooLong
@@ -101,3 +105,20 @@ def test_a_bad_word_is_also_forbidden_inside_words():
         vocabulary = {piece: i for i, piece in enumerate(pieces[:last])}
         loaded = replace(build_chat_model(THINKING), tokenizer=LlamaTokenizer(vocab=vocabulary, merges=merges))
         assert encode_bad_word(loaded, "fo") == [(pieces.index("fo"),), (pieces.index("▁fo"),)]
+
+
+@given(st.lists(st.text("ab<>", max_size=5), max_size=8), st.text("ab<>", max_size=30))
+def test_the_longest_of_the_texts_is_found_at_each_place(texts, read):
+    listed = "|".join(map(re.escape, sorted(filter(None, texts), key=len, reverse=True))) or "(?!)"
+    assert [found.span() for found in _any_of(texts).finditer(read)] == [
+        found.span() for found in re.finditer(listed, read)
+    ]
+
+
+def test_thousands_of_tokens_that_begin_alike_are_compared_once():
+    """Gemma 3 has as many. Each place of a text would be compared with all of them."""
+    texts = [f"<unused{number}>" for number in range(6242)]
+    pattern = _any_of(texts)
+    assert pattern.pattern.count("unused") == 1
+    assert pattern.findall("".join(texts)) == texts
+    assert not pattern.search("<unused6242>")

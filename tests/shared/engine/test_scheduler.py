@@ -17,6 +17,8 @@ class Request:
     is_paused: bool = False
     priority: int = 0
     may_be_put_back: bool = True
+    client: str = ""
+    turn: int = 0
 
     def __repr__(self) -> str:
         return self.name
@@ -43,6 +45,17 @@ def test_requests_are_admitted_in_the_order_in_which_they_came():
     assert names(queue.admit()) == "ab"
     assert names(queue.runnable) == "ab"
     assert (queue.num_running, queue.num_waiting) == (2, 1)
+
+
+def test_clients_take_turns_and_each_keeps_its_order():
+    queue = filled(scheduler(max_running=1, max_queue=9), *(Request(f"a{number}", client="a") for number in range(4)))
+    order = [queue.admit()[0]]
+    filled(queue, Request("b0", client="b"), Request("b1", client="b"), Request("c0", client="c", priority=-1))
+    while queue.num_running:
+        queue.remove(order[-1])
+        filled(queue, *[Request("a4", client="a")] * (len(order) == 1))
+        order += queue.admit()
+    assert names(order) == "a0c0b0a1b1a2a3a4"
 
 
 def test_a_request_that_ends_makes_room_for_the_next():

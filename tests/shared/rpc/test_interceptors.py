@@ -1,6 +1,7 @@
 import asyncio
 import time
 import urllib.parse
+from contextlib import closing
 
 import grpc
 import pytest
@@ -10,9 +11,11 @@ from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
 from structlog.testing import capture_logs
 
 from shared.errors import Corrupt, InvalidInput, NotFound
+from shared.rpc import interceptors
 from shared.rpc.interceptors import ServiceInterceptor, current_request_id
-from tests.shared.rpc.conftest import Scripted, begun_call
+from tests.shared.rpc.conftest import Scripted, begun_call, running
 from tests.waiting import wait_until
+from tests.zero_window import ZeroWindow
 
 
 @pytest.fixture
@@ -201,3 +204,32 @@ def test_an_error_with_long_texts_arrives_whatever_its_characters(scripted, stub
 
 def _encoded_bytes(key, value):
     return -(-len(_as_bytes(value)) * 4 // 3) if key.endswith("-bin") else len(_as_bytes(value))
+
+
+def test_answers_that_are_not_read_count_until_they_are(scripted, monkeypatch):
+    """A client has half of what there is, and what it reads is given back."""
+    answer = inference_pb2.GetModelResponse(model=inference_pb2.Model(model_id="m" * 100_000))
+    scripted.on_get_model = lambda request, context: answer
+    monkeypatch.setattr(interceptors, "UNREAD_BYTES", 5 * answer.ByteSize())
+    with (
+        running(scripted) as server,
+        closing(ZeroWindow(server.target)) as deaf,
+        grpc.insecure_channel(server.target) as channel,
+    ):
+        ask = inference_pb2_grpc.InferenceServiceStub(channel).GetModel
+        for _ in range(5):
+            assert ask(inference_pb2.GetModelRequest(), timeout=60) == answer
+        for _ in range(3):
+            deaf.call("/neap.inference.v1.InferenceService/GetModel", b"")
+
+        def reason():
+            try:
+                ask(inference_pb2.GetModelRequest(), timeout=60)
+            except grpc.RpcError as error:
+                return _info(error).reason
+            return ""
+
+        wait_until(lambda: reason() == "CLIENT_LIMIT")  # once all three wait to be read
+        deaf.close()
+        wait_until(lambda: not len(server.server._calls))
+        assert ask(inference_pb2.GetModelRequest(), timeout=60) == answer
