@@ -1,5 +1,6 @@
 """What the Prometheus metrics of all services begin with, and the HTTP server that gives them."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,7 +67,7 @@ def _bound(server: Any) -> None:
     file for each, which the service needs."""
     server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), {"timeout": SCRAPE_S})
     places = threading.BoundedSemaphore(MOST_SCRAPES)
-    begin, serve = server.process_request, server.process_request_thread
+    begin, serve, tell = server.process_request, server.process_request_thread, server.handle_error
 
     def process_request(request: Any, address: Any) -> None:
         if places.acquire(blocking=False):
@@ -80,4 +81,9 @@ def _bound(server: Any) -> None:
         finally:
             places.release()
 
+    def handle_error(request: Any, address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # a client that is silent or gone
+            tell(request, address)
+
     server.process_request, server.process_request_thread = process_request, process_request_thread
+    server.handle_error = handle_error
