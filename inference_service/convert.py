@@ -137,7 +137,7 @@ def _prompt(request: inference_pb2.GenerateRequest, context_length: int) -> Prom
 def taken_defaults(request: inference_pb2.GenerateRequest, loaded: LoadedModel) -> GenerationDefaults:
     """What the request takes from the model, because it leaves it open."""
     if not request.model_defaults:
-        return GenerationDefaults()
+        return NO_DEFAULTS
     offered = {"temperature": 1.0, **loaded.defaults.sampling}
     sampling = {name: value for name, value in offered.items() if not request.sampling.HasField(name)}
     return GenerationDefaults(sampling, None if request.stopping.HasField("max_tokens") else loaded.defaults.max_tokens)

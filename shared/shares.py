@@ -15,23 +15,24 @@ class Shares:
     1998). `used` counts the units that are held. Belongs to one event loop.
     """
 
-    def __init__(self, total: int, unit: str, owner: str = "the gateway", full: str = "GATEWAY_FULL") -> None:
-        """`unit` names the units in errors, in the plural, `owner` whose they are, and `full` is the reason where they
-        are used up."""
+    def __init__(self, total: int, unit: str, full: Callable[[str], Exhausted]) -> None:
+        """`unit` names the units in errors, in the plural. `full` makes the error where they are used up, of how many
+        are."""
         self.total = total
-        self._owner, self._full = owner, full
         self.used = 0
-        self._unit = unit
+        self._unit, self._full = unit, full
         self._held: Counter[str] = Counter()
 
     def take(self, client: str, amount: int = 1) -> None:
-        """Raises Exhausted: `full` if fewer units are free, CLIENT_LIMIT if the client would hold more than it
+        """Raises Exhausted: that of `full` if fewer units are free, CLIENT_LIMIT if the client would hold more than it
         leaves free."""
         free = self.total - self.used
         if amount > free:
-            raise self._refused(f"{self._owner} has", self.used, reason=self._full)
+            raise self._full(self._told(self.used))
         if self._held[client] + amount > free:
-            raise self._refused("this client has", self._held[client], reason="CLIENT_LIMIT")
+            raise Exhausted(
+                f"this client has {self._told(self._held[client])}", reason="CLIENT_LIMIT", retry_after_s=RETRY_AFTER_S
+            )
         self.used += amount
         self._held[client] += amount
 
@@ -60,7 +61,5 @@ class Shares:
         finally:
             hold(0)
 
-    def _refused(self, who: str, held: int, *, reason: str) -> Exhausted:
-        return Exhausted(
-            f"{who} {held} of {self.total} {self._unit}; no more are given", reason=reason, retry_after_s=RETRY_AFTER_S
-        )
+    def _told(self, held: int) -> str:
+        return f"{held} of {self.total} {self._unit}; no more are given"

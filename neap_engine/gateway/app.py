@@ -29,6 +29,7 @@ from neap_engine.gateway.errors import (
     CLIENT_CLOSED_REQUEST,
     error_headers,
     error_object,
+    gateway_full,
     path_error,
     refused,
     unexpected,
@@ -69,8 +70,8 @@ class Gateway:
         self._is_draining = False
         self._clients = Clients(workers)
         self._parser = BodyParser()
-        self._places = Shares(settings.max_requests, "places")
-        self._bytes = Shares(settings.body_budget_mb << 20, "bytes for bodies and answers")
+        self._places = Shares(settings.max_requests, "places", gateway_full)
+        self._bytes = Shares(settings.body_budget_mb << 20, "bytes for bodies and answers", gateway_full)
         metrics.running.set_function(lambda: self._places.used)
         metrics.body_bytes.set_function(lambda: self._bytes.used)
 

@@ -12,7 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import get_remote_addr
 
 from neap_engine.gateway.clients import address_key
-from neap_engine.gateway.errors import error_headers, error_object, http_status, refused
+from neap_engine.gateway.errors import error_headers, error_object, gateway_full, http_status, refused
 from shared.errors import Exhausted, NeapError
 from shared.shares import Shares
 
@@ -187,7 +187,7 @@ def connection_class(
     bounds = {
         "request_timeout_s": request_timeout_s,
         "stall_timeout_s": stall_timeout_s,
-        "connections_of_peers": Shares(max_connections, "connections"),
+        "connections_of_peers": Shares(max_connections, "connections", gateway_full),
         "tls": tls,
     }
     return type("BoundedConnection", (Connection,), bounds)

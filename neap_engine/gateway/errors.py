@@ -56,6 +56,10 @@ CODES = {
 log = structlog.get_logger("neap.gateway")
 
 
+def gateway_full(what: str) -> Exhausted:
+    return Exhausted(f"the gateway has {what}", reason="GATEWAY_FULL", retry_after_s=RETRY_AFTER_S)
+
+
 def refused(message: str, field: str | None = None, reason: str = "INVALID_INPUT") -> InvalidInput:
     """Return the error for a request whose `field` is invalid. None: no single field is."""
     return InvalidInput(message, reason=reason, metadata={"field": field} if field else None)

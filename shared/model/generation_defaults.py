@@ -1,6 +1,5 @@
 """What a model's `generation_config` says of answers: how they end, and what requests may take from it."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +65,7 @@ def generation_defaults(model: PreTrainedModel, model_id: str) -> GenerationDefa
         else:
             sampling[name] = checked
     most = stated.get("max_new_tokens")
-    return GenerationDefaults(sampling, most if isinstance(most, int) and 0 < most < math.inf else None)
+    return GenerationDefaults(sampling, most if isinstance(most, int) and most > 0 else None)
 
 
 def eos_token_ids(model: PreTrainedModel, model_id: str, vocabulary_size: int) -> frozenset[int]:

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from neap_client.channel import REQUEST_ID_KEY
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from shared.errors import InvalidInput, NeapError
+from shared.errors import RETRY_AFTER_S, Exhausted, InvalidInput, NeapError
 from shared.rpc.access import Access
 from shared.rpc.callers import Caller, certificate_caller, client_key, set_current_caller
 from shared.rpc.calls import ClientWaits, OpenCalls
@@ -106,7 +106,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         self.calls = OpenCalls()
         self.waits = waits or ClientWaits()
         self._access = access or Access()
-        self._unread = Shares(UNREAD_BYTES, "bytes of answers that are not read", "the service", "UNREAD_ANSWERS")
+        self._unread = Shares(UNREAD_BYTES, "bytes of answers that are not read", _unread_full)
 
     async def intercept_service(
         self,
@@ -160,7 +160,8 @@ class _Wrapped:
         self.access_decision = access_decision
         self._takes_stream = takes_stream
 
-    def coroutine(self, inner: Any) -> Any:
+    def coroutine(self, inner: Any, run: Any = None) -> Any:
+        """`run`: what calls `inner`, if something else does."""
         if not inspect.iscoroutinefunction(inner):
             # A plain function would block the event loop for every other call.
             raise TypeError(f"the handler of {self.method} is not a coroutine function")
@@ -168,25 +169,21 @@ class _Wrapped:
         async def handle(_: Any, context: Any) -> Any:
             with self.calls.track_answer():
                 async with _observed(self, context):
-                    return await inner(await self._request(context), context)
+                    return await (run or inner)(await self._request(context), context)
 
         return handle
 
     def answering(self, inner: Any) -> Any:
         """A coroutine whose result is the answer. It counts among its client's until it has been read: gRPC would keep
         it for as long as the connection stays."""
-        if not inspect.iscoroutinefunction(inner):
-            raise TypeError(f"the handler of {self.method} is not a coroutine function")
 
-        async def handle(_: Any, context: Any) -> None:
-            with self.calls.track_answer():
-                async with _observed(self, context):
-                    response = await inner(await self._request(context), context)
-                    with self._unread.holding(client_key(context)) as hold:
-                        hold(response.ByteSize())
-                        await write_response(context, response)
+        async def answer(request: Any, context: Any) -> None:
+            response = await inner(request, context)
+            with self._unread.holding(client_key(context)) as hold:
+                hold(response.ByteSize())
+                await write_response(context, response)
 
-        return handle
+        return self.coroutine(inner, answer)
 
     def generator(self, inner: Any) -> Any:
         """Wrap an async generator in a coroutine. With a generator, gRPC would wait for slow clients outside of
@@ -212,6 +209,10 @@ class _Wrapped:
     async def _each_request(self, context: Any) -> AsyncIterator[Any]:
         while (message := await self.waits.request(context.read)) is not grpc.aio.EOF:
             yield _well_formed(message)
+
+
+def _unread_full(what: str) -> Exhausted:
+    return Exhausted(f"the service has {what}", reason="UNREAD_ANSWERS", retry_after_s=RETRY_AFTER_S)
 
 
 class _Malformed:

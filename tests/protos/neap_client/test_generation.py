@@ -5,7 +5,6 @@ import threading
 import time
 
 import pytest
-from neap_client.generation import FEW_TOKENS, MAX_LOST_BEGUN, MAX_RESUMPTIONS
 from neap_client.inference.v1 import inference_pb2 as pb
 
 from shared import errors
@@ -178,54 +177,6 @@ def test_a_client_may_do_without_other_tokens(scripted, server, make_client, res
         list(client.generate(REQUEST))
     assert len(asked) == num_calls
     assert asked[0].can_resume == (resumes != "never")
-
-
-@pytest.mark.parametrize("num_tokens", [1, FEW_TOKENS - 1, FEW_TOKENS])
-def test_only_a_service_that_brings_answers_forward_is_asked_for_ever(scripted, client, num_tokens):
-    asked, many = [], MAX_RESUMPTIONS + 3
-
-    async def generate(request, context):
-        asked.append(len(request.resume.token_ids))
-        yield pb.GenerateResponse(started=pb.Started(num_resumed_tokens=asked[-1]))
-        for _ in range(num_tokens):
-            yield _chunk(97)
-        if len(asked) < many:
-            raise errors.Unavailable("gone")
-        yield FINISHED
-
-    scripted.on_generate = generate
-    if num_tokens == FEW_TOKENS:
-        assert len(client.answer(REQUEST).token_ids) == many * num_tokens
-        return
-    with pytest.raises(errors.Unavailable, match="gone"):
-        list(client.generate(REQUEST))
-    assert asked == [num_tokens * number for number in range(MAX_RESUMPTIONS + 1)]
-
-
-@pytest.mark.parametrize("num_tokens", [0, 1, FEW_TOKENS - 1, FEW_TOKENS])
-def test_an_answer_that_workers_are_lost_with_is_given_up(scripted, make_client, server, num_tokens):
-    """Unless it comes forward in between. A worker that says that it stops is not lost."""
-    asked, many = [], MAX_LOST_BEGUN + 3
-
-    async def generate(request, context):
-        asked.append(len(request.resume.token_ids))
-        yield pb.GenerateResponse(started=pb.Started(num_resumed_tokens=asked[-1]))
-        for _ in range(num_tokens if len(asked) > 1 else 1):
-            yield _chunk(97)
-        if len(asked) == 1:
-            raise errors.Unavailable("gone", reason="SHUTTING_DOWN")
-        if len(asked) < many:
-            raise errors.Unavailable("Socket closed", reason="GRPC_UNAVAILABLE")
-        yield FINISHED
-
-    scripted.on_generate = generate
-    with make_client(server.target, num_attempts=many) as client:
-        if num_tokens == FEW_TOKENS:
-            assert len(client.answer(REQUEST).token_ids) == 1 + (many - 1) * num_tokens
-            return
-        with raises(errors.Unavailable, "LOST_WITH_WORKERS"):
-            list(client.generate(REQUEST))
-    assert len(asked) == 1 + MAX_LOST_BEGUN
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["resumed", "not begun"])
