@@ -52,6 +52,7 @@ def to_generation_request(
     *,
     request_id: str,
     client: str = "",
+    on_behalf_of: str = "",
     deadline_s: float = math.inf,
     least_priority: int = 0,
     chats_have_control_tokens: bool = False,
@@ -100,6 +101,7 @@ def to_generation_request(
         num_scored=request.resume.num_prompt_tokens,
         request_id=request_id,
         client=client,
+        on_behalf_of=on_behalf_of,
         deadline_s=deadline_s,
         priority=priority,
         # The engine refuses so many, and millions of ids need not become Python integers before.

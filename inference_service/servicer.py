@@ -33,12 +33,14 @@ from shared.engine.request.prompt import decode_prompt
 from shared.engine.request.request import GenerationRequest
 from shared.errors import DeadlineExceeded, Exhausted, NotFound, PreconditionFailed, Unavailable
 from shared.ladder.proposers import GRAMMAR, PREDICTION
-from shared.rpc.callers import Role, client_key, least_priority
+from shared.rpc.callers import Role, client_key, least_priority, on_behalf_of
 from shared.rpc.interceptors import current_request_id, write_response
 from shared.rpc.pages import named_page
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
+# So many times what a client leaves free of its places, one behind it may have: four fifths, if there is no other.
+SHARE_BEHIND = 4
 MAX_WARNINGS = 16
 MAX_WARNING_CHARACTERS = 256
 
@@ -47,13 +49,15 @@ log = structlog.get_logger("neap.inference")
 
 @dataclass
 class _Served:
-    """A served model. `active`: number of calls that are being prepared, wait or run, by client."""
+    """A served model. `active`: number of calls that are being prepared, wait or run, by client; `active_behind`: by
+    client and whom it asks for."""
 
     engine: Engine
     max_active: int
     max_active_per_client: int | None
     text_of: Callable[[int], str]
     active: Counter[str] = field(default_factory=Counter)
+    active_behind: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property
     def is_busy(self) -> bool:
@@ -61,8 +65,9 @@ class _Served:
         return self.engine.num_waiting > 0 or self.active.total() >= self.engine.max_running
 
     @contextmanager
-    def admitted(self, client: str) -> Iterator[None]:
-        """Counts a call as active. Raises Exhausted if there are too many. Only on the event loop's thread."""
+    def admitted(self, client: str, behind: str) -> Iterator[None]:
+        """Counts a call as active. `behind`: see `on_behalf_of`. Raises Exhausted if there are too many. Only on the
+        event loop's thread."""
         if self.active.total() >= self.max_active:
             self._refuse(f"{self.active.total()} requests are waiting or running", "QUEUE_FULL")
         num_active = self.active[client]
@@ -70,13 +75,18 @@ class _Served:
         most = self.max_active_per_client or self.max_active - self.active.total()
         if num_active >= most:
             self._refuse(f"{num_active} requests of this client are waiting or running", "CLIENT_LIMIT")
+        # By default both sides of `most` move: two more calls of a client leave room for one less.
+        num_left = most - num_active if self.max_active_per_client else -((num_active - most) // 2)
+        num_behind = self.active_behind[client, behind]
+        if behind and num_behind >= SHARE_BEHIND * num_left:
+            self._refuse(f"{num_behind} requests of this client, {behind}, are waiting or running", "CLIENT_LIMIT")
         self.active[client] += 1
+        self.active_behind[client, behind] += 1
         try:
             yield
         finally:
-            self.active[client] -= 1
-            if not self.active[client]:
-                del self.active[client]
+            self.active -= Counter({client: 1})
+            self.active_behind -= Counter({(client, behind): 1})
 
     def _refuse(self, why: str, reason: str) -> NoReturn:
         raise Exhausted(
@@ -158,7 +168,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             call.set_model(request.model_id, deadline_s)
             if request.can_go_elsewhere and served.is_busy:
                 raise Unavailable("the request would have to wait here", reason="BUSY")
-            with served.admitted(client_key(context)):
+            with served.admitted(client_key(context), on_behalf_of(context)):
                 await self._generate(request, served, deadline_s, context, call)
 
     async def _generate(
@@ -171,13 +181,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         engine = served.engine
         # Where a worker dies, its log has the requests that have begun and not ended: one of them may be the cause.
-        log.info("generation begins", request_id=current_request_id(), client=client_key(context))
+        client, behind = client_key(context), on_behalf_of(context)
+        log.info("generation begins", request_id=current_request_id(), client=client, on_behalf_of=behind)
         generation, chat = await self._pools.requests.call(
             to_generation_request,
             request,
             engine.loaded,
             request_id=current_request_id(),
-            client=client_key(context),
+            client=client,
+            on_behalf_of=behind,
             deadline_s=deadline_s,
             least_priority=least_priority(self._priority_of_roles),
             chats_have_control_tokens=self._chats_have_control_tokens,
@@ -235,7 +247,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: Any
     ) -> inference_pb2.TokenizeResponse:
         served = self._find(request.model_id)
-        with served.admitted(client_key(context)):
+        with served.admitted(client_key(context), on_behalf_of(context)):
             return await self._pools.requests.call(
                 tokenized,
                 request,

@@ -199,8 +199,8 @@ class Gateway:
         parse: Callable[[bytes], pb.TokenizeRequest],
         answer: Callable[[pb.TokenizeResponse], dict[str, Any]],
     ) -> None:
-        metadata = self._metadata(exchange)
-        client = await self._clients.identify(self._token(exchange), exchange.address, exchange.request_id)
+        client, caller = await self._clients.identify(self._token(exchange), exchange.address, exchange.request_id)
+        metadata = (*caller, (REQUEST_ID_KEY, exchange.request_id))
         with self._bytes.holding(client) as hold_bytes, self._places.holding(client) as hold_places:
             body = await exchange.read_body(hold_bytes, max_bytes=self._settings.max_body_mb << 20)
             hold_places(1)
@@ -229,8 +229,7 @@ class Gateway:
         """Hold bytes as they arrive and a place once all have, so that a client that sends slowly takes nothing from
         others."""
         started_s = time.monotonic()
-        token = self._token(exchange)
-        client = await self._clients.identify(token, exchange.address, exchange.request_id)
+        client, caller = await self._clients.identify(self._token(exchange), exchange.address, exchange.request_id)
         with self._bytes.holding(client) as hold_bytes, self._places.holding(client) as hold_places:
             body = await exchange.read_body(hold_bytes, max_bytes=self._settings.max_body_mb << 20)
             hold_places(1)
@@ -250,13 +249,13 @@ class Gateway:
                     metadata={"max_bytes": str(self._bytes.total // 2)},
                 )
             hold_bytes(generation.num_bytes)
-            await self._answer(exchange, generation, token, started_s, hold_bytes)
+            await self._answer(exchange, generation, caller, started_s, hold_bytes)
 
     async def _answer(
         self,
         exchange: Exchange,
         generation: RequestedGeneration,
-        token: Metadata,
+        caller: Metadata,
         started_s: float,
         hold_bytes: Callable[[int], None],
     ) -> None:
@@ -277,7 +276,7 @@ class Gateway:
                 call,
                 deadline_s=started_s + self._settings.generation_timeout_s,
                 request_id=exchange.request_id + suffix,
-                metadata=token,
+                metadata=caller,
                 prefix=prefix,
                 keeps=False,
             )

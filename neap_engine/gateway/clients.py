@@ -2,10 +2,11 @@
 
 import ipaddress
 import time
+from typing import NamedTuple
 
 from neap_client import AsyncNeapClient, ClientSecurity
 from neap_client.addresses import is_loopback_target
-from neap_client.channel import Metadata
+from neap_client.channel import ON_BEHALF_KEY, Metadata
 from neap_client.inference.v1 import inference_pb2
 from neap_client.methods import GENERATE
 
@@ -59,6 +60,13 @@ ANSWER_S = 60.0
 NUM_ASKED = 3
 
 
+class Client(NamedTuple):
+    """`key` tells clients apart. `metadata`: of calls to the workers in its name."""
+
+    key: str
+    metadata: Metadata
+
+
 class Clients:
     """Asks the workers who may generate, and remembers the answers for `ANSWER_S`.
 
@@ -74,9 +82,9 @@ class Clients:
         self._refusal_until_s: float | None = None
         self._known_until_s: dict[str, float] = {}
 
-    async def identify(self, token: Metadata, address: str, request_id: str) -> str:
-        """Return the key of the client that may generate with `token`: of the token if the workers ask for one, else of
-        the address.
+    async def identify(self, token: Metadata, address: str, request_id: str) -> Client:
+        """Return the client that may generate with `token`: known by the token if the workers ask for one, else by the
+        address, which they are told.
 
         Raises Unauthenticated or PermissionDenied as a worker does, and the errors of a call that reaches no worker.
         """
@@ -88,7 +96,8 @@ class Clients:
             self._refusal = await self._refusal_of((), request_id)
             self._refusal_until_s = now + ANSWER_S
         if self._refusal is None:
-            return address_key(address)
+            key = address_key(address)
+            return Client(key, (*token, (ON_BEHALF_KEY, key)))
         if not token:
             # Without the traceback of the last time, which would grow.
             raise self._refusal.with_traceback(None)
@@ -99,7 +108,7 @@ class Clients:
             if refusal is not None:
                 raise refusal
             self._known_until_s[key] = now + ANSWER_S
-        return key
+        return Client(key, token)
 
     async def _refusal_of(self, token: Metadata, request_id: str) -> NeapError | None:
         """Why a worker refuses calls with this token, None if it does not.

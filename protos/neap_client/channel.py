@@ -44,6 +44,8 @@ except ImportError:  # an optional dependency
 
 AUTHORIZATION_KEY = "authorization"
 REQUEST_ID_KEY = "x-request-id"
+# For whom a caller asks that passes on others' requests, as a gateway does. It divides what the caller may have.
+ON_BEHALF_KEY = "x-neap-client"
 
 Metadata = Sequence[tuple[str, str]]
 

@@ -2,7 +2,7 @@
 Pure: no thread, no lock, no clock, no tensor."""
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -13,12 +13,15 @@ from shared.errors import RETRY_AFTER_S, Exhausted
 
 class Schedulable(Protocol):
     """A request as the scheduler sees it. `deadline_s` is on the caller's clock; `num_kv_tokens` is what it may come to
-    fill. `turn` is the scheduler's: how many requests of its `client` come before it."""
+    fill. `turn` is the scheduler's: how many requests of its `client` come before it, -1 if it was put back.
+    `on_behalf_of`: see `GenerationRequest`."""
 
     turn: int
 
     @property
     def client(self) -> str: ...
+    @property
+    def on_behalf_of(self) -> str: ...
     @property
     def num_prompt_tokens(self) -> int: ...
     @property
@@ -54,10 +57,10 @@ R = TypeVar("R", bound=Schedulable)
 
 
 class Scheduler(Generic[R]):
-    """The lowest priority first. Of equal ones clients take turns, and of one client's first come, first served. A
-    request that does not fit yet holds back those behind it, so that no large request starves. Requests do not count
-    those behind them when they look for room in the queue. Running ones are put back into the queue, before others of
-    their priority, if that lets one with a lower number run.
+    """The lowest priority first. Of equal ones clients take turns, then those behind one client, and of one of these
+    first come, first served. A request that does not fit yet holds back those behind it, so that no large request
+    starves. Requests do not count those behind them when they look for room in the queue. Running ones are put back
+    into the queue, before others of their priority, if that lets one with a lower number run.
 
     A paused request (its client has stopped reading) keeps its keys and values, but it does not count against
     `max_running`: clients that stop reading must not stop the others. If more go on than may share a step, they take
@@ -123,10 +126,28 @@ class Scheduler(Generic[R]):
                 retry_after_s=RETRY_AFTER_S,
             )
         self._waiting.insert(len(ahead), request)
+        self._deal(request)
+
+    def _deal(self, added: R) -> None:
+        """Divides the places of a client's waiting requests among those behind it."""
+
+        def is_dealt(waiting: R) -> bool:
+            return (waiting.client, waiting.priority) == (added.client, added.priority) and waiting.turn >= 0
+
+        places = [place for place, waiting in enumerate(self._waiting) if is_dealt(waiting)]
+        turns = [self._waiting[place].turn for place in places]
+        num_before = Counter(running.on_behalf_of for running in self._running if running.client == added.client)
+        ranked = []
+        for place in places:
+            waiting = self._waiting[place]
+            ranked.append((num_before[waiting.on_behalf_of], place, waiting))
+            num_before[waiting.on_behalf_of] += 1
+        for place, turn, (_, _, request) in zip(places, turns, sorted(ranked, key=lambda rank: rank[:2]), strict=True):
+            self._waiting[place], request.turn = request, turn
 
     def _next_turn_of(self, client: str) -> int:
         """After those of its requests that wait, or as many as run."""
-        turns = [waiting.turn for waiting in self._waiting if waiting.client == client]
+        turns = [waiting.turn for waiting in self._waiting if waiting.client == client and waiting.turn >= 0]
         return max(turns) + 1 if turns else sum(running.client == client for running in self._running)
 
     def remove_ended(self, now_s: float) -> list[R]:
@@ -151,6 +172,7 @@ class Scheduler(Generic[R]):
         chosen = self._in_the_way()
         for request in chosen:
             self._running.remove(request)
+            request.turn = -1
             place = sum(waiting.priority < request.priority for waiting in self._waiting)
             self._waiting.insert(place, request)
         return chosen

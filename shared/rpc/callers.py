@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from neap_client.channel import ON_BEHALF_KEY
+
 from shared.errors import PermissionDenied
 
 MAX_IDENTITY_CHARACTERS = 200
@@ -72,6 +74,15 @@ def client_key(context: Any) -> str:
         return caller.name
     peer: str = context.peer()
     return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
+
+
+def on_behalf_of(context: Any) -> str:
+    """Return the client for which the caller says that it asks, "" if for none in particular.
+
+    Clients behind one caller divide what that caller may have. Nobody gains by saying anything here.
+    """
+    names = (value for key, value in context.invocation_metadata() or () if key == ON_BEHALF_KEY)
+    return str(next(names, ""))[:MAX_IDENTITY_CHARACTERS]
 
 
 def recorded_actor(claimed: str) -> str:

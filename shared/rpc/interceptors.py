@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -22,6 +23,7 @@ from shared.errors import RETRY_AFTER_S, Exhausted, InvalidInput, NeapError
 from shared.rpc.access import Access
 from shared.rpc.callers import Caller, certificate_caller, client_key, set_current_caller
 from shared.rpc.calls import ClientWaits, OpenCalls
+from shared.rpc.outline import check_outline
 from shared.rpc.status import code_of_status, to_status, trailing_metadata, unexpected_status
 from shared.rpc.tracing import end_call_span, start_call_span, trace_id_of
 from shared.shares import Shares
@@ -131,7 +133,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         parse = handler.request_deserializer
         return grpc.stream_stream_rpc_method_handler(
             outer,
-            request_deserializer=_unparsed if isinstance(access_decision, NeapError) else _without_decode_errors(parse),
+            request_deserializer=_unparsed if isinstance(access_decision, NeapError) else _checked(parse),
             response_serializer=handler.response_serializer,
         )
 
@@ -215,29 +217,39 @@ def _unread_full(what: str) -> Exhausted:
     return Exhausted(f"the service has {what}", reason="UNREAD_ANSWERS", retry_after_s=RETRY_AFTER_S)
 
 
-class _Malformed:
-    """A request that could not be parsed. The handler refuses it, because gRPC itself would answer INTERNAL."""
+@dataclass(frozen=True)
+class _Refused:
+    """A request that was not parsed. The handler refuses it, because gRPC itself would answer INTERNAL."""
+
+    error: InvalidInput
 
 
-def _unparsed(data: bytes) -> _Malformed:
-    return _Malformed()
+def _unparsed(data: bytes) -> _Refused:
+    return _Refused(_malformed())
 
 
-def _without_decode_errors(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+def _checked(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     def deserialize(data: bytes) -> Any:
         try:
+            check_outline(parse.__self__, data)  # type: ignore[attr-defined]
             return parse(data)
         except DecodeError:
-            return _Malformed()
+            return _Refused(_malformed())
+        except InvalidInput as error:
+            return _Refused(error)
 
     return deserialize
 
 
 def _well_formed(message: Any) -> Any:
-    """Return `message`. Raises InvalidInput if it could not be parsed."""
-    if isinstance(message, _Malformed):
-        raise InvalidInput("the request is not a valid message (text must be UTF-8)", reason="MALFORMED_REQUEST")
+    """Return `message`. Raises InvalidInput if it was not parsed."""
+    if isinstance(message, _Refused):
+        raise message.error
     return message
+
+
+def _malformed() -> InvalidInput:
+    return InvalidInput("the request is not a valid message (text must be UTF-8)", reason="MALFORMED_REQUEST")
 
 
 @asynccontextmanager

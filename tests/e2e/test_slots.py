@@ -181,6 +181,34 @@ def test_one_client_cannot_take_all_places(engine, registry, handles, limits):
         answer(stub, request_of(stopping=pb.Stopping(max_tokens=1)))
 
 
+def test_one_of_those_behind_a_gateway_leaves_room_for_the_others(registry, folder):
+    with (
+        Engine(load_model(folder, model_id="tiny"), max_running=9) as engine,
+        serving(engine, registry, max_active=10) as worker,
+        grpc.insecure_channel(worker.target) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        calls = [stub.Generate(request_of(2000), metadata=(("x-neap-client", "ann"),)) for _ in range(4)]
+        for call in calls:
+            next(call)
+        for name, code in (("ann", Code.RESOURCE_EXHAUSTED), ("bob", Code.OK), ("ann", Code.RESOURCE_EXHAUSTED)):
+            call = stub.Generate(request_of(2000), metadata=(("x-neap-client", name),))
+            if code is Code.OK:
+                next(call)
+                calls.append(call)
+                continue
+            with pytest.raises(grpc.RpcError) as caught:
+                next(call)
+            assert (caught.value.code(), explained(caught.value)[1].reason) == (code, "CLIENT_LIMIT")
+        # Five of ten are the caller's own, whoever it says is behind it.
+        with pytest.raises(grpc.RpcError):
+            next(stub.Generate(request_of(), metadata=(("x-neap-client", "eve"),)))
+        for call in calls:
+            call.cancel()
+        wait_until(lambda: engine.num_running == engine.num_waiting == 0)
+        list(stub.Generate(request_of(1), metadata=(("x-neap-client", "ann"),)))
+
+
 def test_beyond_the_queue_is_refused_with_a_time_to_retry(engine, registry, handles):
     sizes = {"max_active": 2, "max_active_per_client": 2}
     with serving(engine, registry, **sizes) as worker, grpc.insecure_channel(worker.target) as channel:

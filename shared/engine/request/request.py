@@ -53,8 +53,9 @@ class StoppingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One continuation to generate. `deadline_s` is in `time.monotonic()` seconds. `client`: who asks; a table that
-    learns from answers drafts for the same client only.
+    """One continuation to generate. `deadline_s` is in `time.monotonic()` seconds. `client`: who asks, `on_behalf_of`
+    whom, if others are behind it: these take turns with one another as clients do. A table that learns from answers
+    drafts for the same two only.
 
     Statistics count it under `router_version` (0: no router). `priority`, in [-MAX_PRIORITY, MAX_PRIORITY]: requests
     with lower numbers come first.
@@ -79,6 +80,7 @@ class GenerationRequest:
     num_scored: int = 0
     request_id: str = ""
     client: str = ""
+    on_behalf_of: str = ""
     deadline_s: float = math.inf
     router_version: int = 0
     priority: int = 0

@@ -34,7 +34,7 @@ def clients(*answers: Exception) -> Clients:
 @pytest.mark.parametrize("num_hung", range(NUM_ASKED))
 def test_a_worker_that_hangs_is_passed_over(num_hung):
     asked = clients(*[HUNG] * num_hung, NotFound("no model"))
-    assert asyncio.run(asked.identify((), "10.0.0.7", "r")) == "10.0.0.7"
+    assert asyncio.run(asked.identify((), "10.0.0.7", "r")) == ("10.0.0.7", (("x-neap-client", "10.0.0.7"),))
 
 
 def test_a_request_fails_where_all_workers_hang():

@@ -365,3 +365,17 @@ def test_a_body_of_too_many_values_is_refused(secure):
         messages = [{"role": "user", "content": "x"}] * body_module.MAX_CONTAINERS
         reply = status_and_code(gateway, headers["ann"], messages=messages)
         assert reply == (413, "body_too_large")
+
+
+def test_the_workers_are_told_which_client_asks_where_they_cannot_know(scripted, secure, go_on):
+    worker, gateway = scripted
+    body = json.dumps(chat_body()).encode()
+    with connected(gateway, "127.0.0.2") as connection:
+        connection.sendall(head(len(body), {"x-neap-client": "another"}) + body)
+        assert connection.makefile("rb").readline().split()[1] == b"200"
+    assert worker.metadata[-1]["x-neap-client"] == "127.0.0.2"
+    go_on.set()
+    known, headers = secure
+    with gateway_to(known.target) as gateway:
+        assert status_and_code(gateway, headers["ann"]) == (200, None)
+    assert "x-neap-client" not in known.worker.metadata[-1]

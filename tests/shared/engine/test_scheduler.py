@@ -18,6 +18,7 @@ class Request:
     priority: int = 0
     may_be_put_back: bool = True
     client: str = ""
+    on_behalf_of: str = ""
     turn: int = 0
 
     def __repr__(self) -> str:
@@ -56,6 +57,31 @@ def test_clients_take_turns_and_each_keeps_its_order():
         filled(queue, *[Request("a4", client="a")] * (len(order) == 1))
         order += queue.admit()
     assert names(order) == "a0c0b0a1b1a2a3a4"
+
+
+def test_those_behind_one_client_take_turns_among_its_own():
+    def a(name: str) -> Request:
+        return Request(name, client="a", on_behalf_of=name[0])
+
+    queue = filled(scheduler(max_running=1, max_queue=12), *(a(f"x{number}") for number in range(5)))
+    order = [queue.admit()[0]]
+    filled(queue, Request("b0", client="b"), a("y0"), a("y1"), Request("b1", client="b"), a("z0"))
+    while queue.num_running:
+        queue.remove(order[-1])
+        order += queue.admit()
+    # Every second place is b's while it waits, whatever a says: the names behind a divide a's.
+    assert names(order) == "x0b0y0b1z0x1y1x2x3x4"
+
+
+def test_what_was_put_back_stays_before_others_of_its_client():
+    low = Request("l", client="a", on_behalf_of="x", priority=5)
+    queue = filled(scheduler(max_running=1), low)
+    queue.admit()
+    filled(queue, Request("u", client="b"))
+    assert names(queue.put_back()) == "l"
+    queue.admit()
+    filled(queue, Request("m", client="a", on_behalf_of="y", priority=5))
+    assert names(list(queue)) == "ulm"
 
 
 def test_a_request_that_ends_makes_room_for_the_next():
