@@ -24,15 +24,15 @@ class TracingRecorder:
     Tensors that were there before keep their places; those that arise come anew in each replay, and what the recording
     itself made of them is wrecked: so a number that Python computed, a tensor that it made, a result that was not
     written to its place is the wrong number ever after. Reading a number on the host, sizes that depend on numbers and
-    random draws are refused. `executed` counts the operators of all replays. `num_held`: recordings that somebody could
-    still replay.
+    random draws are refused. `executed` counts the operators of all replays, `num_replays` the replays. `num_held`:
+    recordings that somebody could still replay.
     """
 
     records = True
 
     def __init__(self) -> None:
         self.executed: Counter[str] = Counter()
-        self.num_recorded = 0
+        self.num_recorded = self.num_replays = 0
         self.is_closed = False
         self._held: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
 
@@ -43,6 +43,7 @@ class TracingRecorder:
         trace.wreck()
 
         def replay() -> None:
+            self.num_replays += 1
             with torch.inference_mode():
                 self.executed.update(trace.replay())
 

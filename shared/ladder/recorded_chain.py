@@ -1,8 +1,10 @@
-"""An exit head at depth 0 that drafts whole chains as recorded work, without Python between the drafts. For GPUs.
+"""An exit head at depth 0 that drafts whole chains as one recorded piece of work, without Python between the drafts.
+For GPUs.
 
-A recording has fixed shapes, so there is one for each of a few numbers of chains, and a call makes a fixed number of
-drafts. Rows without a chain compute numbers that nobody reads. The stop rule is applied to what is read back: waiting
-for the device after each draft would take longer than making drafts that are dropped.
+A recording has fixed shapes, so there is one for each of a few numbers of chains and of tokens that the head is fed,
+and a call makes a fixed number of drafts. Rows without a chain compute numbers that nobody reads. The stop rule is
+applied to what is read back: waiting for the device after each draft would take longer than making drafts that are
+dropped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,6 +25,9 @@ from shared.ops.chains import Chains, ChainStart, chain_lengths
 # chains have.
 NUM_CHAINS, NUM_DRAFTS = (1, 4, 16, 64), 4
 MAX_CHAINS = NUM_CHAINS[-1]
+# Tokens that the head is fed before the newest ones. Chains that need more are fed in several calls.
+NUM_FED = (0, 1, 2, 4, 8)
+MAX_FED = NUM_FED[-1]
 
 
 class RecordedChain:
@@ -36,25 +41,25 @@ class RecordedChain:
 
     def __init__(self, steps: ChainSteps, vocabulary: Tensor, hidden_size: int, runner: Runner) -> None:
         self._steps, self._vocabulary, self._runner = steps, vocabulary, runner
-        self._recorded: dict[int, tuple[Work, Work]] = {}
+        self._recorded: dict[tuple[int, int], Work] = {}
         device = vocabulary.device
         with torch.inference_mode():
-            # What a recording reads: the states behind each newest token, that token, and the place of the token to be
-            # drafted.
+            # What a recording reads: the states behind the first token of each chain, and the tokens: those that are
+            # fed, -1 for none, the newest one, and its place in the chain.
             self._states = torch.zeros(MAX_CHAINS, NUM_SLOTS, hidden_size, device=device)
-            self._newest = torch.zeros(MAX_CHAINS, dtype=torch.int64, device=device)
-            self._places = torch.ones(MAX_CHAINS, dtype=torch.int64, device=device)
-            self._is_fed = torch.zeros(MAX_CHAINS, dtype=torch.bool, device=device)
-            # What it writes.
-            self._drafted = torch.zeros(NUM_DRAFTS, MAX_CHAINS, dtype=torch.int64, device=device)
-            self._probabilities = torch.zeros(NUM_DRAFTS, MAX_CHAINS, device=device)
-            self._outputs = torch.zeros(NUM_DRAFTS, MAX_CHAINS, hidden_size, device=device)
+            self._sent = torch.ones(MAX_CHAINS, MAX_FED + 2, dtype=torch.int64, device=device)
+            # What it writes. Tokens are whole numbers that float64 holds, so that the device is read once.
+            self._drafted = {
+                size: torch.zeros(2, size, NUM_DRAFTS, dtype=torch.float64, device=device) for size in NUM_CHAINS
+            }
+            self._outputs = torch.zeros(MAX_CHAINS, NUM_DRAFTS, hidden_size, device=device)
 
     def prepare(self) -> Iterator[None]:
         """Records everything that `propose` replays. Yields between recordings."""
         for size in NUM_CHAINS:
-            self._recorded_for(size)
-            yield
+            for num_fed in NUM_FED:
+                self._recorded_for(size, num_fed)
+                yield
 
     def propose(self, starts: Sequence[ChainStart]) -> Chains:
         """As `ExitProposer.propose`, with at most NUM_DRAFTS drafts of each chain.
@@ -64,55 +69,62 @@ class RecordedChain:
 
     def _propose(self, starts: Sequence[ChainStart]) -> Chains:
         count = len(starts)
-        # Before the tensors are filled: recording runs the work.
-        feed, step = self._recorded_for(next(size for size in NUM_CHAINS if size >= count))
+        size = _least_of(NUM_CHAINS, count)
+        num_left = max(len(start.tokens) for start in starts) - 1
+        num_full = max(num_left - 1, 0) // MAX_FED
+        parts = [MAX_FED] * num_full + [_least_of(NUM_FED, num_left - num_full * MAX_FED)]
+        works = [self._recorded_for(size, num_fed) for num_fed in parts]  # at first use this runs the work
         self._states[:count].copy_(slots_of(starts))
-        # The last column holds all newest tokens. A sequence with fewer tokens than others enters the columns later.
-        width = max(len(start.tokens) for start in starts)
-        columns = [[-1] * (width - len(start.tokens)) + list(start.tokens) for start in starts]
-        places = [[start.place + len(start.tokens)] for start in starts]
-        sent = torch.tensor([c + p for c, p in zip(columns, places, strict=True)])
-        # From pageable memory: the driver has copied it when the call returns.
-        *fed, newest, place = sent.to(self._newest.device, non_blocking=True).unbind(1)
-        for column in fed:
-            self._is_fed[:count].copy_(column >= 0)
-            self._newest[:count].copy_(column.clamp_min(0))
-            feed()
-        self._newest[:count].copy_(newest)
-        self._places[:count].copy_(place)
-        step()
-        # Tokens are whole numbers that float64 holds, so that the device is read once.
-        read = torch.stack([self._drafted[:, :count].double(), self._probabilities[:, :count].double()])
-        tokens, probabilities = read.transpose(1, 2).contiguous().cpu()
+        for num_fed, work in zip(parts, works, strict=True):
+            sent = torch.tensor([_sent(start, num_left, num_fed) for start in starts])
+            # From pageable memory: the driver has copied it when the call returns.
+            self._sent[:count, MAX_FED - num_fed :].copy_(sent, non_blocking=True)
+            work()
+            num_left -= num_fed
+        tokens, probabilities = self._drafted[size].cpu()[:, :count]
         lengths = chain_lengths(starts, probabilities, HIGHEST)
-        return Chains(tokens.long(), probabilities, lengths, self._outputs[:, :count].transpose(0, 1).clone())
+        return Chains(tokens.long(), probabilities.clone(), lengths, self._outputs[:count].clone())
 
-    def _recorded_for(self, size: int) -> tuple[Work, Work]:
-        """For `size` chains: the work of `_feed` and that of `_step`. Recorded at first use."""
-        if size not in self._recorded:
-            feed, step = partial(self._feed, size), partial(self._step, size)
-            self._recorded[size] = self._runner.record(feed), self._runner.record(step)
-        return self._recorded[size]
-
-    @inference
-    def _feed(self, size: int) -> None:
-        """The head sees the newest tokens of the chains that are fed; the states of the others stay."""
-        states, is_fed = self._states[:size], self._is_fed[:size, None, None]
-        output = self._steps.output(states, self._entering(self._newest[:size]))
-        states.copy_(torch.where(is_fed, chained(output), states))
+    def _recorded_for(self, size: int, num_fed: int) -> Work:
+        """The work of `_step`. Recorded at first use."""
+        if (size, num_fed) not in self._recorded:
+            self._recorded[size, num_fed] = self._runner.record(partial(self._step, size, num_fed))
+        return self._recorded[size, num_fed]
 
     @inference
-    def _step(self, size: int) -> None:
-        """NUM_DRAFTS drafts after the newest tokens."""
-        previous, newest = self._states[:size], self._newest[:size]
+    def _step(self, size: int, num_fed: int) -> None:
+        """The head sees the tokens that are fed. Then NUM_DRAFTS drafts of each chain after its newest token."""
+        *fed, newest, places = self._sent[:size, MAX_FED - num_fed :].unbind(1)
+        states, outputs = self._states[:size], self._outputs[:size]
+        for tokens in fed:
+            output = self._steps.output(states, self._entering(tokens.clamp_min(0)))
+            states = torch.where((tokens >= 0)[:, None, None], chained(output), states)
+        if fed:
+            self._states[:size].copy_(states)
+        previous = states
         for step in range(NUM_DRAFTS):
-            places = self._places[:size] + step
             go_on = self._steps.further_step if step else self._steps.step
-            choices, probabilities, previous = go_on(previous, self._entering(newest), places)
+            choices, probabilities, previous = go_on(previous, self._entering(newest), places + step)
             newest = self._vocabulary[choices]
-            self._drafted[step, :size].copy_(newest)
-            self._probabilities[step, :size].copy_(probabilities)
-            self._outputs[step, :size].copy_(previous)
+            self._drafted[size][0, :, step].copy_(newest)
+            self._drafted[size][1, :, step].copy_(probabilities)
+            outputs[:, step].copy_(previous)
 
     def _entering(self, tokens: Tensor) -> Tensor:
         return self._runner.embed(tokens[None])[0]
+
+
+def _least_of(sizes: Sequence[int], count: int) -> int:
+    return next(size for size in sizes if size >= count)
+
+
+def _sent(start: ChainStart, num_left: int, num_fed: int) -> list[int]:
+    """The tokens of one chain that a recording reads, if all chains have at most `num_left` to feed. They end together:
+    a chain with fewer tokens than others is fed later."""
+    newest = len(start.tokens) - 1
+    first = newest - max(num_left, num_fed)
+    fed = [
+        start.tokens[place] if max(newest - num_left, 0) <= place < newest else -1
+        for place in range(first, first + num_fed)
+    ]
+    return [*fed, start.tokens[newest], start.place + len(start.tokens)]

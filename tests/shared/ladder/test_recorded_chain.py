@@ -85,10 +85,10 @@ def check(found: Chains, row: int, expected: Sequence[tuple[int, float, Tensor]]
         torch.testing.assert_close(found.outputs[row, place], output, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, MAX_CHAINS, MAX_CHAINS + 3])
+@pytest.mark.parametrize("count", [1, 2, 5, 8, 9, 17, MAX_CHAINS, MAX_CHAINS + 3])
 def test_each_chain_is_its_own(ladder, bound, runner, recorder, count):
-    """Chains that begin and chains that go on, fed one to three tokens, in any company; also after calls with other
-    chains."""
+    """Chains that begin and chains that go on, fed up to three tokens, one of them up to twenty, in any company; also
+    after calls with other chains."""
     num_recorded, generator = recorder.num_recorded, torch.Generator().manual_seed(count)
     begins, starts = [], []
     for number in range(count):
@@ -96,6 +96,8 @@ def test_each_chain_is_its_own(ladder, bound, runner, recorder, count):
         shape = (WIDTH,) if goes_on else (3, WIDTH)
         begins.append(torch.randn(shape, generator=generator))
         tokens = [4 + number % 7, 9, 5 + number % 5][: 1 + number % 3]
+        if number == count // 2:
+            tokens = [4 + place % 11 for place in range(count % 22)] + tokens
         starts.append(start_of(tokens, 2 if goes_on else 0, 1 + number % (NUM_DRAFTS + 2)))
     found = bound.propose(0, begun(begins, starts))
     assert recorder.num_recorded == num_recorded, "all of it was recorded when it was prepared"
@@ -146,16 +148,18 @@ def test_recordings_do_not_wait_for_the_device(ladder, runner):
     bound = ladder.bind(runner)
     [one] = bound._bound
     for size in NUM_CHAINS:
-        assert not host_syncs(lambda size=size: one._feed(size))  # type: ignore[union-attr, misc]
-        assert not host_syncs(lambda size=size: one._step(size))  # type: ignore[union-attr, misc]
+        assert not host_syncs(lambda size=size: one._step(size, 1))  # type: ignore[union-attr, misc]
 
 
-def test_a_call_waits_for_the_device_once(bound):
-    reads = Reads()
+def test_a_call_is_one_replay_and_waits_for_the_device_once(bound, recorder):
+    """Whatever its chains are fed."""
+    reads, num_replays = Reads(), recorder.num_replays
     begins = torch.randn(5, 3, WIDTH).unbind()
+    starts = [start_of([4, 5, 6, 7][: 1 + number % 4]) for number in range(5)]
     with reads:
-        bound.propose(0, begun(begins, [start_of([4, 5])] * 5))
+        bound.propose(0, begun(begins, starts))
     assert reads.found == ["cpu"]
+    assert recorder.num_replays == num_replays + 1
 
 
 def test_a_runner_over_contiguous_caches_drafts_the_same_without_recording(ladder, bound, runner):
