@@ -70,16 +70,20 @@ def num_accepted(chosen: Sequence[int], drafts: Sequence[int]) -> int:
     return next((i for i, draft in enumerate(drafts) if chosen[i] != draft), len(drafts))
 
 
+def largest(scores: Tensor) -> Tensor:
+    """The token [T] of each row's largest score, the first of equals. scores [T, V] float. NO_TOKEN as in `choose`."""
+    if library.runs_on(scores.device.type):
+        return choose_greedy(scores)
+    tokens = scores.argmax(-1)  # of a NaN, if there is one
+    top = scores.gather(1, tokens[:, None])[:, 0]
+    return torch.where(top.isfinite(), tokens, NO_TOKEN)
+
+
 def _largest(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
     """The first of the largest allowed scores of each row, after what changes scores."""
     on_host = reads_without_sync(logits.device)
     scores = penalised(logits if on_host else constrained(logits, trials), trials)
-    if library.runs_on(logits.device.type):
-        tokens = choose_greedy(scores)
-    else:
-        tokens = scores.argmax(-1)  # of a NaN, if there is one
-        top = scores.gather(1, tokens[:, None])[:, 0]
-        tokens = torch.where(top.isfinite(), tokens, NO_TOKEN)
+    tokens = largest(scores)
     sizes = [trial.num_rows for trial in trials]
     rows: Sequence[Tensor] = [tokens] if len(trials) == 1 else tokens.split_with_sizes(sizes)
     if not on_host or all(trial.allowed is None for trial in trials):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shared.model.borders import origins
 from shared.model.cache import ContiguousCache, KVCache, as_contiguous, refuse_if_out_of_memory
+from shared.model.choosing import largest
 from shared.model.direct_pass import DirectPass
 from shared.model.gates import Gates, LayerCounters
 from shared.model.inference import inference
@@ -120,9 +121,19 @@ class GatedModel:
     @inference
     def logits(self, state: Tensor) -> Tensor:
         """See `Runner.logits`."""
+        return self.scores(state).float()
+
+    @inference
+    def choices(self, states: Tensor) -> Tensor:
+        """See `Runner.choices`."""
+        return largest(self.logits(states))
+
+    @inference
+    def scores(self, state: Tensor) -> Tensor:
+        """`logits` in the head's own dtype."""
         if self.head_is_direct:
             logits: Tensor = self.loaded.parts.head(self.normed(state))
-            return logits.float()
+            return logits
         flat = state.reshape(1, -1, state.shape[-1])
         return self._model_head(flat).reshape(*state.shape[:-1], -1)
 

@@ -6,7 +6,7 @@ kernels over the same shapes, so a token gets the same bits alone and in a batch
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shared.errors import UnsupportedModel
 from shared.model.cache import KVCache
+from shared.model.choosing import largest
 from shared.model.gated_model import GatedModel
 from shared.model.gates import LayerCounters
 from shared.model.inference import inference
@@ -137,8 +138,9 @@ class PagedRunner:
                 self._recorded_layers(0, self.num_layers, bucket)
                 yield
         for bucket in self._head_buckets:
-            self._recorded_head(bucket)
-            yield
+            for work in (self._run_head, self._choose):
+                self._recorded_head(bucket, work)
+                yield
         stops = sorted({0, self.num_layers, *depths})
         for place, first in enumerate(stops):
             for last in stops[place + 1 :]:
@@ -208,15 +210,22 @@ class PagedRunner:
 
     @inference
     def logits(self, state: Tensor) -> Tensor:
-        flat = state.reshape(-1, state.shape[-1])
+        rows = self._through_head(state.reshape(-1, state.shape[-1]), self._logits, self._run_head)
+        return rows.reshape(*state.shape[:-1], -1)
+
+    @inference
+    def choices(self, states: Tensor) -> Tensor:
+        return self._through_head(states, self._chosen, self._choose)
+
+    def _through_head(self, states: Tensor, result: Tensor, work: Callable[[int], None]) -> Tensor:
+        """States [N, D] -> what recorded `work` leaves in `result` [256, ..] of them, [N, ..]."""
         pieces = []
-        for rows in flat.split(self._head_buckets[-1]):
-            bucket = bucket_of(len(rows), self._head_buckets)
-            replay = self._recorded_head(bucket)
+        for rows in states.split(self._head_buckets[-1]):
+            replay = self._recorded_head(bucket_of(len(rows), self._head_buckets), work)
             self._to_head[: len(rows)].copy_(rows)
             replay()
-            pieces.append(self._logits[: len(rows)].clone())
-        return _joined(pieces).reshape(*state.shape[:-1], -1)
+            pieces.append(result[: len(rows)].clone())
+        return _joined(pieces)
 
     def _run_in_buckets(
         self,
@@ -279,15 +288,20 @@ class PagedRunner:
         for depth, states in captured.items():
             self._captured[depth][:bucket].copy_(states[0])
 
-    def _recorded_head(self, bucket: int) -> Work:
-        """The final norm and the head over one bucket of states. Records them at the first call."""
-        if bucket not in self._head_passes:
-            self._head_passes[bucket] = self._recorder.record(partial(self._run_head, bucket))
-        return self._head_passes[bucket]
+    def _recorded_head(self, bucket: int, work: Callable[[int], None]) -> Work:
+        """The final norm, the head and what follows over one bucket of states. Records them at the first call."""
+        key = bucket, work.__name__
+        if key not in self._head_passes:
+            self._head_passes[key] = self._recorder.record(partial(work, bucket))
+        return self._head_passes[key]
 
     @inference
     def _run_head(self, bucket: int) -> None:
         self._logits[:bucket].copy_(self._model.logits(self._to_head[:bucket]))
+
+    @inference
+    def _choose(self, bucket: int) -> None:
+        self._chosen[:bucket].copy_(largest(self._model.scores(self._to_head[:bucket])))
 
     def _set_up(self, transform: LayerTransform | None, *, checks: bool = False) -> None:
         """Makes later passes run with `transform`, and drops all recorded passes.
@@ -295,7 +309,7 @@ class PagedRunner:
         self._forward = PagedForward(self.loaded, self._model.gates, self.pool, transform)
         self._checks = checks
         self._layer_passes: dict[tuple[int, int, int], Work] = {}
-        self._head_passes: dict[int, Work] = {}
+        self._head_passes: dict[tuple[int, str], Work] = {}
 
     def _why_not(self, check: StateCheck, transform: LayerTransform | None, what: str) -> str:
         """Sets passes up with `transform` and the current recorder.
@@ -314,6 +328,7 @@ class PagedRunner:
         self._tokens[BUCKETS[0]].clear()
         syncs = host_syncs(partial(self._run_layers, 0, self.num_layers, BUCKETS[0]))
         syncs += host_syncs(partial(self._run_head, HEAD_BUCKETS[0]))
+        syncs += host_syncs(partial(self._choose, HEAD_BUCKETS[0]))
         if not syncs:
             return ""
         why = f"they wait for the device: {', '.join(sorted(set(syncs)))}"
@@ -348,6 +363,7 @@ class PagedRunner:
         self._head_buckets = fitting or HEAD_BUCKETS[:1]
         self._to_head = torch.zeros(self._head_buckets[-1], width, dtype=dtype, device=device)
         self._logits = torch.zeros(self._head_buckets[-1], self.loaded.vocabulary_size, device=device)
+        self._chosen = torch.zeros(self._head_buckets[-1], dtype=torch.int64, device=device)
 
 
 def bucket_of(count: int, buckets: Sequence[int]) -> int:

@@ -159,3 +159,6 @@ class Runner(Protocol):
 
     def logits(self, state: Tensor) -> Tensor:
         """States at depth L [..., D] -> float32 logits [..., V]."""
+
+    def choices(self, states: Tensor) -> Tensor:
+        """States at depth L [N, D] -> the token of each one's largest logit [N] int64, as `choosing.largest` has it."""

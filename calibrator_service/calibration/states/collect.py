@@ -304,7 +304,7 @@ CHUNK_ROWS = 512
 @torch.inference_mode()
 def greedy_choices(runner: ContiguousRunner, deep: Tensor) -> Tensor:
     """Deep states [N, D] -> the full model's greedy choices [N] int64."""
-    return torch.cat([runner.logits(part).argmax(-1) for part in deep.split(CHUNK_ROWS)])
+    return torch.cat([runner.choices(part) for part in deep.split(CHUNK_ROWS)])
 
 
 @torch.inference_mode()

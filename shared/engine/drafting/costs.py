@@ -89,7 +89,7 @@ def measure_verify(
     def verify_pass(width: int) -> None:
         between()
         state = runner.run(ids[:, :width], cache, first=0, last=runner.num_layers, base=context)
-        runner.logits(state[0]).argmax(-1).tolist()
+        runner.choices(state[0]).tolist()
 
     # Interleaved, so that a slow moment of the machine does not affect one width only.
     widths = range(1, widest + 1)
@@ -116,7 +116,7 @@ def measure_wide(
         def verify_pass(ids: Tensor = ids, cache: KVCache = cache) -> None:
             between()
             state = runner.run(ids, cache, first=0, last=runner.num_layers, base=0)
-            runner.logits(state[0]).argmax(-1).tolist()
+            runner.choices(state[0]).tolist()
 
         timings = _repeated(lambda: _seconds(verify_pass), MIN_WIDE_REPEATS, WIDE_REPEATS)
         least = max(least, min(timings))
@@ -180,7 +180,7 @@ def exit_timings(
             for (num_chains, room), measured in seconds.items():
                 state = runner.run(next_token, cache, first=0, last=runner.num_layers, base=context)
                 # The read waits for the pass. Otherwise the exit's time on a GPU would include the rest of the pass.
-                runner.logits(state[0]).argmax(-1).tolist()
+                runner.choices(state[0]).tolist()
                 start = time.perf_counter()
                 drafted = call_exit(index, depth, num_chains, room)
                 measured.append(time.perf_counter() - start)

@@ -14,6 +14,8 @@ from shared.model.ragged import RaggedSequence
 from shared.model.recorder import NoRecorder
 from shared.model.runner import captured_depths
 from shared.model.substitution import paged_attention
+from shared.ops.choices import NO_TOKEN
+from tests.device_waits import Reads
 from tests.families import by_tier
 from tests.paged import NOT_PAGED, PAGED, load_family, make_runner
 from tests.passes import TOLERANCE, check_taps, distance, own_logits, random_ids
@@ -215,3 +217,19 @@ def test_taps_are_the_models_own_states(runner):
     """In one pass, in pieces that are split at any depth, and in more than one bucket."""
     ids = random_ids(60)
     check_taps(runner, ids, runner._model.capture(ids, captured_depths(runner.num_layers)))
+
+
+def test_choices_are_those_of_the_logits(runner):
+    """In any number of rows, also where a row has none; without waiting for the device."""
+    generator = torch.Generator().manual_seed(0)
+    num_rows = min(300, 5 * runner._head_buckets[-1])
+    states = torch.randn(num_rows, runner.loaded.hidden_size, generator=generator)
+    states[1] = float("nan")
+    for count in (1, 2, 17, num_rows):
+        logits, reads = runner.logits(states[:count]), Reads()
+        with reads:
+            chosen = runner.choices(states[:count])
+        expected = logits.argmax(-1)
+        expected[1:2] = NO_TOKEN
+        assert chosen.tolist() == expected.tolist()
+        assert not reads.found
