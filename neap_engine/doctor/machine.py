@@ -72,9 +72,7 @@ def gpu(is_needed: bool) -> Finding:
     try:
         check_device("cuda")
     except NeapError as error:
-        advice = ""
-        if torch.version.cuda is None:
-            advice = "install a torch that is built for CUDA (docs/running.md, TORCH_INDEX_URL)"
+        advice = _advice_on_torch(torch.version.cuda, driver)
         has_driver = f"; the machine has NVIDIA's driver {driver}" if driver else ""
         return missing("GPU", is_needed, error.message + has_driver, advice)
     properties = torch.cuda.get_device_properties(0)
@@ -91,6 +89,24 @@ def gpu(is_needed: bool) -> Finding:
         f" {properties.total_memory / 2**30:.0f} GiB, driver {driver or 'unknown'}, torch for CUDA {torch.version.cuda}"
     )
     return Finding("GPU", "ok", detail, facts=facts)
+
+
+# The first driver for each major version of CUDA: NVIDIA's minor version compatibility.
+LEAST_DRIVERS = {13: 580, 12: 525}
+
+
+def _advice_on_torch(cuda: str | None, driver: str | None) -> str:
+    """What to install where torch, built for a version of CUDA or for none, finds no GPU beside a driver, if any."""
+    if cuda is None:
+        return "install a torch that is built for CUDA (docs/running.md, TORCH_INDEX_URL)"
+    if driver is None:
+        return "install NVIDIA's driver; in a container, give it the GPU (docker run --gpus all)"
+    needed = LEAST_DRIVERS.get(int(cuda.partition(".")[0]), 0)
+    if int(driver.partition(".")[0]) < needed:
+        return (
+            f"torch is built for CUDA {cuda}, which needs driver {needed} or later (docs/running.md, TORCH_INDEX_URL)"
+        )
+    return ""
 
 
 def _driver_version() -> str | None:

@@ -129,21 +129,19 @@ class Scheduler(Generic[R]):
         self._deal(request)
 
     def _deal(self, added: R) -> None:
-        """Divides the places of a client's waiting requests among those behind it."""
-
-        def is_dealt(waiting: R) -> bool:
-            return (waiting.client, waiting.priority) == (added.client, added.priority) and waiting.turn >= 0
-
-        places = [place for place, waiting in enumerate(self._waiting) if is_dealt(waiting)]
-        turns = [self._waiting[place].turn for place in places]
+        """Divides the turns of a client's waiting requests among those behind it."""
+        key = added.client, added.priority
+        mine = [waiting for waiting in self._waiting if (waiting.client, waiting.priority) == key and waiting.turn >= 0]
+        turns = [waiting.turn for waiting in mine]
         num_before = Counter(running.on_behalf_of for running in self._running if running.client == added.client)
-        ranked = []
-        for place in places:
-            waiting = self._waiting[place]
-            ranked.append((num_before[waiting.on_behalf_of], place, waiting))
+
+        def rank(waiting: R) -> int:
             num_before[waiting.on_behalf_of] += 1
-        for place, turn, (_, _, request) in zip(places, turns, sorted(ranked, key=lambda rank: rank[:2]), strict=True):
-            self._waiting[place], request.turn = request, turn
+            return num_before[waiting.on_behalf_of]
+
+        for request, turn in zip(sorted(mine, key=rank), turns, strict=True):
+            request.turn = turn
+        self._waiting = deque(sorted(self._waiting, key=lambda waiting: (waiting.priority, waiting.turn)))
 
     def _next_turn_of(self, client: str) -> int:
         """After those of its requests that wait, or as many as run."""

@@ -55,7 +55,7 @@ def make_runner(
 
     `record`: whether passes are recorded as CUDA graphs. `compile_layers`: whether layers run through torch.compile.
     None: if it works; if not, the log says why. Raises `PreconditionFailed` (reasons CANNOT_RECORD, CANNOT_COMPILE)
-    with the reason if the argument is True but it does not work.
+    with the reason if the argument is True but it does not work, and OPS_NOT_BUILT on a GPU without CUDA kernels.
     """
     runner = _runner(loaded, kv_budget_bytes, record is not False, compile_layers is not False)
     check_runner(runner, record=bool(record), compile_layers=bool(compile_layers))
@@ -82,9 +82,12 @@ def _runner(loaded: LoadedModel, kv_budget_bytes: int, record: bool, compile_lay
     if loaded.device.type != "cuda":
         return ContiguousRunner(loaded, "only a GPU does this")
     if not library.runs_on("cuda"):
-        why = "neap's kernels are not built for CUDA"
-        logger.warning("%s: requests run one at a time, which is slow", why)
-        return ContiguousRunner(loaded, why)
+        # Without them requests would run one at a time, and nobody who pays for a GPU wants that.
+        raise PreconditionFailed(
+            "neap's kernels are not built for CUDA: run `make build-ops` where nvcc is (`neap doctor` says whether it "
+            "finds one)",
+            reason="OPS_NOT_BUILT",
+        )
     try:
         runner = PagedRunner(
             loaded,

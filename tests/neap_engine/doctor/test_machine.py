@@ -104,3 +104,22 @@ def test_a_compiler_with_headers(monkeypatch):
     if tried.returncode != 0:
         pytest.skip("this machine has no gcc with Python's headers")
     assert machine.layer_compiler(True).status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "advice"),
+    [
+        (None, "580.65", "TORCH_INDEX_URL"),
+        ("13.0", None, "docker run --gpus all"),
+        ("13.0", "550.54", "torch is built for CUDA 13.0, which needs driver 580 or later"),
+        ("12.6", "470.82", "needs driver 525"),
+        ("13.0", "580.65", None),
+        ("12.6", "550.54", None),
+    ],
+)
+def test_a_driver_and_a_torch_that_do_not_fit_each_other(without_gpu, monkeypatch, cuda, driver, advice):
+    monkeypatch.setattr(machine.torch.version, "cuda", cuda)
+    if driver:
+        without_gpu.write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Tue Mar  5\n")
+    given = machine.gpu(True).advice
+    assert advice in given if advice else not given

@@ -1,5 +1,7 @@
 """An option that does not work on the device is refused, and so is a cache that the runner did not make."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import NoRecorder
 from shared.model.runners import LayerCompiler, check_runner, make_runner
+from shared.ops import library
 from tests.paged import load_family
 from tests.paged import make_runner as make_paged
 from tests.reasons import raises
@@ -21,6 +24,14 @@ def test_a_cpu_refuses_what_only_a_gpu_has(asked: dict[str, bool], reason: str) 
     with raises(PreconditionFailed, reason) as refused:
         make_runner(load_family("llama"), 1 << 20, **asked)
     assert "only a GPU" in refused.value.message
+
+
+def test_a_gpu_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would serve one request at a time."""
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), model_id="tiny")
+    monkeypatch.setattr(library, "runs_on", lambda device: device == "cpu")
+    with raises(PreconditionFailed, "OPS_NOT_BUILT", match="make build-ops"):
+        make_runner(on_gpu, 1 << 20)  # type: ignore[arg-type]
 
 
 def test_a_compiler_that_is_missing_is_named_as_the_reason() -> None:
