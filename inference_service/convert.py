@@ -233,10 +233,7 @@ def from_event(
     `text_of` gives the text of a token that has a log-probability. `message` reads the answer to a chat."""
     part = MessagePart(event.text)
     if message is not None:
-        if isinstance(event, Finished):
-            part = message.finish(event.text)
-        else:
-            part = message.push(event.text, len(event.tokens))
+        part = message.finish(event.text) if isinstance(event, Finished) else message.push(event.texts)
     content: dict[str, Any] = {
         "text": part.text,
         "reasoning": part.reasoning,

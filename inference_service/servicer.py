@@ -20,7 +20,7 @@ from inference_service.convert import (
     to_generation_request,
     to_router_choice,
 )
-from inference_service.generate_call import EventStream, GenerateCall
+from inference_service.generate_call import EventStream, GenerateCall, Wakeups
 from inference_service.metrics import WorkerMetrics
 from inference_service.pools import Pools
 from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
@@ -125,6 +125,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._ready = False
         # Of calls whose clients go on elsewhere.
         self._resumable: set[EventStream] = set()
+        self._wakeups: Wakeups | None = None
         self._hands_over = False
         self._loading = ""
 
@@ -156,6 +157,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             log.info("answers are handed over", num_calls=len(self._resumable))
         for stream in self._resumable:
             stream.push(_handed_over())
+            stream.wakeups.wake()
         return len(self._resumable)
 
     async def Generate(  # noqa: N802
@@ -209,7 +211,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 reason="NUMERICS_DIFFER",
                 metadata={"numerics_id": engine.numerics.id},
             )
-        stream = EventStream()
+        if self._wakeups is None:
+            self._wakeups = Wakeups()
+        stream = EventStream(self._wakeups)
         if request.can_resume:
             if self._hands_over:  # also a call that was being prepared when that began
                 raise _handed_over()
@@ -315,13 +319,12 @@ def _submit(
 ) -> tuple[GenerationHandle, MessageParser | None]:
     """The generation's handle, and, for a chat, what reads its answer: it has read what the client has of it."""
     ladder = router.ladder if router is not None else None
-    handle = engine.submit(generation, ladder, on_event=stream.push)
+    handle = engine.submit(generation, ladder, on_event=stream.push, after_events=stream.wakeups.wake)
     stream.attach(handle)
     if chat is None:
         return handle, None
     parser = chat.parser(generation.prompt_ids, generation.constraint)
-    for text in handle.resumed_texts:
-        parser.push(text, num_tokens=1)
+    parser.push(handle.resumed_texts)
     return handle, parser
 
 

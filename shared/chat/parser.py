@@ -79,22 +79,28 @@ class MessageParser:
         # Of the arguments: open brackets, whether in a string, and after a backslash there.
         self._depth, self._in_string, self._is_escaped = 0, False, False
 
-    def push(self, text: str, num_tokens: int = 0) -> MessagePart:
-        """`num_tokens`: how many tokens the text comes from."""
-        self._buffer += text
-        self._num_tokens += num_tokens
-        was_reasoning = self._state == self._reasoning
+    def push(self, texts: Sequence[str]) -> MessagePart:
+        """The texts of some tokens."""
         part = MessagePart()
-        while self._state(part):
-            pass
-        if was_reasoning or self._state == self._reasoning:  # which an answer begins with
-            self.num_reasoning_tokens = self._num_tokens
+        for text in texts:
+            self._num_tokens += 1
+            self._read(text, part)
         return part
 
     def finish(self, text: str) -> MessagePart:
         """Of an answer that ends with `text`."""
         self._is_at_end = True
-        return self.push(text)
+        part = MessagePart()
+        self._read(text, part)
+        return part
+
+    def _read(self, text: str, part: MessagePart) -> None:
+        self._buffer += text
+        was_reasoning = self._state == self._reasoning
+        while self._state(part):
+            pass
+        if was_reasoning or self._state == self._reasoning:  # which an answer begins with
+            self.num_reasoning_tokens = self._num_tokens
 
     # States. Each takes what it can from the buffer, and returns whether another one goes on with the rest.
 

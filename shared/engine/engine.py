@@ -19,7 +19,7 @@ from shared.engine.memory.budget import default_budget, kv_token_bytes
 from shared.engine.memory.prefixes import Prefixes, common_prefix
 from shared.engine.request.admission import Admission
 from shared.engine.request.answer import DecodedAnswer
-from shared.engine.request.handle import GenerationHandle, OnEvent, OnStates
+from shared.engine.request.handle import AfterEvents, GenerationHandle, OnEvent, OnStates
 from shared.engine.request.job import EngineJob
 from shared.engine.request.options import RequestOptions, request_of
 from shared.engine.request.prompt import Prompt
@@ -284,13 +284,15 @@ class Engine:
         *,
         on_event: OnEvent | None = None,
         on_states: OnStates | None = None,
+        after_events: AfterEvents | None = None,
         **options: Unpack[RequestOptions],
     ) -> GenerationHandle:
         """Checks a request and queues it. `prompt` and `options` as in `generate`, or a whole request, whose options it
         has itself.
 
-        `on_event` receives its events on the engine's thread; without it they come through the handle. `on_states`
-        receives the states of its tokens there. Blocks while a new constraint is compiled. Raises `InvalidInput`,
+        `on_event` receives its events on the engine's thread; without it they come through the handle. `after_events`
+        is called there after those of each step, once for all requests that have the same. `on_states` receives the
+        states of its tokens there. Blocks while a new constraint is compiled. Raises `InvalidInput`,
         `PromptTooLong`, `RouterMismatch`, `DeadlineExceeded`,
         `Exhausted` (reasons QUEUE_FULL and KV_BUDGET) and `Unavailable` once closed.
         """
@@ -315,6 +317,7 @@ class Engine:
             self._wake,
             on_event,
             on_states,
+            after_events,
         )
         with self._loop.lock:
             if self._loop.is_closed:

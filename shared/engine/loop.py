@@ -14,7 +14,7 @@ from shared.engine.drafting.ladder_cache import LadderCache
 from shared.engine.drafting.pass_costs import PassCosts
 from shared.engine.failure import failure_of
 from shared.engine.lifetime import ForkGate, ModelClaim, stop_at_exit
-from shared.engine.request.handle import EngineEvent
+from shared.engine.request.handle import AfterEvents, EngineEvent
 from shared.engine.request.job import EngineJob
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.scheduler import Scheduler
@@ -68,6 +68,8 @@ class EngineLoop:
         self._cost_meter = cost_meter
         self._clock = clock
         self._is_stopping = False
+        # What is to be called once the events of this turn are delivered.
+        self._after_events: set[AfterEvents] = set()
         # When the thread began what it does now, by `time.monotonic`; None while it waits for work, and before it is
         # ready.
         self.turn_began_s: float | None = None
@@ -126,6 +128,7 @@ class EngineLoop:
                     self.turn_began_s = time.monotonic()
                     try:
                         self._run_once()
+                        self._end_deliveries()
                     finally:
                         self.turn_began_s = None
         except _Stopped:
@@ -141,6 +144,7 @@ class EngineLoop:
         self._claim.release()
         for job in jobs:
             self._end(job, ended)
+        self._end_deliveries()
         if ended.reason == "ENGINE_FAILED":
             self._on_failure()
 
@@ -317,13 +321,21 @@ class EngineLoop:
             self._deliver(job, error)
         self._deliver(job, None)
 
-    @staticmethod
-    def _deliver(job: EngineJob, event: EngineEvent) -> None:
+    def _deliver(self, job: EngineJob, event: EngineEvent) -> None:
+        if job.after_events is not None:
+            self._after_events.add(job.after_events)
         try:
             job.deliver(event)
         except BaseException:  # a caller's callback must not stop the engine
             logger.exception("delivering an event of %s failed", job.request.request_id)
             job.cancel()
+
+    def _end_deliveries(self) -> None:
+        while self._after_events:
+            try:
+                self._after_events.pop()()
+            except BaseException:  # as above
+                logger.exception("what follows the events of a step failed")
 
 
 def stopping_error() -> Unavailable:

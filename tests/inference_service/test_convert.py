@@ -240,7 +240,7 @@ def test_logprobs_zero_is_not_absent(loaded):
 
 def test_chunks_become_messages():
     token = GeneratedToken(3, 2, "depth-2", -0.5, ((3, -0.5), (4, -2.0)))
-    chunk = from_event(TokenChunk("ab", (token, GeneratedToken(9, 4, "full"))), str).chunk
+    chunk = from_event(TokenChunk(("a", "b"), (token, GeneratedToken(9, 4, "full"))), str).chunk
     assert chunk.text == "ab"
     first, second = chunk.tokens
     assert (first.id, first.exit_depth, first.proposer, first.logprob) == (3, 2, "depth-2", -0.5)

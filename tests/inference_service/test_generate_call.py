@@ -14,10 +14,10 @@ from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1 import inference_pb2_grpc
 
 from inference_service import servicer
-from inference_service.generate_call import EventStream
+from inference_service.generate_call import EventStream, Wakeups
 from inference_service.metrics import WorkerMetrics
-from shared.engine.request.request import TokenChunk
-from shared.errors import Exhausted
+from shared.engine.request.request import GeneratedToken, TokenChunk
+from shared.errors import Exhausted, NeapError
 from shared.ladder.artefact import pack_ladder
 from shared.registry.factory import open_registry
 from shared.rpc.logs import configure_logging
@@ -264,42 +264,80 @@ class Handle:
 
 
 def _chunks(number):
-    return [TokenChunk(str(index), ()) for index in range(number)]
+    return [TokenChunk((str(index),), ()) for index in range(number)]
+
+
+def _prompt_scores(number):
+    return [TokenChunk((), (), (GeneratedToken(5, 4, "prompt", -1.0),))] * number
 
 
 async def test_events_cross_threads_in_order_and_end_with_none():
-    stream, events = EventStream(), _chunks(200)
+    stream, events = EventStream(Wakeups()), _chunks(200)
     stream.attach(Handle())
-    thread = threading.Thread(target=lambda: [stream.push(event) for event in [*events, None]])
+
+    def steps() -> None:
+        for number, event in enumerate([*events, None]):
+            stream.push(event)
+            if number % 3 == 2:  # 200 and None end with a whole step
+                stream.wakeups.wake()
+
+    thread = threading.Thread(target=steps)
     thread.start()
     got = []
     while (event := await asyncio.wait_for(stream.next(), 60)) is not None:
         got.append(event)
-    assert got == events
+    assert TokenChunk.joined(got) == TokenChunk.joined(events)
     thread.join()
 
 
+async def test_a_step_wakes_the_loop_once_for_all_its_readers(monkeypatch):
+    wakeups, calls = Wakeups(), []
+    loop = asyncio.get_running_loop()
+    called = loop.call_soon_threadsafe
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: calls.append(called(*given)))
+    streams = [EventStream(wakeups) for _ in range(5)]
+    readers = [asyncio.create_task(stream.next()) for stream in streams]
+    await asyncio.sleep(0)
+    for stream in streams[:4]:
+        stream.push(*_chunks(1))
+    wakeups.wake()
+    await asyncio.wait_for(asyncio.gather(*readers[:4]), 60)
+    assert len(calls) == 1
+    assert not readers[4].done()
+    readers[4].cancel()
+
+
 async def test_a_full_stream_pauses_and_half_of_it_resumes():
-    stream, handle = EventStream(capacity=4), Handle()
+    stream, handle = EventStream(Wakeups(), capacity=4), Handle()
     stream.attach(handle)
-    for event in _chunks(3):
+    for event in _prompt_scores(3):
         stream.push(event)
     assert handle.calls == []
-    for event in _chunks(2):
+    for event in _prompt_scores(2):
         stream.push(event)
     assert handle.calls == ["pause"]
-    await stream.next()
-    await stream.next()
+    # What belongs to the prompt is not joined with anything.
+    assert [await stream.next() for _ in range(2)] == _prompt_scores(2)
     assert handle.calls == ["pause"]
     await stream.next()
     assert handle.calls == ["pause", "resume"]
-    for event in _chunks(2):
+    for event in _prompt_scores(2):
         stream.push(event)
     assert handle.calls == ["pause", "resume", "pause"]
 
 
+async def test_a_reader_that_is_behind_gets_all_chunks_of_the_answer_as_one():
+    token, stream = GeneratedToken(7, 4, "full"), EventStream(Wakeups())
+    for event in (*_prompt_scores(1), *[TokenChunk(("a",), (token,))] * 3, NeapError("x"), None):
+        stream.push(event)
+    assert [await stream.next() for _ in range(2)] == [*_prompt_scores(1), TokenChunk(("a",) * 3, (token,) * 3)]
+    with pytest.raises(NeapError):
+        await stream.next()
+    assert await stream.next() is None
+
+
 async def test_events_before_the_handle_count():
-    stream, handle = EventStream(capacity=2), Handle()
+    stream, handle = EventStream(Wakeups(), capacity=2), Handle()
     for event in _chunks(2):
         stream.push(event)
     stream.attach(handle)
@@ -307,7 +345,7 @@ async def test_events_before_the_handle_count():
 
 
 async def test_errors_are_raised_where_they_stand():
-    stream = EventStream()
+    stream = EventStream(Wakeups())
     stream.push(*_chunks(1))
     stream.push(Exhausted("full"))
     assert await stream.next() == _chunks(1)[0]
@@ -317,7 +355,7 @@ async def test_errors_are_raised_where_they_stand():
 
 @pytest.mark.parametrize("close_first", [True, False])
 async def test_closing_cancels_whenever_the_handle_comes(close_first):
-    stream, handle = EventStream(capacity=1), Handle()
+    stream, handle = EventStream(Wakeups(), capacity=1), Handle()
     if close_first:
         stream.close()
         stream.attach(handle)
@@ -325,14 +363,16 @@ async def test_closing_cancels_whenever_the_handle_comes(close_first):
         stream.attach(handle)
         stream.close()
     stream.push(*_chunks(1))
+    stream.wakeups.wake()
     assert handle.calls == ["cancel"]
 
 
 def test_a_loop_that_is_gone_cancels():
     async def make():
-        return EventStream()
+        return EventStream(Wakeups())
 
     stream, handle = asyncio.run(make()), Handle()
     stream.attach(handle)
     stream.push(*_chunks(1))
+    stream.wakeups.wake()
     assert handle.calls == ["cancel"]

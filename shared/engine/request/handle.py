@@ -12,13 +12,14 @@ from shared.errors import DeadlineExceeded, NeapError
 # None: the generation has ended, after Finished or after an error.
 EngineEvent = GenerationEvent | NeapError | None
 OnEvent = Callable[[EngineEvent], None]
+AfterEvents = Callable[[], None]
 # A position, and the states [N, 3, D] of the N tokens from there on, at the depths `captured_depths` and L.
 OnStates = Callable[[int, Tensor], None]
 
 
 class GenerationHandle:
     """Thread-safe. Events go to `on_event`, which the engine's thread calls, or, without it, to `events()` and
-    `next_event`.
+    `next_event`. It calls `after_events` once after the events of each step, for all requests that have the same.
 
     `on_states`: called by the engine's thread with the states of tokens that have been through every layer. Those of a
     cached prefix are left out.
@@ -30,8 +31,9 @@ class GenerationHandle:
         wake: Callable[[], None],
         on_event: OnEvent | None,
         on_states: OnStates | None = None,
+        after_events: AfterEvents | None = None,
     ) -> None:
-        self.request, self.on_states = request, on_states
+        self.request, self.on_states, self.after_events = request, on_states, after_events
         self.submitted_s = time.monotonic()
         # When the engine started it, in `time.monotonic()` seconds; None while it waits.
         self.started_s: float | None = None

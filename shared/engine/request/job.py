@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from shared.engine.request.answer import DecodedAnswer
-from shared.engine.request.handle import GenerationHandle, OnEvent, OnStates
+from shared.engine.request.handle import AfterEvents, GenerationHandle, OnEvent, OnStates
 from shared.engine.request.request import GenerationRequest
 from shared.engine.request.sequence import DecodingSequence
 from shared.ladder.ladder import Ladder
@@ -30,8 +30,9 @@ class EngineJob(GenerationHandle):
         wake: Callable[[], None],
         on_event: OnEvent | None,
         on_states: OnStates | None,
+        after_events: AfterEvents | None,
     ) -> None:
-        super().__init__(request, wake, on_event, on_states)
+        super().__init__(request, wake, on_event, on_states, after_events)
         self.ladder = ladder
         self.num_kv_tokens = num_kv_tokens
         self.answer, self.resumed_texts = answer, answer.resumed_texts

@@ -1,10 +1,11 @@
 """The engine's requests and results. Independent of gRPC."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from itertools import chain
 
 from shared.constraints.constraint import Constraint, MessageConstraint
 from shared.engine.memory.prefixes import key_of
@@ -157,12 +158,22 @@ class GeneratedToken:
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """Final tokens and the text that they complete. `text` never splits a UTF-8 character and may lag behind `tokens`.
-    `prompt`: the next tokens of the prompt, if their log-probabilities are wanted; the first has none."""
+    """Final tokens and the texts that they complete. A text never splits a UTF-8 character and may lag behind its
+    token. `prompt`: the next tokens of the prompt, if their log-probabilities are wanted; the first has none."""
 
-    text: str
+    texts: tuple[str, ...]
     tokens: tuple[GeneratedToken, ...]
     prompt: tuple[GeneratedToken, ...] = ()
+
+    @classmethod
+    def joined(cls, chunks: Sequence["TokenChunk"]) -> "TokenChunk":
+        """One with what several chunks of an answer have, in order."""
+        texts, tokens = zip(*((chunk.texts, chunk.tokens) for chunk in chunks), strict=True)
+        return cls(tuple(chain(*texts)), tuple(chain(*tokens)))
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
 
 @dataclass(frozen=True)

@@ -204,9 +204,10 @@ class DecodingSequence:
         self.num_token_layers += num_token_layers
 
     def emit(self, tokens: list[GeneratedToken]) -> list[TokenChunk]:
-        """Makes tokens final, in order, up to the one that ends the request.
-        Returns one chunk per token, with its text."""
-        chunks: list[TokenChunk] = []
+        """Makes tokens final, in order, up to the one that ends the request. Returns one chunk with all of them, if
+        there are any: the way of a chunk to the client takes longer than a token of a small model."""
+        emitted: list[GeneratedToken] = []
+        texts: list[str] = []
         for token in tokens:
             if self.is_finished:
                 break
@@ -220,8 +221,9 @@ class DecodingSequence:
                 break
             self._exits[token.proposer, token.exit_depth] += 1
             self.tables.append([token.token_id])
-            chunks.append(TokenChunk(text, (token,)))
-        return chunks
+            emitted.append(token)
+            texts.append(text)
+        return [TokenChunk(tuple(texts), tuple(emitted))] if emitted else []
 
     def finished(self) -> Finished:
         """The last event of the request. Call it once, after `is_finished` has become true."""

@@ -57,7 +57,7 @@ def written(loaded, text, calls):
 
 
 def read(parser, pieces):
-    parts = [parser.push(piece) for piece in pieces[:-1]] + [parser.finish(pieces[-1])]
+    parts = [parser.push([piece]) for piece in pieces[:-1]] + [parser.finish(pieces[-1])]
     calls = {}
     for call in (call for part in parts for call in part.calls):
         if call.id:
@@ -95,11 +95,11 @@ def test_the_tokens_of_reasoning_are_counted_with_its_tags(in_thought):
     for end in ("", "so", "so <think>x</think>"):
         parser = MessageParser(("<think>", "</think>"), in_thought=in_thought)
         for char in thought + end:
-            parser.push(char, num_tokens=1)
+            parser.push([char])
         parser.finish("")
         assert parser.num_reasoning_tokens == len(thought)
     without = MessageParser(("<think>", "</think>"))
-    without.push("so", num_tokens=2)
+    without.push(["s", "o"])
     assert without.num_reasoning_tokens == 0
 
 
@@ -153,8 +153,8 @@ def test_white_space_is_not_held_back_without_end():
         (MessageParser(calls=known, has_grammar=True), ""),
         (MessageParser(calls=known, bare_tools=["go"]), ""),
     ):
-        parser.push(first)
-        parts = [parser.push(" ") for _ in range(1000)]
+        parser.push([first])
+        parts = [parser.push([" "]) for _ in range(1000)]
         assert sum(len(part.text + part.reasoning) for part in parts) > 900
     for text in (f"{' ' * 100}<tool_call>", f"x{' ' * 100}<tool_call>", f"x{' ' * 100}{BARE}", f"{' ' * 100}<think>"):
         options = {"thinking": ("<think>", "</think>"), "calls": known, "bare_tools": ["go"]}
