@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.request.request import TokenChunk
-from shared.engine.request.sequence import DecodingSequence
+from shared.engine.request.sequence import DecodingSequence, PassedStates
 from shared.engine.verification import Verdict
 from shared.model.ragged import RaggedSequence
 from shared.model.runner import CapturedStates, Runner
@@ -19,6 +19,8 @@ from shared.model.sampling import Trial
 class Speculation:
     """Tokens of one sequence from position `base` on: its last final token and a chain of drafts after it, or a piece
     of its prompt.
+
+    `verdict`: that of the verify pass; None before, and for a piece of a prompt that is not the last.
 
     `proposers`: of the drafts, by number, and `probabilities`, as the proposers gave them. `tokens[i]` has been through
     `reached[i]` layers before the verify pass; `states[i]` [D] is its state there, None at depth 0. `captured[depth]`
@@ -40,8 +42,9 @@ class Speculation:
     reached: list[int] = field(default_factory=list)
     states: list[Tensor | None] = field(default_factory=list)
     captured: dict[int, list[Tensor]] = field(default_factory=dict)
-    passed: "PassedStates" = field(default_factory=lambda: PassedStates({}))
+    passed: PassedStates = field(init=False)
     offset: int = 0
+    verdict: Verdict | None = None
     num_layer_executions: int = 0
     num_token_layers: int = 0
     read_length: int | None = None
@@ -57,8 +60,9 @@ class Speculation:
     def follow(self, drafts: Sequence[int]) -> None:
         """Makes these the drafts of the chain. What has been computed of the first of them holds as far as they are the
         same. The keys and values of others are overwritten by later tokens."""
-        pairs = enumerate(zip(self.tokens[1:], drafts, strict=False))
-        same = next((place for place, (held, draft) in pairs if held != draft), min(len(self.tokens) - 1, len(drafts)))
+        same, most = 0, min(len(self.tokens) - 1, len(drafts))
+        while same < most and self.tokens[same + 1] == drafts[same]:
+            same += 1
         del self.tokens[same + 1 :], self.reached[same + 1 :], self.states[same + 1 :]
         for captured in self.captured.values():
             del captured[same + 1 :]
@@ -91,13 +95,12 @@ class Speculation:
         passed = self.passed.by_depth.get(depth)
         return self.captured[depth][index] if passed is None else passed[0, self.offset + index]
 
-    def states_at(self, depths: tuple[int, ...], index: int) -> Tensor:
-        """Those at several depths [K, D]."""
-        # Not for a long piece of a prompt: the sequence goes on to hold the states of the whole pass.
-        together = None if self.is_prefill else self.passed.together(depths)
-        if together is None:
-            return torch.stack([self.state(depth, index) for depth in depths])
-        return together[self.offset + index]
+    def kept(self, depths: tuple[int, ...], index: int) -> tuple[PassedStates, int]:
+        """A pass that has a token's states at several depths, and the token's place in it."""
+        # Not of a long piece of a prompt: the sequence goes on to hold the states of the whole pass.
+        if not self.is_prefill and self.passed.by_depth.keys() >= set(depths):
+            return self.passed, self.offset + index
+        return PassedStates({depth: self.state(depth, index).clone()[None, None] for depth in depths}), 0
 
     # Verification.
 
@@ -116,27 +119,14 @@ class Speculation:
             constraint.rows(drafts) if constraint else None,
             sequence.counts,
             request.policy.threshold,
-            sequence.drafter.calibrated(self.proposers, self.probabilities),
+            () if request.policy.threshold is None else self._calibrated(),
         )
 
-    def num_settled(self, verdict: Verdict | None) -> int:
-        """How many of the tokens are settled: those before the one that the full model has just chosen. None: all."""
-        return len(self.tokens) if verdict is None else 1 + verdict.num_accepted
-
-
-class PassedStates:
-    """The states [1, T, D] of a pass, by depth."""
-
-    def __init__(self, by_depth: CapturedStates) -> None:
-        self.by_depth = by_depth
-        self._together: dict[tuple[int, ...], Tensor] = {}
-
-    def together(self, depths: tuple[int, ...]) -> Tensor | None:
-        """Those at several depths [T, K, D], copied once for all tokens, since many small copies keep a GPU waiting.
-        None if the pass began below one of them."""
-        if depths not in self._together and self.by_depth.keys() >= set(depths):
-            self._together[depths] = torch.stack([self.by_depth[depth][0] for depth in depths], 1)
-        return self._together.get(depths)
+    def _calibrated(self) -> list[float]:
+        """The probabilities of the drafts, 0 of a proposer that no calibration has measured."""
+        are_calibrated = self.sequence.drafter.are_calibrated
+        pairs = zip(self.proposers, self.probabilities, strict=True)
+        return [probability if are_calibrated[number] else 0.0 for number, probability in pairs]
 
 
 # What a pass runs: a range of the tokens of each.

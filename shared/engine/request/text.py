@@ -80,22 +80,19 @@ class StopStrings:
     def push(self, text: str) -> tuple[str, str | None]:
         """Adds text. Returns (text that may be shown, the stop string that was found or None)."""
         self._held += text
-        starts = [(self._held.find(stop), stop) for stop in self._stops]
-        matches = [(start, stop) for start, stop in starts if start >= 0]
-        if matches:
-            start, stop = min(matches, key=lambda match: (match[0], len(match[1])))
-            shown, self._held = self._held[:start], ""
-            return shown, stop
-        keep = max(
-            (
-                size
-                for stop in self._stops
-                for size in range(1, min(len(stop), len(self._held) + 1))
-                if self._held.endswith(stop[:size])
-            ),
-            default=0,
-        )
-        cut = len(self._held) - keep
+        first, found, num_held = len(self._held), None, 0
+        # Of two that begin at one place the shorter one was complete first.
+        for stop in self._stops:
+            start = self._held.find(stop, 0, first + len(stop))
+            if start >= 0 and (found is None or start < first or len(stop) < len(found)):
+                first, found = start, stop
+            for size in range(num_held + 1, min(len(stop), len(self._held) + 1)):
+                if self._held.endswith(stop[:size]):
+                    num_held = size
+        if found is not None:
+            shown, self._held = self._held[:first], ""
+            return shown, found
+        cut = len(self._held) - num_held
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown, None
 

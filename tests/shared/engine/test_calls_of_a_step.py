@@ -66,7 +66,7 @@ def decoding(
 
 
 @pytest.mark.parametrize(
-    ("with_exit", "count", "most"), [(False, 1, 250), (True, 1, 310), (False, 8, 1050), (True, 8, 1180)]
+    ("with_exit", "count", "most"), [(False, 1, 190), (True, 1, 240), (False, 8, 1050), (True, 8, 1180)]
 )
 def test_a_step_makes_few_python_calls(accelerated, with_exit, count, most):
     ladder = random_ladder(accelerated, 1, (0,), agreement=50.0) if with_exit else untrained_ladder(accelerated)
