@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shared import ops
 from shared.model import host_choices
 from shared.model.distribution import candidates, constrained, drawn, nucleus, penalised, reads_without_sync
 from shared.model.sampling import Trial
-from shared.ops import library
-from shared.ops.choices import NO_TOKEN, choose_greedy, choose_sampled
+from shared.ops import NO_TOKEN, choose_greedy, choose_sampled
 
 
 def choose(logits: Tensor, trials: Sequence[Trial]) -> list[Tensor]:
@@ -74,7 +74,7 @@ def _largest(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
     """The first of the largest allowed scores of each row, after what changes scores."""
     on_host = reads_without_sync(logits.device)
     scores = penalised(logits if on_host else constrained(logits, trials), trials)
-    if library.runs_on(logits.device.type):
+    if ops.runs_on(logits.device.type):
         tokens = choose_greedy(scores)
     else:
         tokens = scores.argmax(-1)  # of a NaN, if there is one
@@ -105,6 +105,6 @@ def _drawn(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
 def _tokens_at(numbers: Sequence[float], masses: Tensor) -> Tensor:
     """The token [T] int64 of each row at its uniform number. masses [T, V]."""
     uniforms = torch.tensor(numbers, dtype=torch.float64).to(masses.device, non_blocking=True)
-    if library.runs_on(masses.device.type):
+    if ops.runs_on(masses.device.type):
         return choose_sampled(masses, uniforms)
     return drawn(masses, uniforms)

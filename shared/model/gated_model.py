@@ -24,6 +24,7 @@ T = TypeVar("T")
 # Largest relative difference at which final norm + head, called directly, count as what the model itself computes from
 # a state.
 HEAD_TOLERANCE = 1e-4
+_NOTHING = torch.empty(0)
 
 
 class GatedModel:
@@ -79,7 +80,8 @@ class GatedModel:
         if captured is not None:
             self.prepare_capture(first, last, captured)
         if self.direct is not None and last:
-            span = Span(base, token_ids.shape[1], contiguous.origin)
+            start = contiguous.origin + base
+            span = Span(start, start + token_ids.shape[1], contiguous.origin)
             out = self.direct.run(first, last, hidden, token_ids, contiguous, [span], captured)
             if out is not None:
                 return out
@@ -98,8 +100,9 @@ class GatedModel:
 
     def prepare_capture(self, first: int, last: int, captured: CapturedStates) -> None:
         """Gives `captured` a key per depth at which a pass through layers [first, last) captures: see `Gates.run`."""
-        depths = (depth for depth in self._captured_depths if first < depth < last)
-        captured.update(dict.fromkeys(depths, torch.empty(0)))
+        for depth in self._captured_depths:
+            if first < depth < last:
+                captured[depth] = _NOTHING
 
     @inference
     def embed(self, token_ids: Tensor, base: int = 0) -> Tensor:
@@ -202,7 +205,7 @@ class GatedModel:
             part = part[:, :count]
             expected = self.run(part, cache, first=0, last=self.num_layers, base=base)
             twin.begin(base, count)
-            span = Span(base, count, place)
+            span = Span(place + base, place + base + count, place)
             out = direct.run(0, self.num_layers, None, part, twin, [span], None)
             if out is None or not torch.equal(out, expected):
                 return False

@@ -32,7 +32,8 @@ class RaggedSequence:
 
     @property
     def span(self) -> Span:
-        return Span(self.base, self.num_tokens, self.cache.origin)
+        start = self.cache.origin + self.base
+        return Span(start, start + self.num_tokens, self.cache.origin)
 
     @property
     def lengths(self) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shared.ops import library
+from shared import ops
 
 _RESULTS = {
     "neap_ladder_call_gain_s": c_double,
@@ -43,9 +43,9 @@ Script = ctypes.CFUNCTYPE(c_int32, ctypes.POINTER(c_int32), c_int64, ctypes.POIN
 @cache
 def functions() -> ctypes.PyDLL:
     """The library's functions. They keep the interpreter's lock: to get it back from other threads would take longer
-    than they do. Raises as `library.load`."""
-    library.load()
-    loaded = ctypes.PyDLL(str(library.LIBRARY))
+    than they do. Raises as `ops.load`."""
+    ops.load()
+    loaded = ctypes.PyDLL(str(ops.LIBRARY))
     for name, result in _RESULTS.items():
         getattr(loaded, name).restype = result
     for name, arguments in _OTHER_ARGUMENTS.items():

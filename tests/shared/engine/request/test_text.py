@@ -2,7 +2,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from shared.engine.request.text import Detokenizer, StopStrings
+from shared.engine.request.answer import Detokenizer, StopStrings
 
 
 @pytest.fixture(scope="module")
