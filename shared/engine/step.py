@@ -201,6 +201,8 @@ class Decoder:
             sequence,
             start,
             sequence.tokens[start:stop],
+            [0] * (stop - start),
+            [None] * (stop - start),
             is_prefill=True,
             num_logits=int(stop == end),
             captured={depth: [] for depth in sequence.kept_depths},

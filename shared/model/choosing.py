@@ -80,13 +80,14 @@ def _largest(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
         tokens = scores.argmax(-1)  # of a NaN, if there is one
         top = scores.gather(1, tokens[:, None])[:, 0]
         tokens = torch.where(top.isfinite(), tokens, NO_TOKEN)
-    sizes = [trial.num_rows for trial in trials]
-    rows: Sequence[Tensor] = [tokens] if len(trials) == 1 else tokens.split_with_sizes(sizes)
+    rows: Sequence[Tensor] = [tokens]
+    if len(trials) > 1:
+        rows = tokens.split_with_sizes([trial.num_rows for trial in trials])
     if not on_host or all(trial.allowed is None for trial in trials):
         return rows
     return [
         chosen if trial.allowed is None else host_choices.allowed_only(chosen, row_scores, trial)
-        for chosen, row_scores, trial in zip(rows, scores.split(sizes), trials, strict=True)
+        for chosen, row_scores, trial in zip(rows, scores.split([*map(len, rows)]), trials, strict=True)
     ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shared.errors import UnsupportedModel
 from shared.model.cache import KVCache
-from shared.model.gated_model import GatedModel
+from shared.model.contiguous_runner import GatedModel
 from shared.model.gates import LayerCounters
 from shared.model.inference import inference
 from shared.model.loaded import LoadedModel

@@ -155,13 +155,9 @@ class Drafting:
 
 def _new_chain(sequence: DecodingSequence) -> Speculation:
     state_depths = sequence.ladder.state_depths if sequence.ladder else ()
-    return Speculation(
-        sequence,
-        len(sequence.tokens) - 1,
-        [sequence.tokens[-1]],
-        captured={depth: [] for depth in (*sequence.kept_depths, *state_depths)},
-        read_length=sequence.read_length,
-    )
+    captured: dict[int, list[torch.Tensor]] = {depth: [] for depth in (*sequence.kept_depths, *state_depths)}
+    base, newest = len(sequence.tokens) - 1, sequence.tokens[-1]
+    return Speculation(sequence, base, [newest], [0], [None], captured=captured, read_length=sequence.read_length)
 
 
 def _take(chain: Speculation, drafted: DraftedChain, length: int) -> None:

@@ -35,12 +35,12 @@ class Speculation:
     sequence: DecodingSequence
     base: int
     tokens: list[int]
+    reached: list[int]
+    states: list[Tensor | None]
     is_prefill: bool = False
     num_logits: int = 1
     proposers: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
-    reached: list[int] = field(default_factory=list)
-    states: list[Tensor | None] = field(default_factory=list)
     captured: dict[int, list[Tensor]] = field(default_factory=dict)
     passed: PassedStates = field(init=False)
     offset: int = 0
@@ -49,9 +49,6 @@ class Speculation:
     num_token_layers: int = 0
     read_length: int | None = None
     chunks: list[TokenChunk] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.reached, self.states = [0] * len(self.tokens), [None] * len(self.tokens)
 
     @property
     def drafts(self) -> list[int]:

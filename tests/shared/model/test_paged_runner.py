@@ -8,7 +8,7 @@ import torch
 from transformers import masking_utils
 
 from shared.errors import UnsupportedModel
-from shared.model.gated_model import GatedModel
+from shared.model.contiguous_runner import GatedModel
 from shared.model.paged_runner import BUCKETS, PagedRunner
 from shared.model.ragged import RaggedSequence
 from shared.model.recorder import NoRecorder
