@@ -67,7 +67,10 @@ def _relaxed(logits: Tensor, trial: Trial, choices: Tensor) -> Tensor:
 
 def num_accepted(chosen: Sequence[int], drafts: Sequence[int]) -> int:
     """The number of drafts before the first one that was not chosen."""
-    return next((i for i, draft in enumerate(drafts) if chosen[i] != draft), len(drafts))
+    for place, draft in enumerate(drafts):
+        if chosen[place] != draft:
+            return place
+    return len(drafts)
 
 
 def _largest(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
