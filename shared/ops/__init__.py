@@ -1,5 +1,6 @@
-"""neap's kernels for the CPU, as typed functions. They compute in float32; weights may be stored in other formats.
-`reference` specifies each of them in PyTorch.
+"""neap's kernels for the CPU, as typed functions, and the choice of a token for each row of scores, on CPU and CUDA.
+They compute in float32; weights may be stored in other formats. `reference` specifies each of them in PyTorch. The
+compiled library is found and loaded once per process, when an op is first needed.
 
 Every op is *batch-invariant*: the bits of a token's result do not depend on what else is in the call, such as other
 tokens, a longer cache or more threads. So a pass over eight tokens equals eight passes over one token, and drafts can

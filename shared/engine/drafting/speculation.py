@@ -20,8 +20,6 @@ class Speculation:
     """Tokens of one sequence from position `base` on: its last final token and a chain of drafts after it, or a piece
     of its prompt.
 
-    `verdict`: that of the verify pass; None before, and for a piece of a prompt that is not the last.
-
     `proposers`: of the drafts, by number, and `probabilities`, as the proposers gave them. `tokens[i]` has been through
     `reached[i]` layers before the verify pass; `states[i]` [D] is its state there, None at depth 0. `captured[depth]`
     are the states [D] of the first tokens at a depth that they have reached, for the depths that are its keys.
@@ -29,7 +27,8 @@ class Speculation:
     layers that ran for these tokens. `read_length` as in `RaggedSequence`.
 
     `num_logits`: how many of the states, from the last, need logits; 0 for a piece of a prompt that is not the last
-    piece. `chunks`: the tokens that became final in this step.
+    piece. `verdict`: what the full model says of them, after the pass. `chunks`: the tokens that became final in this
+    step.
     """
 
     sequence: DecodingSequence
@@ -97,7 +96,8 @@ class Speculation:
         # Not of a long piece of a prompt: the sequence goes on to hold the states of the whole pass.
         if not self.is_prefill and self.passed.by_depth.keys() >= set(depths):
             return self.passed, self.offset + index
-        return PassedStates({depth: self.state(depth, index).clone()[None, None] for depth in depths}), 0
+        copied = torch.stack([self.state(depth, index) for depth in depths])
+        return PassedStates({depth: state[None, None] for depth, state in zip(depths, copied, strict=True)}), 0
 
     # Verification.
 

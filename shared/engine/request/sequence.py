@@ -23,6 +23,7 @@ from shared.model.regimes import Regimes
 from shared.model.runner import CapturedStates, captured_depths
 from shared.model.sampling import MAX_BAD_WORD_TOKENS
 
+# A number of tokens that no sequence reaches.
 NEVER = sys.maxsize
 
 
@@ -44,11 +45,11 @@ class PassedStates:
 class DecodingSequence:
     """Tokens, KV cache and counts of one request.
 
-    The tokens at positions [0, num_settled) have been through every layer; `settled`, for a ladder with exits: a
-    pass that has the states of the last of them at the depths `kept_depths`, of which the last is L, and its place in
-    that pass. No layer has run for later tokens yet. `num_cached`: prompt tokens whose keys and values were copied from
-    another sequence. `failure`: why the request ends without an answer; a failed
-    sequence takes part in no further step.
+    The tokens at positions [0, num_settled) have been through every layer; `settled`, for a ladder with exits: a pass
+    that has the states of the last of them at the depths `kept_depths`, of which the last is L, and its place in that
+    pass. No layer has run for later tokens yet. `num_cached`: prompt tokens whose keys and values were copied from
+    another sequence. `failure`: why the request ends without an answer; a failed sequence takes part in no further
+    step.
 
     `given_ids` of the request are read first, in pieces. `read_length`: the first tokens that count as read in one
     pass: the prompt, or more if `generate` would have read the sequence again when it outgrew a regime
@@ -84,7 +85,7 @@ class DecodingSequence:
         self.read_length = self.num_prompt_tokens
         while (again := self._regimes.next_reread(self.read_length)) and again <= len(self.tokens):
             self.read_length = again
-        # The number of tokens at which all of them are read again.
+        # At this number of tokens all of them are read again.
         self._read_again_at = again or NEVER
         # The tokens before this position are read in pieces, as prompts are.
         self.read_until = len(self.tokens)
@@ -218,7 +219,8 @@ class DecodingSequence:
         """Makes tokens final, in order, up to the one that ends the request.
         Returns one chunk per token, with its text.
 
-        Gives up all keys and values if `generate` would do so at the length that is reached."""
+        Gives up all keys and values if `generate` would do so at the length that is reached.
+        """
         chunks: list[TokenChunk] = []
         for token in tokens:
             if self.answer.end is not None:
