@@ -25,10 +25,10 @@ from bench.options import add_device, make_parser, parsed
 from bench.peers.figures import batch_decoding_rate
 from bench.stopwatch import medians_s
 from bench.table import head, row
+from shared import ops
 from shared.engine.engine import Engine
 from shared.ladder.policy import DepthPolicy
 from shared.model.weights.lazy import lazy
-from shared.ops import library
 
 PROMPT_TOKENS = 32
 MAX_TOKENS = 192
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parsed(parser)
     device = options.device
-    if device == "cuda" and not library.runs_on("cuda"):
+    if device == "cuda" and not ops.runs_on("cuda"):
         parser.error("neap's kernels are not built for CUDA: run python -m shared.ops.build first")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     speed = copy_bytes_per_s(device)

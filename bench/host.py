@@ -82,8 +82,8 @@ class FreeRunner(ContiguousRunner):
             return self._states(token_ids, options.get("captured"))
         return super().run_ragged(token_ids, *arguments, **options)
 
-    def logits(self, state: Tensor) -> Tensor:
-        return self._logits[state[:, 0]] if self._is_free else super().logits(state)
+    def logits(self, state: Tensor, *, widens: bool = True) -> Tensor:
+        return self._logits[state[:, 0]] if self._is_free else super().logits(state, widens=widens)
 
     def _states(self, token_ids: Tensor, captured: CapturedStates | None) -> Tensor:
         self.ready_s = time.perf_counter() + self.device_s

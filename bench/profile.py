@@ -42,7 +42,7 @@ from shared.ladder import native_chain
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
-from shared.model.gated_model import GatedModel
+from shared.model.contiguous_runner import GatedModel
 from shared.model.loaded import LoadedModel
 from shared.ops.chains import draft_chains
 from shared.ops.layer import profile_layers

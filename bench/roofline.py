@@ -33,9 +33,8 @@ from shared import ops
 from shared.ladder.confidence_head import HIGHEST, LOWEST, ConfidenceHead, scalar_features
 from shared.ladder.draws import confidence_weights
 from shared.ladder.head_rows import projection
+from shared.ops import choose_greedy, choose_sampled, runs_on
 from shared.ops.chains import draft_top, new_tickets, route
-from shared.ops.choices import choose_greedy, choose_sampled
-from shared.ops.library import runs_on
 from shared.ops.paged import paged_attention
 
 SIZES = {576: (4587, 49152), 4096: (8192, 128256)}  # draft vocabulary and vocabulary

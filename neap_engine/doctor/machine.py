@@ -20,9 +20,8 @@ from shared.configured_model import use_cpu_path
 from shared.cpus import usable_cpus
 from shared.errors import NeapError
 from shared.model.load import check_device
-from shared.ops import library
+from shared.ops import choose_greedy
 from shared.ops.build import described
-from shared.ops.choices import choose_greedy
 
 PACKAGES = ("torch", "transformers", "triton", "grpcio", "protobuf")
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -49,7 +48,7 @@ def _version_of(package: str) -> str | None:
 
 def cpu_kernels(path: str = "auto") -> Finding:
     """Loads the library and runs a kernel. Every device needs the library. `path`: that of the settings. Raises what
-    `library.load` and `use_cpu_path` raise."""
+    `ops.load` and `use_cpu_path` raise."""
     if path != "auto":
         use_cpu_path(path)
     isa = ops.cpu_isa()
@@ -119,11 +118,11 @@ def _driver_version() -> str | None:
 
 def cuda_kernels(is_needed: bool) -> Finding:
     """Looks for CUDA kernels in the library, and runs one if there is a GPU.
-    Raises what `library.load` raises if it does not load."""
+    Raises what `ops.load` raises if it does not load."""
     name = "CUDA kernels"
-    if not library.is_available():
+    if not ops.is_available():
         return missing(name, is_needed, "the library is not built", "run `make build-ops`")
-    if not library.runs_on("cuda"):
+    if not ops.runs_on("cuda"):
         return missing(name, is_needed, "the library is built for CPUs only", _next_build())
     if not torch.cuda.is_available():
         return Finding(name, "ok", "built; not run, because there is no usable GPU")

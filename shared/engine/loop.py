@@ -57,8 +57,7 @@ class EngineLoop:
         self.ended: NeapError | None = None
         self.is_ready = threading.Event()
         self.ladder_failure: NeapError | None = None
-        # When the thread was ready for requests, by `time.monotonic`.
-        # What came before waited for that, and not in the queue.
+        # When the thread was ready, by `time.monotonic`: what came before waited for that, and not in the queue.
         self._ready_s = math.inf
         self._decoder = decoder
         self._ladders = ladders
@@ -68,8 +67,7 @@ class EngineLoop:
         self._cost_meter = cost_meter
         self._clock = clock
         self._is_stopping = False
-        # What is to be called once the events of this turn are delivered.
-        self._after_events: set[AfterEvents] = set()
+        self._after_events: set[AfterEvents] = set()  # of this turn
         # When the thread began what it does now, by `time.monotonic`; None while it waits for work, and before it is
         # ready.
         self.turn_began_s: float | None = None
@@ -331,11 +329,11 @@ class EngineLoop:
             job.cancel()
 
     def _end_deliveries(self) -> None:
-        while self._after_events:
-            try:
+        try:
+            while self._after_events:
                 self._after_events.pop()()
-            except BaseException:  # as above
-                logger.exception("what follows the events of a step failed")
+        except BaseException:  # as above
+            logger.exception("what follows the events of a step failed")
 
 
 def stopping_error() -> Unavailable:

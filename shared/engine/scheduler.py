@@ -2,26 +2,20 @@
 Pure: no thread, no lock, no clock, no tensor."""
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
+from shared.engine.turns import TakesTurns, deal, next_turn
 from shared.errors import RETRY_AFTER_S, Exhausted
 
 
-class Schedulable(Protocol):
+class Schedulable(TakesTurns, Protocol):
     """A request as the scheduler sees it. `deadline_s` is on the caller's clock; `num_kv_tokens` is what it may come to
-    fill. `turn` is the scheduler's: how many requests of its `client` come before it, -1 if it was put back.
-    `on_behalf_of`: see `GenerationRequest`."""
+    fill."""
 
-    turn: int
-
-    @property
-    def client(self) -> str: ...
-    @property
-    def on_behalf_of(self) -> str: ...
     @property
     def num_prompt_tokens(self) -> int: ...
     @property
@@ -32,8 +26,6 @@ class Schedulable(Protocol):
     def is_cancelled(self) -> bool: ...
     @property
     def is_paused(self) -> bool: ...
-    @property
-    def priority(self) -> int: ...
     @property
     def may_be_put_back(self) -> bool: ...
 
@@ -114,7 +106,7 @@ class Scheduler(Generic[R]):
 
     def add(self, request: R) -> None:
         """Appends a request to the queue. Raises `Exhausted` (reason QUEUE_FULL)."""
-        request.turn = self._next_turn_of(request.client)
+        request.turn = next_turn(request.client, self._waiting, self._running)
         rank = request.priority, request.turn
         ahead = [waiting for waiting in self._waiting if (waiting.priority, waiting.turn) <= rank]
         num_tokens = sum(waiting.num_prompt_tokens for waiting in ahead)
@@ -126,27 +118,8 @@ class Scheduler(Generic[R]):
                 retry_after_s=RETRY_AFTER_S,
             )
         self._waiting.insert(len(ahead), request)
-        self._deal(request)
-
-    def _deal(self, added: R) -> None:
-        """Divides the turns of a client's waiting requests among those behind it."""
-        key = added.client, added.priority
-        mine = [waiting for waiting in self._waiting if (waiting.client, waiting.priority) == key and waiting.turn >= 0]
-        turns = [waiting.turn for waiting in mine]
-        num_before = Counter(running.on_behalf_of for running in self._running if running.client == added.client)
-
-        def rank(waiting: R) -> int:
-            num_before[waiting.on_behalf_of] += 1
-            return num_before[waiting.on_behalf_of]
-
-        for request, turn in zip(sorted(mine, key=rank), turns, strict=True):
-            request.turn = turn
+        deal(request, self._waiting, self._running)
         self._waiting = deque(sorted(self._waiting, key=lambda waiting: (waiting.priority, waiting.turn)))
-
-    def _next_turn_of(self, client: str) -> int:
-        """After those of its requests that wait, or as many as run."""
-        turns = [waiting.turn for waiting in self._waiting if waiting.client == client and waiting.turn >= 0]
-        return max(turns) + 1 if turns else sum(running.client == client for running in self._running)
 
     def remove_ended(self, now_s: float) -> list[R]:
         """Removes and returns the requests that were cancelled or whose deadline has passed."""

@@ -76,21 +76,16 @@ class DepthCounts:
         self.accepted: Counter[str] = Counter()
         self.exits: Counter[str] = Counter()
 
-    def count_drafts(self, proposers: Sequence[str], num_accepted: int) -> None:
-        """Counts the drafts of one chain by their proposers, in order. The first `num_accepted` became final."""
-        for index, proposer in enumerate(proposers):
-            self.drafted[proposer] += 1
-            self.accepted[proposer] += index < num_accepted
-
-    def count_tokens(self, num_tokens: int, chunks: Sequence[TokenChunk]) -> None:
-        """Counts the tokens of one request from one step."""
+    def count(self, num_tokens: int, chunks: Sequence[TokenChunk], num_executions: int | None) -> None:
+        """Counts the tokens of one request from one step, and the layer executions of a step that was not its
+        first."""
         self.num_generated_tokens += num_tokens
         for chunk in chunks:
             for token in chunk.tokens:
                 self.exits[token.proposer] += 1
-
-    def count_layers(self, num_executions: int, num_tokens: int) -> None:
-        """Counts the layer executions of one request in a step that was not its first."""
+        if num_executions is None:
+            self.num_requests += 1
+            return
         saved = self._num_layers * num_tokens - num_executions
         self.num_layer_executions += num_executions
         self.num_layer_executions_saved += max(saved, 0)
@@ -114,9 +109,11 @@ class EngineStatistics(DepthCounts):
         self.step_sequences = Distribution(BATCH_BOUNDS)
 
     def record_drafts(self, proposers: Sequence[str], num_accepted: int, version: int | None) -> None:
-        """See `count_drafts`."""
+        """Counts the drafts of one chain by their proposers, in order. The first `num_accepted` became final."""
         for counts in self._counts(version):
-            counts.count_drafts(proposers, num_accepted)
+            for index, proposer in enumerate(proposers):
+                counts.drafted[proposer] += 1
+                counts.accepted[proposer] += index < num_accepted
 
     def _counts(self, version: int | None) -> tuple[DepthCounts, ...]:
         if version is None:
@@ -137,22 +134,18 @@ class EngineStatistics(DepthCounts):
         self.step_s.record(seconds)
         self.step_sequences.record(len(sequences))
         for sequence, chunks in zip(sequences, results, strict=True):
-            seen = sequence.counted
-            num_tokens = sequence.num_generated - seen.num_generated
+            seen, num_generated = sequence.counted, sequence.num_generated
+            num_tokens = num_generated - seen.num_generated
             if sequence.failure is not None:  # only what it was given before it failed
                 num_tokens = sum(len(chunk.tokens) for chunk in chunks)
             if not num_tokens:  # a piece of a prompt
                 continue
             num_executions = sequence.num_layer_executions - seen.num_layer_executions
             for counts in self._counts(sequence.request.counted_version):
-                counts.count_tokens(num_tokens, chunks)
-                if seen.delivered_s:
-                    counts.count_layers(num_executions, num_tokens)
-                else:
-                    counts.num_requests += 1
+                counts.count(num_tokens, chunks, num_executions if seen.delivered_s else None)
             if seen.delivered_s:
                 self.inter_token_s.record((now - seen.delivered_s) / num_tokens, num_tokens)
             else:
                 self.num_prompt_tokens += len(sequence.request.given_ids)
                 self.num_cached_prompt_tokens += sequence.num_cached
-            sequence.counted = CountedProgress(sequence.num_generated, sequence.num_layer_executions, now)
+            sequence.counted = CountedProgress(num_generated, sequence.num_layer_executions, now)

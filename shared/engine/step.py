@@ -46,10 +46,12 @@ def prefill_budget(num_reading: int, num_decoding: int) -> int:
     return MIN_PREFILL_TOKENS + round((MAX_PREFILL_TOKENS - MIN_PREFILL_TOKENS) * share)
 
 
-def verify_parts(logits: Tensor, parts: Sequence[Speculation]) -> list[Verdict]:
-    """The verdict on each part. logits [T, V]: the rows of all parts, part after part. See `verify`."""
+def verify_parts(logits: Tensor, parts: Sequence[Speculation]) -> None:
+    """Gives each part its verdict. logits [T, V]: the rows of all parts, part after part. See `verify`."""
     num_alternatives = [part.sequence.request.logprobs for part in parts]
-    return verify(logits, [part.trial() for part in parts], num_alternatives)
+    verdicts = verify(logits, [part.trial() for part in parts], num_alternatives)
+    for part, verdict in zip(parts, verdicts, strict=True):
+        part.verdict = verdict
 
 
 class Decoder:
@@ -126,7 +128,9 @@ class Decoder:
         for sequence in first:
             sequence.started_s = now
         groups = [sequences] if self.runner.supports_ragged else [[alone] for alone in sequences]
-        results = [chunks for group in groups for chunks in self._step(group, sequences)]
+        results: list[list[TokenChunk]] = []
+        for group in groups:
+            results += self._step(group, sequences)
         try:
             for sequence in first:
                 self.statistics.queue_s.record(now - sequence.submitted_s)
@@ -139,21 +143,20 @@ class Decoder:
         """A step of the sequences that share a verify pass.
         `running`: all running sequences, which may share their prefixes."""
         start_s = time.perf_counter()
-        decoding = [sequence for sequence in batch if not sequence.is_reading]
-        reading = [sequence for sequence in batch if sequence.is_reading]
-
+        decoding, reading = list[DecodingSequence](), list[DecodingSequence]()
+        for sequence in batch:
+            (reading if sequence.is_reading else decoding).append(sequence)
         prefills = self._prefill(reading, running, len(decoding)) if reading else []
-        drafted = self._drafting.draft(decoding, sum(len(part.tokens) for part in prefills))
-        parts = [*drafted, *prefills]
-        self._verify_and_commit(parts)
-
-        chunks_of = {id(part.sequence): part.chunks for part in parts}
-        results = [chunks_of.get(id(sequence), []) for sequence in batch]
+        num_read = sum(len(part.tokens) for part in prefills) if prefills else 0
+        parts = self._drafting.draft(decoding, num_read) + prefills
+        if parts:
+            self._verify_and_commit(parts, num_read)
         seconds = time.perf_counter() - start_s
         # Where nothing is read from the device, the time is not that of the pass.
-        if any(part.num_logits and part.sequence.failure is None for part in parts):
-            self.prefill_rate.record(sum(len(part.tokens) for part in prefills), seconds)
-        return results
+        if num_read and any(part.num_logits and part.sequence.failure is None for part in parts):
+            self.prefill_rate.record(num_read, seconds)
+        chunks_of = {id(part.sequence): part.chunks for part in parts}
+        return [chunks_of.get(id(sequence), []) for sequence in batch]
 
     # Prefill.
 
@@ -198,6 +201,8 @@ class Decoder:
             sequence,
             start,
             sequence.tokens[start:stop],
+            [0] * (stop - start),
+            [None] * (stop - start),
             is_prefill=True,
             num_logits=int(stop == end),
             captured={depth: [] for depth in sequence.kept_depths},
@@ -210,10 +215,9 @@ class Decoder:
 
     # Verify and commit.
 
-    def _verify_and_commit(self, parts: Sequence[Speculation]) -> None:
-        """Runs the verify pass over all chains, verifies their drafts, and commits what the full model accepts."""
-        if not parts:
-            return
+    def _verify_and_commit(self, parts: Sequence[Speculation], num_read: int) -> None:
+        """Runs the verify pass over all chains and the `num_read` tokens of prompts, verifies drafts, and commits what
+        the full model accepts."""
         start_s = time.perf_counter()
         try:
             logits = self._verify_pass(parts)
@@ -221,15 +225,16 @@ class Decoder:
             failed = [part.sequence for part in parts]
             fail_all(failed, error, "a pass failed that was shared by")
             return
-        answered = [part for part in parts if part.num_logits]
-        verdicts = dict(zip(map(id, answered), self._verify(logits, answered), strict=True))
-        if not any(part.is_prefill for part in parts):
-            measured_s = parts[0].sequence.drafter.pass_s(sum(len(part.tokens) for part in parts))
+        if logits is not None:
+            self._verify(logits, [part for part in parts if part.num_logits])
+        if not num_read:
+            sizes = [(part.base, len(part.tokens)) for part in parts]
+            measured_s = parts[0].sequence.drafter.pass_s(parts[-1].offset + sizes[-1][1])
             extra_s = min(time.perf_counter() - start_s, MOST_SLOWNESS * measured_s) - measured_s
-            self._drafting.key_time.record(extra_s, [(part.base, len(part.tokens)) for part in parts])
+            self._drafting.key_time.record(extra_s, sizes)
         for part in parts:
             if part.sequence.failure is None:
-                attempt(part.sequence, self._commit, part, verdicts.get(id(part)))
+                attempt(part.sequence, self._commit, part, part.verdict)
 
     def _verify_pass(self, parts: Sequence[Speculation]) -> Tensor | None:
         """Takes all tokens through all layers. Returns the logits [N, V] that the parts need, part after part; None if
@@ -238,71 +243,69 @@ class Decoder:
         num_logits = sum(part.num_logits for part in parts)
         if not num_logits:
             return None
-        if num_logits < len(states):
+        if num_logits < states.shape[0]:
             ends = [part.offset + len(part.tokens) for part in parts]
             with_logits = [states[end - part.num_logits : end] for part, end in zip(parts, ends, strict=True)]
             states = torch.cat(with_logits)
         return self.runner.logits(states)
 
-    def _verify(self, logits: Tensor | None, parts: Sequence[Speculation]) -> Sequence[Verdict | None]:
+    def _verify(self, logits: Tensor, parts: Sequence[Speculation]) -> None:
         """Verifies all parts together, which reads the device once.
         If that fails, each alone, so that only the culprits fail."""
-        if logits is None:
-            return []
         try:
-            return verify_parts(logits, parts)
+            verify_parts(logits, parts)
+            return
         except Exception:
             logger.warning("verification failed; each request is verified alone", exc_info=True)
         by_part = logits.split_with_sizes([part.num_logits for part in parts])
-        return [
-            attempt(part.sequence, self._verify_alone, rows, part) for part, rows in zip(parts, by_part, strict=True)
-        ]
-
-    def _verify_alone(self, logits: Tensor, part: Speculation) -> Verdict:
-        [verdict] = verify_parts(logits, [part])
-        return verdict
+        for part, rows in zip(parts, by_part, strict=True):
+            attempt(part.sequence, verify_parts, rows, [part])
 
     def _commit(self, part: Speculation, verdict: Verdict | None) -> None:
         """Moves the sequence to what has been through every layer, and emits its new tokens.
         Rejected drafts are overwritten later."""
         sequence = part.sequence
-        if not part.is_prefill:
+        num_settled = len(part.tokens)
+        if part.is_prefill:
+            sequence.num_settled = part.base + num_settled
+            part.chunks += score_prompt(part, self.runner)
+        else:
             assert verdict is not None
-            sequence.count_layers(part.num_layer_executions, part.num_token_layers)
+            num_accepted = verdict.num_accepted
+            num_settled = 1 + num_accepted  # those before the token that the full model has just chosen
+            sequence.num_settled = part.base + num_settled
+            sequence.num_layer_executions += part.num_layer_executions
+            sequence.num_token_layers += part.num_token_layers
             sequence.num_verify_passes += 1
-            sequence.num_accepted += verdict.num_accepted
+            sequence.num_accepted += num_accepted
             sequence.tables.record(verdict.tokens)
             proposers = [sequence.drafter.names[number] for number in part.proposers]
-            self.statistics.record_drafts(proposers, verdict.num_accepted, sequence.request.counted_version)
-        num_settled = part.num_settled(None if part.is_prefill else verdict)
-        sequence.num_settled = part.base + num_settled
-        if part.is_prefill:
-            part.chunks += score_prompt(part, self.runner)
-        if sequence.keeps_states:
-            sequence.settled_states = part.states_at(sequence.kept_depths, num_settled - 1)
+            self.statistics.record_drafts(proposers, num_accepted, sequence.request.counted_version)
         if sequence.on_states is not None:
             shown = [torch.stack([part.state(d, i) for i in range(num_settled)]) for d in sequence.kept_depths]
             with torch.inference_mode(False):  # they may be trained on
                 sequence.on_states(part.base, torch.stack(shown, 1))
         if verdict is None:
             return
+        if sequence.keeps_states:
+            sequence.settled = part.kept(sequence.kept_depths, num_settled - 1)
         tokens = self._tokens(part, verdict)
         part.chunks += sequence.emit(tokens if verdict.is_sound else tokens[:-1])
-        sequence.num_relaxed += sum(part.base + 1 + place < len(sequence.tokens) for place in verdict.relaxed)
+        for place in verdict.relaxed:
+            sequence.num_relaxed += part.base + 1 + place < len(sequence.tokens)
         if not verdict.is_sound and not sequence.is_finished:
             raise non_finite_logits()
-        sequence.read_again_if_outgrown()
 
     def _tokens(self, part: Speculation, verdict: Verdict) -> list[GeneratedToken]:
         """The drafts that were accepted, with the exits that made them, and the token that the full model chose after
         them."""
-        drafter = part.sequence.drafter
-        exits = [(drafter.depths[number], drafter.names[number]) for number in part.proposers[: verdict.num_accepted]]
-        exits.append((self.runner.num_layers, FULL))
-        tokens = [
-            GeneratedToken(token, depth, proposer)
-            for token, (depth, proposer) in zip(verdict.tokens, exits, strict=True)
-        ]
+        drafter, tokens = part.sequence.drafter, list[GeneratedToken]()
+        for place, token in enumerate(verdict.tokens):
+            depth, proposer = self.runner.num_layers, FULL
+            if place < len(verdict.tokens) - 1:
+                number = part.proposers[place]
+                depth, proposer = drafter.depths[number], drafter.names[number]
+            tokens.append(GeneratedToken(token, depth, proposer))
         if verdict.logprobs is None:
             return tokens
         return [

@@ -11,7 +11,7 @@ from shared.engine.request.logprobs import Logprobs, logprobs, logprobs_from_row
 from shared.model.choosing import choose, num_accepted, relaxed
 from shared.model.distribution import reads_without_sync
 from shared.model.sampling import Trial
-from shared.ops.choices import NO_TOKEN
+from shared.ops import NO_TOKEN
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from shared import ops
 from shared.ladder.confidence_head import HIGHEST, LOWEST, ConfidenceHead, scalar_features
 from shared.ladder.exit_head import EPSILON
 from shared.ladder.head_rows import Projection
-from shared.ops import library
 from shared.ops.chains import ROUTE_TOKENS, ConfidenceWeights, draft_top, new_tickets, route
 
 LARGEST_HALF = 65504.0
@@ -81,4 +81,4 @@ def plain_draws(confidence: ConfidenceHead, project: Projection) -> Draws:
 
 def is_supported(device: torch.device, vocabulary_size: int) -> bool:
     """Whether the kernels run on `device` with a draft vocabulary of `vocabulary_size` tokens."""
-    return vocabulary_size > 1 and library.runs_on(device.type)
+    return vocabulary_size > 1 and ops.runs_on(device.type)

@@ -57,23 +57,23 @@ class NativeChain:
     def propose(self, starts: Sequence[ChainStart]) -> Chains:
         """As `ExitProposer.propose`, of whole chains."""
         # The op takes the chains first that its head has seen nothing of.
-        order = sorted(range(len(starts)), key=lambda number: starts[number].has_begun)
-        ordered = [starts[number] for number in order]
-        begins = [start.begin for start in ordered if start.begin is not None]
-        num_new = sum(not start.has_begun for start in starts)
-        states, outputs = begins[:num_new], begins[num_new:]
+        new, begun, states, outputs = list[int](), list[int](), list[Tensor](), list[Tensor]()
+        for number, start in enumerate(starts):
+            assert start.begin is not None
+            (begun if start.has_begun else new).append(number)
+            (outputs if start.has_begun else states).append(start.begin)
         chains = draft_chains(
             torch.stack(states).float() if states else torch.empty(0, NUM_STATES, self._hidden_size),
             torch.stack(outputs) if outputs else torch.empty(0, self._hidden_size),
-            ordered,
+            [starts[number] for number in new + begun],
             self._weights,
             LOWEST,
             HIGHEST,
             max(start.room for start in starts),
         )
-        if 0 < num_new < len(starts):
-            places = torch.tensor(order).argsort()
-            chains = Chains(*(part[places] for part in chains))
+        if new and begun:
+            back = torch.tensor(new + begun).argsort()
+            chains = Chains(*(part[back] for part in chains))
         return chains._replace(probabilities=chains.probabilities.double())
 
 

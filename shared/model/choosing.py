@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shared import ops
 from shared.model import host_choices
 from shared.model.distribution import candidates, constrained, drawn, nucleus, penalised, reads_without_sync
 from shared.model.sampling import Trial
-from shared.ops import library
-from shared.ops.choices import NO_TOKEN, choose_greedy, choose_sampled
+from shared.ops import NO_TOKEN, choose_greedy, choose_sampled
 
 
 def choose(logits: Tensor, trials: Sequence[Trial]) -> list[Tensor]:
@@ -67,12 +67,15 @@ def _relaxed(logits: Tensor, trial: Trial, choices: Tensor) -> Tensor:
 
 def num_accepted(chosen: Sequence[int], drafts: Sequence[int]) -> int:
     """The number of drafts before the first one that was not chosen."""
-    return next((i for i, draft in enumerate(drafts) if chosen[i] != draft), len(drafts))
+    for place, draft in enumerate(drafts):
+        if chosen[place] != draft:
+            return place
+    return len(drafts)
 
 
 def largest(scores: Tensor) -> Tensor:
     """The token [T] of each row's largest score, the first of equals. scores [T, V] float. NO_TOKEN as in `choose`."""
-    if library.runs_on(scores.device.type):
+    if ops.runs_on(scores.device.type):
         return choose_greedy(scores)
     tokens = scores.argmax(-1)  # of a NaN, if there is one
     top = scores.gather(1, tokens[:, None])[:, 0]
@@ -82,15 +85,20 @@ def largest(scores: Tensor) -> Tensor:
 def _largest(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
     """The first of the largest allowed scores of each row, after what changes scores."""
     on_host = reads_without_sync(logits.device)
-    scores = penalised(logits if on_host else constrained(logits, trials), trials)
+    scores = logits if on_host else constrained(logits, trials)
+    for trial in trials:
+        if trial.sampling.changes_scores:
+            scores = penalised(scores, trials)
+            break
     tokens = largest(scores)
-    sizes = [trial.num_rows for trial in trials]
-    rows: Sequence[Tensor] = [tokens] if len(trials) == 1 else tokens.split_with_sizes(sizes)
+    rows: Sequence[Tensor] = [tokens]
+    if len(trials) > 1:
+        rows = tokens.split_with_sizes([trial.num_rows for trial in trials])
     if not on_host or all(trial.allowed is None for trial in trials):
         return rows
     return [
         chosen if trial.allowed is None else host_choices.allowed_only(chosen, row_scores, trial)
-        for chosen, row_scores, trial in zip(rows, scores.split(sizes), trials, strict=True)
+        for chosen, row_scores, trial in zip(rows, scores.split([*map(len, rows)]), trials, strict=True)
     ]
 
 
@@ -109,6 +117,6 @@ def _drawn(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
 def _tokens_at(numbers: Sequence[float], masses: Tensor) -> Tensor:
     """The token [T] int64 of each row at its uniform number. masses [T, V]."""
     uniforms = torch.tensor(numbers, dtype=torch.float64).to(masses.device, non_blocking=True)
-    if library.runs_on(masses.device.type):
+    if ops.runs_on(masses.device.type):
         return choose_sampled(masses, uniforms)
     return drawn(masses, uniforms)

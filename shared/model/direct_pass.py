@@ -24,7 +24,7 @@ from shared.model.gates import Gates
 from shared.model.loaded import LoadedModel
 from shared.model.ragged import RaggedCache
 from shared.model.substitution.attention import observed_masks
-from shared.model.substitution.hooks import Hooks
+from shared.model.substitution.layer import Hooks
 from shared.model.substitution.match import Unsuitable
 from shared.model.substitution.ragged import Span
 
@@ -69,13 +69,12 @@ class AngleTable:
         """The angles [1, T, R] of the positions of all spans, one span after another."""
         parts: list[Angles] = []
         for span in spans:
-            start, end = span.start, span.end
             if span.origin:  # a check: the table need not hold all positions before
-                parts.append(self._of(range(start, end)))
+                parts.append(self._of(range(span.start, span.end)))
                 continue
-            if end > self._cos.shape[1]:
-                self._grow(end)
-            parts.append((self._cos[:, start:end], self._sin[:, start:end]))
+            if span.end > self._cos.shape[1]:
+                self._grow(span.end)
+            parts.append((self._cos[:, span.start : span.end], self._sin[:, span.start : span.end]))
         if len(parts) == 1:
             return parts[0]
         return torch.cat([cos for cos, _ in parts], 1), torch.cat([sin for _, sin in parts], 1)
@@ -99,10 +98,8 @@ class DirectPass:
         self._angles = AngleTable(
             rotary, state, loaded.context_length, borders(loaded.model.config, loaded.context_length)
         )
-        inside = set(loaded.parts.layers.modules())
-        around = [module for module in loaded.model.base_model.modules() if module not in inside]
-        # The hooks of what a direct pass does not call. If there are any, it is not used.
-        self._hooks = Hooks(around)
+        # A direct pass calls no hooks. If there are any, it is not used.
+        self._hooks = Hooks(loaded.model.base_model.modules())
 
     def run(
         self,
@@ -119,8 +116,11 @@ class DirectPass:
 
         Keys and values may have been written in that case. The other pass writes them again.
         """
-        if self._hooks.are_any() or max(s.end for s in spans) > self.causal_until:
+        if self._hooks.are_any():
             return None
+        for span in spans:
+            if span.end > self.causal_until:
+                return None
         # Without the module's call around it, whose hooks have just been looked at.
         state = self._embedding.forward(token_ids) if hidden is None else hidden
         return self._gates.run_stacked(first, last, state, self._angles.of(spans), cache, captured)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shared.model.context_counts import ContextCounts, Counts, before_rows
 from shared.model.sampling import AllowedTokens, SamplingParams, Trial
-from shared.ops.choices import NO_TOKEN
+from shared.ops import NO_TOKEN
 
 _MANTISSA_BITS = 53
 # Devices whose tensors the host reads without a synchronisation.

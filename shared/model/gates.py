@@ -21,8 +21,7 @@ from transformers import Cache, PreTrainedModel
 
 from shared.errors import UnsupportedModel
 from shared.model.cache_argument import CACHE_ARGUMENTS, with_cache
-from shared.model.substitution.hooks import Hooks
-from shared.model.substitution.layer import FusedCache, LayerStack, run_plan
+from shared.model.substitution.layer import FusedCache, Hooks, LayerStack, run_plan
 
 LayerOutput = Tensor | tuple[Any, ...]
 Forward = Callable[..., LayerOutput]
@@ -98,7 +97,7 @@ class Gates:
         self._stacked_with: list[tuple[str, object]] = []
         # Whether layers may run as one op: not if somebody calls the model directly, who could not repeat the pass.
         self._may_stack = False
-        self._hooks = Hooks(layers)
+        self._hooks = Hooks(layers.modules())
         for index, layer in enumerate(layers):
             layer.forward = self._gated(index)
         self._learn_output_form()
@@ -240,27 +239,27 @@ class Gates:
         captured: dict[int, Tensor] | None,
     ) -> Tensor | None:
         """As `run`, but only the fused layers, without the model's forward around them, with causal masks.
-        None if a layer must run its own forward. Layers before it may have run then.
+        None if a layer must run its own forward. Layers before it may have run then. Hooks are not called.
         """
-        if self._stack is None or self._hooks.are_any():
+        if self._stack is None:
             return None
-        num_tokens = state.shape[0] * state.shape[1]
-        depths = [depth for depth in captured or () if first <= depth < last]
-        passed = {first: state}
+        captured = {} if captured is None else captured
         depth = first
         while depth < last:
             plan = self._stack.plan(depth, last)
             if plan is None:
                 return None
-            end = depth + len(plan.indices)
-            inside = {stop - depth: state for stop in depths if depth < stop < end}
+            end, inside = depth + len(plan.indices), dict[int, Tensor]()
+            for stop in captured:
+                if stop == depth:
+                    captured[stop] = state
+                elif depth < stop < end:
+                    inside[stop - depth] = state
             state = plan.run(state, angles, cache, captured=inside)
-            passed.update((depth + count, inner) for count, inner in inside.items())
+            for count, inner in inside.items():
+                captured[depth + count] = inner
             depth = end
-            passed[depth] = state
-        if captured:
-            captured.update((depth, passed[depth]) for depth in depths)
-        self.counters.add(first, last, num_tokens)
+        self.counters.add(first, last, state.shape[0] * state.shape[1])
         return state
 
     def head(self, state: Tensor, **inputs: Any) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shared.model.distribution import penalised, unit_mass
 from shared.model.sampling import SamplingParams, Trial
-from shared.ops.choices import NO_TOKEN
+from shared.ops import NO_TOKEN
 
 
 def allowed_only(chosen: Tensor, scores: Tensor, trial: Trial) -> Tensor:

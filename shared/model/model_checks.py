@@ -8,6 +8,7 @@ else there may be shows here.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +16,11 @@ from torch import Tensor
 from shared.errors import UnsupportedModel
 from shared.model.borders import NUM_CHECKED, crossing_length, origins
 from shared.model.cache import KVCache, refuse_if_out_of_memory
-from shared.model.gated_model import GatedModel
 from shared.model.paged_kv import BLOCK_TOKENS, num_blocks_of
 from shared.model.ragged import RaggedSequence
+
+if TYPE_CHECKING:
+    from shared.model.contiguous_runner import GatedModel
 
 # The first two end just before a border.
 PIECES = (3, 1, 1, 4)
@@ -42,7 +45,7 @@ def difference(states: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
 
 
 @torch.inference_mode()
-def check_cuts(model: GatedModel) -> None:
+def check_cuts(model: "GatedModel") -> None:
     """Raises `UnsupportedModel` (reason LENGTH_NOT_SUPPORTED) if a text beyond some border gets other states when it is
     read in pieces."""
     loaded = model.loaded
@@ -65,7 +68,7 @@ def check_cuts(model: GatedModel) -> None:
             )
 
 
-def _states(model: GatedModel, ids: Tensor, place: int, cut: tuple[int, ...]) -> Tensor:
+def _states(model: "GatedModel", ids: Tensor, place: int, cut: tuple[int, ...]) -> Tensor:
     """The states [T, D] of `ids` at positions from `place` on, as one prompt that is read in passes of these sizes."""
     cache = model.new_cache(ids.shape[1])
     cache.origin = place
@@ -91,7 +94,7 @@ class StateCheck:
     than the model's window, and one across each border."""
 
     @torch.inference_mode()
-    def __init__(self, model: GatedModel) -> None:
+    def __init__(self, model: "GatedModel") -> None:
         loaded = model.loaded
         generator = torch.Generator().manual_seed(0)
         config, context_length = loaded.model.config, loaded.context_length

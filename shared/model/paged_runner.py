@@ -15,7 +15,7 @@ from torch import Tensor
 from shared.errors import UnsupportedModel
 from shared.model.cache import KVCache
 from shared.model.choosing import largest
-from shared.model.gated_model import GatedModel
+from shared.model.contiguous_runner import GatedModel
 from shared.model.gates import LayerCounters
 from shared.model.inference import inference
 from shared.model.loaded import LoadedModel
@@ -301,7 +301,7 @@ class PagedRunner:
 
     @inference
     def _choose(self, bucket: int) -> None:
-        self._chosen[:bucket].copy_(largest(self._model.scores(self._to_head[:bucket])))
+        self._chosen[:bucket].copy_(largest(self._model.logits(self._to_head[:bucket], widens=False)))
 
     def _set_up(self, transform: LayerTransform | None, *, checks: bool = False) -> None:
         """Makes later passes run with `transform`, and drops all recorded passes.

@@ -32,7 +32,8 @@ class RaggedSequence:
 
     @property
     def span(self) -> Span:
-        return Span(self.base, self.num_tokens, self.cache.origin)
+        start = self.cache.origin + self.base
+        return Span(start, start + self.num_tokens, self.cache.origin)
 
     @property
     def lengths(self) -> list[int]:
@@ -49,8 +50,10 @@ class RaggedCache(LengthlessCache):
         """Raises `InvalidInput` (reason CACHE_CAPACITY) if positions do not fit a sequence's cache."""
         self.spans = tuple(sequence.span for sequence in sequences)
         self._caches = [as_contiguous(sequence.cache) for sequence in sequences]
-        for cache, span in zip(self._caches, self.spans, strict=True):
-            cache.begin(span.base, span.num_tokens)
+        self._bases = [sequence.base for sequence in sequences]
+        self._counts = [sequence.num_tokens for sequence in sequences]
+        for cache, base, count in zip(self._caches, self._bases, self._counts, strict=True):
+            cache.begin(base, count)
         super().__init__(RaggedOffset(self.spans))
 
     def update(  # type: ignore[override]  # transformers passes the result to our attention without looking inside
@@ -71,6 +74,6 @@ class RaggedCache(LengthlessCache):
         return LayerKV(
             [key_table for [key_table], _ in tables],
             [value_table for _, [value_table] in tables],
-            [span.base for span in self.spans],
-            [span.num_tokens for span in self.spans],
+            self._bases,
+            self._counts,
         )

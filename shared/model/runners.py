@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shared import ops
 from shared.errors import PreconditionFailed, UnsupportedModel
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.gates import Forward, LayerOutput
@@ -14,7 +15,6 @@ from shared.model.loaded import LoadedModel
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import CudaRecorder, NoRecorder
 from shared.model.runner import Runner
-from shared.ops import library
 
 # Limit for kinds of layers times sizes of passes. Beyond its own, lower limit, torch would run layers uncompiled.
 MAX_COMPILATIONS = 64
@@ -81,7 +81,7 @@ def check_runner(runner: Runner, *, record: bool, compile_layers: bool) -> None:
 def _runner(loaded: LoadedModel, kv_budget_bytes: int, record: bool, compile_layers: bool) -> Runner:
     if loaded.device.type != "cuda":
         return ContiguousRunner(loaded, "only a GPU does this")
-    if not library.runs_on("cuda"):
+    if not ops.runs_on("cuda"):
         # Without them requests would run one at a time, and nobody who pays for a GPU wants that.
         raise PreconditionFailed(
             "neap's kernels are not built for CUDA: run `make build-ops` where nvcc is (`neap doctor` says whether it "

@@ -1,5 +1,6 @@
-"""neap's kernels for the CPU, as typed functions. They compute in float32; weights may be stored in other formats.
-`reference` specifies each of them in PyTorch.
+"""neap's kernels for the CPU, as typed functions, and the choice of a token for each row of scores, on CPU and CUDA.
+They compute in float32; weights may be stored in other formats. `reference` specifies each of them in PyTorch. The
+compiled library is found and loaded once per process, when an op is first needed.
 
 Every op is *batch-invariant*: the bits of a token's result do not depend on what else is in the call, such as other
 tokens, a longer cache or more threads. So a pass over eight tokens equals eight passes over one token, and drafts can
@@ -10,30 +11,80 @@ tensors of the wrong shape, dtype, device or layout, and `ValueError` for inputs
 shapes are those of `shared.model`; `Hq` and `Hkv` are query and key heads, `K` and `N` inputs and outputs.
 """
 
+import threading
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from shared.ops.library import begin_call, is_available, load
+from shared.errors import PreconditionFailed
 
-__all__ = [
-    "contiguous_attention",
-    "cpu_isa",
-    "is_available",
-    "load",
-    "pack_blocks",
-    "pack_linear",
-    "packed_gated_linear",
-    "packed_linear",
-    "packed_rows",
-    "ragged_contiguous_attention",
-    "rms_norm",
-    "rotary",
-    "round_inputs_",
-    "set_cpu_isa",
-    "unpack_linear",
-]
+# The choice of a row that is not finite. It is no index of a token.
+NO_TOKEN = -1
+LIBRARY = Path(__file__).resolve().parent / "_lib" / "libneap_ops.so"
+
+_lock = threading.Lock()
+_loaded = False
+
+
+def is_available() -> bool:
+    """Whether the library is built. Does not load it."""
+    return _loaded or LIBRARY.exists()
+
+
+def runs_on(device_type: str) -> bool:
+    """Whether the library is built and has kernels for `device_type`, "cpu" or "cuda".
+    Loads the library if it is built."""
+    is_built = _loaded or LIBRARY.exists()
+    return is_built and device_type in ("cpu", "cuda") and _has_kernels(device_type)
+
+
+@cache
+def _has_kernels(device_type: str) -> bool:
+    """As `runs_on`, for a library that is built. Cached, because it is called several times per step."""
+    load()
+    has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key("neap::draft_top", device_type.upper())
+    return has_kernel
+
+
+def begin_call(*inputs: Tensor | None) -> None:
+    """What each op does first. Raises as `load`, and `ValueError` if an input requires a gradient, because the result
+    would silently have none."""
+    if not _loaded:
+        load()
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
+        raise ValueError("neap's kernels have no gradient: call them under torch.no_grad()")
+
+
+def load() -> None:
+    """Registers the ops and their fakes with torch. Later calls cost one comparison.
+
+    Raises `PreconditionFailed` if the library is not built or does not load. The ops have no slower fallback: a caller
+    that can work without the library decides that itself.
+    """
+    global _loaded
+    if _loaded:
+        return
+    with _lock:
+        if _loaded:
+            return
+        if not LIBRARY.exists():
+            raise PreconditionFailed(
+                f"neap's kernels are not built ({LIBRARY} is missing): run `make build-ops`", reason="OPS_NOT_BUILT"
+            )
+        try:
+            torch.ops.load_library(str(LIBRARY))
+        except OSError as error:
+            raise PreconditionFailed(
+                f"neap's kernels do not load, run `make build-ops`: {error}", reason="OPS_NOT_LOADABLE"
+            ) from error
+        from shared.ops import fakes, reference
+
+        fakes.register()
+        reference.register()
+        _loaded = True
 
 
 def pack_linear(weight: Tensor) -> Tensor:
@@ -187,3 +238,25 @@ def set_cpu_isa(name: str) -> None:
     Raises `RuntimeError` if it is unknown."""
     begin_call()
     torch.ops.neap.set_cpu_isa(name)
+
+
+def choose_greedy(logits: Tensor) -> Tensor:
+    """logits [T, V] float32, float16, bfloat16 or float64 -> [T] int64: the index of each row's largest score, the
+    first one of equals.
+
+    NO_TOKEN where a score is NaN, or the largest one is infinite.
+    """
+    begin_call(logits)
+    tokens: Tensor = torch.ops.neap.choose_greedy.default(logits)
+    return tokens
+
+
+def choose_sampled(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """The token [T] int64 of each row: where uniform number * sum of the probabilities falls in their running sum.
+
+    probabilities [T, V] of the dtypes of `choose_greedy`, uniforms [T] float64 in [0, 1). A token depends only on its
+    own row and uniform number: see docs/decisions/002. NO_TOKEN where the sum is not finite, or 0.
+    """
+    begin_call(probabilities)
+    tokens: Tensor = torch.ops.neap.choose_sampled.default(probabilities, uniforms)
+    return tokens

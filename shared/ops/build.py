@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from shared.errors import InvalidInput, NeapError, NotFound, PreconditionFailed
-from shared.ops.library import LIBRARY
+from shared.ops import LIBRARY
 
 # Every generation since Turing. The last one also as PTX, for later generations.
 ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"

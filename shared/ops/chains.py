@@ -10,12 +10,14 @@ dtypes, devices or layouts. `reference` specifies each in PyTorch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shared.ops.library import begin_call
+from shared.ops import begin_call
 
 ROUTE_TOKENS = 8
 
@@ -117,11 +119,11 @@ class ChainWeights:
     bias: Tensor | None
     confidence: ConfidenceWeights
 
-    @property
+    @cached_property
     def matrices(self) -> list[Tensor]:
         return [self.fuse, self.next, self.gate, self.up, self.down, self.rows, self.hidden]
 
-    @property
+    @cached_property
     def vectors(self) -> list[Tensor]:
         confidence = self.confidence
         bias = torch.empty(0) if self.bias is None else self.bias
@@ -202,17 +204,19 @@ def draft_chains(
     """
     begin_call(states, outputs)
     confidence = weights.confidence
+    columns = [*zip(*starts, strict=True)] or [()] * len(ChainStart._fields)
+    tokens, places, rooms, survivals, factors, least_survivals, *_ = columns
     return Chains(
         *torch.ops.neap.draft_chains.default(
             states,
             outputs,
-            [token for start in starts for token in start.tokens],
-            [len(start.tokens) for start in starts],
-            [start.place for start in starts],
-            [start.room for start in starts],
-            [start.survival for start in starts],
-            [start.factor for start in starts],
-            [start.least_survival for start in starts],
+            [*chain.from_iterable(tokens)],
+            [*map(len, tokens)],
+            places,
+            rooms,
+            survivals,
+            factors,
+            least_survivals,
             weights.embedding,
             weights.vocabulary,
             weights.matrices,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shared.ops import library
+from shared import ops
 
 _RESULTS = {
     "neap_ladder_call_gain_s": c_double,
@@ -43,9 +43,9 @@ Script = ctypes.CFUNCTYPE(c_int32, ctypes.POINTER(c_int32), c_int64, ctypes.POIN
 @cache
 def functions() -> ctypes.PyDLL:
     """The library's functions. They keep the interpreter's lock: to get it back from other threads would take longer
-    than they do. Raises as `library.load`."""
-    library.load()
-    loaded = ctypes.PyDLL(str(library.LIBRARY))
+    than they do. Raises as `ops.load`."""
+    ops.load()
+    loaded = ctypes.PyDLL(str(ops.LIBRARY))
     for name, result in _RESULTS.items():
         getattr(loaded, name).restype = result
     for name, arguments in _OTHER_ARGUMENTS.items():
@@ -129,7 +129,7 @@ class Step:
 
     def begin(
         self,
-        sequences: Sequence[Handle],
+        addresses: Sequence[c_void_p],
         rooms: Sequence[int],
         min_layers: Sequence[int],
         are_fixed: Sequence[bool],
@@ -138,20 +138,21 @@ class Step:
         extra_s: float = 0.0,
         keys_s: Sequence[float] = (),
     ) -> None:
-        """`rooms`: the most drafts of each. Only exits at `min_layers` or deeper draft, if it is not 0. Chains that are
-        fixed are drafted and verified whether they pay or not. `num_sequences` share the verify pass, with so many
-        other tokens, and takes `extra_s` seconds more than its measured cost;
+        """`addresses`: those of the sequences. `rooms`: the most drafts of each. Only exits at `min_layers` or deeper
+        draft, if it is not 0. Chains that are fixed are drafted and verified whether they pay or not. `num_sequences`
+        share the verify pass, with so many other tokens, and it takes `extra_s` seconds more than its measured cost;
         each draft of a sequence takes `keys_s` more to attend to the keys before it."""
-        self._count = len(sequences)
+        self._count = count = len(addresses)
         self._width = max(1, *rooms)
+        numbers = c_int64 * count
         self._functions.neap_step_begin(
             self._step.address,
-            c_int64(self._count),
-            (c_void_p * self._count)(*(each.address for each in sequences)),
-            integers(rooms),
-            integers(min_layers),
-            integers(are_fixed),
-            doubles(keys_s or [0.0] * self._count),
+            c_int64(count),
+            (c_void_p * count)(*addresses),
+            numbers(*rooms),
+            numbers(*min_layers),
+            numbers(*are_fixed),
+            (c_double * count)(*keys_s),
             c_int64(num_sequences),
             c_int64(num_other_tokens),
             c_double(extra_s),
@@ -167,15 +168,13 @@ class Step:
 
     def advance(self) -> tuple[int, list[AskedChain]]:
         """Drafts on. Returns the exit that is to be asked, by number, and the chains that it is to be asked for."""
-        num_asked = self._functions.neap_step_advance(self._step.address, ctypes.byref(self._exit))
-        return self._exit.value, [self._asked(number) for number in range(num_asked)]
-
-    def _asked(self, number: int) -> AskedChain:
+        asked = []
         found, numbers, tokens = (c_int64 * 7)(), (c_double * 3)(), (c_int32 * self._width)()
-        self._functions.neap_step_asked(self._step.address, c_int64(number), found, numbers, tokens)
-        row, num_seen, num_drafts, room, *output = found
-        call, output_row, place = output
-        return AskedChain(row, num_seen, tokens[:num_drafts], room, (call, output_row, place), *numbers)
+        for number in range(self._functions.neap_step_advance(self._step.address, ctypes.byref(self._exit))):
+            self._functions.neap_step_asked(self._step.address, c_int64(number), found, numbers, tokens)
+            row, num_seen, num_drafts, room, call, output_row, place = found
+            asked.append(AskedChain(row, num_seen, tokens[:num_drafts], room, (call, output_row, place), *numbers))
+        return self._exit.value, asked
 
     def give(self, tokens: Tensor, probabilities: Tensor, lengths: Tensor) -> None:
         """What the exit has drafted: tokens [asked, K] int64 and probabilities [asked, K] float64, of which the first

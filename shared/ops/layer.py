@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shared.ops.library import begin_call
+from shared.ops import begin_call
 
 
 class TensorTable:

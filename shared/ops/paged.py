@@ -8,7 +8,7 @@ argument, for wrong shapes, dtypes, devices or layouts.
 import torch
 from torch import Tensor
 
-from shared.ops.library import begin_call
+from shared.ops import begin_call
 
 
 def paged_attention(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.ops.choices import NO_TOKEN
+from shared.ops import NO_TOKEN
 
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -251,13 +251,13 @@ def route(
 
 
 def choose_greedy(logits: Tensor) -> Tensor:
-    """Choices [T]: see `shared.ops.choices.choose_greedy`."""
+    """Choices [T]: see `shared.ops.choose_greedy`."""
     largest = logits.argmax(-1)
     return torch.where(logits.gather(1, largest[:, None])[:, 0].isfinite(), largest, NO_TOKEN)
 
 
 def choose_sampled(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """Choices [T]: see `shared.ops.choices.choose_sampled`."""
+    """Choices [T]: see `shared.ops.choose_sampled`."""
     choices = []
     for target, uniform in zip(probabilities.double(), uniforms.tolist(), strict=True):
         total = target.cumsum(0)

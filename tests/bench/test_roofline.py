@@ -8,7 +8,7 @@ import torch
 from bench.roofline import COLUMNS, PARTS, Bench, PlainDraws
 from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.head_rows import projection
-from shared.ops.library import runs_on
+from shared.ops import runs_on
 
 
 @pytest.fixture(scope="module")

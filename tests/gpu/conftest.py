@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from shared.ops import runs_on
 from shared.ops.build import build
-from shared.ops.library import runs_on
 
 
 @pytest.fixture(scope="session", autouse=True)

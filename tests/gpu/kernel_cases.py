@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.ops import reference
+from shared.ops import choose_greedy, choose_sampled, reference
 from shared.ops.chains import ConfidenceWeights, draft_top, new_tickets, route
-from shared.ops.choices import choose_greedy, choose_sampled
 from shared.ops.paged import paged_attention
 from tests.shared.ops.paged_passes import CLOSE, drawn_pass
 

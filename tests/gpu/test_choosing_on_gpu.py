@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from shared import ops
 from shared.engine.verification import compute_choices, verify
 from shared.model.choosing import num_accepted
 from shared.model.distribution import candidates, nucleus
 from shared.model.sampling import SamplingParams, Trial
-from shared.ops import library
 from tests.drawn_trials import row_alone
 from tests.masks import drawn_masks
 
@@ -68,7 +68,7 @@ def test_rows_have_the_same_bits_alone_and_in_company(device: str, size: int) ->
 @every_device
 @every_size
 def test_verdicts_are_the_same_alone_and_in_company(device: str, size: int) -> None:
-    if device == "cuda" and not library.runs_on("cuda"):
+    if device == "cuda" and not ops.runs_on("cuda"):
         pytest.fail("there is a GPU, but neap's kernels were built without CUDA")
     logits, trials = case(size, device)
     rows = logits.split([trial.num_rows for trial in trials])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from shared.engine.request.text import REPLACEMENT
+from shared.engine.request.answer import REPLACEMENT
 from shared.model.loaded import LoadedModel
 
 SENTINEL = "NEAPSENTINEL"

@@ -14,7 +14,6 @@ from shared.engine.drafting.speculation import Speculation, advance_to
 from shared.engine.failure import attempt, fail_all
 from shared.engine.request.sequence import DecodingSequence
 from shared.errors import Corrupt
-from shared.ladder.ladder import BoundLadder
 from shared.model.runner import Runner
 from shared.ops.chains import ChainStart
 from shared.ops.drafting import AskedChain, DraftedChain, Step
@@ -38,19 +37,19 @@ class Drafting:
         """
         if not sequences:
             return []
-        chains = [_new_chain(sequence) for sequence in sequences]
-        policies = [sequence.request.policy for sequence in sequences]
-        rooms = [sequence.draft_room for sequence in sequences]
-        self._step.begin(
-            [sequence.tables.handle for sequence in sequences],
-            rooms,
-            [policy.min_layers for policy in policies],
-            [policy.max_drafts > 0 for policy in policies],
-            len(sequences),
-            num_other_tokens,
-            *self.key_time.of([chain.base for chain in chains]),
-        )
-        limited = [row for row, sequence in enumerate(sequences) if sequence.limits_drafts and rooms[row] > 0]
+        chains, tables, rooms, least, are_fixed, num_keys, limited = [], [], [], [], [], [], []
+        for row, sequence in enumerate(sequences):
+            chain, policy, room = _new_chain(sequence), sequence.request.policy, sequence.draft_room
+            chains.append(chain)
+            tables.append(sequence.tables.handle.address)
+            rooms.append(room)
+            least.append(policy.min_layers)
+            are_fixed.append(policy.max_drafts > 0)
+            num_keys.append(chain.base)
+            if room > 0 and sequence.limits_drafts:
+                limited.append(row)
+        extra_s, keys_s = self.key_time.of(num_keys)
+        self._step.begin(tables, rooms, least, are_fixed, len(sequences), num_other_tokens, extra_s, keys_s)
         for row in limited:
             forced = attempt(sequences[row], sequences[row].forced_after, [], rooms[row])
             if forced is not None:
@@ -59,13 +58,17 @@ class Drafting:
         self._ask_exits(chains, outputs)
         drafted = self._step.read()
         num_kept = dict.fromkeys(limited, -1)
-        while limited := [row for row in limited if self._goes_on(row, sequences[row], drafted[row], rooms, num_kept)]:
-            self._ask_exits(chains, outputs)
+        while limited:
+            limited = [row for row in limited if self._goes_on(row, sequences[row], drafted[row], rooms, num_kept)]
+            if limited:
+                self._ask_exits(chains, outputs)
             drafted = self._step.read()
-        lengths = self._step.plan()
-        for chain, found, length in zip(chains, self._step.read() if num_kept else drafted, lengths, strict=True):
+        whole = []
+        for chain, found, length in zip(chains, drafted, self._step.plan(), strict=True):
             attempt(chain.sequence, _take, chain, found, length)
-        return [chain for chain in chains if chain.sequence.failure is None]
+            if chain.sequence.failure is None:
+                whole.append(chain)
+        return whole
 
     def _goes_on(
         self,
@@ -107,13 +110,15 @@ class Drafting:
         """One call of an exit. Returns its outputs [asked, K, W]."""
         ladder = chains[asked[0].row].sequence.ladder
         assert ladder is not None
-        states_at = self._states_of(ladder, index, asked, chains)
+        depth = ladder.depths[index]
+        reads_states = depth in ladder.state_depths
+        if reads_states:
+            self._take_to(depth, ladder.state_depths, asked, chains)
         starts = []
         for one in asked:
             chain = chains[one.row]
             call, row, place = one.output
             begin = chain.sequence.settled_states if call < 0 else outputs[call][row, place]
-            assert begin is not None
             starts.append(
                 ChainStart(
                     tokens=[chain.tokens[0], *one.drafts][one.num_seen :],
@@ -123,7 +128,7 @@ class Drafting:
                     factor=one.factor,
                     least_survival=one.least_survival,
                     begin=begin,
-                    entering=None if states_at is None else torch.stack(chain.captured[states_at][one.num_seen :]),
+                    entering=torch.stack(chain.captured[depth][one.num_seen :]) if reads_states else None,
                 )
             )
         start_s = time.perf_counter()
@@ -134,34 +139,25 @@ class Drafting:
         self._step.give(found.tokens, found.probabilities, found.lengths)
         return found.outputs
 
-    def _states_of(
-        self, ladder: BoundLadder, index: int, asked: Sequence[AskedChain], chains: Sequence[Speculation]
-    ) -> int | None:
-        """Takes the asked chains' tokens to the depth of an exit that reads their states. Returns the depth; None if
-        the exit reads none."""
-        depth = ladder.depths[index]
-        if depth not in ladder.state_depths:
-            return None
+    def _take_to(
+        self, depth: int, state_depths: Sequence[int], asked: Sequence[AskedChain], chains: Sequence[Speculation]
+    ) -> None:
+        """Takes the asked chains' tokens to the depth of an exit that reads their states."""
         parts = [chains[one.row] for one in asked]
         for part, one in zip(parts, asked, strict=True):
             part.follow(one.drafts)
-        for stop in ladder.state_depths:
+        for stop in state_depths:
             if 0 < stop <= depth:  # a chain needs the states of all its tokens there
                 advance_to(stop, parts, self._runner)
         if depth == 0:
             _capture_embeddings(parts, self._runner)
-        return depth
 
 
 def _new_chain(sequence: DecodingSequence) -> Speculation:
     state_depths = sequence.ladder.state_depths if sequence.ladder else ()
-    return Speculation(
-        sequence,
-        len(sequence.tokens) - 1,
-        [sequence.tokens[-1]],
-        captured={depth: [] for depth in (*sequence.kept_depths, *state_depths)},
-        read_length=sequence.read_length,
-    )
+    captured: dict[int, list[torch.Tensor]] = {depth: [] for depth in (*sequence.kept_depths, *state_depths)}
+    base, newest = len(sequence.tokens) - 1, sequence.tokens[-1]
+    return Speculation(sequence, base, [newest], [0], [None], captured=captured, read_length=sequence.read_length)
 
 
 def _take(chain: Speculation, drafted: DraftedChain, length: int) -> None:

@@ -85,11 +85,6 @@ class Drafter:
         self._slowness[index] = slowness = DECAY * self._slowness[index] + (1.0 - DECAY) * found
         functions().neap_ladder_slow_exit(self._native.address, index, slowness)
 
-    def calibrated(self, proposers: Sequence[int], probabilities: Sequence[float]) -> list[float]:
-        """The probabilities of drafts, 0 of a proposer that no calibration has measured."""
-        pairs = zip(proposers, probabilities, strict=True)
-        return [probability if self.are_calibrated[number] else 0.0 for number, probability in pairs]
-
 
 class KeyTime:
     """What passes take beyond their measured costs, because they attend to more keys than when they were measured:
@@ -101,7 +96,9 @@ class KeyTime:
 
     def record(self, extra_s: float, parts: Sequence[tuple[int, int]]) -> None:
         """A pass took so much longer than measured. `parts`: cached keys and tokens of each sequence."""
-        x, y = sum(keys for keys, _ in parts), sum(keys * tokens for keys, tokens in parts)
+        x = y = 0
+        for keys, tokens in parts:
+            x, y = x + keys, y + keys * tokens
         for name, new in (("_xx", x * x), ("_xy", x * y), ("_yy", y * y), ("_xs", x * extra_s), ("_ys", y * extra_s)):
             setattr(self, name, KEY_DECAY * getattr(self, name) + new)
         determinant = self._xx * self._yy - self._xy * self._xy

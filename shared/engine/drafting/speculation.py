@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.request.request import TokenChunk
-from shared.engine.request.sequence import DecodingSequence
+from shared.engine.request.sequence import DecodingSequence, PassedStates
 from shared.engine.verification import Verdict
 from shared.model.ragged import RaggedSequence
 from shared.model.runner import CapturedStates, Runner
@@ -27,28 +27,27 @@ class Speculation:
     layers that ran for these tokens. `read_length` as in `RaggedSequence`.
 
     `num_logits`: how many of the states, from the last, need logits; 0 for a piece of a prompt that is not the last
-    piece. `chunks`: the tokens that became final in this step.
+    piece. `verdict`: what the full model says of them, after the pass. `chunks`: the tokens that became final in this
+    step.
     """
 
     sequence: DecodingSequence
     base: int
     tokens: list[int]
+    reached: list[int]
+    states: list[Tensor | None]
     is_prefill: bool = False
     num_logits: int = 1
     proposers: list[int] = field(default_factory=list)
     probabilities: list[float] = field(default_factory=list)
-    reached: list[int] = field(default_factory=list)
-    states: list[Tensor | None] = field(default_factory=list)
     captured: dict[int, list[Tensor]] = field(default_factory=dict)
-    passed: "PassedStates" = field(default_factory=lambda: PassedStates({}))
+    passed: PassedStates = field(init=False)
     offset: int = 0
+    verdict: Verdict | None = None
     num_layer_executions: int = 0
     num_token_layers: int = 0
     read_length: int | None = None
     chunks: list[TokenChunk] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.reached, self.states = [0] * len(self.tokens), [None] * len(self.tokens)
 
     @property
     def drafts(self) -> list[int]:
@@ -57,8 +56,9 @@ class Speculation:
     def follow(self, drafts: Sequence[int]) -> None:
         """Makes these the drafts of the chain. What has been computed of the first of them holds as far as they are the
         same. The keys and values of others are overwritten by later tokens."""
-        pairs = enumerate(zip(self.tokens[1:], drafts, strict=False))
-        same = next((place for place, (held, draft) in pairs if held != draft), min(len(self.tokens) - 1, len(drafts)))
+        same, most = 0, min(len(self.tokens) - 1, len(drafts))
+        while same < most and self.tokens[same + 1] == drafts[same]:
+            same += 1
         del self.tokens[same + 1 :], self.reached[same + 1 :], self.states[same + 1 :]
         for captured in self.captured.values():
             del captured[same + 1 :]
@@ -91,13 +91,13 @@ class Speculation:
         passed = self.passed.by_depth.get(depth)
         return self.captured[depth][index] if passed is None else passed[0, self.offset + index]
 
-    def states_at(self, depths: tuple[int, ...], index: int) -> Tensor:
-        """Those at several depths [K, D]."""
-        # Not for a long piece of a prompt: the sequence goes on to hold the states of the whole pass.
-        together = None if self.is_prefill else self.passed.together(depths)
-        if together is None:
-            return torch.stack([self.state(depth, index) for depth in depths])
-        return together[self.offset + index]
+    def kept(self, depths: tuple[int, ...], index: int) -> tuple[PassedStates, int]:
+        """A pass that has a token's states at several depths, and the token's place in it."""
+        # Not of a long piece of a prompt: the sequence goes on to hold the states of the whole pass.
+        if not self.is_prefill and self.passed.by_depth.keys() >= set(depths):
+            return self.passed, self.offset + index
+        copied = torch.stack([self.state(depth, index) for depth in depths])
+        return PassedStates({depth: state[None, None] for depth, state in zip(depths, copied, strict=True)}), 0
 
     # Verification.
 
@@ -116,27 +116,14 @@ class Speculation:
             constraint.rows(drafts) if constraint else None,
             sequence.counts,
             request.policy.threshold,
-            sequence.drafter.calibrated(self.proposers, self.probabilities),
+            () if request.policy.threshold is None else self._calibrated(),
         )
 
-    def num_settled(self, verdict: Verdict | None) -> int:
-        """How many of the tokens are settled: those before the one that the full model has just chosen. None: all."""
-        return len(self.tokens) if verdict is None else 1 + verdict.num_accepted
-
-
-class PassedStates:
-    """The states [1, T, D] of a pass, by depth."""
-
-    def __init__(self, by_depth: CapturedStates) -> None:
-        self.by_depth = by_depth
-        self._together: dict[tuple[int, ...], Tensor] = {}
-
-    def together(self, depths: tuple[int, ...]) -> Tensor | None:
-        """Those at several depths [T, K, D], copied once for all tokens, since many small copies keep a GPU waiting.
-        None if the pass began below one of them."""
-        if depths not in self._together and self.by_depth.keys() >= set(depths):
-            self._together[depths] = torch.stack([self.by_depth[depth][0] for depth in depths], 1)
-        return self._together.get(depths)
+    def _calibrated(self) -> list[float]:
+        """The probabilities of the drafts, 0 of a proposer that no calibration has measured."""
+        are_calibrated = self.sequence.drafter.are_calibrated
+        pairs = zip(self.proposers, self.probabilities, strict=True)
+        return [probability if are_calibrated[number] else 0.0 for number, probability in pairs]
 
 
 # What a pass runs: a range of the tokens of each.

@@ -1,11 +1,19 @@
-"""The text of an answer, and where it ends."""
+"""The text of an answer, and where it ends: tokens become whole characters, and no part of a stop string."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from shared.constraints.state import ConstraintState
 from shared.engine.request.admission import max_answer_tokens
 from shared.engine.request.request import FinishReason, GenerationRequest
-from shared.engine.request.text import Detokenizer, StopStrings
 from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
+
+REPLACEMENT = "\ufffd"
+# A character has at most four bytes, so tokens that are no valid text after this many more tokens never will be.
+MAX_INCOMPLETE_TOKENS = 8
 
 
 class DecodedAnswer:
@@ -81,3 +89,95 @@ class DecodedAnswer:
     def _checked(self, text: str) -> tuple[str, str | None]:
         """As `StopStrings.push`. The text of the first `min_tokens` tokens is no part of a stop string."""
         return (text, None) if self.num_tokens <= self._min_tokens else self._stops.push(text)
+
+
+class Detokenizer:
+    """Decodes one sequence incrementally. Without a tokenizer every text is empty.
+
+    Special tokens have no text, apart from `shown_special_ids`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, shown_special_ids: Collection[int] = ()) -> None:
+        # transformers takes ten times as long around the same call of the tokenizer.
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._options: dict[str, bool] = {"skip_special_tokens": not shown_special_ids}
+        if backend is None:
+            self._options["clean_up_tokenization_spaces"] = False
+        self._tokenizer: Any = backend or tokenizer
+        self._hidden_ids: set[int] = set()
+        if tokenizer is not None and shown_special_ids:
+            added = tokenizer.added_tokens_decoder.items()
+            special = {token_id for token_id, token in added if token.special}
+            self._hidden_ids = special.difference(shown_special_ids)
+        self._ids: list[int] = []
+        # Ids before `_read` have been returned as text. Decoding starts a little before, at `_start`, because some
+        # tokenizers place spaces by the preceding token.
+        self._start = 0
+        self._read = 0
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is still missing bytes."""
+        self._ids.append(token_id)
+        text = self._new_text()
+        if text.endswith(REPLACEMENT):
+            if len(self._ids) - self._read <= MAX_INCOMPLETE_TOKENS:
+                return ""
+            return self._give_up()
+        self._start, self._read = self._read, len(self._ids)
+        return text
+
+    def flush(self) -> str:
+        """The rest of the text, at the end, without a character whose last bytes are missing."""
+        text = self._new_text().rstrip(REPLACEMENT)
+        self._start, self._read = self._read, len(self._ids)
+        return text
+
+    def _give_up(self) -> str:
+        """Text with its invalid bytes as U+FFFD, without the last few tokens, which may be the start of a character."""
+        before = self._decode(self._ids[self._start : self._read])
+        end = len(self._ids) - 3
+        text = self._decode(self._ids[self._start : end])[len(before) :]
+        self._start, self._read = end, end
+        return text
+
+    def _new_text(self) -> str:
+        before = self._decode(self._ids[self._start : self._read])
+        return self._decode(self._ids[self._start :])[len(before) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        if self._tokenizer is None or not ids:
+            return ""
+        shown = [token_id for token_id in ids if token_id not in self._hidden_ids]
+        return str(self._tokenizer.decode(shown, **self._options))
+
+
+class StopStrings:
+    """Finds the first stop string in a growing text. Holds back text that may be the start of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Adds text. Returns (text that may be shown, the stop string that was found or None)."""
+        self._held += text
+        first, found, num_held = len(self._held), None, 0
+        # Of two that begin at one place the shorter one was complete first.
+        for stop in self._stops:
+            start = self._held.find(stop, 0, first + len(stop))
+            if start >= 0 and (found is None or start < first or len(stop) < len(found)):
+                first, found = start, stop
+            for size in range(num_held + 1, min(len(stop), len(self._held) + 1)):
+                if self._held.endswith(stop[:size]):
+                    num_held = size
+        if found is not None:
+            shown, self._held = self._held[:first], ""
+            return shown, found
+        cut = len(self._held) - num_held
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown, None
+
+    def flush(self) -> str:
+        """The text that is still held back, at the end."""
+        held, self._held = self._held, ""
+        return held

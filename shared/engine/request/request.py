@@ -121,7 +121,7 @@ class GenerationRequest:
         """All that is read before the first new token: the prompt, and what of the answer the caller has."""
         return self.prompt_ids + self.resumed_ids
 
-    @property
+    @cached_property
     def counted_version(self) -> int | None:
         """The version that statistics count it under: 0 without a router, None where nothing may draft."""
         return None if self.policy.name == "full" else self.router_version

@@ -1,10 +1,12 @@
 """The state of one request while it is generated."""
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from shared.engine.drafting.drafter import Drafter
@@ -18,18 +20,36 @@ from shared.model.cache import KVCache
 from shared.model.context_counts import ContextCounts
 from shared.model.loaded import LoadedModel
 from shared.model.regimes import Regimes
-from shared.model.runner import captured_depths
+from shared.model.runner import CapturedStates, captured_depths
 from shared.model.sampling import MAX_BAD_WORD_TOKENS
+
+# A number of tokens that no sequence reaches.
+NEVER = sys.maxsize
+
+
+class PassedStates:
+    """The states [1, T, D] of a pass, by depth."""
+
+    def __init__(self, by_depth: CapturedStates) -> None:
+        self.by_depth = by_depth
+        self._together: dict[tuple[int, ...], Tensor] = {}
+
+    def together(self, depths: tuple[int, ...]) -> Tensor:
+        """Those at several depths [T, K, D]: copied when an exit asks for them, and once for all tokens, since many
+        small copies keep a GPU waiting."""
+        if depths not in self._together:
+            self._together[depths] = torch.stack([self.by_depth[depth][0] for depth in depths], 1)
+        return self._together[depths]
 
 
 class DecodingSequence:
     """Tokens, KV cache and counts of one request.
 
-    The tokens at positions [0, num_settled) have been through every layer; `settled_states` [K, D], for a ladder with
-    exits, are the states of the last of them at the depths `kept_depths`, of which the last is L. No layer has run
-    for later tokens yet. `num_cached`: prompt tokens whose
-    keys and values were copied from another sequence. `failure`: why the request ends without an answer; a failed
-    sequence takes part in no further step.
+    The tokens at positions [0, num_settled) have been through every layer; `settled`, for a ladder with exits: a pass
+    that has the states of the last of them at the depths `kept_depths`, of which the last is L, and its place in that
+    pass. No layer has run for later tokens yet. `num_cached`: prompt tokens whose keys and values were copied from
+    another sequence. `failure`: why the request ends without an answer; a failed sequence takes part in no further
+    step.
 
     `given_ids` of the request are read first, in pieces. `read_length`: the first tokens that count as read in one
     pass: the prompt, or more if `generate` would have read the sequence again when it outgrew a regime
@@ -65,14 +85,16 @@ class DecodingSequence:
         self.read_length = self.num_prompt_tokens
         while (again := self._regimes.next_reread(self.read_length)) and again <= len(self.tokens):
             self.read_length = again
+        # At this number of tokens all of them are read again.
+        self._read_again_at = again or NEVER
         # The tokens before this position are read in pieces, as prompts are.
         self.read_until = len(self.tokens)
         self.on_states = on_states
         shown_depths = captured_depths(loaded.num_layers) if on_states else ()
         kept_depths = ladder.kept_depths if ladder and ladder.kept_depths else shown_depths
         self.kept_depths = (*kept_depths, loaded.num_layers)
-        self.settled_states: Tensor | None = None
-        # Whether anybody reads them.
+        self.settled: tuple[PassedStates, int] | None = None
+        # Whether anybody reads it.
         self.keeps_states = bool(ladder and ladder.depths)
         self.tables = drafter.tables(request, learned)
         assert (request.constraint is None) == (answer.constraint is None)
@@ -111,22 +133,9 @@ class DecodingSequence:
         return len(self.tokens) > len(self.request.given_ids)
 
     @property
-    def num_left_in_regime(self) -> int:
-        """Tokens that may still be generated before the request ends or all tokens have to be read again."""
-        until = self._regimes.next_reread(len(self.tokens))
-        left = self.answer.num_left
-        return left if until is None else min(left, until - len(self.tokens))
-
-    @property
     def is_reading(self) -> bool:
         """Whether the next pass reads a piece of the prompt, or of what has to be read again."""
         return self.num_settled < self.read_until
-
-    def read_again_if_outgrown(self) -> None:
-        """Gives up all keys and values if `generate` would do so at this length."""
-        length = len(self.tokens)
-        if self._regimes.next_reread(length - 1) == length and not self.is_finished:
-            self.num_settled, self.read_length, self.read_until = 0, length, length
 
     @property
     def scores_prompt(self) -> bool:
@@ -144,11 +153,18 @@ class DecodingSequence:
             self._num_shown = len(self.tokens)
         answer = tuple(self.tokens[self.num_prompt_tokens :])
         self.request = replace(self.request, resumed_ids=answer)
-        self.cache, self.settled_states = empty, None
+        self.cache, self.settled = empty, None
         self.num_read_before = max(self.num_read_before, self.num_settled)
         self.num_settled, self.read_until = 0, len(self.tokens)
 
     # Drafts.
+
+    @property
+    def settled_states(self) -> Tensor:
+        """The states [K, D] of the last settled token at the `kept_depths`, with which an exit begins a chain."""
+        assert self.settled is not None
+        passed, place = self.settled
+        return passed.together(self.kept_depths)[place]
 
     @property
     def draft_room(self) -> int:
@@ -156,7 +172,8 @@ class DecodingSequence:
         policy = self.request.policy
         if policy.name == "full" or self.ladder is None:
             return 0
-        room = max(min(self.num_left_in_regime, len(self.drafter.costs.verify)) - 1, 0)
+        num_left = min(self.answer.num_left, self._read_again_at - len(self.tokens))
+        room = max(min(num_left, len(self.drafter.costs.verify)) - 1, 0)
         return min(room, policy.max_drafts) if policy.max_drafts else room
 
     @property
@@ -198,18 +215,16 @@ class DecodingSequence:
         self.tables.append(self.request.given_ids[self._num_shown : end])
         self._num_shown = max(self._num_shown, end)
 
-    def count_layers(self, num_layer_executions: int, num_token_layers: int) -> None:
-        """Adds the layers that ran for one chain of drafts: see `DepthStatistics`."""
-        self.num_layer_executions += num_layer_executions
-        self.num_token_layers += num_token_layers
-
     def emit(self, tokens: list[GeneratedToken]) -> list[TokenChunk]:
         """Makes tokens final, in order, up to the one that ends the request. Returns one chunk with all of them, if
-        there are any: the way of a chunk to the client takes longer than a token of a small model."""
+        there are any: the way of a chunk to the client takes longer than a token of a small model.
+
+        Gives up all keys and values if `generate` would do so at the length that is reached.
+        """
         emitted: list[GeneratedToken] = []
         texts: list[str] = []
         for token in tokens:
-            if self.is_finished:
+            if self.answer.end is not None:
                 break
             self.tokens.append(token.token_id)
             if self.counts is not None:
@@ -223,6 +238,10 @@ class DecodingSequence:
             self.tables.append([token.token_id])
             emitted.append(token)
             texts.append(text)
+        length = len(self.tokens)
+        if length == self._read_again_at and self.answer.end is None:
+            self.num_settled, self.read_length, self.read_until = 0, length, length
+            self._read_again_at = self._regimes.next_reread(length) or NEVER
         return [TokenChunk(tuple(texts), tuple(emitted))] if emitted else []
 
     def finished(self) -> Finished:

@@ -21,7 +21,7 @@ import torch
 from shared import ops
 from shared.cpus import usable_cpus
 from shared.model.weights.files import parts_of
-from shared.ops.library import LIBRARY
+from shared.ops import LIBRARY
 
 PACKAGE = Path(__file__).resolve().parents[2]
 # Read by what computes: torch's kernels, oneDNN, MKL and OpenMP.

@@ -5,17 +5,17 @@ kernels already (`linear`) and it calls them in the order of a pre-norm layer. T
 `fused_layers` compares the bits.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from shared.model.cache_argument import CACHE_ARGUMENTS, cache_among
 from shared.model.substitution.attention import observed
-from shared.model.substitution.hooks import Hooks
 from shared.model.substitution.match import Embedding, Experts, GatedMlp, PackedLinear, RmsNorm, Substitute, Unsuitable
 from shared.model.substitution.ragged import RaggedMask
 from shared.ops.layer import LayerKV, LayerWeights, decoder_layers, stacked
@@ -206,6 +206,26 @@ def _named(events: Sequence[_Event]) -> str:
     return ", ".join(type(event).__name__.strip("_") for event in events) or "nothing"
 
 
+class Hooks:
+    """The forward hooks of some modules, as they are now and later."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._each = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
+        # The number of hooks that PyTorch had registered anywhere when there were last none here.
+        self._none_until = -1
+
+    def are_any(self) -> bool:
+        """Whether there is one. After a pass the modules are in no cache of the processor, and looking at those of 30
+        layers takes 50 us, so it is done only if PyTorch has registered a hook since."""
+        registered: int = RemovableHandle.next_id
+        if registered == self._none_until:
+            return False
+        if any(self._each):
+            return True
+        self._none_until = registered
+        return False
+
+
 class FusedLayer:
     """A layer's `forward`: one op for passes over contiguous KV caches, and the layer's own forward for all others.
     The bits are the same."""
@@ -262,8 +282,8 @@ class LayerStack:
             (kind, layer.plan.form) if layer is not None and layer.plan is not None else None
             for layer, kind in zip(self._layers, kinds, strict=True)
         ]
-        # (first, end) -> the layers, their hooks, and their plan as one.
-        self._stacked: dict[tuple[int, int], tuple[list[FusedLayer], Hooks, LayerPlan]] = {}
+        # (first, end) -> the layers, and their plan as one.
+        self._stacked: dict[tuple[int, int], tuple[list[FusedLayer], LayerPlan]] = {}
         # For each layer, the end of the longest run of layers of its form that begins with it.
         self._ends = list(range(1, len(forms) + 1))
         for index in reversed(range(len(forms) - 1)):
@@ -276,7 +296,7 @@ class LayerStack:
 
     def plan(self, first: int, last: int) -> LayerPlan | None:
         """The plan of as many layers from `first` on, below `last`, as can run as one op.
-        None if one of them must run its own forward."""
+        None if one of them must run its own forward. Hooks are not called."""
         end = min(self._ends[first], last)
         known = self._stacked.get((first, end))
         if known is None:
@@ -284,13 +304,13 @@ class LayerStack:
             plans = [layer.plan for layer in layers if layer.plan is not None]
             if len(plans) < end - first:
                 return None
-            hooks = Hooks(module for layer in layers for module in layer.modules)
-            known = self._stacked[first, end] = layers, hooks, stacked_plan(plans)
-        layers, hooks, plan = known
-        if any(layer.plan is None for layer in layers):
-            self._stacked.clear()  # it would keep the weights of a layer that has been disabled
-            return None
-        return None if hooks.are_any() else plan
+            known = self._stacked[first, end] = layers, stacked_plan(plans)
+        layers, plan = known
+        for layer in layers:
+            if layer.plan is None:
+                self._stacked.clear()  # it would keep the weights of a layer that has been disabled
+                return None
+        return plan
 
 
 def _only_supported_arguments(kwargs: dict[str, Any]) -> bool:

@@ -74,10 +74,7 @@ def linear(module: nn.Module, *, transposed: bool = False, form: object | None =
     Conv1D."""
     weight = pack_matrix(_packable(module), transposed=transposed)
     packed, out_features, bias = weight.packed, weight.rows, _bias(module)
-
-    def forward(x: Tensor) -> Tensor:
-        return ops.packed_linear(x, packed, out_features, bias)
-
+    forward = partial(ops.packed_linear, packed=packed, out_features=out_features, bias=bias)
     x = random_input(INPUT_ROWS, weight.columns)
     if form is None and not agrees(forward, module, *of_all_sizes(x)):
         raise Unsuitable("does more than x @ weight.T + bias")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shared.model.substitution.hooks import Hooks
+from shared.model.substitution.layer import Hooks
 from shared.model.weights.quantised import quantisation
 
 NUM_TOKENS = 3  # of the pass that is watched

@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from shared.model.substitution.attention import refuse_unsupported
-from shared.ops.library import load
+from shared.ops import load
 from shared.ops.paged import paged_attention
 
 NAME = "neap_paged"

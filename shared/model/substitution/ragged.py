@@ -11,20 +11,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Span:
-    """`num_tokens` tokens of one sequence at positions from `base` on. `origin` as in `KVCache`."""
+    """Tokens of one sequence at positions [start, end) as the model sees them. `origin` as in `KVCache`."""
 
-    base: int
-    num_tokens: int
+    start: int
+    end: int
     origin: int = 0
 
     @property
-    def start(self) -> int:
-        """The first token's position as the model sees it."""
-        return self.origin + self.base
+    def base(self) -> int:
+        """The first token's position in the cache."""
+        return self.start - self.origin
 
     @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
+    def num_tokens(self) -> int:
+        return self.end - self.start
 
 
 class RaggedOffset(int):

@@ -7,15 +7,15 @@ import torch
 
 from neap_engine.doctor import machine
 from neap_engine.doctor.finding import Check
+from shared import ops
 from shared.errors import PreconditionFailed
-from shared.ops import library
 
 NEEDED = pytest.mark.parametrize(("is_needed", "status"), [(True, "broken"), (False, "off")])
 
 
 def test_kernels_that_are_not_built(monkeypatch, tmp_path):
-    monkeypatch.setattr(library, "LIBRARY", tmp_path / "missing.so")
-    monkeypatch.setattr(library, "_loaded", False)
+    monkeypatch.setattr(ops, "LIBRARY", tmp_path / "missing.so")
+    monkeypatch.setattr(ops, "_loaded", False)
     found = Check("CPU kernels", machine.cpu_kernels).finding()
     assert found.status == "broken"
     assert "run `make build-ops` [OPS_NOT_BUILT]" in found.detail
@@ -25,8 +25,8 @@ def test_kernels_that_are_not_built(monkeypatch, tmp_path):
 
 def test_kernels_that_do_not_load(monkeypatch, tmp_path):
     (tmp_path / "broken.so").write_bytes(b"not a library")
-    monkeypatch.setattr(library, "LIBRARY", tmp_path / "broken.so")
-    monkeypatch.setattr(library, "_loaded", False)
+    monkeypatch.setattr(ops, "LIBRARY", tmp_path / "broken.so")
+    monkeypatch.setattr(ops, "_loaded", False)
     found = Check("CPU kernels", machine.cpu_kernels).finding()
     assert found.status == "broken"
     assert "[OPS_NOT_LOADABLE]" in found.detail

@@ -1,7 +1,9 @@
-"""What a decode step makes the interpreter do: Python calls, counted. Time is not."""
+"""What a decode step makes the interpreter do, and a reader pass: Python calls, functions and files, counted. Time is
+not."""
 
 import sys
 from collections import Counter
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,7 +23,7 @@ from shared.model.loaded import LoadedModel, wrap_model
 from tests.families import build_family
 from tests.random_ladder import random_ladder
 
-STEPS = 4
+STEPS, OURS = 4, f"{Path(__file__).parents[3] / 'shared'}/"
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +68,21 @@ def decoding(
 
 
 @pytest.mark.parametrize(
-    ("with_exit", "count", "most"), [(False, 1, 250), (True, 1, 310), (False, 8, 1050), (True, 8, 1180)]
+    ("with_exit", "count", "most"), [(False, 1, 165), (True, 1, 190), (False, 8, 670), (True, 8, 745)]
 )
 def test_a_step_makes_few_python_calls(accelerated, with_exit, count, most):
     ladder = random_ladder(accelerated, 1, (0,), agreement=50.0) if with_exit else untrained_ladder(accelerated)
     decoder, sequences = decoding(accelerated, ladder, count, 5)
     assert calls_of(decoder, sequences).total() / STEPS <= most
+
+
+@pytest.mark.parametrize(("with_exit", "most_functions", "most_files"), [(False, 79, 22), (True, 90, 25)])
+def test_a_step_passes_few_functions_and_files(accelerated, with_exit, most_functions, most_files):
+    ladder = random_ladder(accelerated, 1, (0,), agreement=50.0) if with_exit else untrained_ladder(accelerated)
+    # Those with a name: "path:name", and "path:name.<locals>.<listcomp>" of all others.
+    called = [name for name in calls_of(*decoding(accelerated, ladder, 1, 5)) if name.startswith(OURS)]
+    assert 0 < sum(not name.endswith(">") for name in called) <= most_functions
+    assert len({name.partition(":")[0] for name in called}) <= most_files
 
 
 def test_a_further_draft_takes_no_python_call_of_drafting(accelerated):

@@ -15,8 +15,8 @@ from shared.engine import verification
 from shared.engine.engine import Engine
 from shared.engine.memory.prefixes import Prefixes
 from shared.engine.request import answer as answer_module
+from shared.engine.request.answer import Detokenizer
 from shared.engine.request.request import Finished, GenerationRequest, StoppingParams, TokenChunk
-from shared.engine.request.text import Detokenizer
 from shared.engine.statistics import EngineStatistics
 from shared.engine.step import Decoder
 from shared.errors import Cancelled, Corrupt, Exhausted, NeapError, Unavailable

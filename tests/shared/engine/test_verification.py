@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from shared import ops
 from shared.engine.verification import compute_choices, verify
 from shared.model import distribution
 from shared.model.sampling import SamplingParams, Trial
-from shared.ops import library
-from shared.ops.choices import NO_TOKEN
+from shared.ops import NO_TOKEN
 from tests.device_waits import Crossings, Reads
 
 GREEDY = SamplingParams()
@@ -30,7 +30,7 @@ def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1e-6)])
 def test_each_sequence_keeps_its_longest_right_prefix_and_one_token_more(has_kernels, sampling, monkeypatch):
     if not has_kernels:
-        monkeypatch.setattr(library, "runs_on", lambda device: False)
+        monkeypatch.setattr(ops, "runs_on", lambda device: False)
 
     def kept(logits: Tensor, *drafts: list[int]) -> list[list[int]]:
         verdicts = verify(logits, [Trial(sampling, [0], own) for own in drafts])
@@ -162,8 +162,8 @@ def test_a_step_of_all_kinds_of_requests_is_read_once(monkeypatch):
 
 def test_nothing_waits_before_that(monkeypatch):
     logits, trials, wanted = mixed()
-    library.load()
-    monkeypatch.setattr(library, "runs_on", lambda device: True)
+    ops.load()
+    monkeypatch.setattr(ops, "runs_on", lambda device: True)
     far = logits.to("meta")
     with Crossings() as crossings:
         choices, scores, relaxed = compute_choices(far, trials, wanted)

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from scipy.stats import chisquare
 from torch import Tensor
 
+from shared import ops
 from shared.model import choosing, distribution
 from shared.model.choosing import choose
 from shared.model.sampling import MAX_PENALTY, MIN_TEMPERATURE, SamplingParams, Trial
-from shared.ops import library
-from shared.ops.choices import NO_TOKEN
+from shared.ops import NO_TOKEN
 from tests.device_waits import Crossings, Reads
 from tests.drawn_trials import SAMPLED, cases, row_alone
 
@@ -60,12 +60,12 @@ def test_a_token_comes_of_the_most_extreme_parameters(temperature, penalty, scal
 def test_the_kernel_draws_what_pytorch_and_the_host_draw(monkeypatch):
     logits = torch.randn(3000, generator=torch.Generator().manual_seed(2)) * 3
     trials = [Trial(SamplingParams(temperature=1.0, top_k=40 * (s % 2), seed=s), [1]) for s in range(300)]
-    assert library.runs_on("cpu")
+    assert ops.runs_on("cpu")
     on_host = choose(logits.expand(300, -1), trials)
     monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
     chosen = choose(logits.expand(300, -1), trials)
     assert chosen == on_host
-    monkeypatch.setattr(library, "runs_on", lambda device: False)
+    monkeypatch.setattr(ops, "runs_on", lambda device: False)
     assert chosen == choose(logits.expand(300, -1), trials)
     assert len({int(token) for [token] in chosen}) > 50
 
@@ -77,7 +77,7 @@ def test_what_is_chosen_together_is_chosen_row_by_row_and_alone(has_kernels, cas
     logits, trials = case
     with pytest.MonkeyPatch.context() as patch:
         if not has_kernels:
-            patch.setattr(library, "runs_on", lambda device: False)
+            patch.setattr(ops, "runs_on", lambda device: False)
         lazily = [tokens.tolist() for tokens in choose(logits, trials)]
         patch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
         together = [tokens.tolist() for tokens in choose(logits, trials)]
@@ -94,7 +94,7 @@ def test_what_is_chosen_together_is_chosen_row_by_row_and_alone(has_kernels, cas
 @pytest.mark.parametrize("lazily", [True, False])
 def test_a_row_that_is_not_finite_chooses_no_token_and_harms_nobody(has_kernels, lazily, monkeypatch):
     if not has_kernels:
-        monkeypatch.setattr(library, "runs_on", lambda device: False)
+        monkeypatch.setattr(ops, "runs_on", lambda device: False)
     if not lazily:
         monkeypatch.setattr(distribution, "DEVICES_READ_WITHOUT_SYNC", frozenset())
     sound = torch.randn(1, 30)
@@ -132,8 +132,8 @@ def mixed() -> tuple[Tensor, list[Trial]]:
 
 def test_choosing_together_waits_for_nothing(monkeypatch):
     logits, trials = mixed()
-    monkeypatch.setattr(library, "runs_on", lambda device: True)
-    library.load()
+    monkeypatch.setattr(ops, "runs_on", lambda device: True)
+    ops.load()
     far = logits.to("meta")
     with Crossings() as crossings:
         chosen = choose(far, trials)

@@ -176,7 +176,7 @@ def test_a_table_of_angles_grows_and_stays_the_same(context):
     rotary = _Rotary(switch=10**6)
     table = AngleTable(rotary, torch.zeros(1, 1, 4), context)
     before = table.of([Span(0, 1)])[0].clone()
-    spans = [Span(context - 1, 1), Span(0, 1)]
+    spans = [Span(context - 1, context), Span(0, 1)]
     cos, sin = table.of(spans)
     own = rotary(torch.zeros(1, 1, 4), torch.tensor([[context - 1, 0]]))
     assert torch.equal(cos, own[0])

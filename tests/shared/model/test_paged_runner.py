@@ -8,13 +8,13 @@ import torch
 from transformers import masking_utils
 
 from shared.errors import UnsupportedModel
-from shared.model.gated_model import GatedModel
+from shared.model.contiguous_runner import GatedModel
 from shared.model.paged_runner import BUCKETS, PagedRunner
 from shared.model.ragged import RaggedSequence
 from shared.model.recorder import NoRecorder
 from shared.model.runner import captured_depths
 from shared.model.substitution import paged_attention
-from shared.ops.choices import NO_TOKEN
+from shared.ops import NO_TOKEN
 from tests.device_waits import Reads
 from tests.families import by_tier
 from tests.paged import NOT_PAGED, PAGED, load_family, make_runner

@@ -5,8 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shared.ops import reference
-from shared.ops.choices import NO_TOKEN, choose_greedy, choose_sampled
+from shared.ops import NO_TOKEN, choose_greedy, choose_sampled, reference
 
 DRAWN = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])

@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 from shared import ops
 from shared.errors import PreconditionFailed
-from shared.ops import build, library
+from shared.ops import build
 from shared.ops.layer import TensorTable
 
 OPS = [
@@ -184,8 +184,8 @@ def test_an_unknown_instruction_set_is_refused() -> None:
 
 
 def test_a_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(library, "_loaded", False)
-    monkeypatch.setattr(library, "LIBRARY", tmp_path / "none.so")
+    monkeypatch.setattr(ops, "_loaded", False)
+    monkeypatch.setattr(ops, "LIBRARY", tmp_path / "none.so")
     assert not ops.is_available()
     with pytest.raises(PreconditionFailed, match="make build-ops"):
         ops.pack_linear(torch.randn(2, 2))
@@ -194,8 +194,8 @@ def test_a_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch,
 def test_a_broken_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not a library")
-    monkeypatch.setattr(library, "_loaded", False)
-    monkeypatch.setattr(library, "LIBRARY", broken)
+    monkeypatch.setattr(ops, "_loaded", False)
+    monkeypatch.setattr(ops, "LIBRARY", broken)
     with pytest.raises(PreconditionFailed, match="do not load"):
         ops.load()
 
@@ -235,8 +235,8 @@ def test_the_paths_of_wider_instruction_sets_hold(tmp_path: Path) -> None:
     others = [str(build.BUILD_DIR / f"{name}.o") for name in names]
     subprocess.run([compiler, "-shared", "-o", str(wider), str(kernels), *others], check=True)
     code = (
-        "import sys, pathlib, pytest; from shared.ops import library;"
-        f"library.LIBRARY = pathlib.Path({str(wider)!r});"
+        "import sys, pathlib, pytest; from shared import ops;"
+        f"ops.LIBRARY = pathlib.Path({str(wider)!r});"
         "sys.exit(pytest.main(['-q', '-k', 'portable and (neighbours or shorter_view)',"
         " 'tests/shared/ops/test_linear.py', 'tests/shared/ops/test_attention.py']))"
     )

@@ -22,7 +22,7 @@ def asked_in(num_steps: int, tables: SequenceTables, step: Step, token: int) -> 
     """How often the exit is asked in so many steps of one draft, if it always drafts `token`."""
     num_asked = 0
     for _ in range(num_steps):
-        step.begin([tables.handle], [1], [0], [False], 1)
+        step.begin([tables.handle.address], [1], [0], [False], 1)
         _, asked = step.advance()
         if asked:
             num_asked += 1
@@ -83,7 +83,7 @@ def test_an_exit_whose_calls_take_longer_than_measured_is_asked_no_more() -> Non
     step = Step()
 
     def is_asked() -> bool:
-        step.begin([tables.handle], [1], [0], [False], 1)
+        step.begin([tables.handle.address], [1], [0], [False], 1)
         return bool(step.advance()[1])
 
     assert is_asked()

@@ -45,8 +45,8 @@ def begun(
 
     tables = [SequenceTables(ladder, confidence, script=script(chain)) for chain in chains]
     step, count = Step(), len(chains)
-    handles, limits = [each.handle for each in tables], ([8] * count, [0] * count, fixed or [False] * count)
-    step.begin(handles, *limits, count, num_other_tokens, extra_s, keys_s)
+    addresses, limits = [each.handle.address for each in tables], ([8] * count, [0] * count, fixed or [False] * count)
+    step.begin(addresses, *limits, count, num_other_tokens, extra_s, keys_s)
     return step, tables
 
 

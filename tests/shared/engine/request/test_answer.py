@@ -5,13 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from shared.engine.request.answer import DecodedAnswer
+from shared.engine.request.answer import DecodedAnswer, Detokenizer, StopStrings
 from shared.engine.request.request import FinishReason, GenerationRequest, StoppingParams
 from shared.model.sampling import SamplingParams
-from tests.shared.engine.request.test_text import bytes_tokenizer
-
-__all__ = ["bytes_tokenizer"]
 
 EOS = 0
 
@@ -71,3 +70,83 @@ def test_a_stop_string_has_no_text_of_the_first_min_tokens(bytes_tokenizer):
             one = answer(bytes_tokenizer, tuple(tokens[:cut]), least, stop_strings=("ba",))
             pieces, _, _ = through(one, tokens[cut:])
             assert "abababab"[:cut] + "".join(map(str, pieces)) == expected
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, so that every character beyond ASCII is split."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_pieces_never_split_a_character_and_add_up(bytes_tokenizer) -> None:
+    text = "Zoë ate 3 🥐🥐 in 東京 — ok"
+    detokenizer = Detokenizer(bytes_tokenizer)
+    pieces = [detokenizer.push(token) for token in bytes_tokenizer(text)["input_ids"]]
+    assert all("\ufffd" not in piece for piece in pieces)
+    assert "".join(pieces) == text
+    assert detokenizer.flush() == ""
+
+
+@pytest.fixture(scope="module")
+def fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """A token per byte, as sentencepiece has them for characters that it does not know, and one per letter."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    letters = [chr(byte) for byte in range(32, 127)]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate([*names, *letters])}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["bytes_tokenizer", "fallback_tokenizer"])
+@pytest.mark.parametrize("text", ["ab🥐", "é", "a漢漢", "🥐🥐x🥐"])
+def test_a_text_that_is_cut_inside_a_character_ends_before_it(kind, text, request) -> None:
+    tokenizer = request.getfixturevalue(kind)
+    tokens = tokenizer(text)["input_ids"]
+    assert len(tokens) == len(text.encode())
+    for size in range(len(tokens) + 1):
+        detokenizer = Detokenizer(tokenizer)
+        shown = "".join(detokenizer.push(token) for token in tokens[:size]) + detokenizer.flush()
+        assert shown == text.encode()[:size].decode(errors="ignore")
+
+
+def test_an_endless_run_of_broken_bytes_does_not_hold_the_text_back(bytes_tokenizer) -> None:
+    continuation = bytes_tokenizer("🥐")["input_ids"][1]
+    detokenizer = Detokenizer(bytes_tokenizer)
+    shown = "".join(detokenizer.push(continuation) for _ in range(40))
+    assert len(shown) >= 25
+    assert set(shown) == {"\ufffd"}
+    croissant = bytes_tokenizer("🥐!")["input_ids"]
+    assert "".join(detokenizer.push(token) for token in croissant).endswith("🥐!")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown", "found"),
+    [
+        (["one ST", "OP two"], "one ", "STOP"),
+        (["one S", "T", "O", "x"], "one STOx", None),
+        (["a##", "#b"], "a", "###"),
+        (["xENDSTOP"], "x", "END"),
+        (["S", "S", "STOP"], "SS", "STOP"),
+    ],
+)
+def test_stop_strings_over_pieces(pieces: list[str], shown: str, found: str | None) -> None:
+    stops = StopStrings(["STOP", "END", "###"])
+    text = ""
+    for piece in pieces:
+        new, match = stops.push(piece)
+        text += new
+        if match:
+            break
+    if match is None:
+        text += stops.flush()
+    assert (text, match) == (shown, found)
+
+
+def test_a_possible_start_of_a_stop_string_is_held_back() -> None:
+    stops = StopStrings(["STOP"])
+    assert stops.push("go ST") == ("go ", None)
+    assert stops.flush() == "ST"

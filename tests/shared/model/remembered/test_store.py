@@ -18,8 +18,7 @@ from shared import ops
 from shared.engine.drafting.costs import CostMeter, RememberingMeter
 from shared.engine.engine import Engine
 from shared.errors import Exhausted
-from shared.model.contiguous_runner import ContiguousRunner
-from shared.model.gated_model import GatedModel
+from shared.model.contiguous_runner import ContiguousRunner, GatedModel
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 from shared.model.numerics import Numerics
