@@ -58,7 +58,8 @@ def tokenized(
         case "token_ids":
             num_ids = len(request.token_ids.ids)
             if num_ids > MOST_CONTEXTS * loaded.context_length:  # before millions become Python integers
-                raise InvalidInput(f"there are {num_ids} token ids; the model holds {loaded.context_length}")
+                most = MOST_CONTEXTS * loaded.context_length
+                raise InvalidInput(f"there are {num_ids} token ids; at most {most} are turned into text at once")
             ids = list(request.token_ids.ids)
             check_token_ids(loaded, ids)
             response.text = decode_prompt(loaded, ids, skip_special_tokens=False)

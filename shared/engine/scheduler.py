@@ -8,26 +8,20 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
-from shared.engine.turns import TakesTurns, deal, next_turn
+from shared.engine.turns import Runs, Turns, deal, in_the_way
 from shared.errors import RETRY_AFTER_S, Exhausted
 
 
-class Schedulable(TakesTurns, Protocol):
+class Schedulable(Runs, Protocol):
     """A request as the scheduler sees it. `deadline_s` is on the caller's clock; `num_kv_tokens` is what it may come to
     fill."""
 
     @property
     def num_prompt_tokens(self) -> int: ...
     @property
-    def num_kv_tokens(self) -> int: ...
-    @property
     def deadline_s(self) -> float: ...
     @property
     def is_cancelled(self) -> bool: ...
-    @property
-    def is_paused(self) -> bool: ...
-    @property
-    def may_be_put_back(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -63,6 +57,7 @@ class Scheduler(Generic[R]):
         self.limits = limits
         self._waiting: deque[R] = deque()
         self._running: list[R] = []
+        self._turns = Turns()
 
     def __iter__(self) -> Iterator[R]:
         """All requests, running ones first."""
@@ -106,8 +101,7 @@ class Scheduler(Generic[R]):
 
     def add(self, request: R) -> None:
         """Appends a request to the queue. Raises `Exhausted` (reason QUEUE_FULL)."""
-        request.turn = next_turn(request.client, self._waiting, self._running)
-        rank = request.priority, request.turn
+        rank = request.priority, self._turns.next_of(request)
         ahead = [waiting for waiting in self._waiting if (waiting.priority, waiting.turn) <= rank]
         num_tokens = sum(waiting.num_prompt_tokens for waiting in ahead)
         is_too_long = num_tokens + request.num_prompt_tokens > self.limits.max_queue_tokens
@@ -117,8 +111,12 @@ class Scheduler(Generic[R]):
                 reason="QUEUE_FULL",
                 retry_after_s=RETRY_AFTER_S,
             )
+        self._turns.wait(request)
         self._waiting.insert(len(ahead), request)
         deal(request, self._waiting, self._running)
+        self._sort()
+
+    def _sort(self) -> None:
         self._waiting = deque(sorted(self._waiting, key=lambda waiting: (waiting.priority, waiting.turn)))
 
     def remove_ended(self, now_s: float) -> list[R]:
@@ -134,18 +132,21 @@ class Scheduler(Generic[R]):
         while self.can_admit:
             admitted.append(self._waiting.popleft())
             self._running.append(admitted[-1])
+            self._turns.come(admitted[-1])
         return admitted
 
     def put_back(self) -> list[R]:
-        """Moves running requests back into the queue, as few as are needed to let the first waiting one run, if it has
-        a lower number: those with the highest first, and of these those that started last. Returns them; none if that
-        would not help."""
-        chosen = self._in_the_way()
+        """Moves running requests back into the queue, as few as are needed to let the first waiting one run (see
+        `in_the_way`). Returns them; none if that would not help."""
+        if not (chosen := self._in_the_way()):
+            return []
+        first = self._waiting[0]
         for request in chosen:
             self._running.remove(request)
-            request.turn = -1
+            self._turns.put_back(request, first)
             place = sum(waiting.priority < request.priority for waiting in self._waiting)
             self._waiting.insert(place, request)
+        self._sort()
         return chosen
 
     def _in_the_way(self) -> list[R]:
@@ -155,16 +156,7 @@ class Scheduler(Generic[R]):
         first = self._waiting[0]
         num_missing_tokens = first.num_kv_tokens - self.num_free_kv_tokens
         num_missing_places = len(self.runnable) + 1 - self.limits.max_running
-        chosen: list[R] = []
-        by_number = sorted(self._running, key=lambda running: running.priority)
-        for request in reversed(by_number):
-            if request.priority <= first.priority or not request.may_be_put_back:
-                continue
-            if num_missing_tokens > 0 or (num_missing_places > 0 and not request.is_paused):
-                chosen.append(request)
-                num_missing_tokens -= request.num_kv_tokens
-                num_missing_places -= not request.is_paused
-        return [] if num_missing_tokens > 0 or num_missing_places > 0 else chosen
+        return in_the_way(first, self._running, num_missing_tokens, num_missing_places)
 
     @property
     def can_admit(self) -> bool:

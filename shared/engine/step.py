@@ -237,8 +237,8 @@ class Decoder:
                 attempt(part.sequence, self._commit, part, part.verdict)
 
     def _verify_pass(self, parts: Sequence[Speculation]) -> Tensor | None:
-        """Takes all tokens through all layers. Returns the logits [N, V] that the parts need, part after part; None if
-        none does."""
+        """Takes all tokens through all layers. Returns the logits [N, V] that the parts need, part after part, or the
+        tokens of the largest ones [N] where they are enough; None if none needs any."""
         states = settle(parts, self.runner)
         num_logits = sum(part.num_logits for part in parts)
         if not num_logits:
@@ -247,6 +247,8 @@ class Decoder:
             ends = [part.offset + len(part.tokens) for part in parts]
             with_logits = [states[end - part.num_logits : end] for part, end in zip(parts, ends, strict=True)]
             states = torch.cat(with_logits)
+        if all(part.sequence.request.takes_largest for part in parts if part.num_logits):
+            return self.runner.choices(states)
         return self.runner.logits(states)
 
     def _verify(self, logits: Tensor, parts: Sequence[Speculation]) -> None:

@@ -1,13 +1,20 @@
-"""The order of waiting requests of one priority: clients take turns, and so do those behind one client."""
+"""Who comes first: of one priority clients take turns, and so do those behind one client; and who makes room for whom.
+
+Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with every request as one unit: a request's turn is that
+of its client's request before it and one, but never before the turn that has come. So whoever asks rarely is served
+soon, and what waits is overtaken by nobody for ever.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+# Of a request that was put back: before all others of its priority.
+PUT_BACK = -1
 
 
 class TakesTurns(Protocol):
-    """`turn`: how many requests of its `client` come before it, -1 if it was put back. `on_behalf_of`: see
-    `GenerationRequest`."""
+    """`turn` is set by `Turns`. `on_behalf_of`: see `GenerationRequest`."""
 
     turn: int
 
@@ -19,22 +26,83 @@ class TakesTurns(Protocol):
     def priority(self) -> int: ...
 
 
-def next_turn(client: str, waiting: Iterable[TakesTurns], running: Iterable[TakesTurns]) -> int:
-    """After those of the client's requests that wait, or as many as run."""
-    turns = [request.turn for request in waiting if request.client == client and request.turn >= 0]
-    return max(turns) + 1 if turns else sum(request.client == client for request in running)
+class Runs(TakesTurns, Protocol):
+    """`num_kv_tokens`: positions of keys and values that it may come to fill."""
+
+    @property
+    def num_kv_tokens(self) -> int: ...
+    @property
+    def is_paused(self) -> bool: ...
+    @property
+    def may_be_put_back(self) -> bool: ...
+
+
+R = TypeVar("R", bound=Runs)
+
+
+def owner_of(request: TakesTurns) -> tuple[str, str]:
+    return request.client, request.on_behalf_of
+
+
+class Turns:
+    """Priorities have turns of their own."""
+
+    def __init__(self) -> None:
+        self._come: Counter[int] = Counter()  # by priority: the turn that has come
+        self._next: dict[tuple[int, str], int] = {}  # by priority and client, if it is later
+
+    def next_of(self, request: TakesTurns) -> int:
+        come = self._come[request.priority]
+        return max(come, self._next.get((request.priority, request.client), come))
+
+    def wait(self, request: TakesTurns) -> None:
+        """The request takes its turn among those that wait."""
+        request.turn = self.next_of(request)
+        self._next[request.priority, request.client] = request.turn + 1
+
+    def put_back(self, request: TakesTurns, first: TakesTurns) -> None:
+        """The request, which ran, waits again, for `first` to run: right after it, or, if `first` has a lower number,
+        before all others of its own."""
+        is_equal = request.priority == first.priority
+        request.turn = max(self._come[request.priority], first.turn) + 1 if is_equal else PUT_BACK
+
+    def come(self, request: TakesTurns) -> None:
+        """The request's turn has come."""
+        self._come[request.priority] = come = max(self._come[request.priority], request.turn)
+        self._next = {key: turn for key, turn in self._next.items() if key[0] != request.priority or turn > come}
 
 
 def deal(added: TakesTurns, waiting: Sequence[TakesTurns], running: Iterable[TakesTurns]) -> None:
     """Divides the turns of a client's waiting requests, of which `added` is one, among those behind it."""
     key = added.client, added.priority
-    mine = [request for request in waiting if (request.client, request.priority) == key and request.turn >= 0]
-    turns = [request.turn for request in mine]
-    num_before = Counter(request.on_behalf_of for request in running if request.client == added.client)
+    mine = [one for one in waiting if (one.client, one.priority) == key and one.turn != PUT_BACK]
+    turns = [one.turn for one in mine]
+    num_before = Counter(one.on_behalf_of for one in running if one.client == added.client)
 
-    def rank(request: TakesTurns) -> int:
-        num_before[request.on_behalf_of] += 1
-        return num_before[request.on_behalf_of]
+    def rank(one: TakesTurns) -> int:
+        num_before[one.on_behalf_of] += 1
+        return num_before[one.on_behalf_of]
 
-    for request, turn in zip(sorted(mine, key=rank), turns, strict=True):
-        request.turn = turn
+    for one, turn in zip(sorted(mine, key=rank), turns, strict=True):
+        one.turn = turn
+
+
+def in_the_way(first: R, running: Sequence[R], num_missing_tokens: int, num_missing_places: int) -> list[R]:
+    """The running requests that give so much to the first waiting one, as few as are needed: those with the highest
+    numbers first, and of these those that started last. They have higher numbers than it, or the same if nothing of its
+    owner runs and of theirs several do. None if all of them are not enough."""
+    shares = Counter(map(owner_of, running))
+    chosen: list[R] = []
+    latest_first = list(reversed(running))
+    for request in sorted(latest_first, key=lambda one: one.priority, reverse=True):
+        owner, gives_way = owner_of(request), request.priority > first.priority
+        if request.priority == first.priority:
+            gives_way = shares[owner] > 1 and not shares[owner_of(first)]
+        if not gives_way or not request.may_be_put_back:
+            continue
+        if num_missing_tokens > 0 or (num_missing_places > 0 and not request.is_paused):
+            chosen.append(request)
+            shares[owner] -= 1
+            num_missing_tokens -= request.num_kv_tokens
+            num_missing_places -= not request.is_paused
+    return [] if num_missing_tokens > 0 or num_missing_places > 0 else chosen

@@ -17,12 +17,15 @@ from shared.ops import NO_TOKEN, choose_greedy, choose_sampled
 
 def choose(logits: Tensor, trials: Sequence[Trial]) -> list[Tensor]:
     """The tokens chosen at each trial's rows, of those that its constraint allows: per trial [n] int64. logits [T, V]
-    float: the rows of all trials, trial after trial.
+    float: the rows of all trials, trial after trial; where all trials are greedy and nothing changes their scores, what
+    `largest` makes of them [T] is enough.
 
     NO_TOKEN where an allowed logit is NaN, or the largest one is infinite. A row counts only if every draft before it
     is accepted, so rows after the first whose draft is not may be missing from the result. All greedy trials take one
     launch, all others another one. Nothing waits for the device.
     """
+    if logits.dim() == 1:
+        return list(logits.split_with_sizes([trial.num_rows for trial in trials]))
     num_greedy = sum(trial.sampling.is_greedy for trial in trials)
     if num_greedy == len(trials):
         return list(_largest(logits, trials))

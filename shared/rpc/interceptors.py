@@ -6,6 +6,7 @@ import inspect
 import re
 import secrets
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
@@ -23,7 +24,7 @@ from shared.errors import RETRY_AFTER_S, Exhausted, InvalidInput, NeapError
 from shared.rpc.access import Access
 from shared.rpc.callers import Caller, certificate_caller, client_key, set_current_caller
 from shared.rpc.calls import ClientWaits, OpenCalls
-from shared.rpc.outline import check_outline
+from shared.rpc.outline import FREE_BYTES, check_outline
 from shared.rpc.status import code_of_status, to_status, trailing_metadata, unexpected_status
 from shared.rpc.tracing import end_call_span, start_call_span, trace_id_of
 from shared.shares import Shares
@@ -43,8 +44,10 @@ FIRST_RESPONSE_S = 0.5
 # A client that reads nothing of a stream for so long has lost it. Generate has a limit of its own.
 STALL_TIMEOUT_S = 30.0
 
-# Of the answers to unary calls that clients have not read, all together.
+# Memory for the answers to unary calls that clients have not read, all together. What a call takes, and an answer: as
+# messages its parts are objects.
 UNREAD_BYTES = 256 << 20
+UNREAD_CALL_BYTES, UNREAD_FACTOR = 16 << 10, 8
 
 # How a handler learns that the client is gone. `InternalError` comes from a write that failed just before the
 # cancellation.
@@ -108,7 +111,10 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         self.calls = OpenCalls()
         self.waits = waits or ClientWaits()
         self._access = access or Access()
-        self._unread = Shares(UNREAD_BYTES, "bytes of answers that are not read", _unread_full)
+        # Who floods one kind of service must not keep others from asking whether the service is well.
+        self._unread, self._unread_at_side = (
+            Shares(UNREAD_BYTES, "bytes of answers that are not read", _unread_full) for _ in range(2)
+        )
 
     async def intercept_service(
         self,
@@ -120,8 +126,9 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             return None
         method = str(handler_call_details.method)
         access_decision = self._access.check_call(method, handler_call_details.invocation_metadata or ())
+        unread = self._unread_at_side if method.startswith(SIDE_SERVICES) else self._unread
         wrapped = _Wrapped(
-            method, self.calls, self.waits, self._unread, access_decision, takes_stream=handler.request_streaming
+            method, self.calls, self.waits, unread, access_decision, takes_stream=handler.request_streaming
         )
         if handler.response_streaming:
             inner = handler.stream_stream or handler.unary_stream
@@ -182,7 +189,7 @@ class _Wrapped:
         async def answer(request: Any, context: Any) -> None:
             response = await inner(request, context)
             with self._unread.holding(client_key(context)) as hold:
-                hold(response.ByteSize())
+                hold(UNREAD_CALL_BYTES + UNREAD_FACTOR * response.ByteSize())
                 await write_response(context, response)
 
         return self.coroutine(inner, answer)
@@ -232,11 +239,13 @@ def _checked(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     def deserialize(data: bytes) -> Any:
         try:
             check_outline(parse.__self__, data)  # type: ignore[attr-defined]
-            return parse(data)
+            message = parse(data)
+            # What a later member of a oneof replaced is kept as long as the message.
+            return message if len(data) <= FREE_BYTES else parse(message.SerializeToString())
         except DecodeError:
             return _Refused(_malformed())
         except InvalidInput as error:
-            return _Refused(error)
+            return _Refused(error.with_traceback(None))
 
     return deserialize
 
@@ -295,11 +304,13 @@ async def _observed(call: _Wrapped, context: Any) -> AsyncIterator[None]:
     except NeapError as error:
         status = to_status(error)
         code, fields["reason"] = code_of_status(status).name, error.reason
+        _forget_frames(error)
         await _abort(context, status, request_id)
-    except Exception:
+    except Exception as error:
         error_id = secrets.token_hex(8)
         code, fields["error_id"] = "INTERNAL", error_id
         log.exception("unexpected error", method=method, error_id=error_id, **ids)
+        _forget_frames(error)
         await _abort(context, unexpected_status(error_id), request_id)
     finally:
         end_call_span(span, code, {**fields, "request_id": request_id})
@@ -307,6 +318,15 @@ async def _observed(call: _Wrapped, context: Any) -> AsyncIterator[None]:
         (log.debug if is_quiet and code == "OK" else log.info)(
             "call ended", method=method, code=code, duration_s=round(time.monotonic() - started_s, 6), **fields, **ids
         )
+
+
+def _forget_frames(error: BaseException) -> None:
+    """An error, its frames and what they held go together when nobody has the error any more. They refer to one
+    another, so that the request itself, hundreds of MB once it is parsed, would wait for a full collection."""
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found.__traceback__, found = None, found.__cause__ or found.__context__
 
 
 async def _abort(context: Any, status: Any, request_id: str) -> None:

@@ -10,7 +10,7 @@ from shared.errors import InvalidInput
 
 # Fewer bytes hold too few messages to matter.
 FREE_BYTES = 1 << 18
-MAX_MESSAGES = 1 << 16
+MAX_MESSAGES = 1 << 15
 
 
 def check_outline(kind: Any, data: bytes) -> None:
@@ -37,11 +37,13 @@ def _within(descriptor: Any, parsed: Any, found: int) -> int:
             raise InvalidInput(
                 f"the request has more than {MAX_MESSAGES} messages in its lists", reason="REQUEST_TOO_COMPLEX"
             )
-        for part in parts:
-            found = _count(field.message_type, part, found)
+        if _message_fields(field.message_type):
+            for part in parts:
+                found = _count(field.message_type, part, found)
     return found
 
 
+@cache
 def _message_fields(descriptor: Any) -> list[Any]:
     return [field for field in descriptor.fields if field.message_type is not None]
 

@@ -132,6 +132,12 @@ class GenerationRequest:
         return PredictedText(self.prediction_ids) if self.prediction_ids else None
 
     @cached_property
+    def takes_largest(self) -> bool:
+        """Whether its tokens are those of the model's largest logits, and nothing else is asked of these."""
+        is_constrained = self.constraint is not None or self.policy.name == "relaxed"
+        return self.sampling.is_plain_greedy and not is_constrained and self.logprobs is None
+
+    @cached_property
     def given_key(self) -> bytes:
         """The given tokens as `Prefixes` compares them. Only for token ids that have been checked."""
         return key_of(self.given_ids)

@@ -73,6 +73,47 @@ def test_those_behind_one_client_take_turns_among_its_own():
     assert names(order) == "x0b0y0b1z0x1y1x2x3x4"
 
 
+def test_who_has_nothing_running_gets_a_place_of_one_who_has_several():
+    heavy = [Request(f"h{number}", client="h") for number in range(3)]
+    queue = filled(scheduler(max_running=2), *heavy)
+    assert names(queue.admit()) == "h0h1"
+    assert not queue.put_back(), "they are its own"
+    filled(queue, Request("a", client="a"), Request("b", client="b"))
+    assert queue.has_work(0.0)
+    assert names(queue.put_back()) == "h1"
+    assert names(queue.admit()) == "a"
+    assert not queue.put_back(), "everybody who runs has one place"
+    queue.remove(queue.running[-1])
+    # Who was put back comes after those who wait for their first turn, and before what comes later.
+    filled(queue, Request("c", client="c"))
+    assert names(list(queue)[1:]) == "bch1h2"
+
+
+def test_a_place_is_divided_behind_one_client_too_and_not_for_ever():
+    stubborn = [Request(f"x{number}", client="g", on_behalf_of="x", may_be_put_back=number < 1) for number in range(2)]
+    queue = filled(scheduler(max_running=2), *stubborn)
+    queue.admit()
+    filled(queue, Request("y", client="g", on_behalf_of="y", num_kv_tokens=20))
+    assert names(queue.put_back()) == "x0"
+    queue.admit()
+    filled(queue, Request("z", client="g", on_behalf_of="z"))
+    assert not queue.put_back()
+
+
+def test_nobody_overtakes_for_ever():
+    """Clients who ask one thing after the other do not keep the later requests of another one waiting."""
+    queue = filled(scheduler(max_running=1, max_queue=9), *(Request(f"a{number}", client="a") for number in range(3)))
+    filled(queue, *(Request(name, client=name) for name in "bcd"))
+    order = [*queue.admit()]
+    while len(order) < 12:
+        queue.remove(order[-1])
+        if order[-1].client != "a":
+            filled(queue, Request(order[-1].name, client=order[-1].client))
+        order += queue.admit()
+    assert names(order) == "a0bcda1bcda2bcd"[: len(names(order))]
+    assert "a2" in names(order)
+
+
 def test_what_was_put_back_stays_before_others_of_its_client():
     low = Request("l", client="a", on_behalf_of="x", priority=5)
     queue = filled(scheduler(max_running=1), low)

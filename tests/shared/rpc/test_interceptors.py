@@ -210,7 +210,8 @@ def test_answers_that_are_not_read_count_until_they_are(scripted, monkeypatch):
     """A client has half of what there is, and what it reads is given back."""
     answer = inference_pb2.GetModelResponse(model=inference_pb2.Model(model_id="m" * 100_000))
     scripted.on_get_model = lambda request, context: answer
-    monkeypatch.setattr(interceptors, "UNREAD_BYTES", 5 * answer.ByteSize())
+    each = interceptors.UNREAD_CALL_BYTES + interceptors.UNREAD_FACTOR * answer.ByteSize()
+    monkeypatch.setattr(interceptors, "UNREAD_BYTES", 5 * each)
     with (
         running(scripted) as server,
         closing(ZeroWindow(server.target)) as deaf,
