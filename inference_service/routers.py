@@ -163,7 +163,8 @@ class RouterStore:
         names: list[str] = []
         with _logged(loaded.model_id, alias="all"):
             names = await self._pools.fetches.call(_names_of, self._registry, loaded.fingerprint)
-        if names:
+        # Under its own it may be damaged, which has been said.
+        if names := [name for name in names if name != loaded.model_id]:
             log.warning(
                 "routers of the same weights are published under other ids: serve the model as one of them, or export "
                 "a router and import it under this one (--model)",

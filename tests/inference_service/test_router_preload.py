@@ -176,6 +176,7 @@ async def test_an_unexpected_error_does_not_stop_the_worker(registry, store, loa
         await preload_routers(routers, [loaded], None, timeout_s=None)
     assert versions(routers) == [1]
     assert [entry["reason"] for entry in logs if "exc_info" in entry] == ["INTERNAL"]
+    assert not [entry for entry in logs if "published_as" in entry], "its own id is no other"
 
 
 @pytest.mark.parametrize("error", [InvalidInput("bad id"), Corrupt("damaged"), TypeError("a fault")])
