@@ -9,7 +9,7 @@ from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.inference.v1 import inference_pb2_grpc
 
 from shared.engine.engine import Engine
-from shared.engine.request.text import Detokenizer
+from shared.engine.request.answer import Detokenizer
 from shared.model.loaded import wrap_model
 from shared.registry.factory import open_registry
 from tests.generation import EXACT, FULL, answer, publish, refused, request_of
