@@ -6,7 +6,6 @@ import inspect
 import re
 import secrets
 import time
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
@@ -139,7 +138,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             outer = wrapped.answering(handler.stream_unary or handler.unary_unary)
         parse = handler.request_deserializer
         return grpc.stream_stream_rpc_method_handler(
-            outer,
+            _without_frames(outer),
             request_deserializer=_unparsed if isinstance(access_decision, NeapError) else _checked(parse),
             response_serializer=handler.response_serializer,
         )
@@ -320,12 +319,24 @@ async def _observed(call: _Wrapped, context: Any) -> AsyncIterator[None]:
         )
 
 
+def _without_frames(handle: Any) -> Any:
+    """`handle`, whose end is known without the frames that led to it: those of the context managers around a handler
+    know what it has raised, with the frames of that."""
+
+    async def handle_call(requests: Any, context: Any) -> Any:
+        try:
+            return await handle(requests, context)
+        except grpc.aio.AbortError as ended:
+            raise ended.with_traceback(None) from None
+
+    return handle_call
+
+
 def _forget_frames(error: BaseException) -> None:
-    """An error, its frames and what they held go together when nobody has the error any more. They refer to one
-    another, so that the request itself, hundreds of MB once it is parsed, would wait for a full collection."""
+    """An error, its frames and what they hold refer to one another, so that the request itself, hundreds of MB once it
+    is parsed, would wait for a full collection."""
     found: BaseException | None = error
     while found is not None:
-        traceback.clear_frames(found.__traceback__)
         found.__traceback__, found = None, found.__cause__ or found.__context__
 
 

@@ -1,6 +1,8 @@
 import asyncio
+import gc
 import time
 import urllib.parse
+import weakref
 from contextlib import closing
 
 import grpc
@@ -81,6 +83,34 @@ def test_unexpected_errors_show_an_id_and_not_their_text(scripted, stub, streami
 
 def _as_bytes(value):
     return value if isinstance(value, bytes) else value.encode()
+
+
+@pytest.mark.parametrize("error", [InvalidInput("no"), RuntimeError("a fault")])
+def test_what_a_failed_call_held_goes_with_it(scripted, stub, error):
+    """Without a collection: its frames know the error, and the error knows them."""
+
+    class Held:
+        pass
+
+    held = weakref.WeakSet()
+
+    def handle(request, context):
+        large = Held()
+        held.add(large)
+        try:
+            raise error
+        except Exception as found:
+            known = found
+            raise known from None
+
+    scripted.on_get_model = handle
+    gc.disable()
+    try:
+        with pytest.raises(grpc.RpcError):
+            stub.GetModel(inference_pb2.GetModelRequest())
+        wait_until(lambda: not held)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("streaming", [False, True])
