@@ -78,7 +78,7 @@ class RecordedChain:
         for num_fed, work in zip(parts, works, strict=True):
             sent = torch.tensor([_sent(start, num_left, num_fed) for start in starts])
             # From pageable memory: the driver has copied it when the call returns.
-            self._sent[:count, MAX_FED - num_fed :].copy_(sent, non_blocking=True)
+            self._sent[:count].copy_(sent, non_blocking=True)
             work()
             num_left -= num_fed
         tokens, probabilities = self._drafted[size].cpu()[:, :count]
@@ -120,11 +120,11 @@ def _least_of(sizes: Sequence[int], count: int) -> int:
 
 def _sent(start: ChainStart, num_left: int, num_fed: int) -> list[int]:
     """The tokens of one chain that a recording reads, if all chains have at most `num_left` to feed. They end together:
-    a chain with fewer tokens than others is fed later."""
+    a chain with fewer tokens than others is fed later. Whole rows: they are one copy."""
     newest = len(start.tokens) - 1
     first = newest - max(num_left, num_fed)
     fed = [
         start.tokens[place] if max(newest - num_left, 0) <= place < newest else -1
         for place in range(first, first + num_fed)
     ]
-    return [*fed, start.tokens[newest], start.place + len(start.tokens)]
+    return [*[-1] * (MAX_FED - num_fed), *fed, start.tokens[newest], start.place + len(start.tokens)]
