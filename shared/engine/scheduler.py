@@ -131,8 +131,8 @@ class Scheduler(Generic[R]):
         admitted = []
         while self.can_admit:
             admitted.append(self._waiting.popleft())
+            self._turns.come(admitted[-1], self._waiting)
             self._running.append(admitted[-1])
-            self._turns.come(admitted[-1])
         return admitted
 
     def put_back(self) -> list[R]:
@@ -173,6 +173,8 @@ class Scheduler(Generic[R]):
         for requests in (self._running, self._waiting):
             if request in requests:
                 requests.remove(request)
+                if requests is self._waiting:
+                    self._turns.leave(request, self._waiting)
 
     def clear(self) -> list[R]:
         """Forgets all requests and returns them."""

@@ -1,8 +1,8 @@
 """Who comes first: of one priority clients take turns, and so do those behind one client; and who makes room for whom.
 
-Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with every request as one unit: a request's turn is that
-of its client's request before it and one, but never before the turn that has come. So whoever asks rarely is served
-soon, and what waits is overtaken by nobody for ever.
+Fair queueing (Demers, Keshav and Shenker, SIGCOMM 1989), with every request as one unit: a request's turn is that of
+its client's request before it and one, but never before the turn that has come. That moves on by one while each client
+that waits gets a place. So whoever asks rarely is served soon, and what waits is overtaken by nobody for ever.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ PUT_BACK = -1
 class TakesTurns(Protocol):
     """`turn` is set by `Turns`. `on_behalf_of`: see `GenerationRequest`."""
 
-    turn: int
+    turn: float
 
     @property
     def client(self) -> str: ...
@@ -48,11 +48,11 @@ class Turns:
     """Priorities have turns of their own."""
 
     def __init__(self) -> None:
-        self._come: Counter[int] = Counter()  # by priority: the turn that has come
-        self._next: dict[tuple[int, str], int] = {}  # by priority and client, if it is later
+        self._come: dict[int, float] = {}  # by priority: the turn that has come
+        self._next: dict[tuple[int, str], float] = {}  # by priority and client, if it is later
 
-    def next_of(self, request: TakesTurns) -> int:
-        come = self._come[request.priority]
+    def next_of(self, request: TakesTurns) -> float:
+        come = self._come.get(request.priority, 0.0)
         return max(come, self._next.get((request.priority, request.client), come))
 
     def wait(self, request: TakesTurns) -> None:
@@ -64,12 +64,23 @@ class Turns:
         """The request, which ran, waits again, for `first` to run: right after it, or, if `first` has a lower number,
         before all others of its own."""
         is_equal = request.priority == first.priority
-        request.turn = max(self._come[request.priority], first.turn) + 1 if is_equal else PUT_BACK
+        request.turn = max(self._come.get(request.priority, 0.0), first.turn) + 1 if is_equal else PUT_BACK
 
-    def come(self, request: TakesTurns) -> None:
-        """The request's turn has come."""
-        self._come[request.priority] = come = max(self._come[request.priority], request.turn)
-        self._next = {key: turn for key, turn in self._next.items() if key[0] != request.priority or turn > come}
+    def come(self, request: TakesTurns, waiting: Iterable[TakesTurns]) -> None:
+        """The request's turn has come; these still wait."""
+        priority = request.priority
+        others = {one.client for one in waiting if one.priority == priority} - {request.client}
+        moved = self._come.get(priority, 0.0) + (1 / (len(others) + 1) if others else 0.0)
+        self._come[priority] = come = max(moved, request.turn)
+        self._next = {key: turn for key, turn in self._next.items() if key[0] != priority or turn > come}
+
+    def leave(self, request: TakesTurns, waiting: Iterable[TakesTurns]) -> None:
+        """The request, which waited, does not any more: its client's next one need not come after it."""
+        key = request.priority, request.client
+        turns = [one.turn for one in waiting if (one.priority, one.client) == key]
+        self._next.pop(key, None)
+        if turns:
+            self._next[key] = max(turns) + 1
 
 
 def deal(added: TakesTurns, waiting: Sequence[TakesTurns], running: Iterable[TakesTurns]) -> None:

@@ -40,7 +40,7 @@ class EngineJob(GenerationHandle):
             self.unenforced = [*request.constraint.unenforced, *answer.constraint.warnings]
         self.num_prompt_tokens = len(request.given_ids)
         self.deadline_s = request.deadline_s
-        self.priority, self.turn = request.priority, 0
+        self.priority, self.turn = request.priority, 0.0
         self.client, self.on_behalf_of = request.client, request.on_behalf_of
         self._num_put_back = 0
         self.awaited: Future[None] | None = None

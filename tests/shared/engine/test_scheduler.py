@@ -19,7 +19,7 @@ class Request:
     may_be_put_back: bool = True
     client: str = ""
     on_behalf_of: str = ""
-    turn: int = 0
+    turn: float = 0.0
 
     def __repr__(self) -> str:
         return self.name
@@ -112,6 +112,30 @@ def test_nobody_overtakes_for_ever():
         order += queue.admit()
     assert names(order) == "a0bcda1bcda2bcd"[: len(names(order))]
     assert "a2" in names(order)
+
+
+def test_new_clients_do_not_overtake_for_ever():
+    queue = filled(scheduler(max_running=1, max_queue=9), *(Request(f"a{number}", client="a") for number in range(3)))
+    order = [*queue.admit()]
+    for number in range(9):
+        filled(queue, Request(f"n{number}", client=f"new {number}"))
+        queue.remove(order[-1])
+        order += queue.admit()
+    assert "a1" in names(order)
+    assert "a2" in names(order)
+    assert names(order[:2]) == "a0n0"
+
+
+def test_requests_that_are_cancelled_count_no_turns():
+    waiting = [Request(f"a{number}", client="a") for number in range(5)]
+    queue = filled(
+        scheduler(max_running=1, max_queue=9), *waiting, Request("b0", client="b"), Request("b1", client="b")
+    )
+    queue.admit()
+    for request in waiting[1:]:
+        queue.remove(request)
+    filled(queue, Request("a9", client="a"))
+    assert names(list(queue)[1:]) == "b0a9b1"
 
 
 def test_what_was_put_back_stays_before_others_of_its_client():
