@@ -35,11 +35,9 @@ def was_not_started(error: BaseException) -> bool:
 
 
 def was_lost(error: BaseException) -> bool:
-    """Whether a worker had the call, and is gone or brings nothing more."""
-    if not isinstance(error, Unavailable):
-        return False
-    is_transport = error.reason == "GRPC_UNAVAILABLE"
-    return error.reason == "STALLED" or (is_transport and not _NOT_SENT.search(str(error)))
+    """Whether a worker had the call, and is gone."""
+    is_transport = isinstance(error, Unavailable) and error.reason == "GRPC_UNAVAILABLE"
+    return is_transport and not _NOT_SENT.search(str(error))
 
 
 class Attempts:

@@ -111,14 +111,19 @@ class Whole:
         self.num_tokens = stream.finished.usage.num_completion_tokens
 
     def up_to(self, num_tokens):
-        """The chunks of the first tokens: each chunk has one."""
-        assert all(len(chunk.tokens) == 1 for chunk in self.chunks)
-        return self.chunks[:num_tokens]
+        """The text of the chunks that the first tokens have whole."""
+        text = ""
+        for chunk in self.chunks:
+            num_tokens -= len(chunk.tokens)
+            if num_tokens < 0:
+                break
+            text += chunk.text
+        return text
 
 
-def facts(chunks):
+def facts(tokens):
     """What must be equal."""
-    return [(c.text, [(t.id, t.logprob) for t in c.tokens]) for c in chunks]
+    return [(token.id, token.logprob) for token in tokens]
 
 
 class Clients:
@@ -191,19 +196,23 @@ class Clients:
         assert end in ("answers", REFUSED)
         whole = self._wholes[stream.started.numerics_id][name]
         chunks = [event.chunk for event in events if event.HasField("chunk")]
+        tokens, text = [token for chunk in chunks for token in chunk.tokens], "".join(chunk.text for chunk in chunks)
         inexact = [one for one in stream.resumptions if one.continued_inexactly]
         if end == REFUSED:
             assert not inexact
-            num_equal = len(chunks)
+            num_equal = len(tokens)
+            assert whole.text.startswith(text)
         elif inexact:
             num_equal = inexact[0].num_resumed_tokens
+            assert text.startswith(whole.up_to(num_equal))
         else:
-            num_equal = len(whole.chunks)
-            assert len(chunks) == num_equal
+            num_equal = whole.num_tokens
+            assert len(tokens) == num_equal
+            assert text == whole.up_to(num_equal)
             for field in ("reason", "stop_match", "text"):
                 assert getattr(stream.finished, field) == getattr(whole.finished, field)
             assert stream.finished.usage.num_completion_tokens == whole.num_tokens
-        assert facts(chunks[:num_equal]) == facts(whole.up_to(num_equal))
+        assert facts(tokens[:num_equal]) == facts(whole.tokens[:num_equal])
         return {
             f"gRPC, {name}": 1,
             f"gRPC, {end}": 1,
@@ -247,7 +256,7 @@ class Clients:
         inexact = [one for one in last["resumptions"] if one["inexact"]]
         if inexact:
             num_equal = inexact[0]["token"]
-            assert text.startswith("".join(chunk.text for chunk in whole.up_to(num_equal)))
+            assert text.startswith(whole.up_to(num_equal))
         else:
             num_equal = whole.num_tokens
             assert (text, last["finish_reason"]) == (whole.text, whole.reason)
@@ -316,7 +325,7 @@ def test_no_stream_is_lost_and_each_is_that_of_a_run_alone(folder, tmp_path, eng
         assert len(others) == (paths == MIXED)
         # What nobody is told would be seen.
         assert all(
-            facts(one[name].chunks) != facts(other[name].chunks)
+            facts(one[name].tokens) != facts(other[name].tokens)
             for other in others
             for name in asked
             if "log-prob" in name
