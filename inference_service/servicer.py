@@ -157,7 +157,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             log.info("answers are handed over", num_calls=len(self._resumable))
         for stream in self._resumable:
             stream.push(_handed_over())
-            stream.wakeups.wake()
+        if self._wakeups is not None:
+            self._wakeups.wake()
         return len(self._resumable)
 
     async def Generate(  # noqa: N802

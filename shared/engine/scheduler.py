@@ -13,8 +13,7 @@ from shared.errors import RETRY_AFTER_S, Exhausted
 
 
 class Schedulable(Runs, Protocol):
-    """A request as the scheduler sees it. `deadline_s` is on the caller's clock; `num_kv_tokens` is what it may come to
-    fill."""
+    """A request as the scheduler sees it. `deadline_s` is on the caller's clock."""
 
     @property
     def num_prompt_tokens(self) -> int: ...
@@ -117,6 +116,7 @@ class Scheduler(Generic[R]):
         self._sort()
 
     def _sort(self) -> None:
+        """By priority and turn. Of equal ones the order stays."""
         self._waiting = deque(sorted(self._waiting, key=lambda waiting: (waiting.priority, waiting.turn)))
 
     def remove_ended(self, now_s: float) -> list[R]:
@@ -144,8 +144,7 @@ class Scheduler(Generic[R]):
         for request in chosen:
             self._running.remove(request)
             self._turns.put_back(request, first)
-            place = sum(waiting.priority < request.priority for waiting in self._waiting)
-            self._waiting.insert(place, request)
+            self._waiting.appendleft(request)
         self._sort()
         return chosen
 

@@ -17,6 +17,7 @@ from shared.ladder.chain_exit import ChainSteps, slots_of
 from shared.ladder.confidence_head import HIGHEST
 from shared.ladder.exit_head import NUM_SLOTS, chained
 from shared.model.inference import inference
+from shared.model.paged_runner import bucket_of
 from shared.model.recorder import Work
 from shared.model.runner import Runner
 from shared.ops.chains import Chains, ChainStart, chain_lengths
@@ -69,10 +70,10 @@ class RecordedChain:
 
     def _propose(self, starts: Sequence[ChainStart]) -> Chains:
         count = len(starts)
-        size = _least_of(NUM_CHAINS, count)
+        size = bucket_of(count, NUM_CHAINS)
         num_left = max(len(start.tokens) for start in starts) - 1
         num_full = max(num_left - 1, 0) // MAX_FED
-        parts = [MAX_FED] * num_full + [_least_of(NUM_FED, num_left - num_full * MAX_FED)]
+        parts = [MAX_FED] * num_full + [bucket_of(num_left - num_full * MAX_FED, NUM_FED)]
         works = [self._recorded_for(size, num_fed) for num_fed in parts]  # at first use this runs the work
         self._states[:count].copy_(slots_of(starts))
         for num_fed, work in zip(parts, works, strict=True):
@@ -112,10 +113,6 @@ class RecordedChain:
 
     def _entering(self, tokens: Tensor) -> Tensor:
         return self._runner.embed(tokens[None])[0]
-
-
-def _least_of(sizes: Sequence[int], count: int) -> int:
-    return next(size for size in sizes if size >= count)
 
 
 def _sent(start: ChainStart, num_left: int, num_fed: int) -> list[int]:
