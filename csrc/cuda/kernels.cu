@@ -5,6 +5,7 @@
 #include "../include/choose.cuh"
 #include "../include/draft_top.cuh"
 #include "../include/route.cuh"
+#include "../include/slots.cuh"
 
 namespace neap {
 
@@ -60,6 +61,27 @@ int launch_choose(const ChoiceArgs& args, void* stream) {
     case kWeightsB16: NEAP_LAUNCH(choose_kernel<Bfloat>, rows, kChoiceThreads, stream, args); break;
     case kWeights64: NEAP_LAUNCH(choose_kernel<double>, rows, kChoiceThreads, stream, args); break;
   }
+  return (int)cudaGetLastError();
+}
+
+int launch_begin_rows(const draft::SlotArgs& args, void* stream) {
+  NEAP_LAUNCH(begin_rows_kernel, 1, draft::kMostRows, stream, args);
+  return (int)cudaGetLastError();
+}
+
+int launch_draft_place(const draft::SlotArgs& args, const draft::Proposers& proposers, int num_rows, int place,
+                       void* stream) {
+  NEAP_LAUNCH(draft_place_kernel, (unsigned)num_rows, kThreads, stream, args, proposers, place);
+  return (int)cudaGetLastError();
+}
+
+int launch_plan_pass(const draft::SlotArgs& args, void* stream) {
+  NEAP_LAUNCH(plan_pass_kernel, 1, draft::kMostRows, stream, args);
+  return (int)cudaGetLastError();
+}
+
+int launch_accept_rows(const draft::SlotArgs& args, void* stream) {
+  NEAP_LAUNCH(accept_rows_kernel, 1, draft::kMostRows, stream, args);
   return (int)cudaGetLastError();
 }
 

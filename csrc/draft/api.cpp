@@ -14,11 +14,10 @@ static_assert(sizeof(TableConfidence) == 33 * sizeof(double));
 
 namespace {
 
-std::optional<TableConfidence> table_confidence(const double* numbers) {
-  if (!numbers) return std::nullopt;
-  TableConfidence made;
-  std::memcpy(&made, numbers, sizeof made);
-  return made;
+// Returns whether there are numbers to read.
+bool read(TableConfidence& made, const double* numbers) {
+  if (numbers) std::memcpy(&made, numbers, sizeof made);
+  return numbers != nullptr;
 }
 
 std::vector<Draft> drafts_of(int64_t count, const int32_t* tokens, const int32_t* proposers,
@@ -40,8 +39,8 @@ NEAP_API Ladder* neap_ladder_new(const double* lookup, const double* ngrams, con
                                  const double* exit_numbers, const int64_t* exit_drafts, int64_t num_exits,
                                  int64_t vocabulary_size) {
   auto* ladder = new Ladder;
-  ladder->lookup = table_confidence(lookup);
-  ladder->ngrams = table_confidence(ngrams);
+  ladder->has_lookup = read(ladder->lookup, lookup);
+  ladder->has_ngrams = read(ladder->ngrams, ngrams);
   for (int order = 0; keys && order < kMaxOrder; ++order)
     ladder->orders[order] = {keys[order], tokens[order], counts[order], shares[order], sizes[order]};
   std::memcpy(&ladder->weights, joint_weights, sizeof ladder->weights);
@@ -134,11 +133,11 @@ NEAP_API void neap_sequence_matches(Sequence* sequence, const int32_t* drafted, 
   const auto length = (int)std::min<size_t>(path.size(), kMaxMatch);
   const int32_t* tail = path.data() + path.size() - length;
   std::vector<Match> found;
-  if (sequence->ladder->lookup)
-    if (const auto match = sequence->lookup.propose(tail, length)) found.push_back(*match);
+  const Match match = sequence->ladder->has_lookup ? sequence->lookup.propose(tail, length) : Match{};
+  if (match.count) found.push_back(match);
   Matches ngrams, learned;
   if (sequence->ladder->orders[0].keys) ngrams = ngram_matches(sequence->ladder->orders, tail, length);
-  if (sequence->learned) learned = sequence->learned->matches(sequence->salt, tail, length);
+  if (sequence->learned) learned = sequence->learned->view().matches(sequence->salt, tail, length);
   counts[0] = (int32_t)found.size(), counts[1] = ngrams.count, counts[2] = learned.count;
   for (const Matches* matches : {&ngrams, &learned})
     found.insert(found.end(), matches->of, matches->of + matches->count);

@@ -6,15 +6,9 @@
 #include <utility>
 #include <vector>
 
+#include "both.h"
+
 namespace neap::draft {
-
-inline constexpr uint64_t kMultiplier = 0x9E3779B97F4A7C15, kMixer = 0xBF58476D1CE4E5B9;
-
-// The state after one more token, which stands before those that it has.
-inline uint64_t extend_hash(uint64_t state, int32_t token) {
-  state = (state + (uint64_t)token + 1) * kMultiplier;
-  return (state ^ (state >> 29)) * kMixer;
-}
 
 // A number of this process with which hashes of a client's contexts begin: otherwise it could choose contexts that all
 // have the same place in a table.

@@ -23,7 +23,7 @@ void Chain::append(const Draft& draft, double probability) {
 
 void Sequence::append(const int32_t* tokens, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
-    if (ladder->lookup) lookup.append(tokens[i]);
+    if (ladder->has_lookup) lookup.append(tokens[i]);
     if (predicted && num_left_out-- <= 0) prediction.append(*predicted, tokens[i]);
     tail.push_back(tokens[i]);
   }
@@ -101,25 +101,10 @@ void Sequence::look_up() {
   const auto length = (int)std::min<size_t>(chain.path.size(), kMaxMatch);
   const int32_t* tail_begin = chain.path.data() + chain.path.size() - length;
   const auto num_chained = (int)chain.links.size();
-  std::optional<Match> found;
-  Matches ngrams;
-  if (ladder->lookup) found = lookup.propose(tail_begin, length);
-  if (ladder->orders[0].keys) ngrams = ngram_matches(ladder->orders, tail_begin, length);
-  if (found) {
-    // Its second opinion is the match of the longest context.
-    const auto opinion = ngrams.count ? std::optional(ngrams.of[0].token) : std::nullopt;
-    chain.proposals.push_back({found->token, kPromptLookup, ladder->lookup->probability(*found, opinion, num_chained)});
-  }
-  const auto add = [&](const Matches& matches, int32_t proposer) {
-    const auto opinion = found ? std::optional(found->token) : std::nullopt;
-    for (int i = 0; i < matches.count; ++i)
-      chain.proposals.push_back(
-          {matches.of[i].token, proposer, ladder->ngrams->probability(matches.of[i], opinion, num_chained)});
-  };
-  if (ladder->ngrams) {
-    add(ngrams, kNgramTable);
-    if (learned) add(learned->matches(salt, tail_begin, length), kLearned);
-  }
+  const Match found = ladder->has_lookup ? lookup.propose(tail_begin, length) : Match{};
+  chain.proposals.resize(kMostSaidByTables);
+  chain.proposals.resize(say(*ladder, learned ? learned->view() : LearnedView{}, salt, found, tail_begin, length,
+                             num_chained, chain.proposals.data()));
   if (script) {
     double probability = 0.0;
     const int32_t token = script(chain.path.data() + chain.num_before, num_chained, &probability);

@@ -23,13 +23,9 @@ struct Exit {
 };
 
 // What drafts for the sequences of one version of a router. Arrays that it points to are the caller's.
-struct Ladder {
-  std::optional<TableConfidence> lookup, ngrams;  // `ngrams`: of the n-gram table and the learned one
-  NgramOrder orders[kMaxOrder] = {};
-  JointWeights weights;
+struct Ladder : Tables {
   PassCosts costs;
   std::vector<Exit> exits;
-  int64_t vocabulary_size = 0;
 };
 
 // The head's output for a draft: of row `row` and place `place` of what call `call` of the step has returned.

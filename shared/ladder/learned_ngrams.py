@@ -14,7 +14,7 @@ from shared.ops.drafting import Handle, functions, tokens_of
 
 # Entries of which one is replaced by a new context: the one that occurred least.
 SET_ENTRIES = 4
-ENTRY_BYTES = 15
+ENTRY_BYTES = 16
 
 
 class LearnedNgrams:

@@ -109,7 +109,7 @@ NVCC_FLAGS = "-std=c++17 -O3 -lineinfo --threads 2 -Xcompiler -fPIC,-fvisibility
 # The oldest torch that the library supports. It may use no later symbols, and runs with every later torch.
 TORCH_TARGET_VERSION = "0x020b000000000000"
 _AVX512 = "-DNEAP_AVX512 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mprefer-vector-width=512"
-DRAFT_SOURCES = ("tables", "prediction", "confidence", "planner", "step", "api")
+DRAFT_SOURCES = ("tables", "prediction", "confidence", "planner", "step", "api", "slots")
 # csrc/cpu/dispatch.cpp asks the processor for the same sets.
 ISA_FLAGS = {
     "portable": "",
@@ -130,9 +130,8 @@ class Object:
 def objects(toolkit: Toolkit | None = None) -> list[Object]:
     """The object files for this machine's architecture and, with a toolkit, for GPUs."""
     include = Path(torch.__file__).parent / "include"
-    binding = f"-std=c++20 -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} -isystem {include}"
-    if toolkit:
-        binding += " -DNEAP_WITH_CUDA"
+    cuda = " -DNEAP_WITH_CUDA" if toolkit else ""
+    binding = f"-std=c++20 -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} -isystem {include}{cuda}"
     isas = list(ISA_FLAGS) if platform.machine() in ("x86_64", "AMD64") else ["portable"]
     return [
         Object("binding", "binding.cpp", binding),
@@ -152,7 +151,7 @@ def objects(toolkit: Toolkit | None = None) -> list[Object]:
             if toolkit
         ),
         Object("dispatch", "cpu/dispatch.cpp", "-std=c++20"),
-        *(Object(f"draft_{name}", f"draft/{name}.cpp", "-std=c++20") for name in DRAFT_SOURCES),
+        *(Object(f"draft_{name}", f"draft/{name}.cpp", f"-std=c++20{cuda}") for name in DRAFT_SOURCES),
         *(Object(f"kernels_{isa}", "cpu/kernels.cpp", f"{KERNEL_FLAGS} {ISA_FLAGS[isa]}") for isa in isas),
     ]
 

@@ -81,5 +81,5 @@ def test_counts_stay_small_and_go_on_learning() -> None:
 
 
 def test_a_table_without_room_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="60 bytes"):
+    with pytest.raises(InvalidInput, match="64 bytes"):
         LearnedNgrams(ONE_SET - 1)

@@ -1,0 +1,109 @@
+// How probable it is that a draft is right, given what all proposers say of its position: see confidence.h.
+#pragma once
+#include "both.h"
+
+namespace neap::draft {
+
+// Proposers by number. Exit i of a ladder is kFirstExit + i.
+enum Proposer { kPromptLookup, kNgramTable, kLearned, kPrediction, kGrammar, kFirstExit };
+
+// What one proposer says of a position.
+struct Draft {
+  int32_t token;
+  int32_t proposer;
+  double probability;
+  NEAP_BOTH bool is_exit() const { return proposer >= kFirstExit; }
+};
+
+// The cases of joint weights, tables alone, an exit whatever the tables say, and what asking it gains.
+enum Case { kAgree, kTableDiffers, kExitDiffers, kExitAlone, kTableAlone, kAnyExit, kAsked, kNumCases };
+
+// A draft that counts: not one that a table alone proposes where another table is surer of another token.
+struct Rated {
+  const Draft* draft;
+  Case in_case;
+  const Draft* opposed;  // the other kind's, or null
+  double probability;
+};
+
+struct JointWeights {
+  double of[4][3];  // by case: a constant, the weight of the draft's log-odds, and of the opposed draft's
+};
+
+inline constexpr double kSurest = 0.999;
+
+// The drafts of one position. `ratio(case, proposer)`: by what a probability has to be scaled.
+template <class Ratio>
+struct Position {
+  const Draft* drafts;
+  int count;
+  const JointWeights& weights;
+  const Ratio& ratio;
+
+  // Calls f with each draft that counts, and the probability that it is right; not yet scaled.
+  template <class F>
+  NEAP_BOTH void combine(const F& f) const {
+    const int table = best(false), exit = best(true);
+    for (int i = 0; i < count; ++i) {
+      if (!drafts[i].is_exit() || !is_first(i)) continue;
+      const int sure = surest(true, drafts[i].token), same = surest(false, drafts[i].token);
+      if (same >= 0) f(rated(same, kAgree, sure));
+      else f(rated(sure, table >= 0 ? kExitDiffers : kExitAlone, table));
+    }
+    if (table >= 0 && surest(true, drafts[table].token) < 0)
+      f(rated(table, exit >= 0 ? kTableDiffers : kTableAlone, exit));
+  }
+  // The same, scaled.
+  template <class F>
+  NEAP_BOTH void rate(const F& f) const {
+    combine([&](Rated one) {
+      one.probability = least_of(one.probability * ratio(one.in_case, one.draft->proposer), kSurest);
+      f(one);
+    });
+  }
+
+ private:
+  // A table that was right more often than it said may be the better one of two.
+  NEAP_BOTH double weight(int i) const {
+    return drafts[i].is_exit() ? drafts[i].probability : drafts[i].probability * ratio(kTableAlone, drafts[i].proposer);
+  }
+  // Whether no draft of its kind has proposed its token before.
+  NEAP_BOTH bool is_first(int i) const {
+    for (int before = 0; before < i; ++before)
+      if (drafts[before].is_exit() == drafts[i].is_exit() && drafts[before].token == drafts[i].token) return false;
+    return true;
+  }
+  // The surest draft of a token, of tables or of exits; -1 if there is none.
+  NEAP_BOTH int surest(bool of_exits, int32_t token) const {
+    int found = -1;
+    for (int i = 0; i < count; ++i)
+      if (drafts[i].is_exit() == of_exits && drafts[i].token == token && (found < 0 || weight(i) > weight(found)))
+        found = i;
+    return found;
+  }
+  NEAP_BOTH int best(bool of_exits) const {
+    int found = -1;
+    for (int i = 0; i < count; ++i) {
+      if (drafts[i].is_exit() != of_exits || !is_first(i)) continue;
+      const int sure = surest(of_exits, drafts[i].token);
+      if (weight(sure) > (found < 0 ? -1.0 : weight(found))) found = sure;
+    }
+    return found;
+  }
+  NEAP_BOTH static double log_odds(double probability) {
+    probability = limited(probability, 0.001, kSurest);
+    return log(probability / (1.0 - probability));
+  }
+  NEAP_BOTH Rated rated(int i, Case in_case, int opposed) const {
+    double probability = drafts[i].probability;
+    if (in_case != kTableAlone) {
+      const double* of_case = weights.of[in_case];
+      double odds = of_case[0] + of_case[1] * log_odds(probability);
+      if (opposed >= 0) odds += of_case[2] * log_odds(drafts[opposed].probability);
+      probability = 1.0 / (1.0 + exp(-odds));
+    }
+    return {drafts + i, in_case, opposed < 0 ? nullptr : drafts + opposed, probability};
+  }
+};
+
+}  // namespace neap::draft
