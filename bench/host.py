@@ -7,6 +7,9 @@ nothing but Python, the native drafting and the choice of tokens takes time. Wit
 that much later than its launch, so that what the host does in between is hidden. Policy `exact` drafts with the tables
 and an exit at depth 0 that is right at --share of all tokens, four drafts a call, with the costs that an H100 has for 8
 billion parameters. One thread. Printed: medians in ms of a step, and of its parts; drafts of a step.
+
+"ahead": the same requests on the device, over a tiny model whose replays run but do not count, as they would not on a
+GPU: what the host does to launch a step and to handle the one before.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -25,9 +29,12 @@ from bench.machine import described
 from bench.options import make_parser
 from bench.table import head, row
 from shared.engine import step as step_module
+from shared.engine.ahead.decoder import AheadDecoder
 from shared.engine.drafting.chains import Drafting
 from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.pass_costs import ExitCost, PassCosts
+from shared.engine.drafting.speculation import settle
+from shared.engine.memory.prefixes import Prefixes
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
@@ -35,7 +42,10 @@ from shared.engine.verification import verify
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.policy import DepthPolicy
 from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.paged_runner import PagedRunner
+from shared.model.recorder import Work
 from shared.model.runner import CapturedStates
+from shared.ops import slots
 from shared.ops.chains import Chains, ChainStart
 
 DRAFTS = 4
@@ -48,7 +58,8 @@ PROMPT_TOKENS, WARM_UP_STEPS = 32, 5
 POLICIES = {"full": DepthPolicy("full"), "exact": DepthPolicy("exact")}
 PARTS: dict[str, tuple[Any, str, Any]] = {
     "draft": (Drafting, "draft", Drafting.draft),
-    "pass": (Decoder, "_verify_pass", Decoder._verify_pass),
+    "pass": (step_module, "settle", settle),
+    "head": (Decoder, "_logits", Decoder._logits),
     "verify": (step_module, "verify", verify),
     "commit": (Decoder, "_commit", Decoder._commit),
 }
@@ -97,6 +108,27 @@ class FreeRunner(ContiguousRunner):
         time.sleep(max(self.ready_s - time.perf_counter(), 0.0))
 
 
+class UncountedRecorder:
+    """Replays run the work, and `seconds` sums what they take."""
+
+    records = True
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def record(self, work: Work) -> Work:
+        work()
+        return partial(self.run, work)
+
+    def run(self, work: Work) -> None:
+        start_s = time.perf_counter()
+        work()
+        self.seconds += time.perf_counter() - start_s
+
+    def close(self) -> None:
+        pass
+
+
 class FreeExit:
     """An exit that is right at a share of all tokens: not at every so many of the cycle."""
 
@@ -140,6 +172,14 @@ def timed_parts(spent: dict[str, float], runner: FreeRunner) -> Iterator[None]:
         yield
 
 
+def requested(imposed: Imposed, number: int, policy: str) -> GenerationRequest:
+    return GenerationRequest(
+        tuple(imposed.prompt(7 * number, PROMPT_TOKENS)),
+        stopping=StoppingParams(ignore_eos=True, max_tokens=imposed.loaded.context_length - PROMPT_TOKENS),
+        policy=POLICIES[policy],
+    )
+
+
 def decoding(runner: FreeRunner, imposed: Imposed, policy: str, count: int, share: float) -> tuple[Decoder, Any]:
     """`count` requests after their prompts."""
     bound: BoundLadder = imposed.ladder.bind(runner)
@@ -147,12 +187,7 @@ def decoding(runner: FreeRunner, imposed: Imposed, policy: str, count: int, shar
     drafter = Drafter(runner, COSTS, bound if policy == "exact" else None)
     decoder, sequences = Decoder(runner), []
     for number in range(count):
-        request = GenerationRequest(
-            tuple(imposed.prompt(7 * number, PROMPT_TOKENS)),
-            stopping=StoppingParams(ignore_eos=True, max_tokens=runner.loaded.context_length - PROMPT_TOKENS),
-            policy=POLICIES[policy],
-        )
-        sequences.append(decoder.admit(request, drafter))
+        sequences.append(decoder.admit(requested(imposed, number, policy), drafter))
     while not all(sequence.num_generated for sequence in sequences):
         decoder.step(sequences)
     return decoder, sequences
@@ -181,6 +216,34 @@ def measure(runner: FreeRunner, imposed: Imposed, policy: str, count: int, optio
     ]
 
 
+def measure_ahead(imposed: Imposed, policy: str, count: int, num_steps: int) -> tuple[float, float]:
+    """Medians of the host's ms of a step launched ahead, and of its drafts."""
+    recorder = UncountedRecorder()
+    runner = PagedRunner(imposed.loaded, kv_budget_bytes=1 << 28, recorder=recorder)
+    bound = imposed.ladder.bind(runner)
+    drafter = Drafter(runner, COSTS, bound if policy == "exact" else None)
+    plan = slots.plan
+    samples: list[tuple[float, float]] = []
+    with mock.patch.object(slots, "plan", lambda rows, args: recorder.run(partial(plan, rows, args))):
+        while len(samples) < num_steps:
+            decoder = AheadDecoder(runner, Prefixes(0), None)
+            for _ in (*decoder.prepare(), *decoder.prepare_drafter(drafter, lambda work: 0.6e-3)):
+                pass
+            sequences = [decoder.admit(requested(imposed, number, policy), drafter) for number in range(count)]
+            while min(sequence.num_generated for sequence in sequences) < WARM_UP_STEPS:
+                decoder.turn(sequences)
+            for _ in range(num_steps):
+                drafted, recorder.seconds = sum(sequence.num_drafted for sequence in sequences), 0.0
+                start_s = time.perf_counter()
+                decoder.turn(sequences)
+                host_s = time.perf_counter() - start_s - recorder.seconds
+                if any(sequence.is_finished for sequence in sequences):
+                    break
+                samples.append((1e3 * host_s, sum(sequence.num_drafted for sequence in sequences) - drafted))
+    host_ms, drafts = (statistics.median(column) for column in zip(*samples, strict=True))
+    return host_ms, drafts
+
+
 def main() -> None:
     parser = make_parser(__doc__, model=False)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 128])
@@ -198,6 +261,11 @@ def main() -> None:
         for policy in POLICIES:
             *seconds, drafts = measure(runner, imposed, policy, count, options)
             row(count, policy, *(f"{each:.3f}" for each in seconds), f"{drafts:.1f}")
+    on_device = impose(SHAPES["tiny"], (0,), options.share, accelerate=False)
+    for count in options.requests:
+        for policy in POLICIES:
+            host_ms, drafts = measure_ahead(on_device, policy, count, options.steps)
+            row(count, f"{policy}, ahead", f"{host_ms:.3f}", *[""] * len(PARTS), f"{drafts:.1f}")
 
 
 if __name__ == "__main__":

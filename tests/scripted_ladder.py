@@ -21,6 +21,8 @@ Script = Callable[[list[int]], tuple[int, float] | None]
 class ScriptedLadder:
     """Stands in for `Ladder` and `BoundLadder`. Table drafts follow `table`, layer exits at `depths` follow `exits`."""
 
+    drafts_on_device = False
+
     def __init__(
         self,
         table: Script | None = None,

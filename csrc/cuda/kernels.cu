@@ -64,8 +64,8 @@ int launch_choose(const ChoiceArgs& args, void* stream) {
   return (int)cudaGetLastError();
 }
 
-int launch_begin_rows(const draft::SlotArgs& args, void* stream) {
-  NEAP_LAUNCH(begin_rows_kernel, 1, draft::kMostRows, stream, args);
+int launch_begin_rows(const draft::SlotArgs& args, int drafter, void* stream) {
+  NEAP_LAUNCH(begin_rows_kernel, 1, draft::kMostRows, stream, args, drafter);
   return (int)cudaGetLastError();
 }
 

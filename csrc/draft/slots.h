@@ -1,5 +1,5 @@
-// Requests that live on the device: what a step drafts for them, which tokens its pass has, and what it accepts, without
-// a word from the host. See shared/engine/ahead/slots.py.
+// Requests that live on the device: what a step drafts for them, which tokens its pass has, and what it accepts,
+// without a word from the host. See shared/engine/ahead/slots.py.
 //
 // Each function is run by a team: the threads of a block on a GPU, one thread on a CPU. A team has `rank`, `size`,
 // `wait()`, `most(number)` and `sum(number)` over its threads, and `flags`, one for each.
@@ -21,11 +21,14 @@ struct Slot {
   int64_t num_tokens;  // of prompt and answer. No layer has run for the last one.
   int64_t num_left;    // of the answer
   uint64_t salt;       // of its client's part of the learned table
-  int32_t table;       // the index of its block table
   int32_t is_open;     // 0: its answer has ended
   int32_t has_states;  // whether the states of its last settled token are there
   int32_t num_ends;
+  int32_t unused;
   int32_t ends[kMostEnds];
+  double temperature;  // 0: greedy
+  double least_share;  // tokens with less of the most probable token's probability are not drawn
+  uint64_t seed;
 };
 
 struct Said {
@@ -53,8 +56,10 @@ struct Control {
   int32_t num_rows;    // requests
   int32_t num_others;  // tokens of prompts; they are the first of the pass
   int32_t num_tokens;  // of the pass, with its padding
-  int32_t drafts;      // whether anything is drafted
+  int32_t unused;
   int32_t slots[kMostRows];
+  int32_t drafters[kMostRows];   // by number; -1: nothing is drafted
+  int32_t tables[kMostRows];     // the indices of their block tables
   int32_t others[3][kMostRows];  // their ids, block tables and positions
   double ratios[kMostRows][kNumRatios];
 };
@@ -69,19 +74,44 @@ struct SlotArgs {
   int64_t* newest;        // [kMostRows] the last token of each chain
   int64_t* token_rows;    // [kTokenRows, num_tokens] of the pass
   int64_t* logit_rows;    // [kMostRows] the rows of the pass whose logits are read
+  double* drawing;        // [3, kMostRows] temperature, least share and uniform number of each of these
   const int64_t* chosen;  // [kMostRows] the full model's choices at these
   int64_t* state_rows;    // [kMostRows] the row of the pass whose states a request keeps
   int64_t* state_slots;   // [kMostRows] and in which slot; `spare_slot` for none
   int64_t spare_slot;
 };
 
-// What drafts for all rows of one router. `exit_tokens`, `exit_probabilities` [kMostRows]: of its head, or null.
+// What drafts for all rows of one router, by its number. `exit_tokens`, `exit_probabilities` [kMostRows]: of its head,
+// or null.
 struct Proposers {
   Tables tables;
   LearnedView learned;
+  int32_t number;
   const int64_t* exit_tokens;
   const float* exit_probabilities;
 };
+
+// The uniform number in [0, 1) of one position of a sequence, from the counter-based generator Philox 4x64-10 (Salmon
+// et al., 2011), as NumPy's generator with this key and counter has it.
+NEAP_BOTH inline double uniform_at(uint64_t seed, uint64_t position) {
+  constexpr uint64_t kFirst = 0xD2E7470EE14C6C93, kSecond = 0xCA5A826395121157;
+  const auto high = [](uint64_t a, uint64_t b) {
+#if defined(__CUDA_ARCH__)
+    return __umul64hi(a, b);
+#else
+    return (uint64_t)((unsigned __int128)a * b >> 64);
+#endif
+  };
+  // NumPy counts before it draws.
+  uint64_t counter[4] = {position + 1, position + 1 == 0, 0, 0}, key[2] = {seed, 0};
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t next[4] = {high(kSecond, counter[2]) ^ counter[1] ^ key[0], kSecond * counter[2],
+                              high(kFirst, counter[0]) ^ counter[3] ^ key[1], kFirst * counter[0]};
+    for (int i = 0; i < 4; ++i) counter[i] = next[i];
+    key[0] += 0x9E3779B97F4A7C15, key[1] += 0xBB67AE8584CAA73B;
+  }
+  return (double)(counter[0] >> 11) * 0x1p-53;
+}
 
 // How many of the tokens before `place` are those at the end of `tail`, at most `length`.
 NEAP_BOTH inline int same_before(const int32_t* tokens, int64_t place, const int32_t* tail, int length) {
@@ -115,12 +145,11 @@ NEAP_BOTH inline Match find_match(const Team& team, const int32_t* tokens, int64
   return commonest(followers, found, longest);
 }
 
-// Begins the chain of one row.
-NEAP_BOTH inline void begin_row(const SlotArgs& args, int row) {
-  const bool is_used = row < args.control->num_rows;
+// Begins the chain of one row, if this drafter is its.
+NEAP_BOTH inline void begin_row(const SlotArgs& args, int row, int32_t drafter) {
+  const bool is_used = row < args.control->num_rows && args.control->drafters[row] == drafter;
   const int32_t number = is_used ? args.control->slots[row] : (int32_t)args.spare_slot;
   args.state_slots[row] = number;
-  args.newest[row] = 0;
   if (!is_used) return;
   const Slot& slot = args.slots[number];
   args.newest[row] = args.tokens[number * args.width + slot.num_tokens - 1];
@@ -133,7 +162,7 @@ template <class Team>
 NEAP_BOTH inline void draft_place(const Team& team, const SlotArgs& args, const Proposers& proposers, int row,
                                   int place) {
   const Control& control = *args.control;
-  if (row >= control.num_rows) return;
+  if (row >= control.num_rows || control.drafters[row] != proposers.number) return;
   const int32_t number = control.slots[row];
   const Slot& slot = args.slots[number];
   const int32_t* tokens = args.tokens + number * args.width;
@@ -180,13 +209,16 @@ NEAP_BOTH inline void plan_pass(const Team& team, const SlotArgs& args, int16_t*
   const Control& control = *args.control;
   const auto reach = [&](int row, int place) {
     const auto number = (float)args.rows[row].reaches[place];
-    union { float number; uint32_t bits; } key{number};  // positive numbers have the order of their bits
+    union {
+      float number;
+      uint32_t bits;
+    } key{number};  // positive numbers have the order of their bits
     return key.bits;
   };
   const auto count = [&](int row) { return args.rows[row].num_drafted; };
   int num_open = 0;
   for (int row = team.rank; row < control.num_rows; row += team.size) {
-    if (!control.drafts) begin_row(args, row);
+    if (control.drafters[row] < 0) begin_row(args, row, control.drafters[row]);
     num_open += args.slots[control.slots[row]].is_open != 0;
   }
   const int room = control.num_tokens - control.num_others - team.sum(num_open);
@@ -233,16 +265,24 @@ NEAP_BOTH inline void plan_pass(const Team& team, const SlotArgs& args, int16_t*
   for (int at = team.rank; at < control.num_others; at += team.size)
     put(at, control.others[0][at], control.others[1][at], control.others[2][at]);
   for (int at = used + team.rank; at < control.num_tokens; at += team.size) put(at, 0, 0, -1);
-  for (int at = team.rank; at < kMostRows; at += team.size)
+  for (int at = team.rank; at < kMostRows; at += team.size) {
     args.logit_rows[at] = control.num_others + at < used ? control.num_others + at : 0;
+    if (control.num_others + at >= used) args.drawing[at] = 0.0;
+  }
   for (int row = team.rank; row < control.num_rows; row += team.size) {
     const int32_t number = control.slots[row];
     const Slot& slot = args.slots[number];
     if (!slot.is_open) continue;
     const Row& of_row = args.rows[row];
-    put(of_row.first, args.tokens[number * args.width + slot.num_tokens - 1], slot.table, slot.num_tokens - 1);
+    put(of_row.first, args.tokens[number * args.width + slot.num_tokens - 1], control.tables[row], slot.num_tokens - 1);
+    for (int place = 0; place <= of_row.num_verified; ++place) {
+      double* drawing = args.drawing + of_row.first - control.num_others + place;
+      drawing[0] = slot.temperature;
+      drawing[kMostRows] = slot.least_share;
+      drawing[2 * kMostRows] = slot.temperature > 0.0 ? uniform_at(slot.seed, slot.num_tokens + place) : 0.0;
+    }
     for (int place = 0; place < of_row.num_verified; ++place)
-      put(of_row.first + 1 + place, of_row.drafts[place], slot.table, slot.num_tokens + place);
+      put(of_row.first + 1 + place, of_row.drafts[place], control.tables[row], slot.num_tokens + place);
   }
 }
 
@@ -280,7 +320,7 @@ NEAP_BOTH inline void accept_row(const SlotArgs& args, int row) {
 namespace neap {
 
 // Launches on a GPU, with its CUDA stream. They return 0 or a CUDA error.
-int launch_begin_rows(const draft::SlotArgs& args, void* stream);
+int launch_begin_rows(const draft::SlotArgs& args, int drafter, void* stream);
 int launch_draft_place(const draft::SlotArgs& args, const draft::Proposers& proposers, int num_rows, int place,
                        void* stream);
 int launch_plan_pass(const draft::SlotArgs& args, void* stream);

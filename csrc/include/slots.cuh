@@ -29,12 +29,12 @@ struct BlockTeam {
 };
 
 // One thread per row, in one block.
-__global__ void __launch_bounds__(kMostRows) begin_rows_kernel(draft::SlotArgs args) {
-  draft::begin_row(args, (int)threadIdx.x);
+__global__ void __launch_bounds__(kMostRows, 1) begin_rows_kernel(draft::SlotArgs args, int drafter) {
+  draft::begin_row(args, (int)threadIdx.x, drafter);
 }
 
 // One block per row.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     draft_place_kernel(draft::SlotArgs args, draft::Proposers proposers, int place) {
   NEAP_SHARED(int, scratch, kWarps);
   NEAP_SHARED(bool, flags, kThreads);
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // One block.
-__global__ void __launch_bounds__(kMostRows) plan_pass_kernel(draft::SlotArgs args) {
+__global__ void __launch_bounds__(kMostRows, 1) plan_pass_kernel(draft::SlotArgs args) {
   NEAP_SHARED(int, scratch, kMostRows / kWarp);
   NEAP_SHARED(int16_t, above, kMostRows);
   NEAP_SHARED(int16_t, equal, kMostRows);
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kMostRows) plan_pass_kernel(draft::SlotArgs ar
 }
 
 // One thread per row, in one block.
-__global__ void __launch_bounds__(kMostRows) accept_rows_kernel(draft::SlotArgs args) {
+__global__ void __launch_bounds__(kMostRows, 1) accept_rows_kernel(draft::SlotArgs args) {
   draft::accept_row(args, (int)threadIdx.x);
 }
 

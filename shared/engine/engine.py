@@ -10,6 +10,7 @@ import structlog
 
 from shared.constraints.compiler import ConstraintCompiler
 from shared.constraints.constraint import Constraint, MessageConstraint
+from shared.engine.ahead.decoder import make_decoder
 from shared.engine.drafting.costs import CostMeter
 from shared.engine.drafting.ladder_cache import MAX_BOUND_LADDERS, LadderCache
 from shared.engine.failure import failure_of
@@ -25,7 +26,6 @@ from shared.engine.request.options import RequestOptions, request_of
 from shared.engine.request.prompt import Prompt
 from shared.engine.request.request import Finished, GeneratedToken, Generation, GenerationRequest
 from shared.engine.scheduler import Scheduler, SchedulerLimits
-from shared.engine.step import Decoder
 from shared.errors import InvalidInput, Unavailable
 from shared.field_types import check_whole
 from shared.ladder.ladder import Ladder
@@ -136,7 +136,7 @@ class Engine:
             token_bytes = run_in_own_thread(kv_token_bytes, runner)
             learned = LearnedNgrams(learned_bytes) if learned_bytes else None
             prefixes = Prefixes(prefix_cache_bytes // token_bytes, runner.regimes)
-            self._decoder = Decoder(runner, prefixes, learned)
+            self._decoder = run_in_own_thread(make_decoder, runner, prefixes, learned)
             self._admission = Admission(
                 loaded,
                 token_bytes,

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 
 from shared.engine.background import BackgroundTasks
 from shared.engine.drafting.costs import CostMeter
@@ -61,6 +62,7 @@ class EngineLoop:
         self._ready_s = math.inf
         self._decoder = decoder
         self._ladders = ladders
+        self._ladders.prepare_drafter = partial(decoder.prepare_drafter, seconds=cost_meter.seconds)
         self._ladders.in_use = lambda: {id(job.ladder) for job in scheduler.running}
         self._on_failure = on_failure
         self._claim = claim
@@ -150,6 +152,7 @@ class EngineLoop:
         """Records passes if the runner does so, measures the costs of passes, and binds the engine's own ladder."""
         runner = self._decoder.runner
         self._finish_slices(runner.prepare(()))
+        self._finish_slices(self._decoder.prepare())
         self.costs = self._cost_meter.measure_passes(runner, between=self._check_stop)
         for num_tokens, seconds in self.costs.wide:
             self._decoder.prefill_rate.record(num_tokens, seconds)
@@ -178,7 +181,7 @@ class EngineLoop:
                 self._wake_ups.get_nowait()
             with self.lock:
                 now = self._clock()
-                if self.scheduler.has_work(now) or not self.background.is_empty:
+                if self.scheduler.has_work(now) or not self.background.is_empty or self._decoder.is_under_way:
                     return not self._is_stopping
                 wait_s = max(self.scheduler.next_deadline_s - now, 0.0)
             timeout_s = None if wait_s >= threading.TIMEOUT_MAX or math.isinf(wait_s) else wait_s
@@ -207,7 +210,7 @@ class EngineLoop:
         # Caches that are only kept for reuse give way to running requests.
         self._decoder.prefixes.shrink_to(num_free_tokens)
         ready = [job for job in turn if self._is_started(job)]
-        if ready:
+        if ready or self._decoder.is_under_way:
             self._step(ready)
             self.background.after_step()
         elif not self.background.is_empty:
@@ -262,22 +265,26 @@ class EngineLoop:
                 job.awaited = self.background.add(slices)
 
     def _step(self, jobs: list[EngineJob]) -> None:
-        """One decode step for all of `jobs`. Those that are complete or have failed leave."""
-        assert self.costs is not None
+        """One decode step for all of `jobs`, or the launch of one.
+        Those that are complete or have failed in a step leave."""
         try:
-            sequences = [job.sequence for job in jobs if job.sequence is not None]
-            results = self._decoder.step(sequences)
+            results = self._decoder.turn([job.sequence for job in jobs if job.sequence is not None])
         except Exception as error:
             # The state of every sequence is unknown.
             ids = ", ".join(job.request.request_id for job in jobs)
             logger.exception("a step failed for %s", ids)
-            for job in jobs:
-                job.sequence = None
-                self._remove_and_end(job, failure_of(error))
+            for failed in jobs:
+                failed.sequence = None
+                self._remove_and_end(failed, failure_of(error))
             self._decoder.check_model()
             return
+        with self.lock:
+            # A step that was launched before may have had others, of which some have ended since.
+            going = {id(job.sequence): job for job in self.scheduler.running if job.sequence is not None}
         has_failures = False
-        for job, sequence, chunks in zip(jobs, sequences, results, strict=True):
+        for sequence, chunks in results:
+            if (job := going.get(id(sequence))) is None:
+                continue
             for chunk in chunks:
                 self._deliver(job, chunk)
             if sequence.failure is not None:

@@ -42,9 +42,11 @@ class CountedProgress(NamedTuple):
 
 
 class CountedSequence(Protocol):
-    """What the statistics read of a sequence; `counted` is theirs to set."""
+    """What the statistics read of a sequence; `counted` and `started_s` are theirs to set."""
 
     counted: CountedProgress
+    submitted_s: float
+    started_s: float | None
     num_layer_executions: int
     num_cached: int
     failure: NeapError | None
@@ -125,6 +127,14 @@ class EngineStatistics(DepthCounts):
                 self.by_version.popitem(last=False)
         self.by_version.move_to_end(version)
         return self, of_version
+
+    def record_starts(self, sequences: Iterable[CountedSequence]) -> None:
+        """Notes since when sequences run, and how long they have waited."""
+        now = time.monotonic()
+        for sequence in sequences:
+            if sequence.started_s is None:
+                sequence.started_s = now
+                self.queue_s.record(max(now - sequence.submitted_s, 0.0))
 
     def record_step(
         self, seconds: float, sequences: Sequence[CountedSequence], results: Sequence[Sequence[TokenChunk]]

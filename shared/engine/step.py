@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from shared.engine.drafting.speculation import Speculation, settle
 from shared.engine.failure import attempt, fail_all, non_finite_logits
 from shared.engine.memory.prefixes import Prefixes
 from shared.engine.prompt_scores import score_prompt, score_weight
-from shared.engine.request.admission import PrefillRate, max_num_tokens
+from shared.engine.request.admission import MAX_PREFILL_TOKENS, PrefillRate, max_num_tokens, prefill_budget
 from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import OnStates
 from shared.engine.request.request import GeneratedToken, GenerationRequest, TokenChunk
@@ -25,25 +25,14 @@ from shared.engine.verification import Verdict, verify
 from shared.ladder.learned_ngrams import LearnedNgrams
 from shared.model.cache import KVCache
 from shared.model.inference import inference
+from shared.model.recorder import Work
 from shared.model.runner import Runner
 
 logger = logging.getLogger(__name__)
 
-# Prompt tokens per step, so that a long prompt can be cancelled.
-# Fewer, but at least the second number, the more streams wait for them.
-MAX_PREFILL_TOKENS, MIN_PREFILL_TOKENS = 256, 64
 # Prompt tokens per step whose keys and values are copied. So many take about as long as a pass.
 MAX_COPIED_TOKENS = 1024
 FULL = "full"
-
-
-def prefill_budget(num_reading: int, num_decoding: int) -> int:
-    """Prompt tokens of a step: in proportion to the share of requests that wait for their first token.
-
-    Streams that decode wait for prompts in the same step, and prompts for one another.
-    """
-    share = num_reading / max(1, num_reading + num_decoding)
-    return MIN_PREFILL_TOKENS + round((MAX_PREFILL_TOKENS - MIN_PREFILL_TOKENS) * share)
 
 
 def verify_parts(logits: Tensor, parts: Sequence[Speculation]) -> None:
@@ -114,6 +103,24 @@ class Decoder:
         self.runner.reserve(cache)
         return cache
 
+    def prepare(self) -> Iterator[None]:
+        """Does once what steps would otherwise do first. Yields between parts of it."""
+        return iter(())
+
+    def prepare_drafter(self, drafter: Drafter, seconds: Callable[[Work], float]) -> Iterator[None]:
+        """The same for a new drafter. `seconds` tells what work takes."""
+        return iter(())
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step has been launched whose tokens nobody has."""
+        return False
+
+    def turn(self, sequences: Sequence[DecodingSequence]) -> list[tuple[DecodingSequence, list[TokenChunk]]]:
+        """A step of these sequences, or the launch of one: then its chunks come with the next turn. Returns the chunks
+        that became final, by sequence."""
+        return [*zip(sequences, self.step(sequences), strict=True)]
+
     @inference
     def step(self, sequences: Sequence[DecodingSequence]) -> list[list[TokenChunk]]:
         """One piece of the prompt, or one verified chain of drafts, for each sequence.
@@ -123,18 +130,15 @@ class Decoder:
         sequence that fails has a `failure` afterwards: alone if the work was its own, with all that shared a pass if
         the pass failed. The tokens of the other sequences do not change.
         """
-        now = time.monotonic()
-        first = [sequence for sequence in sequences if sequence.started_s is None]
-        for sequence in first:
-            sequence.started_s = now
+        start_s = time.monotonic()
+        if any(sequence.started_s is None for sequence in sequences):
+            self.statistics.record_starts(sequences)
         groups = [sequences] if self.runner.supports_ragged else [[alone] for alone in sequences]
         results: list[list[TokenChunk]] = []
         for group in groups:
             results += self._step(group, sequences)
         try:
-            for sequence in first:
-                self.statistics.queue_s.record(now - sequence.submitted_s)
-            self.statistics.record_step(time.monotonic() - now, sequences, results)
+            self.statistics.record_step(time.monotonic() - start_s, sequences, results)
         except Exception:  # the tokens have been generated, counted or not
             logger.exception("a step could not be counted")
         return results
@@ -161,17 +165,22 @@ class Decoder:
     # Prefill.
 
     def _prefill(
-        self, reading: Sequence[DecodingSequence], running: Sequence[DecodingSequence], num_decoding: int
+        self,
+        reading: Sequence[DecodingSequence],
+        running: Sequence[DecodingSequence],
+        num_decoding: int,
+        room: int = MAX_PREFILL_TOKENS,
     ) -> list[Speculation]:
-        """The next pieces of prompts, first come, first served, within the token budget of a step."""
-        budget, copies = prefill_budget(len(reading), num_decoding), MAX_COPIED_TOKENS
+        """The next pieces of prompts, first come, first served, within the token budget of a step and at most
+        `room`."""
+        budget, copies = min(prefill_budget(len(reading), num_decoding), room), MAX_COPIED_TOKENS
         parts: list[Speculation] = []
         for sequence in reading:
             if budget > 0:
                 others, num_settled = [part.sequence for part in parts], sequence.num_settled
                 part = attempt(sequence, self._prefill_piece, sequence, running, others, budget, copies)
                 copies = max(copies - sequence.num_settled + num_settled, 0)
-                if part is not None:
+                if part is not None and part.tokens:
                     parts.append(part)
                     budget -= math.ceil(len(part.tokens) * self._weight_of(sequence))
         return parts
@@ -215,19 +224,20 @@ class Decoder:
 
     # Verify and commit.
 
-    def _verify_and_commit(self, parts: Sequence[Speculation], num_read: int) -> None:
+    def _verify_and_commit(
+        self, parts: Sequence[Speculation], num_read: int, passed: Callable[[], Tensor] | None = None
+    ) -> None:
         """Runs the verify pass over all chains and the `num_read` tokens of prompts, verifies drafts, and commits what
-        the full model accepts."""
+        the full model accepts. `passed` gives the states [T, D] at depth L if the pass has been launched."""
         start_s = time.perf_counter()
         try:
-            logits = self._verify_pass(parts)
+            logits = self._logits(parts, settle(parts, self.runner) if passed is None else passed())
         except Exception as error:
-            failed = [part.sequence for part in parts]
-            fail_all(failed, error, "a pass failed that was shared by")
+            fail_all([part.sequence for part in parts], error, "a pass failed that was shared by")
             return
         if logits is not None:
             self._verify(logits, [part for part in parts if part.num_logits])
-        if not num_read:
+        if not num_read and passed is None:
             sizes = [(part.base, len(part.tokens)) for part in parts]
             measured_s = parts[0].sequence.drafter.pass_s(parts[-1].offset + sizes[-1][1])
             extra_s = min(time.perf_counter() - start_s, MOST_SLOWNESS * measured_s) - measured_s
@@ -236,10 +246,9 @@ class Decoder:
             if part.sequence.failure is None:
                 attempt(part.sequence, self._commit, part, part.verdict)
 
-    def _verify_pass(self, parts: Sequence[Speculation]) -> Tensor | None:
-        """Takes all tokens through all layers. Returns the logits [N, V] that the parts need, part after part, or the
-        tokens of the largest ones [N] where they are enough; None if none needs any."""
-        states = settle(parts, self.runner)
+    def _logits(self, parts: Sequence[Speculation], states: Tensor) -> Tensor | None:
+        """The logits [N, V] that the parts need, part after part, or the tokens of the largest ones [N] where they are
+        enough; None if none needs any. `states` [T, D]: of all tokens at depth L."""
         num_logits = sum(part.num_logits for part in parts)
         if not num_logits:
             return None

@@ -11,7 +11,7 @@ from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.exit_head import ExitHead
 from shared.ladder.native_chain import NativeChain, embedding_rows
 from shared.ladder.proposers import exit_name
-from shared.ladder.recorded_chain import MAX_CHAINS, RecordedChain
+from shared.ladder.recorded_chain import MAX_RECORDED, RecordedChain
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import Runner
 from shared.ops.chains import Chains, ChainStart
@@ -72,5 +72,5 @@ def bind_exit(
     # On a CPU without kernels, drafts in reserve cost too much.
     if needs_passes or (isinstance(runner, ContiguousRunner) and rows.device.type == "cpu"):
         return SteppedChain(ChainSteps(head, confidence, rows, bias), vocabulary)
-    steps = ChainSteps(head, confidence, rows, bias, MAX_CHAINS)
+    steps = ChainSteps(head, confidence, rows, bias, MAX_RECORDED)
     return RecordedChain(steps, vocabulary, head.hidden_size, runner)

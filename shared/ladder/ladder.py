@@ -127,6 +127,17 @@ class BoundLadder:
         bound = zip(self.depths, self._bound, strict=True)
         self.state_depths = tuple(depth for depth, proposer in bound if proposer.reads_states)
 
+    @property
+    def chain_at_start(self) -> RecordedChain | None:
+        """The exit at depth 0 whose steps can be recorded, if it is the only exit."""
+        alone = self._bound[0] if len(self._bound) == 1 else None
+        return alone if isinstance(alone, RecordedChain) else None
+
+    @property
+    def drafts_on_device(self) -> bool:
+        """Whether all that it drafts can be drafted without the host."""
+        return not self._bound or self.chain_at_start is not None
+
     def prepare(self) -> Iterator[None]:
         """Records what drafting would otherwise record at first use.
         Yields between steps, so that other work can run."""

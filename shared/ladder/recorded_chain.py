@@ -26,6 +26,8 @@ from shared.ops.chains import Chains, ChainStart, chain_lengths
 # chains have.
 NUM_CHAINS, NUM_DRAFTS = (1, 4, 16, 64), 4
 MAX_CHAINS = NUM_CHAINS[-1]
+# Chains of any recording of these steps, also elsewhere.
+MAX_RECORDED = 256
 # Tokens that the head is fed before the newest ones. Chains that need more are fed in several calls.
 NUM_FED = (0, 1, 2, 4, 8)
 MAX_FED = NUM_FED[-1]
@@ -41,7 +43,7 @@ class RecordedChain:
     reads_states = False
 
     def __init__(self, steps: ChainSteps, vocabulary: Tensor, hidden_size: int, runner: Runner) -> None:
-        self._steps, self._vocabulary, self._runner = steps, vocabulary, runner
+        self.steps, self.vocabulary, self._runner = steps, vocabulary, runner
         self._recorded: dict[tuple[int, int], Work] = {}
         device = vocabulary.device
         with torch.inference_mode():
@@ -98,15 +100,15 @@ class RecordedChain:
         *fed, newest, places = self._sent[:size, MAX_FED - num_fed :].unbind(1)
         states, outputs = self._states[:size], self._outputs[:size]
         for tokens in fed:
-            output = self._steps.output(states, self._entering(tokens.clamp_min(0)))
+            output = self.steps.output(states, self._entering(tokens.clamp_min(0)))
             states = torch.where((tokens >= 0)[:, None, None], chained(output), states)
         if fed:
             self._states[:size].copy_(states)
         previous = states
         for step in range(NUM_DRAFTS):
-            go_on = self._steps.further_step if step else self._steps.step
+            go_on = self.steps.further_step if step else self.steps.step
             choices, probabilities, previous = go_on(previous, self._entering(newest), places + step)
-            newest = self._vocabulary[choices]
+            newest = self.vocabulary[choices]
             self._drafted[size][0, :, step].copy_(newest)
             self._drafted[size][1, :, step].copy_(probabilities)
             outputs[:, step].copy_(previous)

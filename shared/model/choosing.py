@@ -10,7 +10,16 @@ from torch import Tensor
 
 from shared import ops
 from shared.model import host_choices
-from shared.model.distribution import candidates, constrained, drawn, nucleus, penalised, reads_without_sync
+from shared.model.distribution import (
+    candidates,
+    constrained,
+    drawn,
+    masses_of,
+    nucleus,
+    penalised,
+    reads_without_sync,
+    unit_mass,
+)
 from shared.model.sampling import Trial
 from shared.ops import NO_TOKEN, choose_greedy, choose_sampled
 
@@ -85,6 +94,15 @@ def largest(scores: Tensor) -> Tensor:
     return torch.where(top.isfinite(), tokens, NO_TOKEN)
 
 
+def drawn_or_largest(logits: Tensor, temperatures: Tensor, least_shares: Tensor, uniforms: Tensor) -> Tensor:
+    """The tokens [T] chosen at rows of logits [T, V] float32: drawn at the row's uniform number, or the largest one's
+    where the temperature is 0. Drawn of those with at least such a share of the most probable token's probability. The
+    other arguments: [T] float64. Reads nothing on the host, so it can be recorded."""
+    masses = masses_of(logits, torch.where(temperatures > 0, temperatures, 1.0)[:, None])
+    masses.masked_fill_(masses < least_shares[:, None] * unit_mass(masses.shape[1]), 0.0)
+    return torch.where(temperatures > 0, _at(masses, uniforms), largest(logits))
+
+
 def _largest(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
     """The first of the largest allowed scores of each row, after what changes scores."""
     on_host = reads_without_sync(logits.device)
@@ -119,7 +137,10 @@ def _drawn(logits: Tensor, trials: Sequence[Trial]) -> Sequence[Tensor]:
 
 def _tokens_at(numbers: Sequence[float], masses: Tensor) -> Tensor:
     """The token [T] int64 of each row at its uniform number. masses [T, V]."""
-    uniforms = torch.tensor(numbers, dtype=torch.float64).to(masses.device, non_blocking=True)
+    return _at(masses, torch.tensor(numbers, dtype=torch.float64).to(masses.device, non_blocking=True))
+
+
+def _at(masses: Tensor, uniforms: Tensor) -> Tensor:
     if ops.runs_on(masses.device.type):
         return choose_sampled(masses, uniforms)
     return drawn(masses, uniforms)

@@ -81,14 +81,18 @@ def candidates(logits: Tensor, trials: Sequence[Trial]) -> tuple[Tensor, Tensor]
     """
     scores = penalised(logits, trials)
     params = [trial.sampling for trial in trials for _ in range(trial.num_rows)]
-    temperature = _column([sampling.temperature for sampling in params], logits.device)
-    masses = scores.to(torch.float64, copy=True)
-    masses.sub_(scores.amax(-1, keepdim=True)).div_(temperature).exp_()
-    masses.mul_(unit_mass(scores.shape[1])).round_()
+    masses = masses_of(scores, _column([sampling.temperature for sampling in params], logits.device))
     # The temperature changes no order, so the k-th largest and the sorted order are those of the scores.
     if any(sampling.top_k for sampling in params):
         masses.masked_fill_(scores < _kth_largest(scores, [sampling.top_k for sampling in params]), 0.0)
     return scores, masses
+
+
+def masses_of(scores: Tensor, temperatures: Tensor) -> Tensor:
+    """Scores [T, V] and positive temperatures [T, 1] float64 -> masses [T, V] float64."""
+    masses = scores.to(torch.float64, copy=True)
+    masses.sub_(scores.amax(-1, keepdim=True)).div_(temperatures).exp_()
+    return masses.mul_(unit_mass(scores.shape[1])).round_()
 
 
 def nucleus(scores: Tensor, masses: Tensor, params: Sequence[SamplingParams]) -> Tensor:

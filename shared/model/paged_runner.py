@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shared.errors import UnsupportedModel
 from shared.model.cache import KVCache
-from shared.model.choosing import largest
+from shared.model.choosing import drawn_or_largest, largest
 from shared.model.contiguous_runner import GatedModel
 from shared.model.gates import LayerCounters
 from shared.model.inference import inference
@@ -226,6 +226,33 @@ class PagedRunner:
             replay()
             pieces.append(result[: len(rows)].clone())
         return _joined(pieces)
+
+    # For steps whose tokens the device itself writes: see shared.engine.ahead.
+
+    @property
+    def head_sizes(self) -> tuple[int, ...]:
+        """The numbers of rows that go through the head at once, ascending."""
+        return self._head_buckets
+
+    def token_buffer(self, size: int) -> TokenBuffer:
+        """The tokens of a pass of this size."""
+        return self._tokens[size]
+
+    def recorded_pass(self, size: int) -> Work:
+        """Takes the tokens in the buffer of this size through all layers. To ask for it may clear the buffer."""
+        return self._recorded_layers(0, self.num_layers, size)
+
+    def left_at(self, depth: int) -> Tensor:
+        """The states at depth L, or one of the `captured_depths`, that the last pass has left [256, D]."""
+        return self._leaving if depth == self.num_layers else self._captured[depth]
+
+    def choose_rows(self, rows: Tensor, drawing: Tensor | None = None) -> Tensor:
+        """The tokens chosen at `rows` [N] of the last pass [N]: those of the largest logits, or with `drawing` [3, N]
+        as `drawn_or_largest` has them."""
+        states = self._leaving.index_select(0, rows)
+        if drawing is None:
+            return largest(self._model.logits(states, widens=False))
+        return drawn_or_largest(self._model.logits(states), *drawing.unbind())
 
     def _run_in_buckets(
         self,

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from shared.errors import InvalidInput
 from shared.field_types import check_types
+from shared.ops.drafting import functions
 
 if TYPE_CHECKING:
     from shared.model.context_counts import ContextCounts
@@ -141,8 +142,10 @@ class SamplingParams:
 
 
 def uniform_at(seed: int, position: int) -> float:
-    """The uniform number in [0, 1) of one position of a sequence, from the counter-based generator Philox."""
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=position)).random())
+    """The uniform number in [0, 1) of one position of a sequence, from the counter-based generator Philox: see
+    csrc/draft/slots.h."""
+    number: float = functions().neap_uniform_at(seed, position)
+    return number
 
 
 class AllowedTokens(Protocol):

@@ -144,6 +144,7 @@ def objects(toolkit: Toolkit | None = None) -> list[Object]:
         Object("exits", "exits.cpp", binding),
         Object("chain", "chain.cpp", binding),
         Object("choices", "choices.cpp", binding),
+        Object("slots", "slots.cpp", binding),
         *([Object("paged", "paged.cpp", binding)] if toolkit else []),
         *(
             Object(name, source, " ".join(architecture_flags(wanted_architectures())), "nvcc")

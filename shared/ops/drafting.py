@@ -26,6 +26,9 @@ _RESULTS = {
     "neap_sequence_propose": c_int64,
     "neap_step_advance": c_int64,
     "neap_step_drop": c_int64,
+    "neap_uniform_at": c_double,
+    "neap_learned_view": c_int64,
+    "neap_learned_changed": c_int64,
 }
 # Pointers first and whole numbers as int64, unless an entry says something else.
 _OTHER_ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -34,6 +37,7 @@ _OTHER_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "neap_ladder_slow_exit": (c_void_p, c_int64, c_double),
     "neap_learned_learn": (c_void_p, c_uint64, c_void_p, c_int64, c_int64),
     "neap_confidence_factor": (c_void_p, c_int32),
+    "neap_uniform_at": (c_uint64, c_uint64),
     "neap_sequence_new": (c_void_p, c_void_p, c_void_p, c_uint64, c_void_p, c_int64, c_void_p),
 }
 # A proposer in Python: see csrc/draft/step.h.

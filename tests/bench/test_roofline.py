@@ -27,7 +27,9 @@ def test_every_op_for_gpus_is_in_the_table(bench: Bench) -> None:
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     ops = {name.split("::")[1].split(".")[0] for name in registered if name.startswith("neap::")}
     assert "route" in ops
-    assert ops - {line.op for line in bench.lines} == {"paged_attention"}, "a CPU has no kernel for it"
+    # A CPU has no kernel of paged attention, and the ops of slots are timed as parts of a step.
+    apart = {"paged_attention", "slots_begin", "slots_draft", "slots_plan", "slots_accept"}
+    assert ops - {line.op for line in bench.lines} == apart
 
 
 def test_a_row_names_its_cells_in_the_tables_order(bench: Bench) -> None:

@@ -57,6 +57,10 @@ class CostMeter:
         """The costs of a ladder's layer exits. See `exit_timings`."""
         return exit_timings(runner, ladder)
 
+    def seconds(self, work: Callable[[], None]) -> float:
+        """What `work`, which waits for the device, takes."""
+        return min(_repeated(lambda: _seconds(work), MIN_WIDE_REPEATS, WIDE_REPEATS))
+
 
 class RememberingMeter(CostMeter):
     """Returns the costs of passes that an earlier start has measured, with the same build on the same machine, until

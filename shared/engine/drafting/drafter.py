@@ -36,7 +36,7 @@ class Drafter:
         self.names = numbered(ladder.names if ladder else ())
         self.depths = (0,) * (len(self.names) - len(exit_depths)) + exit_depths
         self.are_calibrated = [name not in NOT_CALIBRATED for name in self.names]
-        self._native = native_ladder(
+        self.native = native_ladder(
             ladder.ladder if ladder else None,
             runner.loaded.vocabulary_size,
             costs.verify,
@@ -69,11 +69,11 @@ class Drafter:
         """Those of a new sequence."""
         make = self.ladder.tables if self.ladder else SequenceTables
         confidence = self.confidence(request)
-        return make(self._native, confidence, learned, request.predicted, len(request.prompt_ids))
+        return make(self.native, confidence, learned, request.predicted, len(request.prompt_ids))
 
     def pass_s(self, num_tokens: int) -> float:
         """Measured seconds of a pass over so many tokens."""
-        seconds: float = functions().neap_ladder_pass_s(self._native.address, num_tokens)
+        seconds: float = functions().neap_ladder_pass_s(self.native.address, num_tokens)
         return seconds
 
     def record_call(self, index: int, seconds: float, num_chains: int, num_drafts: int) -> None:
@@ -83,7 +83,7 @@ class Drafter:
         measured_s = cost.alone_s + (num_chains - 1) * cost.each_more_s + (num_drafts - 1) * cost.each_draft_s
         found = min(max(seconds / max(measured_s, 1e-9), 1.0), MOST_SLOWNESS)
         self._slowness[index] = slowness = DECAY * self._slowness[index] + (1.0 - DECAY) * found
-        functions().neap_ladder_slow_exit(self._native.address, index, slowness)
+        functions().neap_ladder_slow_exit(self.native.address, index, slowness)
 
 
 class KeyTime:

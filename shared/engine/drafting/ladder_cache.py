@@ -1,7 +1,7 @@
 """Ladders that are bound to the model in memory, each with its drafter."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import replace
 
 from shared.engine.background import Slices
@@ -21,7 +21,8 @@ MAX_LAYOUTS = 64
 class LadderCache:
     """Used by the engine's thread only. The costs of passes must be measured before a ladder is bound.
 
-    `in_use` returns the id() of every ladder that a running request uses. If more than `max_ladders` are bound, the
+    `in_use` returns the id() of every ladder that a running request uses, `prepare_drafter` does in steps what remains
+    to be done with a new one's drafter. If more than `max_ladders` are bound, the
     least recently used of the others are dropped. `cost_meter` measures the costs of a ladder's exits.
     """
 
@@ -29,6 +30,7 @@ class LadderCache:
         self, runner: Runner, max_ladders: int = MAX_BOUND_LADDERS, cost_meter: CostMeter | None = None
     ) -> None:
         self.in_use: Callable[[], Collection[int]] = lambda: ()
+        self.prepare_drafter: Callable[[Drafter], Iterator[None]] = lambda drafter: iter(())
         self._runner = runner
         self._max_ladders = max_ladders
         self._cost_meter = cost_meter or CostMeter()
@@ -71,6 +73,7 @@ class LadderCache:
         if self_tests:
             yield from self_test(self._runner, bound, costs)
         drafter = Drafter(self._runner, costs, bound)
+        yield from self.prepare_drafter(drafter)
         # Others are dropped first, so that there are never too many.
         # The ladder is referenced as long as its id() is a key.
         self._drop_beyond(self._max_ladders - 1)

@@ -174,6 +174,17 @@ def settle(speculations: Sequence[Speculation], runner: Runner) -> Tensor:
     return passed.by_depth[runner.num_layers][0]
 
 
+def have_passed(speculations: Sequence[Speculation], states: CapturedStates, num_layers: int) -> None:
+    """Notes that a pass has taken all tokens through all layers. `states` [1, T, D] by depth: sequence after
+    sequence."""
+    passed, start = PassedStates(states), 0
+    for speculation in speculations:
+        speculation.passed, speculation.offset = passed, start
+        start += len(speculation.tokens)
+        speculation.num_layer_executions += num_layers
+        speculation.num_token_layers += num_layers * len(speculation.tokens)
+
+
 def _run(parts: Sequence[_Part], first: int, last: int, runner: Runner) -> CapturedStates:
     """One pass. Returns the states [1, T, D] of all parts at `last` and at the captured depths before it."""
     tokens = [token for speculation, part in parts for token in speculation.tokens[part]]

@@ -18,6 +18,20 @@ SHARE_OF_FASTEST = 0.5
 TRIAL_INTERVAL_S = 60.0
 
 
+# Prompt tokens per step, so that a long prompt can be cancelled.
+# Fewer, but at least the second number, the more streams wait for them.
+MAX_PREFILL_TOKENS, MIN_PREFILL_TOKENS = 256, 64
+
+
+def prefill_budget(num_reading: int, num_decoding: int) -> int:
+    """Prompt tokens of a step: in proportion to the share of requests that wait for their first token.
+
+    Streams that decode wait for prompts in the same step, and prompts for one another.
+    """
+    share = num_reading / max(1, num_reading + num_decoding)
+    return MIN_PREFILL_TOKENS + round((MAX_PREFILL_TOKENS - MIN_PREFILL_TOKENS) * share)
+
+
 class PrefillRate:
     """Learns from passes. The engine's thread records them, and any thread may ask."""
 

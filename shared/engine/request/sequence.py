@@ -102,7 +102,7 @@ class DecodingSequence:
         if request.sampling.changes_scores:
             self.counts = ContextCounts(request.sampling, self.tokens, self.num_prompt_tokens, loaded.vocabulary_size)
         self._num_shown = 0
-        self._learned = learned
+        self.learned = learned
         self.submitted_s = time.monotonic() if submitted_s is None else submitted_s
         self.started_s: float | None = None
         self.first_token_s: float | None = None
@@ -235,9 +235,9 @@ class DecodingSequence:
             if text is None:
                 break
             self._exits[token.proposer, token.exit_depth] += 1
-            self.tables.append([token.token_id])
             emitted.append(token)
             texts.append(text)
+        self.tables.append([token.token_id for token in emitted])
         length = len(self.tokens)
         if length == self._read_again_at and self.answer.end is None:
             self.num_settled, self.read_length, self.read_until = 0, length, length
@@ -254,8 +254,8 @@ class DecodingSequence:
             self.show_prompt(len(self.request.given_ids))
         num_predicted = self.tables.num_predicted if predicted else 0
         # Only now: within an answer, prompt look-up knows the same. Of the full model's choices only.
-        if self._learned is not None and self.request.policy.name == "exact":
-            self._learned.learn(self.tokens, self.num_prompt_tokens)
+        if self.learned is not None and self.request.policy.name == "exact":
+            self.learned.learn(self.tokens, self.num_prompt_tokens)
         now = time.monotonic()
         started = self.started_s or now
         first = self.first_token_s or now

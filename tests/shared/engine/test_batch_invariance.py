@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from shared.engine import step as decoder_module
 from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.pass_costs import ExitCost, PassCosts
 from shared.engine.memory.prefixes import Prefixes
+from shared.engine.request import admission as admission_module
 from shared.engine.request.request import GenerationRequest, StoppingParams
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
@@ -139,8 +139,8 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_other_sequences_in_the_batch_change_no_token(decoder, monkeypatch):
-    monkeypatch.setattr(decoder_module, "MAX_PREFILL_TOKENS", 12)
-    monkeypatch.setattr(decoder_module, "MIN_PREFILL_TOKENS", 5)
+    monkeypatch.setattr(admission_module, "MAX_PREFILL_TOKENS", 12)
+    monkeypatch.setattr(admission_module, "MIN_PREFILL_TOKENS", 5)
     drafted = shared_passes = shared_exits = cancelled = lent = 0
     alone = Decoder(decoder.runner)
     for schedule in range(SCHEDULES_PER_FAMILY):

@@ -312,10 +312,10 @@ SOUND_TOKENS = 17
 
 def spoil(patch: pytest.MonkeyPatch, value: float, rows: Any) -> None:
     """Sets logits of the victim: the rows that choose the tokens of its answer from SOUND_TOKENS on."""
-    verify_pass = Decoder._verify_pass
+    read_logits = Decoder._logits
 
-    def spoiled(decoder: Decoder, parts: Any) -> Any:
-        logits, row = verify_pass(decoder, parts), 0
+    def spoiled(decoder: Decoder, parts: Any, states: Any) -> Any:
+        logits, row = read_logits(decoder, parts, states), 0
         if logits is None:
             return None
         logits = logits.clone()
@@ -327,7 +327,7 @@ def spoil(patch: pytest.MonkeyPatch, value: float, rows: Any) -> None:
                 row += 1
         return logits
 
-    patch.setattr(Decoder, "_verify_pass", spoiled)
+    patch.setattr(Decoder, "_logits", spoiled)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])

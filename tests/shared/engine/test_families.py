@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from shared.engine import step
 from shared.engine.memory import prefixes
+from shared.engine.request import admission
 from shared.engine.request.request import Finished, GenerationRequest, StoppingParams
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import LoadedModel, wrap_model
@@ -106,8 +106,8 @@ def test_beyond_its_border_a_family_gives_the_tokens_of_generate(kind, family, m
         pytest.skip("an accelerated model is asked")
     if kind == "paged" and family in paged.NOT_PAGED:
         pytest.skip("it does not run over paged caches")
-    monkeypatch.setattr(step, "MAX_PREFILL_TOKENS", 5)
-    monkeypatch.setattr(step, "MIN_PREFILL_TOKENS", 5)
+    monkeypatch.setattr(admission, "MAX_PREFILL_TOKENS", 5)
+    monkeypatch.setattr(admission, "MIN_PREFILL_TOKENS", 5)
     monkeypatch.setattr(prefixes, "MIN_SHARED", 4)
     generator = torch.Generator().manual_seed(7)
     text = torch.randint(2, VOCABULARY_SIZE, (LENGTHS_AT_A_BORDER[-1],), generator=generator)

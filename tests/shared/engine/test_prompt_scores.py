@@ -8,9 +8,9 @@ import torch
 from shared.engine import prompt_scores
 from shared.engine.engine import Engine
 from shared.engine.prompt_scores import score_weight
+from shared.engine.request.admission import MAX_PREFILL_TOKENS
 from shared.engine.request.prompt import Prompt
 from shared.engine.request.request import FinishReason, GenerationRequest, StoppingParams
-from shared.engine.step import MAX_PREFILL_TOKENS
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.model.loaded import LoadedModel, wrap_model

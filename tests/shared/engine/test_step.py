@@ -5,9 +5,10 @@ import torch
 
 from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.pass_costs import PassCosts
+from shared.engine.request.admission import prefill_budget
 from shared.engine.request.request import FinishReason, GeneratedToken, GenerationRequest, TokenChunk
 from shared.engine.request.sequence import DecodingSequence
-from shared.engine.step import Decoder, prefill_budget
+from shared.engine.step import Decoder
 from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.tables import SequenceTables

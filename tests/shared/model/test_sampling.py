@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -25,7 +26,12 @@ def test_positions_and_seeds_have_numbers_of_their_own() -> None:
     numbers = {uniform_at(seed, position) for seed in range(30) for position in range(30)}
     assert len(numbers) == 900
     assert all(0 <= number < 1 for number in numbers)
-    assert uniform_at(2**64 - 1, 5) == uniform_at(2**64 - 1, 5)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 77, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("position", [0, 1, 4095, 2**32, 2**63 - 1])
+def test_numbers_are_those_of_philox(seed: int, position: int) -> None:
+    assert uniform_at(seed, position) == np.random.Generator(np.random.Philox(key=seed, counter=position)).random()
 
 
 @pytest.mark.parametrize(

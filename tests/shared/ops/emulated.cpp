@@ -53,5 +53,31 @@ int run(const Call& c) {
     a.choices = c.data<int64_t>();
     return launch_choose(a, nullptr);
   }
+  if (c.name == "slots") {
+    draft::SlotArgs a{};
+    a.width = c.integer();
+    const auto num_rows = (int)c.integer();
+    draft::Proposers p{};
+    p.tables.vocabulary_size = c.integer();
+    for (draft::NgramOrder& order : p.tables.orders) order.size = c.integer();
+    p.learned.num_sets = c.integer();
+    a.control = c.data<draft::Control>(), a.slots = c.data<draft::Slot>(), a.tokens = c.data<int32_t>();
+    a.rows = c.data<draft::Row>(), a.newest = c.data<int64_t>(), a.token_rows = c.data<int64_t>();
+    a.logit_rows = c.data<int64_t>(), a.drawing = c.data<double>(), a.chosen = c.data<int64_t>();
+    a.state_rows = c.data<int64_t>(), a.state_slots = c.data<int64_t>(), a.spare_slot = draft::kMostRows;
+    p.tables.has_lookup = p.tables.has_ngrams = true;
+    p.tables.lookup = *c.data<draft::TableConfidence>(), p.tables.ngrams = *c.data<draft::TableConfidence>();
+    p.tables.weights = *c.data<draft::JointWeights>();
+    for (draft::NgramOrder& order : p.tables.orders) {
+      order.keys = c.data<uint32_t>(), order.tokens = c.data<uint32_t>();
+      order.counts = c.data<uint8_t>(), order.shares = c.data<uint8_t>();
+    }
+    p.learned.entries = c.data<draft::LearnedEntry>();
+    p.exit_tokens = c.data<int64_t>(), p.exit_probabilities = c.data<float>();
+    int failed = launch_begin_rows(a, 0, nullptr);
+    for (int place = 0; place < draft::kPlaces; ++place) failed |= launch_draft_place(a, p, num_rows, place, nullptr);
+    failed |= launch_plan_pass(a, nullptr);
+    return failed | launch_accept_rows(a, nullptr);
+  }
   return -1;
 }

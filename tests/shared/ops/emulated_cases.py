@@ -1,13 +1,27 @@
 """Calls of the kernels on the emulator and their expected results.
 Each check runs its calls in every order of warps."""
 
+import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch
 
-from shared.ops import reference
-from tests.shared.ops.emulation import CODES, Call, blank, run
+from shared.engine.ahead.slots import RowOfStep, SlotMemory
+from shared.ladder.confidence import Confidence
+from shared.ladder.joint_weights import CASES, DEFAULT_WEIGHTS
+from shared.ladder.ladder import Ladder, ModelIdentity
+from shared.ladder.learned_ngrams import LearnedNgrams
+from shared.ladder.ngram_table import MAX_ORDER, NgramTable, context_keys
+from shared.ladder.table_confidence import SIZES, TableConfidence
+from shared.ladder.tables import native_ladder
+from shared.ops import reference, slots
+from shared.ops.slots import MOST_ROWS, PLACES, Slot, learned_entries, write_ratios
+from tests.shared.ops.emulation import CODES, Call, blank, raw, run
 
 SEEDS = (0, 1, 2)  # ascending, descending and random order of warps and blocks
 CLOSE = {"atol": 5e-5, "rtol": 5e-4}
@@ -103,4 +117,87 @@ def check_choose(program: Path) -> None:
             assert torch.equal(call.buffers[-1], wanted[index // len(SEEDS)][-1])
 
 
-CHECKS: dict[str, Callable[[Path], None]] = {"draft_top": check_draft_top, "route": check_route, "choose": check_choose}
+def check_slots(program: Path) -> None:
+    """What a step drafts, plans and accepts for some requests: the bits of the CPU."""
+    draw, count, vocabulary, size = random.Random(2), 5, 6, 16
+    device = SimpleNamespace(stacked=torch.zeros(5, size, dtype=torch.int64))
+    loaded = SimpleNamespace(
+        device=torch.device("cpu"), context_length=200, hidden_size=4, model=SimpleNamespace(dtype=torch.float32)
+    )
+    runner = SimpleNamespace(loaded=loaded, token_buffer=lambda _: device, pass_sizes=(size,))
+    with torch.inference_mode():
+        memory = SlotMemory(runner)  # type: ignore[arg-type]
+        lookup, ngrams = ([draw.uniform(-1, 2) for _ in range(33)] for _ in range(2))
+        weights = [number for case in CASES for number in DEFAULT_WEIGHTS.of(case)]
+        table = NgramTable([_random_order(draw, order, vocabulary) for order in range(1, MAX_ORDER + 1)])
+        columns = [[torch.from_numpy(part.view("u1")) for part in column] for column in table.columns]
+        learned = LearnedNgrams(1 << 10)
+        client = learned.of("a")
+        client.learn(draw.choices(range(vocabulary), k=60), 0)
+        native = native_ladder(
+            Ladder(ModelIdentity("", "", "", 1, 4, vocabulary), _confidence(lookup), table, _confidence(ngrams)),
+            vocabulary,
+        )
+        rows = []
+        for row in range(count):
+            tokens = draw.choices(range(vocabulary), k=draw.choice([1, 40, 190]))
+            slot = Slot(len(tokens), 9, client.salt, row != 3, temperature=row % 2, seed=row)
+            memory.fill(row, slot, tokens, torch.zeros(3, 4) if row % 2 else None)
+            ratios = Confidence()
+            rows.append(RowOfStep(row, row, 0, partial(write_ratios, ratios.handle)))
+        memory.send(rows, [(1, 9, 0), (2, 9, 1)], size)
+        memory.exit_tokens.copy_(torch.tensor(draw.choices(range(vocabulary), k=MOST_ROWS)))
+        memory.exit_probabilities.fill_(0.75)
+        memory.chosen.copy_(torch.tensor(draw.choices(range(vocabulary), k=MOST_ROWS)))
+        before = [
+            each.clone()
+            for each in (
+                memory._control, memory._slots, memory._tokens, memory.rows, memory.newest, device.stacked,
+                memory.logit_rows, memory.drawing, memory.chosen, memory.state_rows, memory.state_slots,
+            )
+        ]  # fmt: skip
+        entries = learned_entries(learned.handle).clone()
+        drafting = slots.proposers(native, 0, columns, entries, (memory.exit_tokens, memory.exit_probabilities))
+        args = memory.args[size]
+        slots.begin(memory.rows, args, 0)
+        for place in range(PLACES):
+            slots.draft(memory.rows, args, drafting, count, place)
+        slots.plan(memory.rows, args)
+        slots.accept(memory.rows, args)
+    assert int((device.stacked[2] >= 0).sum()) - 2 - (count - 1) > 0  # some drafts are in the pass
+    numbers = (memory._tokens.shape[1], count, vocabulary, *map(len, table.columns[0]), len(entries) // 4)
+    known = [torch.tensor(each, dtype=torch.float64) for each in (lookup, ngrams, weights)]
+    orders = [column[order].clone() for order in range(MAX_ORDER) for column in columns]
+    heads = [memory.exit_tokens.clone(), memory.exit_probabilities.clone()]
+    calls = [
+        Call("slots", numbers, [*(each.clone() for each in before), *known, *orders, entries, *heads], seed)
+        for seed in SEEDS
+    ]
+    run(program, calls)
+    expected = [
+        memory._control, memory._slots, memory._tokens, memory.rows, memory.newest, device.stacked,
+        memory.logit_rows, memory.drawing, memory.chosen, memory.state_rows, memory.state_slots,
+    ]  # fmt: skip
+    for call in calls:
+        for found, wanted in zip(call.buffers, expected, strict=False):
+            assert found is not None
+            assert torch.equal(raw(found), raw(wanted))
+
+
+def _random_order(draw: random.Random, order: int, vocabulary: int) -> Any:
+    tokens = np.array(draw.choices(range(vocabulary), k=40), dtype=np.uint64)
+    keys = np.unique(context_keys(tokens, order))
+    return keys, *(np.array([draw.randrange(most) for _ in keys]) for most in (vocabulary, 255, 256))
+
+
+def _confidence(numbers: list[float]) -> TableConfidence:
+    parts = iter(numbers[1:])
+    return TableConfidence(numbers[0], [[next(parts) for _ in range(size)] for size in SIZES])
+
+
+CHECKS: dict[str, Callable[[Path], None]] = {
+    "draft_top": check_draft_top,
+    "route": check_route,
+    "choose": check_choose,
+    "slots": check_slots,
+}

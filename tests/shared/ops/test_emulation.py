@@ -37,6 +37,12 @@ BUGS = {
         "atomicInc(ticket, count - 1)",
         "atomicInc(ticket, 1000000u)",
     ),
+    "slots": Bug(
+        "a barrier dropped: flags are read before they are written",
+        "draft/slots.h",
+        "== longest;\n    team.wait();\n",
+        "== longest;\n",
+    ),
     "choose": Bug(
         "a barrier dropped: the warps' firsts are read before they are written",
         "include/choose.cuh",

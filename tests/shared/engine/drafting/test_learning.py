@@ -79,7 +79,7 @@ def test_an_exit_whose_calls_take_longer_than_measured_is_asked_no_more() -> Non
     runner = ContiguousRunner(wrap_model(build_family("llama"), accelerate=True))
     costs = PassCosts((1.0,) * 9, exits=(ExitCost(0.2, 0.0),))
     drafter = Drafter(runner, costs, random_ladder(runner.loaded, 1, (0,), agreement=0.5).bind(runner))
-    tables = SequenceTables(drafter._native, Confidence(exit_names=("depth-0",)))
+    tables = SequenceTables(drafter.native, Confidence(exit_names=("depth-0",)))
     step = Step()
 
     def is_asked() -> bool:

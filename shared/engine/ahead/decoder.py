@@ -1,0 +1,131 @@
+"""The decoder of a runner that records passes: requests live on the device, and steps are launched one ahead."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from shared.engine.ahead.ahead import Ahead, Launched
+from shared.engine.ahead.graphs import MAX_ROWS
+from shared.engine.drafting.drafter import Drafter
+from shared.engine.drafting.speculation import Speculation, have_passed
+from shared.engine.failure import fail_all
+from shared.engine.memory.prefixes import Prefixes
+from shared.engine.request.admission import MIN_PREFILL_TOKENS
+from shared.engine.request.request import TokenChunk
+from shared.engine.request.sequence import DecodingSequence
+from shared.engine.step import Decoder
+from shared.ladder.learned_ngrams import LearnedNgrams
+from shared.model.inference import inference
+from shared.model.paged_runner import PagedRunner
+from shared.model.recorder import Work
+from shared.model.runner import Runner, captured_depths
+
+# The chunks that became final, by sequence.
+Results = list[tuple[DecodingSequence, list[TokenChunk]]]
+
+
+def make_decoder(runner: Runner, prefixes: Prefixes, learned: LearnedNgrams | None) -> Decoder:
+    """The decoder that fits the runner: steps cannot be launched ahead where nothing is recorded, nor where angles or
+    embeddings depend on what the host knows."""
+    if not isinstance(runner, PagedRunner) or not runner.records:
+        return Decoder(runner, prefixes, learned)
+    if runner.regimes.are_several or not runner.embedding_is_direct:
+        return Decoder(runner, prefixes, learned)
+    return AheadDecoder(runner, prefixes, learned)
+
+
+class AheadDecoder(Decoder):
+    """A `Decoder` whose turns launch a step and return the chunks of the one before. Where the host has to choose the
+    tokens of a request (see `Ahead.serves`), it rides in the same pass, and the turn waits for that.
+
+    At most MAX_ROWS sequences share a turn, and no more than rows go through the head at once.
+    """
+
+    def __init__(self, runner: PagedRunner, prefixes: Prefixes, learned: LearnedNgrams | None) -> None:
+        super().__init__(runner, prefixes, learned)
+        self._paged = runner
+        self._ahead = Ahead(runner, self.statistics, self.prefill_rate, learned)
+        depths = captured_depths(runner.num_layers)
+        self._states = {depth: runner.left_at(depth) for depth in (*depths, runner.num_layers)}
+
+    def prepare(self) -> Iterator[None]:
+        yield from self._ahead.graphs.prepare()
+
+    def prepare_drafter(self, drafter: Drafter, seconds: Callable[[Work], float]) -> Iterator[None]:
+        yield from self._ahead.prepare(drafter, seconds)
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._ahead.is_under_way
+
+    def put_back(self, sequence: DecodingSequence) -> None:
+        self._ahead.forget(sequence)
+        super().put_back(sequence)
+
+    @inference
+    def turn(self, sequences: Sequence[DecodingSequence]) -> Results:
+        """As `Decoder.turn`. Of a sequence that the caller has ended since its launch, nothing is returned that counts.
+        Without sequences: what is under way."""
+        sequences = sequences[: min(MAX_ROWS, self._paged.head_sizes[-1])]
+        if sequences and all(map(self._ahead.serves, sequences)):
+            return self._launch(sequences, [])
+        # What the host drafts comes after what it knows.
+        results = self._handled(self._ahead.finish())
+        going = [sequence for sequence in sequences if sequence.failure is None and not sequence.is_finished]
+        if not going:
+            return results
+        on_host = [sequence for sequence in going if not self._ahead.serves(sequence)]
+        results += self._launch([sequence for sequence in going if sequence not in on_host], on_host)
+        return results + self._handled(self._ahead.finish())
+
+    def _launch(self, on_device: Sequence[DecodingSequence], on_host: Sequence[DecodingSequence]) -> Results:
+        """Launches a step, and finishes the part of `on_host` in it."""
+        sequences = [*on_device, *on_host]
+        self.statistics.record_starts(sequences)
+        for sequence in on_device:
+            # The step in which a request decodes first reads the last token.
+            if sequence.is_reading and sequence.read_until == len(sequence.tokens):
+                sequence.read_until -= 1
+        reading = [sequence for sequence in sequences if sequence.is_reading]
+        room = max(self._paged.pass_sizes[-1] - len(sequences), MIN_PREFILL_TOKENS)
+        pieces = self._prefill(reading, sequences, len(sequences) - len(reading), room) if reading else []
+        decoding = [sequence for sequence in on_host if not sequence.is_reading]
+        num_read = sum(len(piece.tokens) for piece in pieces)
+        parts = self._drafting.draft(decoding, num_read + len(on_device)) if decoding else []
+        parts += [piece for piece in pieces if piece.sequence in on_host]
+        pieces = [piece for piece in pieces if piece.sequence in on_device]
+        # Those whose prompt ends here decode in the same pass, behind it.
+        last = {piece.sequence for piece in pieces if piece.num_logits}
+        ready = [each for each in on_device if each.failure is None and (not each.is_reading or each in last)]
+        num_tokens = len(ready) + sum(len(part.tokens) for part in (*parts, *pieces))
+        shares = num_tokens <= self._paged.pass_sizes[-1]
+        results: Results = []
+        if ready or pieces:
+            try:
+                results = self._handled(self._ahead.launch(ready, [*parts, *pieces] if shares else pieces, num_read))
+            except Exception as error:
+                fail_all([*ready, *(piece.sequence for piece in pieces)], error, "a step could not be launched for")
+        for piece in pieces:
+            piece.sequence.num_settled = piece.base + len(piece.tokens)
+        if parts:
+            # The first tokens of the pass are these, or they have one of their own.
+            passed = partial(self._taken, parts) if shares and (ready or pieces) else None
+            num_read = sum(len(part.tokens) for part in parts if part.is_prefill)
+            self._verify_and_commit(parts, num_read, passed)
+            self.statistics.record_step(0.0, [part.sequence for part in parts], [part.chunks for part in parts])
+        chunks_of = {part.sequence: part.chunks for part in parts}
+        results += [(sequence, chunks_of.get(sequence, [])) for sequence in on_host]
+        return results + [(sequence, []) for sequence in on_device if sequence.failure is not None]
+
+    def _taken(self, parts: Sequence[Speculation]) -> Tensor:
+        """The states [T, D] that the pass launched last has left of the parts."""
+        count = sum(len(part.tokens) for part in parts)
+        states = {depth: left[None, :count].clone() for depth, left in self._states.items()}
+        have_passed(parts, states, self._paged.num_layers)
+        return states[self._paged.num_layers][0]
+
+    def _handled(self, launched: Sequence[Launched]) -> Results:
+        for step in launched:
+            self._ahead.handle(step)
+        return [(sequence, step.chunks.get(sequence, [])) for step in launched for sequence, _ in step.rows]

@@ -1,0 +1,135 @@
+"""Requests that live on the device: their tokens, lengths, states and ends; what a step reads and writes of them."""
+
+from collections.abc import Callable, Sequence
+from ctypes import addressof, c_int32, memmove
+from ctypes import sizeof as size_of
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shared.ladder.exit_head import NUM_STATES
+from shared.model.inference import inference
+from shared.model.paged_runner import PagedRunner
+from shared.ops.slots import MOST_ROWS, PLACES, Control, Slot, SlotArgs, ratio_bytes, row_bytes
+
+# Steps under way at once, so that what the host has sent or reads is not overwritten.
+NUM_STEPS = 2
+# Waits for what was read, and returns the address of the first row.
+Arrived = Callable[[], int]
+
+
+class RowOfStep(NamedTuple):
+    """A request in a step: its slot, its block table, and its drafter by number. `write_ratios` writes the corrections
+    of its drafts to an address."""
+
+    slot: int
+    table: int
+    drafter: int
+    write_ratios: Callable[[int], None]
+
+
+class SlotMemory:
+    """MOST_ROWS slots and one that is spare, for one runner.
+
+    `rows` [MOST_ROWS, bytes] uint8: what became of each request in the last step. `newest`, `logit_rows`, `chosen`,
+    `state_rows`, `state_slots` [MOST_ROWS] int64 and `drawing` [3, MOST_ROWS] float64: see csrc/draft/slots.h. `states`
+    [MOST_ROWS + 1, NUM_STATES, D]: of the last settled token of each slot. `exit_tokens` int64 and `exit_probabilities`
+    float32 [MOST_ROWS]: what a head drafts. `args`: where all this lies, for each size of a pass.
+    """
+
+    @inference
+    def __init__(self, runner: PagedRunner) -> None:
+        device = runner.loaded.device
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._slots = zeros(MOST_ROWS + 1, size_of(Slot), dtype=torch.uint8)
+        self._tokens = zeros(MOST_ROWS + 1, runner.loaded.context_length + PLACES + 1, dtype=torch.int32)
+        self.rows = zeros(MOST_ROWS, row_bytes(), dtype=torch.uint8)
+        num_bytes = size_of(Control) + MOST_ROWS * ratio_bytes()
+        self._control = zeros(num_bytes, dtype=torch.uint8)
+        self.newest, self.logit_rows, self.chosen, self.state_rows, self.state_slots = zeros(5, MOST_ROWS).unbind()
+        self.drawing = zeros(3, MOST_ROWS, dtype=torch.float64)
+        self.states = zeros(MOST_ROWS + 1, NUM_STATES, runner.loaded.hidden_size, dtype=runner.loaded.model.dtype)
+        self.exit_tokens, self.exit_probabilities = zeros(MOST_ROWS), zeros(MOST_ROWS, dtype=torch.float32)
+        self.args = {size: self._args(runner.token_buffer(size).stacked) for size in runner.pass_sizes}
+        # What the host writes and reads while the device copies it.
+        is_cuda = device.type == "cuda"
+        self._sent = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(NUM_STEPS)]
+        self._read = [torch.zeros(self.rows.shape, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(NUM_STEPS)]
+        self._events = [torch.cuda.Event() for _ in range(NUM_STEPS)] if is_cuda else []
+        self._num_sent = self._num_read = 0
+
+    def _args(self, token_rows: Tensor) -> SlotArgs:
+        pointers = {
+            "control": self._control,
+            "slots": self._slots,
+            "tokens": self._tokens,
+            "rows": self.rows,
+            "newest": self.newest,
+            "token_rows": token_rows,
+            "logit_rows": self.logit_rows,
+            "drawing": self.drawing,
+            "chosen": self.chosen,
+            "state_rows": self.state_rows,
+            "state_slots": self.state_slots,
+        }
+        addresses = {name: tensor.data_ptr() for name, tensor in pointers.items()}
+        return SlotArgs(width=self._tokens.shape[1], spare_slot=MOST_ROWS, **addresses)
+
+    @inference
+    def fill(self, number: int, slot: Slot, tokens: Sequence[int], states: Tensor | None) -> None:
+        """Puts a request into a slot. `states` [NUM_STATES, D]: of its last settled token, if they are known."""
+        slot.has_states = states is not None
+        # From pageable memory: the driver has copied it when the call returns.
+        self._copy(self._slots[number], torch.frombuffer(bytearray(slot), dtype=torch.uint8))
+        self._copy(self._tokens[number, : len(tokens)], torch.tensor(tokens, dtype=torch.int32))
+        if states is not None:
+            self.states[number].copy_(states)
+
+    @inference
+    def send(self, rows: Sequence[RowOfStep], others: Sequence[tuple[int, int, int]], size: int) -> None:
+        """Tells the device what the next step has: `rows`, the tokens of prompts with their block tables and positions,
+        and the size of its pass. One copy."""
+        memory = self._sent[self._num_sent % NUM_STEPS]
+        self._num_sent += 1
+        control = Control.from_address(memory.data_ptr())
+        control.num_rows, control.num_others, control.num_tokens = len(rows), len(others), size
+        for column, numbers in (
+            (control.slots, [row.slot for row in rows]),
+            (control.drafters, [row.drafter for row in rows]),
+            (control.tables, [row.table for row in rows]),
+            *zip(control.others, zip(*others, strict=True), strict=False),
+        ):
+            listed = (c_int32 * len(numbers))(*numbers)
+            memmove(addressof(column), listed, size_of(listed))
+        num_bytes = size_of(Control)
+        for row in rows:
+            row.write_ratios(memory.data_ptr() + num_bytes)
+            num_bytes += ratio_bytes()
+        self._copy(self._control[:num_bytes], memory[:num_bytes])
+
+    @inference
+    def read(self, num_rows: int) -> Arrived:
+        """Has the rows copied to the host once the device is done with the step. One copy."""
+        place = self._num_read % NUM_STEPS
+        self._num_read += 1
+        memory = self._read[place]
+        self._copy(memory[:num_rows], self.rows[:num_rows])
+        for event in self._events[place : place + 1]:
+            event.record()
+
+        def arrived() -> int:
+            self._wait(place)
+            return memory.data_ptr()
+
+        return arrived
+
+    def _copy(self, into: Tensor, source: Tensor) -> None:
+        into.copy_(source, non_blocking=True)
+
+    def _wait(self, place: int) -> None:
+        for event in self._events[place : place + 1]:
+            event.synchronize()
