@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from neap_engine.gateway.requests import parse_generation
-from neap_engine.gateway.schema import NEUTRAL, ChatRequest
+from neap_engine.gateway.schema import NEUTRAL, ChatRequest, CompletionRequest
 from shared.errors import InvalidInput
 from tests.gateways import chat_body, chunk, finished, gateway_to, scripted_worker, started
 
@@ -224,7 +224,7 @@ def test_a_million_mistakes_cost_no_more_than_one(is_chat, fields):
         _, parsed_bytes = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
         with pytest.raises(InvalidInput):
-            parse_generation(body, is_chat=is_chat, max_choices=4)
+            parse_generation(body, ChatRequest if is_chat else CompletionRequest, max_choices=4)
         _, checked_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
