@@ -42,14 +42,14 @@ class Choice:
             return self._begin(event.started)
         if kind == "finished":
             self.finished = event.finished
-            parts = [self._piece(event.finished)] if _says_something(event.finished) else []
+            parts = self._pieces(event.finished) if _says_something(event.finished) else []
             last: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
             return [*parts, self._part(last, self._finish_reason(), neap=self._figures())]
         self.num_tokens += len(event.chunk.tokens)
         logprobs = self._logprobs_of(event.chunk)
         if logprobs is None and not _says_something(event.chunk):
             return []
-        return [self._piece(event.chunk, logprobs)]
+        return self._pieces(event.chunk, logprobs)
 
     def _begin(self, started: pb.Started) -> list[dict[str, Any]]:
         """Another Started is that of a call which was repeated before the first token. It may say other facts."""
@@ -84,20 +84,20 @@ class Choice:
         del whole["logprobs"]
         return as_json(whole)[:-1] + b',"logprobs":' + kept.logprobs() + b"}"
 
-    def _piece(self, piece: Piece, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _pieces(self, piece: Piece, logprobs: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Each part has one thing of a chat, because there are clients that look for no other."""
         self._num_characters += len(piece.text)
         if self._kept is not None:
             self._kept.add(piece, logprobs)
         if not self._is_chat:
-            return self._part({"text": piece.text}, logprobs=logprobs)
-        delta: dict[str, Any] = {}
-        if piece.reasoning:
-            delta["reasoning_content"] = piece.reasoning
-        if piece.tool_calls:
-            delta["tool_calls"] = [self._call(call) for call in piece.tool_calls]
-        if piece.text or not delta:
-            delta["content"] = piece.text
-        return self._part({"delta": delta}, logprobs=logprobs)
+            return [self._part({"text": piece.text}, logprobs=logprobs)]
+        deltas: list[dict[str, Any]] = [{"reasoning_content": piece.reasoning}] if piece.reasoning else []
+        if piece.text or not (deltas or piece.tool_calls):
+            deltas.append({"content": piece.text})
+        deltas += [{"tool_calls": [self._call(call)]} for call in piece.tool_calls]
+        parts = [self._part({"delta": delta}) for delta in deltas]
+        parts[0]["logprobs"] = logprobs
+        return parts
 
     def _call(self, piece: pb.ToolCallChunk) -> dict[str, Any]:
         """What a piece of a call is in a stream."""
