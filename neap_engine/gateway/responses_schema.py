@@ -214,31 +214,36 @@ def _messages(instructions: str | None, items: str | list[InputItem]) -> Iterato
     if isinstance(items, str):
         yield Message(role="user", content=items)
         return
-    turn: dict[str, Any] = {}
+    turn: dict[str, list[Any]] = {}
     for item in items:
-        name, value = _part_of_turn(item)
+        name, part = _part_of_turn(item)
         last = next(reversed(turn), "")
         # Calls may be several, and so may pieces of reasoning.
         if turn and not (name and (TURN.index(name) > TURN.index(last) or name == last != "content")):
-            yield Message(role="assistant", **turn)
+            yield _turn(turn)
             turn = {}
         if name:
-            turn[name] = turn[name] + value if name in turn else value
+            turn.setdefault(name, []).append(part)
         elif isinstance(item, InputResult):
             yield Message(role="tool", tool_call_id=item.call_id, content=_joined(item.output))
         elif isinstance(item, InputMessage):
             yield Message(role=item.role, content=_joined(item.content))
     if turn:
-        yield Message(role="assistant", **turn)
+        yield _turn(turn)
+
+
+def _turn(parts: dict[str, list[Any]]) -> Message:
+    fields: dict[str, Any] = {name: each if name == "tool_calls" else "".join(each) for name, each in parts.items()}
+    return Message(role="assistant", **fields)
 
 
 def _part_of_turn(item: InputItem) -> tuple[str, Any]:
-    """The field of an assistant's message that an item is, and its value; empty for other items."""
+    """The field of an assistant's message that an item is a part of, and the part; empty for other items."""
     if isinstance(item, InputReasoning):
         return "reasoning_content", _joined(item.content or item.summary or "")
     if isinstance(item, InputCall):
         function = CalledFunction(name=item.name, arguments=item.arguments)
-        return "tool_calls", [ToolCall(id=item.call_id, function=function)]
+        return "tool_calls", ToolCall(id=item.call_id, function=function)
     if isinstance(item, InputMessage) and item.role == "assistant":
         return "content", _joined(item.content)
     return "", None
@@ -265,6 +270,8 @@ def _format(wanted: OutputFormat | None) -> ResponseFormat | None:
     if wanted is None:
         return None
     if wanted.type != "json_schema":
-        return ResponseFormat(type=wanted.type)
+        return ResponseFormat(type=wanted.type, schema=wanted.schema_)
+    if wanted.schema_ is None:
+        raise refused("the type json_schema needs text.format.schema", "text.format.schema")
     schema = NamedSchema(name="answer", schema=wanted.schema_, strict=wanted.strict)
     return ResponseFormat(type="json_schema", json_schema=schema)

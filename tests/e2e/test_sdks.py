@@ -25,6 +25,7 @@ PYTHON = {
     "pydantic_ai_sdk": ["pydantic-ai-slim[openai]"],
     "instructor_sdk": ["instructor"],
     "litellm_sdk": ["litellm"],
+    "lm_eval_harness": ["lm_eval[api]"],
 }
 NODE = ["openai", "ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod"]
 

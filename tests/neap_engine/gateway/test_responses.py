@@ -197,6 +197,7 @@ def test_a_response_is_the_call_of_a_chat(fields, chat):
         ({"tools": [CHAT_TOOL]}, "INVALID_INPUT", "tools[0].name"),
         ({"tool_choice": {"type": "function"}}, "INVALID_INPUT", "tool_choice.name"),
         ({"text": {"format": {"type": "xml"}}}, "INVALID_INPUT", "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "INVALID_INPUT", "text.format.schema"),
         ({"top_logprobs": 2}, "INVALID_INPUT", "top_logprobs"),
         ({"max_output_tokens": 0}, "INVALID_INPUT", "max_output_tokens"),
         ({"include": "x"}, "INVALID_INPUT", "include"),
