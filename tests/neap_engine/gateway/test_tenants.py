@@ -1,4 +1,4 @@
-"""A router for each tenant: chosen by the request, several in one batch, off by request, with its figures in answers."""
+"""A router for each tenant: chosen by the request, several in one batch, off by request, its figures in answers."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
