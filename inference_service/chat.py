@@ -55,6 +55,12 @@ class PreparedChat:
             )
         if self._choice == "required" and not self._tools:
             raise InvalidInput("there are no tools that could be called", metadata={"field": "tool_choice"})
+        # The message that the answer goes on with.
+        self._begun = chat.messages[-1] if chat.continues_last_message and chat.messages else pb.ChatMessage()
+        is_text = self._begun.content.strip() and not self._begun.tool_calls
+        if chat.continues_last_message and not (self._begun.role == "assistant" and is_text):
+            field = f"messages[{max(0, len(chat.messages) - 1)}]"
+            raise InvalidInput(f"{field}: only text of an assistant can be continued", metadata={"field": field})
 
     @cached_property
     def prompt(self) -> Chat:
@@ -71,7 +77,12 @@ class PreparedChat:
             if self._chat.template_arguments
             else {},
             has_control_tokens=self._has_control_tokens,
+            continues_last=self._chat.continues_last_message,
         )
+
+    def _in_thought(self, prompt_ids: Sequence[int]) -> bool:
+        begin, end = (self._begun.content.rfind(tag) for tag in self._thinking or ("", ""))
+        return begin > end or begins_in_thought(self._loaded, prompt_ids)
 
     @property
     def shown_special_ids(self) -> frozenset[int]:
@@ -91,7 +102,7 @@ class PreparedChat:
             )
         return MessageConstraint(
             thinking=self._thinking,
-            in_thought=begins_in_thought(self._loaded, prompt_ids),
+            in_thought=self._in_thought(prompt_ids),
             answer=None if self._choice in ("required", "name") else answer,
             calls=self._format if self._tools else None,
             tools=tuple(
@@ -109,7 +120,7 @@ class PreparedChat:
         has_grammar = isinstance(constraint, MessageConstraint) and constraint.answer is not None
         return MessageParser(
             self._thinking,
-            in_thought=begins_in_thought(self._loaded, prompt_ids),
+            in_thought=self._in_thought(prompt_ids),
             calls=self._format if self._tools else None,
             has_grammar=has_grammar,
             bare_tools=[] if has_grammar or self._choice != "auto" else list(self._tools),

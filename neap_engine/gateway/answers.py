@@ -6,8 +6,9 @@ from typing import Any
 
 from neap_client.inference.v1 import inference_pb2 as pb
 
-from neap_engine.gateway.collected import Collected, Piece, as_json
+from neap_engine.gateway.collected import Collected, Piece, as_event, as_json
 from neap_engine.gateway.merging import EarlyStream
+from neap_engine.gateway.requests import RequestedGeneration
 
 FINISH_REASONS = {pb.FINISH_REASON_LENGTH: "length"}
 
@@ -41,14 +42,14 @@ class Choice:
             return self._begin(event.started)
         if kind == "finished":
             self.finished = event.finished
-            parts = [self._piece(event.finished)] if _says_something(event.finished) else []
+            parts = self._pieces(event.finished) if _says_something(event.finished) else []
             last: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
             return [*parts, self._part(last, self._finish_reason(), neap=self._figures())]
         self.num_tokens += len(event.chunk.tokens)
         logprobs = self._logprobs_of(event.chunk)
         if logprobs is None and not _says_something(event.chunk):
             return []
-        return [self._piece(event.chunk, logprobs)]
+        return self._pieces(event.chunk, logprobs)
 
     def _begin(self, started: pb.Started) -> list[dict[str, Any]]:
         """Another Started is that of a call which was repeated before the first token. It may say other facts."""
@@ -83,20 +84,20 @@ class Choice:
         del whole["logprobs"]
         return as_json(whole)[:-1] + b',"logprobs":' + kept.logprobs() + b"}"
 
-    def _piece(self, piece: Piece, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _pieces(self, piece: Piece, logprobs: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Each part has one thing of a chat, because there are clients that look for no other."""
         self._num_characters += len(piece.text)
         if self._kept is not None:
             self._kept.add(piece, logprobs)
         if not self._is_chat:
-            return self._part({"text": piece.text}, logprobs=logprobs)
-        delta: dict[str, Any] = {}
-        if piece.reasoning:
-            delta["reasoning_content"] = piece.reasoning
-        if piece.tool_calls:
-            delta["tool_calls"] = [self._call(call) for call in piece.tool_calls]
-        if piece.text or not delta:
-            delta["content"] = piece.text
-        return self._part({"delta": delta}, logprobs=logprobs)
+            return [self._part({"text": piece.text}, logprobs=logprobs)]
+        deltas: list[dict[str, Any]] = [{"reasoning_content": piece.reasoning}] if piece.reasoning else []
+        if piece.text or not (deltas or piece.tool_calls):
+            deltas.append({"content": piece.text})
+        deltas += [{"tool_calls": [self._call(call)]} for call in piece.tool_calls]
+        parts = [self._part({"delta": delta}) for delta in deltas]
+        parts[0]["logprobs"] = logprobs
+        return parts
 
     def _call(self, piece: pb.ToolCallChunk) -> dict[str, Any]:
         """What a piece of a call is in a stream."""
@@ -173,28 +174,35 @@ class Choice:
 class Response:
     """The fields that all objects of one response share."""
 
-    def __init__(
-        self, request_id: str, model: str, *, is_chat: bool, includes_usage: bool, continues_usage: bool
-    ) -> None:
-        self._is_chat = is_chat
-        self._object = "chat.completion" if is_chat else "text_completion"
+    def __init__(self, request_id: str, asked: RequestedGeneration) -> None:
+        self._is_chat, self._keeps = asked.is_chat, not asked.is_stream
+        self._object = "chat.completion" if asked.is_chat else "text_completion"
         self._head = {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
+            "id": f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{request_id}",
             "created": int(time.time()),
-            "model": model,
+            "model": asked.model,
         }
-        self._continues_usage = continues_usage
+        self._continues_usage = asked.continues_usage
         # With usage requested, all chunks before the last have a usage of null.
-        self._no_usage: dict[str, Any] = {"usage": None} if includes_usage else {}
+        self._no_usage: dict[str, Any] = {"usage": None} if asked.includes_usage else {}
 
-    def chunk(self, part: dict[str, Any], choice: Choice) -> bytes:
-        """Return the JSON of a chunk with one part of a choice."""
+    def choice(self, index: int, stream: EarlyStream) -> Choice:
+        return Choice(index, is_chat=self._is_chat, keeps=self._keeps, stream=stream)
+
+    def chunks(self, parts: Sequence[dict[str, Any]], choice: Choice) -> list[bytes]:
+        """Return an event for each part of a choice."""
         usage = {"usage": choice.usage_so_far()} if self._continues_usage else self._no_usage
-        return as_json({**self._chunk_head(choice), "choices": [part], **usage})
+        head = self._chunk_head(choice)
+        return [as_event(as_json({**head, "choices": [part], **usage})) for part in parts]
 
-    def usage_chunk(self, choices: Sequence[Choice]) -> bytes:
-        """Return the JSON of the last chunk, which has no choice."""
-        return as_json({**self._chunk_head(choices[0]), "choices": [], **totals(choices)})
+    def ending(self, choices: Sequence[Choice]) -> list[bytes]:
+        """Return the last events: the usage, which has no choice, if it is asked for, and the end."""
+        usage = {**self._chunk_head(choices[0]), "choices": [], **totals(choices)}
+        return [*([as_event(as_json(usage))] if self._no_usage else []), as_event(b"[DONE]")]
+
+    def error_event(self, error: dict[str, Any]) -> bytes:
+        """Return the last event of a stream that fails."""
+        return as_event(as_json({"error": error}))
 
     def whole(self, choices: Sequence[Choice]) -> list[bytes]:
         """Return the JSON of the response in parts."""

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from neap_engine.gateway.answers import Choice, Response, model_object
+from neap_engine.gateway.answers import Response, model_object
 from neap_engine.gateway.body import BodyParser
 from neap_engine.gateway.clients import SERVICE_NAME, Clients, address_key
 from neap_engine.gateway.collected import as_json
@@ -38,6 +38,9 @@ from neap_engine.gateway.exchange import Exchange
 from neap_engine.gateway.merging import EarlyStream, merged
 from neap_engine.gateway.metrics import GatewayMetrics
 from neap_engine.gateway.requests import RequestedGeneration, parse_generation
+from neap_engine.gateway.responses import ItemResponse
+from neap_engine.gateway.responses_schema import ResponsesRequest
+from neap_engine.gateway.schema import ChatRequest, CompletionRequest, SamplingFields
 from neap_engine.gateway.tokenization import (
     detokenize_request,
     text_object,
@@ -84,10 +87,10 @@ class Gateway:
         self._is_draining = True
 
     def app(self) -> Starlette:
-        chat, text = partial(self._generate, is_chat=True), partial(self._generate, is_chat=False)
         routes = [
-            self._route("/v1/chat/completions", "POST", chat),
-            self._route("/v1/completions", "POST", text),
+            self._route("/v1/chat/completions", "POST", partial(self._generate, kind=ChatRequest)),
+            self._route("/v1/completions", "POST", partial(self._generate, kind=CompletionRequest)),
+            self._route("/v1/responses", "POST", partial(self._generate, kind=ResponsesRequest)),
             self._route("/v1/models", "GET", self._list_models),
             self._route("/tokenize", "POST", partial(self._tokenize, parse=tokenize_request, answer=tokens_object)),
             self._route("/detokenize", "POST", partial(self._tokenize, parse=detokenize_request, answer=text_object)),
@@ -225,7 +228,7 @@ class Gateway:
             hold(1)
             yield
 
-    async def _generate(self, exchange: Exchange, *, is_chat: bool) -> None:
+    async def _generate(self, exchange: Exchange, *, kind: type[SamplingFields]) -> None:
         """Hold bytes as they arrive and a place once all have, so that a client that sends slowly takes nothing from
         others."""
         started_s = time.monotonic()
@@ -235,7 +238,7 @@ class Gateway:
             hold_places(1)
             parse = partial(
                 parse_generation,
-                is_chat=is_chat,
+                kind=kind,
                 max_choices=self._settings.max_choices,
                 model_defaults=self._settings.generation_defaults == "model",
             )
@@ -259,15 +262,9 @@ class Gateway:
         started_s: float,
         hold_bytes: Callable[[int], None],
     ) -> None:
-        is_chat, calls = generation.is_chat, generation.calls()
+        calls = generation.calls()
         exchange.log_fields.update(generation.log_fields, model_id=generation.model[:128])
-        response = Response(
-            exchange.request_id,
-            generation.model,
-            is_chat=is_chat,
-            includes_usage=generation.includes_usage,
-            continues_usage=generation.continues_usage,
-        )
+        response = (ItemResponse if generation.echo else Response)(exchange.request_id, generation)
         # The workers' logs tell the calls of one request apart by these.
         suffixes = [f"-{index}" for index in range(len(calls))] if len(calls) > 1 else [""]
         streams = [
@@ -282,10 +279,7 @@ class Gateway:
             )
             for (call, prefix), suffix in zip(calls, suffixes, strict=True)
         ]
-        choices = [
-            Choice(index, is_chat=is_chat, keeps=not generation.is_stream, stream=stream)
-            for index, stream in enumerate(streams)
-        ]
+        choices = [response.choice(index, stream) for index, stream in enumerate(streams)]
         events = merged(streams)
         num_bytes = 0
         try:
@@ -299,14 +293,13 @@ class Gateway:
                     num_bytes -= choice.num_bytes
                     parts = choice.receive(event)
                     num_bytes += choice.num_bytes
-                    if not generation.is_stream:
+                    if num_bytes:
                         self._check_answer(num_bytes)
                         hold_bytes(generation.num_bytes + num_bytes)
-                        continue
-                    if not exchange.status:
-                        await exchange.start_stream()
-                    for part in parts:
-                        await exchange.send_event(response.chunk(part, choice))
+                    if generation.is_stream:
+                        if not exchange.status:
+                            await exchange.start_stream(response.error_event)
+                        await exchange.send_events(response.chunks(parts, choice))
         finally:
             num_tokens = sum(choice.num_tokens for choice in choices)
             self._metrics.tokens.inc(num_tokens)
@@ -319,9 +312,7 @@ class Gateway:
         if not generation.is_stream:
             await exchange.respond_in_parts(200, response.whole(choices))
             return
-        if generation.includes_usage:
-            await exchange.send_event(response.usage_chunk(choices))
-        await exchange.send_event(b"[DONE]")
+        await exchange.send_events(response.ending(choices))
         await exchange.end_stream()
 
     def _check_answer(self, num_bytes: int) -> None:

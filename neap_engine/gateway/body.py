@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope
 
 from neap_engine.gateway.errors import refused
-from neap_engine.gateway.schema import MEMBERS, suggestion
+from neap_engine.gateway.schema import STORED, members, suggestion
 from shared.blocking import BlockingPool
 from shared.errors import Cancelled, InvalidInput, NeapError
 
@@ -179,6 +179,9 @@ def validated(kind: type[M], fields: dict[str, Any]) -> M:
     first = max(of_first_field, key=lambda problem: len(problem["loc"]))
     if first["type"] == "unsupported_field":
         field = _path((*first["loc"], first["msg"]))
+        if first["msg"] in STORED:
+            said = f"{field} is not supported here: nothing is stored, so send the whole conversation in the request"
+            raise refused(said, field, reason="UNSUPPORTED_FIELD")
         raise refused(f"{field} is not supported here with this value; leave it out", field, reason="UNSUPPORTED_FIELD")
     field = _path(first["loc"])
     if first["type"] == "extra_forbidden":
@@ -195,7 +198,7 @@ def _path(location: tuple[int | str, ...]) -> str:
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part not in MEMBERS:
+        elif part.isidentifier() and part not in members():
             path += f".{part[:64]}" if path else part[:64]
         elif not path:
             path = repr(part[:64])

@@ -73,5 +73,11 @@ class Collected:
             self.num_bytes += sys.getsizeof(piece) + SLOT_BYTES
 
 
+def as_event(data: bytes, kind: str = "") -> bytes:
+    """Return a server-sent event."""
+    name = f"event: {kind}\n".encode() if kind else b""
+    return name + b"data: " + data + b"\n\n"
+
+
 def as_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

@@ -4,7 +4,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -122,8 +122,10 @@ class Exchange:
         for index, part in enumerate(parts, 1):
             await self._send({"type": "http.response.body", "body": part, "more_body": index < len(parts)})
 
-    async def start_stream(self) -> None:
-        """Send the head of a stream of server-sent events. Proxies are asked not to buffer it."""
+    async def start_stream(self, error_event: Callable[[dict[str, Any]], bytes]) -> None:
+        """Send the head of a stream of server-sent events. Proxies are asked not to buffer it. `error_event`: its last
+        event if it fails, made of the error object."""
+        self._error_event = error_event
         await self._start(
             200,
             {
@@ -140,10 +142,12 @@ class Exchange:
             if left_s > 0:
                 await asyncio.sleep(left_s)
             else:
-                await self._send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+                await self.send_events([b": waiting\n\n"])
 
-    async def send_event(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+    async def send_events(self, events: Iterable[bytes]) -> None:
+        """Send events of a stream, or comments."""
+        for event in events:
+            await self._send({"type": "http.response.body", "body": event, "more_body": True})
 
     async def end_stream(self) -> None:
         self.is_complete = True
@@ -163,7 +167,7 @@ class Exchange:
                 close = {} if self._body_read.is_set() else {"connection": "close"}
                 await self.respond(http_status(error), content, error_headers(error) | close)
             else:
-                await self.send_event(as_json(content))
+                await self.send_events([self._error_event(content["error"])])
                 await self.end_stream()
 
     def _headers(self, name: str) -> list[str]:

@@ -11,17 +11,19 @@ from neap_client.requests import depth_policy
 
 from neap_engine.gateway.body import parse_object, validated
 from neap_engine.gateway.errors import refused
+from neap_engine.gateway.responses_schema import ECHOED, ResponsesRequest
 from neap_engine.gateway.schema import (
     AllowedToolsChoice,
     ChatRequest,
     CompletionRequest,
     DepthOptions,
     Function,
-    GenerationFields,
     Message,
     NamedTool,
     ResponseFormat,
+    SamplingFields,
     StructuredOutputs,
+    TemplateFields,
     TextPart,
     Tool,
     ToolCall,
@@ -43,10 +45,12 @@ SAMPLING = {field.name for field in pb.Sampling.DESCRIPTOR.fields} - {"seed"}
 @dataclass(frozen=True)
 class RequestedGeneration:
     """What a request asks for. `prompts` are serialized messages GenerateRequest, each of which is called `num_choices`
-    times, and `prefixes` their prefix keys. `continues_usage`: every chunk of a stream has the usage so far."""
+    times, and `prefixes` their prefix keys. `continues_usage`: every chunk of a stream has the usage so far. `echo`:
+    what a response repeats of its request, in JSON; empty at other endpoints."""
 
     model: str
     is_chat: bool
+    echo: bytes
     is_stream: bool
     includes_usage: bool
     continues_usage: bool
@@ -72,20 +76,23 @@ class RequestedGeneration:
 
 
 def parse_generation(
-    body: bytes, *, is_chat: bool, max_choices: int, model_defaults: bool = True
+    body: bytes, kind: type[SamplingFields], *, max_choices: int, model_defaults: bool = True
 ) -> RequestedGeneration:
-    """Parse and check a body. `model_defaults`: whether the model's generation_config says what the request leaves
-    open, or OpenAI's API does. Raises InvalidInput: BAD_JSON, UNKNOWN_FIELD, UNSUPPORTED_FIELD, INVALID_INPUT,
-    TOO_MANY_CHOICES."""
+    """Parse and check a body of one of the three kinds. `model_defaults`: whether the model's generation_config says
+    what the request leaves open, or OpenAI's API does. Raises InvalidInput: BAD_JSON, UNKNOWN_FIELD, UNSUPPORTED_FIELD,
+    INVALID_INPUT, TOO_MANY_CHOICES."""
     fields = parse_object(body)
-    prompts: list[pb.GenerateRequest]
-    request: ChatRequest | CompletionRequest
+    echo = b""
     try:
-        if is_chat:
-            request = validated(ChatRequest, fields)
+        request = validated(kind, fields)
+        if isinstance(request, ResponsesRequest):
+            request = request.as_chat()
+            given = {name: fields[name] for name in ECHOED if fields.get(name) is not None}
+            echo = json_text(ECHOED | given).encode()
+        if isinstance(request, ChatRequest):
             prompts = [pb.GenerateRequest(chat=_chat(request))]
         else:
-            request = validated(CompletionRequest, fields)
+            assert isinstance(request, CompletionRequest)
             prompts = _prompts(request, max_choices)
         shared_part = _common(request)
         if model_defaults:
@@ -108,7 +115,8 @@ def parse_generation(
     user = request.safety_identifier or request.user
     return RequestedGeneration(
         model=request.model,
-        is_chat=is_chat,
+        is_chat=isinstance(request, ChatRequest),
+        echo=echo,
         is_stream=bool(request.stream),
         includes_usage=bool(options and options.include_usage),
         continues_usage=bool(options and options.include_usage and options.continuous_usage_stats),
@@ -127,16 +135,20 @@ def _seeded(seed: int) -> bytes:
 
 def _chat(request: ChatRequest) -> pb.Chat:
     tools, choice = _allowed(request)
-    chat = chat_of(request.messages, tools, request.chat_template_kwargs)
+    chat = chat_of(request.messages, tools, request)
     chat.single_tool_call = request.parallel_tool_calls is False
     if (wanted := _tool_choice(choice)) is not None:
         chat.tool_choice.CopyFrom(wanted)
     return chat
 
 
-def chat_of(messages: Sequence[Message], tools: Sequence[Tool], arguments: dict[str, Any] | None) -> pb.Chat:
+def chat_of(messages: Sequence[Message], tools: Sequence[Tool], template: TemplateFields) -> pb.Chat:
     """Raises InvalidInput for messages without what their role must have."""
-    chat = pb.Chat(tools=[_tool(tool.function) for tool in tools], template_arguments=json_text(arguments))
+    chat = pb.Chat(
+        tools=[_tool(tool.function) for tool in tools],
+        template_arguments=json_text(template.chat_template_kwargs),
+        continues_last_message=bool(template.continue_final_message),
+    )
     for i, message in enumerate(messages):
         is_assistant = message.role == "assistant"
         for name, is_misplaced in (
@@ -240,7 +252,7 @@ def _common(request: ChatRequest | CompletionRequest) -> pb.GenerateRequest:
     return call
 
 
-def _sampling(request: GenerationFields) -> pb.Sampling:
+def _sampling(request: SamplingFields) -> pb.Sampling:
     """Return all fields but the seed, which each choice has for itself. They have the same names in a body."""
     fields = request.model_dump(include=SAMPLING, exclude_none=True)
     if "bad_words" in fields:

@@ -4,7 +4,8 @@ honour."""
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -16,11 +17,9 @@ MAX_CHOICES = 128
 MAX_STOPS = MAX_BAD_WORDS = 1024
 # Values that ask for nothing of the engine, of fields of OpenAI's API, and of vLLM's, that it does not have: a value,
 # or a type if all its values do. None is always such a value.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "continue_final_message": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_stop_str_in_output": (False,),
@@ -48,6 +47,8 @@ NEUTRAL_IN_MESSAGE: Mapping[str, tuple[Any, ...]] = {
     "name": (str,),
     "refusal": (),
 }
+# What refers to something that a server has stored.
+STORED = {"background", "conversation", "id", "previous_response_id", "prompt"}
 
 _DIGITS = re.compile(r"-?[0-9]{1,20}")
 T = TypeVar("T")
@@ -226,21 +227,18 @@ class AllowedToolsChoice(Strict):
     allowed_tools: AllowedTools
 
 
-class GenerationFields(Strict):
-    """The fields that both endpoints have. Those from `top_k` on are not OpenAI's; vLLM has the same ones under the
-    same names."""
+class SamplingFields(Strict):
+    """The fields that all endpoints have. Those from `top_k` on are not OpenAI's; vLLM has the same ones under the same
+    names."""
 
     unsupported = NEUTRAL
 
     model: str = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1, le=UINT32)
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, ge=0, le=1)
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     seed: Seed | None = None
     stop: Stop | Annotated[Items[Stop], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, max_length=512)
     safety_identifier: str | None = Field(default=None, max_length=512)
     presence_penalty: CountPenalty | None = None
@@ -248,7 +246,6 @@ class GenerationFields(Strict):
     logit_bias: dict[BiasedToken, Bias] | None = None
     prediction: Prediction | None = None
     neap: DepthOptions | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     top_k: TopK = None
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -259,7 +256,30 @@ class GenerationFields(Strict):
     ignore_eos: bool | None = None
 
 
-class ChatRequest(GenerationFields):
+class GenerationFields(SamplingFields):
+    """The fields that chats and completions have."""
+
+    max_tokens: int | None = Field(default=None, ge=1, le=UINT32)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+
+class TemplateFields(Strict):
+    """How a chat becomes a prompt: vLLM's fields. `add_generation_prompt` is the opposite of the last one."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _begins_a_message_or_continues_one(self) -> Self:
+        if self.add_generation_prompt is bool(self.continue_final_message):
+            raise PydanticCustomError("unsupported_field", "{field}", {"field": "add_generation_prompt"})
+        return self
+
+
+class ChatRequest(GenerationFields, TemplateFields):
     """The body of /v1/chat/completions."""
 
     messages: Items[Message] = Field(min_length=1)
@@ -269,11 +289,12 @@ class ChatRequest(GenerationFields):
     tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(GenerationFields):
     """The body of /v1/completions."""
+
+    unsupported = NEUTRAL | {"add_generation_prompt": (True,), "continue_final_message": (False,)}
 
     prompt: str | Items[str] | Items[TokenId] | Items[Items[TokenId]] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=0, le=UINT32)
@@ -281,42 +302,44 @@ class CompletionRequest(GenerationFields):
     echo: bool | None = None
 
 
-# The models of nested objects, by the parts of pydantic's locations that name them.
-_NESTED: Mapping[str, type[Strict]] = {
-    "neap": DepthOptions,
-    "stream_options": StreamOptions,
-    "messages": Message,
-    "tools": Tool,
-    "tool_choice": NamedTool,
-    "tool_calls": ToolCall,
-    "response_format": ResponseFormat,
-    "json_schema": NamedSchema,
-    "structured_outputs": StructuredOutputs,
-    "allowed_tools": AllowedTools,
-    "prediction": Prediction,
-    "content": TextPart,
-    "function": Function,
-}
+def _models(annotation: Any) -> Iterator[type[Strict]]:
+    """The models in the type of a field."""
+    if isinstance(annotation, type) and issubclass(annotation, Strict):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)
 
 
-def _names(kind: type[BaseModel]) -> Iterator[str]:
-    yield kind.__name__
-    for below in kind.__subclasses__():
-        yield from _names(below)
+@cache
+def members() -> frozenset[str]:
+    """What pydantic's locations call the members of unions."""
 
+    def names(kind: type[BaseModel]) -> Iterator[str]:
+        yield kind.__name__
+        for below in kind.__subclasses__():
+            yield from names(below)
 
-# What pydantic's locations call the members of unions.
-MEMBERS = {"str", "int", "float", "bool", *_names(Strict)}
+    return frozenset({"str", "int", "float", "bool", *names(Strict)})
 
 
 def suggestion(kind: type[BaseModel], location: tuple[int | str, ...]) -> str | None:
     """Return the field that was meant by an unknown one at `location` in a body of `kind`: one with a similar name, or
     of `neap`."""
     *parents, name = (part for part in location if isinstance(part, str))
-    model = next((_NESTED[part] for part in reversed(parents) if part in _NESTED), kind)
-    names = [*model.model_fields, *getattr(model, "unsupported", ())]
-    if model is kind and name in DepthOptions.model_fields:
+    models: list[type[BaseModel]] = [kind]
+    for part in parents:
+        nested: list[type[BaseModel]] = [
+            inner
+            for model in models
+            for field_name, field in model.model_fields.items()
+            if part in (field_name, field.alias)
+            for inner in _models(field.annotation)
+        ]
+        # A member of a union has its own part.
+        models = nested or [model for model in models if model.__name__ == part] or models
+    if models == [kind] and name in DepthOptions.model_fields:
         return f"neap.{name}"
+    names = [each for model in models for each in (*model.model_fields, *getattr(model, "unsupported", ()))]
     return next(iter(difflib.get_close_matches(name[:64], names, 1)), None)
 
 

@@ -1,6 +1,5 @@
 """Bodies and answers of the endpoints that tokenise, which are vLLM's."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from neap_client.inference.v1 import inference_pb2 as pb
@@ -9,21 +8,16 @@ from pydantic import Field
 from neap_engine.gateway.body import parse_object, validated
 from neap_engine.gateway.errors import refused
 from neap_engine.gateway.requests import chat_of
-from neap_engine.gateway.schema import Items, Message, Strict, TokenId, Tool
-
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
+from neap_engine.gateway.schema import Items, Message, Strict, TemplateFields, TokenId, Tool
 
 
-class TokenizeBody(Strict):
+class TokenizeBody(TemplateFields):
     """A text or a chat. Without a model: the only one."""
-
-    unsupported = NEUTRAL
 
     model: str = ""
     prompt: str | None = None
     messages: Items[Message] | None = Field(default=None, min_length=1)
     tools: Items[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -42,7 +36,7 @@ def tokenize_request(body: bytes) -> pb.TokenizeRequest:
     try:
         if asked.messages is not None:
             # A template writes its special tokens itself.
-            request.chat.CopyFrom(chat_of(asked.messages, asked.tools or [], asked.chat_template_kwargs))
+            request.chat.CopyFrom(chat_of(asked.messages, asked.tools or [], asked))
         else:
             request.text = asked.prompt or ""
             request.without_special_tokens = asked.add_special_tokens is False

@@ -20,12 +20,13 @@ ROLES = ("system", "user", "assistant", "tool")
 class Chat:
     """`messages`, `tools` and `arguments` as templates take them: {"role", "content", ..}, {"type": "function", ..},
     and any values by name. `has_control_tokens`: control tokens in them have an effect, as those of the template do;
-    otherwise they are text."""
+    otherwise they are text. `continues_last`: the prompt ends within the last message, which an assistant wrote."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     has_control_tokens: bool = False
+    continues_last: bool = False
 
     def __post_init__(self) -> None:
         """Raises `InvalidInput` (also with reason UNKNOWN_ROLE)."""
@@ -70,7 +71,12 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
             messages, tools, arguments = [_marked(message, mark) for message in messages], mark(tools), mark(arguments)
         return str(
             tokenizer.apply_chat_template(
-                messages, tools=tools or None, add_generation_prompt=True, tokenize=False, **arguments
+                messages,
+                tools=tools or None,
+                add_generation_prompt=not chat.continues_last,
+                continue_final_message=chat.continues_last,
+                tokenize=False,
+                **arguments,
             )
         )
     except Exception as error:  # a template is a program of its own and may raise anything

@@ -269,14 +269,54 @@ def test_messages_are_looked_at_a_fixed_number_of_times(worker):
     calls = [pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(id="a", name=name)]) for name in ("go", "add")]
     results = [pb.ChatMessage(role="tool", tool_call_id=own) for own in ("a", "b")]
     messages = Counted([*USER, calls[0], *results, calls[1], *(300 * results)])
-    asked = SimpleNamespace(
-        messages=messages, tools=TOOLS, tool_choice=REQUIRED, template_arguments="", single_tool_call=False
-    )
+    flags = {"single_tool_call": False, "continues_last_message": False}
+    asked = SimpleNamespace(messages=messages, tools=TOOLS, tool_choice=REQUIRED, template_arguments="", **flags)
     for call in calls:
         call.tool_calls[0].arguments = "{}"
     prompt = PreparedChat(asked, worker.loaded).prompt
     assert messages.num_seen <= 4 * len(messages)
     assert [m.get("name") for m in prompt.messages if m["role"] == "tool"] == ["go", None] + 300 * ["add", None]
+
+
+def test_an_answer_goes_on_with_the_last_message(stub, worker):
+    """As if the model had written its text, in thought or not; special tokens in it stay text."""
+    tokenizer = worker.loaded.tokenizer
+
+    def prompt(messages, **fields):
+        return encode_prompt(worker.loaded, PreparedChat(pb.Chat(messages=messages, **fields), worker.loaded).prompt)
+
+    for begun in ("he said", "a <eos> b ", "<think>\nfirst"):
+        messages = [*USER, pb.ChatMessage(role="assistant", content=begun)]
+        ids = prompt(messages, continues_last_message=True)
+        assert EOS not in ids[-len(begun) :]
+        assert tokenizer.decode(ids).rstrip().endswith(begun.rstrip())
+        assert prompt(messages)[: len(ids) - 1] == ids[:-1], "no other beginning than in a conversation that goes on"
+        asked = pb.Chat(messages=messages, continues_last_message=True)
+        stopping = pb.Stopping(max_tokens=8, ignore_eos=True)
+        tokens, reasoning, text, *_ = message(stub.Generate(request_of(chat=asked, stopping=stopping)))
+        raw = pb.GenerateRequest(model_id="tiny", token_ids=pb.TokenIds(ids=ids), stopping=stopping)
+        assert tokens == message(stub.Generate(raw))[0]
+        in_thought = "think" in begun and "thought" in worker.template.replace("thinking", "thought")
+        assert bool(reasoning) == in_thought
+        assert not in_thought or not text
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        USER,
+        [pb.ChatMessage(role="assistant", content=" ")],
+        [pb.ChatMessage(role="assistant", content="x", tool_calls=[pb.ToolCall(id="a", name="go", arguments="{}")])],
+        [pb.ChatMessage(role="assistant", content="x"), *USER],
+    ],
+    ids=["none", "of a user", "empty", "with a call", "not the last"],
+)
+def test_only_text_of_an_assistant_can_be_continued(stub, messages):
+    asked = request_of(chat=pb.Chat(messages=messages, continues_last_message=True))
+    code, info, text = refused(stub, asked)
+    assert (code, info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_INPUT")
+    assert text.endswith("only text of an assistant can be continued")
 
 
 def test_a_prompt_is_not_tokenised_for_a_caller_who_has_gone(worker, monkeypatch):

@@ -12,7 +12,7 @@ from neap_client.requests import generate_request
 
 from inference_service.convert import to_sampling
 from neap_engine.gateway.requests import parse_generation
-from neap_engine.gateway.schema import NEUTRAL
+from neap_engine.gateway.schema import NEUTRAL, CompletionRequest
 from neap_engine.hugging_face.options import FILTERS
 from shared.model.sampling import SamplingParams
 
@@ -76,7 +76,7 @@ def test_the_command_line_sends_it(given, service, neap):
 def test_the_gateway_sends_it(given):
     name, _, _, value, sent, _ = given
     body = {"model": "tiny", "prompt": "hi", "temperature": 0, name: value}
-    generation = parse_generation(json.dumps(body).encode(), is_chat=False, max_choices=1)
+    generation = parse_generation(json.dumps(body).encode(), CompletionRequest, max_choices=1)
     found = pb.GenerateRequest.FromString(generation.calls()[0][0]).sampling
     assert found == pb.Sampling(**{"temperature": 0, name: sent})
     # A field that is honoured is not one that a body may have as long as it asks for nothing.
@@ -101,7 +101,7 @@ def test_a_priority_is_sent_by_all(service, neap):
     assert generate_request("tiny", "hi", priority=-2).priority == -2
     neap("generate", "hi", "--worker", service.address, "--priority", "-2")
     body = {"model": "tiny", "prompt": "hi", "neap": {"priority": -2}}
-    generation = parse_generation(json.dumps(body).encode(), is_chat=False, max_choices=1)
+    generation = parse_generation(json.dumps(body).encode(), CompletionRequest, max_choices=1)
     sent = pb.GenerateRequest.FromString(generation.calls()[0][0])
     for request in (service.inference.requests[0], sent):
         assert request.priority == -2

@@ -8,7 +8,8 @@ from contextlib import suppress
 import pytest
 
 from neap_engine.gateway.requests import parse_generation
-from neap_engine.gateway.schema import NEUTRAL, ChatRequest
+from neap_engine.gateway.responses_schema import ResponsesRequest
+from neap_engine.gateway.schema import NEUTRAL, ChatRequest, CompletionRequest
 from shared.errors import InvalidInput
 from tests.gateways import chat_body, chunk, finished, gateway_to, scripted_worker, started
 
@@ -203,18 +204,22 @@ def test_wrong_json_is_refused(gateway, body):
 
 
 @pytest.mark.parametrize(
-    ("is_chat", "fields"),
+    ("kind", "fields"),
     [
-        (True, {"messages": [1] * 100_000}),
-        (True, {"messages": [{}] * 100_000}),
-        (True, {"messages": [{"role": "user", "content": [1] * 100_000}]}),
-        (False, {"prompt": [1.5] * 100_000}),
-        (False, {"prompt": [[1.5]] * 100_000}),
-        (False, {"prompt": "x", "stop": [1] * 100_000}),
+        (ChatRequest, {"messages": [1] * 100_000}),
+        (ChatRequest, {"messages": [{}] * 100_000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [1] * 100_000}]}),
+        (CompletionRequest, {"prompt": [1.5] * 100_000}),
+        (CompletionRequest, {"prompt": [[1.5]] * 100_000}),
+        (CompletionRequest, {"prompt": "x", "stop": [1] * 100_000}),
+        (ResponsesRequest, {"input": [1] * 100_000}),
+        (ResponsesRequest, {"input": [{}] * 100_000}),
+        (ResponsesRequest, {"input": [{"role": "user", "content": [{}] * 100_000}]}),
+        (ResponsesRequest, {"input": "x", "include": [1] * 100_000}),
     ],
-    ids=["messages", "empty messages", "parts", "prompts", "lists of ids", "stop strings"],
+    ids=lambda given: given.__name__ if isinstance(given, type) else str(given)[:40],
 )
-def test_a_million_mistakes_cost_no_more_than_one(is_chat, fields):
+def test_a_million_mistakes_cost_no_more_than_one(kind, fields):
     """By the memory that errors take; time would follow it.
     A gateway that checks such a body serves nobody else meanwhile."""
     body = json.dumps({"model": "m", **fields}).encode()
@@ -224,7 +229,7 @@ def test_a_million_mistakes_cost_no_more_than_one(is_chat, fields):
         _, parsed_bytes = tracemalloc.get_traced_memory()
         tracemalloc.reset_peak()
         with pytest.raises(InvalidInput):
-            parse_generation(body, is_chat=is_chat, max_choices=4)
+            parse_generation(body, kind, max_choices=4)
         _, checked_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -6,6 +6,7 @@ import pytest
 from neap_client.inference.v1 import inference_pb2 as pb
 
 from neap_engine.gateway.requests import json_text, parse_generation
+from neap_engine.gateway.schema import ChatRequest, CompletionRequest
 from shared.errors import InvalidInput
 from tests.gateways import chat_body
 from tests.reasons import raises
@@ -13,7 +14,9 @@ from tests.reasons import raises
 
 def call(**fields):
     body = {"model": "tiny", "prompt": "x", **fields} if "messages" not in fields else {"model": "tiny", **fields}
-    generation = parse_generation(json.dumps(body).encode(), is_chat="messages" in fields, max_choices=4)
+    generation = parse_generation(
+        json.dumps(body).encode(), ChatRequest if "messages" in fields else CompletionRequest, max_choices=4
+    )
     return pb.GenerateRequest.FromString(generation.calls()[0][0])
 
 
@@ -56,6 +59,17 @@ def test_allowed_tools_are_those_that_the_model_gets(mode):
     chat = call(**chat_body(tools=tools, tool_choice=choice)).chat
     assert [tool.name for tool in chat.tools] == ["a", "c"]
     assert chat.tool_choice.HasField("required") == (mode == "required")
+
+
+def test_an_answer_may_go_on_with_the_last_message():
+    assert call(**chat_body(continue_final_message=True, add_generation_prompt=False)).chat.continues_last_message
+    assert call(**chat_body(continue_final_message=True)).chat.continues_last_message
+    assert not call(**chat_body(continue_final_message=False, add_generation_prompt=True)).chat.continues_last_message
+    for fields in ({"add_generation_prompt": False}, {"continue_final_message": True, "add_generation_prompt": True}):
+        with raises(InvalidInput, reason="UNSUPPORTED_FIELD", match="add_generation_prompt"):
+            call(**chat_body(**fields))
+    with raises(InvalidInput, reason="UNSUPPORTED_FIELD", match="continue_final_message"):
+        call(continue_final_message=True)
 
 
 def test_what_clients_send_back_of_messages_has_no_effect():

@@ -64,6 +64,8 @@ def test_calls_are_whole_in_an_answer_and_in_pieces_in_a_stream(state, client, c
     for chunk in client.chat.completions.create(**asked, stream=True):
         assert not chunk.choices[0].delta.content
         reasons.append(chunk.choices[0].finish_reason)
+        # Instructor looks at the first one alone.
+        assert len(chunk.choices[0].delta.tool_calls or []) <= 1
         pieces += chunk.choices[0].delta.tool_calls or []
     assert reasons[-1] == "tool_calls"
     first, *rest = pieces
