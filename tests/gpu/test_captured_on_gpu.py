@@ -1,9 +1,13 @@
 """On a GPU: CUDA graphs over paged KV give what the model's own forward gives, and exact is full."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from shared.engine.ahead.decoder import AheadDecoder
 from shared.engine.engine import Engine
+from shared.engine.request.request import GenerationRequest, StoppingParams, TokenChunk
 from shared.ladder.policy import DepthPolicy
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
@@ -11,10 +15,11 @@ from shared.model.paged_runner import PagedRunner
 from shared.model.ragged import RaggedSequence
 from shared.model.recorder import CudaRecorder
 from shared.model.runners import LayerCompiler
+from shared.model.sampling import SamplingParams
 from shared.ops.chains import ChainStart
 from tests.chain_starts import begun
 from tests.families import VOCABULARY_SIZE, build_family
-from tests.fixed_costs import fixed_cost_engine
+from tests.fixed_costs import FixedCosts, fixed_cost_engine
 from tests.random_ladder import random_ladder
 from tests.scripted_ladder import ScriptedLadder
 
@@ -97,6 +102,34 @@ def test_exact_is_full_alone_and_in_company(loaded):
             exact = engine.generate(prompt, policy=DepthPolicy("exact", max_drafts=3), max_tokens=NUM_NEW)
             assert exact.token_ids == answer
             assert exact.stats.num_accepted > 0
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(1.0, seed=4)], ids=["greedy", "drawn"])
+def test_steps_launched_ahead_give_the_tokens_of_full_depth(loaded, sampling):
+    """Drafts of tables and of a head, from the device alone; one request needs the host. All passes have the smallest
+    size, in which company changes no bit."""
+    meter = FixedCosts(wide=((16, 1.0), (24, 50.0), (256, 60.0)))
+    stopping = StoppingParams(max_tokens=NUM_NEW, ignore_eos=True)
+    rules = [sampling, sampling, replace(sampling, repetition_penalty=1.2)]
+    ladder = random_ladder(loaded, 3, (0,), agreement=1.0)
+    options = {"kv_budget_bytes": 1 << 24, "learned_bytes": 1 << 12, "cost_meter": meter}
+    with fixed_cost_engine(loaded, ladder, **options) as engine:
+        assert isinstance(engine._decoder, AheadDecoder)
+
+        def answers(policy: str) -> list[list[int]]:
+            requests = [
+                GenerationRequest(prompt[:20] * 2, rule, stopping, DepthPolicy(policy))
+                for prompt, rule in zip(PROMPTS, rules, strict=True)
+            ]
+            handles = [engine.submit(request) for request in requests]
+            return [
+                [token.token_id for event in handle.events() if isinstance(event, TokenChunk) for token in event.tokens]
+                for handle in handles
+            ]
+
+        full = answers("full")
+        assert [answers("exact") for _ in range(3)] == [full] * 3
+        assert sum(engine.statistics.drafted.values()) > 0
 
 
 def test_exact_is_full_whatever_random_exits_say(loaded):
