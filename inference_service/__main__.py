@@ -18,6 +18,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from threading import Thread, get_native_id
 
@@ -139,6 +140,7 @@ async def serve(settings: WorkerSettings) -> int:
             timeout_s=settings.preload_timeout_s,
         )
         servicer.set_ready()
+        Thread(target=_complete, args=(engines,), name="neap-complete").start()
 
     with serve_metrics(settings.metrics_listen, metrics.registry):
         ready = await server.run(prepare)
@@ -197,15 +199,19 @@ def _load_engine(
     engine.warm_up()
     release_free_memory()
     log.info("model warm", model_id=source.model_id)
-    Thread(target=_remember, args=(loaded,), name="neap-remember").start()
     return engine
 
 
-def _remember(loaded: LoadedModel) -> None:
-    """Writes what the next start will not find out again. Requests that run meanwhile go first."""
+def _complete(engines: Sequence[Engine]) -> None:
+    """What can follow while requests are served: measures costs, and writes what the next start will not find out
+    again. Requests that run meanwhile go first."""
     if sys.platform == "linux":  # elsewhere this would be the priority of the whole process
         os.setpriority(os.PRIO_PROCESS, get_native_id(), _LEAST_PRIORITY)
-    loaded.facts.keep()
+    for engine in engines:
+        with suppress(Exception):  # the engine is closed, or the log says why
+            engine.measure_costs()
+        engine.loaded.facts.keep()
+        log.info("the start is complete", model_id=engine.loaded.model_id)
 
 
 if __name__ == "__main__":

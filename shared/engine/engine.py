@@ -10,6 +10,7 @@ import structlog
 
 from shared.constraints.compiler import ConstraintCompiler
 from shared.constraints.constraint import Constraint, MessageConstraint
+from shared.engine.background import Slices
 from shared.engine.drafting.costs import CostMeter
 from shared.engine.drafting.ladder_cache import MAX_BOUND_LADDERS, LadderCache
 from shared.engine.failure import failure_of
@@ -233,7 +234,7 @@ class Engine:
         return self._loop.thread_id
 
     def warm_up(self) -> None:
-        """Waits until the costs of passes are measured, the engine's own ladder is bound, and answers can be
+        """Waits until the costs of passes are known or estimated, the engine's own ladder is bound, and answers can be
         constrained. Otherwise the first request waits for that.
 
         Raises the error for which the ladder could not be bound, and `Unavailable` if the engine has ended.
@@ -270,10 +271,24 @@ class Engine:
         ladder.check_model(self.loaded)
         self._wait_until_ready()
         assert self._loop.costs is not None
+        self._run_between_steps(self._ladders.prepare(ladder, self._loop.costs))
+
+    def measure_costs(self) -> None:
+        """Measures the costs of passes between the steps of running requests, if the engine has begun with an estimate
+        or with old ones. Later requests are planned by what is found. Answers do not depend on it.
+
+        Blocks until it is done. Raises `Unavailable` once closed.
+        """
+        self._wait_until_ready()
+        slices = self._loop.measure_better()
+        if slices is not None:
+            self._run_between_steps(slices)
+
+    def _run_between_steps(self, slices: Slices) -> None:
         with self._loop.lock:
             if self._loop.is_closed:
                 raise failure_of(self._loop.why_closed())
-            done = self._loop.background.add(self._ladders.prepare(ladder, self._loop.costs))
+            done = self._loop.background.add(slices)
         self._loop.wake()
         done.result()
 
