@@ -203,14 +203,16 @@ def _load_engine(
 
 
 def _complete(engines: Sequence[Engine]) -> None:
-    """What can follow while requests are served: measures costs, and writes what the next start will not find out
-    again. Requests that run meanwhile go first."""
+    """What can follow while requests are served: writes what the next start will not find out again, whereupon this one
+    gives back its own copy of it, and measures costs. Requests that run meanwhile go first."""
     if sys.platform == "linux":  # elsewhere this would be the priority of the whole process
         os.setpriority(os.PRIO_PROCESS, get_native_id(), _LEAST_PRIORITY)
     for engine in engines:
+        engine.loaded.facts.keep()
         with suppress(Exception):  # the engine is closed, or the log says why
             engine.measure_costs()
         engine.loaded.facts.keep()
+        release_free_memory()
         log.info("the start is complete", model_id=engine.loaded.model_id)
 
 

@@ -156,7 +156,7 @@ def test_another_build_or_machine_proves_anew(
     _start(model, folder)
     build = key.build_of()
     assert part in build
-    monkeypatch.setattr(key, "build_of", lambda: build | {part: "another"})
+    monkeypatch.setattr(store, "build_of", lambda: build | {part: "another"})
     assert not _remembers(_start(model, folder))
     monkeypatch.undo()
     assert _remembers(_start(model, folder))
@@ -214,6 +214,31 @@ def test_a_file_that_was_just_written_is_read_each_time(
     _start(model, folder)
     assert not (folder / "contents").exists()
     assert _remembers(_start(model, folder))
+
+
+def test_a_first_start_does_not_wait_for_the_digest_of_its_files(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key, "_SETTLED_NS", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "content_of", _fail)
+        loaded = load_model(model, store=StartStore(folder, MAX_BYTES))
+    expected = _logits(loaded)
+    loaded.facts.keep()
+    later = load_model(model, store=StartStore(folder, MAX_BYTES))
+    assert _remembers(later)
+    assert torch.equal(_logits(later), expected)
+    assert torch.equal(_logits(loaded), expected)
+
+
+def test_what_changed_before_its_digest_was_taken_is_not_remembered(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key, "_SETTLED_NS", 0)
+    loaded = load_model(model, store=StartStore(folder, MAX_BYTES))
+    model.write_bytes(write_llama(model.with_name("other.gguf"), inner=96).read_bytes())
+    loaded.facts.keep()
+    assert list(folder.rglob("facts.json")) == []
 
 
 def test_a_folder_that_cannot_be_written_costs_one_line(
