@@ -196,15 +196,18 @@ def _load_engine(
         )
     release_free_memory()  # of the checks
     say("warming up")
-    engine.warm_up()
+    engine.warm_up(constraints=False)
     release_free_memory()
     log.info("model warm", model_id=source.model_id)
     return engine
 
 
 def _complete(engines: Sequence[Engine]) -> None:
-    """What can follow while requests are served: writes what the next start will not find out again, whereupon this one
-    gives back its own copy of it, and measures costs. Requests that run meanwhile go first."""
+    """What can follow while requests are served: reads the tokenizer for constraints, writes what the next start will
+    not find out again, whereupon this one gives back its own copy of it, and measures costs."""
+    for engine in engines:
+        engine.warm_up()  # a request with a constraint may wait for it
+    # Requests that run meanwhile go before the rest.
     if sys.platform == "linux":  # elsewhere this would be the priority of the whole process
         os.setpriority(os.PRIO_PROCESS, get_native_id(), _LEAST_PRIORITY)
     for engine in engines:

@@ -233,13 +233,14 @@ class Engine:
         """The engine's thread, as `threading.get_ident` names it."""
         return self._loop.thread_id
 
-    def warm_up(self) -> None:
-        """Waits until the costs of passes are known or estimated, the engine's own ladder is bound, and answers can be
-        constrained. Otherwise the first request waits for that.
+    def warm_up(self, *, constraints: bool = True) -> None:
+        """Waits until the costs of passes are known or estimated, the engine's own ladder is bound, and, with
+        `constraints`, answers can be constrained. Otherwise the first request waits for that.
 
         Raises the error for which the ladder could not be bound, and `Unavailable` if the engine has ended.
         """
-        self._constraints.warm_up()
+        if constraints:
+            self._constraints.warm_up()
         self._wait_until_ready()
         if self._loop.ladder_failure is not None:
             raise failure_of(self._loop.ladder_failure)
