@@ -121,7 +121,7 @@ class Engine:
         self.loaded = loaded
         self._ladder = ladder or untrained_ladder(loaded)
         self._constraints = ConstraintCompiler(loaded)
-        cost_meter = cost_meter or CostMeter()
+        self._cost_meter = cost_meter = cost_meter or CostMeter()
         claim = ModelClaim(loaded.model)
         with ExitStack() as failing:
             failing.callback(claim.release)
@@ -281,9 +281,9 @@ class Engine:
         Blocks until it is done. Raises `Unavailable` once closed.
         """
         self._wait_until_ready()
-        slices = self._loop.measure_better()
-        if slices is not None:
-            self._run_between_steps(slices)
+        timings = self._cost_meter.measure_better(self.runner)
+        if timings is not None:
+            self._run_between_steps(self._loop.plan_by(timings))
 
     def _run_between_steps(self, slices: Slices) -> None:
         with self._loop.lock:

@@ -150,7 +150,9 @@ class EngineLoop:
         """Records passes if the runner does so, measures the costs of passes, and binds the engine's own ladder."""
         runner = self._decoder.runner
         self._finish_slices(runner.prepare(()))
-        self._plan_by(self._cost_meter.measure_passes(runner, between=self._check_stop))
+        self.costs = self._cost_meter.measure_passes(runner, between=self._check_stop)
+        for num_tokens, seconds in self.costs.wide:
+            self._decoder.prefill_rate.record(num_tokens, seconds)
         try:
             self._finish_slices(self._ladders.prepare(ladder, self.costs, self_tests=False))
         except _Stopped:
@@ -159,18 +161,9 @@ class EngineLoop:
             logger.exception("the engine's own ladder could not be bound")
             self.ladder_failure = failure_of(error)
 
-    def measure_better(self) -> Slices | None:
-        """Background work that measures the costs by which later requests are planned. None: they are known."""
-        timings = self._cost_meter.measure_better(self._decoder.runner)
-        return None if timings is None else self._measured(timings)
-
-    def _measured(self, timings: Generator[None, None, PassCosts]) -> Slices:
-        self._plan_by((yield from timings))
-
-    def _plan_by(self, costs: PassCosts) -> None:
-        self.costs = costs
-        for num_tokens, seconds in costs.wide:
-            self._decoder.prefill_rate.record(num_tokens, seconds)
+    def plan_by(self, timings: Generator[None, None, PassCosts]) -> Slices:
+        """A task that measures the costs by which later requests are planned."""
+        self.costs = yield from timings
 
     def _finish_slices(self, slices: Iterator[None]) -> None:
         for _ in slices:

@@ -119,7 +119,7 @@ def pass_timings(runner: Runner) -> Generator[None, None, PassCosts]:
 def verify_estimate(runner: Runner) -> Generator[None, None, tuple[float, ...]]:
     """As `verify_timings`, from passes of the least and the most tokens alone."""
     verify_pass, widest = _verify_pass(runner, MAX_PASS_TOKENS)
-    seconds = {}
+    seconds: dict[int, float] = {}
     for width in (1, widest) * ESTIMATE_REPEATS:
         yield
         seconds[width] = min(_seconds(partial(verify_pass, width)), seconds.get(width, math.inf))

@@ -24,6 +24,7 @@ from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 from shared.model.numerics import Numerics
 from shared.model.remembered import key, store
+from shared.model.remembered.packed import PackedMatrices
 from shared.model.remembered.store import StartStore
 from shared.model.substitution import apply
 from shared.model.substitution import rotary as rotary_files
@@ -278,6 +279,21 @@ def test_matrices_are_written_after_everything_is_measured(model: Path, folder: 
     assert [path.name for path in folder.rglob("packed")] == []
     loaded.facts.keep()
     assert sorted(path.name for path in _entry(folder).iterdir()) == ["facts.json", "packed"]
+
+
+def test_matrices_that_cannot_be_mapped_stay_in_memory_and_are_remembered(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "mremap")
+
+    monkeypatch.setattr(PackedMatrices, "map", refuse)
+    with structlog.testing.capture_logs() as logs:
+        first = _start(model, folder)
+    assert [line["errno"] for line in logs if "stay in memory" in line["event"]] == [errno.ENOMEM]
+    second = _start(model, folder)
+    assert _remembers(second)
+    assert torch.equal(_logits(first), _logits(second))
 
 
 def test_a_start_that_ends_while_it_writes_is_not_believed(
