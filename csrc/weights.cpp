@@ -18,8 +18,7 @@ namespace {
 // system may refuse.
 Tensor own_pages(int64_t bytes) {
   void* data = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  NEAP_CHECK(data != MAP_FAILED, "DefaultCPUAllocator: can't allocate memory: a packed matrix takes ", bytes,
-             " bytes");
+  NEAP_CHECK(data != MAP_FAILED, "DefaultCPUAllocator: can't allocate memory: a packed matrix takes ", bytes, " bytes");
 #if defined(__linux__)
   constexpr uintptr_t kHuge = 2 << 20;
   const uintptr_t begin = ((uintptr_t)data + kHuge - 1) & ~(kHuge - 1);

@@ -7,11 +7,13 @@ if __name__ == "__main__":
 
 from inference_service.light_imports import import_transformers_lightly
 from shared.cpus import size_thread_pools, usable_cpus
+from shared.memory import release_free_memory, share_heaps
 from shared.rpc.logs import log_all_output
 
 if __name__ == "__main__":  # before anything below imports torch
     log_all_output()
     size_thread_pools()
+    share_heaps()
     import_transformers_lightly()
 
 import asyncio
@@ -37,7 +39,6 @@ from shared.configured_model import load_configured
 from shared.engine.drafting.costs import RememberingMeter
 from shared.engine.engine import Engine
 from shared.errors import InvalidInput, PreconditionFailed
-from shared.memory import release_free_memory
 from shared.model.loaded import LoadedModel
 from shared.model.runners import make_runner
 from shared.model.source import check_files

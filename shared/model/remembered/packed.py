@@ -28,6 +28,8 @@ _PIECE = 1 << 24
 _libc = ctypes.CDLL(None, use_errno=True)
 _FAILED = ctypes.c_void_p(-1).value
 _MOVES_ONTO = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
+# Each takes a place in the kernel's table of a process' mappings, which has 65,530 by default.
+MOST_REPLACED = 1 << 12
 
 # name -> place, number of bytes, checksums of the pieces
 Table = dict[str, list[Any]]
@@ -78,12 +80,13 @@ class PackedMatrices:
         return table
 
     def map(self, descriptor: int, table: Table) -> None:
-        """Pages of the file that `write` has made take the place of this process' own, which have the same bytes. The
-        matrices stay where they are, and other threads may read them meanwhile. Linux only: does nothing elsewhere.
-        Raises `OSError`; then some are mapped."""
+        """Pages of the file that `write` has made take the place of this process' own, which have the same bytes: those
+        of the MOST_REPLACED largest matrices. They stay where they are, and other threads may read them meanwhile. Does
+        nothing but on Linux. Raises `OSError`; then some are mapped."""
         if sys.platform != "linux":
             return
-        for name, (place, count, _) in table.items():
+        largest = sorted(table.items(), key=lambda entry: entry[1][1], reverse=True)
+        for name, (place, count, _) in largest[:MOST_REPLACED]:
             address = self._known[name].data_ptr()
             if address % ALIGNMENT == 0:  # as those are that `shared.ops` has packed
                 _map_onto(address, count // ALIGNMENT * ALIGNMENT, descriptor, place)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shared import ops
+from shared.model.remembered import packed
 from shared.model.remembered.packed import MappedFile, PackedMatrices
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux moves a mapping onto another")
@@ -88,6 +89,17 @@ def test_products_have_the_same_bits_while_the_memory_is_replaced(tmp_path: Path
     ended.set()
     thread.join()
     assert wrong == []
+
+
+def test_the_largest_are_replaced_where_there_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "MOST_REPLACED", 1)
+    matrices, made = _make()
+    path = tmp_path / "packed"
+    with path.open("x+b") as file:
+        table = matrices.write(file)
+        file.flush()
+        matrices.map(file.fileno(), table)
+    assert [_is_of_file(made[name], path) for name in ("0", "1", "2")] == [False, False, True]
 
 
 def test_memory_that_is_not_in_pages_of_its_own_stays(tmp_path: Path) -> None:
