@@ -20,7 +20,6 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from threading import Thread, get_native_id
 
@@ -38,7 +37,7 @@ from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.configured_model import load_configured
 from shared.engine.drafting.costs import RememberingMeter
 from shared.engine.engine import Engine
-from shared.errors import InvalidInput, PreconditionFailed
+from shared.errors import InvalidInput, PreconditionFailed, Unavailable
 from shared.model.loaded import LoadedModel
 from shared.model.runners import make_runner
 from shared.model.source import check_files
@@ -204,20 +203,36 @@ def _load_engine(
 
 
 def _complete(engines: Sequence[Engine]) -> None:
-    """What can follow while requests are served: reads the tokenizer for constraints, writes what the next start will
-    not find out again, whereupon this one gives back its own copy of it, and measures costs."""
+    """What can follow while requests are served: writes what the next start will not find out again, whereupon this one
+    gives back its own copy of it, reads the tokenizer for constraints, and measures costs. The first comes first,
+    because the others take memory."""
     for engine in engines:
-        engine.warm_up()  # a request with a constraint may wait for it
-    # Requests that run meanwhile go before the rest.
-    if sys.platform == "linux":  # elsewhere this would be the priority of the whole process
-        os.setpriority(os.PRIO_PROCESS, get_native_id(), _LEAST_PRIORITY)
-    for engine in engines:
-        engine.loaded.facts.keep()
-        with suppress(Exception):  # the engine is closed, or the log says why
+        _yielding_to_others(engine.loaded.facts.keep)
+        try:
+            engine.warm_up()
             engine.measure_costs()
-        engine.loaded.facts.keep()
+        except Unavailable:  # it is closed
+            pass
+        except Exception:
+            log.exception(
+                "constraints or costs are not prepared: requests go on without", model_id=engine.loaded.model_id
+            )
+        _yielding_to_others(engine.loaded.facts.keep)
         release_free_memory()
         log.info("the start is complete", model_id=engine.loaded.model_id)
+
+
+def _yielding_to_others(work: Callable[[], object]) -> None:
+    """Runs work in a thread of the least priority: requests that run meanwhile go first."""
+
+    def run() -> None:
+        if sys.platform == "linux":  # elsewhere this would be the priority of the whole process
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), _LEAST_PRIORITY)
+        work()
+
+    thread = Thread(target=run, name="neap-remember")
+    thread.start()
+    thread.join()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What a worker refuses to start with."""
 
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import structlog
@@ -45,9 +44,7 @@ def test_a_first_start_serves_before_it_is_complete_and_answers_stay_the_same(tm
         with _load_engine(source, settings, lambda: None, print) as engine:
             begun = engine.generate([1, 2, 3, 1, 2], max_tokens=8, ignore_eos=True).token_ids
             known = dict(engine.loaded.facts.earlier)
-            complete = Thread(target=_complete, args=([engine],))  # it lowers the priority of its thread
-            complete.start()
-            complete.join()
+            _complete([engine])
             answers += [begun, engine.generate([1, 2, 3, 1, 2], max_tokens=8, ignore_eos=True).token_ids]
             costs.append([name for name in known if name.startswith("costs")])
     assert answers == [answers[0]] * 4
@@ -58,10 +55,8 @@ def test_what_follows_a_start_ends_with_the_engine(tmp_path: Path) -> None:
     source = ModelSource("tiny", str(write_llama(tmp_path / "tiny.gguf")))
     with _load_engine(source, WorkerSettings(data_dir=tmp_path / "data", kv_budget_mb=16), print, print) as engine:
         pass
-    complete = Thread(target=_complete, args=([engine],))
     with structlog.testing.capture_logs() as logs:
-        complete.start()
-        complete.join()
+        _complete([engine])
     assert logs[-1]["event"] == "the start is complete"
     known = load_model(source.source, store=StartStore(tmp_path / "data" / "start-cache", 1 << 30)).facts.earlier
     assert "fingerprint" in known
