@@ -59,7 +59,7 @@ def chats(options: argparse.Namespace) -> None:
             flags = ("--threads", "1")
             logs = [Path(folder) / f"{number}.log" for number in range(options.workers)]
             workers = [stack.enter_context(worker_process(options.model, Path(folder), log, flags)) for log in logs]
-            target = f"ipv4:{','.join([worker.wait_serving(READY_S) for worker in workers])}"
+            target = f"ipv4:{','.join([worker.wait_complete(READY_S) for worker in workers])}"
             client = stack.enter_context(NeapClient(target, has_affinity=has_affinity))
             pool = stack.enter_context(ThreadPoolExecutor(2))
             done = [pool.submit(chat, client, number, options) for number in range(options.requests)]

@@ -80,7 +80,7 @@ def interrupted(
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         logs = [Path(folder) / f"{number}.log" for number in range(2)]
         workers = [stack.enter_context(worker_process(model, registry, log, FLAGS)) for log in logs]
-        targets = [worker.wait_serving(READY_S) for worker in workers]
+        targets = [worker.wait_complete(READY_S) for worker in workers]
         target = f"ipv4:{','.join(targets)}"
         client = stack.enter_context(NeapClient(target, num_attempts=9, has_affinity=False))
         readers = stack.enter_context(ThreadPoolExecutor(len(requests)))

@@ -30,7 +30,7 @@ from bench.peers.models import LLAMA_CPP, environments
 from bench.prompts import first_turns
 from bench.table import head, row
 from shared.configured_model import dtype_named
-from shared.engine.drafting.costs import measure_verify, measure_wide
+from shared.engine.drafting.costs import finished, pass_timings
 from shared.engine.engine import Engine
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
@@ -91,8 +91,8 @@ def llama_cpp_surprise(cache: Path, model: str, windows: Tensor) -> float:
 
 def measured(loaded: LoadedModel, windows: Tensor, prompts: list[list[int]], new_tokens: int) -> Side:
     runner = ContiguousRunner(loaded)
-    verify = measure_verify(runner)
-    seconds = dict(enumerate(verify, start=1)) | dict(measure_wide(runner, verify))
+    costs = finished(pass_timings(runner))
+    seconds = dict(enumerate(costs.verify, start=1)) | dict(costs.wide)
     choices, surprise = read(runner, windows)
     with Engine(loaded) as engine:
         _, answers = closed_loop(engine, "full", None, prompts, 1, new_tokens)

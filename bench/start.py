@@ -5,8 +5,8 @@
 Starts `python -m inference_service` with an empty registry, several times one after another, and asks for its health.
 The first start finds nothing in the folder that starts remember things in; --data-dir keeps that folder. Seconds of a
 processor (user and system) are the worker's own, so other work on the machine changes them little; seconds by the clock
-are from the start of the process. Memory: the most that was resident (VmHWM), and what is resident when the worker is
-ready, of which anonymous memory is the worker's own, and the rest is of mapped files. Linux only.
+are from the start of the process. Memory, once what follows a start is done, too: the most that was resident (VmHWM),
+and what is resident, of which anonymous memory is the worker's own, and the rest is of mapped files. Linux only.
 """
 
 import os
@@ -19,7 +19,7 @@ from bench.options import each_model, make_parser
 from bench.table import head, row
 from bench.worker import READY_S, worker_process
 
-COLUMNS = ("start", "ready, s", "processor, s", "peak MB", "RSS MB", "anonymous")
+COLUMNS = ("start", "ready, s", "processor, s", "complete, s", "peak MB", "RSS MB", "anonymous")
 
 
 def processor_seconds(pid: int) -> float:
@@ -49,8 +49,11 @@ def main() -> None:
                 with worker_process(options.model, folder / "registry", folder / "log") as worker:
                     worker.wait_serving(READY_S)
                     ready_s, pid = time.monotonic() - began_s, worker.pid
+                    used_s = processor_seconds(pid)
+                    worker.wait_complete(READY_S)
+                    complete_s = time.monotonic() - began_s
                     sizes = [memory_mb(pid, name) for name in ("VmHWM", "VmRSS", "RssAnon")]
-                    row(number, f"{ready_s:.1f}", f"{processor_seconds(pid):.1f}", *sizes)
+                    row(number, f"{ready_s:.1f}", f"{used_s:.1f}", f"{complete_s:.1f}", *sizes)
 
 
 if __name__ == "__main__":

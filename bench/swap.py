@@ -123,7 +123,7 @@ def main() -> None:
                 actions = alias_actions(registry, options.router)
                 flags = ["--log-level", "warning", "--prefix-cache-mb", "0"]
                 with worker_process(options.model, path, Path(folder) / "log", flags) as worker:
-                    target = worker.wait_serving(READY_S)
+                    target = worker.wait_complete(READY_S)
                     streams, phases = asyncio.run(measure(target, options, actions))
         print(f"{described('cpu')}, client and worker on this machine, {options.width} streams")
         print_table(streams, phases)

@@ -1,37 +1,39 @@
 // The ops that pack weights, unpack them, and look up their rows: argument checks, allocation and calls of pack.h and
 // the CPU kernels.
-#include "packed.h"
-#include "team.h"
+#include <sys/mman.h>
 
 #include <cstddef>
 #include <cstring>
 
 #include "pack.h"
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
+#include "packed.h"
+#include "team.h"
 
 namespace neap::binding {
 
 namespace {
 
-// Asks for 2 MiB pages, which save page walks: weights are read from end to end at every pass. The system may refuse.
-void advise_huge_pages(const Tensor& t) {
+// Memory for a packed matrix, zeroed, in pages of its own: once a file has the same bytes, pages of this file can take
+// their place. Asks for pages of 2 MiB, which save page walks: weights are read from end to end at every pass. The
+// system may refuse.
+Tensor own_pages(int64_t bytes) {
+  void* data = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  NEAP_CHECK(data != MAP_FAILED, "DefaultCPUAllocator: can't allocate memory: a packed matrix takes ", bytes, " bytes");
 #if defined(__linux__)
   constexpr uintptr_t kHuge = 2 << 20;
-  const uintptr_t begin = ((uintptr_t)t.const_data_ptr() + kHuge - 1) & ~(kHuge - 1);
-  const uintptr_t end = ((uintptr_t)t.const_data_ptr() + (uintptr_t)t.numel()) & ~(kHuge - 1);
+  const uintptr_t begin = ((uintptr_t)data + kHuge - 1) & ~(kHuge - 1);
+  const uintptr_t end = ((uintptr_t)data + (uintptr_t)bytes) & ~(kHuge - 1);
   if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
 #endif
+  return torch::stable::from_blob(data, {bytes}, {1}, torch::stable::Device(torch::headeronly::DeviceType::CPU),
+                                  ScalarType::Byte, [bytes](void* owned) { munmap(owned, (size_t)bytes); });
 }
 
 // Allocates a packed matrix and writes its header. pack(panel, out) writes each panel.
 template <class Pack>
 Tensor packed_matrix(Format format, int64_t out_features, int64_t in_features, const Pack& pack) {
   const int64_t panels = num_panels(out_features), bytes = panel_bytes(format, in_features);
-  Tensor packed = empty({kHeaderBytes + panels * bytes}, aoti_torch_dtype_uint8());
-  advise_huge_pages(packed);
+  Tensor packed = own_pages(kHeaderBytes + panels * bytes);
   PackedHeader header{.format = format, .out_features = out_features, .in_features = in_features};
   std::memcpy(header.magic, kPackedMagic, sizeof(header.magic));
   uint8_t* out = static_cast<uint8_t*>(packed.mutable_data_ptr());

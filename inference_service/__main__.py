@@ -7,11 +7,13 @@ if __name__ == "__main__":
 
 from inference_service.light_imports import import_transformers_lightly
 from shared.cpus import size_thread_pools, usable_cpus
+from shared.memory import release_free_memory, share_heaps
 from shared.rpc.logs import log_all_output
 
 if __name__ == "__main__":  # before anything below imports torch
     log_all_output()
     size_thread_pools()
+    share_heaps()
     import_transformers_lightly()
 
 import asyncio
@@ -35,8 +37,7 @@ from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from shared.configured_model import load_configured
 from shared.engine.drafting.costs import RememberingMeter
 from shared.engine.engine import Engine
-from shared.errors import InvalidInput, PreconditionFailed
-from shared.memory import release_free_memory
+from shared.errors import InvalidInput, PreconditionFailed, Unavailable
 from shared.model.loaded import LoadedModel
 from shared.model.runners import make_runner
 from shared.model.source import check_files
@@ -139,6 +140,7 @@ async def serve(settings: WorkerSettings) -> int:
             timeout_s=settings.preload_timeout_s,
         )
         servicer.set_ready()
+        Thread(target=_complete, args=(engines,), name="neap-complete").start()
 
     with serve_metrics(settings.metrics_listen, metrics.registry):
         ready = await server.run(prepare)
@@ -194,18 +196,43 @@ def _load_engine(
         )
     release_free_memory()  # of the checks
     say("warming up")
-    engine.warm_up()
+    engine.warm_up(constraints=False)
     release_free_memory()
     log.info("model warm", model_id=source.model_id)
-    Thread(target=_remember, args=(loaded,), name="neap-remember").start()
     return engine
 
 
-def _remember(loaded: LoadedModel) -> None:
-    """Writes what the next start will not find out again. Requests that run meanwhile go first."""
-    if sys.platform == "linux":  # elsewhere this would be the priority of the whole process
-        os.setpriority(os.PRIO_PROCESS, get_native_id(), _LEAST_PRIORITY)
-    loaded.facts.keep()
+def _complete(engines: Sequence[Engine]) -> None:
+    """What can follow while requests are served: writes what the next start will not find out again, whereupon this one
+    gives back its own copy of it, reads the tokenizer for constraints, and measures costs. The first comes first,
+    because the others take memory."""
+    for engine in engines:
+        _yielding_to_others(engine.loaded.facts.keep)
+        try:
+            engine.warm_up()
+            engine.measure_costs()
+        except Unavailable:  # it is closed
+            pass
+        except Exception:
+            log.exception(
+                "constraints or costs are not prepared: requests go on without", model_id=engine.loaded.model_id
+            )
+        _yielding_to_others(engine.loaded.facts.keep)
+        release_free_memory()
+        log.info("the start is complete", model_id=engine.loaded.model_id)
+
+
+def _yielding_to_others(work: Callable[[], object]) -> None:
+    """Runs work in a thread of the least priority: requests that run meanwhile go first."""
+
+    def run() -> None:
+        if sys.platform == "linux":  # elsewhere this would be the priority of the whole process
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), _LEAST_PRIORITY)
+        work()
+
+    thread = Thread(target=run, name="neap-remember")
+    thread.start()
+    thread.join()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,18 @@
 import ctypes
 import gc
 
+# As glibc's malloc.h numbers it, and how many heaps the threads of a service share.
+_M_ARENA_MAX, _ARENAS = -8, 2
+
+
+def share_heaps() -> None:
+    """Has all threads share few heaps of the C library, to be called before there are any threads. By default each
+    thread that loads or checks a model leaves a heap of its own, of which a few blocks are still in use: 25 to 55 MB in
+    all. Does nothing without glibc."""
+    limit = getattr(ctypes.CDLL(None), "mallopt", None)
+    if limit is not None:
+        limit(_M_ARENA_MAX, _ARENAS)
+
 
 def release_free_memory() -> None:
     """Collects garbage, and calls `trim_heap`."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from neap_client import NeapClient
 
@@ -39,7 +39,7 @@ class ServiceProcess:
         self._command = [sys.executable, "-m", module, "--listen", "127.0.0.1:0", *arguments]
         self._process: subprocess.Popen[str] | None = None
 
-    def __enter__(self) -> "ServiceProcess":
+    def __enter__(self) -> Self:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("w") as log:
             self._process = subprocess.Popen(

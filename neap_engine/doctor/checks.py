@@ -8,14 +8,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from neap_engine.doctor import machine
 from neap_engine.doctor.finding import Check, Finding, Status
 from shared.config import unknown_variables
 from shared.configured_model import load_configured
+from shared.engine.memory.budget import available_bytes
 from shared.model.loaded import LoadedModel
 from shared.model.numerics import Numerics, numerics_of
 from shared.model.runner import Runner
 from shared.model.runners import make_runner
+from shared.model.source import size_mb
 from shared.model.substitution.apply import AccelerationReport
 from shared.registry.address import RegistryAddress
 from shared.registry.factory import folder_of, open_registry
@@ -37,6 +41,7 @@ def checks(settings: WorkerSettings, *, loads_models: bool) -> list[Check]:
         Check("CUDA kernels", partial(machine.cuda_kernels, on_gpu)),
         Check("torch.compile", partial(machine.layer_compiler, compiles)),
         Check("registry", partial(registry, settings.registry, model_ids)),
+        *(Check(_memory_of(source), partial(memory, source, settings)) for source in settings.models),
         *(models if loads_models and models else [Check("models", partial(no_model, loads_models))]),
     ]
 
@@ -92,6 +97,35 @@ def _described(address: RegistryAddress) -> str:
     # Without the URL of Redis, which may contain a password.
     index = "Redis with " if address.redis_url else ""
     return f"{index}s3://{address.bucket}/{address.prefix}".rstrip("/")
+
+
+# What a worker takes beside its keys and values: so much of a .gguf file, and MB of its own; at its first start more
+# (bench/RESULTS.md, Starts).
+SHARE_OF_FILE, OWN_MB, MORE_AT_FIRST = 1.1, 500, 1.1
+
+
+def _memory_of(source: ModelSource) -> str:
+    return f"memory of {source.model_id}"
+
+
+def memory(source: ModelSource, settings: WorkerSettings) -> Finding:
+    """Compares what a worker will take with what is free, before a model is loaded. Broken if it is more."""
+    name, file_mb = _memory_of(source), size_mb(Path(source.source))
+    as_stored = settings.device == "cpu" and settings.dtype == "auto" and source.source.endswith(".gguf")
+    if file_mb is None or not as_stored:
+        return Finding(name, "off", "only what a .gguf file in its own formats takes on a CPU is known beforehand")
+    needed_mb, free_mb = SHARE_OF_FILE * file_mb + OWN_MB, available_bytes(torch.device("cpu")) / 1e6
+    first_mb = MORE_AT_FIRST * needed_mb
+    detail = (
+        f"a worker takes {needed_mb:.0f} MB and keys and values, {first_mb:.0f} MB while it starts for the first time"
+    )
+    return Finding(
+        name,
+        "ok" if first_mb <= free_mb else "broken",
+        f"{detail}; {free_mb:.0f} MB are free",
+        "" if first_mb <= free_mb else "give it more memory, or take a smaller file",
+        {"needed_mb": round(needed_mb), "first_start_mb": round(first_mb), "free_mb": round(free_mb)},
+    )
 
 
 # Enough for the runner to check itself. A worker chooses by the free memory.

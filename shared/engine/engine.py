@@ -11,6 +11,7 @@ import structlog
 from shared.constraints.compiler import ConstraintCompiler
 from shared.constraints.constraint import Constraint, MessageConstraint
 from shared.engine.ahead.decoder import make_decoder
+from shared.engine.background import Slices
 from shared.engine.drafting.costs import CostMeter
 from shared.engine.drafting.ladder_cache import MAX_BOUND_LADDERS, LadderCache
 from shared.engine.failure import failure_of
@@ -120,7 +121,7 @@ class Engine:
         self.loaded = loaded
         self._ladder = ladder or untrained_ladder(loaded)
         self._constraints = ConstraintCompiler(loaded)
-        cost_meter = cost_meter or CostMeter()
+        self._cost_meter = cost_meter = cost_meter or CostMeter()
         claim = ModelClaim(loaded.model)
         with ExitStack() as failing:
             failing.callback(claim.release)
@@ -232,13 +233,14 @@ class Engine:
         """The engine's thread, as `threading.get_ident` names it."""
         return self._loop.thread_id
 
-    def warm_up(self) -> None:
-        """Waits until the costs of passes are measured, the engine's own ladder is bound, and answers can be
-        constrained. Otherwise the first request waits for that.
+    def warm_up(self, *, constraints: bool = True) -> None:
+        """Waits until the costs of passes are known or estimated, the engine's own ladder is bound, and, with
+        `constraints`, answers can be constrained. Otherwise the first request waits for that.
 
         Raises the error for which the ladder could not be bound, and `Unavailable` if the engine has ended.
         """
-        self._constraints.warm_up()
+        if constraints:
+            self._constraints.warm_up()
         self._wait_until_ready()
         if self._loop.ladder_failure is not None:
             raise failure_of(self._loop.ladder_failure)
@@ -270,10 +272,24 @@ class Engine:
         ladder.check_model(self.loaded)
         self._wait_until_ready()
         assert self._loop.costs is not None
+        self._run_between_steps(self._ladders.prepare(ladder, self._loop.costs))
+
+    def measure_costs(self) -> None:
+        """Measures the costs of passes between the steps of running requests, if the engine has begun with an estimate
+        or with old ones. Later requests are planned by what is found. Answers do not depend on it.
+
+        Blocks until it is done. Raises `Unavailable` once closed.
+        """
+        self._wait_until_ready()
+        timings = self._cost_meter.measure_better(self.runner)
+        if timings is not None:
+            self._run_between_steps(self._loop.plan_by(timings))
+
+    def _run_between_steps(self, slices: Slices) -> None:
         with self._loop.lock:
             if self._loop.is_closed:
                 raise failure_of(self._loop.why_closed())
-            done = self._loop.background.add(self._ladders.prepare(ladder, self._loop.costs))
+            done = self._loop.background.add(slices)
         self._loop.wake()
         done.result()
 

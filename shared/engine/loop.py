@@ -5,11 +5,11 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from functools import partial
 
-from shared.engine.background import BackgroundTasks
+from shared.engine.background import BackgroundTasks, Slices
 from shared.engine.drafting.costs import CostMeter
 from shared.engine.drafting.ladder_cache import LadderCache
 from shared.engine.drafting.pass_costs import PassCosts
@@ -163,6 +163,10 @@ class EngineLoop:
         except Exception as error:  # requests that need the ladder get this error; others are served
             logger.exception("the engine's own ladder could not be bound")
             self.ladder_failure = failure_of(error)
+
+    def plan_by(self, timings: Generator[None, None, PassCosts]) -> Slices:
+        """A task that measures the costs by which later requests are planned."""
+        self.costs = yield from timings
 
     def _finish_slices(self, slices: Iterator[None]) -> None:
         for _ in slices:

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from shared.errors import Exhausted, InvalidInput, NeapError, PreconditionFailed, UnsupportedModel
-from shared.memory import release_free_memory, trim_heap
+from shared.memory import release_free_memory
 from shared.model.cache import is_out_of_memory
 from shared.model.fingerprint import fingerprint
 from shared.model.loaded import LoadedModel, wrap_model
@@ -116,15 +117,17 @@ def _load_model(
             # A .gguf file names no dtype to compute in, and transformers would take float32.
             default = torch.bfloat16 if "gguf_file" in where else "auto"
             model = _build(where, torch.float32 if in_float32 else dtype or default)
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-            if gguf:
-                gguf.complete(Path(source), model, tokenizer)
+            # Matrices are packed and hashed while Python makes the tokenizer.
+            with ThreadPoolExecutor(1, "neap-fingerprint") as pool:
+                early = None if facts.earlier else pool.submit(fingerprint, model)
+                tokenizer = AutoTokenizer.from_pretrained(**where)
+                if gguf:
+                    gguf.complete(Path(source), model, tokenizer)
         gguf, readers = None, []  # they have the file's metadata
-        release_free_memory()
         if entry is not None:
             entry.check()
-        identity = facts.recall("fingerprint", partial(fingerprint, model))
-        trim_heap()
+        identity = facts.recall("fingerprint", early.result if early else partial(fingerprint, model))
+        release_free_memory()
         if not accelerate or not on_cpu:
             realise(model)
         if in_float32 and (dtype or config.dtype) not in (None, torch.float32):

@@ -9,7 +9,6 @@ from shared.registry.address import BUCKET_SCHEME, REDIS_SCHEMES, RegistryAddres
 from shared.registry.bucket_store import BucketStore
 from shared.registry.folder_store import FolderStore
 from shared.registry.index import Index, MemoryIndex
-from shared.registry.redis_index import RedisIndex
 from shared.registry.registry import Registry
 from shared.registry.store import Store, check_schema
 
@@ -40,6 +39,9 @@ def open_registry(
         address = RegistryAddress.parse(url_or_path)
         store = BucketStore(address)
         if address.redis_url:
+            # Imported here: other registries start without its client.
+            from shared.registry.redis_index import RedisIndex
+
             index = RedisIndex(address)
         else:
             index = MemoryIndex(freshness_s=BUCKET_FRESHNESS_S, poll_s=BUCKET_POLL_S)

@@ -1,13 +1,19 @@
 """What a worker refuses to start with."""
 
-import pytest
+from pathlib import Path
 
-from inference_service.__main__ import _load_engine
+import pytest
+import structlog
+
+from inference_service.__main__ import _complete, _load_engine
 from shared import configured_model, ops
 from shared.errors import PreconditionFailed
+from shared.model.load import load_model
 from shared.model.loaded import wrap_model
+from shared.model.remembered.store import StartStore
 from shared.service_settings import ModelSource, WorkerSettings
 from tests.families import build_family
+from tests.gguf_files import write_llama
 from tests.reasons import raises
 
 SOURCE = ModelSource("tiny", "folder")
@@ -28,6 +34,33 @@ def test_a_worker_that_requires_the_promise_does_not_start_without_it(
         _load_engine(SOURCE, settings, lambda: None, print)
     with _load_engine(SOURCE, WorkerSettings(kv_budget_mb=16), lambda: None, print) as engine:
         assert not engine.numerics.is_exact
+
+
+def test_a_first_start_serves_before_it_is_complete_and_answers_stay_the_same(tmp_path: Path) -> None:
+    source = ModelSource("tiny", str(write_llama(tmp_path / "tiny.gguf")))
+    settings = WorkerSettings(data_dir=tmp_path / "data", kv_budget_mb=16)
+    answers, costs = [], []
+    for _ in range(2):
+        with _load_engine(source, settings, lambda: None, print) as engine:
+            begun = engine.generate([1, 2, 3, 1, 2], max_tokens=8, ignore_eos=True).token_ids
+            known = dict(engine.loaded.facts.earlier)
+            _complete([engine])
+            answers += [begun, engine.generate([1, 2, 3, 1, 2], max_tokens=8, ignore_eos=True).token_ids]
+            costs.append([name for name in known if name.startswith("costs")])
+    assert answers == [answers[0]] * 4
+    assert costs == [[], ["costs, 128"]]
+
+
+def test_what_follows_a_start_ends_with_the_engine(tmp_path: Path) -> None:
+    source = ModelSource("tiny", str(write_llama(tmp_path / "tiny.gguf")))
+    with _load_engine(source, WorkerSettings(data_dir=tmp_path / "data", kv_budget_mb=16), print, print) as engine:
+        pass
+    with structlog.testing.capture_logs() as logs:
+        _complete([engine])
+    assert logs[-1]["event"] == "the start is complete"
+    known = load_model(source.source, store=StartStore(tmp_path / "data" / "start-cache", 1 << 30)).facts.earlier
+    assert "fingerprint" in known
+    assert not any(name.startswith("costs") for name in known)
 
 
 def test_kernels_are_those_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:

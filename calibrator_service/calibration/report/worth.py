@@ -8,7 +8,7 @@ import structlog
 
 from calibrator_service.calibration.report.held_out import LEAST_POSITIONS, wilson_interval
 from calibrator_service.calibration.run import CalibrationRun
-from shared.engine.drafting.costs import exit_timings, measure_verify
+from shared.engine.drafting.costs import exit_timings, finished, verify_timings
 from shared.engine.drafting.pass_costs import PassCosts, call_gain_s
 from shared.ladder.exits import LayerExit
 from shared.ladder.ladder import Ladder
@@ -70,7 +70,7 @@ def measured_costs(run: CalibrationRun, runner: ContiguousRunner, ladder: Ladder
     def between() -> None:
         run.report("evaluating", 0.99)
 
-    verify = measure_verify(runner, most_tokens=most_tokens, between=between)
+    verify = finished(verify_timings(runner, most_tokens=most_tokens), between)
     timings = exit_timings(runner, ladder.bind(runner))
     while True:
         try:

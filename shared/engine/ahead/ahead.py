@@ -126,23 +126,23 @@ class Ahead:
             for table in [pool.table_index(as_paged(part.sequence.cache))]
             for position, token in enumerate(part.tokens, part.base)
         ]
-        drafters = list(dict.fromkeys(sequence.drafter for sequence in decoding if _drafts(sequence)))
-        graphs = {drafter: self.graphs.drafts_of(drafter) for drafter in drafters}
+        graphs = {sequence: self.graphs.drafts_of(sequence.drafter) for sequence in decoding if _drafts(sequence)}
+        of_ladders = dict.fromkeys(graphs.values())
         size, drafted = self._worth.choose(
             self._runner.pass_sizes,
             len(rows),
-            sum(map(_drafts, decoding)),
+            len(graphs),
             len(others),
             self._runner.head_sizes[-1],
             (decoding or [part.sequence for part in parts])[0].drafter.pass_s,
-            sum(each.seconds_of(len(rows)) for each in graphs.values()),
+            sum(each.seconds_of(len(rows)) for each in of_ladders),
         )
         self.graphs.memory.send(
             [
                 RowOfStep(
                     place.slot,
                     pool.table_index(as_paged(sequence.cache)),
-                    graphs[sequence.drafter].number if drafted and _drafts(sequence) else NO_DRAFTER,
+                    graphs[sequence].number if drafted and sequence in graphs else NO_DRAFTER,
                     partial(write_ratios, sequence.drafter.confidence(sequence.request).handle),
                 )
                 for sequence, place in rows
@@ -153,7 +153,7 @@ class Ahead:
         if drafted:
             if self.graphs.learned is not None:
                 self.graphs.learned.update()
-            for each in graphs.values():
+            for each in of_ladders:
                 each.replay(len(rows))
         draws = not all(sequence.request.sampling.is_greedy for sequence in decoding)
         self.graphs.run(size, size - len(others) if drafted else len(rows), draws=draws)

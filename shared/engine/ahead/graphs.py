@@ -10,6 +10,7 @@ from torch import Tensor
 from shared.engine.ahead.slots import SlotMemory
 from shared.engine.drafting.drafter import Drafter
 from shared.ladder.exit_head import in_slots
+from shared.ladder.ladder import BoundLadder
 from shared.ladder.learned_ngrams import LearnedNgrams
 from shared.ladder.ngram_table import NgramTable
 from shared.ladder.recorded_chain import NUM_DRAFTS
@@ -51,10 +52,10 @@ class LearnedMirror:
 
 
 class DraftGraphs:
-    """The drafts of one drafter: recorded once for each of ROW_SIZES. Tables draft PLACES tokens of a chain, and the
-    head, which sees the tokens that were chosen, the first NUM_DRAFTS of them.
+    """The drafts of one bound ladder: recorded once for each of ROW_SIZES. Tables draft PLACES tokens of a chain; the
+    head, which sees the tokens that were chosen, drafts the first NUM_DRAFTS of them.
 
-    `number`: the drafter's. `seconds`: what drafting for so many requests takes.
+    `number`: the ladder's. `seconds`: what drafting for so many requests takes.
     """
 
     @inference
@@ -134,17 +135,18 @@ class StepGraphs:
         self._runner = runner
         self.learned = LearnedMirror(learned, runner.loaded.device) if learned else None
         self._accepting: dict[tuple[int, bool], Work] = {}
-        self._drafting: weakref.WeakKeyDictionary[Drafter, DraftGraphs] = weakref.WeakKeyDictionary()
-        self._num_drafters = 0
+        self._drafting: weakref.WeakKeyDictionary[BoundLadder, DraftGraphs] = weakref.WeakKeyDictionary()
+        self._num_ladders = 0
         self._depths = (*captured_depths(runner.num_layers), runner.num_layers)
 
     def drafts_of(self, drafter: Drafter) -> DraftGraphs:
-        """Those of a drafter with a ladder."""
-        found = self._drafting.get(drafter)
+        """Those of a drafter with a ladder, which it shares with others of the same."""
+        assert drafter.ladder is not None
+        found = self._drafting.get(drafter.ladder)
         if found is None:
-            found = DraftGraphs(self._num_drafters, drafter, self.memory, self._runner, self.learned)
-            self._drafting[drafter] = found
-            self._num_drafters += 1
+            found = DraftGraphs(self._num_ladders, drafter, self.memory, self._runner, self.learned)
+            self._drafting[drafter.ladder] = found
+            self._num_ladders += 1
         return found
 
     def prepare(self) -> Iterator[None]:

@@ -4,11 +4,12 @@ A cost is the least of its repeats: what the work takes alone. Beside other proc
 high, and a worker goes by them for as long as it lives (docs/decisions/013).
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,9 +28,11 @@ MAX_PASS_TOKENS = 9
 # Cached tokens before those of a pass. Reading them takes a large model seconds.
 CONTEXT_TOKENS = 32
 REPEATS = 8
-# Measurements of passes stop after this time, but not before MIN_REPEATS repeats. Start-up waits for them.
+# Measurements of passes stop after this time, but not before MIN_REPEATS repeats.
 MEASURE_S = 0.3
 MIN_REPEATS = 3
+# Of each size, for the estimate with which a first start begins.
+ESTIMATE_REPEATS = 2
 # Costs are measured anew after this time: other work on the machine may have slowed them down.
 REMEMBERED_S = 7 * 86400.0
 # Sizes of the passes that many sequences share, where a device has none of its own.
@@ -45,11 +48,14 @@ class CostMeter:
     """Measures the costs that the planner weighs. A subclass may return costs that are known already."""
 
     def measure_passes(self, runner: Runner, *, between: Callable[[], None] = lambda: None) -> PassCosts:
-        """The costs of passes, without those of exits. Calls `between` before each pass; an exception that it raises
-        ends the measurement."""
-        verify = measure_verify(runner, between=between)
-        trim_heap()  # wide passes take the most memory of a start
-        return PassCosts(verify, wide=measure_wide(runner, verify, between=between))
+        """The costs of passes with which an engine begins, without those of exits. Calls `between` before each pass; an
+        exception that it raises ends the measurement."""
+        return finished(pass_timings(runner), between)
+
+    def measure_better(self, runner: Runner) -> Generator[None, None, PassCosts] | None:
+        """Measures them while requests are served: yields wherever a step may run in between. None: those that
+        `measure_passes` gives are as good."""
+        return None
 
     def measure_exits(
         self, runner: Runner, ladder: BoundLadder
@@ -59,31 +65,89 @@ class CostMeter:
 
     def seconds(self, work: Callable[[], None]) -> float:
         """What `work`, which waits for the device, takes."""
-        return min(_repeated(lambda: _seconds(work), MIN_WIDE_REPEATS, WIDE_REPEATS))
+        return min(_seconds(work) for _ in range(WIDE_REPEATS))
 
 
 class RememberingMeter(CostMeter):
-    """Returns the costs of passes that an earlier start has measured, with the same build on the same machine, until
-    they are old."""
+    """Begins with the costs of passes that an earlier start has measured, with the same build on the same machine, or
+    else with an estimate from passes of two sizes. An estimate, and what is old, is measured while requests are
+    served."""
 
     def measure_passes(self, runner: Runner, *, between: Callable[[], None] = lambda: None) -> PassCosts:
-        facts, name = runner.loaded.facts, f"costs, {runner.loaded.context_length}"
-        known = facts.earlier.get(name)
+        known = _remembered(runner)
+        if known is None:
+            return PassCosts(finished(verify_estimate(runner), between))
+        return PassCosts(tuple(known["deep"]), wide=tuple((count, seconds) for count, seconds in known["wide"]))
+
+    def measure_better(self, runner: Runner) -> Generator[None, None, PassCosts] | None:
+        known = _remembered(runner)
         if known is not None and 0 <= time.time() - known["measured_s"] < REMEMBERED_S:
-            wide = tuple((count, seconds) for count, seconds in known["wide"])
-            return PassCosts(tuple(known["deep"]), wide=wide)
-        costs = super().measure_passes(runner, between=between)
-        facts.note(name, {"deep": costs.verify, "wide": costs.wide, "measured_s": time.time()})
+            return None
+        return self._measure_and_note(runner)
+
+    def _measure_and_note(self, runner: Runner) -> Generator[None, None, PassCosts]:
+        costs = yield from pass_timings(runner)
+        known = {"deep": costs.verify, "wide": costs.wide, "measured_s": time.time()}
+        runner.loaded.facts.note(_fact(runner), known)
         return costs
 
 
-def measure_verify(
-    runner: Runner, *, most_tokens: int = MAX_PASS_TOKENS, between: Callable[[], None] = lambda: None
-) -> tuple[float, ...]:
-    """Seconds of a pass over 1..`most_tokens` tokens through all layers and the head, smoothed: see `smoothed`.
+def _fact(runner: Runner) -> str:
+    return f"costs, {runner.loaded.context_length}"
 
-    Calls `between` before each pass; an exception that it raises ends the measurement.
-    """
+
+def _remembered(runner: Runner) -> dict[str, Any] | None:
+    known: dict[str, Any] | None = runner.loaded.facts.earlier.get(_fact(runner))
+    return known
+
+
+def finished(timings: Generator[None, None, T], between: Callable[[], None] = lambda: None) -> T:
+    """What a measurement returns. Calls `between` before each of its slices; an exception that it raises ends the
+    measurement."""
+    while True:
+        between()
+        try:
+            next(timings)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+
+
+def pass_timings(runner: Runner) -> Generator[None, None, PassCosts]:
+    """Measures the costs of passes of all sizes. A pass per slice, as in all that follow."""
+    verify = yield from verify_timings(runner)
+    trim_heap()  # wide passes take the most memory of a start
+    return PassCosts(verify, wide=(yield from wide_timings(runner, verify)))
+
+
+def verify_estimate(runner: Runner) -> Generator[None, None, tuple[float, ...]]:
+    """As `verify_timings`, from passes of the least and the most tokens alone."""
+    verify_pass, widest = _verify_pass(runner, MAX_PASS_TOKENS)
+    seconds: dict[int, float] = {}
+    for width in (1, widest) * ESTIMATE_REPEATS:
+        yield
+        seconds[width] = min(_seconds(partial(verify_pass, width)), seconds.get(width, math.inf))
+    first, last = seconds[1], max(seconds[1], seconds[widest])
+    return tuple(first + (last - first) * index / max(widest - 1, 1) for index in range(widest))
+
+
+def verify_timings(runner: Runner, *, most_tokens: int = MAX_PASS_TOKENS) -> Generator[None, None, tuple[float, ...]]:
+    """Measures seconds of a pass over 1..`most_tokens` tokens through all layers and the head, smoothed: see
+    `smoothed`."""
+    verify_pass, widest = _verify_pass(runner, most_tokens)
+    rounds: list[list[float]] = []
+    end = time.monotonic() + MEASURE_S
+    while _go_on(len(rounds), MIN_REPEATS, REPEATS, end):
+        rounds.append([])
+        # Interleaved, so that a slow moment of the machine does not affect one width only.
+        for width in range(1, widest + 1):
+            yield
+            rounds[-1].append(_seconds(partial(verify_pass, width)))
+    return smoothed([min(column) for column in zip(*rounds, strict=True)])
+
+
+def _verify_pass(runner: Runner, most_tokens: int) -> tuple[Callable[[int], None], int]:
+    """Runs a pass over so many tokens after CONTEXT_TOKENS cached ones. And the most tokens that there is room for."""
     context = min(CONTEXT_TOKENS, runner.loaded.context_length // 2)
     widest = min(most_tokens, runner.loaded.context_length - context)
     cache = runner.new_cache(context + widest)
@@ -91,24 +155,15 @@ def measure_verify(
     runner.run(ids[:, :context], cache, first=0, last=runner.num_layers, base=0)
 
     def verify_pass(width: int) -> None:
-        between()
         state = runner.run(ids[:, :width], cache, first=0, last=runner.num_layers, base=context)
         runner.choices(state[0]).tolist()
 
-    # Interleaved, so that a slow moment of the machine does not affect one width only.
-    widths = range(1, widest + 1)
-    rounds = _repeated(lambda: [_seconds(partial(verify_pass, width)) for width in widths], MIN_REPEATS, REPEATS)
-    return smoothed([min(column) for column in zip(*rounds, strict=True)])
+    return verify_pass, widest
 
 
-def measure_wide(
-    runner: Runner, verify: tuple[float, ...], *, between: Callable[[], None] = lambda: None
-) -> tuple[tuple[int, float], ...]:
-    """(tokens, seconds) of passes over more tokens than `verify` has. The seconds never fall.
-    () if the context is too short.
-
-    `between` as in `measure_verify`.
-    """
+def wide_timings(runner: Runner, verify: tuple[float, ...]) -> Generator[None, None, tuple[tuple[int, float], ...]]:
+    """Measures (tokens, seconds) of passes over more tokens than `verify` has. The seconds never fall.
+    () if the context is too short."""
     points: list[tuple[int, float]] = []
     least = verify[-1]
     for width in runner.pass_sizes or WIDE_PASS_TOKENS:
@@ -118,11 +173,14 @@ def measure_wide(
         ids = torch.ones(1, width, dtype=torch.long, device=runner.loaded.device)
 
         def verify_pass(ids: Tensor = ids, cache: KVCache = cache) -> None:
-            between()
             state = runner.run(ids, cache, first=0, last=runner.num_layers, base=0)
             runner.choices(state[0]).tolist()
 
-        timings = _repeated(lambda: _seconds(verify_pass), MIN_WIDE_REPEATS, WIDE_REPEATS)
+        timings: list[float] = []
+        end = time.monotonic() + MEASURE_S
+        while _go_on(len(timings), MIN_WIDE_REPEATS, WIDE_REPEATS, end):
+            yield
+            timings.append(_seconds(verify_pass))
         least = max(least, min(timings))
         points.append((width, least))
     return tuple(points)
@@ -197,14 +255,10 @@ def exit_timings(
     return tuple(costs)
 
 
-def _repeated(measure: Callable[[], T], least: int, most: int) -> list[T]:
-    """The results of `measure`, called `least` to `most` times: no more once MEASURE_S have passed. The first ones may
-    be slow, because their memory is new: the least is taken of all."""
-    end = time.monotonic() + MEASURE_S
-    results: list[T] = []
-    while len(results) < least or (len(results) < most and time.monotonic() < end):
-        results.append(measure())
-    return results
+def _go_on(count: int, least: int, most: int, end: float) -> bool:
+    """Whether to measure again after `count` times: no more once the time `end` has passed. The first ones may be slow,
+    because their memory is new: the least is taken of all."""
+    return count < least or (count < most and time.monotonic() < end)
 
 
 def _seconds(work: Callable[[], None]) -> float:

@@ -44,15 +44,21 @@ class LadderCache:
         return len(self._bound)
 
     def find(self, ladder: Ladder | None, costs: PassCosts) -> Drafter | None:
-        """The ladder's drafter, or None if it is not bound. Without a ladder: a drafter that never drafts."""
+        """The ladder's drafter, which plans by `costs`, or None if it is not bound. Without a ladder: a drafter that
+        never drafts."""
         if ladder is None:
-            self._without = self._without or Drafter(self._runner, costs)
+            if self._without is None or self._without.costs is not costs:
+                self._without = Drafter(self._runner, costs)
             return self._without
         bound = self._bound.get(id(ladder))
         if bound is None:
             return None
+        drafter = bound[1]
+        if drafter.costs.verify is not costs.verify:  # they have been measured better since it was bound
+            drafter = Drafter(self._runner, replace(costs, exits=drafter.costs.exits), drafter.ladder)
+            self._bound[id(ladder)] = (ladder, drafter)
         self._bound.move_to_end(id(ladder))
-        return bound[1]
+        return drafter
 
     def prepare(self, ladder: Ladder, costs: PassCosts, *, self_tests: bool = True) -> Slices:
         """Binds and tests the ladder, in slices. Does nothing if it is bound already.

@@ -125,7 +125,7 @@ def _processor() -> str:
     return "\n".join(line for line in first.splitlines() if line.split("\t")[0] in _PROCESSOR)
 
 
-def key_of(content: str, options: Mapping[str, Any]) -> str:
-    """The name of the entry for a model of this content, loaded with `options` by this build on this machine."""
-    facts = {"content": content, "options": options, "build": build_of()}
+def key_of(content: str, options: Mapping[str, Any], build: Mapping[str, Any]) -> str:
+    """The name of the entry for a model of this content, loaded with `options` by this `build_of`."""
+    facts = {"content": content, "options": options, "build": build}
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()

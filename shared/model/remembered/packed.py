@@ -5,8 +5,10 @@ the matrices one after another, each at a multiple of ALIGNMENT bytes, and nothi
 facts.
 """
 
+import ctypes
 import mmap
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +25,11 @@ ALIGNMENT = 1 << 12
 # The bytes of a packed matrix that change when matmuls are told to round their inputs.
 HEADER_BYTES = 64
 _PIECE = 1 << 24
+_libc = ctypes.CDLL(None, use_errno=True)
+_FAILED = ctypes.c_void_p(-1).value
+_MOVES_ONTO = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
+# Each takes a place in the kernel's table of a process' mappings, which has 65,530 by default.
+MOST_REPLACED = 1 << 12
 
 # name -> place, number of bytes, checksums of the pieces
 Table = dict[str, list[Any]]
@@ -71,6 +78,36 @@ class PackedMatrices:
                 sums.append(zlib.crc32(piece) if start else zlib.crc32(piece[len(header) :], zlib.crc32(header)))
             table[name] = [place, len(data), sums]
         return table
+
+    def map(self, descriptor: int, table: Table) -> None:
+        """Pages of the file that `write` has made take the place of this process' own, which have the same bytes: those
+        of the MOST_REPLACED largest matrices. They stay where they are, and other threads may read them meanwhile. Does
+        nothing but on Linux. Raises `OSError`; then some are mapped."""
+        if sys.platform != "linux":
+            return
+        largest = sorted(table.items(), key=lambda entry: entry[1][1], reverse=True)
+        for name, (place, count, _) in largest[:MOST_REPLACED]:
+            address = self._known[name].data_ptr()
+            if address % ALIGNMENT == 0:  # as those are that `shared.ops` has packed
+                _map_onto(address, count // ALIGNMENT * ALIGNMENT, descriptor, place)
+
+
+def _map_onto(address: int, num_bytes: int, descriptor: int, place: int) -> None:
+    """Replaces whole pages of private memory by those of a file. What they hold never differs: a mapping gets the
+    matrix' present header, and is then moved onto its place in one call. Raises `OSError`."""
+    if not num_bytes:
+        return
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    _libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
+    size, at = ctypes.c_size_t(num_bytes), ctypes.c_void_p(address)
+    fresh = _libc.mmap(None, size, protection, mmap.MAP_PRIVATE, descriptor, ctypes.c_long(place))
+    if fresh == _FAILED:
+        raise OSError(ctypes.get_errno(), "mmap")
+    ctypes.memmove(fresh, address, HEADER_BYTES)
+    if _libc.mremap(ctypes.c_void_p(fresh), size, size, _MOVES_ONTO, at) == _FAILED:
+        error = ctypes.get_errno()
+        _libc.munmap(ctypes.c_void_p(fresh), size)
+        raise OSError(error, "mremap")
 
 
 class MappedFile:

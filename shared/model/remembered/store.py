@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import structlog
 
 from shared.files import write_atomically
 from shared.model.remembered.facts import Facts
-from shared.model.remembered.key import State, content_of, files_of, is_settled, key_of, sample_of, state_of
+from shared.model.remembered.key import State, build_of, content_of, files_of, is_settled, key_of, sample_of, state_of
 from shared.model.remembered.packed import MappedFile, PackedMatrices, Table
 
 log = structlog.get_logger("neap.model")
@@ -37,16 +37,24 @@ _ABANDONED_S = 3600.0
 
 
 class StartEntry:
-    """What is known of one model, loaded in one way. `facts` and `matrices` are empty if nothing is known yet."""
+    """What is known of one model, loaded in one way. `facts` and `matrices` are empty if nothing is known yet.
+    `find_folder`: where it is, which may take reading the model's files. Raises what that raises."""
 
-    def __init__(self, store: "StartStore", folder: Path, files: tuple[Path, ...], state: State) -> None:
-        self._store, self._folder, self._files, self._state = store, folder, files, state
+    def __init__(
+        self, store: "StartStore", find_folder: Callable[[], Path], files: tuple[Path, ...], state: State
+    ) -> None:
+        self._store, self._find_folder, self._files, self._state = store, find_folder, files, state
         self._table: Table = {}
         self._written: dict[str, Any] = {}
         self._mapped: MappedFile | None = None
         self._unwritten: PackedMatrices | None = None
         self.facts = Facts(keep=self.keep)
         self.matrices = PackedMatrices()
+        # Where nothing is remembered, the digest of the model's files can wait until something is.
+        if is_settled(state) and store.is_empty():
+            self._checked = None
+            return
+        _ = self._folder
         try:
             self._read()
         except (FileNotFoundError, NotADirectoryError):
@@ -54,6 +62,10 @@ class StartEntry:
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._discard(error)
         self._checked = self._mapped.checked() if self._mapped else None
+
+    @cached_property
+    def _folder(self) -> Path:
+        return self._find_folder()
 
     def _read(self) -> None:
         record = json.loads((self._folder / _FACTS).read_bytes())
@@ -96,15 +108,19 @@ class StartEntry:
         self._folder.mkdir(parents=True, exist_ok=True)
         part = self._folder / f"{uuid.uuid4().hex}.part"
         try:
-            with part.open("xb") as file:
+            with part.open("x+b") as file:
                 table = matrices.write(file)
                 file.flush()
                 os.fsync(file.fileno())
-            part.rename(self._folder / _PACKED)
+                part.rename(self._folder / _PACKED)
+                self._table = table
+                try:
+                    matrices.map(file.fileno(), table)
+                except OSError as error:
+                    log.warning("packed matrices stay in memory of this process alone", errno=error.errno)
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        self._table = table
 
     def keep(self) -> None:
         """Writes what this start has made and found out, for the next one. A disk takes seconds for the matrices."""
@@ -126,6 +142,7 @@ class StartEntry:
     def _is_unchanged(self) -> bool:
         """Whether what was loaded is what the key stands for."""
         try:
+            _ = self._folder  # which may read the files
             return state_of(self._files) == self._state
         except OSError:
             return False
@@ -145,10 +162,18 @@ class StartStore:
         files = files_of(source)
         try:
             state = state_of(files)
-            key = key_of(self._content(files, state), options) if files else ""
+            build = build_of()
+
+            def find_folder() -> Path:
+                return self._folder / key_of(self._content(files, state), options, build)
+
+            return StartEntry(self, find_folder, files, state) if files else None
         except OSError:
             return None  # loading it says why
-        return StartEntry(self, self._folder / key, files, state) if files else None
+
+    def is_empty(self) -> bool:
+        """Whether there is no entry."""
+        return next(self._folder.glob(f"*/{_FACTS}"), None) is None
 
     def _content(self, files: tuple[Path, ...], state: State) -> str:
         places = json.dumps([file[0] for file in state])

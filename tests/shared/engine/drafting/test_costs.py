@@ -1,6 +1,7 @@
 """On a device that works asynchronously, a measurement starts only when the device is idle."""
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shared.engine.drafting import costs
-from shared.engine.drafting.costs import exit_timings, measure_verify, measure_wide
+from shared.engine.drafting.costs import RememberingMeter, exit_timings, finished, verify_timings, wide_timings
 from shared.engine.drafting.pass_costs import ExitCost
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
@@ -45,11 +46,21 @@ def test_no_measurement_starts_while_a_pass_is_under_way(monkeypatch: pytest.Mon
     monkeypatch.setattr(time, "perf_counter", started)
     ladder = ScriptedLadder(exits=lambda _: (4, 0.5), depths=(0, 2))
     with torch.inference_mode():
-        measure_verify(runner)
+        finished(verify_timings(runner))
         for _ in exit_timings(runner, ladder):  # type: ignore[arg-type]
             pass
     assert len(starts) > 100
     assert not any(starts)
+
+
+def _do_before_choices(runner: ContiguousRunner, work: Callable[[], None]) -> None:
+    choices = runner.choices
+
+    def late(states: Tensor) -> Tensor:
+        work()
+        return choices(states)
+
+    runner.choices = late  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("pass_s", [0.0, 10.0])
@@ -62,10 +73,11 @@ def test_slow_passes_are_measured_less_often(monkeypatch: pytest.MonkeyPatch, pa
         now[0] += pass_s
         passes[0] += 1
 
+    _do_before_choices(runner, count)
     with torch.inference_mode():
-        verify = measure_verify(runner, between=count)
+        verify = finished(verify_timings(runner))
         verify_passes, passes[0] = passes[0], 0
-        wide = measure_wide(runner, verify, between=count)
+        wide = finished(wide_timings(runner, verify))
     rounds = costs.REPEATS if pass_s == 0 else costs.MIN_REPEATS
     wide_rounds = costs.WIDE_REPEATS if pass_s == 0 else costs.MIN_WIDE_REPEATS
     assert verify_passes == rounds * costs.MAX_PASS_TOKENS
@@ -100,8 +112,9 @@ def test_other_work_beside_a_measurement_does_not_change_what_it_finds(monkeypat
     runner = ContiguousRunner(load_family("llama"))
     ladder = ScriptedLadder(exits=ask, depths=(0,))
     timings = exit_timings(runner, ladder)  # type: ignore[arg-type]
+    _do_before_choices(runner, lambda: work("passes", costs.MAX_PASS_TOKENS))
     with torch.inference_mode():
-        verify = measure_verify(runner, between=lambda: work("passes", costs.MAX_PASS_TOKENS))
+        verify = finished(verify_timings(runner))
         try:
             while True:
                 next(timings)
@@ -109,3 +122,20 @@ def test_other_work_beside_a_measurement_does_not_change_what_it_finds(monkeypat
             [found] = stop.value
     assert verify == (1.0,) * costs.MAX_PASS_TOKENS
     assert found == ExitCost(1.0, 1.0)
+
+
+def test_a_first_start_begins_with_an_estimate_from_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, repeat = [0.0], [0]
+    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0]))
+    runner = ContiguousRunner(load_family("llama"))
+    choices = runner.choices
+
+    def slow(states: Tensor) -> Tensor:
+        repeat[0] += 1
+        now[0] += 10.0 + 0.5 * states.shape[0] + (40.0 if repeat[0] <= 2 else 0.0)
+        return choices(states)
+
+    runner.choices = slow  # type: ignore[method-assign]
+    found = RememberingMeter().measure_passes(runner)
+    assert found.verify == pytest.approx([10.5 + 0.5 * index for index in range(costs.MAX_PASS_TOKENS)])
+    assert repeat[0] == 2 * costs.ESTIMATE_REPEATS

@@ -3,7 +3,7 @@
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,6 +12,7 @@ import pytest
 from shared.engine.background import STEPS_PER_SLICE
 from shared.engine.drafting.costs import exit_timings
 from shared.engine.drafting.ladder_cache import MAX_BOUND_LADDERS, LadderCache
+from shared.engine.drafting.pass_costs import PassCosts
 from shared.engine.engine import Engine
 from shared.engine.request.request import Finished
 from shared.errors import Cancelled, Corrupt, RouterMismatch, Unavailable
@@ -20,8 +21,9 @@ from shared.ladder.policy import DepthPolicy
 from shared.ladder.proposers import Draft
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
+from shared.model.runner import Runner
 from tests.fixed_costs import FixedCosts, fixed_cost_engine
-from tests.known_answer import request
+from tests.known_answer import PROMPT, request
 from tests.random_ladder import random_ladder
 from tests.scripted_ladder import ScriptedLadder
 
@@ -84,6 +86,28 @@ def test_drafts_are_rated_by_the_weights_of_their_own_ladder(loaded):
         [(*_, probability)] = drafter.confidence(request()).rate([Draft(7, 0.5, "depth-0", 0)])
         said.append(probability)
     assert said == pytest.approx([0.119, 0.731], abs=0.001)
+
+
+class EstimatedCosts(FixedCosts):
+    """Begins with passes that grow so much with each token that nothing is drafted. Later they do not."""
+
+    def __init__(self) -> None:
+        super().__init__(growth=10.0)
+
+    def measure_better(self, runner: Runner) -> Generator[None, None, PassCosts]:
+        yield
+        return FixedCosts().measure_passes(runner)
+
+
+def test_later_requests_are_planned_by_what_is_measured_while_serving(loaded):
+    answers, drafted = [], []
+    with fixed_cost_engine(loaded, ScriptedLadder(lambda _: (3, 0.99)), cost_meter=EstimatedCosts()) as engine:
+        for _ in range(2):
+            answers.append(engine.generate(PROMPT, policy=EXACT, max_tokens=12, ignore_eos=True).token_ids)
+            drafted.append(sum(engine.statistics.drafted.values()))
+            engine.measure_costs()
+    assert answers[0] == answers[1]
+    assert drafted[0] == 0 < drafted[1]
 
 
 def test_streams_go_on_while_a_ladder_is_prepared(loaded):

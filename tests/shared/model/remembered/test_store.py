@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from shared import ops
-from shared.engine.drafting.costs import CostMeter, RememberingMeter
+from shared.engine.drafting import costs
+from shared.engine.drafting.costs import RememberingMeter
 from shared.engine.engine import Engine
 from shared.errors import Exhausted
 from shared.model.contiguous_runner import ContiguousRunner, GatedModel
@@ -23,6 +24,7 @@ from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
 from shared.model.numerics import Numerics
 from shared.model.remembered import key, store
+from shared.model.remembered.packed import PackedMatrices
 from shared.model.remembered.store import StartStore
 from shared.model.substitution import apply
 from shared.model.substitution import rotary as rotary_files
@@ -48,6 +50,7 @@ def _start(model: Path, folder: Path, max_bytes: int = MAX_BYTES) -> LoadedModel
     loaded = load_model(model, store=StartStore(folder, max_bytes))
     with Engine(loaded, cost_meter=RememberingMeter()) as engine:
         engine.warm_up()
+        engine.measure_costs()
     loaded.facts.keep()
     return loaded
 
@@ -92,7 +95,8 @@ def test_a_later_start_gives_the_same_bits_and_does_nothing_again(
         (ops, "pack_linear"),
         (apply, "_logits_in_one_pass"),
         (apply, "_padded_logits"),
-        (CostMeter, "measure_passes"),
+        (costs, "pass_timings"),
+        (costs, "verify_estimate"),
     ):
         monkeypatch.setattr(owner, name, _fail)
     second = _start(path, folder)
@@ -153,7 +157,7 @@ def test_another_build_or_machine_proves_anew(
     _start(model, folder)
     build = key.build_of()
     assert part in build
-    monkeypatch.setattr(key, "build_of", lambda: build | {part: "another"})
+    monkeypatch.setattr(store, "build_of", lambda: build | {part: "another"})
     assert not _remembers(_start(model, folder))
     monkeypatch.undo()
     assert _remembers(_start(model, folder))
@@ -213,6 +217,31 @@ def test_a_file_that_was_just_written_is_read_each_time(
     assert _remembers(_start(model, folder))
 
 
+def test_a_first_start_does_not_wait_for_the_digest_of_its_files(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key, "_SETTLED_NS", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "content_of", _fail)
+        loaded = load_model(model, store=StartStore(folder, MAX_BYTES))
+    expected = _logits(loaded)
+    loaded.facts.keep()
+    later = load_model(model, store=StartStore(folder, MAX_BYTES))
+    assert _remembers(later)
+    assert torch.equal(_logits(later), expected)
+    assert torch.equal(_logits(loaded), expected)
+
+
+def test_what_changed_before_its_digest_was_taken_is_not_remembered(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key, "_SETTLED_NS", 0)
+    loaded = load_model(model, store=StartStore(folder, MAX_BYTES))
+    model.write_bytes(write_llama(model.with_name("other.gguf"), inner=96).read_bytes())
+    loaded.facts.keep()
+    assert list(folder.rglob("facts.json")) == []
+
+
 def test_a_folder_that_cannot_be_written_costs_one_line(
     model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +279,21 @@ def test_matrices_are_written_after_everything_is_measured(model: Path, folder: 
     assert [path.name for path in folder.rglob("packed")] == []
     loaded.facts.keep()
     assert sorted(path.name for path in _entry(folder).iterdir()) == ["facts.json", "packed"]
+
+
+def test_matrices_that_cannot_be_mapped_stay_in_memory_and_are_remembered(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "mremap")
+
+    monkeypatch.setattr(PackedMatrices, "map", refuse)
+    with structlog.testing.capture_logs() as logs:
+        first = _start(model, folder)
+    assert [line["errno"] for line in logs if "stay in memory" in line["event"]] == [errno.ENOMEM]
+    second = _start(model, folder)
+    assert _remembers(second)
+    assert torch.equal(_logits(first), _logits(second))
 
 
 def test_a_start_that_ends_while_it_writes_is_not_believed(
@@ -323,7 +367,8 @@ def test_the_promise_is_tried_again_if_the_bits_are_others(model: Path, folder: 
 def test_costs_are_measured_again_when_they_are_old(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _start(model, folder)
     (name,) = (name for name in first.facts.values if name.startswith("costs"))
-    monkeypatch.setattr("shared.engine.drafting.costs.REMEMBERED_S", 0.0)
+    monkeypatch.setattr(costs, "REMEMBERED_S", 0.0)
+    monkeypatch.setattr(costs, "verify_estimate", _fail)  # until then it begins with the old ones
     second = _start(model, folder)
     assert second.facts.values[name]["measured_s"] > first.facts.values[name]["measured_s"]
 
