@@ -188,8 +188,6 @@ class GatedModel:
     @inference
     def _check_direct_pass(self) -> tuple[DirectPass | None, str]:
         """A direct pass that gives the bits of the model's own forward, across every border. Or why there is none."""
-        if not self.embedding_is_direct:
-            return None, "the model does more than look up rows of its embedding"
         if not self.gates.all_fused:
             return None, "not all layers are one op"
         try:

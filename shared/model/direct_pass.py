@@ -1,20 +1,23 @@
 """Passes through fused layers without the model's own forward around them.
 
 Where all layers are one op, what the model's forward does around it (its decorators, the mask, the angles, the loop
-over the layers, a final norm that nobody reads) takes a tenth of a pass. A direct pass is the embedding, angles from a
-table, and the op.
+over the layers, a final norm that nobody reads) takes a tenth of a pass. A direct pass is the embedding, where a model
+has them also that of positions, angles from tables, and the op.
 
-No model family is named here. An ordinary pass is watched: which module makes the angles, and up to which length the
-model's masks are causal. The direct pass is used only if the angles of a position never change and the same tokens give
-the same bits. Everything else, such as a pass beyond a sliding window or a model with hooks, goes through the model's
-own forward, as before.
+No model family is named here. An ordinary pass is watched: what the first layer gets, which module makes each layer's
+angles, and up to which length the model's masks are causal. The direct pass is used only if the angles of a position
+never change and the same tokens give the same bits. Everything else, such as a pass beyond a sliding window or a model
+with hooks, goes through the model's own forward, as before.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared.model.borders import borders
@@ -27,10 +30,12 @@ from shared.model.substitution.attention import observed_masks
 from shared.model.substitution.layer import Hooks
 from shared.model.substitution.match import Unsuitable
 from shared.model.substitution.ragged import Span
+from shared.model.substitution.trace import by_name
 
 Angles = tuple[Tensor, Tensor]
 
 _FIRST_ROWS = 256  # positions in a new table of angles
+_MOST_OFFSET = 8  # rows before that of position 0 in an embedding of positions
 _PROBED = 8  # positions whose angles are compared with those of the module, each alone
 
 
@@ -38,12 +43,20 @@ class AngleTable:
     """The cosines and sines [1, P, R] that a rotary module gives positions 0 to P - 1.
     It grows when a later position is asked for."""
 
-    def __init__(self, module: nn.Module, like: Tensor, context_length: int, borders: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        like: Tensor,
+        context_length: int,
+        borders: Sequence[int] = (),
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """`like` [1, Q, D]: a state that the module has been called with. `borders`: positions where angles may change.
+        `settings`: further arguments of the call.
 
         Raises `Unsuitable` if the angles of a position depend on the other positions of the pass.
         """
-        self._module = module
+        self._module = partial(module, **settings)
         self._like = like[:, :1].clone()
         self._cos, self._sin = self._of(range(min(_FIRST_ROWS, context_length)))
         near = {border + step for border in borders for step in (-1, 0, 1)}
@@ -89,15 +102,15 @@ class DirectPass:
     """Runs layers [first, last) of one model. Not thread-safe: it uses the model's gates."""
 
     def __init__(self, loaded: LoadedModel, gates: Gates) -> None:
-        """To be called only if the model's layer 0 gets rows of the embedding.
-        Raises `Unsuitable` with the reason why the model's own forward is needed."""
+        """Raises `Unsuitable` with the reason why the model's own forward is needed."""
         self._embedding = loaded.parts.embedding
         self._gates = gates
         # The length of the longest sequence whose masks are causal; inf without a window.
-        rotary, state, self.causal_until = _watch(loaded)
-        self._angles = AngleTable(
-            rotary, state, loaded.context_length, borders(loaded.model.config, loaded.context_length)
-        )
+        calls, self._numbers, self._positions, self.causal_until = _watch(loaded)
+        edges = borders(loaded.model.config, loaded.context_length)
+        self._tables = [
+            AngleTable(module, state, loaded.context_length, edges, settings) for module, state, settings in calls
+        ]
         # A direct pass calls no hooks. If there are any, it is not used.
         self._hooks = Hooks(loaded.model.base_model.modules())
 
@@ -121,25 +134,47 @@ class DirectPass:
         for span in spans:
             if span.end > self.causal_until:
                 return None
+        state = self._entering(token_ids, spans) if hidden is None else hidden
+        tables = [table.of(spans) for table in self._tables]
+        angles = [None if number is None else tables[number] for number in self._numbers]
+        return self._gates.run_stacked(first, last, state, angles, cache, captured)
+
+    def _entering(self, token_ids: Tensor, spans: Sequence[Span]) -> Tensor:
         # Without the module's call around it, whose hooks have just been looked at.
-        state = self._embedding.forward(token_ids) if hidden is None else hidden
-        return self._gates.run_stacked(first, last, state, self._angles.of(spans), cache, captured)
+        rows: Tensor = self._embedding.forward(token_ids)
+        if self._positions is None:
+            return rows
+        weight, offset = self._positions
+        places = torch.cat([torch.arange(span.start + offset, span.end + offset) for span in spans])
+        return rows + F.embedding(places, weight)
 
 
-def _watch(loaded: LoadedModel) -> tuple[nn.Module, Tensor, float]:
-    """Runs three tokens through the model's own forward. Returns the module that makes the angles, a state that it got,
-    and the length of the longest causal sequence.
+class _Watched(NamedTuple):
+    """`angles`: the different calls that make angles: a module, a state, and further arguments. `numbers`: of each
+    layer, which of them makes its angles, None if it gets none. `positions`: the matrix whose rows are added to those
+    of the embedding, and which of them is that of position 0. `causal_until`: the length of the longest causal
+    sequence."""
+
+    angles: list[tuple[nn.Module, Tensor, dict[str, Any]]]
+    numbers: list[int | None]
+    positions: tuple[Tensor, int] | None
+    causal_until: float
+
+
+def _watch(loaded: LoadedModel) -> _Watched:
+    """Runs three tokens through the model's own forward.
     Raises `Unsuitable` if its layers are not called as a direct pass would do."""
-    outputs: list[tuple[object, nn.Module, Tensor]] = []
-    angles: list[object] = []
+    outputs: list[tuple[object, tuple[nn.Module, Tensor, dict[str, Any]]]] = []
+    layer_calls: list[tuple[Tensor, object]] = []
     limits: list[float] = []
 
-    def note_output(module: nn.Module, args: tuple[Any, ...], out: object) -> None:
-        if type(out) is tuple and args and isinstance(args[0], Tensor):
-            outputs.append((out, module, args[0]))
+    def note_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
+        args, kwargs = by_name(type(module), args, kwargs)
+        if args and isinstance(args[0], Tensor):
+            outputs.append((out, (module, args[0], {k: v for k, v in kwargs.items() if k != "position_ids"})))
 
-    def note_call(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        angles.append(kwargs.get("position_embeddings"))
+    def note_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        layer_calls.append((args[0] if args else kwargs["hidden_states"], kwargs.get("position_embeddings")))
 
     def note_mask(*, local_size: int | None = None, allow_is_causal_skip: bool = True, **_: Any) -> None:
         limit = math.inf if local_size is None else local_size - 1
@@ -147,20 +182,35 @@ def _watch(loaded: LoadedModel) -> tuple[nn.Module, Tensor, float]:
 
     model, layers = loaded.model.base_model, list(loaded.parts.layers)
     around = [module for module in model.modules() if module not in layers]
-    hooks = [module.register_forward_hook(note_output) for module in around]
+    hooks = [module.register_forward_hook(note_output, with_kwargs=True) for module in around]
     hooks += [layer.register_forward_pre_hook(note_call, with_kwargs=True) for layer in layers]
     count = min(3, loaded.context_length)
+    ids = torch.zeros(1, count, dtype=torch.long)
     cache = ContiguousCache(count, loaded.kv_dtype)
     cache.begin(0, count)
     try:
         with observed_masks(note_mask):
-            model(input_ids=torch.zeros(1, count, dtype=torch.long), **with_cache(model, cache), use_cache=True)
+            model(input_ids=ids, **with_cache(model, cache), use_cache=True)
     finally:
         for hook in hooks:
             hook.remove()
-    sources = [(module, state) for out, module, state in outputs if out is angles[0]]
-    if len(sources) != 1 or any(each is not angles[0] for each in angles):
-        raise Unsuitable("its layers do not share angles that one module has made")
+    made = {id(out): number for number, (out, _) in enumerate(outputs) if type(out) is tuple}
+    if any(angles is not None and id(angles) not in made for _, angles in layer_calls):
+        raise Unsuitable("its layers get angles that no module has made")
     if not limits:
         raise Unsuitable("it makes its masks itself")
-    return *sources[0], min(limits)
+    sources = list(dict.fromkeys(made[id(angles)] for _, angles in layer_calls if angles is not None))
+    numbers = [None if angles is None else sources.index(made[id(angles)]) for _, angles in layer_calls]
+    entering, rows = layer_calls[0][0], loaded.parts.embedding.forward(ids)
+    positions = None if torch.equal(entering, rows) else _positions(entering, rows, [call for _, call in outputs])
+    return _Watched([outputs[source][1] for source in sources], numbers, positions, min(limits))
+
+
+def _positions(entering: Tensor, rows: Tensor, calls: Sequence[tuple[nn.Module, Any, Any]]) -> tuple[Tensor, int]:
+    """The matrix whose rows from a number on have been added to `rows`, and that number. Raises `Unsuitable`."""
+    for weight in (module.weight for module, *_ in calls if isinstance(module, nn.Embedding)):
+        for first in range(min(_MOST_OFFSET, len(weight) - rows.shape[1])):
+            added = F.embedding(torch.arange(first, first + rows.shape[1]), weight)
+            if added.shape == rows.shape[1:] and torch.equal(entering, rows + added):
+                return weight, first
+    raise Unsuitable("the model does more than look up rows of its embedding")
