@@ -236,12 +236,13 @@ class Gates:
         first: int,
         last: int,
         state: Tensor,
-        angles: Sequence[tuple[Tensor, Tensor] | None],
+        given: Sequence[tuple[tuple[Tensor, Tensor] | None, Sequence[Tensor]]],
+        ends: Sequence[int],
         cache: FusedCache,
         captured: dict[int, Tensor] | None,
     ) -> Tensor | None:
-        """As `run`, but only the fused layers, without the model's forward around them, with causal masks. `angles`: of
-        each layer.
+        """As `run`, but only the fused layers, without the model's forward around them. `given`: angles and masks of
+        each layer. `ends`: of each layer, the end of the layers that share them.
         None if a layer must run its own forward. Layers before it may have run then. Hooks are not called.
         """
         if self._stack is None:
@@ -249,7 +250,7 @@ class Gates:
         captured = {} if captured is None else captured
         depth = first
         while depth < last:
-            plan = self._stack.plan(depth, last)
+            plan = self._stack.plan(depth, min(last, ends[depth]))
             if plan is None:
                 return None
             end, inside = depth + len(plan.indices), dict[int, Tensor]()
@@ -258,7 +259,7 @@ class Gates:
                     captured[stop] = state
                 elif depth < stop < end:
                     inside[stop - depth] = state
-            state = plan.run(state, angles[depth], cache, captured=inside)
+            state = plan.run(state, given[depth][0], cache, given[depth][1], inside)
             for count, inner in inside.items():
                 captured[depth + count] = inner
             depth = end
