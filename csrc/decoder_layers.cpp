@@ -134,8 +134,8 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
   const int64_t q = call.heads * place.width, k = place.kv_heads * place.width, v = place.kv_heads * place.value_width;
   const bool apart = t.packed[kKeys].numel() > 0;
   const Sizes parts = apart ? Sizes{q, k, v} : Sizes{q + k + v};
-  Sizes places{0, place.width, apart ? 0 : q, place.width, apart ? 0 : q + k, place.value_width};
-  if (!call.places.empty()) places = call.places;
+  int64_t places[kPlaces] = {0, place.width, apart ? 0 : q, place.width, apart ? 0 : q + k, place.value_width};
+  std::copy(call.places.begin(), call.places.end(), places);
   const int64_t counts[] = {call.heads, place.kv_heads, place.kv_heads};
   for (size_t i = 0; i < 3; ++i) {
     const int64_t at = places[2 * i], step = places[2 * i + 1], size = i == 2 ? place.value_width : place.width;

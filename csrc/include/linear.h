@@ -135,6 +135,9 @@ inline void activate_numbers(Activation activation, const float* x, float* out, 
             [&](int64_t i, auto get, auto put) { put(out + begin + i, activate(activation, get(x + begin + i))); });
 }
 
+// For activations that are few: inlined, their constants would take the time of each panel of all others.
+__attribute__((noinline)) inline Vec activate_apart(Activation activation, Vec x) { return activate(activation, x); }
+
 // Applies bias, activation and residuals to the sums c [rows, 16] (and those of `up`, if gated) of output panel `unit`,
 // and writes them to out.
 inline void finish_panel(const LinearArgs& args, const float* c, const float* up, int64_t c_stride, int64_t unit,
@@ -146,24 +149,24 @@ inline void finish_panel(const LinearArgs& args, const float* c, const float* up
       bias[i] = args.bias[first + i];
       if (args.gated) bias[kPanel + i] = args.bias[args.out_features + first + i];
     }
+  const float *added = args.residuals[0], *added_last = args.residuals[1];
   for (int64_t r = 0; r < rows; ++r, c += c_stride, up += c_stride) {
     const int64_t at = (row + r) * args.out_features + first;
     float* out = args.out + at;
     alignas(64) float line[kPanel];
     for (int v = 0; v < kPanelVecs; ++v) {
       Vec value = load(c + v * kLanes) + load(bias + v * kLanes);
-      if (args.gated)
-        value = activate(args.activation, value) * (load(up + v * kLanes) + load(bias + kPanel + v * kLanes));
-      else if (args.activation != kIdentity) value = activate(args.activation, value);
-      for (const float* residual : args.residuals)
-        if (residual && width == kPanel) value = load(residual + at + v * kLanes) + value;
+      if (args.activation == kSilu) value = value * sigmoid(value);
+      else if (args.activation != kIdentity) value = activate_apart(args.activation, value);
+      if (args.gated) value = value * (load(up + v * kLanes) + load(bias + kPanel + v * kLanes));
+      if (added && width == kPanel) value = load(added + at + v * kLanes) + value;
+      if (added_last && width == kPanel) value = load(added_last + at + v * kLanes) + value;
       store((width == kPanel ? out : line) + v * kLanes, value);
     }
     if (width < kPanel)
       for (int64_t i = 0; i < width; ++i) {
-        for (const float* residual : args.residuals)
-          if (residual) line[i] = residual[at + i] + line[i];
-        out[i] = line[i];
+        if (added) line[i] = added[at + i] + line[i];
+        out[i] = added_last ? added_last[at + i] + line[i] : line[i];
       }
   }
 }

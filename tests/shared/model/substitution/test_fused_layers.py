@@ -117,6 +117,13 @@ def test_bits_are_compared_with_the_rounding_that_will_be_used(monkeypatch, tmp_
     assert load(compute_dtype=torch.bfloat16).layers == 0
 
 
+@pytest.mark.parametrize("family", ["gemma3-sliding", "gpt2", "gpt-neox"])
+def test_layers_are_one_op_with_rounded_inputs_too(family, tmp_path: Path):
+    report = load_family(tmp_path, family, torch.bfloat16, compute_dtype=torch.bfloat16).acceleration
+    assert report is not None
+    assert report.layers == NUM_LAYERS
+
+
 def test_a_layer_with_the_weights_of_its_neighbour_keeps_its_modules(monkeypatch):
     planned = []
 
@@ -200,6 +207,14 @@ def test_layers_are_compared_across_borders(monkeypatch):
     report = accelerate(build_family("ministral3"))
     assert report.layers == 0
     assert report.left_alone["model.layers.0"].endswith("something else at positions from 8 on")
+
+
+def test_settings_of_a_family_are_seen_in_what_its_layers_read():
+    sequential = accelerate(build_family("gpt-neox", use_parallel_residual=False))
+    assert sequential.layers == NUM_LAYERS
+    normed_after = accelerate(build_family("opt", do_layer_norm_before=False))
+    assert normed_after.layers == 0
+    assert "not norm, 1 or 3 linears" in normed_after.left_alone["model.decoder.layers.0"]
 
 
 def test_other_scaling_is_seen_not_assumed():
