@@ -14,7 +14,8 @@ most a fifth each; what takes more is marked with !.
 - head: the product with the LM head.
 - verify: choosing tokens from logits. exits: the kernel that drafts with an exit's head.
 - Python: everything else of the step, from one step's start to the next one's: drafting and planning, embedding, masks
-  and angles, calling layers, waking threads, committing, decoding text, delivering events.
+  and angles, calling layers, waking threads, committing, decoding text, delivering events. Layers that do not run as
+  one op are in it, too.
 """
 
 import gc
@@ -37,7 +38,6 @@ from shared.engine.engine import Engine
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.step import Decoder
 from shared.engine.verification import verify
-from shared.errors import UnsupportedModel
 from shared.ladder import native_chain
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
@@ -129,8 +129,7 @@ def prompts_of(loaded: LoadedModel, num_requests: int, context: int) -> list[lis
 def measure(
     loaded: LoadedModel, prompts: Sequence[list[int]], num_steps: int, ladder: Ladder | None = None
 ) -> list[Sample]:
-    """The samples of `num_steps` steps of a request for each prompt: by full, or by exact with a ladder.
-    Raises `UnsupportedModel` if the layers do not run as one op each."""
+    """The samples of `num_steps` steps of a request for each prompt: by full, or by exact with a ladder."""
     num_requests, context = len(prompts), max(map(len, prompts))
     profile = StepProfile(num_requests)
     # Prompts are read one after another, so the first request generates while others are still in prefill.
@@ -141,10 +140,7 @@ def measure(
         engine.warm_up()
         policy = DepthPolicy("exact" if ladder else "full")
         answer_all(engine, prompts, policy, max_tokens=max_tokens, ignore_eos=True)
-    samples = profile.samples[WARM_UP_STEPS : WARM_UP_STEPS + num_steps]
-    if not samples or not any(sample["matrices"] for sample in samples):
-        raise UnsupportedModel(f"the layers of {loaded.architecture} do not run as one op each")
-    return samples
+    return profile.samples[WARM_UP_STEPS : WARM_UP_STEPS + num_steps]
 
 
 def cells(samples: Sequence[Sample]) -> list[str]:

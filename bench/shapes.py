@@ -2,7 +2,7 @@
 
     python -m bench.shapes llama-8b FILE.gguf --tokenizer OTHER.gguf [--format BF16]
 
-Blocks of 4 and 6 bits get random bits and scales with which weights are about as large as those of a fresh model, so
+Blocks of 4 to 8 bits get random bits and scales with which weights are about as large as those of a fresh model, so
 numbers stay finite, and every matrix has the format that llama.cpp's Q4_K_M gives it. The vocabulary is that of
 --tokenizer, cut or filled up to the model's size. What such a model writes means nothing.
 """
@@ -26,13 +26,23 @@ from shared.model.weights.gguf_rope import llama3_factors
 NORM = 1e-5
 # The scales of a block, by its kind: their places, and their values where a row has one input. Of 4 bits the second one
 # is that of what is subtracted, so that the mean is 0; the deviations of random blocks were counted.
-SCALES = {Kind.Q4_K: ((0, 1 / 258), (2, 7.5 / 258)), Kind.Q6_K: ((208, 1 / 1368),)}
+SCALES = {
+    Kind.Q4_K: ((0, 1 / 258), (2, 7.5 / 258)),
+    Kind.Q5_K: ((0, 1 / 527), (2, 15.5 / 527)),
+    Kind.Q6_K: ((208, 1 / 1368),),
+    Kind.Q5_0: ((0, 1 / 9.23),),
+    Kind.Q8_0: ((0, 1 / 73.9),),
+}
+# What llama.cpp takes where rows do not divide into blocks of 256.
+NARROW = {Kind.Q4_K: Kind.Q5_0, Kind.Q6_K: Kind.Q8_0}
 
 
 @dataclass(frozen=True)
 class Shape:
     """As in a Hugging Face config. `has_qk_norm`: whether each head's queries and keys are normalised.
-    `llama3_factor`: that of Llama 3.1's scaling of rotary embeddings; 0: there is none."""
+    `llama3_factor`: that of Llama 3.1's scaling of rotary embeddings; 0: there is none. `window`: that of most layers;
+    0: all see everything. `has_added_norms`: whether what attention and the MLP add is normed. `is_tied`: whether the
+    head is the embedding."""
 
     architecture: str
     num_layers: int
@@ -46,11 +56,19 @@ class Shape:
     rope_theta: float
     has_qk_norm: bool = False
     llama3_factor: float = 0.0
+    window: int = 0
+    has_added_norms: bool = False
+    is_tied: bool = False
 
 
+GEMMA3: dict[str, Any] = {"window": 512, "has_qk_norm": True, "has_added_norms": True, "is_tied": True}
 SHAPES = {
     # DeepSeek-R1-Distill-Llama-8B, which is Llama 3.1 8B.
     "llama-8b": Shape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 500000.0, llama3_factor=8.0),
+    "gemma3-270m": Shape("gemma3", 18, 640, 2048, 4, 1, 256, 262144, 32768, 1000000.0, **GEMMA3),
+    "gemma3-1b": Shape("gemma3", 26, 1152, 6912, 4, 1, 256, 262144, 32768, 1000000.0, **GEMMA3),
+    # It has layer norms, biases, plain MLPs and an embedding of positions.
+    "gpt2": Shape("gpt2", 12, 768, 3072, 12, 12, 64, 50257, 1024, 0.0, is_tied=True),
     "qwen3-8b": Shape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 40960, 1000000.0, has_qk_norm=True),
 }
 
@@ -61,15 +79,20 @@ def tensors(shape: Shape, plain: Kind | None) -> Iterator[Tensor]:
     """All of the file. `plain`: the format of all matrices; None: those of Q4_K_M."""
 
     def matrix(name: str, rows: int, columns: int, kind: Kind = Kind.Q4_K) -> Tensor:
-        return f"{name}.weight", (rows, columns), plain or kind
+        return f"{name}.weight", (rows, columns), plain or (NARROW[kind] if columns % 256 else kind)
 
     def norm(name: str, size: int = shape.width) -> Tensor:
         return f"{name}.weight", (size,), Kind.F32
 
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    yield matrix("token_embd", shape.vocabulary, shape.width)
-    yield matrix("output", shape.vocabulary, shape.width, Kind.Q6_K)
+    has_biases = shape.architecture == "gpt2"
+    yield matrix("token_embd", shape.vocabulary, shape.width, Kind.Q6_K if shape.is_tied else Kind.Q4_K)
+    if not shape.is_tied:
+        yield matrix("output", shape.vocabulary, shape.width, Kind.Q6_K)
     yield norm("output_norm")
+    if has_biases:
+        yield "output_norm.bias", (shape.width,), Kind.F32
+        yield "position_embd.weight", (shape.context, shape.width), Kind.F32
     if shape.llama3_factor:
         yield norm("rope_freqs", shape.head_dim // 2)
     eighth = shape.num_layers // 8
@@ -82,11 +105,20 @@ def tensors(shape: Shape, plain: Kind | None) -> Iterator[Tensor]:
         if shape.has_qk_norm:
             yield norm(f"{block}attn_q_norm", shape.head_dim)
             yield norm(f"{block}attn_k_norm", shape.head_dim)
-        yield matrix(f"{block}attn_q", queries, shape.width)
-        yield matrix(f"{block}attn_k", keys, shape.width)
-        yield matrix(f"{block}attn_v", keys, shape.width, precise)
+        if shape.has_added_norms:
+            yield norm(f"{block}post_attention_norm")
+            yield norm(f"{block}post_ffw_norm")
+        if has_biases:
+            sizes = {"attn_norm": shape.width, "ffn_norm": shape.width, "attn_qkv": queries + 2 * keys}
+            sizes |= {"attn_output": shape.width, "ffn_up": shape.inner, "ffn_down": shape.width}
+            yield from ((f"{block}{name}.bias", (size,), Kind.F32) for name, size in sizes.items())
+            yield matrix(f"{block}attn_qkv", queries + 2 * keys, shape.width, Kind.Q5_K)
+        else:
+            yield matrix(f"{block}attn_q", queries, shape.width)
+            yield matrix(f"{block}attn_k", keys, shape.width)
+            yield matrix(f"{block}attn_v", keys, shape.width, precise)
+            yield matrix(f"{block}ffn_gate", shape.inner, shape.width)
         yield matrix(f"{block}attn_output", shape.width, queries)
-        yield matrix(f"{block}ffn_gate", shape.inner, shape.width)
         yield matrix(f"{block}ffn_up", shape.inner, shape.width)
         yield matrix(f"{block}ffn_down", shape.width, shape.inner, precise)
 
@@ -97,8 +129,10 @@ def numbers(shape: Shape, tensor: Tensor, generator: np.random.Generator) -> np.
     if name == "rope_freqs.weight":
         return llama3_factors(shape.rope_theta, shape.head_dim // 2, shape.llama3_factor).astype(np.float32)
     if len(size) == 1:
-        return np.ones(size, np.float32)
+        return np.full(size, not name.endswith(".bias"), np.float32)
     rows, columns = size
+    if kind is Kind.F32:
+        return generator.standard_normal(size, np.float32) / np.float32(columns**0.5)
     per_block, block_bytes = GGML_QUANT_SIZES[kind]
     if kind not in SCALES:
         weights = generator.standard_normal(size, np.float32) / np.float32(columns**0.5)
@@ -134,19 +168,24 @@ def write(shape: Shape, target: Path, tokenizer: Path, plain: Kind | None) -> No
     writer.add_block_count(shape.num_layers)
     writer.add_feed_forward_length(shape.inner)
     writer.add_head_count(shape.num_heads)
-    writer.add_head_count_kv(shape.num_kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(shape.rope_theta)
-    writer.add_layer_norm_rms_eps(NORM)
+    if shape.rope_theta:
+        writer.add_head_count_kv(shape.num_kv_heads)
+        writer.add_key_length(shape.head_dim)
+        writer.add_value_length(shape.head_dim)
+        writer.add_rope_dimension_count(shape.head_dim)
+        writer.add_rope_freq_base(shape.rope_theta)
+        writer.add_layer_norm_rms_eps(NORM)
+    else:
+        writer.add_layer_norm_eps(NORM)
+    if shape.window:
+        writer.add_sliding_window(shape.window)
     writer.add_vocab_size(shape.vocabulary)
     add_tokenizer(writer, tokenizer, shape.vocabulary)
     every = [*tensors(shape, plain)]
     for name, size, kind in every:
         per_block, block_bytes = GGML_QUANT_SIZES[kind]
         num_bytes = int(np.prod(size)) // per_block * block_bytes
-        stored = size if len(size) == 1 else (size[0], size[1] // per_block * block_bytes)
+        stored = size if kind is Kind.F32 else (size[0], size[1] // per_block * block_bytes)
         dtype = np.dtype(np.float32 if kind is Kind.F32 else np.uint8)
         writer.add_tensor_info(name, stored, dtype, num_bytes, raw_dtype=kind)
     writer.write_header_to_file()

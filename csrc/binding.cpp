@@ -38,28 +38,49 @@ Tensor packed_linear(Tensor x, Tensor packed, int64_t out_features, std::optiona
 Tensor packed_gated_linear(Tensor x, Tensor gate, Tensor up, int64_t out_features, std::string activation,
                            std::optional<Tensor> bias) {
   return run_linear("packed_gated_linear", x, gate, &up, out_features, bias,
-                    gate_activation("packed_gated_linear", activation));
+                    activation_of("packed_gated_linear", activation));
 }
 
-Tensor rms_norm(Tensor x, Tensor weight, double eps, double weight_offset) {
-  check_float("rms_norm", "x", x, -1);
+Tensor activate(Tensor x, std::string activation) {
+  check_float("activate", "x", x, -1);
+  const neap::Activation kind = activation_of("activate", activation);
+  if (!x.is_contiguous()) x = torch::stable::contiguous(x);
+  Tensor out = empty(sizes_of(x));
+  parallel(x.numel(), 20.0 * x.numel(),
+           [&](int64_t b, int64_t e) { neap::kernels().activate(kind, floats(x), mutable_floats(out), b, e); });
+  return out;
+}
+
+// `bias`: see RowNormArgs.
+Tensor row_norm(const char* op, Tensor x, const Tensor& weight, const Tensor* bias, double eps, double weight_offset) {
+  check_float(op, "x", x, -1);
   const int64_t width = x.size(x.dim() - 1);
-  check_vector("rms_norm", "weight", weight, width);
-  NEAP_CHECK(eps >= 0, "rms_norm: eps is negative");
+  check_vector(op, "weight", weight, width);
+  if (bias) check_vector(op, "bias", *bias, width);
+  NEAP_CHECK(eps >= 0, op, ": eps is negative");
   if (!x.is_contiguous()) x = torch::stable::contiguous(x);
   Tensor out = empty(sizes_of(x));
   if (x.numel() == 0) return out;
-  const neap::RmsNormArgs args{
+  const neap::RowNormArgs args{
       .x = floats(x),
       .weight = floats(weight),
+      .bias = bias ? floats(*bias) : nullptr,
       .out = mutable_floats(out),
       .width = width,
       .x_stride = width,
       .eps = (float)eps,
       .weight_offset = (float)weight_offset,
   };
-  parallel(x.numel() / width, 4.0 * x.numel(), [&](int64_t b, int64_t e) { neap::kernels().rms_norm(args, b, e); });
+  parallel(x.numel() / width, 4.0 * x.numel(), [&](int64_t b, int64_t e) { neap::kernels().row_norm(args, b, e); });
   return out;
+}
+
+Tensor rms_norm(Tensor x, Tensor weight, double eps, double weight_offset) {
+  return row_norm("rms_norm", x, weight, nullptr, eps, weight_offset);
+}
+
+Tensor layer_norm(Tensor x, Tensor weight, Tensor bias, double eps) {
+  return row_norm("layer_norm", x, weight, &bias, eps, 0);
 }
 
 Tensor rotate(const char* name, const Tensor& x, const Tensor& cos, const Tensor& sin) {
@@ -118,7 +139,9 @@ STABLE_TORCH_LIBRARY(neap, m) {
   m.def(
       "packed_gated_linear(Tensor x, Tensor gate, Tensor up, SymInt out_features, str activation, Tensor? bias=None) "
       "-> Tensor");
+  m.def("activate(Tensor x, str activation) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, float weight_offset=0.0) -> Tensor");
+  m.def("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor");
   m.def("rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
   m.def(
       "contiguous_attention(Tensor q, Tensor k, Tensor v, SymInt kv_length, Tensor? mask, bool causal, float scaling, "
@@ -130,7 +153,8 @@ STABLE_TORCH_LIBRARY(neap, m) {
       "decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norms, Tensor packed, Tensor biases, Tensor(a!)[] keys, "
       "Tensor(b!)[] values, SymInt[] bases, SymInt[] counts, Tensor[] masks, SymInt[] stops, "
       "SymInt num_layers, SymInt heads, SymInt intermediate, str activation, float eps, float weight_offset, "
-      "float scaling, float? softcap=None) -> Tensor");
+      "float scaling, float? softcap=None, SymInt[] places=[], float query_scale=1.0, bool parallel_mlp=False) "
+      "-> Tensor");
   m.def(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor block_tables, "
       "Tensor table_indices, Tensor positions, float scaling, float softcap=0., int window=0) -> Tensor");
@@ -154,7 +178,9 @@ STABLE_TORCH_LIBRARY_IMPL(neap, CPU, m) {
   m.impl("packed_rows", TORCH_BOX(&packed_rows));
   m.impl("packed_linear", TORCH_BOX(&packed_linear));
   m.impl("packed_gated_linear", TORCH_BOX(&packed_gated_linear));
+  m.impl("activate", TORCH_BOX(&activate));
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
+  m.impl("layer_norm", TORCH_BOX(&layer_norm));
   m.impl("rotary", TORCH_BOX(&rotary));
   m.impl("contiguous_attention", TORCH_BOX(&contiguous_attention));
   m.impl("ragged_contiguous_attention", TORCH_BOX(&ragged_contiguous_attention));

@@ -84,9 +84,11 @@ inline Tensor empty(const Sizes& sizes, int32_t dtype = aoti_torch_dtype_float32
   return Tensor(handle);
 }
 
-inline neap::Activation gate_activation(const char* op, const std::string& name) {
-  NEAP_CHECK(name == "silu" || name == "gelu_tanh", op, ": activation is '", name, "', want 'silu' or 'gelu_tanh'");
-  return name == "silu" ? neap::kSilu : neap::kGeluTanh;
+inline neap::Activation activation_of(const char* op, const std::string& name) {
+  static constexpr const char* kNames[] = {"silu", "gelu_tanh", "gelu", "relu"};  // from kSilu on
+  const auto* found = std::find(std::begin(kNames), std::end(kNames), name);
+  NEAP_CHECK(found != std::end(kNames), op, ": activation is '", name, "', want 'silu', 'gelu_tanh', 'gelu' or 'relu'");
+  return (neap::Activation)(neap::kSilu + (found - kNames));
 }
 
 inline Sizes sizes_of(const Tensor& t) {
@@ -144,7 +146,8 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norms, Tensor pac
                       std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> bases,
                       std::vector<int64_t> counts, std::vector<Tensor> masks, std::vector<int64_t> stops,
                       int64_t num_layers, int64_t heads, int64_t intermediate, std::string activation, double eps,
-                      double weight_offset, double scaling, std::optional<double> softcap);
+                      double weight_offset, double scaling, std::optional<double> softcap, std::vector<int64_t> places,
+                      double query_scale, bool parallel_mlp);
 
 // layer.cpp
 Tensor profile_layers(bool is_on);

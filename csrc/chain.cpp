@@ -69,7 +69,7 @@ void Chains::lay_out(Arena* arena) {
   fuse.out = next.out = arena->take(count * width);
   gated.x = normed = arena->take(count * width);
   down.x = gated.out = arena->take(count * gated.out_features);
-  down.residual = fuse.out;
+  down.residuals[0] = fuse.out;
   down.out = sums = arena->take(count * width);
   carried = arena->take(count * width);
   rows.x = adapted = arena->take(count * width);
@@ -108,8 +108,8 @@ void Chains::unit(const void* x, Dtype dtype, int64_t size, float* out) const {
 
 // The RMS norm of a row of `width` numbers.
 void Chains::normalise(const float* x, const float* weight, float* out) const {
-  const RmsNormArgs args{.x = x, .weight = weight, .out = out, .width = width, .x_stride = width, .eps = route.eps};
-  kernels().rms_norm(args, 0, 1);
+  const RowNormArgs args{.x = x, .weight = weight, .out = out, .width = width, .x_stride = width, .eps = route.eps};
+  kernels().row_norm(args, 0, 1);
 }
 
 // Writes a row of the input of `fuse` or `next`.
@@ -177,7 +177,7 @@ void Chains::run(Team& team) {
     args.x += first * args.x_stride;
     args.out += first * args.out_features;
     args.rows = count;
-    if (args.residual) args.residual += first * args.out_features;
+    if (args.residuals[0]) args.residuals[0] += first * args.out_features;
     const int64_t items = kernels.linear_items(args, ranks);
     team.share(items, [&](int64_t b, int64_t e) { kernels.linear(args, items, b, e); });
   };

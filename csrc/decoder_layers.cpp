@@ -1,5 +1,6 @@
 // Consecutive pre-norm decoder layers as one op: h = x + attention(norm(x)), then h + mlp(norm(h)), all steps of all
-// layers in one parallel region.
+// layers in one parallel region. What attention and the MLP add may be normed, too, and an MLP that is parallel to
+// attention adds to the same x.
 //
 // It calls the same kernels in the same order as the separate ops do, so its result has the bits of the modules'.
 #include "layer.h"
@@ -11,6 +12,13 @@ namespace neap::binding {
 namespace {
 
 constexpr const char* kOp = "decoder_layers";
+
+// Of each layer, in the order of its tensors. What a layer does not have is an empty tensor.
+enum Norm { kInputNorm, kMlpNorm, kQueryNorm, kKeyNorm, kAttendedNorm, kOutputNorm, kNorms };
+enum Product { kQueries, kKeys, kValues, kOut, kInner, kUp, kDown, kMatrices };  // without keys, queries have all three
+constexpr size_t kBiases = kMatrices - 1;                                        // that of kUp follows kInner's
+// Where head 0 of queries, keys and values is in the one projection of all three, and how far its heads are apart.
+constexpr size_t kPlaces = 6;
 
 // Adds the next `count` tokens of x, which belong to one sequence, at positions from `base` on: the slots of their keys
 // and values, and their attention problem.
@@ -43,8 +51,10 @@ struct Call {
   std::vector<Tensor> masks;
   int64_t heads, intermediate;
   Activation activation;
-  double eps, weight_offset, scaling;
+  double eps, weight_offset, scaling, query_scale;
   std::optional<double> softcap;
+  std::vector<int64_t> places;
+  bool parallel_mlp;
 
   int64_t tokens() const { return x.size(0) * x.size(1); }
 };
@@ -56,6 +66,23 @@ struct LayerTensors { TensorTable norms, packed, biases; };
 TensorTable part(const TensorTable& all, int64_t index, int64_t layers) {
   const size_t count = all.count / layers;
   return {all.first + index * count, count};
+}
+
+// An RMS norm of [size] weights, or a layer norm of [2, size]: weights and biases.
+RowNormArgs norm_of(const Call& call, const TensorInfo& t, int64_t size, const float* x) {
+  const bool centred = t.dim() == 2;
+  check_float(kOp, "a norm", t, -1);
+  NEAP_CHECK(t.is_contiguous() && t.numel() == (centred ? 2 : 1) * size && t.size(t.dim() - 1) == size, kOp,
+             ": a norm must be contiguous with shape [", size, "] or [2, ", size, "], got ", text(t));
+  return {
+      .x = x,
+      .weight = floats(t),
+      .bias = centred ? floats(t) + size : nullptr,
+      .width = size,
+      .x_stride = size,
+      .eps = (float)call.eps,
+      .weight_offset = (float)call.weight_offset,
+  };
 }
 
 // A layer that reads from `x` and writes to `result`, both [tokens, D]. They may be the same memory: x is last read in
@@ -78,17 +105,19 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
       .angles = call.cos.size(0) * call.cos.size(1),
       .eps = (float)call.eps,
       .weight_offset = (float)call.weight_offset,
+      .q_scale = (float)call.query_scale,
   };
   NEAP_CHECK(call.heads > 0 && place.kv_heads > 0 && call.heads % place.kv_heads == 0, kOp, ": ", call.heads,
              " query heads cannot share ", place.kv_heads, " key heads");
   NEAP_CHECK((call.cos.size(0) == 1 || call.cos.size(0) == call.x.size(0)) && call.cos.size(1) == call.x.size(1) &&
                  place.rotated % 2 == 0 && place.rotated <= place.width,
              kOp, ": cos ", text(call.cos), " does not fit x ", text(call.x), " with heads of ", place.width);
-  for (size_t i = 0; i < t.norms.count; ++i) check_vector(kOp, "a norm", t.norms[i], i < 2 ? width : place.width);
-  if (t.norms.count == 4) {
-    place.q_norm = floats(t.norms[2]);
-    place.k_norm = floats(t.norms[3]);
-  }
+  const auto has = [&](Norm norm) { return t.norms[norm].numel() > 0; };
+  for (const auto& [norm, weight] : {std::pair{kQueryNorm, &place.q_norm}, std::pair{kKeyNorm, &place.k_norm}})
+    if (has(norm)) {
+      check_vector(kOp, "a head norm", t.norms[norm], place.width);
+      *weight = floats(t.norms[norm]);
+    }
   for (size_t s = 0; s < call.keys.size(); ++s) {
     const bool masked = !call.masks.empty() && call.masks[s].numel() > 0;
     add_sequence(&layer, call.keys[s][index], call.values[s][index], call.bases[s], call.counts[s],
@@ -96,20 +125,26 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
   }
   place.slots = layer.slots.data();
 
-  const auto norm = [&](const float* input, size_t i) -> RmsNormArgs {
-    return {
-        .x = input,
-        .weight = floats(t.norms[i]),
-        .width = width,
-        .x_stride = width,
-        .eps = place.eps,
-        .weight_offset = place.weight_offset,
-    };
-  };
-  layer.input_norm = norm(x, 0);
-  layer.mlp_norm = norm(nullptr, 1);
+  layer.input_norm = norm_of(call, t.norms[kInputNorm], width, x);
+  NEAP_CHECK(has(kMlpNorm) || call.parallel_mlp, kOp, ": an MLP after attention needs a norm");
+  const TensorInfo& mlp_norm = t.norms[has(kMlpNorm) ? kMlpNorm : kInputNorm];
+  layer.mlp_norm = norm_of(call, mlp_norm, width, call.parallel_mlp ? x : nullptr);
+  NEAP_CHECK(!call.parallel_mlp || (!has(kAttendedNorm) && !has(kOutputNorm)), kOp,
+             ": what a parallel MLP adds cannot be normed");
   const int64_t q = call.heads * place.width, k = place.kv_heads * place.width, v = place.kv_heads * place.value_width;
-  const Sizes parts = t.packed.count == 7 ? Sizes{q, k, v} : Sizes{q + k + v};
+  const bool apart = t.packed[kKeys].numel() > 0;
+  const Sizes parts = apart ? Sizes{q, k, v} : Sizes{q + k + v};
+  int64_t places[kPlaces] = {0, place.width, apart ? 0 : q, place.width, apart ? 0 : q + k, place.value_width};
+  std::copy(call.places.begin(), call.places.end(), places);
+  const int64_t counts[] = {call.heads, place.kv_heads, place.kv_heads};
+  for (size_t i = 0; i < 3; ++i) {
+    const int64_t at = places[2 * i], step = places[2 * i + 1], size = i == 2 ? place.value_width : place.width;
+    NEAP_CHECK(at >= 0 && step >= size && at + (counts[i] - 1) * step + size <= parts[apart ? i : 0], kOp,
+               ": heads of ", size, " from ", at, " on, ", step, " apart, exceed a projection of ",
+               parts[apart ? i : 0]);
+  }
+  layer.q_at = places[0], layer.k_at = places[2], layer.v_at = places[4];
+  place.q_head = places[1], place.k_head = places[3], place.v_head = places[5];
   const auto matmul = [&](const char* name, size_t at, const TensorInfo* up, size_t bias_at, int64_t in_features,
                           int64_t out_features, Activation activation = kIdentity) {
     const TensorInfo* bias = t.biases.count && t.biases[bias_at].numel() ? &t.biases[bias_at] : nullptr;
@@ -118,21 +153,30 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
                        out_features, activation);
   };
   for (size_t i = 0; i < parts.size(); ++i)
-    layer.projections.push_back(matmul("a projection", i, nullptr, i, width, parts[i]));
-  const size_t next = parts.size();
-  layer.out = matmul("out", next, nullptr, next, call.heads * place.value_width, width);
-  layer.gated = matmul("gate", next + 1, &t.packed[next + 2], next + 1, width, call.intermediate, call.activation);
-  layer.down = matmul("down", next + 3, nullptr, next + 2, call.intermediate, width);
-  layer.out.residual = x;
+    layer.projections.push_back(matmul("a projection", kQueries + i, nullptr, i, width, parts[i]));
+  const TensorInfo* up = t.packed[kUp].numel() ? &t.packed[kUp] : nullptr;
+  layer.out = matmul("out", kOut, nullptr, kOut, call.heads * place.value_width, width);
+  layer.inner = matmul(up ? "gate" : "inner", kInner, up, kInner, width, call.intermediate, call.activation);
+  layer.down = matmul("down", kDown, nullptr, kBiases - 1, call.intermediate, width);
   layer.down.out = result;
+  if (has(kAttendedNorm)) {
+    layer.attended_norm = norm_of(call, t.norms[kAttendedNorm], width, nullptr);
+    layer.attended_norm.residual = x;
+  } else {
+    (call.parallel_mlp ? layer.down.residuals[1] : layer.out.residuals[0]) = x;
+  }
+  if (has(kOutputNorm)) {
+    layer.output_norm = norm_of(call, t.norms[kOutputNorm], width, nullptr);
+    layer.output_norm.out = result;
+  }
   return layer;
 }
 
 // How many threads the work of a layer is worth.
 int64_t ranks_for(const Layer& layer) {
-  // Of gate and up: the loop below counts the gate.
-  double flops = (double)layer.gated.out_features * layer.gated.in_features;
-  for (const LinearArgs* matmul : {&layer.out, &layer.gated, &layer.down})
+  // Of `up`: the loop below counts the gate.
+  double flops = layer.inner.gated ? (double)layer.inner.out_features * layer.inner.in_features : 0.;
+  for (const LinearArgs* matmul : {&layer.out, &layer.inner, &layer.down})
     flops += (double)matmul->in_features * matmul->out_features;
   for (const LinearArgs& projection : layer.projections)
     flops += (double)projection.in_features * projection.out_features;
@@ -146,7 +190,8 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
                       std::vector<Tensor> key_tables, std::vector<Tensor> value_tables, std::vector<int64_t> bases,
                       std::vector<int64_t> counts, std::vector<Tensor> masks, std::vector<int64_t> stops,
                       int64_t num_layers, int64_t heads, int64_t intermediate, std::string activation, double eps,
-                      double weight_offset, double scaling, std::optional<double> softcap) {
+                      double weight_offset, double scaling, std::optional<double> softcap, std::vector<int64_t> places,
+                      double query_scale, bool parallel_mlp) {
   check_float(kOp, "x", x, 3);
   check_float(kOp, "cos", cos, 3);
   check_float(kOp, "sin", sin, 3);
@@ -165,14 +210,11 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
                " layers of keys and ", values[s].count, " of values, for ", layers, " layers");
   NEAP_CHECK(masks.empty() || masks.size() == sequences, kOp, ": ", masks.size(), " masks for ", sequences,
              " sequences");
-  NEAP_CHECK(norms.count == 2 * layers || norms.count == 4 * layers, kOp, ": ", norms.count, " norms for ", layers,
-             " layers, want 2 each, or 4 with head norms");
-  const size_t matrices = packed.count / layers;
-  NEAP_CHECK(
-      (matrices == 5 || matrices == 7) && packed.count == matrices * layers &&
-          (biases.count == 0 || biases.count == packed.count - layers),
-      kOp, ": ", packed.count, " matrices and ", biases.count, " biases for ", layers,
-      " layers, want 7 and 6 each, or 5 and 4 if one matrix makes queries, keys and values; biases may be absent");
+  NEAP_CHECK(norms.count == kNorms * layers && packed.count == kMatrices * layers &&
+                 (biases.count == 0 || biases.count == kBiases * layers) &&
+                 (places.empty() || places.size() == kPlaces),
+             kOp, ": ", norms.count, " norms, ", packed.count, " matrices, ", biases.count, " biases and ",
+             places.size(), " places for ", layers, " layers, want 6, 7, 6 or 0 each, and 6 or 0 places");
   stops.push_back(num_layers);
   for (size_t i = 0; i < stops.size(); ++i)
     NEAP_CHECK(stops[i] > (i ? stops[i - 1] : 0) && stops[i] <= num_layers, kOp, ": stop ", stops[i],
@@ -194,11 +236,14 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
       .masks = masks,
       .heads = heads,
       .intermediate = intermediate,
-      .activation = gate_activation(kOp, activation),
+      .activation = activation_of(kOp, activation),
       .eps = eps,
       .weight_offset = weight_offset,
       .scaling = scaling,
+      .query_scale = query_scale,
       .softcap = softcap,
+      .places = places,
+      .parallel_mlp = parallel_mlp,
   };
   Sizes sizes = sizes_of(x);
   sizes.insert(sizes.begin(), (int64_t)stops.size());

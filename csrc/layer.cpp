@@ -37,19 +37,18 @@ class StepClock {
 void Layer::lay_out(Arena* arena, int64_t width, int64_t intermediate) {
   normed = arena->take((norms_alone() ? ranks : 1) * tokens * width);
   for (LinearArgs& projection : projections) projection.out = arena->take(tokens * projection.out_features);
-  const int64_t q_width = place.heads * place.width, k_width = place.kv_heads * place.width;
-  const bool apart = projections.size() == 3;
-  place.q = projections[0].out;
-  place.q_row = projections[0].out_features;
-  place.k = apart ? projections[1].out : place.q + q_width;
-  place.k_row = apart ? k_width : place.q_row;
-  place.v = apart ? projections[2].out : place.q + q_width + k_width;
-  place.v_row = apart ? projections[2].out_features : place.q_row;
+  const LinearArgs &q = projections.front(), &v = projections.back(), &k = projections[projections.size() / 2];
+  place.q = q.out + q_at;
+  place.k = k.out + k_at;
+  place.v = v.out + v_at;
+  place.q_row = q.out_features;
+  place.k_row = k.out_features;
+  place.v_row = v.out_features;
   float* attended = arena->take(tokens * out.in_features);
   int64_t from = 0;
   for (AttentionArgs& problem : problems) {
     problem.q = place.q + from * place.q_row;
-    problem.q_head = place.width;
+    problem.q_head = place.q_head;
     problem.q_row = place.q_row;
     problem.q_column = 1;
     problem.out = attended + from * out.in_features;
@@ -59,13 +58,24 @@ void Layer::lay_out(Arena* arena, int64_t width, int64_t intermediate) {
       problem.partials = arena->take(num_items(problem) * num_blocks(problem) * tile_queries(problem) *
                                      (problem.heads / problem.kv_heads) * (kPanel + padded_width));
   }
-  float* hidden = arena->take(tokens * width);
+  float *hidden = arena->take(tokens * width), *added = arena->take(tokens * width);
   out.x = attended;
   out.out = hidden;
-  mlp_norm.x = hidden;
-  gated.out = arena->take(tokens * intermediate);
-  down.x = gated.out;
-  down.residual = hidden;
+  down.residuals[0] = hidden;
+  if (attended_norm.weight) {
+    out.out = added;
+    attended_norm.x = added;
+    attended_norm.out = hidden;
+  }
+  if (!mlp_norm.x) mlp_norm.x = hidden;
+  inner.out = arena->take(tokens * intermediate);
+  down.x = inner.out;
+  if (output_norm.weight) {
+    down.residuals[0] = nullptr;
+    down.out = added;
+    output_norm.x = added;
+    output_norm.residual = hidden;
+  }
   scratches = arena->take(ranks * scratch);
 }
 
@@ -84,7 +94,7 @@ void Layer::count(const Kernels& kernels) {
   }
   split_keys = !keeps_threads_busy(items, most_blocks, ranks);
   out_items = kernels.linear_items(out, ranks);
-  gated_items = kernels.linear_items(gated, ranks);
+  inner_items = kernels.linear_items(inner, ranks);
   down_items = kernels.linear_items(down, ranks);
 }
 
@@ -101,17 +111,22 @@ void Layer::run(Team& team) const {
     meet(kMatmuls);
   };
   // Returns the normed rows, for a step of so many items.
-  const auto norm = [&](RmsNormArgs args, int64_t items) {
+  const auto norm = [&](RowNormArgs args, int64_t items) {
     args.out = normed;
     if (norms_alone()) {
       args.out += team.rank * tokens * args.width;
-      if (team.has_work(items)) kernels.rms_norm(args, 0, tokens);
+      if (team.has_work(items)) kernels.row_norm(args, 0, tokens);
       clock.end(kNorms);
     } else {
-      team.share(tokens, [&](int64_t b, int64_t e) { kernels.rms_norm(args, b, e); });
+      team.share(tokens, [&](int64_t b, int64_t e) { kernels.row_norm(args, b, e); });
       meet(kNorms);
     }
     return args.out;
+  };
+  const auto norm_added = [&](const RowNormArgs& args) {
+    if (!args.weight) return;
+    team.share(tokens, [&](int64_t b, int64_t e) { kernels.row_norm(args, b, e); });
+    meet(kNorms);
   };
   const auto with_x = [](LinearArgs args, const float* x) {
     args.x = x;
@@ -139,9 +154,11 @@ void Layer::run(Team& team) const {
     attend(kernels.attention, problem_ends);
   }
   linear(out, out_items);
-  x = norm(mlp_norm, gated_items);
-  linear(with_x(gated, x), gated_items);
+  norm_added(attended_norm);
+  x = norm(mlp_norm, inner_items);
+  linear(with_x(inner, x), inner_items);
   linear(down, down_items);
+  norm_added(output_norm);
 }
 
 Tensor profile_layers(bool is_on) {

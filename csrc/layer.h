@@ -11,16 +11,18 @@ inline constexpr int64_t kTokensNormedAlone = 8;
 // The arguments of all steps of one layer, shared by the threads that run it.
 struct Layer {
   int64_t tokens = 0, ranks = 1, scratch = 0;
-  RmsNormArgs input_norm{}, mlp_norm{};
-  std::vector<LinearArgs> projections;  // q, k and v, or one for all three
+  // The latter two, of what attention and the MLP add to the state, without a weight where there are none.
+  RowNormArgs input_norm{}, mlp_norm{}, attended_norm{}, output_norm{};
+  std::vector<LinearArgs> projections;   // q, k and v, or one for all three
+  int64_t q_at = 0, k_at = 0, v_at = 0;  // where head 0 is in the first projection if that is the only one
   PlaceArgs place{};
   std::vector<Slot> slots;
   std::vector<AttentionArgs> problems;  // one per sequence
   bool split_keys = false;
-  LinearArgs out{}, gated{}, down{};
+  LinearArgs out{}, inner{}, down{};  // inner: gate and up of the MLP, or its only one before the activation
   // *_ends: running totals, see each_loop.
   std::vector<int64_t> projection_items, projection_ends, problem_ends, block_ends;
-  int64_t out_items = 0, gated_items = 0, down_items = 0;
+  int64_t out_items = 0, inner_items = 0, down_items = 0;
   float *scratches = nullptr, *normed = nullptr;
 
   bool norms_alone() const { return tokens <= kTokensNormedAlone; }

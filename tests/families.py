@@ -199,10 +199,13 @@ BORDERED += ["ministral3", "llama4"]
 DEPENDS_ON_COMPANY = {"phi3-longrope", "phimoe-longrope", "llama-longrope", "llama4"}
 
 
-def build_family(name: str) -> hf.PreTrainedModel:
-    """A model whose every parameter matters: biases and norm weights are not left at zero or one."""
+def build_family(name: str, **changes: object) -> hf.PreTrainedModel:
+    """A model whose every parameter matters: biases and norm weights are not left at zero or one. `changes`: to its
+    configuration."""
     torch.manual_seed(0)
-    model = hf.AutoModelForCausalLM.from_config(FAMILIES[name]()).eval().float()
+    config = FAMILIES[name]()
+    config.update(changes)
+    model = hf.AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

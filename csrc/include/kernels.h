@@ -12,7 +12,7 @@ namespace neap {
 constexpr int64_t kKeyBlock = 256;  // keys per step of the online softmax
 constexpr int64_t kQueryRows = 48;  // (query, head) pairs that share one read of the keys
 
-enum Activation : int32_t { kIdentity = 0, kSilu = 1, kGeluTanh = 2 };
+enum Activation : int32_t { kIdentity, kSilu, kGeluTanh, kGelu, kRelu };
 
 struct LinearArgs {
   const float* x;     // [rows, in_features], rows `x_stride` apart
@@ -22,12 +22,14 @@ struct LinearArgs {
   int64_t rows, in_features, out_features, x_stride;
   bool gated;  // out = activation(gate) * up
   Activation activation;
-  const float* residual;  // [rows, out_features] contiguous, added last, or null
+  const float* residuals[2];  // [rows, out_features] contiguous, added last, one after the other, or null
 };
 
-struct RmsNormArgs {
-  const float *x, *weight;  // [rows, width] rows `x_stride` apart, [width]
-  float* out;               // [rows, width] contiguous
+// An RMS norm, or with a bias a layer norm, which also subtracts the row's mean.
+struct RowNormArgs {
+  const float *x, *weight, *bias;  // [rows, width] rows `x_stride` apart, [width], [width] or null
+  const float* residual;           // [rows, width] contiguous, added last, or null
+  float* out;                      // [rows, width] contiguous
   int64_t width, x_stride;
   float eps, weight_offset;
 };
@@ -48,15 +50,18 @@ struct Slot {
 
 // The steps of a layer between its projections and attention: head norms, rotary positions, writing keys and values.
 struct PlaceArgs {
-  float *q, *k;                  // [tokens, heads or kv_heads, width] rows `q_row` and `k_row` apart; changed in place
-  const float* v;                // [tokens, kv_heads, value_width] rows `v_row` apart
+  // [tokens, heads or kv_heads, width or value_width] tokens *_row apart and heads *_head; q and k are changed in
+  // place.
+  float *q, *k;
+  const float* v;
   const float *q_norm, *k_norm;  // [width] or null
   const float *cos, *sin;        // [angles, rotated]; token t has row t % angles
   const Slot* slots;             // [tokens]
   Dtype kv_dtype;                // of slots
-  int64_t q_row, k_row, v_row;
+  int64_t q_row, k_row, v_row, q_head, k_head, v_head;
   int64_t heads, kv_heads, width, value_width, rotated, angles;
   float eps, weight_offset;
+  float q_scale;  // queries are multiplied by it first
 };
 
 struct AttentionArgs {
@@ -82,9 +87,10 @@ struct Kernels {
   void (*dequantise)(Format, const uint8_t* block, int64_t depth, float* out);
   int64_t (*linear_items)(const LinearArgs&, int64_t threads);  // number of items into which `linear` should be cut
   void (*linear)(const LinearArgs&, int64_t items, int64_t begin, int64_t end);
-  void (*rms_norm)(const RmsNormArgs&, int64_t begin, int64_t end);  // item: a row
-  void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);     // item: (batch, head)
-  void (*place)(const PlaceArgs&, int64_t begin, int64_t end);       // item: (token, head of q, then k, then v)
+  void (*row_norm)(const RowNormArgs&, int64_t begin, int64_t end);                      // item: a row
+  void (*activate)(Activation, const float* x, float* out, int64_t begin, int64_t end);  // item: a number
+  void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);                         // item: (batch, head)
+  void (*place)(const PlaceArgs&, int64_t begin, int64_t end);  // item: (token, head of q, then k, then v)
   void (*round_row)(const float* from, int64_t count, Dtype, void* to);
   int64_t (*attention_scratch)(const AttentionArgs&);  // size of a thread's scratch memory in floats
   // Item: (batch, kv head, query tile), and in attention_split each of its key blocks.

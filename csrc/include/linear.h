@@ -124,11 +124,21 @@ inline int64_t linear_items(const LinearArgs& args, int64_t threads) {
 
 NEAP_INLINE Vec activate(Activation activation, Vec x) {
   if (activation == kSilu) return x * sigmoid(x);
+  if (activation == kRelu) return max(splat(0.f), x);
+  if (activation == kGelu) return splat(0.5f) * x * (splat(1.f) + erf(splat(0.70710678118654752f) * x));
   const Vec inner = splat(0.7978845608028654f) * fma(splat(0.044715f) * x * x, x, x);
   return splat(0.5f) * x * (splat(1.f) + tanh(inner));
 }
 
-// Applies bias, activation and residual to the sums c [rows, 16] (and those of `up`, if gated) of output panel `unit`,
+inline void activate_numbers(Activation activation, const float* x, float* out, int64_t begin, int64_t end) {
+  for_lanes(end - begin,
+            [&](int64_t i, auto get, auto put) { put(out + begin + i, activate(activation, get(x + begin + i))); });
+}
+
+// For activations that are few: inlined, their constants would take the time of each panel of all others.
+__attribute__((noinline)) inline Vec activate_apart(Activation activation, Vec x) { return activate(activation, x); }
+
+// Applies bias, activation and residuals to the sums c [rows, 16] (and those of `up`, if gated) of output panel `unit`,
 // and writes them to out.
 inline void finish_panel(const LinearArgs& args, const float* c, const float* up, int64_t c_stride, int64_t unit,
                          int64_t row, int64_t rows) {
@@ -139,19 +149,25 @@ inline void finish_panel(const LinearArgs& args, const float* c, const float* up
       bias[i] = args.bias[first + i];
       if (args.gated) bias[kPanel + i] = args.bias[args.out_features + first + i];
     }
+  const float *added = args.residuals[0], *added_last = args.residuals[1];
   for (int64_t r = 0; r < rows; ++r, c += c_stride, up += c_stride) {
-    float* out = args.out + (row + r) * args.out_features + first;
-    const float* residual = args.residual ? args.residual + (row + r) * args.out_features + first : nullptr;
+    const int64_t at = (row + r) * args.out_features + first;
+    float* out = args.out + at;
     alignas(64) float line[kPanel];
     for (int v = 0; v < kPanelVecs; ++v) {
       Vec value = load(c + v * kLanes) + load(bias + v * kLanes);
-      if (args.gated)
-        value = activate(args.activation, value) * (load(up + v * kLanes) + load(bias + kPanel + v * kLanes));
-      if (residual && width == kPanel) value = load(residual + v * kLanes) + value;
+      if (args.activation == kSilu) value = value * sigmoid(value);
+      else if (args.activation != kIdentity) value = activate_apart(args.activation, value);
+      if (args.gated) value = value * (load(up + v * kLanes) + load(bias + kPanel + v * kLanes));
+      if (added && width == kPanel) value = load(added + at + v * kLanes) + value;
+      if (added_last && width == kPanel) value = load(added_last + at + v * kLanes) + value;
       store((width == kPanel ? out : line) + v * kLanes, value);
     }
     if (width < kPanel)
-      for (int64_t i = 0; i < width; ++i) out[i] = residual ? residual[i] + line[i] : line[i];
+      for (int64_t i = 0; i < width; ++i) {
+        if (added) line[i] = added[at + i] + line[i];
+        out[i] = added_last ? added_last[at + i] + line[i] : line[i];
+      }
   }
 }
 

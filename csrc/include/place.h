@@ -8,7 +8,7 @@ namespace neap::NEAP_ISA {
 // Normalises (unless `norm` is null) and rotates one head of one token in place.
 inline void turn_head(const PlaceArgs& args, const float* norm, int64_t token, float* head) {
   if (norm) {
-    const RmsNormArgs norm_args{
+    const RowNormArgs norm_args{
         .x = head,
         .weight = norm,
         .out = head,
@@ -17,7 +17,7 @@ inline void turn_head(const PlaceArgs& args, const float* norm, int64_t token, f
         .eps = args.eps,
         .weight_offset = args.weight_offset,
     };
-    rms_norm(norm_args, 0, 1);
+    row_norm(norm_args, 0, 1);
   }
   const int64_t angle = token % args.angles * args.rotated;
   const RotaryArgs rotary_args{
@@ -38,15 +38,18 @@ inline void place(const PlaceArgs& args, int64_t begin, int64_t end) {
     const int64_t token = item / lines, line = item % lines;
     const Slot& slot = args.slots[token];
     if (line < args.heads) {
-      turn_head(args, args.q_norm, token, args.q + token * args.q_row + line * args.width);
+      float* q = args.q + token * args.q_row + line * args.q_head;
+      if (args.q_scale != 1.f)
+        for (int64_t i = 0; i < args.width; ++i) q[i] *= args.q_scale;
+      turn_head(args, args.q_norm, token, q);
     } else if (line < args.heads + args.kv_heads) {
       const int64_t head = line - args.heads;
-      float* k = args.k + token * args.k_row + head * args.width;
+      float* k = args.k + token * args.k_row + head * args.k_head;
       turn_head(args, args.k_norm, token, k);
       round_row(k, args.width, args.kv_dtype, slot.key + head * slot.key_head);
     } else {
       const int64_t head = line - args.heads - args.kv_heads;
-      round_row(args.v + token * args.v_row + head * args.value_width, args.value_width, args.kv_dtype,
+      round_row(args.v + token * args.v_row + head * args.v_head, args.value_width, args.kv_dtype,
                 slot.value + head * slot.value_head);
     }
   }

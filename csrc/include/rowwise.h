@@ -1,30 +1,50 @@
-// Operations on single rows: RMS norm and rotary embedding.
+// Operations on single rows: norms and rotary embedding.
 #pragma once
 #include "kernels.h"
 #include "simd.h"
 
 namespace neap::NEAP_ISA {
 
-inline void rms_norm(const RmsNormArgs& args, int64_t begin, int64_t end) {
+inline float row_mean(const float* x, int64_t width) {
+  Vec sum = {};
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) sum = sum + load(x + i);
+  float total = sum_lanes(sum);
+  for (; i < width; ++i) total += x[i];
+  return total / (float)width;
+}
+
+inline void row_norm(const RowNormArgs& args, int64_t begin, int64_t end) {
   const int64_t width = args.width, whole = width / kLanes * kLanes;
   const Vec offset = splat(args.weight_offset);
   for (int64_t row = begin; row < end; ++row) {
     const float* x = args.x + row * args.x_stride;
+    const float* residual = args.residual ? args.residual + row * width : nullptr;
     float* out = args.out + row * width;
+    const float mean = args.bias ? row_mean(x, width) : 0.f;
+    const Vec means = splat(mean);
     Vec sums[4] = {};
     int64_t i = 0;
     for (; i + 4 * kLanes <= whole; i += 4 * kLanes)
       for (int v = 0; v < 4; ++v) {
-        const Vec value = load(x + i + v * kLanes);
+        const Vec value = load(x + i + v * kLanes) - means;
         sums[v] = fma(value, value, sums[v]);
       }
-    for (; i < whole; i += kLanes) sums[0] = fma(load(x + i), load(x + i), sums[0]);
+    for (; i < whole; i += kLanes) sums[0] = fma(load(x + i) - means, load(x + i) - means, sums[0]);
     float total = sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    for (; i < width; ++i) total += x[i] * x[i];
+    for (; i < width; ++i) total += (x[i] - mean) * (x[i] - mean);
     const float scale = 1.f / __builtin_sqrtf(total / (float)width + args.eps);
     const Vec scales = splat(scale);
-    for (i = 0; i < whole; i += kLanes) store(out + i, (load(x + i) * scales) * (load(args.weight + i) + offset));
-    for (; i < width; ++i) out[i] = (x[i] * scale) * (args.weight[i] + args.weight_offset);
+    for (i = 0; i < whole; i += kLanes) {
+      Vec value = ((load(x + i) - means) * scales) * (load(args.weight + i) + offset);
+      if (args.bias) value = value + load(args.bias + i);
+      store(out + i, residual ? load(residual + i) + value : value);
+    }
+    for (; i < width; ++i) {
+      float value = ((x[i] - mean) * scale) * (args.weight[i] + args.weight_offset);
+      if (args.bias) value += args.bias[i];
+      out[i] = residual ? residual[i] + value : value;
+    }
   }
 }
 

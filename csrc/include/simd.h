@@ -138,6 +138,24 @@ NEAP_INLINE Vec exp(Vec x) {
 
 NEAP_INLINE Vec sigmoid(Vec x) { return splat(1.f) / (splat(1.f) + exp(-x)); }
 
+// To 3 ulp. Eigen's rational approximation between -4 and 4, beyond which it is 1.
+NEAP_INLINE Vec erf(Vec x) {
+  x = max(splat(-4.f), x > splat(4.f) ? splat(4.f) : x);
+  const Vec square = x * x;
+  Vec p = fma(splat(-2.72614225801306e-10f), square, splat(2.77068142495902e-08f));
+  p = fma(p, square, splat(-2.10102402082508e-06f));
+  p = fma(p, square, splat(-5.69250639462346e-05f));
+  p = fma(p, square, splat(-7.34990630326855e-04f));
+  p = fma(p, square, splat(-2.95459980854025e-03f));
+  p = fma(p, square, splat(-1.60960333262415e-02f));
+  Vec q = fma(splat(-1.45660718464996e-05f), square, splat(-2.13374055278905e-04f));
+  q = fma(q, square, splat(-1.68282697438203e-03f));
+  q = fma(q, square, splat(-7.37332916720468e-03f));
+  q = fma(q, square, splat(-1.42647390514189e-02f));
+  const Vec r = x * p / q;
+  return max(splat(-1.f), r > splat(1.f) ? splat(1.f) : r);
+}
+
 NEAP_INLINE Vec tanh(Vec x) {
   const IntVec negative = x < splat(0.f);
   const Vec magnitude = negative ? -x : x;

@@ -15,6 +15,8 @@ from transformers.cache_utils import Cache
 from shared.errors import UnsupportedModel
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
+# What layers call it; those of GPT-NeoX and Falcon have a name of their own.
+LAYER_CACHE_ARGUMENTS = (*CACHE_ARGUMENTS, "layer_past")
 
 
 def cache_argument(model: nn.Module) -> str:
@@ -44,8 +46,8 @@ def with_cache(model: nn.Module, cache: Cache) -> dict[str, Cache]:
 
 
 def cache_among(arguments: Mapping[str, Any]) -> Any:
-    """The KV cache among the keyword arguments of a call; None if there is none."""
-    for name in CACHE_ARGUMENTS:
+    """The KV cache among the keyword arguments of a layer's call; None if there is none."""
+    for name in LAYER_CACHE_ARGUMENTS:
         if (cache := arguments.get(name)) is not None:
             return cache
     return None

@@ -188,26 +188,23 @@ class GatedModel:
     @inference
     def _check_direct_pass(self) -> tuple[DirectPass | None, str]:
         """A direct pass that gives the bits of the model's own forward, across every border. Or why there is none."""
-        if not self.embedding_is_direct:
-            return None, "the model does more than look up rows of its embedding"
         if not self.gates.all_fused:
             return None, "not all layers are one op"
         try:
             direct = DirectPass(self.loaded, self.gates)
         except Unsuitable as reason:
             return None, str(reason)
-        limit = min(self.loaded.context_length, direct.causal_until)
-        why_not = self._recall("pass is direct", lambda: self._why_not_direct(direct, limit))
+        why_not = self._recall("pass is direct", lambda: self._why_not_direct(direct))
         return (None, why_not) if why_not else (direct, "")
 
-    def _why_not_direct(self, direct: DirectPass, limit: float) -> str:
+    def _why_not_direct(self, direct: DirectPass) -> str:
         for place in origins(self.loaded.model.config, self.loaded.context_length):
-            if not self._is_direct_at(place, direct, limit):
+            if not self._is_direct_at(place, direct):
                 return f"it would give other bits from position {place} on"
-        return "" if limit else "its masks are never causal"
+        return ""
 
-    def _is_direct_at(self, place: int, direct: DirectPass, limit: float) -> bool:
-        """Whether passes over positions from `place` on, up to `limit`, have the same bits."""
+    def _is_direct_at(self, place: int, direct: DirectPass) -> bool:
+        """Whether passes over positions from `place` on have the same bits."""
         counts = (4, 1, 4)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.loaded.vocabulary_size, (1, sum(counts)), generator=generator)
@@ -215,7 +212,7 @@ class GatedModel:
         cache.origin = twin.origin = place
         base = 0
         for part in ids.split(counts, 1):
-            count = int(min(part.shape[1], limit - place - base))
+            count = min(part.shape[1], self.loaded.context_length - place - base)
             if count <= 0:
                 break
             part = part[:, :count]

@@ -1,20 +1,22 @@
 """Passes through fused layers without the model's own forward around them.
 
 Where all layers are one op, what the model's forward does around it (its decorators, the mask, the angles, the loop
-over the layers, a final norm that nobody reads) takes a tenth of a pass. A direct pass is the embedding, angles from a
-table, and the op.
+over the layers, a final norm that nobody reads) takes a tenth of a pass. A direct pass is the embedding, where a model
+has them also that of positions, angles from tables, and the op.
 
-No model family is named here. An ordinary pass is watched: which module makes the angles, and up to which length the
-model's masks are causal. The direct pass is used only if the angles of a position never change and the same tokens give
-the same bits. Everything else, such as a pass beyond a sliding window or a model with hooks, goes through the model's
-own forward, as before.
+No model family is named here. An ordinary pass is watched: what the first layer gets, which module makes each layer's
+angles, and which mask each layer gets. The direct pass is used only if the angles of a position never change and the
+same tokens give the same bits. Everything else, such as a model with hooks, goes through the model's own forward.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared.model.borders import borders
@@ -23,14 +25,17 @@ from shared.model.cache_argument import with_cache
 from shared.model.gates import Gates
 from shared.model.loaded import LoadedModel
 from shared.model.ragged import RaggedCache
-from shared.model.substitution.attention import observed_masks
+from shared.model.substitution.attention import attention_mask as causal_mask
+from shared.model.substitution.attention import masks_made_by, ragged_mask
 from shared.model.substitution.layer import Hooks
 from shared.model.substitution.match import Unsuitable
 from shared.model.substitution.ragged import Span
+from shared.model.substitution.trace import by_name
 
 Angles = tuple[Tensor, Tensor]
 
 _FIRST_ROWS = 256  # positions in a new table of angles
+_MOST_OFFSET = 8  # rows before that of position 0 in an embedding of positions
 _PROBED = 8  # positions whose angles are compared with those of the module, each alone
 
 
@@ -38,12 +43,20 @@ class AngleTable:
     """The cosines and sines [1, P, R] that a rotary module gives positions 0 to P - 1.
     It grows when a later position is asked for."""
 
-    def __init__(self, module: nn.Module, like: Tensor, context_length: int, borders: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        like: Tensor,
+        context_length: int,
+        borders: Sequence[int] = (),
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """`like` [1, Q, D]: a state that the module has been called with. `borders`: positions where angles may change.
+        `settings`: further arguments of the call.
 
         Raises `Unsuitable` if the angles of a position depend on the other positions of the pass.
         """
-        self._module = module
+        self._module = partial(module, **settings)
         self._like = like[:, :1].clone()
         self._cos, self._sin = self._of(range(min(_FIRST_ROWS, context_length)))
         near = {border + step for border in borders for step in (-1, 0, 1)}
@@ -89,15 +102,20 @@ class DirectPass:
     """Runs layers [first, last) of one model. Not thread-safe: it uses the model's gates."""
 
     def __init__(self, loaded: LoadedModel, gates: Gates) -> None:
-        """To be called only if the model's layer 0 gets rows of the embedding.
-        Raises `Unsuitable` with the reason why the model's own forward is needed."""
+        """Raises `Unsuitable` with the reason why the model's own forward is needed."""
         self._embedding = loaded.parts.embedding
         self._gates = gates
-        # The length of the longest sequence whose masks are causal; inf without a window.
-        rotary, state, self.causal_until = _watch(loaded)
-        self._angles = AngleTable(
-            rotary, state, loaded.context_length, borders(loaded.model.config, loaded.context_length)
-        )
+        calls, self._masks, layers, self._positions = _watch(loaded)
+        edges = borders(loaded.model.config, loaded.context_length)
+        self._tables = [
+            AngleTable(module, state, loaded.context_length, edges, settings) for module, state, settings in calls
+        ]
+        # Of each layer, the numbers of its angles and of its mask, and the end of the layers that share both.
+        self._layers = layers
+        self._ends = [*range(1, len(layers) + 1)]
+        for index in reversed(range(len(layers) - 1)):
+            if layers[index] == layers[index + 1]:
+                self._ends[index] = self._ends[index + 1]
         # A direct pass calls no hooks. If there are any, it is not used.
         self._hooks = Hooks(loaded.model.base_model.modules())
 
@@ -118,49 +136,122 @@ class DirectPass:
         """
         if self._hooks.are_any():
             return None
-        for span in spans:
-            if span.end > self.causal_until:
-                return None
+        state = self._entering(token_ids, spans) if hidden is None else hidden
+        tables = [table.of(spans) for table in self._tables]
+        masks = [mask.of(spans, len(token_ids)) for mask in self._masks]
+        given = [
+            (None if of_angles is None else tables[of_angles], masks[of_mask]) for of_angles, of_mask in self._layers
+        ]
+        return self._gates.run_stacked(first, last, state, given, self._ends, cache, captured)
+
+    def _entering(self, token_ids: Tensor, spans: Sequence[Span]) -> Tensor:
         # Without the module's call around it, whose hooks have just been looked at.
-        state = self._embedding.forward(token_ids) if hidden is None else hidden
-        return self._gates.run_stacked(first, last, state, self._angles.of(spans), cache, captured)
+        rows: Tensor = self._embedding.forward(token_ids)
+        if self._positions is None:
+            return rows
+        weight, offset = self._positions
+        places = torch.cat([torch.arange(span.start + offset, span.end + offset) for span in spans])
+        return rows + F.embedding(places, weight)
 
 
-def _watch(loaded: LoadedModel) -> tuple[nn.Module, Tensor, float]:
-    """Runs three tokens through the model's own forward. Returns the module that makes the angles, a state that it got,
-    and the length of the longest causal sequence.
+class _Mask(NamedTuple):
+    """A mask that layers get. `causal_until`: the length of the longest sequence whose mask is causal. `settings`: the
+    arguments that make it for others."""
+
+    causal_until: float
+    settings: dict[str, Any]
+
+    def of(self, spans: Sequence[Span], rows: int) -> tuple[Tensor, ...]:
+        """Of each sequence, as `decoder_layers` takes them. One span is that of all rows."""
+        if all(span.end <= self.causal_until for span in spans):
+            return ()
+        masks = ragged_mask(spans, **self.settings).masks
+        return masks if len(masks) > 1 else masks * rows
+
+
+class _Watched(NamedTuple):
+    """`angles`: the different calls that make angles: a module, a state, and further arguments. `layers`: by layer, the
+    number of the call that makes its angles, None if it gets none, and that of its mask. `positions`: the matrix whose
+    rows are added to those of the embedding, and which of them is that of position 0."""
+
+    angles: list[tuple[nn.Module, Tensor, dict[str, Any]]]
+    masks: list[_Mask]
+    layers: list[tuple[int | None, int]]
+    positions: tuple[Tensor, int] | None
+
+
+def _watch(loaded: LoadedModel) -> _Watched:
+    """Runs three tokens through the model's own forward.
     Raises `Unsuitable` if its layers are not called as a direct pass would do."""
-    outputs: list[tuple[object, nn.Module, Tensor]] = []
-    angles: list[object] = []
-    limits: list[float] = []
+    outputs: list[tuple[object, tuple[nn.Module, Tensor, dict[str, Any]]]] = []
+    layer_calls: list[tuple[Tensor, object, object]] = []
+    masks: list[tuple[object, _Mask]] = []
 
-    def note_output(module: nn.Module, args: tuple[Any, ...], out: object) -> None:
-        if type(out) is tuple and args and isinstance(args[0], Tensor):
-            outputs.append((out, module, args[0]))
+    def note_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
+        args, kwargs = by_name(type(module), args, kwargs)
+        if args and isinstance(args[0], Tensor):
+            outputs.append((out, (module, args[0], {k: v for k, v in kwargs.items() if k != "position_ids"})))
 
-    def note_call(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        angles.append(kwargs.get("position_embeddings"))
+    def note_call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        args, kwargs = by_name(type(layer), args, kwargs)
+        state = args[0] if args else kwargs["hidden_states"]
+        layer_calls.append((state, kwargs.get("position_embeddings"), kwargs.get("attention_mask")))
 
-    def note_mask(*, local_size: int | None = None, allow_is_causal_skip: bool = True, **_: Any) -> None:
-        limit = math.inf if local_size is None else local_size - 1
-        limits.append(limit if allow_is_causal_skip else 0)
+    def make_mask(
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        attention_mask: object = None,
+        allow_is_causal_skip: bool = True,
+        **settings: Any,
+    ) -> object:
+        """A tensor of its own, by which the layers that get it are known."""
+        size = settings.get("local_size")
+        causal_until = (math.inf if size is None else size - 1) if allow_is_causal_skip else 0
+        settings["allow_is_causal_skip"] = False
+        sizes = batch_size, q_length, kv_length, q_offset, kv_offset
+        made = causal_mask(*sizes, **settings)
+        masks.append((made, _Mask(causal_until, settings)))
+        return made
 
     model, layers = loaded.model.base_model, list(loaded.parts.layers)
     around = [module for module in model.modules() if module not in layers]
-    hooks = [module.register_forward_hook(note_output) for module in around]
+    hooks = [module.register_forward_hook(note_output, with_kwargs=True) for module in around]
     hooks += [layer.register_forward_pre_hook(note_call, with_kwargs=True) for layer in layers]
     count = min(3, loaded.context_length)
+    ids = torch.zeros(1, count, dtype=torch.long)
     cache = ContiguousCache(count, loaded.kv_dtype)
     cache.begin(0, count)
     try:
-        with observed_masks(note_mask):
-            model(input_ids=torch.zeros(1, count, dtype=torch.long), **with_cache(model, cache), use_cache=True)
+        with masks_made_by(make_mask):
+            model(input_ids=ids, **with_cache(model, cache), use_cache=True)
     finally:
         for hook in hooks:
             hook.remove()
-    sources = [(module, state) for out, module, state in outputs if out is angles[0]]
-    if len(sources) != 1 or any(each is not angles[0] for each in angles):
-        raise Unsuitable("its layers do not share angles that one module has made")
-    if not limits:
+    made = {id(out): number for number, (out, _) in enumerate(outputs) if type(out) is tuple}
+    numbers = {id(mask): number for number, (mask, _) in enumerate(masks)}
+    if any(angles is not None and id(angles) not in made for _, angles, _ in layer_calls):
+        raise Unsuitable("its layers get angles that no module has made")
+    if any(id(mask) not in numbers for _, _, mask in layer_calls):
         raise Unsuitable("it makes its masks itself")
-    return *sources[0], min(limits)
+    sources = list(dict.fromkeys(made[id(angles)] for _, angles, _ in layer_calls if angles is not None))
+    of_layers = [
+        (None if angles is None else sources.index(made[id(angles)]), numbers[id(mask)])
+        for _, angles, mask in layer_calls
+    ]
+    entering, rows = layer_calls[0][0], loaded.parts.embedding.forward(ids)
+    positions = None if torch.equal(entering, rows) else _positions(entering, rows, [call for _, call in outputs])
+    calls = [outputs[source][1] for source in sources]
+    return _Watched(calls, [mask for _, mask in masks], of_layers, positions)
+
+
+def _positions(entering: Tensor, rows: Tensor, calls: Sequence[tuple[nn.Module, Any, Any]]) -> tuple[Tensor, int]:
+    """The matrix whose rows from a number on have been added to `rows`, and that number. Raises `Unsuitable`."""
+    for weight in (module.weight for module, *_ in calls if isinstance(module, nn.Embedding)):
+        for first in range(min(_MOST_OFFSET, len(weight) - rows.shape[1])):
+            added = F.embedding(torch.arange(first, first + rows.shape[1]), weight)
+            if added.shape == rows.shape[1:] and torch.equal(entering, rows + added):
+                return weight, first
+    raise Unsuitable("the model does more than look up rows of its embedding")

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from shared.errors import UnsupportedModel
-from shared.model.cache_argument import CACHE_ARGUMENTS, with_cache
-from shared.model.substitution.layer import FusedCache, Hooks, LayerStack, run_plan
+from shared.model.cache_argument import LAYER_CACHE_ARGUMENTS, with_cache
+from shared.model.substitution.layer import Hooks, LayerStack, run_plan
+from shared.model.substitution.plan import FusedCache
+from shared.model.substitution.trace import by_name
 
 LayerOutput = Tensor | tuple[Any, ...]
 Forward = Callable[..., LayerOutput]
@@ -29,7 +31,7 @@ Forward = Callable[..., LayerOutput]
 log = structlog.get_logger("neap.model")
 
 # The arguments beside the hidden state that must be the same objects for all layers that run as one op.
-_SHARED_ARGUMENTS = ("attention_mask", "position_embeddings", *CACHE_ARGUMENTS)
+_SHARED_ARGUMENTS = ("attention_mask", "position_embeddings", *LAYER_CACHE_ARGUMENTS)
 
 
 class _CalledDifferently(Exception):
@@ -99,12 +101,12 @@ class Gates:
         self._may_stack = False
         self._hooks = Hooks(layers.modules())
         for index, layer in enumerate(layers):
-            layer.forward = self._gated(index)
+            layer.forward = self._gated(index, type(layer))
         self._learn_output_form()
 
-    def _gated(self, index: int) -> Forward:
+    def _gated(self, index: int, kind: type[nn.Module]) -> Forward:
         def gate(*args: Any, **kwargs: Any) -> LayerOutput:
-            return self._pass(index, args, kwargs)
+            return self._pass(index, *by_name(kind, args, kwargs))
 
         return gate
 
@@ -234,11 +236,13 @@ class Gates:
         first: int,
         last: int,
         state: Tensor,
-        angles: tuple[Tensor, Tensor],
+        given: Sequence[tuple[tuple[Tensor, Tensor] | None, Sequence[Tensor]]],
+        ends: Sequence[int],
         cache: FusedCache,
         captured: dict[int, Tensor] | None,
     ) -> Tensor | None:
-        """As `run`, but only the fused layers, without the model's forward around them, with causal masks.
+        """As `run`, but only the fused layers, without the model's forward around them. `given`: angles and masks of
+        each layer. `ends`: of each layer, the end of the layers that share them.
         None if a layer must run its own forward. Layers before it may have run then. Hooks are not called.
         """
         if self._stack is None:
@@ -246,7 +250,7 @@ class Gates:
         captured = {} if captured is None else captured
         depth = first
         while depth < last:
-            plan = self._stack.plan(depth, last)
+            plan = self._stack.plan(depth, min(last, ends[depth]))
             if plan is None:
                 return None
             end, inside = depth + len(plan.indices), dict[int, Tensor]()
@@ -255,7 +259,7 @@ class Gates:
                     captured[stop] = state
                 elif depth < stop < end:
                     inside[stop - depth] = state
-            state = plan.run(state, angles, cache, captured=inside)
+            state = plan.run(state, given[depth][0], cache, given[depth][1], inside)
             for count, inner in inside.items():
                 captured[depth + count] = inner
             depth = end

@@ -149,7 +149,7 @@ def packed_gated_linear(
 ) -> Tensor:
     """activation(gate(x)) * up(x) in one pass over packed matrices [N, K]: x [..., K] float32 -> [..., N].
 
-    `activation` is "silu" or "gelu_tanh"; `bias` [2 * N] is gate's, then up's.
+    `activation` as in `activate`; `bias` [2 * N] is gate's, then up's.
     """
     begin_call(x, bias)
     out: Tensor = torch.ops.neap.packed_gated_linear.default(x, gate, up, out_features, activation, bias)
@@ -160,6 +160,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) 
     """x [..., D] float32 / rms(x) * (weight [D] + weight_offset) -> [..., D]. Gemma's offset is 1."""
     begin_call(x, weight)
     out: Tensor = torch.ops.neap.rms_norm.default(x, weight, eps, weight_offset)
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x [..., D] float32 - mean(x)) / deviation(x) * weight [D] + bias [D] -> [..., D]."""
+    begin_call(x, weight, bias)
+    out: Tensor = torch.ops.neap.layer_norm.default(x, weight, bias, eps)
+    return out
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """x [...] float32 -> [...]. `activation` is "silu", "gelu_tanh", "gelu" or "relu"."""
+    begin_call(x)
+    out: Tensor = torch.ops.neap.activate.default(x, activation)
     return out
 
 

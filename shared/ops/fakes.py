@@ -34,6 +34,14 @@ def _packed_gated_linear(x: Tensor, gate: Tensor, up: Tensor, out_features: int,
     return x.new_empty(*x.shape[:-1], out_features)
 
 
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return _rms_norm(x, weight, eps)
+
+
+def _activate(x: Tensor, activation: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     _check(weight.shape[0] == x.shape[-1])
     return x.new_empty(x.shape)
@@ -115,6 +123,8 @@ def register() -> None:
         "packed_linear": _packed_linear,
         "packed_gated_linear": _packed_gated_linear,
         "rms_norm": _rms_norm,
+        "layer_norm": _layer_norm,
+        "activate": _activate,
         "rotary": _rotary,
         "contiguous_attention": _contiguous_attention,
         "ragged_contiguous_attention": _ragged_contiguous_attention,

@@ -29,10 +29,14 @@ class TensorTable:
 class LayerWeights:
     """The weights of `num_layers` consecutive layers; the lists have those of one layer after those of another.
 
-    Of each layer, `norms`: before attention [D], before the MLP [D], and those of query and key heads [Dh] if there are
-    any. `packed`: queries, keys and values, or all three in one; out; gate; up; down. `biases`: in the same order, but
-    one for gate and up together (gate's, then up's); an empty tensor where there is none, or an empty list if there are
-    none at all. What is not a list is the same in all layers.
+    An empty tensor stands for what a layer does not have. Of each layer, `norms`: before attention, before the MLP, of
+    query and of key heads [Dh], of what attention and of what the MLP adds. They are RMS norms [D], or layer norms [2,
+    D]: weights, then biases. `packed`: queries, keys, values, out, gate, up, down. The first one may make keys and
+    values, too; `places` tells where: for queries, keys and values the place of head 0 and how far heads are apart, one
+    after another if it is empty. Without `up` the MLP is plain: down(activation(gate(x))). `biases`: in the same order,
+    but one for gate and up together (gate's, then up's); an empty list if there are none at all. What is not a list is
+    the same in all layers. `query_scale`: queries are multiplied by it before their norm. `parallel_mlp`: whether the
+    MLP reads the norm of x, that before attention if it has none of its own.
     """
 
     norms: Sequence[Tensor]
@@ -45,6 +49,9 @@ class LayerWeights:
     weight_offset: float
     scaling: float
     softcap: float | None = None
+    places: Sequence[int] = ()
+    query_scale: float = 1.0
+    parallel_mlp: bool = False
     num_layers: int = 1
 
     @cached_property
@@ -57,7 +64,8 @@ class LayerWeights:
         """What weights must have in common to be stacked."""
         lengths = len(self.norms), len(self.packed), len(self.biases)
         sizes = self.num_heads, self.intermediate, self.activation, self.num_layers
-        return *lengths, *sizes, self.eps, self.weight_offset, self.scaling, self.softcap
+        numbers = self.eps, self.weight_offset, self.scaling, self.softcap, self.query_scale
+        return *lengths, *sizes, *numbers, tuple(self.places), self.parallel_mlp
 
 
 def stacked(parts: Sequence[LayerWeights]) -> LayerWeights:
@@ -110,7 +118,7 @@ def decoder_layers(
     captured: dict[int, Tensor] | None = None,
 ) -> Tensor:
     """Each layer: h = x + out(attention(qkv(norm(x)))), then h + down(activation(gate(norm(h))) * up(norm(h))): x [B,
-    Q, D] -> [B, Q, D].
+    Q, D] -> [B, Q, D]. A parallel MLP reads x in place of h. `LayerWeights` says what else may differ.
 
     The output of one layer is the x of the next. The tokens of x are those of all sequences, one after another:
     `kv.counts[s]` of sequence s. The first R numbers of queries and keys are rotated by cos, sin [B or 1, Q, R], halves
@@ -141,6 +149,9 @@ def decoder_layers(
         weights.weight_offset,
         weights.scaling,
         weights.softcap,
+        weights.places,
+        weights.query_scale,
+        weights.parallel_mlp,
     )
     *inner, out = states.unbind()
     if captured:

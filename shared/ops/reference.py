@@ -21,7 +21,19 @@ def packed_gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str, bi
     N]."""
     gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
     gated, raised = packed_linear(x, gate, gate_bias), packed_linear(x, up, up_bias)
-    return (F.silu(gated) if activation == "silu" else F.gelu(gated, approximate="tanh")) * raised
+    return activate(gated, activation) * raised
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """See `shared.ops.activate`."""
+    if activation.startswith("gelu"):
+        return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return F.silu(x) if activation == "silu" else F.relu(x)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean(x)) / deviation(x) * weight + bias over the last dimension (1607.06450)."""
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
@@ -178,27 +190,38 @@ def _decoder_layer(
     weight_offset: float,
     scaling: float,
     softcap: float | None = None,
+    places: Sequence[int] = (),
+    query_scale: float = 1.0,
+    parallel_mlp: bool = False,
 ) -> Tensor:
-    """h = x + attention(norm(x)), then h + mlp(norm(h))."""
+    """See `LayerWeights`."""
     batch, queries, _ = x.shape
     kv_heads, head_width, value_width = keys[0].shape[1], keys[0].shape[3], values[0].shape[3]
-    biases = list(biases) or [torch.empty(0)] * (len(matrices) - 1)
-    sizes = [heads * head_width, kv_heads * head_width, kv_heads * value_width]
+    biases = list(biases) or [torch.empty(0)] * 6
+    input_norm, mlp_norm, q_norm, k_norm, attended_norm, output_norm = norms
+    *qkv, out, gate, up, down = matrices
+    sizes = [(heads, head_width), (kv_heads, head_width), (kv_heads, value_width)]
 
     def project(inner: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
         return packed_linear(inner, matrix, bias if bias.numel() else None)
 
-    inner = rms_norm(x, norms[0], eps, weight_offset)
-    if len(matrices) == 7:
-        parts = [project(inner, *each) for each in zip(matrices[:3], biases[:3], strict=True)]
-    else:
-        parts = list(project(inner, matrices[0], biases[0]).split(sizes, -1))
-    q, k, v = (
-        part.unflatten(-1, (-1, each)).transpose(1, 2)
-        for part, each in zip(parts, (head_width, head_width, value_width), strict=True)
-    )
-    if len(norms) == 4:
-        q, k = (rms_norm(x, weight, eps, weight_offset) for x, weight in zip((q, k), norms[2:], strict=True))
+    def normed(state: Tensor, weight: Tensor) -> Tensor:
+        if weight.dim() == 2:
+            return layer_norm(state, weight[0], weight[1], eps)
+        return rms_norm(state, weight, eps, weight_offset) if weight.numel() else state
+
+    inner = normed(x, input_norm)
+    made = [project(inner, *each) for each in zip(qkv, biases, strict=False) if each[0].numel()]
+    if len(made) == 1:
+        one_by_one = [0, head_width, heads * head_width, head_width, (heads + kv_heads) * head_width, value_width]
+        starts = iter(places or one_by_one)
+        heads_at = [(next(starts), next(starts)) for _ in sizes]
+        made = [
+            made[0][..., [at + step * head + i for head in range(count) for i in range(width)]]
+            for (at, step), (count, width) in zip(heads_at, sizes, strict=True)
+        ]
+    q, k, v = (part.unflatten(-1, size).transpose(1, 2) for part, size in zip(made, sizes, strict=True))
+    q, k = normed(q * query_scale, q_norm), normed(k, k_norm)
     rotated = cos.shape[-1]
     turned = rotary(q[..., :rotated], k[..., :rotated], cos, sin)
     q, k = (torch.cat([part, x[..., rotated:]], -1) for part, x in zip(turned, (q, k), strict=True))
@@ -206,11 +229,15 @@ def _decoder_layer(
     q, k, v = (part.transpose(0, 1).flatten(1, 2)[None] for part in (q, k, v))
     masks = list(masks) or [torch.empty(0, dtype=torch.bool)] * len(keys)
     attended = ragged_contiguous_attention(q, k, v, keys, values, bases, counts, masks, scaling, softcap)
-    h = x + project(attended.reshape(batch, queries, -1), matrices[-4], biases[-3])
-    gate_bias = biases[-2] if biases[-2].numel() else None
-    inner = rms_norm(h, norms[1], eps, weight_offset)
-    acted = packed_gated_linear(inner, matrices[-3], matrices[-2], activation, gate_bias)
-    return h + project(acted, matrices[-1], biases[-1])
+    added = normed(project(attended.reshape(batch, queries, -1), out, biases[3]), attended_norm)
+    h = x + added
+    inner = normed(x if parallel_mlp else h, mlp_norm if mlp_norm.numel() else input_norm)
+    if up.numel():
+        acted = packed_gated_linear(inner, gate, up, activation, biases[4] if biases[4].numel() else None)
+    else:
+        acted = activate(project(inner, gate, biases[4]), activation)
+    made_by_mlp = normed(project(acted, down, biases[5]), output_norm)
+    return x + (added + made_by_mlp) if parallel_mlp else h + made_by_mlp
 
 
 def norm(x: Tensor, eps: float) -> Tensor:

@@ -1,9 +1,6 @@
 """The profile of a step: its parts are those of the steps in which all requests decode, and make up the whole."""
 
-import pytest
-
 from bench.profile import MATRICES, TITLES, cells, measure, prompts_of
-from shared.errors import UnsupportedModel
 from shared.model.loaded import wrap_model
 from shared.ops.layer import profile_layers
 from tests.families import build_family
@@ -29,10 +26,11 @@ def test_what_takes_too_much_is_marked() -> None:
     assert not any(found[title].endswith("!") for title in (*MATRICES, "norms", "Python"))
 
 
-def test_layers_by_modules_have_no_profile() -> None:
-    loaded = wrap_model(build_family("gpt2"), accelerate=True)
-    with pytest.raises(UnsupportedModel, match="do not run as one op"):
-        measure(loaded, prompts_of(loaded, 1, 8), 2)
+def test_layers_by_modules_are_in_the_rest_of_a_step() -> None:
+    loaded = wrap_model(build_family("mixtral"), accelerate=True)
+    samples = measure(loaded, prompts_of(loaded, 1, 8), 2)
+    assert [sample["matrices"] for sample in samples] == [0, 0]
+    assert all(sample["Python"] > 0 for sample in samples)
 
 
 def test_a_profile_of_exact_tells_exits_apart() -> None:

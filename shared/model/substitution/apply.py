@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from shared.model.remembered.facts import Facts
 from shared.model.substitution import attention, rotary
 from shared.model.substitution.experts import experts
 from shared.model.substitution.fused_layers import substitute_layers
-from shared.model.substitution.linear import embedding, gated_mlp, linear, rms_norm
+from shared.model.substitution.linear import activation, embedding, gated_mlp, linear, norm
 from shared.model.substitution.match import Unsuitable, relative_error
 from shared.model.substitution.reversible import Substitutions
 from shared.model.substitution.row_invariant import Callers, watched
@@ -138,7 +139,7 @@ def accelerate(
     return AccelerationReport(
         linears=run.counts["linear"],
         gated_mlps=run.counts["gated_mlp"],
-        norms=run.counts["rms_norm"],
+        norms=run.counts["norm"],
         rotary=files,
         attention=attends,
         layers=layers,
@@ -176,9 +177,15 @@ def _substitute_modules(run: Substitutions) -> None:
         elif isinstance(module, Conv1D):
             run.attempt("linear", name, module, partial(linear, transposed=True))
         elif _is_norm_like(module):
-            run.attempt("rms_norm", name, module, rms_norm)
+            run.attempt("norm", name, module, norm)
         elif any(p.dim() > 2 for p in module.parameters(recurse=False)):
             run.attempt("experts", name, module, experts)
+    replaced = {name for name, module in modules if module in run.substitutes}
+    for name, module in modules:
+        holders = accumulate(name.split("."), "{}.{}".format)
+        if _has_nothing(module) and replaced.isdisjoint(holders):
+            run.attempt("activation", name, module, activation)
+            run.left_alone.pop(name, None)  # it may be anything
     for name, module in modules:
         # An embedding in memory of its own gains nothing. One whose weight is packed for the head shares that copy.
         if isinstance(module, nn.Embedding) and lazy(module.weight) is not None:
@@ -218,6 +225,10 @@ def _dequantise_the_rest(run: Substitutions) -> dict[str, str]:
 def _is_norm_like(module: nn.Module) -> bool:
     shapes = [p.dim() for p in module.parameters(recurse=False)]
     return not list(module.children()) and bool(shapes) and max(shapes) == 1
+
+
+def _has_nothing(module: nn.Module) -> bool:
+    return not [*module.children(), *module.parameters(), *module.buffers()]
 
 
 def _substitute_rotary(run: Substitutions) -> Iterator[str]:

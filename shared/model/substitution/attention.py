@@ -41,7 +41,7 @@ def attention_mask(
     fewer keys, so such a mask counts as causal, too.
     """
     if isinstance(q_offset, RaggedOffset):
-        return _ragged_mask(
+        return ragged_mask(
             q_offset.spans,
             mask_function=mask_function,
             local_size=local_size,
@@ -74,7 +74,8 @@ def attention_mask(
     return mask
 
 
-def _ragged_mask(spans: Sequence[Span], **kwargs: Any) -> RaggedMask:
+def ragged_mask(spans: Sequence[Span], **kwargs: Any) -> RaggedMask:
+    """The masks of one pass over `spans`. `kwargs`: those of `attention_mask` behind the padding."""
     nothing = torch.empty(0, dtype=torch.bool)
     masks = []
     for span in spans:
@@ -189,14 +190,9 @@ def observed(see: Callable[..., None]) -> Iterator[None]:
 
 
 @contextmanager
-def observed_masks(see: Callable[..., None]) -> Iterator[None]:
-    """Within it, each call of our mask function first calls `see` with the same arguments."""
-
-    def observing(*args: Any, **kwargs: Any) -> Tensor | RaggedMask | None:
-        see(*args, **kwargs)
-        return attention_mask(*args, **kwargs)
-
-    AttentionMaskInterface.register(NAME, observing)
+def masks_made_by(make: Callable[..., object]) -> Iterator[None]:
+    """Within it, `make` is called in place of our mask function."""
+    AttentionMaskInterface.register(NAME, make)
     try:
         yield
     finally:

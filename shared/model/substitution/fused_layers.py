@@ -11,9 +11,11 @@ from shared.model.borders import NUM_CHECKED, context_limit, origins
 from shared.model.cache import ContiguousCache, refuse_if_out_of_memory
 from shared.model.cache_argument import with_cache
 from shared.model.parts import find_layers
-from shared.model.substitution.layer import Call, FusedLayer, plan, watch
+from shared.model.substitution.layer import FusedLayer
 from shared.model.substitution.match import Unsuitable
+from shared.model.substitution.plan import plan
 from shared.model.substitution.reversible import Substitutions
+from shared.model.substitution.trace import Call, by_name, watch
 
 # Tokens per pass of the comparison: a prompt, one token, several tokens, each after the tokens of the passes before.
 PASSES = (5, 1, 3)
@@ -40,7 +42,7 @@ def substitute_layers(run: Substitutions, ids: Tensor, kv_dtype: torch.dtype, pr
     candidates: dict[nn.Module, FusedLayer] = {}
     for layer, call in _calls(run, list(layers), ids[:, :3]).items():
         try:
-            candidates[layer] = FusedLayer(layer, plan(layer, *watch(layer, run.substitutes, call)))
+            candidates[layer] = FusedLayer(layer, plan(layer, watch(layer, run.substitutes, call)))
         except Unsuitable as reason:
             run.left_alone[names[layer]] = f"not one op: {reason}"
     if "layers" not in proven:
@@ -68,7 +70,7 @@ def _calls(run: Substitutions, layers: list[nn.Module], ids: Tensor) -> dict[nn.
     calls: dict[nn.Module, Call] = {}
 
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls[layer] = args, kwargs
+        calls[layer] = by_name(type(layer), args, kwargs)
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
@@ -96,6 +98,7 @@ def _find_disagreeing(
 
     def compare(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], expected: Any) -> None:
         try:
+            args, kwargs = by_name(type(layer), args, kwargs)
             named = {name: twin if value is cache else value for name, value in kwargs.items()}
             out = candidates[layer].fused(args, named)
         except RuntimeError as error:

@@ -1,32 +1,22 @@
-"""Decoder layers of Hugging Face transformers as one op, found by recording which modules a layer runs.
+"""The forward of decoder layers that run as one op, and of consecutive ones that run together."""
 
-A layer is a candidate for `shared.ops.layer.decoder_layers`, over the same packed weights, if all its modules run
-kernels already (`linear`) and it calls them in the order of a pre-norm layer. The order alone does not decide:
-`fused_layers` compares the bits.
-"""
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from shared.model.cache_argument import CACHE_ARGUMENTS, cache_among
-from shared.model.substitution.attention import observed
-from shared.model.substitution.match import Embedding, Experts, GatedMlp, PackedLinear, RmsNorm, Substitute, Unsuitable
+from shared.model.cache_argument import LAYER_CACHE_ARGUMENTS, cache_among
+from shared.model.substitution.plan import LayerPlan, stacked_plan
 from shared.model.substitution.ragged import RaggedMask
-from shared.ops.layer import LayerKV, LayerWeights, decoder_layers, stacked
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+from shared.model.substitution.trace import by_name
 
 # Arguments that a layer may get. The fused layer reads the cache and the three after it; the others do not change the
 # result.
 _KNOWN = frozenset(
     [
-        *CACHE_ARGUMENTS,
+        *LAYER_CACHE_ARGUMENTS,
         "hidden_states",
         "attention_mask",
         "position_embeddings",
@@ -35,175 +25,6 @@ _KNOWN = frozenset(
         "cache_position",
     ]
 )
-
-
-# What a layer may do beside its modules, rotation and attention: move numbers, and add states. The fused layer would
-# leave anything else out, and a clamp or a scale may have no effect on the tokens with which the layers are compared.
-_MOVES = frozenset(("alias", "view", "_unsafe_view", "transpose", "slice", "split", "split_with_sizes", "expand"))
-_MOVES |= {"unsqueeze", "clone", "copy_"}
-_SUMS = ["add", "add"]
-
-
-class _OtherOperations(TorchDispatchMode):
-    """Notes the operations within it that are neither ours nor moves."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if func.namespace != "neap" and name not in _MOVES:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-@dataclass(frozen=True)
-class _Attention:
-    """The sizes and parameters of one call of our attention."""
-
-    num_heads: int
-    num_kv_heads: int
-    width: int
-    value_width: int
-    scaling: float
-    softcap: float | None
-
-
-_Event = PackedLinear | RmsNorm | GatedMlp | Embedding | Experts | _Attention
-
-
-class FusedCache(Protocol):
-    """A KV cache that fused layers can write to."""
-
-    def layers_kv(self, keys: Tensor, values: Tensor, layers: tuple[int, ...]) -> LayerKV:
-        """See `ContiguousCache.layers_kv`."""
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """The weights of consecutive layers, their numbers, and the form of their keys and values [*, Hkv, *, Dh] for the
-    cache."""
-
-    weights: LayerWeights
-    indices: tuple[int, ...]
-    keys_like: Tensor
-    values_like: Tensor
-
-    @property
-    def form(self) -> tuple[object, ...]:
-        """What plans must have in common to be stacked."""
-        return self.weights.form, self.keys_like.shape, self.values_like.shape
-
-    def run(
-        self,
-        hidden: Tensor,
-        angles: tuple[Tensor, Tensor],
-        cache: FusedCache,
-        masks: Sequence[Tensor] = (),
-        captured: dict[int, Tensor] | None = None,
-    ) -> Tensor:
-        """The layers' output [B, Q, D] for states [B, Q, D]. `masks` and `captured` as in `decoder_layers`."""
-        keys, values = self.keys_like, self.values_like
-        if hidden.shape[0] > 1:
-            keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
-        kv = cache.layers_kv(keys, values, self.indices)
-        return decoder_layers(hidden, *angles, weights=self.weights, kv=kv, masks=masks, captured=captured)
-
-
-def stacked_plan(plans: Sequence[LayerPlan]) -> LayerPlan:
-    """The plans of consecutive layers of the same `form` as one."""
-    indices = tuple(index for plan in plans for index in plan.indices)
-    return replace(plans[0], weights=stacked([plan.weights for plan in plans]), indices=indices)
-
-
-def watch(layer: nn.Module, substitutes: Mapping[nn.Module, Substitute], call: Call) -> tuple[list[_Event], list[str]]:
-    """The replaced modules and the attention that `layer` runs in `call`, in order; and the names of other
-    operations. Raises `Unsuitable` if the layer returns a tuple."""
-    events: list[_Event] = []
-
-    def note(event: _Event, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            events.append(event)
-            return forward(*args, **kwargs)
-
-        return run
-
-    def see(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> None:
-        if module in inside:
-            scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
-            scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-            sizes = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
-            events.append(_Attention(*sizes, scaling, softcap))
-
-    inside = set(layer.modules())
-    substituted = [(module, substitutes[module], module.forward) for module in inside if module in substitutes]
-    try:
-        for module, substitute, forward in substituted:
-            module.forward = note(substitute.recipe, forward)
-        with observed(see), _OtherOperations() as others:
-            args, kwargs = call
-            output = layer(*args, **kwargs)
-    finally:
-        for module, _, forward in substituted:
-            module.forward = forward
-    if not isinstance(output, Tensor):
-        raise Unsuitable("returns more than its state")
-    return events, others.names
-
-
-def plan(layer: nn.Module, events: Sequence[_Event], others: Sequence[str]) -> LayerPlan:
-    """What `watch` has recorded as one pre-norm layer. Raises `Unsuitable` if it is not one."""
-    places = [index for index, event in enumerate(events) if isinstance(event, _Attention)]
-    if len(places) != 1:
-        raise Unsuitable(f"attends {len(places)} times through 'neap', not once")
-    attention = events[places[0]]
-    assert isinstance(attention, _Attention)
-    before, after = events[: places[0]], events[places[0] + 1 :]
-    norms = [event for event in before if isinstance(event, RmsNorm)]
-    projections = [event for event in before if isinstance(event, PackedLinear)]
-    match after:
-        case [PackedLinear() as out, RmsNorm() as mlp_norm, GatedMlp() as mlp]:
-            pass
-        case _:
-            raise Unsuitable(f"after attention runs {_named(after)}, not linear, norm, gated MLP")
-    fits = len(norms) in (1, 3) and len(projections) in (1, 3) and before[0] is norms[0]
-    if not fits or len(norms) + len(projections) != len(before):
-        raise Unsuitable(f"before attention runs {_named(before)}, not norm, 1 or 3 linears")
-    norms = [norms[0], mlp_norm, *norms[1:]]
-    if len({(norm.eps, norm.offset) for norm in norms}) > 1:
-        raise Unsuitable("has norms of different eps")
-    if [*others] != _SUMS:
-        more = sorted({*others} - {*_SUMS}) or others
-        raise Unsuitable(f"beside its modules runs {', '.join(more)}")
-    linears = [*projections, out]
-    nothing = torch.empty(0)
-    biases = [*(linear.bias for linear in linears), mlp.bias, mlp.down.bias]
-    any_bias = any(bias is not None for bias in biases)
-    weights = LayerWeights(
-        [norm.weight for norm in norms],
-        [*(linear.packed for linear in linears), mlp.gate, mlp.up, mlp.down.packed],
-        [nothing if bias is None else bias for bias in biases] if any_bias else [],
-        attention.num_heads,
-        mlp.width,
-        mlp.activation,
-        norms[0].eps,
-        norms[0].offset,
-        attention.scaling,
-        attention.softcap,
-    )
-    indices: set[object] = {getattr(module, "layer_idx", None) for module in layer.modules()}
-    numbers = [index for index in indices if isinstance(index, int)]
-    if len(numbers) != 1:
-        raise Unsuitable(f"has {len(numbers)} different values of layer_idx, not one")
-    keys, values = (
-        torch.empty(1, attention.num_kv_heads, 0, width) for width in (attention.width, attention.value_width)
-    )
-    return LayerPlan(weights, (numbers[0],), keys, values)
-
-
-def _named(events: Sequence[_Event]) -> str:
-    return ", ".join(type(event).__name__.strip("_") for event in events) or "nothing"
 
 
 class Hooks:
@@ -232,6 +53,7 @@ class FusedLayer:
 
     def __init__(self, layer: nn.Module, plan: LayerPlan) -> None:
         self.layer_idx = plan.indices[0]
+        self._kind = type(layer)
         self._original = layer.forward
         self.plan: LayerPlan | None = plan
         self.modules = [module for module in layer.modules() if module is not layer]
@@ -251,7 +73,7 @@ class FusedLayer:
         """The layer's output [B, Q, D]. For a call that the op does not support, does nothing and returns None."""
         if self.plan is None or self._hooks.are_any():
             return None
-        return run_plan(self.plan, args, kwargs)
+        return run_plan(self.plan, *by_name(self._kind, args, kwargs))
 
 
 def run_plan(plan: LayerPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -259,7 +81,8 @@ def run_plan(plan: LayerPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     with the same but the state. For a call that the op does not support, does nothing and returns None."""
     cache = cache_among(kwargs)
     angles = kwargs.get("position_embeddings")
-    if not hasattr(cache, "layers_kv") or len(args) > 1 or type(angles) is not tuple or len(angles) != 2:
+    has_angles = type(angles) is tuple and len(angles) == 2
+    if not hasattr(cache, "layers_kv") or len(args) > 1 or (plan.rotates and not has_angles):
         return None
     if not (_KNOWN.issuperset(kwargs) or _only_supported_arguments(kwargs)):
         return None

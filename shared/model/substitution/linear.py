@@ -1,4 +1,4 @@
-"""Replacements of linear layers, RMS norms and gated MLPs by ops over packed weights.
+"""Replacements of linear layers, norms, activations and gated MLPs by ops over packed weights.
 
 Each function takes a module and returns its `Substitute`, or raises `Unsuitable` with the reason.
 """
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from shared import ops
 from shared.model.substitution.match import (
+    Activation,
     Embedding,
     GatedMlp,
+    Norm,
     PackedLinear,
-    RmsNorm,
     Substitute,
     Unsuitable,
     agrees,
@@ -28,6 +29,7 @@ from shared.model.weights.lazy import LazyWeight, lazy
 from shared.model.weights.stored import ALL_ROWS, Joined, Packed, Stored
 
 INPUT_ROWS = 3
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
 
 
 def _bias(module: nn.Module) -> Tensor | None:
@@ -97,34 +99,49 @@ def embedding(module: nn.Module, *, form: object | None = None) -> Substitute:
     return Substitute(forward, Embedding(), "embedding", ((module, "weight"),), (weight,))
 
 
-def rms_norm(module: nn.Module, *, form: object | None = None) -> Substitute:
-    """A module that computes x / sqrt(mean(x^2) + eps) * (weight + offset), with offset 0 or 1. eps is one of the
-    module's attributes.
+def norm(module: nn.Module, *, form: object | None = None) -> Substitute:
+    """A module that computes x / sqrt(mean(x^2) + eps) * (weight + offset), with offset 0 or 1, or the layer norm with
+    its weight and its bias, if it has one. eps is one of the module's attributes.
 
-    `form`: (eps, offset), if they are known.
+    `form`: (eps, offset, whether it is a layer norm), if they are known.
     """
     parameters = dict(module.named_parameters())
-    weight = parameters.get("weight")
-    if len(parameters) != 1 or weight is None or weight.dim() != 1 or weight.dtype != torch.float32:
-        raise Unsuitable("has other parameters than one float32 vector")
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    vectors = all(vector.dim() == 1 and vector.dtype == torch.float32 for vector in parameters.values())
+    if weight is None or not vectors or len(parameters) != (1 if bias is None else 2):
+        raise Unsuitable("has other parameters than a float32 weight and bias, each a vector")
     frozen = weight.detach()
+    both = torch.stack([frozen, torch.zeros_like(frozen) if bias is None else bias.detach()])
     if isinstance(form, tuple):
-        return _rms_norm(frozen, *form)
+        return _norm(both if form[2] else frozen, *form)
     x = random_input(INPUT_ROWS, 2, frozen.shape[0])
     # Small input reveals eps. Shifted input reveals whether the mean is subtracted.
     inputs = (*of_all_sizes(x), x + 1)
     epsilons = {v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1}
-    for eps in sorted(epsilons):
-        for offset in (0.0, 1.0):
-            substitute = _rms_norm(frozen, eps, offset)
-            if agrees(substitute.forward, module, *inputs):
-                return substitute
-    raise Unsuitable("is not an RMS norm")
+    forms = [(frozen, eps, offset, False) for eps in sorted(epsilons) for offset in (0.0, 1.0) if bias is None]
+    for candidate in (*forms, *((both, eps, 0.0, True) for eps in sorted(epsilons))):
+        substitute = _norm(*candidate)
+        if agrees(substitute.forward, module, *inputs):
+            return substitute
+    raise Unsuitable("is neither an RMS norm nor a layer norm")
 
 
-def _rms_norm(weight: Tensor, eps: float, offset: float) -> Substitute:
-    forward = partial(ops.rms_norm, weight=weight, eps=eps, weight_offset=offset)
-    return Substitute(forward, RmsNorm(weight, eps, offset), (eps, offset))
+def _norm(weight: Tensor, eps: float, offset: float, centred: bool) -> Substitute:
+    if centred:
+        forward = partial(ops.layer_norm, weight=weight[0], bias=weight[1], eps=eps)
+    else:
+        forward = partial(ops.rms_norm, weight=weight, eps=eps, weight_offset=offset)
+    return Substitute(forward, Norm(weight, eps, offset), (eps, offset, centred))
+
+
+def activation(module: nn.Module, *, form: object | None = None) -> Substitute:
+    """A module without parameters that is one of our activations. `form`: its name, if it is known."""
+    x = random_input(INPUT_ROWS, 64)
+    for name in (form,) if isinstance(form, str) else ACTIVATIONS:
+        forward = partial(ops.activate, activation=name)
+        if form is not None or agrees(forward, module, *of_all_sizes(x)):
+            return Substitute(forward, Activation(name), name)
+    raise Unsuitable("is none of the activations that have a kernel")
 
 
 @dataclass(frozen=True)

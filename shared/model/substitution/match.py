@@ -33,12 +33,19 @@ class PackedLinear:
 
 
 @dataclass(frozen=True)
-class RmsNorm:
-    """x / rms(x) * (weight [D] + offset)."""
+class Norm:
+    """x / rms(x) * (weight [D] + offset), or of weight [2, D] the layer norm with weights and biases."""
 
     weight: Tensor
     eps: float
     offset: float
+
+
+@dataclass(frozen=True)
+class Activation:
+    """See `shared.ops.activate`."""
+
+    name: str
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ class Substitute:
     """
 
     forward: Callable[..., Tensor]
-    recipe: PackedLinear | RmsNorm | GatedMlp | Embedding | Experts  # the weights, for fusing several modules
+    recipe: PackedLinear | Norm | Activation | GatedMlp | Embedding | Experts  # the weights, to fuse several modules
     form: object
     sources: tuple[tuple[nn.Module, str], ...] = ()  # modules and their parameters that are no longer read
     packed: tuple[Stored, ...] = ()  # the weights of `sources`, in the same order

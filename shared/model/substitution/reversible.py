@@ -58,7 +58,7 @@ class Substitutions:
         self.left_alone: dict[str, str] = {}
         self.consumed: set[nn.Module] = set()
         self.substitutes: dict[nn.Module, Substitute] = {}
-        self.counts = {"linear": 0, "gated_mlp": 0, "rms_norm": 0, "embedding": 0, "experts": 0}
+        self.counts = dict.fromkeys(("linear", "gated_mlp", "norm", "activation", "embedding", "experts"), 0)
         self.formats: dict[str, int] = {}
         self.freed_bytes = 0
         self._forms: dict[Hashable, object] = {}

@@ -42,7 +42,7 @@ def acquire(file: str) -> None:
                 original = getattr(sys.modules[file], FUNCTION)
                 _check_same_bits(original)
                 _originals[file] = original
-                setattr(sys.modules[file], FUNCTION, _with_kernel(original))
+                setattr(sys.modules[file], FUNCTION, _with_kernel(original, _is_partial(original)))
             _users[file] = _users.get(file, 0) + 1
     finally:
         _settle()
@@ -74,23 +74,44 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
         and q.dim() == k.dim() == 4
         and cos.dim() == 3
         and cos.shape == sin.shape
-        and cos.shape[-1] == q.shape[-1] == k.shape[-1]
+        and cos.shape[-1] <= q.shape[-1] == k.shape[-1]
         and cos.shape[1] == q.shape[2] == k.shape[2]
         and q.stride(-1) == k.stride(-1) == 1
         and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
     )
 
 
-def _with_kernel(original: _Rotary) -> _Rotary:
+def _with_kernel(original: _Rotary, is_partial: bool) -> _Rotary:
     op = torch.ops.neap.rotary.default
 
     def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if len(args) == 4 and not kwargs and _fits(*args):
-            rotated: tuple[Tensor, Tensor] = op(*args)
-            return rotated
+            if args[2].shape[-1] == args[0].shape[-1]:
+                rotated: tuple[Tensor, Tensor] = op(*args)
+                return rotated
+            if is_partial:
+                return _rotate_first(*args)
         return original(*args, **kwargs)
 
     return apply_rotary_pos_emb
+
+
+def _rotate_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotates as many numbers of each head as there are angles, and keeps the others."""
+    width = cos.shape[-1]
+    first_q, first_k = torch.ops.neap.rotary.default(q[..., :width], k[..., :width], cos, sin)
+    return torch.cat([first_q, q[..., width:]], -1), torch.cat([first_k, k[..., width:]], -1)
+
+
+def _is_partial(original: _Rotary) -> bool:
+    """Whether `original` does that, bit for bit, where there are fewer angles."""
+    q, k = random_input(2, 5, 4, 16).transpose(1, 2), random_input(2, 5, 2, 16).transpose(1, 2)
+    cos, sin = random_input(2, 2, 5, 6).unbind()
+    try:
+        return all(map(torch.equal, _rotate_first(q, k, cos, sin), original(q, k, cos, sin)))
+    except RuntimeError as error:
+        refuse_if_out_of_memory(error)
+        return False
 
 
 def _check_same_bits(original: _Rotary) -> None:

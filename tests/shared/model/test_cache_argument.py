@@ -98,7 +98,7 @@ def test_models_run_alike_under_either_name(family: str) -> None:
     assert all(map(torch.equal, *outputs))
     reports = [runner.loaded.acceleration for runner in runners]
     assert reports[0] == reports[1]
-    assert reports[0].layers == (NUM_LAYERS if family == "llama" else 0)
+    assert reports[0].layers == NUM_LAYERS
     assert [runner.supports_ragged for runner in runners] == [True, True]
     assert [runner.why_not_direct for runner in runners] == 2 * [runners[0].why_not_direct]
     assert [numerics_of(runner).is_exact for runner in runners] == [True, True]

@@ -12,7 +12,7 @@ from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.ragged import RaggedSequence
 from shared.model.runner import CapturedStates, captured_depths
-from shared.model.substitution import layer as layer_module
+from shared.model.substitution import plan as plan_module
 from shared.ops.layer import LayerWeights
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
 
@@ -21,13 +21,13 @@ from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
 def spans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For each op, how many layers it ran."""
     spans: list[int] = []
-    op = layer_module.decoder_layers
+    op = plan_module.decoder_layers
 
     def noted(*args: Any, weights: LayerWeights, **kwargs: Any) -> Tensor:
         spans.append(weights.num_layers)
         return op(*args, weights=weights, **kwargs)
 
-    monkeypatch.setattr(layer_module, "decoder_layers", noted)
+    monkeypatch.setattr(plan_module, "decoder_layers", noted)
     return spans
 
 

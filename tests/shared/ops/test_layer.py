@@ -31,14 +31,19 @@ def layers(draw: st.DrawFn) -> dict:
         "group": draw(st.sampled_from([1, 3])),
         "head": head,
         "value_head": draw(st.sampled_from([8, 20])),
-        "rotated": draw(st.sampled_from([head, head // 2 // 2 * 2])),
+        "rotated": draw(st.sampled_from([head, head // 2 // 2 * 2, 0])),
         "intermediate": draw(st.sampled_from([7, 64])),
-        "together": draw(st.booleans()),
+        "together": draw(st.sampled_from(["no", "in turn", "interleaved"])),
         "head_norms": draw(st.booleans()),
+        "centred": draw(st.booleans()),
+        "added_norms": draw(st.sampled_from([(False, False), (True, True), (True, False), (False, True)])),
+        "mlp": draw(st.sampled_from(["after", "parallel", "parallel, norm shared"])),
+        "gated": draw(st.booleans()),
+        "query_scale": draw(st.sampled_from([1.0, 0.3])),
         "biased": draw(st.sampled_from(["all", "some", "no"])),
         "dtypes": draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=7)),
         "kv_dtype": draw(st.sampled_from(DTYPES)),
-        "activation": draw(st.sampled_from(["silu", "gelu_tanh"])),
+        "activation": draw(st.sampled_from(["silu", "gelu_tanh", "gelu", "relu"])),
         "softcap": draw(st.sampled_from([None, 2.0])),
     }
 
@@ -46,25 +51,39 @@ def layers(draw: st.DrawFn) -> dict:
 def _weights(p: dict) -> LayerWeights:
     width, kv, inner = p["width"], p["kv_heads"], p["intermediate"]
     q, k, v = kv * p["group"] * p["head"], kv * p["head"], kv * p["value_head"]
-    shapes = [(q + k + v, width)] if p["together"] else [(q, width), (k, width), (v, width)]
-    shapes.append((width, kv * p["group"] * p["value_head"]))
-
-    sizes = [rows for rows, _ in shapes] + [2 * inner, width]
-    shapes += [(inner, width), (inner, width), (width, inner)]
+    apart, up, in_parallel = p["together"] == "no", inner * p["gated"], p["mlp"] != "after"
+    shapes = [(q, width), (k, width), (v, width)] if apart else [(q + k + v, width), (0, 0), (0, 0)]
+    shapes += [(width, kv * p["group"] * p["value_head"]), (inner, width), (up, width), (width, inner)]
+    sizes = [rows for rows, _ in shapes[:4]] + [inner + up, width]
     packed = [
-        ops.pack_linear((torch.randn(shape) / shape[1] ** 0.5).to(dtype))
+        ops.pack_linear((torch.randn(shape) / shape[1] ** 0.5).to(dtype)) if shape[0] else NOTHING
         for shape, dtype in zip(shapes, cycle(p["dtypes"]), strict=False)
     ]
-    norms = [torch.randn(width), torch.randn(width)]
-    if p["head_norms"]:
-        norms += [torch.randn(p["head"]), torch.randn(p["head"])]
+
+    def norm(*size: int, exists: bool = True) -> Tensor:
+        return torch.randn(size) if exists else NOTHING
+
+    pair, added = (2,) * p["centred"], [each and not in_parallel for each in p["added_norms"]]
+    norms = [norm(*pair, width), norm(*pair, width, exists=p["mlp"] != "parallel, norm shared")]
+    norms += [norm(p["head"], exists=p["head_norms"]) for _ in range(2)]
+    norms += [norm(*pair, width, exists=exists) for exists in added]
     biases = {
         "all": [torch.randn(size) for size in sizes],
         "some": [torch.randn(sizes[0]), *(NOTHING for _ in sizes[1:])],
         "no": [],
     }[p["biased"]]
+    # A row of a group's queries, its key and its value, as in GPT-NeoX, or all queries, all keys and all values.
+    group = p["group"] * p["head"]
+    places = (0, p["head"], group, group + p["head"] + p["value_head"], group + p["head"])
+    places += (group + p["head"] + p["value_head"],)
+    interleaved = p["together"] == "interleaved" and p["group"] == 1
+    if interleaved:
+        places = (0, places[5], *places[2:])
     return LayerWeights(
-        *(norms, packed, biases, kv * p["group"], inner, p["activation"]), *(1e-5, 1.0, 0.3, p["softcap"])
+        *(norms, packed, biases, kv * p["group"], inner, p["activation"]),
+        *(1e-5, 0.0 if p["centred"] else 1.0, 0.3, p["softcap"], places if interleaved else ()),
+        query_scale=p["query_scale"],
+        parallel_mlp=in_parallel,
     )
 
 
@@ -105,7 +124,7 @@ def _flat(weights: LayerWeights, matrices: list[Tensor], kv: LayerKV, masks: lis
     return (
         *(w.norms, matrices, w.biases, _stores(kv.keys), _stores(kv.values), *kv[2:]),
         *(masks, [], w.num_layers, w.num_heads, w.intermediate),
-        *(w.activation, w.eps, w.weight_offset, w.scaling, w.softcap),
+        *(w.activation, w.eps, w.weight_offset, w.scaling, w.softcap, w.places, w.query_scale, w.parallel_mlp),
     )
 
 
@@ -121,6 +140,8 @@ def _step_by_step(x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, kv: Laye
             x, gate, up, rows(up), activation, bias
         ),
         "rms_norm": ops.rms_norm,
+        "layer_norm": ops.layer_norm,
+        "activate": ops.activate,
         "rotary": ops.rotary,
         "ragged_contiguous_attention": ops.ragged_contiguous_attention,
     }
@@ -141,7 +162,7 @@ def test_has_the_bits_of_the_single_ops(isa: str, p: dict, threads: int) -> None
     assert torch.equal(out, _step_by_step(x, cos, sin, weights, expected_kv, masks))
     for kept, expected in zip(kv[:2], expected_kv[:2], strict=True):
         assert all(map(torch.equal, _stores(kept), _stores(expected)))
-    matrices = [ops.unpack_linear(packed) for packed in weights.packed]
+    matrices = [ops.unpack_linear(packed) if packed.numel() else packed for packed in weights.packed]
     spec = reference.decoder_layers(x, cos, sin, *_flat(weights, matrices, spec_kv, masks))[-1]
     # Sums in another order may round a key or a value of 16 bits to its neighbour.
     tolerance = 1e-4 if p["kv_dtype"] == torch.float32 else 1e-2
@@ -237,7 +258,12 @@ SMALL = {
     "value_head": 8,
     "rotated": 8,
     "intermediate": 16,
-    "together": False,
+    "together": "no",
+    "centred": False,
+    "added_norms": (False, False),
+    "mlp": "after",
+    "gated": True,
+    "query_scale": 1.0,
     "biased": "no",
     "dtypes": DTYPES[:1],
     "kv_dtype": torch.float32,
@@ -271,10 +297,18 @@ def test_no_tokens_are_no_work() -> None:
         ({"num_heads": 3}, "3 query heads cannot share 2 key heads"),
         ({"num_heads": 6}, r"a projection is a matrix \[32, 12\], want \[48, 12\]"),
         ({"intermediate": 17}, r"gate is a matrix \[16, 12\], want \[17, 12\]"),
-        ({"activation": "relu"}, "activation is 'relu'"),
-        ({"norms": [torch.ones(12)]}, "1 norms for 1 layers, want 2"),
-        ({"norms": [torch.ones(12), torch.ones(11)]}, "a norm must be contiguous with shape"),
-        ({"biases": [NOTHING] * 5}, "7 matrices and 5 biases for 1 layers"),
+        ({"activation": "tanh"}, "activation is 'tanh'"),
+        ({"norms": [torch.ones(12)]}, "1 norms, 7 matrices, 0 biases and 0 places for 1 layers, want 6"),
+        ({"norms": [torch.ones(12), torch.ones(11), *[NOTHING] * 4]}, "a norm must be contiguous with shape"),
+        ({"norms": [torch.ones(12), torch.ones(3, 12), *[NOTHING] * 4]}, r"\[12\] or \[2, 12\], got \[3, 12\]"),
+        ({"norms": [torch.ones(12), *[NOTHING] * 5]}, "an MLP after attention needs a norm"),
+        ({"norms": [torch.ones(12)] * 2 + [torch.ones(7)] + [NOTHING] * 3}, "a head norm must be contiguous"),
+        ({"norms": [torch.ones(12)] * 6, "parallel_mlp": True}, "a head norm must be"),
+        ({"norms": [*[torch.ones(12)] * 2, *[NOTHING] * 3, torch.ones(12)], "parallel_mlp": True}, "cannot be normed"),
+        ({"biases": [NOTHING] * 5}, "7 matrices, 5 biases"),
+        ({"places": [0, 8, 32]}, "3 places for 1 layers"),
+        ({"places": [0, 9, 0, 8, 0, 8]}, "heads of 8 from 0 on, 9 apart, exceed a projection of 32"),
+        ({"places": [0, 8, 0, 8, -1, 8]}, "heads of 8 from -1 on"),
         ({"biases": [torch.ones(3)] + [NOTHING] * 5}, "a projection must be contiguous"),
         ({"softcap": 0.0}, "softcap must be positive"),
         ({"eps": -1.0}, "eps is negative"),

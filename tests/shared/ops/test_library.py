@@ -17,6 +17,8 @@ OPS = [
     "packed_linear",
     "packed_gated_linear",
     "rms_norm",
+    "layer_norm",
+    "activate",
     "rotary",
     "contiguous_attention",
     "ragged_contiguous_attention",
@@ -50,6 +52,8 @@ def _calls() -> dict[str, tuple]:
         "packed_linear": (torch.randn(2, 3, 12), packed, 20, torch.randn(20)),
         "packed_gated_linear": (torch.randn(2, 12), packed, up, 20, "silu", torch.randn(40)),
         "rms_norm": (torch.randn(2, 12), torch.randn(12), 1e-5, 1.0),
+        "layer_norm": (torch.randn(2, 12), torch.randn(12), torch.randn(12), 1e-5),
+        "activate": (torch.randn(2, 12), "gelu"),
         "rotary": (q, k[:, :, :3], cos, sin),
         "contiguous_attention": (q, k, v, 6, mask, True, 0.3, 4.0),
         "ragged_contiguous_attention": (
@@ -67,7 +71,7 @@ def _calls() -> dict[str, tuple]:
         "decoder_layers": (
             torch.randn(1, 3, 12),
             *(cos, sin),
-            table([torch.randn(12), torch.randn(12), torch.randn(8), torch.randn(8)]),
+            table([torch.randn(12), torch.randn(12), torch.randn(8), torch.randn(8), torch.empty(0), torch.randn(12)]),
             table(
                 [
                     *(ops.pack_linear(torch.randn(rows, 12)) for rows in (32, 16, 16)),

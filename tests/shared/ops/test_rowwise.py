@@ -6,6 +6,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from shared import ops
+from shared.model.substitution.linear import ACTIVATIONS
 from shared.ops import reference
 
 DRAWN = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -18,6 +19,27 @@ def test_rms_norm_agrees_with_its_reference_row_by_row(isa: str, rows: int, widt
     out = ops.rms_norm(x, weight, 1e-5, offset)
     torch.testing.assert_close(out, reference.rms_norm(x, weight, 1e-5, offset), atol=1e-6, rtol=1e-5)
     assert all(torch.equal(out[:, i : i + 1], ops.rms_norm(x[:, i : i + 1], weight, 1e-5, offset)) for i in range(rows))
+
+
+@DRAWN
+@given(rows=st.integers(1, 9), width=st.integers(8, 200), shift=st.sampled_from([0.0, 3.0]))
+def test_layer_norm_agrees_with_its_reference_row_by_row(isa: str, rows: int, width: int, shift: float) -> None:
+    x, (weight, bias) = torch.randn(2, rows, width) + shift, torch.randn(2, width).unbind()
+    out = ops.layer_norm(x, weight, bias, 1e-5)
+    expected = reference.layer_norm(x.double(), weight.double(), bias.double(), 1e-5).float()
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    assert all(torch.equal(out[:, i : i + 1], ops.layer_norm(x[:, i : i + 1], weight, bias, 1e-5)) for i in range(rows))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_agree_with_their_reference_number_by_number(isa: str, activation: str) -> None:
+    x = torch.cat([torch.linspace(-12, 12, 3001), torch.tensor([0.0, -1e-30, 1e4, -1e4, float("nan"), float("inf")])])
+    out = ops.activate(x, activation)
+    expected = reference.activate(x.double(), activation).float()
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6, equal_nan=True)
+    for part in x.split([1, 5, 2000, 1001]):
+        begin = part.storage_offset()
+        assert torch.equal(ops.activate(part, activation).nan_to_num(), out[begin : begin + len(part)].nan_to_num())
 
 
 def test_rms_norm_agrees_with_hugging_face() -> None:
@@ -83,3 +105,7 @@ def test_wrong_norm_arguments_are_named() -> None:
         ops.rms_norm(torch.randn(2, 5), torch.ones(4), 1e-6)
     with pytest.raises(RuntimeError, match="eps is negative"):
         ops.rms_norm(torch.randn(2, 5), torch.ones(5), -1.0)
+    with pytest.raises(RuntimeError, match=r"layer_norm: bias must be contiguous with shape \[5\]"):
+        ops.layer_norm(torch.randn(2, 5), torch.ones(5), torch.ones(4), 1e-6)
+    with pytest.raises(RuntimeError, match="activation is 'swish'"):
+        ops.activate(torch.randn(2, 5), "swish")

@@ -14,19 +14,18 @@ from shared.model.cache_argument import with_cache
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import wrap_model
 from shared.model.ragged import RaggedCache, RaggedSequence
-from shared.model.substitution import attention, fused_layers
-from shared.model.substitution import layer as layer_module
+from shared.model.substitution import attention, fused_layers, trace
+from shared.model.substitution import plan as plan_module
 from shared.model.substitution.apply import AccelerationReport, accelerate, restore
 from shared.model.substitution.layer import FusedLayer
 from shared.ops.layer import LayerKV, LayerWeights, decoder_layers
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family, load_family
 
 FUSED = ["llama", "qwen2.5", "qwen3", "mistral-sliding", "phi3-sliding"]
+FUSED += ["gemma3-sliding", "gpt2", "opt", "gpt-neox", "phi2"]
 LEFT_ALONE = {
-    "gemma3-sliding": "after attention runs PackedLinear, RmsNorm, RmsNorm",
-    "mixtral": "after attention runs PackedLinear, RmsNorm, Experts, not",
-    "phi2": "after attention runs PackedLinear, PackedLinear, PackedLinear, not",
-    "opt": "after attention runs PackedLinear, PackedLinear, PackedLinear, not",
+    "mixtral": "after attention runs PackedLinear, Norm, Experts, not",
+    "ministral3": "beside its modules runs div, floor, log, mul",
 }
 
 
@@ -98,7 +97,7 @@ def test_bits_are_compared_over_caches_of_the_dtype_that_will_be_used(monkeypatc
     def wrong_in_16_bits(*args: Any, kv: LayerKV, **kwargs: Any) -> Tensor:
         return decoder_layers(*args, kv=kv, **kwargs) + (kv.keys[0].tensors[0].dtype == torch.bfloat16)
 
-    monkeypatch.setattr(layer_module, "decoder_layers", wrong_in_16_bits)
+    monkeypatch.setattr(plan_module, "decoder_layers", wrong_in_16_bits)
     assert accelerate(build_family("llama"), torch.float32).layers == NUM_LAYERS
     assert accelerate(build_family("llama"), torch.bfloat16).layers == 0
 
@@ -113,16 +112,23 @@ def test_bits_are_compared_with_the_rounding_that_will_be_used(monkeypatch, tmp_
         rounds_inputs = weights.packed[0][12]  # see PackedHeader
         return decoder_layers(*args, weights=weights, **kwargs) + rounds_inputs
 
-    monkeypatch.setattr(layer_module, "decoder_layers", wrong_if_rounded)
+    monkeypatch.setattr(plan_module, "decoder_layers", wrong_if_rounded)
     assert load().layers == NUM_LAYERS
     assert load(compute_dtype=torch.bfloat16).layers == 0
+
+
+@pytest.mark.parametrize("family", ["gemma3-sliding", "gpt2", "gpt-neox"])
+def test_layers_are_one_op_with_rounded_inputs_too(family, tmp_path: Path):
+    report = load_family(tmp_path, family, torch.bfloat16, compute_dtype=torch.bfloat16).acceleration
+    assert report is not None
+    assert report.layers == NUM_LAYERS
 
 
 def test_a_layer_with_the_weights_of_its_neighbour_keeps_its_modules(monkeypatch):
     planned = []
 
-    def mistaken(*args: Any) -> layer_module.LayerPlan:
-        planned.append(layer_module.plan(*args))
+    def mistaken(*args: Any) -> plan_module.LayerPlan:
+        planned.append(plan_module.plan(*args))
         return replace(planned[-1], weights=planned[max(len(planned) - 2, 0)].weights)
 
     monkeypatch.setattr(fused_layers, "plan", mistaken)
@@ -196,11 +202,19 @@ def test_what_has_no_effect_on_the_compared_tokens_is_seen():
 
 def test_layers_are_compared_across_borders(monkeypatch):
     """Even if what they do beside their modules were not seen."""
-    monkeypatch.setattr(layer_module, "_MOVES", _Everything())
-    monkeypatch.setattr(layer_module, "_SUMS", [])
+    monkeypatch.setattr(trace, "MOVES", _Everything())
+    monkeypatch.setattr(plan_module, "SUMS", [])
     report = accelerate(build_family("ministral3"))
     assert report.layers == 0
     assert report.left_alone["model.layers.0"].endswith("something else at positions from 8 on")
+
+
+def test_settings_of_a_family_are_seen_in_what_its_layers_read():
+    sequential = accelerate(build_family("gpt-neox", use_parallel_residual=False))
+    assert sequential.layers == NUM_LAYERS
+    normed_after = accelerate(build_family("opt", do_layer_norm_before=False))
+    assert normed_after.layers == 0
+    assert "not norm, 1 or 3 linears" in normed_after.left_alone["model.decoder.layers.0"]
 
 
 def test_other_scaling_is_seen_not_assumed():

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.activations import NewGELUActivation
 
-from shared.model.substitution.linear import gated_mlp, linear, rms_norm
+from shared.model.substitution.linear import activation, gated_mlp, linear, norm
 from shared.model.substitution.match import Unsuitable
 from shared.ops import reference
 
@@ -23,6 +24,13 @@ class _CentredNorm(nn.Module):
         return nn.functional.layer_norm(x, (8,), self.weight, None, self.eps)
 
 
+class _Shifted(_CentredNorm):
+    """Subtracts no mean, but adds one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.mean(-1, keepdim=True)
+
+
 class _Mlp(nn.Module):
     def __init__(self, act: nn.Module) -> None:
         super().__init__()
@@ -34,18 +42,52 @@ class _Mlp(nn.Module):
 
 
 def test_eps_is_found_among_other_small_numbers() -> None:
-    norm = _CentredNorm()
-    norm.dropout, norm.eps = 1e-7, 1e-6
-    norm.forward = lambda x: reference.rms_norm(x, norm.weight, norm.eps)
+    module = _CentredNorm()
+    module.dropout, module.eps = 1e-7, 1e-6
     x = torch.randn(2, 8) * 1e-2
-    torch.testing.assert_close(rms_norm(norm).forward(x), norm(x))
+    torch.testing.assert_close(norm(module).forward(x), module(x))
+    module.forward = lambda x: reference.rms_norm(x, module.weight, module.eps)
+    torch.testing.assert_close(norm(module).forward(x), module(x))
+
+
+def test_layer_norms_are_found_with_and_without_a_bias() -> None:
+    x = torch.randn(2, 8) + 3
+    for module in (nn.LayerNorm(8, eps=1e-3), nn.LayerNorm(8, bias=False)):
+        for parameter in module.parameters():
+            parameter.data += torch.randn(8)
+        found = norm(module)
+        torch.testing.assert_close(found.forward(x), module(x))
+        again = norm(module, form=found.form)
+        assert torch.equal(again.forward(x), found.forward(x))
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (nn.GELU(), "gelu"),
+        (nn.GELU(approximate="tanh"), "gelu_tanh"),
+        (NewGELUActivation(), "gelu_tanh"),
+        (nn.ReLU(), "relu"),
+        (nn.SiLU(), "silu"),
+    ],
+)
+def test_activations_are_found_by_what_they_compute(module: nn.Module, name: str) -> None:
+    x, found = torch.randn(5, 9), activation(module)
+    assert found.form == name
+    torch.testing.assert_close(found.forward(x), module(x))
+
+
+@pytest.mark.parametrize("module", [nn.Dropout().eval(), nn.ReLU6(), nn.Mish(), nn.Identity(), nn.LeakyReLU(1e-4)])
+def test_other_modules_without_parameters_are_no_activations(module: nn.Module) -> None:
+    with pytest.raises(Unsuitable, match="none of the activations"):
+        activation(module)
 
 
 def test_look_alikes_are_not_substituted() -> None:
     with pytest.raises(Unsuitable, match="does more"):
         linear(_Scaled(8, 4))
-    with pytest.raises(Unsuitable, match="not an RMS norm"):
-        rms_norm(_CentredNorm())
+    with pytest.raises(Unsuitable, match="neither an RMS norm nor a layer norm"):
+        norm(_Shifted())
     with pytest.raises(Unsuitable, match="is not down"):
         gated_mlp(_Mlp(nn.ReLU()))
     with pytest.raises(Unsuitable, match="float64"):

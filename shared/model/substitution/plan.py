@@ -1,0 +1,187 @@
+"""A decoder layer of Hugging Face transformers as one op, made from what a pass through the layer has shown.
+
+A layer is a candidate for `shared.ops.layer.decoder_layers`, over the same packed weights, if all its modules run
+kernels already (`linear`) and it calls them as a pre-norm layer does: their order, and which of them reads what another
+one has made, decide over the op's parts. They alone do not prove it: `fused_layers` compares the bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shared.model.substitution.match import Activation, GatedMlp, Norm, PackedLinear, Unsuitable
+from shared.model.substitution.trace import Attention, Event, Trace
+from shared.ops.layer import LayerKV, LayerWeights, decoder_layers, stacked
+
+SUMS = ["add", "add"]
+FLOAT_BYTES = 4
+_NOTHING = torch.empty(0)
+
+
+class FusedCache(Protocol):
+    """A KV cache that fused layers can write to."""
+
+    def layers_kv(self, keys: Tensor, values: Tensor, layers: tuple[int, ...]) -> LayerKV:
+        """See `ContiguousCache.layers_kv`."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The weights of consecutive layers, their numbers, and the form of their keys and values [*, Hkv, *, Dh] for the
+    cache. `rotates`: whether queries and keys are rotated."""
+
+    weights: LayerWeights
+    indices: tuple[int, ...]
+    keys_like: Tensor
+    values_like: Tensor
+    rotates: bool
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What plans must have in common to be stacked."""
+        return self.weights.form, self.keys_like.shape, self.values_like.shape, self.rotates
+
+    def run(
+        self,
+        hidden: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        cache: FusedCache,
+        masks: Sequence[Tensor] = (),
+        captured: dict[int, Tensor] | None = None,
+    ) -> Tensor:
+        """The layers' output [B, Q, D] for states [B, Q, D]. `masks` and `captured` as in `decoder_layers`."""
+        keys, values = self.keys_like, self.values_like
+        if hidden.shape[0] > 1:
+            keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
+        if angles is None or not self.rotates:
+            angles = hidden[:1, :, :0], hidden[:1, :, :0]
+        kv = cache.layers_kv(keys, values, self.indices)
+        return decoder_layers(hidden, *angles, weights=self.weights, kv=kv, masks=masks, captured=captured)
+
+
+def stacked_plan(plans: Sequence[LayerPlan]) -> LayerPlan:
+    """The plans of consecutive layers of the same `form` as one."""
+    indices = tuple(index for plan in plans for index in plan.indices)
+    return replace(plans[0], weights=stacked([plan.weights for plan in plans]), indices=indices)
+
+
+def plan(layer: nn.Module, trace: Trace) -> LayerPlan:
+    """The layer that `trace` shows as one pre-norm layer. Raises `Unsuitable` if it is not one."""
+    events, state = trace.events, trace.state
+    places = [index for index, event in enumerate(events) if isinstance(event.what, Attention)]
+    if len(places) != 1:
+        raise Unsuitable(f"attends {len(places)} times through 'neap', not once")
+    attention = events[places[0]].what
+    assert isinstance(attention, Attention)
+    before, after = events[: places[0]], events[places[0] + 1 :]
+    norms = [event for event in before if isinstance(event.what, Norm)]
+    made = [event for event in before if isinstance(event.what, PackedLinear)]
+    of_state = [norm for norm in norms if norm.read == state]
+    of_heads = [norm for norm in norms if norm.read != state]
+    fits = of_state and len(of_heads) in (0, 2) and len(made) in (1, 3) and len(norms) + len(made) == len(before)
+    if not fits:
+        raise Unsuitable(f"before attention runs {_named(before)}, not norm, 1 or 3 linears")
+    rest = _rest(after, {norm.made: norm for norm in of_state})
+    input_norm = next((norm for norm in of_state if norm.made == made[0].read), of_state[0])
+    own_norm = None if rest.norm is input_norm else rest.norm
+    if any(norm not in (input_norm, own_norm) for norm in of_state):
+        raise Unsuitable("has a norm that its parts do not read")
+    each_norm = [input_norm, own_norm, *(of_heads or (None, None)), rest.attended_norm, rest.output_norm]
+    recipes = [norm.what if norm is not None and isinstance(norm.what, Norm) else None for norm in each_norm]
+    forms = {(norm.eps, norm.offset) for norm in recipes if norm is not None}
+    if len(forms) > 1:
+        raise Unsuitable("has norms of different eps")
+    scales = [scale for start, scale in trace.scaled if start == made[0].made]
+    others = [*trace.others, *["mul"] * (len(trace.scaled) - len(scales[:1]))]
+    if others != SUMS:
+        raise Unsuitable(f"beside its modules runs {', '.join(sorted({*others} - {*SUMS}) or others)}")
+    projections = [event.what for event in made if isinstance(event.what, PackedLinear)]
+    absent: list[PackedLinear | None] = [None] * (3 - len(projections))
+    linears, mlp = [*projections, *absent, rest.out], rest.mlp
+    biases = [*(None if linear is None else linear.bias for linear in linears), mlp.bias, mlp.down.bias]
+    packed = [*(None if linear is None else linear.packed for linear in linears), mlp.gate, mlp.up, mlp.down.packed]
+    weights = LayerWeights(
+        _filled([None if norm is None else norm.weight for norm in recipes]),
+        _filled(packed),
+        _filled(biases) if any(bias is not None for bias in biases) else [],
+        attention.num_heads,
+        mlp.width,
+        mlp.activation,
+        *forms.pop(),
+        attention.scaling,
+        attention.softcap,
+        places=_places(trace, attention, made[0]) if absent else (),
+        query_scale=scales[0] if scales else 1.0,
+        parallel_mlp=rest.norm.read == state,
+    )
+    indices: set[object] = {getattr(module, "layer_idx", None) for module in layer.modules()}
+    numbers = [index for index in indices if isinstance(index, int)]
+    if len(numbers) != 1:
+        raise Unsuitable(f"has {len(numbers)} different values of layer_idx, not one")
+    keys, values = (
+        torch.empty(1, attention.num_kv_heads, 0, width) for width in (attention.width, attention.value_width)
+    )
+    return LayerPlan(weights, (numbers[0],), keys, values, trace.rotates)
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """What follows attention. `norm`: what the MLP reads."""
+
+    out: PackedLinear
+    attended_norm: Event | None
+    norm: Event
+    mlp: GatedMlp
+    output_norm: Event | None
+
+
+def _rest(after: Sequence[Event], of_state: dict[int, Event]) -> _Rest:
+    """`after`: what runs after attention. `of_state`: norms of the layer's state that ran before, by what they made."""
+    out, left = (after[0], [*after[1:]]) if after else (None, [])
+
+    def norm(last: bool = False) -> Event | None:
+        return left.pop(-last) if left and isinstance(left[-last].what, Norm) else None
+
+    attended_norm = norm() if out and left and left[0].read == out.made else None
+    before_mlp, output_norm = norm(), norm(last=True)
+    before_mlp = before_mlp or (of_state.get(left[0].read) if left else None)
+    match [event.what for event in left]:
+        case [GatedMlp() as mlp]:
+            pass
+        case [PackedLinear() as inner, Activation() as act, PackedLinear() as down]:
+            mlp = GatedMlp(inner.packed, _NOTHING, inner.out_features, act.name, inner.bias, down)
+        case _:
+            out = None
+    if out is None or before_mlp is None or not isinstance(out.what, PackedLinear):
+        raise Unsuitable(f"after attention runs {_named(after)}, not linear, norm, MLP")
+    return _Rest(out.what, attended_norm, before_mlp, mlp, output_norm)
+
+
+def _places(trace: Trace, attention: Attention, made: Event) -> tuple[int, ...]:
+    """Where the heads of queries, keys and values are in the rows [N] that one projection has made: see
+    `LayerWeights`."""
+    assert isinstance(made.what, PackedLinear)
+    sizes = {
+        "q": (attention.num_heads, attention.width),
+        "k": (attention.num_kv_heads, attention.width),
+        "v": (attention.num_kv_heads, attention.value_width),
+    }
+    places: list[int] = []
+    end = 0
+    for name, (count, width) in sizes.items():
+        view = trace.views.get(name)
+        at = -1 if view is None else (view.start - made.made) // FLOAT_BYTES
+        places += [at, max(view.head, width)] if view and 0 <= at < made.what.out_features else [end, width]
+        end += count * width
+    return tuple(places)
+
+
+def _filled(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [_NOTHING if tensor is None else tensor for tensor in tensors]
+
+
+def _named(events: Sequence[Event]) -> str:
+    return ", ".join(type(event.what).__name__ for event in events) or "nothing"

@@ -1,0 +1,159 @@
+"""What a decoder layer runs in one pass: which replaced modules, attention and other operations, and what they read and
+make."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shared.model.cache_argument import cache_among
+from shared.model.substitution.attention import observed
+from shared.model.substitution.match import (
+    Activation,
+    Embedding,
+    Experts,
+    GatedMlp,
+    Norm,
+    PackedLinear,
+    Substitute,
+    Unsuitable,
+)
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+# What a layer may do beside its modules, rotation and attention: move numbers, add states, and scale the queries by a
+# number. The fused layer would leave anything else out, and a clamp or a scale may have no effect on the tokens with
+# which the layers are compared.
+MOVES = frozenset(("alias", "view", "_unsafe_view", "transpose", "slice", "split", "split_with_sizes", "expand"))
+MOVES |= {"unsqueeze", "clone", "copy_", "cat"}
+
+
+def by_name(kind: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The arguments of a call of a layer of class `kind`, all but the first by their names."""
+    if len(args) < 2:
+        return args, kwargs
+    return args[:1], {**kwargs, **dict(zip(_parameters(kind.forward)[2:], args[1:], strict=False))}
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return [*inspect.signature(function).parameters]
+
+
+@dataclass(frozen=True)
+class _View:
+    """The address of a tensor [B, H, Q, D], and how far its heads are apart."""
+
+    start: int
+    head: int
+
+    @classmethod
+    def of(cls, states: Tensor) -> "_View":
+        return cls(states.data_ptr(), states.stride(1))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The sizes and parameters of one call of our attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    width: int
+    value_width: int
+    scaling: float
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class Event:
+    """A replaced module or attention that has run, and the addresses of what it has read and made."""
+
+    what: PackedLinear | Norm | Activation | GatedMlp | Embedding | Experts | Attention
+    read: int
+    made: int
+
+
+class Trace(TorchDispatchMode):
+    """What a layer does within it: `state`, the address of what it reads; `events`, in order; `others`, the names of
+    operations that are neither ours nor moves; `scaled`, the addresses of tensors that were multiplied by a number;
+    `views` of queries, keys and values before rotation; `rotates`, whether there was one.
+    """
+
+    def __init__(self, state: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.state = state.data_ptr()
+        self.events: list[Event] = []
+        self.others: list[str] = []
+        self.scaled: list[tuple[int, float]] = []
+        self.views: dict[str, _View] = {}
+        self.rotates = False
+        self._kept: list[Any] = [state]  # so that addresses stay those of one tensor
+
+    def add(self, what: Any, read: Any, made: Any) -> None:
+        self._kept += (read, made)
+        self.events.append(Event(what, *(each.data_ptr() if isinstance(each, Tensor) else 0 for each in (read, made))))
+
+    def see(self, **states: Tensor) -> None:
+        """Notes queries, keys and values, unless they were seen before."""
+        self._kept += states.values()
+        self.views = {name: _View.of(each) for name, each in states.items()} | self.views
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name == "rotary":
+            self.see(q=args[0], k=args[1])
+            self.rotates = True
+        elif func.namespace != "neap" and name not in MOVES:
+            if name == "mul" and isinstance(args[1], float):
+                self.scaled.append((args[0].data_ptr(), args[1]))
+            else:
+                self.others.append(name.removesuffix("_"))
+        return func(*args, **(kwargs or {}))
+
+
+def watch(layer: nn.Module, substitutes: Mapping[nn.Module, Substitute], call: Call) -> Trace:
+    """What `layer` runs in `call`. Raises `Unsuitable` if the layer returns a tuple."""
+    args, kwargs = call
+    trace, inside = Trace(args[0] if args else kwargs["hidden_states"]), set(layer.modules())
+    cache = cache_among(kwargs)
+
+    def note(what: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            made = forward(*args, **kwargs)
+            trace.add(what, next(iter((*args, *kwargs.values())), None), made)
+            return made
+
+        return run
+
+    def see(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any) -> None:
+        if module in inside:
+            scaling, softcap = kwargs.get("scaling"), kwargs.get("softcap")
+            scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+            sizes = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+            trace.see(q=query)
+            trace.add(Attention(*sizes, scaling, softcap), query, None)
+
+    def write(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        trace.see(k=keys, v=values)
+        return type(cache).update(cache, keys, values, *args, **kwargs)
+
+    substituted = [(module, substitutes[module], module.forward) for module in inside if module in substitutes]
+    try:
+        for module, substitute, forward in substituted:
+            module.forward = note(substitute.recipe, forward)
+        if cache is not None:
+            cache.update = write
+        with observed(see), trace:
+            output = layer(*args, **kwargs)
+    finally:
+        for module, _, forward in substituted:
+            module.forward = forward
+        if cache is not None:
+            del cache.update
+    if not isinstance(output, Tensor):
+        raise Unsuitable("returns more than its state")
+    return trace
