@@ -44,8 +44,9 @@ class PagedRunner:
     `kv_budget_bytes`: for caches, in whole blocks. RESERVED_TOKENS tokens come on top. `recorder` makes passes
     replayable; `transform` is as in `PagedForward`. If one of the two does not work for the model, the runner works
     without it: a warning is logged, `records` or `compiles` is False, and `why_not_recorded` or `why_not_compiled`
-    gives the reason. Raises `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) if passes over paged KV do not give the
-    states of the model's own attention.
+    gives the reason. `head_sizes`: the numbers of rows that go through the head at once, ascending. Raises
+    `UnsupportedModel` (reason PAGES_NOT_SUPPORTED) if passes over paged KV do not give the states of the model's own
+    attention.
     """
 
     supports_ragged = True
@@ -137,7 +138,7 @@ class PagedRunner:
             if bucket <= max(widest, BUCKETS[0]):
                 self._recorded_layers(0, self.num_layers, bucket)
                 yield
-        for bucket in self._head_buckets:
+        for bucket in self.head_sizes:
             for work in (self._run_head, self._choose):
                 self._recorded_head(bucket, work)
                 yield
@@ -220,19 +221,14 @@ class PagedRunner:
     def _through_head(self, states: Tensor, result: Tensor, work: Callable[[int], None]) -> Tensor:
         """States [N, D] -> what recorded `work` leaves in `result` [256, ..] of them, [N, ..]."""
         pieces = []
-        for rows in states.split(self._head_buckets[-1]):
-            replay = self._recorded_head(bucket_of(len(rows), self._head_buckets), work)
+        for rows in states.split(self.head_sizes[-1]):
+            replay = self._recorded_head(bucket_of(len(rows), self.head_sizes), work)
             self._to_head[: len(rows)].copy_(rows)
             replay()
             pieces.append(result[: len(rows)].clone())
         return _joined(pieces)
 
     # For steps whose tokens the device itself writes: see shared.engine.ahead.
-
-    @property
-    def head_sizes(self) -> tuple[int, ...]:
-        """The numbers of rows that go through the head at once, ascending."""
-        return self._head_buckets
 
     def token_buffer(self, size: int) -> TokenBuffer:
         """The tokens of a pass of this size."""
@@ -387,10 +383,10 @@ class PagedRunner:
         self._captured = {depth: torch.zeros_like(self._entering) for depth in captured_depths(self.num_layers)}
         # Some heads run as a pass of the whole model does, over no more rows than its context has positions.
         fitting = tuple(bucket for bucket in HEAD_BUCKETS if bucket <= self.loaded.context_length)
-        self._head_buckets = fitting or HEAD_BUCKETS[:1]
-        self._to_head = torch.zeros(self._head_buckets[-1], width, dtype=dtype, device=device)
-        self._logits = torch.zeros(self._head_buckets[-1], self.loaded.vocabulary_size, device=device)
-        self._chosen = torch.zeros(self._head_buckets[-1], dtype=torch.int64, device=device)
+        self.head_sizes = fitting or HEAD_BUCKETS[:1]
+        self._to_head = torch.zeros(self.head_sizes[-1], width, dtype=dtype, device=device)
+        self._logits = torch.zeros(self.head_sizes[-1], self.loaded.vocabulary_size, device=device)
+        self._chosen = torch.zeros(self.head_sizes[-1], dtype=torch.int64, device=device)
 
 
 def bucket_of(count: int, buckets: Sequence[int]) -> int:

@@ -222,7 +222,7 @@ def test_taps_are_the_models_own_states(runner):
 def test_choices_are_those_of_the_logits(runner):
     """In any number of rows, also where a row has none; without waiting for the device."""
     generator = torch.Generator().manual_seed(0)
-    num_rows = min(300, 5 * runner._head_buckets[-1])
+    num_rows = min(300, 5 * runner.head_sizes[-1])
     states = torch.randn(num_rows, runner.loaded.hidden_size, generator=generator)
     states[1] = float("nan")
     for count in (1, 2, 17, num_rows):
