@@ -35,13 +35,12 @@ NEAP_API int64_t neap_learned_view(const LearnedNgrams* learned, const LearnedEn
   *entries = learned->view().entries;
   return learned->view().num_sets * kSetEntries;
 }
-// The numbers of the entries that have changed since the last call, at most `most` of them; or `most` + 1, if more
-// have.
+// The numbers of the entries that have changed since the last call, at most `most`; -1: more have.
 NEAP_API int64_t neap_learned_changed(LearnedNgrams* learned, int64_t* changed, int64_t most) {
-  const std::vector<int64_t> found = learned->changed();
-  if ((int64_t)found.size() > most) return most + 1;
-  std::copy(found.begin(), found.end(), changed);
-  return (int64_t)found.size();
+  const auto found = learned->changed();
+  if (!found || (int64_t)found->size() > most) return -1;
+  std::copy(found->begin(), found->end(), changed);
+  return (int64_t)found->size();
 }
 
 // Writes what corrects the probabilities of a kind of request, as a control has it.

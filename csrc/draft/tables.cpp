@@ -72,7 +72,7 @@ void LearnedNgrams::learn(uint64_t salt, const int32_t* tokens, int64_t count, i
       state = extend_hash(state, tokens[place - back]);
       const int64_t entry = view().find(state);
       entry < 0 ? insert(state, tokens[place]) : this->count(entries_[entry], tokens[place]);
-      if (notes_ && entry >= 0) changed_.push_back(entry);
+      if (entry >= 0) note(entry);
     }
   }
 }
@@ -83,7 +83,7 @@ void LearnedNgrams::insert(uint64_t state, int32_t token) {
       first, first + kSetEntries, [](const LearnedEntry& a, const LearnedEntry& b) { return a.total < b.total; });
   num_entries_ += !entry.total;
   entry = {(uint32_t)(state >> 32), token, entry.second, 1, 1, 0, 0};
-  if (notes_) changed_.push_back(&entry - entries_.data());
+  note(&entry - entries_.data());
 }
 
 void LearnedNgrams::count(LearnedEntry& entry, int32_t token) {
@@ -107,11 +107,20 @@ void LearnedNgrams::count(LearnedEntry& entry, int32_t token) {
   }
 }
 
-std::vector<int64_t> LearnedNgrams::changed() {
-  notes_ = true;
-  std::sort(changed_.begin(), changed_.end());
-  changed_.erase(std::unique(changed_.begin(), changed_.end()), changed_.end());
-  return std::exchange(changed_, {});
+void LearnedNgrams::note(int64_t entry) {
+  constexpr size_t kMostNoted = 1 << 16;
+  if (!changed_) return;
+  changed_->push_back(entry);
+  // Nobody may ever ask.
+  if (changed_->size() > kMostNoted) changed_.reset();
+}
+
+std::optional<std::vector<int64_t>> LearnedNgrams::changed() {
+  std::optional<std::vector<int64_t>> found = std::exchange(changed_, std::vector<int64_t>());
+  if (!found) return found;
+  std::sort(found->begin(), found->end());
+  found->erase(std::unique(found->begin(), found->end()), found->end());
+  return found;
 }
 
 }  // namespace neap::draft

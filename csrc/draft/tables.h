@@ -1,6 +1,7 @@
 // What is known of contexts: prompt look-up, the n-gram table of a router, and the table that learns from answers.
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "hash.h"
@@ -44,17 +45,18 @@ class LearnedNgrams {
   void learn(uint64_t salt, const int32_t* tokens, int64_t count, int64_t first);
   int64_t num_entries() const { return num_entries_; }
 
-  // The entries that have changed since the last call. They are noted from the first call on.
-  std::vector<int64_t> changed();
+  // The entries that have changed since the last call; none if they are too many to be noted. They are noted from the
+  // first call on.
+  std::optional<std::vector<int64_t>> changed();
 
  private:
   void insert(uint64_t state, int32_t token);
   void count(LearnedEntry& entry, int32_t token);
+  void note(int64_t entry);
 
   int64_t num_sets_, num_entries_ = 0;
   std::vector<LearnedEntry> entries_;
-  std::vector<int64_t> changed_;
-  bool notes_ = false;
+  std::optional<std::vector<int64_t>> changed_;
 };
 
 }  // namespace neap::draft

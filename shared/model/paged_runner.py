@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 BUCKETS = (16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
 # Rows of logits at once. Fewer sizes, because a row is as wide as the vocabulary: the head's weights are read once.
 HEAD_BUCKETS = (16, 32, 64, 128, 256)
+# Rows of float64 that are drawn from at once.
+DRAWN_ROWS = 32
 # Tokens on top of the budget: for the check, and for what the engine measures and tests while requests hold all other
 # blocks.
 RESERVED_TOKENS = CHECK_TOKENS
@@ -228,8 +230,6 @@ class PagedRunner:
             pieces.append(result[: len(rows)].clone())
         return _joined(pieces)
 
-    # For steps whose tokens the device itself writes: see shared.engine.ahead.
-
     def token_buffer(self, size: int) -> TokenBuffer:
         """The tokens of a pass of this size."""
         return self._tokens[size]
@@ -248,7 +248,9 @@ class PagedRunner:
         states = self._leaving.index_select(0, rows)
         if drawing is None:
             return largest(self._model.logits(states, widens=False))
-        return drawn_or_largest(self._model.logits(states), *drawing.unbind())
+        # Masses are four times as large as logits, so they are made of a few rows at once.
+        parts = zip(self._model.logits(states).split(DRAWN_ROWS), drawing.split(DRAWN_ROWS, 1), strict=True)
+        return _joined([drawn_or_largest(logits, *numbers.unbind()) for logits, numbers in parts])
 
     def _run_in_buckets(
         self,

@@ -129,11 +129,11 @@ def learned_entries(learned: Handle) -> Tensor:
 
 
 def changed_entries(learned: Handle, most: int) -> list[int] | None:
-    """The numbers of the entries that have changed since the last call; None: more than `most`, or this is the first
-    call."""
+    """The numbers of the entries that have changed since the last call. None: they are more than `most` or were too
+    many to be noted, or this is the first call."""
     numbers = (c_int64 * most)()
     count = functions().neap_learned_changed(learned.address, numbers, c_int64(most))
-    return None if count > most else numbers[:count]
+    return None if count < 0 else numbers[:count]
 
 
 class ReadRow(NamedTuple):

@@ -119,6 +119,7 @@ class Ahead:
 
     def _launched(self, decoding: Sequence[DecodingSequence], parts: Sequence[Speculation], num_read: int) -> Launched:
         pool, began_s = self._runner.pool, time.monotonic()
+        self._make_room(decoding)
         rows = [(sequence, self._place(sequence)) for sequence in decoding]
         others = [
             (token, table, position)
@@ -160,6 +161,18 @@ class Ahead:
         self._runner.counters.add(0, self._runner.num_layers, len(rows) + len(others))
         arrived = self.graphs.memory.read(len(rows))
         return Launched(rows, num_read, drafted, arrived, began_s)
+
+    def _make_room(self, decoding: Sequence[DecodingSequence]) -> None:
+        """Takes requests from the device that are in no step, such as paused ones, if there are too few slots."""
+        new = [sequence for sequence in decoding if sequence not in self._places]
+        num_missing = len(self._places) + len(new) - MOST_ROWS
+        if num_missing <= 0:
+            return
+        busy = {*decoding}
+        if self._under_way is not None:
+            busy.update(sequence for sequence, _ in self._under_way.rows)
+        for sequence in [each for each in self._places if each not in busy][:num_missing]:
+            self.forget(sequence)
 
     def _place(self, sequence: DecodingSequence) -> Place:
         """Its place on the device. It gets one if it has none."""

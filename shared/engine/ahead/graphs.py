@@ -19,11 +19,13 @@ from shared.model.paged_runner import PagedRunner, bucket_of
 from shared.model.recorder import Work
 from shared.model.runner import captured_depths
 from shared.ops import slots
-from shared.ops.slots import PLACES, changed_entries, learned_entries
+from shared.ops.slots import MOST_ROWS, PLACES, changed_entries, learned_entries
 
 # Requests of one recording.
-ROW_SIZES = (1, 4, 16, 64, 192)
+ROW_SIZES = (1, 4, 16, 64, 128)
+# Those of a step under way and those of the next one have slots together.
 MAX_ROWS = ROW_SIZES[-1]
+assert 2 * MAX_ROWS <= MOST_ROWS
 # Entries of a learned table that are sent one by one. Beyond that the whole table is.
 MAX_CHANGED = 1 << 16
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.engine.ahead import graphs
+from shared.engine.ahead import ahead, graphs
 from shared.engine.ahead.ahead import Ahead
 from shared.engine.ahead.decoder import AheadDecoder
 from shared.engine.ahead.slots import SlotMemory
@@ -267,6 +267,31 @@ def test_a_step_is_three_replays_and_two_copies_and_waits_only_for_the_step_befo
         assert step["replays"] <= 3
         assert step["copies"] == 2
         assert step["waits"] == 0
+
+
+def test_paused_requests_make_room_on_the_device(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More requests have begun than there are slots, because their clients have stopped reading."""
+    monkeypatch.setattr(ahead, "MOST_ROWS", 4)
+    prompts = [(5, 6, 7 + number) * 3 for number in range(9)]
+    stopping = StoppingParams(max_tokens=NUM_NEW, ignore_eos=True)
+    with fixed_cost_engine(loaded, tries_promise=False) as plain:
+        wanted = [
+            plain.generate(GenerationRequest(prompt, stopping=stopping, policy=DepthPolicy("full"))).token_ids
+            for prompt in prompts
+        ]
+    with fixed_cost_engine(
+        loaded, ladder_of(loaded, 2), tries_promise=False, max_running=2, kv_budget_bytes=1 << 24, runner_of=make_runner
+    ) as engine:
+        begun = []
+        for prompt in prompts:
+            handle = engine.submit(GenerationRequest(prompt, stopping=stopping))
+            first = handle.next_event(60)
+            assert isinstance(first, TokenChunk)
+            handle.pause()
+            begun.append((handle, [token.token_id for token in first.tokens]))
+        for handle, _ in begun:
+            handle.resume()
+        assert [tuple(tokens + answer(engine, handle, None)[0]) for handle, tokens in begun] == wanted
 
 
 def test_more_than_a_pass_holds(loaded: LoadedModel) -> None:

@@ -198,6 +198,10 @@ def test_changes_of_a_learned_table_reach_the_device() -> None:
         assert not torch.equal(mirror.entries, learned_entries(table.handle))
         mirror.update()
         assert torch.equal(mirror.entries, learned_entries(table.handle))
+    # More than are noted, as where nothing is drafted for a long time.
+    client.learn([step * step % 97 for step in range(20_000)], 0)
+    mirror.update()
+    assert torch.equal(mirror.entries, learned_entries(table.handle))
 
 
 @pytest.mark.parametrize("seed", range(60))
