@@ -136,20 +136,22 @@ class DirectPass:
         """
         if self._hooks.are_any():
             return None
-        state = self._entering(token_ids, spans) if hidden is None else hidden
+        state = hidden
+        if state is None:
+            # Without the module's call around it, whose hooks have just been looked at.
+            state = self._embedding.forward(token_ids)
+            if self._positions is not None:
+                state = self._placed(state, *self._positions, spans)
         tables = [table.of(spans) for table in self._tables]
-        masks = [mask.of(spans, len(token_ids)) for mask in self._masks]
+        masks = [() if mask.causal_until == math.inf else mask.of(spans, len(token_ids)) for mask in self._masks]
         given = [
             (None if of_angles is None else tables[of_angles], masks[of_mask]) for of_angles, of_mask in self._layers
         ]
         return self._gates.run_stacked(first, last, state, given, self._ends, cache, captured)
 
-    def _entering(self, token_ids: Tensor, spans: Sequence[Span]) -> Tensor:
-        # Without the module's call around it, whose hooks have just been looked at.
-        rows: Tensor = self._embedding.forward(token_ids)
-        if self._positions is None:
-            return rows
-        weight, offset = self._positions
+    @staticmethod
+    def _placed(rows: Tensor, weight: Tensor, offset: int, spans: Sequence[Span]) -> Tensor:
+        """`rows` [B, T, D] of the embedding, with those of the positions."""
         places = torch.cat([torch.arange(span.start + offset, span.end + offset) for span in spans])
         return rows + F.embedding(places, weight)
 

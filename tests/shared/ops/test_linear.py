@@ -128,8 +128,8 @@ def test_wrong_weights_and_activations_are_named() -> None:
     with pytest.raises(RuntimeError, match="float32, float16 or bfloat16"):
         ops.pack_linear(torch.randn(3, 3).double())
     packed = ops.pack_linear(torch.randn(5, 3))
-    with pytest.raises(RuntimeError, match="activation is 'relu'"):
-        ops.packed_gated_linear(torch.randn(1, 3), packed, packed, 5, "relu")
+    with pytest.raises(RuntimeError, match="activation is 'tanh'"):
+        ops.packed_gated_linear(torch.randn(1, 3), packed, packed, 5, "tanh")
     other = ops.pack_linear(torch.randn(4, 3))
     with pytest.raises(RuntimeError, match=r"up is a matrix \[4, 3\]"):
         ops.packed_gated_linear(torch.randn(1, 3), packed, other, 5, "silu")
