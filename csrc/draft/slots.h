@@ -135,8 +135,9 @@ NEAP_BOTH inline Match find_match(const Team& team, const int32_t* tokens, int64
   int found = 0;
   for (int64_t end = count; end > 1; end -= team.size) {
     const int64_t place = end - 1 - team.rank;
-    team.flags[team.rank] = place > 0 && same_before(tokens, place, tail, length) == longest;
-    team.wait();
+    const bool is_match = place > 0 && same_before(tokens, place, tail, length) == longest;
+    team.flags[team.rank] = is_match;
+    if (!team.most(is_match)) continue;
     if (team.rank == 0)
       for (int other = 0; other < team.size && found < kMaxOccurrences; ++other)
         if (team.flags[other]) followers[found++] = tokens[end - 1 - other];
@@ -150,9 +151,11 @@ NEAP_BOTH inline void begin_row(const SlotArgs& args, int row, int32_t drafter) 
   const bool is_used = row < args.control->num_rows && args.control->drafters[row] == drafter;
   const int32_t number = is_used ? args.control->slots[row] : (int32_t)args.spare_slot;
   args.state_slots[row] = number;
+  // A head reads the embedding of every row, and the last token of an answer that has ended may be none.
+  args.newest[row] = 0;
   if (!is_used) return;
   const Slot& slot = args.slots[number];
-  args.newest[row] = args.tokens[number * args.width + slot.num_tokens - 1];
+  if (slot.is_open) args.newest[row] = args.tokens[number * args.width + slot.num_tokens - 1];
   args.rows[row].num_tokens = slot.num_tokens;
   args.rows[row].num_drafted = 0;
 }

@@ -287,7 +287,7 @@ class EngineLoop:
             going = {id(job.sequence): job for job in self.scheduler.running if job.sequence is not None}
         has_failures = False
         for sequence, chunks in results:
-            if (job := going.get(id(sequence))) is None:
+            if (job := going.pop(id(sequence), None)) is None:
                 continue
             for chunk in chunks:
                 self._deliver(job, chunk)

@@ -137,12 +137,14 @@ class EngineStatistics(DepthCounts):
                 self.queue_s.record(max(now - sequence.submitted_s, 0.0))
 
     def record_step(
-        self, seconds: float, sequences: Sequence[CountedSequence], results: Sequence[Sequence[TokenChunk]]
+        self, seconds: float | None, sequences: Sequence[CountedSequence], results: Sequence[Sequence[TokenChunk]]
     ) -> None:
-        """Counts a step of `sequences` that took `seconds`. `results` are the chunks that each of them got."""
+        """Counts a step of `sequences` that took `seconds`; None: they were a part of one that is counted elsewhere.
+        `results` are the chunks that each of them got."""
+        if seconds is not None:
+            self.step_s.record(seconds)
+            self.step_sequences.record(len(sequences))
         now = time.monotonic()
-        self.step_s.record(seconds)
-        self.step_sequences.record(len(sequences))
         for sequence, chunks in zip(sequences, results, strict=True):
             seen, num_generated = sequence.counted, sequence.num_generated
             num_tokens = num_generated - seen.num_generated

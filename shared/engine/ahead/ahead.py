@@ -6,6 +6,7 @@ the host says, and what it reads. A request whose answer ended in a step that th
 the next one. What the host ends itself, by a stop string or a cancellation, costs the next step's share.
 """
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -30,13 +31,15 @@ from shared.model.recorder import Work
 from shared.ops import NO_TOKEN
 from shared.ops.slots import MOST_ENDS, MOST_ROWS, NO_DRAFTER, ReadRow, Slot, read_row, row_bytes, write_ratios
 
+logger = logging.getLogger(__name__)
+
 FULL = "full"
 
 
 @dataclass(eq=False)
 class Place:
-    """Where a request is on the device. `has_run`: whether a step with it has been handled, so that its states are
-    those of its last settled token. `has_states`: whether a head could draft for it in the last step."""
+    """Where a request is on the device. `has_run`: whether a step with it has been handled. `has_states`: whether a
+    head could draft for it in the last step."""
 
     slot: int
     has_states: bool
@@ -102,6 +105,12 @@ class Ahead:
         if drafter.ladder is not None and drafter.ladder.drafts_on_device:
             yield from self.graphs.drafts_of(drafter).prepare(seconds)
 
+    def will_have_ended(self, sequence: DecodingSequence) -> bool:
+        """Whether its answer ends with the step under way, because every step gives a token."""
+        if self._under_way is None or sequence.answer.num_left > 1:
+            return False
+        return any(sequence is each and self._places.get(each) is place for each, place in self._under_way.rows)
+
     # Launches.
 
     def launch(
@@ -120,7 +129,9 @@ class Ahead:
     def _launched(self, decoding: Sequence[DecodingSequence], parts: Sequence[Speculation], num_read: int) -> Launched:
         pool, began_s = self._runner.pool, time.monotonic()
         self._make_room(decoding)
-        rows = [(sequence, self._place(sequence)) for sequence in decoding]
+        placed = [(sequence, attempt(sequence, self._place, sequence)) for sequence in decoding]
+        rows = [(sequence, place) for sequence, place in placed if place is not None]
+        decoding = [sequence for sequence, _ in rows]
         others = [
             (token, table, position)
             for part in parts
@@ -221,7 +232,7 @@ class Ahead:
         for number, (sequence, place) in enumerate(launched.rows):
             if self._places.get(sequence) is not place or sequence.failure or sequence.is_finished:
                 continue
-            row = attempt(sequence, self._commit, sequence, address + number * self._row_bytes, launched)
+            row = attempt(sequence, self._commit, sequence, place, address + number * self._row_bytes, launched)
             if row is not None and _drafts(sequence) and (place.has_states or not sequence.keeps_states):
                 reaches += row.reaches
                 num_drafting += 1
@@ -234,20 +245,24 @@ class Ahead:
         seconds = now - max(launched.began_s, self._handled_s)
         self._handled_s = now
         stepped = [sequence for sequence, _ in launched.rows]
-        self._statistics.record_step(seconds, stepped, [launched.chunks.get(sequence, []) for sequence in stepped])
         if launched.num_read and stepped:  # where nothing is read from the device, the time is not that of the pass
-            self._prefill_rate.record(launched.num_read, seconds)
+            self._prefill_rate.record(launched.num_read, now - launched.began_s)
+        try:
+            self._statistics.record_step(seconds, stepped, [launched.chunks.get(each, []) for each in stepped])
+        except Exception:  # the tokens have been generated, counted or not
+            logger.exception("a step could not be counted")
 
-    def _commit(self, sequence: DecodingSequence, address: int, launched: Launched) -> ReadRow:
+    def _commit(self, sequence: DecodingSequence, place: Place, address: int, launched: Launched) -> ReadRow:
         """Makes the tokens final that a request got in a step."""
         row = read_row(sequence.tables.handle, address)
         if row.num_tokens != len(sequence.tokens) or not row.choices:
             raise NeapError("the device and the host disagree about how far an answer is")
         num_layers, num_accepted = self._runner.num_layers, len(row.choices) - 1
         sequence.num_settled = row.num_tokens + num_accepted
-        sequence.num_layer_executions += num_layers
-        sequence.num_token_layers += num_layers * (1 + row.num_verified)
-        sequence.num_verify_passes += 1
+        if place.has_run:  # else this is the pass of the prompt
+            sequence.num_layer_executions += num_layers
+            sequence.num_token_layers += num_layers * (1 + row.num_verified)
+            sequence.num_verify_passes += 1
         sequence.num_drafted += row.num_verified
         sequence.num_accepted += num_accepted
         sequence.tables.record(row.choices)

@@ -1,5 +1,6 @@
 """The decoder of a runner that records passes: requests live on the device, and steps are launched one ahead."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -46,6 +47,7 @@ class AheadDecoder(Decoder):
         super().__init__(runner, prefixes, learned)
         self._paged = runner
         self._ahead = Ahead(runner, self.statistics, self.prefill_rate, learned)
+        self._first = 0
         depths = captured_depths(runner.num_layers)
         self._states = {depth: runner.left_at(depth) for depth in (*depths, runner.num_layers)}
 
@@ -67,17 +69,30 @@ class AheadDecoder(Decoder):
     def turn(self, sequences: Sequence[DecodingSequence]) -> Results:
         """As `Decoder.turn`. Of a sequence that the caller has ended since its launch, nothing is returned that counts.
         Without sequences: what is under way."""
-        sequences = sequences[: min(MAX_ROWS, self._paged.head_sizes[-1])]
+        sequences = self._chosen(sequences)
         if sequences and all(map(self._ahead.serves, sequences)):
-            return self._launch(sequences, [])
+            return _merged(self._launch(sequences, []))
         # What the host drafts comes after what it knows.
         results = self._handled(self._ahead.finish())
         going = [sequence for sequence in sequences if sequence.failure is None and not sequence.is_finished]
         if not going:
             return results
         on_host = [sequence for sequence in going if not self._ahead.serves(sequence)]
-        results += self._launch([sequence for sequence in going if sequence not in on_host], on_host)
-        return results + self._handled(self._ahead.finish())
+        try:
+            results += self._launch([sequence for sequence in going if sequence not in on_host], on_host)
+        except Exception as error:  # what others have got already is theirs
+            fail_all(going, error, "a step failed for")
+            results += [(sequence, []) for sequence in going]
+        return _merged(results + self._handled(self._ahead.finish()))
+
+    def _chosen(self, sequences: Sequence[DecodingSequence]) -> Sequence[DecodingSequence]:
+        """Those of this turn. If there are too many, they take turns."""
+        most = min(MAX_ROWS, self._paged.head_sizes[-1])
+        if len(sequences) <= most:
+            return sequences
+        first = self._first % len(sequences)
+        self._first = first + most
+        return [*sequences[first:], *sequences[:first]][:most]
 
     def _launch(self, on_device: Sequence[DecodingSequence], on_host: Sequence[DecodingSequence]) -> Results:
         """Launches a step, and finishes the part of `on_host` in it."""
@@ -100,20 +115,27 @@ class AheadDecoder(Decoder):
         ready = [each for each in on_device if each.failure is None and (not each.is_reading or each in last)]
         num_tokens = len(ready) + sum(len(part.tokens) for part in (*parts, *pieces))
         shares = num_tokens <= self._paged.pass_sizes[-1]
+        ready = [each for each in ready if not self._ahead.will_have_ended(each)]
         results: Results = []
+        is_launched = False
         if ready or pieces:
             try:
                 results = self._handled(self._ahead.launch(ready, [*parts, *pieces] if shares else pieces, num_read))
+                is_launched = True
             except Exception as error:
                 fail_all([*ready, *(piece.sequence for piece in pieces)], error, "a step could not be launched for")
+        if not is_launched:
+            results = self._handled(self._ahead.finish())
         for piece in pieces:
             piece.sequence.num_settled = piece.base + len(piece.tokens)
         if parts:
             # The first tokens of the pass are these, or they have one of their own.
-            passed = partial(self._taken, parts) if shares and (ready or pieces) else None
+            passed = partial(self._taken, parts) if shares and is_launched else None
             num_read = sum(len(part.tokens) for part in parts if part.is_prefill)
+            start_s = time.monotonic()
             self._verify_and_commit(parts, num_read, passed)
-            self.statistics.record_step(0.0, [part.sequence for part in parts], [part.chunks for part in parts])
+            seconds = None if is_launched else time.monotonic() - start_s
+            self.statistics.record_step(seconds, [part.sequence for part in parts], [part.chunks for part in parts])
         chunks_of = {part.sequence: part.chunks for part in parts}
         results += [(sequence, chunks_of.get(sequence, [])) for sequence in on_host]
         return results + [(sequence, []) for sequence in on_device if sequence.failure is not None]
@@ -129,3 +151,11 @@ class AheadDecoder(Decoder):
         for step in launched:
             self._ahead.handle(step)
         return [(sequence, step.chunks.get(sequence, [])) for step in launched for sequence, _ in step.rows]
+
+
+def _merged(results: Results) -> Results:
+    """One entry for each sequence, which may have been in two steps."""
+    found: dict[DecodingSequence, list[TokenChunk]] = {}
+    for sequence, chunks in results:
+        found.setdefault(sequence, []).extend(chunks)
+    return [*found.items()]

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -183,5 +184,5 @@ class StepGraphs:
 
 
 def _on_device(table: NgramTable, device: torch.device) -> list[list[Tensor]]:
-    """Keys, tokens, counts and shares of its orders, as bytes."""
-    return [[torch.from_numpy(part.view("u1")).to(device) for part in column] for column in table.columns]
+    """Keys, tokens, counts and shares of its orders, as bytes. What is empty gets an address all the same."""
+    return [[torch.from_numpy(np.append(part.view("u1"), 0)).to(device) for part in column] for column in table.columns]

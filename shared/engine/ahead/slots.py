@@ -119,7 +119,7 @@ class SlotMemory:
         memory = self._read[place]
         self._copy(memory[:num_rows], self.rows[:num_rows])
         for event in self._events[place : place + 1]:
-            event.record()
+            event.record(torch.cuda.current_stream(self.rows.device))
 
         def arrived() -> int:
             self._wait(place)

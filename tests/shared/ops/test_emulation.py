@@ -38,10 +38,10 @@ BUGS = {
         "atomicInc(ticket, 1000000u)",
     ),
     "slots": Bug(
-        "a barrier dropped: flags are read before they are written",
-        "draft/slots.h",
-        "== longest;\n    team.wait();\n",
-        "== longest;\n",
+        "a barrier dropped: the largest number of all warps is read before they have written theirs",
+        "include/slots.cuh",
+        "scratch[rank / kWarp] = number;\n    __syncthreads();\n",
+        "scratch[rank / kWarp] = number;\n",
     ),
     "choose": Bug(
         "a barrier dropped: the warps' firsts are read before they are written",
