@@ -18,7 +18,7 @@ from shared.engine.prompt_scores import score_prompt, score_weight
 from shared.engine.request.admission import MAX_PREFILL_TOKENS, PrefillRate, max_num_tokens, prefill_budget
 from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import OnStates
-from shared.engine.request.request import GeneratedToken, GenerationRequest, TokenChunk
+from shared.engine.request.request import GenerationRequest, TokenChunk
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.statistics import EngineStatistics
 from shared.engine.verification import Verdict, verify
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 # Prompt tokens per step whose keys and values are copied. So many take about as long as a pass.
 MAX_COPIED_TOKENS = 1024
-FULL = "full"
 
 
 def verify_parts(logits: Tensor, parts: Sequence[Speculation]) -> None:
@@ -300,29 +299,17 @@ class Decoder:
             return
         if sequence.keeps_states:
             sequence.settled = part.kept(sequence.kept_depths, num_settled - 1)
-        tokens = self._tokens(part, verdict)
+        tokens = sequence.drafter.generated(verdict.tokens, part.proposers)
+        if verdict.logprobs is not None:
+            tokens = [
+                replace(token, logprob=logprob.value, alternatives=logprob.alternatives)
+                for token, logprob in zip(tokens, verdict.logprobs, strict=True)
+            ]
         part.chunks += sequence.emit(tokens if verdict.is_sound else tokens[:-1])
         for place in verdict.relaxed:
             sequence.num_relaxed += part.base + 1 + place < len(sequence.tokens)
         if not verdict.is_sound and not sequence.is_finished:
             raise non_finite_logits()
-
-    def _tokens(self, part: Speculation, verdict: Verdict) -> list[GeneratedToken]:
-        """The drafts that were accepted, with the exits that made them, and the token that the full model chose after
-        them."""
-        drafter, tokens = part.sequence.drafter, list[GeneratedToken]()
-        for place, token in enumerate(verdict.tokens):
-            depth, proposer = self.runner.num_layers, FULL
-            if place < len(verdict.tokens) - 1:
-                number = part.proposers[place]
-                depth, proposer = drafter.depths[number], drafter.names[number]
-            tokens.append(GeneratedToken(token, depth, proposer))
-        if verdict.logprobs is None:
-            return tokens
-        return [
-            replace(token, logprob=logprob.value, alternatives=logprob.alternatives)
-            for token, logprob in zip(tokens, verdict.logprobs, strict=True)
-        ]
 
     def check_model(self) -> None:
         """Runs one token through all layers and the head. A failed step may have left a device that cannot run anything

@@ -20,7 +20,7 @@ from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.speculation import Speculation
 from shared.engine.failure import attempt, fail_all, non_finite_logits
 from shared.engine.request.admission import PrefillRate
-from shared.engine.request.request import GeneratedToken, TokenChunk
+from shared.engine.request.request import TokenChunk
 from shared.engine.request.sequence import DecodingSequence
 from shared.engine.statistics import EngineStatistics
 from shared.errors import NeapError
@@ -32,8 +32,6 @@ from shared.ops import NO_TOKEN
 from shared.ops.slots import MOST_ENDS, MOST_ROWS, NO_DRAFTER, ReadRow, Slot, read_row, row_bytes, write_ratios
 
 logger = logging.getLogger(__name__)
-
-FULL = "full"
 
 
 @dataclass(eq=False)
@@ -270,17 +268,12 @@ class Ahead:
         proposers = [drafter.names[number] for number in row.proposers]
         self._statistics.record_drafts(proposers, num_accepted, sequence.request.counted_version)
         is_sound = row.choices[-1] != NO_TOKEN
-        tokens = [
-            GeneratedToken(token, drafter.depths[number], drafter.names[number])
-            for token, number in zip(row.choices[:-1], row.proposers, strict=False)
-        ]
-        if is_sound:
-            tokens.append(GeneratedToken(row.choices[-1], num_layers, FULL))
-        launched.chunks[sequence] = sequence.emit(tokens)
+        tokens = drafter.generated(row.choices, row.proposers)
+        launched.chunks[sequence] = sequence.emit(tokens if is_sound else tokens[:-1])
         if not is_sound and not sequence.is_finished:
             raise non_finite_logits()
         return row
 
 
 def _drafts(sequence: DecodingSequence) -> bool:
-    return sequence.ladder is not None and sequence.request.policy.name != FULL
+    return sequence.ladder is not None and sequence.request.policy.name != "full"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from shared.engine.drafting.pass_costs import PassCosts
-from shared.engine.request.request import GenerationRequest
+from shared.engine.request.request import GeneratedToken, GenerationRequest
 from shared.ladder.confidence import Confidence
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.ladder import BoundLadder
@@ -13,6 +13,8 @@ from shared.ladder.tables import SequenceTables, native_ladder
 from shared.model.runner import Runner
 from shared.ops.drafting import functions
 
+# The proposer of what the full model chooses itself.
+FULL = "full"
 # Weight of earlier calls and passes in what they take, and how much longer than measured they are taken to be at most.
 DECAY, MOST_SLOWNESS = 0.95, 4.0
 # Weight of earlier passes in what keys take, and how different passes must be to tell its two parts apart.
@@ -70,6 +72,15 @@ class Drafter:
         make = self.ladder.tables if self.ladder else SequenceTables
         confidence = self.confidence(request)
         return make(self.native, confidence, learned, request.predicted, len(request.prompt_ids))
+
+    def generated(self, tokens: Sequence[int], proposers: Sequence[int]) -> list[GeneratedToken]:
+        """Tokens with the exits that made them: accepted drafts of these proposers, by number, and the token that the
+        full model chose after them."""
+        made: list[GeneratedToken] = []
+        for token, number in zip(tokens[:-1], proposers, strict=False):
+            made.append(GeneratedToken(token, self.depths[number], self.names[number]))  # noqa: PERF401: no frame
+        made.append(GeneratedToken(tokens[-1], self.runner.num_layers, FULL))
+        return made
 
     def pass_s(self, num_tokens: int) -> float:
         """Measured seconds of a pass over so many tokens."""
