@@ -13,6 +13,7 @@ GPU: what the host does to launch a step and to handle the one before.
 """
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -262,6 +263,7 @@ def main() -> None:
             *seconds, drafts = measure(runner, imposed, policy, count, options)
             row(count, policy, *(f"{each:.3f}" for each in seconds), f"{drafts:.1f}")
     on_device = impose(SHAPES["tiny"], (0,), options.share, accelerate=False)
+    gc.freeze()  # as a worker does when it is ready
     for count in options.requests:
         for policy in POLICIES:
             host_ms, drafts = measure_ahead(on_device, policy, count, options.steps)

@@ -24,7 +24,7 @@ HISTOGRAM_SUFFIXES = ("_bucket", "_sum", "_count")
 def busy_engine() -> SimpleNamespace:
     """What metrics read of an engine of the model "tiny" that has counted something of each kind."""
     statistics = EngineStatistics(num_layers=4)
-    statistics.record_drafts(["prompt-lookup"], 1, 3)
+    statistics.record_drafts(["prompt-lookup"], ["prompt-lookup"], 3)
     statistics.exits["prompt-lookup"] += 1
     statistics.by_version[3].exits["prompt-lookup"] += 1
     return SimpleNamespace(

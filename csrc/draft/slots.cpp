@@ -43,31 +43,44 @@ NEAP_API int64_t neap_learned_changed(LearnedNgrams* learned, int64_t* changed, 
   return (int64_t)found->size();
 }
 
-// Writes what corrects the probabilities of a kind of request, as a control has it.
-NEAP_API void neap_confidence_ratios(const Confidence* confidence, double* ratios) {
-  for (int in_case = 0; in_case < kNumCases; ++in_case)
-    for (int proposer = 0; proposer <= kFirstExit; ++proposer)
-      ratios[in_case * (kFirstExit + 1) + proposer] =
-          proposer < confidence->num_proposers() ? confidence->ratio((Case)in_case, proposer) : 1.0;
+// Writes what corrects the probabilities of each request's kind, or of none (null), as a control has it.
+NEAP_API void neap_confidence_ratios(const Confidence* const* confidences, int64_t count, double* ratios) {
+  for (int64_t row = 0; row < count; ++row, ratios += kNumRatios) {
+    const Confidence* confidence = confidences[row];
+    for (int in_case = 0; in_case < kNumCases; ++in_case)
+      for (int proposer = 0; proposer <= kFirstExit; ++proposer)
+        ratios[in_case * (kFirstExit + 1) + proposer] =
+            confidence && proposer < confidence->num_proposers() ? confidence->ratio((Case)in_case, proposer) : 1.0;
+  }
 }
 
 NEAP_API double neap_uniform_at(uint64_t seed, uint64_t position) { return uniform_at(seed, position); }
 
-// Reads a row. `numbers`: tokens before the step, of the chain, verified and new ones; `choices`: the new ones;
-// `proposers`: of the drafts that were verified; `reaches`: of all drafts. The sequence's chain becomes the row's, so
-// that it can be recorded.
-NEAP_API void neap_sequence_take(Sequence* sequence, const Row* row, int64_t* numbers, int32_t* choices,
-                                 int32_t* proposers, double* reaches) {
-  const int64_t found[] = {row->num_tokens, row->num_drafted, row->num_verified, row->num_new};
-  std::copy_n(found, 4, numbers);
-  std::copy_n(row->choices, row->num_new, choices);
-  std::copy_n(row->reaches, row->num_drafted, reaches);
-  sequence->chain = {};
-  for (int place = 0; place < row->num_drafted; ++place) {
-    const Said& said = row->said[place];
-    const Draft& draft = said.drafts[said.chosen];
-    if (place < row->num_verified) proposers[place] = draft.proposer;
-    const double before = place ? row->reaches[place - 1] : 1.0;
-    sequence->chain.links.push_back({draft, row->reaches[place] / before, {said.drafts, said.drafts + said.count}, {}});
+// Reads the rows of a step, but for those without a sequence (null). `numbers` [count, 4]: tokens before the step, of
+// the chain, verified and new ones; `choices` [count, kPlaces + 1]: the new ones; `proposers` [count, kPlaces]: of the
+// drafts that were verified; `reaches` [count, kPlaces]: of all drafts. Where a row has `lengths` tokens before the
+// step and at least one new one, the sequence records what has been shown of its drafts, and gets the tokens.
+NEAP_API void neap_sequences_take(Sequence* const* sequences, const Row* rows, const int64_t* lengths, int64_t count,
+                                  int64_t* numbers, int32_t* choices, int32_t* proposers, double* reaches) {
+  for (int64_t at = 0; at < count; ++at) {
+    const Row& row = rows[at];
+    Sequence* sequence = sequences[at];
+    if (!sequence) continue;
+    const int64_t found[] = {row.num_tokens, row.num_drafted, row.num_verified, row.num_new};
+    std::copy_n(found, 4, numbers + 4 * at);
+    std::copy_n(row.choices, row.num_new, choices + (kPlaces + 1) * at);
+    std::copy_n(row.reaches, row.num_drafted, reaches + kPlaces * at);
+    sequence->chain = {};
+    for (int place = 0; place < row.num_drafted; ++place) {
+      const Said& said = row.said[place];
+      const Draft& draft = said.drafts[said.chosen];
+      if (place < row.num_verified) proposers[kPlaces * at + place] = draft.proposer;
+      const double before = place ? row.reaches[place - 1] : 1.0;
+      sequence->chain.links.push_back(
+          {draft, row.reaches[place] / before, {said.drafts, said.drafts + said.count}, {}});
+    }
+    if (row.num_tokens != lengths[at] || row.num_new == 0) continue;
+    sequence->record(row.choices, row.num_new);
+    sequence->append(row.choices, row.num_new - (row.choices[row.num_new - 1] < 0));
   }
 }

@@ -78,20 +78,27 @@ class DepthCounts:
         self.accepted: Counter[str] = Counter()
         self.exits: Counter[str] = Counter()
 
-    def count(self, num_tokens: int, chunks: Sequence[TokenChunk], num_executions: int | None) -> None:
-        """Counts the tokens of one request from one step, and the layer executions of a step that was not its
-        first."""
-        self.num_generated_tokens += num_tokens
-        for chunk in chunks:
-            for token in chunk.tokens:
-                self.exits[token.proposer] += 1
-        if num_executions is None:
-            self.num_requests += 1
-            return
-        saved = self._num_layers * num_tokens - num_executions
-        self.num_layer_executions += num_executions
-        self.num_layer_executions_saved += max(saved, 0)
-        self.num_layer_executions_extra += max(-saved, 0)
+    def add(self, counted: "StepCounts") -> None:
+        """Counts what the requests of one step got."""
+        self.num_requests += counted.num_requests
+        self.num_generated_tokens += counted.num_tokens
+        self.num_layer_executions += counted.num_executions
+        saved = self._num_layers * counted.num_later_tokens - counted.num_executions
+        self.num_layer_executions_saved += saved + counted.num_extra
+        self.num_layer_executions_extra += counted.num_extra
+        for proposer in counted.proposers:
+            self.exits[proposer] += 1
+
+
+class StepCounts:
+    """What the requests of one step and one version got: `num_later_tokens` without those of a request's first step;
+    executions, and by how many of them requests exceeded full depth; and the tokens' proposers."""
+
+    __slots__ = ("num_executions", "num_extra", "num_later_tokens", "num_requests", "num_tokens", "proposers")
+
+    def __init__(self) -> None:
+        self.num_requests = self.num_tokens = self.num_later_tokens = self.num_executions = self.num_extra = 0
+        self.proposers: list[str] = []
 
 
 class EngineStatistics(DepthCounts):
@@ -110,12 +117,14 @@ class EngineStatistics(DepthCounts):
         self.step_s = Distribution(STEP_BOUNDS_S)
         self.step_sequences = Distribution(BATCH_BOUNDS)
 
-    def record_drafts(self, proposers: Sequence[str], num_accepted: int, version: int | None) -> None:
-        """Counts the drafts of one chain by their proposers, in order. The first `num_accepted` became final."""
+    def record_drafts(self, drafted: Sequence[str], accepted: Sequence[str], version: int | None) -> None:
+        """Counts drafts by their proposers: all, and those that became final."""
         for counts in self._counts(version):
-            for index, proposer in enumerate(proposers):
+            for proposer in drafted:
                 counts.drafted[proposer] += 1
-                counts.accepted[proposer] += index < num_accepted
+                counts.accepted[proposer] += 0
+            for proposer in accepted:
+                counts.accepted[proposer] += 1
 
     def _counts(self, version: int | None) -> tuple[DepthCounts, ...]:
         if version is None:
@@ -137,14 +146,20 @@ class EngineStatistics(DepthCounts):
                 self.queue_s.record(max(now - sequence.submitted_s, 0.0))
 
     def record_step(
-        self, seconds: float | None, sequences: Sequence[CountedSequence], results: Sequence[Sequence[TokenChunk]]
+        self,
+        seconds: float | None,
+        sequences: Sequence[CountedSequence],
+        results: Sequence[Sequence[TokenChunk]],
+        num_sequences: int | None = None,
     ) -> None:
         """Counts a step of `sequences` that took `seconds`; None: they were a part of one that is counted elsewhere.
-        `results` are the chunks that each of them got."""
+        `results` are the chunks that each of them got. `num_sequences`: those that shared the step, if they are
+        more."""
         if seconds is not None:
             self.step_s.record(seconds)
-            self.step_sequences.record(len(sequences))
+            self.step_sequences.record(len(sequences) if num_sequences is None else num_sequences)
         now = time.monotonic()
+        of_versions: dict[int | None, StepCounts] = {}
         for sequence, chunks in zip(sequences, results, strict=True):
             seen, num_generated = sequence.counted, sequence.num_generated
             num_tokens = num_generated - seen.num_generated
@@ -153,11 +168,25 @@ class EngineStatistics(DepthCounts):
             if not num_tokens:  # a piece of a prompt
                 continue
             num_executions = sequence.num_layer_executions - seen.num_layer_executions
-            for counts in self._counts(sequence.request.counted_version):
-                counts.count(num_tokens, chunks, num_executions if seen.delivered_s else None)
+            version = sequence.request.counted_version
+            counted = of_versions.get(version)
+            if counted is None:
+                counted = of_versions[version] = StepCounts()
+            counted.num_tokens += num_tokens
+            for chunk in chunks:
+                for token in chunk.tokens:
+                    counted.proposers.append(token.proposer)  # noqa: PERF401: no frame
             if seen.delivered_s:
                 self.inter_token_s.record((now - seen.delivered_s) / num_tokens, num_tokens)
+                counted.num_later_tokens += num_tokens
+                counted.num_executions += num_executions
+                if (extra := num_executions - self._num_layers * num_tokens) > 0:
+                    counted.num_extra += extra
             else:
+                counted.num_requests += 1
                 self.num_prompt_tokens += len(sequence.request.given_ids)
                 self.num_cached_prompt_tokens += sequence.num_cached
             sequence.counted = CountedProgress(num_generated, sequence.num_layer_executions, now)
+        for version, counted in of_versions.items():
+            for counts in self._counts(version):
+                counts.add(counted)

@@ -4,7 +4,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -290,7 +289,7 @@ class Decoder:
             sequence.num_accepted += num_accepted
             sequence.tables.record(verdict.tokens)
             proposers = [sequence.drafter.names[number] for number in part.proposers]
-            self.statistics.record_drafts(proposers, num_accepted, sequence.request.counted_version)
+            self.statistics.record_drafts(proposers, proposers[:num_accepted], sequence.request.counted_version)
         if sequence.on_states is not None:
             shown = [torch.stack([part.state(d, i) for i in range(num_settled)]) for d in sequence.kept_depths]
             with torch.inference_mode(False):  # they may be trained on
@@ -302,7 +301,7 @@ class Decoder:
         tokens = sequence.drafter.generated(verdict.tokens, part.proposers)
         if verdict.logprobs is not None:
             tokens = [
-                replace(token, logprob=logprob.value, alternatives=logprob.alternatives)
+                token._replace(logprob=logprob.value, alternatives=logprob.alternatives)
                 for token, logprob in zip(tokens, verdict.logprobs, strict=True)
             ]
         part.chunks += sequence.emit(tokens if verdict.is_sound else tokens[:-1])

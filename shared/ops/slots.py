@@ -85,9 +85,10 @@ def ratio_bytes() -> int:
     return sizes[3]
 
 
-def write_ratios(confidence: Handle, address: int) -> None:
-    """Writes what corrects the probabilities of a kind of request, as it is now."""
-    functions().neap_confidence_ratios(confidence.address, c_void_p(address))
+def write_ratios(confidences: Sequence[Handle | None], address: int) -> None:
+    """Writes what corrects the probabilities of each request's kind, as it is now. Of None: nothing does."""
+    addresses = (c_void_p * len(confidences))(*(each.address.value if each else None for each in confidences))
+    functions().neap_confidence_ratios(addresses, c_int64(len(confidences)), c_void_p(address))
 
 
 def proposers(
@@ -147,13 +148,38 @@ class ReadRow(NamedTuple):
     reaches: list[float]
 
 
-def read_row(sequence: Handle, address: int) -> ReadRow:
-    """Reads a row on the host. Its drafts become the chain of the sequence, to be recorded."""
-    numbers, choices, drafters = (c_int64 * 4)(), (c_int32 * (PLACES + 1))(), (c_int32 * PLACES)()
-    reaches = (c_double * PLACES)()
-    functions().neap_sequence_take(sequence.address, c_void_p(address), numbers, choices, drafters, reaches)
-    num_tokens, num_drafted, num_verified, num_new = numbers
-    return ReadRow(num_tokens, num_verified, choices[:num_new], drafters[:num_verified], reaches[:num_drafted])
+def read_rows(sequences: Sequence[Handle | None], lengths: Sequence[int], address: int) -> list[ReadRow]:
+    """Reads the rows of a step on the host. Those of None are not to be used.
+
+    A sequence that had `lengths` tokens when the step began gets the new ones, and records what they show of its
+    drafts; another one does not.
+    """
+    count = len(sequences)
+    numbers, choices = (c_int64 * (4 * count))(), (c_int32 * ((PLACES + 1) * count))()
+    drafters, reaches = (c_int32 * (PLACES * count))(), (c_double * (PLACES * count))()
+    functions().neap_sequences_take(
+        (c_void_p * count)(*(each.address.value if each else None for each in sequences)),
+        c_void_p(address),
+        (c_int64 * count)(*lengths),
+        c_int64(count),
+        numbers,
+        choices,
+        drafters,
+        reaches,
+    )
+    rows, new, first = [], 0, 0
+    for num_tokens, num_drafted, num_verified, num_new in zip(*[iter(numbers)] * 4, strict=True):
+        rows.append(
+            ReadRow(
+                num_tokens,
+                num_verified,
+                choices[new : new + num_new],
+                drafters[first : first + num_verified],
+                reaches[first : first + num_drafted],
+            )
+        )
+        new, first = new + PLACES + 1, first + PLACES
+    return rows
 
 
 def begin(rows: Tensor, args: SlotArgs, drafter: int) -> None:

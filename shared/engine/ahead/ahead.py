@@ -11,9 +11,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
-from shared.engine.ahead.graphs import StepGraphs
+from shared.engine.ahead.graphs import DraftGraphs, StepGraphs
 from shared.engine.ahead.slots import Arrived, RowOfStep
 from shared.engine.ahead.worth import Worth
 from shared.engine.drafting.drafter import Drafter
@@ -29,28 +28,36 @@ from shared.model.paged_kv import as_paged
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import Work
 from shared.ops import NO_TOKEN
-from shared.ops.slots import MOST_ENDS, MOST_ROWS, NO_DRAFTER, ReadRow, Slot, read_row, row_bytes, write_ratios
+from shared.ops.drafting import Handle
+from shared.ops.slots import MOST_ENDS, MOST_ROWS, NO_DRAFTER, ReadRow, Slot, read_rows
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Place:
-    """Where a request is on the device. `has_run`: whether a step with it has been handled. `has_states`: whether a
-    head could draft for it in the last step."""
+    """Where a request is on the device, and what does not change from step to step. `graphs` make its drafts, if it has
+    any. `draws`: whether its tokens are drawn. `has_states`: whether a head could draft for it in the last step."""
 
     slot: int
+    graphs: DraftGraphs | None
+    confidence: Handle
+    draws: bool
     has_states: bool
-    has_run: bool = False
+
+
+Row = tuple[DecodingSequence, Place]
 
 
 @dataclass
 class Launched:
     """A step under way: its requests and where they were, whether anything was drafted for them, and when it was
-    launched. `num_read`: tokens of prompts. `chunks`: what became final of each, once the step has been handled."""
+    launched. `num_read`: tokens of prompts; `num_sequences`: of all in its pass. `chunks`: what became final of each
+    request, once the step has been handled."""
 
-    rows: list[tuple[DecodingSequence, Place]]
+    rows: list[Row]
     num_read: int
+    num_sequences: int
     drafted: bool
     arrived: Arrived
     began_s: float
@@ -73,7 +80,6 @@ class Ahead:
         self._worth = Worth()
         self._under_way: Launched | None = None
         self._handled_s = 0.0
-        self._row_bytes = row_bytes()
 
     @property
     def is_under_way(self) -> bool:
@@ -85,7 +91,7 @@ class Ahead:
         """Whether the device needs no word from the host to choose its tokens."""
         request, ladder = sequence.request, sequence.ladder
         policy, sampling = request.policy, request.sampling
-        return (
+        return sequence.place is not None or (
             not (sampling.changes_scores or sampling.top_k or sampling.top_p < 1.0)
             and policy.name != "relaxed"
             and request.constraint is None
@@ -107,7 +113,7 @@ class Ahead:
         """Whether its answer ends with the step under way, because every step gives a token."""
         if self._under_way is None or sequence.answer.num_left > 1:
             return False
-        return any(sequence is each and self._places.get(each) is place for each, place in self._under_way.rows)
+        return any(sequence is each and each.place is place for each, place in self._under_way.rows)
 
     # Launches.
 
@@ -126,25 +132,22 @@ class Ahead:
 
     def _launched(self, decoding: Sequence[DecodingSequence], parts: Sequence[Speculation], num_read: int) -> Launched:
         pool, began_s = self._runner.pool, time.monotonic()
-        self._make_room(decoding)
-        placed = [(sequence, attempt(sequence, self._place, sequence)) for sequence in decoding]
-        rows = [(sequence, place) for sequence, place in placed if place is not None]
-        decoding = [sequence for sequence, _ in rows]
+        rows = self._placed(decoding)
         others = [
             (token, table, position)
             for part in parts
             for table in [pool.table_index(as_paged(part.sequence.cache))]
             for position, token in enumerate(part.tokens, part.base)
         ]
-        graphs = {sequence: self.graphs.drafts_of(sequence.drafter) for sequence in decoding if _drafts(sequence)}
-        of_ladders = dict.fromkeys(graphs.values())
+        drafting = [place.graphs for _, place in rows if place.graphs is not None]
+        of_ladders = dict.fromkeys(drafting)
         size, drafted = self._worth.choose(
             self._runner.pass_sizes,
             len(rows),
-            len(graphs),
+            len(drafting),
             len(others),
             self._runner.head_sizes[-1],
-            (decoding or [part.sequence for part in parts])[0].drafter.pass_s,
+            (rows[0][0] if rows else parts[0].sequence).drafter.pass_s,
             sum(each.seconds_of(len(rows)) for each in of_ladders),
         )
         self.graphs.memory.send(
@@ -152,8 +155,8 @@ class Ahead:
                 RowOfStep(
                     place.slot,
                     pool.table_index(as_paged(sequence.cache)),
-                    graphs[sequence].number if drafted and sequence in graphs else NO_DRAFTER,
-                    partial(write_ratios, sequence.drafter.confidence(sequence.request).handle),
+                    place.graphs.number if drafted and place.graphs is not None else NO_DRAFTER,
+                    place.confidence,
                 )
                 for sequence, place in rows
             ],
@@ -165,16 +168,26 @@ class Ahead:
                 self.graphs.learned.update()
             for each in of_ladders:
                 each.replay(len(rows))
-        draws = not all(sequence.request.sampling.is_greedy for sequence in decoding)
+        draws = any(place.draws for _, place in rows)
         self.graphs.run(size, size - len(others) if drafted else len(rows), draws=draws)
         self._runner.counters.add(0, self._runner.num_layers, len(rows) + len(others))
         arrived = self.graphs.memory.read(len(rows))
-        return Launched(rows, num_read, drafted, arrived, began_s)
+        num_sequences = len({*(sequence for sequence, _ in rows), *(part.sequence for part in parts)})
+        return Launched(rows, num_read, num_sequences, drafted, arrived, began_s)
+
+    def _placed(self, decoding: Sequence[DecodingSequence]) -> list[Row]:
+        """The requests with their places on the device, but for those that fail to get one."""
+        if any(sequence.place is None for sequence in decoding):
+            self._make_room(decoding)
+            for sequence in decoding:
+                if sequence.place is None:
+                    attempt(sequence, self._place, sequence)
+        return [(sequence, sequence.place) for sequence in decoding if sequence.place is not None]
 
     def _make_room(self, decoding: Sequence[DecodingSequence]) -> None:
         """Takes requests from the device that are in no step, such as paused ones, if there are too few slots."""
-        new = [sequence for sequence in decoding if sequence not in self._places]
-        num_missing = len(self._places) + len(new) - MOST_ROWS
+        num_new = sum(sequence.place is None for sequence in decoding)
+        num_missing = len(self._places) + num_new - MOST_ROWS
         if num_missing <= 0:
             return
         busy = {*decoding}
@@ -183,33 +196,38 @@ class Ahead:
         for sequence in [each for each in self._places if each not in busy][:num_missing]:
             self.forget(sequence)
 
-    def _place(self, sequence: DecodingSequence) -> Place:
-        """Its place on the device. It gets one if it has none."""
-        place = self._places.get(sequence)
-        if place is None:
-            taken = {each.slot for each in self._places.values()}
-            states = sequence.settled_states if sequence.settled is not None and sequence.keeps_states else None
-            place = Place(next(slot for slot in range(MOST_ROWS) if slot not in taken), states is not None)
-            sequence.show_prompt(len(sequence.request.given_ids))
-            ends = sorted(sequence.answer.end_token_ids)
-            slot = Slot(
-                num_tokens=len(sequence.tokens),
-                num_left=sequence.answer.num_left,
-                salt=sequence.learned.salt if sequence.learned else 0,
-                is_open=1,
-                num_ends=len(ends),
-                temperature=sequence.request.sampling.temperature,
-                least_share=sequence.request.sampling.min_p,
-                seed=sequence.request.sampling.seed,
-            )
-            slot.ends[: len(ends)] = ends
-            self.graphs.memory.fill(place.slot, slot, sequence.tokens, states)
-            self._places[sequence] = place
-        return place
+    def _place(self, sequence: DecodingSequence) -> None:
+        """Gives it a place on the device."""
+        taken = {each.slot for each in self._places.values()}
+        states = sequence.settled_states if sequence.settled is not None and sequence.keeps_states else None
+        request, drafter = sequence.request, sequence.drafter
+        place = Place(
+            next(slot for slot in range(MOST_ROWS) if slot not in taken),
+            None if sequence.ladder is None or request.policy.name == "full" else self.graphs.drafts_of(drafter),
+            drafter.confidence(request).handle,
+            not request.sampling.is_greedy,
+            states is not None,
+        )
+        sequence.show_prompt(len(request.given_ids))
+        ends = sorted(sequence.answer.end_token_ids)
+        slot = Slot(
+            num_tokens=len(sequence.tokens),
+            num_left=sequence.answer.num_left,
+            salt=sequence.learned.salt if sequence.learned else 0,
+            is_open=1,
+            num_ends=len(ends),
+            temperature=request.sampling.temperature,
+            least_share=request.sampling.min_p,
+            seed=request.sampling.seed,
+        )
+        slot.ends[: len(ends)] = ends
+        self.graphs.memory.fill(place.slot, slot, sequence.tokens, states)
+        self._places[sequence] = sequence.place = place
 
     def forget(self, sequence: DecodingSequence) -> None:
         """Takes a request from the device. What a step under way makes of it is dropped."""
         self._places.pop(sequence, None)
+        sequence.place = None
 
     # Results.
 
@@ -225,18 +243,30 @@ class Ahead:
         except Exception as error:
             fail_all([sequence for sequence, _ in launched.rows], error, "a step failed for")
             return
+        is_going = [
+            sequence.place is place and sequence.failure is None and not sequence.is_finished
+            for sequence, place in launched.rows
+        ]
+        rows = read_rows(
+            [each.tables.handle if goes else None for (each, _), goes in zip(launched.rows, is_going, strict=True)],
+            [len(sequence.tokens) for sequence, _ in launched.rows],
+            address,
+        )
+        drafts: dict[int | None, tuple[list[str], list[str]]] = {}
         reaches: list[float] = []
         num_drafting = 0
-        for number, (sequence, place) in enumerate(launched.rows):
-            if self._places.get(sequence) is not place or sequence.failure or sequence.is_finished:
+        for (sequence, place), goes, row in zip(launched.rows, is_going, rows, strict=True):
+            if not goes:
                 continue
-            row = attempt(sequence, self._commit, sequence, place, address + number * self._row_bytes, launched)
-            if row is not None and _drafts(sequence) and (place.has_states or not sequence.keeps_states):
+            attempt(sequence, self._commit, sequence, row, launched, drafts)
+            if place.graphs is not None and (place.has_states or not sequence.keeps_states):
                 reaches += row.reaches
                 num_drafting += 1
-            place.has_run = place.has_states = True
+            place.has_states = True
             if sequence.failure is not None or sequence.is_finished:
                 self.forget(sequence)
+        for version, (drafted, accepted) in drafts.items():
+            self._statistics.record_drafts(drafted, accepted, version)
         if launched.drafted and num_drafting:
             self._worth.record(reaches, num_drafting)
         now = time.monotonic()
@@ -246,34 +276,39 @@ class Ahead:
         if launched.num_read and stepped:  # where nothing is read from the device, the time is not that of the pass
             self._prefill_rate.record(launched.num_read, now - launched.began_s)
         try:
-            self._statistics.record_step(seconds, stepped, [launched.chunks.get(each, []) for each in stepped])
+            chunks = [launched.chunks.get(each, []) for each in stepped]
+            self._statistics.record_step(seconds, stepped, chunks, launched.num_sequences)
         except Exception:  # the tokens have been generated, counted or not
             logger.exception("a step could not be counted")
 
-    def _commit(self, sequence: DecodingSequence, place: Place, address: int, launched: Launched) -> ReadRow:
-        """Makes the tokens final that a request got in a step."""
-        row = read_row(sequence.tables.handle, address)
-        if row.num_tokens != len(sequence.tokens) or not row.choices:
+    def _commit(
+        self,
+        sequence: DecodingSequence,
+        row: ReadRow,
+        launched: Launched,
+        drafts: dict[int | None, tuple[list[str], list[str]]],
+    ) -> None:
+        """Makes the tokens final that a request got in a step. `drafts`: all and the accepted ones, by the version they
+        count for."""
+        choices = row.choices
+        if row.num_tokens != len(sequence.tokens) or not choices:
             raise NeapError("the device and the host disagree about how far an answer is")
-        num_layers, num_accepted = self._runner.num_layers, len(row.choices) - 1
+        num_layers, num_accepted = self._runner.num_layers, len(choices) - 1
         sequence.num_settled = row.num_tokens + num_accepted
-        if place.has_run:  # else this is the pass of the prompt
+        if row.num_tokens - 1 > sequence.read_until:  # else this is the pass of the prompt
             sequence.num_layer_executions += num_layers
             sequence.num_token_layers += num_layers * (1 + row.num_verified)
             sequence.num_verify_passes += 1
-        sequence.num_drafted += row.num_verified
-        sequence.num_accepted += num_accepted
-        sequence.tables.record(row.choices)
         drafter: Drafter = sequence.drafter
-        proposers = [drafter.names[number] for number in row.proposers]
-        self._statistics.record_drafts(proposers, num_accepted, sequence.request.counted_version)
-        is_sound = row.choices[-1] != NO_TOKEN
-        tokens = drafter.generated(row.choices, row.proposers)
-        launched.chunks[sequence] = sequence.emit(tokens if is_sound else tokens[:-1])
+        if row.proposers:
+            sequence.num_drafted += row.num_verified
+            sequence.num_accepted += num_accepted
+            proposers = [drafter.names[number] for number in row.proposers]
+            drafted, accepted = drafts.setdefault(sequence.request.counted_version, ([], []))
+            drafted += proposers
+            accepted += proposers[:num_accepted]
+        is_sound = choices[-1] != NO_TOKEN
+        tokens = drafter.generated(choices, row.proposers)
+        launched.chunks[sequence] = sequence.emit(tokens if is_sound else tokens[:-1], shows=False)
         if not is_sound and not sequence.is_finished:
             raise non_finite_logits()
-        return row
-
-
-def _drafts(sequence: DecodingSequence) -> bool:
-    return sequence.ladder is not None and sequence.request.policy.name != "full"

@@ -11,7 +11,8 @@ from torch import Tensor
 from shared.ladder.exit_head import NUM_STATES
 from shared.model.inference import inference
 from shared.model.paged_runner import PagedRunner
-from shared.ops.slots import MOST_ROWS, PLACES, Control, Slot, SlotArgs, ratio_bytes, row_bytes
+from shared.ops.drafting import Handle
+from shared.ops.slots import MOST_ROWS, PLACES, Control, Slot, SlotArgs, ratio_bytes, row_bytes, write_ratios
 
 # Steps under way at once, so that what the host has sent or reads is not overwritten.
 NUM_STEPS = 2
@@ -20,13 +21,13 @@ Arrived = Callable[[], int]
 
 
 class RowOfStep(NamedTuple):
-    """A request in a step: its slot, its block table, and its drafter by number. `write_ratios` writes the corrections
-    of its drafts to an address."""
+    """A request in a step: its slot, its block table, its drafter by number, and what is known of drafts for its
+    kind."""
 
     slot: int
     table: int
     drafter: int
-    write_ratios: Callable[[int], None]
+    confidence: Handle | None
 
 
 class SlotMemory:
@@ -97,18 +98,17 @@ class SlotMemory:
         self._num_sent += 1
         control = Control.from_address(memory.data_ptr())
         control.num_rows, control.num_others, control.num_tokens = len(rows), len(others), size
+        slots, tables, drafters, confidences = zip(*rows, strict=True) if rows else ((), (), (), ())
         for column, numbers in (
-            (control.slots, [row.slot for row in rows]),
-            (control.drafters, [row.drafter for row in rows]),
-            (control.tables, [row.table for row in rows]),
+            (control.slots, slots),
+            (control.tables, tables),
+            (control.drafters, drafters),
             *zip(control.others, zip(*others, strict=True), strict=False),
         ):
             listed = (c_int32 * len(numbers))(*numbers)
             memmove(addressof(column), listed, size_of(listed))
-        num_bytes = size_of(Control)
-        for row in rows:
-            row.write_ratios(memory.data_ptr() + num_bytes)
-            num_bytes += ratio_bytes()
+        write_ratios(confidences, memory.data_ptr() + size_of(Control))
+        num_bytes = size_of(Control) + len(rows) * ratio_bytes()
         self._copy(self._control[:num_bytes], memory[:num_bytes])
 
     @inference

@@ -1,8 +1,10 @@
 """The text of an answer, and where it ends: tokens become whole characters, and no part of a stop string."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
+from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase
 
 from shared.constraints.state import ConstraintState
@@ -14,6 +16,11 @@ from shared.model.loaded import LoadedModel
 REPLACEMENT = "\ufffd"
 # A character has at most four bytes, so tokens that are no valid text after this many more tokens never will be.
 MAX_INCOMPLETE_TOKENS = 8
+# The characters in which byte-level tokenizers (GPT-2's) write bytes: themselves where they can be seen, and for others
+# those from 256 on.
+_SEEN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
+_BYTES = {chr(byte): byte for byte in _SEEN} | {chr(256 + place): byte for place, byte in enumerate(_UNSEEN)}
 
 
 class DecodedAnswer:
@@ -41,38 +48,45 @@ class DecodedAnswer:
         self._stop_token_ids = request.stopping.stop_token_ids
         self._min_tokens = request.sampling.min_tokens
         self._detokenizer = Detokenizer(loaded.tokenizer, request.shown_special_ids)
-        self._stops = StopStrings(request.stopping.stop_strings)
+        stop_strings = request.stopping.stop_strings
+        self._stops = StopStrings(stop_strings) if stop_strings else None
         for place, token in enumerate(request.resumed_ids):
             if self.end is not None:
                 raise InvalidInput(
                     f"the answer ended with token {place} of the {len(request.resumed_ids)} that are there already",
                     reason="RESUMED_BEYOND_END",
                 )
-            self.resumed_texts.append(self.push(token) or "")
+            self.resumed_texts += self.push([token]) or [""]
 
     @property
     def num_left(self) -> int:
         """Tokens that it may still get."""
         return self.max_tokens - self.num_tokens
 
-    def push(self, token_id: int) -> str | None:
-        """Adds a token. Returns the text that it completes; None for a stop token, which is not returned to the
-        caller."""
-        self.num_tokens += 1
-        if self.constraint is not None:
-            self.constraint.push(token_id)
-        if token_id in self._stop_token_ids:
-            self.end = FinishReason.STOP_TOKEN, str(token_id)
-            return None
-        if token_id in self.end_token_ids:
-            self.end = FinishReason.EOS, ""
-            return ""
-        text, stop = self._checked(self._detokenizer.push(token_id))
-        if stop is not None:
-            self.end = FinishReason.STOP_STRING, stop
-        elif self.num_left == 0:
-            self.end = FinishReason.LENGTH, ""
-        return text
+    def push(self, token_ids: Sequence[int]) -> list[str]:
+        """Adds tokens, up to the one that ends the answer. Returns the text that each completes, but for a stop token,
+        which is not returned to the caller."""
+        texts: list[str] = []
+        for token_id in token_ids:
+            if self.end is not None:
+                break
+            self.num_tokens += 1
+            if self.constraint is not None:
+                self.constraint.push(token_id)
+            if token_id in self._stop_token_ids:
+                self.end = FinishReason.STOP_TOKEN, str(token_id)
+                break
+            if token_id in self.end_token_ids:
+                self.end = FinishReason.EOS, ""
+                texts.append("")
+                break
+            text, stop = self._checked(self._detokenizer.push(token_id))
+            texts.append(text)
+            if stop is not None:
+                self.end = FinishReason.STOP_STRING, stop
+            elif self.num_tokens == self.max_tokens:
+                self.end = FinishReason.LENGTH, ""
+        return texts
 
     def rest(self) -> str:
         """The text that was held back. Call it once, after the end.
@@ -82,13 +96,45 @@ class DecodedAnswer:
             return ""
         text, stop = self._checked(self._detokenizer.flush())
         if stop is None:
-            return text + self._stops.flush()
+            return text + (self._stops.flush() if self._stops else "")
         self.end = FinishReason.STOP_STRING, stop
         return text
 
     def _checked(self, text: str) -> tuple[str, str | None]:
         """As `StopStrings.push`. The text of the first `min_tokens` tokens is no part of a stop string."""
-        return (text, None) if self.num_tokens <= self._min_tokens else self._stops.push(text)
+        if self._stops is None or self.num_tokens <= self._min_tokens:
+            return text, None
+        return self._stops.push(text)
+
+
+class TokenBytes(dict[int, bytes]):
+    """The bytes of a byte-level tokenizer's tokens, each found when it is first asked for. Special tokens have none.
+
+    All of them, read as UTF-8, are what the tokenizer itself makes of the tokens, which takes five times as long.
+    """
+
+    _of: ClassVar[WeakKeyDictionary[PreTrainedTokenizerBase, "TokenBytes | None"]] = WeakKeyDictionary()
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self._backend = backend
+        added = backend.get_added_tokens_decoder().items()
+        self.update((token_id, b"") for token_id, token in added if token.special)
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) or ""
+        is_level = all(character in _BYTES for character in token)  # others were added as they are
+        self[token_id] = found = bytes(map(_BYTES.__getitem__, token)) if is_level else token.encode()
+        return found
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "TokenBytes | None":
+        """Those of a tokenizer, which share them; None if it is not byte-level."""
+        if tokenizer not in cls._of:
+            backend = getattr(tokenizer, "backend_tokenizer", None)
+            is_level = isinstance(getattr(backend, "decoder", None), decoders.ByteLevel)
+            cls._of[tokenizer] = cls(backend) if is_level else None
+        return cls._of[tokenizer]
 
 
 class Detokenizer:
@@ -109,6 +155,7 @@ class Detokenizer:
             added = tokenizer.added_tokens_decoder.items()
             special = {token_id for token_id, token in added if token.special}
             self._hidden_ids = special.difference(shown_special_ids)
+        self._bytes = None if tokenizer is None or shown_special_ids else TokenBytes.of(tokenizer)
         self._ids: list[int] = []
         # Ids before `_read` have been returned as text. Decoding starts a little before, at `_start`, because some
         # tokenizers place spaces by the preceding token.
@@ -141,10 +188,14 @@ class Detokenizer:
         return text
 
     def _new_text(self) -> str:
+        if self._bytes is not None:
+            return self._decode(self._ids[self._read :])
         before = self._decode(self._ids[self._start : self._read])
         return self._decode(self._ids[self._start :])[len(before) :]
 
     def _decode(self, ids: Sequence[int]) -> str:
+        if self._bytes is not None:
+            return b"".join(map(self._bytes.__getitem__, ids)).decode(errors="replace")
         if self._tokenizer is None or not ids:
             return ""
         shown = [token_id for token_id in ids if token_id not in self._hidden_ids]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 from shared.constraints.constraint import Constraint, MessageConstraint
 from shared.engine.memory.prefixes import key_of
@@ -150,8 +151,7 @@ class FinishReason(Enum):
     STOP_TOKEN = "stop_token"
 
 
-@dataclass(frozen=True)
-class GeneratedToken:
+class GeneratedToken(NamedTuple):
     """`exit_depth` is L and `proposer` is "full" if the full model chose the token.
     `alternatives` are (token id, log-probability)."""
 
@@ -162,8 +162,7 @@ class GeneratedToken:
     alternatives: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class TokenChunk:
+class TokenChunk(NamedTuple):
     """Final tokens and the texts that they complete. A text never splits a UTF-8 character and may lag behind its
     token. `prompt`: the next tokens of the prompt, if their log-probabilities are wanted; the first has none."""
 

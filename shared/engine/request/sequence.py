@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,6 +116,7 @@ class DecodingSequence:
         self.num_resumed = len(request.resumed_ids)
         self.counted = CountedProgress(self.num_resumed)
         self.failure: NeapError | None = None
+        self.place: Any = None  # on the device, if it has one: see `Ahead`
         self._exits: Counter[tuple[str, int]] = Counter()
         self.vocabulary_size = loaded.vocabulary_size
 
@@ -215,29 +217,28 @@ class DecodingSequence:
         self.tables.append(self.request.given_ids[self._num_shown : end])
         self._num_shown = max(self._num_shown, end)
 
-    def emit(self, tokens: list[GeneratedToken]) -> list[TokenChunk]:
+    def emit(self, tokens: Sequence[GeneratedToken], *, shows: bool = True) -> list[TokenChunk]:
         """Makes tokens final, in order, up to the one that ends the request. Returns one chunk with all of them, if
-        there are any: the way of a chunk to the client takes longer than a token of a small model.
+        there are any: the way of a chunk to the client takes longer than a token of a small model. `shows`: whether the
+        tables do not know them yet.
 
         Gives up all keys and values if `generate` would do so at the length that is reached.
         """
-        emitted: list[GeneratedToken] = []
-        texts: list[str] = []
-        for token in tokens:
-            if self.answer.end is not None:
-                break
-            self.tokens.append(token.token_id)
-            if self.counts is not None:
-                self.counts.append(token.token_id)
-            if self.first_token_s is None:
-                self.first_token_s = time.monotonic()
-            text = self.answer.push(token.token_id)
-            if text is None:
-                break
+        token_ids = [token.token_id for token in tokens]
+        num_before = self.answer.num_tokens
+        texts = self.answer.push(token_ids)
+        taken = token_ids[: self.answer.num_tokens - num_before]
+        self.tokens += taken
+        if self.counts is not None:
+            for token_id in taken:
+                self.counts.append(token_id)
+        if self.first_token_s is None and taken:
+            self.first_token_s = time.monotonic()
+        emitted = tokens[: len(texts)]
+        for token in emitted:
             self._exits[token.proposer, token.exit_depth] += 1
-            emitted.append(token)
-            texts.append(text)
-        self.tables.append([token.token_id for token in emitted])
+        if shows:
+            self.tables.append(token_ids[: len(texts)])
         length = len(self.tokens)
         if length == self._read_again_at and self.answer.end is None:
             self.num_settled, self.read_length, self.read_until = 0, length, length

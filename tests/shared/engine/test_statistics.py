@@ -84,10 +84,10 @@ def test_tokens_copied_from_another_request_are_counted_as_cached(loaded: Loaded
     assert counted.num_cached_prompt_tokens == finished.num_cached_tokens == 39
 
 
-def test_of_drafts_the_first_are_accepted() -> None:
+def test_drafts_are_counted_by_their_proposers() -> None:
     counted = EngineStatistics(NUM_LAYERS)
     proposers = ("prompt-lookup", "depth-2", "prompt-lookup")
-    counted.record_drafts(proposers, num_accepted=2, version=None)
+    counted.record_drafts(proposers, proposers[:2], version=None)
     assert counted.drafted == {"prompt-lookup": 2, "depth-2": 1}
     assert counted.accepted == {"prompt-lookup": 1, "depth-2": 1}
 

@@ -3,7 +3,6 @@ Each check runs its calls in every order of warps."""
 
 import random
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from shared.ladder.ngram_table import MAX_ORDER, NgramTable, context_keys
 from shared.ladder.table_confidence import SIZES, TableConfidence
 from shared.ladder.tables import native_ladder
 from shared.ops import reference, slots
-from shared.ops.slots import MOST_ROWS, PLACES, Slot, learned_entries, write_ratios
+from shared.ops.slots import MOST_ROWS, PLACES, Slot, learned_entries
 from tests.shared.ops.emulation import CODES, Call, blank, raw, run
 
 SEEDS = (0, 1, 2)  # ascending, descending and random order of warps and blocks
@@ -144,7 +143,7 @@ def check_slots(program: Path) -> None:
             slot = Slot(len(tokens), 9, client.salt, row != 3, temperature=row % 2, seed=row)
             memory.fill(row, slot, tokens, torch.zeros(3, 4) if row % 2 else None)
             ratios = Confidence()
-            rows.append(RowOfStep(row, row, 0, partial(write_ratios, ratios.handle)))
+            rows.append(RowOfStep(row, row, 0, ratios.handle))
         memory.send(rows, [(1, 9, 0), (2, 9, 1)], size)
         memory.exit_tokens.copy_(torch.tensor(draw.choices(range(vocabulary), k=MOST_ROWS)))
         memory.exit_probabilities.fill_(0.75)

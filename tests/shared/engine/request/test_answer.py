@@ -1,5 +1,6 @@
 """The text and the end of an answer, whole and continued."""
 
+import copy
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from shared.engine.request.answer import DecodedAnswer, Detokenizer, StopStrings
+from shared.engine.request.answer import DecodedAnswer, Detokenizer, StopStrings, TokenBytes
 from shared.engine.request.request import FinishReason, GenerationRequest, StoppingParams
 from shared.model.sampling import SamplingParams
 
@@ -29,7 +30,7 @@ def through(one: DecodedAnswer, tokens: list[int]) -> tuple[list[str | None], An
     for token in tokens:
         if one.end is not None:
             break
-        pieces.append(one.push(token))
+        pieces += one.push([token])
     if one.end is None:
         return pieces, None, ""
     rest = one.rest()
@@ -58,8 +59,7 @@ def test_a_continued_answer_has_the_pieces_of_a_whole_one(bytes_tokenizer, seed)
 
 def test_a_stop_token_has_no_text(bytes_tokenizer):
     one = answer(bytes_tokenizer, stop_token_ids=frozenset({7}))
-    assert one.push(9) is not None
-    assert one.push(7) is None
+    assert one.push([9, 7, 9]) == ["*"]
     assert one.end == (FinishReason.STOP_TOKEN, "7")
 
 
@@ -89,6 +89,21 @@ def test_pieces_never_split_a_character_and_add_up(bytes_tokenizer) -> None:
     assert all("\ufffd" not in piece for piece in pieces)
     assert "".join(pieces) == text
     assert detokenizer.flush() == ""
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_texts_are_those_that_the_tokenizer_makes_of_tokens(bytes_tokenizer, monkeypatch, seed):
+    """Of any bytes, of tokens that were added as they are, special or not, and of numbers that are no tokens."""
+    tokenizer = copy.deepcopy(bytes_tokenizer)
+    tokenizer.add_tokens(["plain text", "é€", "Ġ", "東"])
+    tokenizer.add_special_tokens({"eos_token": "<end>", "additional_special_tokens": ["é!"]})
+    draw = random.Random(seed)
+    tokens = draw.choices([*range(len(tokenizer) + 2), *[*range(256, len(tokenizer))] * 10], k=200)
+    fast = Detokenizer(tokenizer)
+    texts = [*map(fast.push, tokens), fast.flush()]
+    monkeypatch.setattr(TokenBytes, "of", lambda tokenizer: None)
+    usual = Detokenizer(tokenizer)
+    assert texts == [*map(usual.push, tokens), usual.flush()]
 
 
 @pytest.fixture(scope="module")
