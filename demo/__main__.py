@@ -5,7 +5,6 @@ nothing, and one to which requests of a kind were added.
 """
 
 import json
-import re
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -29,6 +28,7 @@ from neap_engine.cli.connection import connect
 from neap_engine.cli.console import exit_on_error, fail, out
 from neap_engine.cli.learned_view import learned_lines
 from neap_engine.cli.processes import ServiceProcess
+from neap_engine.cli.up import model_id_from_path
 
 # Aliases of the demo's routers. Requests that name no router get `latest`.
 SHIPPED, OWN, ADDED, LATEST = "shipped", "demo", "demo-one-kind", "latest"
@@ -180,11 +180,6 @@ class Stories:
         figures = compare(self._worker, self._model_id, sides, prompts, self._max_tokens, streams=streams)
         self.told[title] = figures
         out.print(policy_table(figures))
-
-
-def model_id_from_path(path: Path) -> str:
-    """Derive a model id from a path, in lower case and with only the characters that a registry allows in names."""
-    return re.sub(r"[^a-z0-9._-]+", "-", path.absolute().stem.lower()).strip("-._") or "model"
 
 
 def step(text: str) -> None:

@@ -17,6 +17,7 @@ from neap_engine.cli import (
     serve,
     tokens,
     tune,
+    up,
 )
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ app.command("chat")(chat.chat)
 app.command("generate")(generate.generate)
 app.command("ps")(loaded_models.ps)
 app.command("tune")(tune.tune)
+app.command("up")(up.up)
 app.command("evaluate")(evaluate.evaluate)
 app.add_typer(serve.app, name="serve")
 routers.app.command("export")(registry_commands.export_router)

@@ -27,16 +27,27 @@ LOG_TAIL_LINES = 15
 
 
 class ServiceProcess:
-    """Runs `python -m module --listen 127.0.0.1:0 ...` with its log in `log_path`.
+    """Runs `python -m module --listen 127.0.0.1:0 ...` with its log in `log_path`. `niceness`: by how much others come
+    before it.
 
     A context manager: the process is stopped when the block is left, also by an exception.
     """
 
-    def __init__(self, name: str, module: str, arguments: Sequence[str], log_path: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        log_path: Path,
+        *,
+        listen: str = "127.0.0.1:0",
+        niceness: int = 0,
+    ) -> None:
         self.name = name
         self.log_path = log_path
         self.address = ""
-        self._command = [sys.executable, "-m", module, "--listen", "127.0.0.1:0", *arguments]
+        self._command = [sys.executable, "-m", module, "--listen", listen, *arguments]
+        self._niceness = niceness
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
@@ -51,6 +62,8 @@ class ServiceProcess:
                 # In its own group: Ctrl-C reaches only this command, which then stops the services in order.
                 start_new_session=True,
             )
+        if self._niceness:
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, self._niceness)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -65,7 +78,7 @@ class ServiceProcess:
         """Wait until the health check says SERVING and return the address.
         Raises Unavailable with the end of the log."""
         deadline_s = time.monotonic() + timeout_s
-        self.address = self._read_address(deadline_s)
+        self.wait_listening(timeout_s)
         security = client_security()
         with NeapClient(self.address, security=security, num_attempts=1, timeout_s=5.0) as client:
             while True:
@@ -73,11 +86,16 @@ class ServiceProcess:
                     client.wait_ready(timeout_s=CHECK_ALIVE_S)
                     return self.address
                 except Unavailable:
-                    self._check_alive()
+                    self.check_alive()
                 if time.monotonic() > deadline_s:
                     raise Unavailable(
                         f"the {self.name} is not serving after {timeout_s:g} s; {self._log_tail()}", reason="NOT_READY"
                     )
+
+    def wait_listening(self, timeout_s: float) -> str:
+        """Wait until the process listens and return the address. Raises as `wait_serving`."""
+        self.address = self._read_address(time.monotonic() + timeout_s)
+        return self.address
 
     def send_signal(self, number: int) -> None:
         assert self._process is not None
@@ -127,13 +145,14 @@ class ServiceProcess:
             try:
                 line = lines.get(timeout=0.2)
             except queue.Empty:
-                self._check_alive()
+                self.check_alive()
                 continue
             if line.startswith(LISTENING):
                 return line.removeprefix(LISTENING).strip()
         raise Unavailable(f"the {self.name} did not start to listen in time; {self._log_tail()}", reason="NOT_READY")
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raise Unavailable with the end of the log if the process has ended."""
         assert self._process is not None
         code = self._process.poll()
         if code is not None:

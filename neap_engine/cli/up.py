@@ -1,0 +1,242 @@
+"""`neap up`: worker, calibrator and gateway of one model on this machine, started, watched and ended together."""
+
+import re
+import signal
+import socket
+import time
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from google.protobuf.duration_pb2 import Duration
+from neap_client import NeapClient
+from neap_client.calibration.v1 import calibration_pb2 as pb
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+
+from neap_engine.cli.connection import client_security
+from neap_engine.cli.console import DEFAULT_CALIBRATOR, DEFAULT_WORKER, DataDir, exit_on_error, fail, out, print_line
+from neap_engine.cli.interruption import interruptible_call
+from neap_engine.cli.job_progress import ENDED, SETTLED, figures_line, phase_name, problem_text
+from neap_engine.cli.processes import ServiceProcess
+from shared.config import make_settings
+from shared.errors import NeapError, NotFound
+from shared.service_settings import ServiceSettings
+
+DEFAULT_GATEWAY = "127.0.0.1:8080"
+DEFAULT_BUDGET_S = 150
+# Models of many gigabytes take minutes.
+START_TIMEOUT_S = 1800.0
+POLL_S = 1.0
+# Who learns gives way to who serves.
+CALIBRATOR_NICENESS = 15
+LATEST = "latest"
+METRICS = {
+    "neap_generation_tokens_total": "tokens",
+    "neap_request_success_total": "answers",
+    "neap_layer_executions_total": "executions",
+    "neap_layer_executions_saved_total": "saved",
+    "neap_layer_executions_extra_total": "extra",
+    "neap_num_requests_running": "running",
+    "neap_num_requests_waiting": "waiting",
+}
+
+Listen = Annotated[str, typer.Option("--gateway", metavar="HOST:PORT", help="Where clients of OpenAI's API connect.")]
+
+
+@exit_on_error
+def up(
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="[ID=]SOURCE",
+            help="A Hugging Face folder, a .gguf file, or a name on the Hugging Face Hub. Default of the id: its name.",
+        ),
+    ],
+    data_dir: DataDir = None,
+    gateway: Listen = DEFAULT_GATEWAY,
+    worker: Annotated[
+        str, typer.Option("--worker", metavar="HOST:PORT", help="Where gRPC clients connect. Port 0: a free one.")
+    ] = DEFAULT_WORKER,
+    calibrator: Annotated[
+        str, typer.Option("--calibrator", metavar="HOST:PORT", help="Where the calibration service listens.")
+    ] = DEFAULT_CALIBRATOR,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate/--no-calibrate",
+            help="Learn a router from the model's own text if none has been published for it. The calibrator has the "
+            "lowest priority, so answers come first.",
+        ),
+    ] = True,
+    budget: Annotated[int, typer.Option("--budget", min=1, help="Seconds that this may take.")] = DEFAULT_BUDGET_S,
+) -> None:
+    """Run everything that serves a model: worker, calibrator and HTTP gateway. It answers as soon as the model is
+    loaded, with drafts that need no router, and takes up routers as they are learned. Ctrl-C ends all of it; the next
+    start goes on where it was.
+
+    Other settings are those of the services: variables NEAP_*, see `neap serve worker --help`.
+    """
+    model_id, source = named_source(model)
+    check_free({"--worker": worker, "--gateway": gateway, "--calibrator": calibrator})
+    folder = make_settings(ServiceSettings, data_dir=data_dir).data_dir.absolute()
+    shared_flags, logs = ["--model", f"{model_id}={source}", "--data-dir", str(folder)], folder / "logs"
+    metrics = f"127.0.0.1:{free_port()}"
+    print_line(f"{model_id}: {source}; logs in {logs}")
+    # A shell starts background jobs with SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    with ExitStack() as stack:
+
+        def started(name: str, module: str, listen: str, *flags: str, niceness: int = 0) -> ServiceProcess:
+            process = ServiceProcess(name, module, flags, logs / f"{name}.log", listen=listen, niceness=niceness)
+            return stack.enter_context(process)
+
+        processes = [started("worker", "inference_service", worker, *shared_flags, "--metrics-listen", metrics)]
+        with out.status("loading the model"):
+            serving = processes[0].wait_serving(START_TIMEOUT_S)
+        processes.append(started("gateway", "neap_engine.gateway", gateway, "--workers", serving))
+        http = processes[1].wait_listening(START_TIMEOUT_S)
+        print_line(f"OpenAI's API: http://{http}/v1, gRPC: {serving}, metrics: http://{metrics}/metrics")
+        print_line(f"""  curl http://{http}/v1/chat/completions -H 'Content-Type: application/json' \\""")
+        print_line(f"""    -d '{{"model": "{model_id}", "messages": [{{"role": "user", "content": "Hello"}}]}}'""")
+        flags = (*shared_flags, "--grace-s", "0")
+        processes.append(started("calibrator", "calibrator_service", calibrator, *flags, niceness=CALIBRATOR_NICENESS))
+        learning = processes[2].wait_serving(START_TIMEOUT_S)
+        print_line(f"calibration service: {learning}; Ctrl-C ends all of it")
+        serves, learns = (
+            stack.enter_context(NeapClient(address, security=client_security(), num_attempts=1, timeout_s=10.0))
+            for address in (serving, learning)
+        )
+        watch(processes, metrics, learned(serves, learns, model_id, budget if calibrate else 0), out)
+
+
+def watch(processes: list[ServiceProcess], metrics: str, states: Iterator[str], console: Console) -> None:
+    """Shows what is served and learned until Ctrl-C. Raises `Unavailable` if one of the processes ends."""
+    view, state, said = View(metrics), "", ""
+    with console.status("") as status:
+        try:
+            while True:
+                for process in processes:
+                    process.check_alive()
+                state = next(states, state)
+                if (news := state.rstrip("0123456789%")) != said:
+                    print_line(state)
+                said = news
+                status.update(f"{view.line()} · {state}")
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            console.print("ending")
+
+
+def learned(worker: NeapClient, client: NeapClient, model_id: str, budget_s: int) -> Iterator[str]:
+    """What becomes of the model's router, said each time that it is asked for: published before, being learned, or why
+    not. A calibration that an earlier start has left is waited for. Without `budget_s` none is begun."""
+    fingerprint = interruptible_call(lambda: worker.get_model(model_id)).fingerprint
+    with suppress(NotFound):
+        router = interruptible_call(lambda: client.get_version(model_id, alias=LATEST))
+        if router.model_fingerprint == fingerprint:
+            yield f"router {router.version}"
+            return
+        print_line(f"router {router.version} belongs to another revision of the model")
+    jobs = interruptible_call(lambda: [*client.list_calibrations(model_id)])
+    job = next((each for each in reversed(jobs) if each.state not in ENDED), None)
+    if job is None and budget_s:
+        spec = pb.CalibrationSpec(
+            model_id=model_id,
+            self_generated=pb.SelfGenerated(),
+            time_budget=Duration(seconds=budget_s),
+            aliases=[LATEST],
+        )
+        job = interruptible_call(lambda: client.create_calibration(spec, request_id=f"up-{uuid.uuid4()}"))
+    if job is None:
+        yield "no router; `neap calibrate` learns one"
+        return
+    while job.state not in SETTLED:
+        yield f"learning a router: {phase_name(job)}, {job.fraction:.0%}"
+        try:
+            job = interruptible_call(partial(client.get_calibration, job.calibration_id))
+        except NeapError as error:
+            yield f"the calibration service does not answer: {error.message} [{error.reason}]"
+    if job.state == pb.STATE_SUCCEEDED:
+        yield f"router {job.router_version} was learned; {figures_line(job)}"
+    else:
+        yield f"no router was learned: {problem_text(job)}"
+
+
+class View:
+    """Sums up what a worker has done, from its metrics at an address."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._before = (time.monotonic(), 0.0)
+        self._rate = 0.0
+
+    def line(self) -> str:
+        try:
+            with urllib.request.urlopen(f"http://{self._address}/metrics", timeout=POLL_S) as reply:
+                sums = summed(reply.read().decode())
+        except OSError:
+            return "the worker does not answer"
+        (then_s, before), now_s = self._before, time.monotonic()
+        self._before = now_s, sums["tokens"]
+        if sums["tokens"] > before:
+            self._rate = (sums["tokens"] - before) / (now_s - then_s)
+        line = f"{sums['answers']:,.0f} answers, {sums['tokens']:,.0f} tokens"
+        if sums["running"] or sums["waiting"]:
+            line += f", {sums['running']:.0f} running, {sums['waiting']:.0f} waiting"
+        if self._rate:
+            line += f", {self._rate:,.0f} tokens/s"
+        if sums["executions"]:
+            full = sums["executions"] + sums["saved"] - sums["extra"]
+            line += f", {full / sums['executions']:.2f} tokens a pass"
+        return line
+
+
+def summed(exposition: str) -> dict[str, float]:
+    """The METRICS of all models."""
+    sums = dict.fromkeys(METRICS.values(), 0.0)
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            if sample.name in METRICS:
+                sums[METRICS[sample.name]] += sample.value
+    return sums
+
+
+def named_source(model: str) -> tuple[str, str]:
+    """The id and the source of [ID=]SOURCE. A path becomes absolute, because the services may run elsewhere."""
+    given, separator, source = model.partition("=")
+    model_id, source = (given, source) if separator else ("", model)
+    if Path(source).exists():
+        source = str(Path(source).absolute())
+    return model_id or model_id_from_path(source), source
+
+
+def model_id_from_path(source: str | Path) -> str:
+    """An id from a path or a name, in lower case and with only the characters that a registry allows in names."""
+    name = Path(source).name.removesuffix(".gguf")
+    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._") or "model"
+
+
+def check_free(addresses: Mapping[str, str]) -> None:
+    """Fails with the flag whose address cannot be listened on, before minutes are spent on a model."""
+    for flag, address in addresses.items():
+        host, _, port = address.rpartition(":")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            socket.create_server((host.strip("[]"), int(port)), family=family).close()
+        except (OSError, ValueError, OverflowError) as error:
+            fail(f"cannot listen on {address}: {error}; {flag} HOST:PORT names another address")
+
+
+def free_port() -> int:
+    """A TCP port of this machine on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

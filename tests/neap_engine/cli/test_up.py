@@ -1,0 +1,94 @@
+"""What `neap up` says of a model's router and of a worker, and what it makes of --model. As processes: tests/e2e."""
+
+import pytest
+from neap_client import NeapClient
+from neap_client.calibration.v1 import calibration_pb2 as pb
+
+from neap_engine.cli.up import learned, named_source, summed
+from shared.errors import NotFound
+from tests.neap_engine.cli.conftest import refuse
+
+EXPOSITION = """\
+# TYPE neap_generation_tokens_total counter
+neap_generation_tokens_total{model_id="a"} 30.0
+neap_generation_tokens_total{model_id="b"} 12.0
+# TYPE neap_request_success_total counter
+neap_request_success_total{model_id="a",finished_reason="eos"} 2.0
+neap_request_success_total{model_id="a",finished_reason="length"} 1.0
+# TYPE neap_router_generation_tokens_total counter
+neap_router_generation_tokens_total{model_id="a",router_version="1"} 30.0
+"""
+
+
+@pytest.fixture
+def states(service, monkeypatch):
+    """Calls `learned` with some budget, and returns all that it says."""
+    with NeapClient(service.address, num_attempts=1) as client:
+        yield lambda budget_s: [*learned(client, client, "tiny", budget_s)]
+
+
+def without_router(service, monkeypatch) -> None:
+    monkeypatch.setattr(
+        service.routers,
+        "GetVersion",
+        lambda _, context: refuse(context, NotFound("no alias latest", reason="ALIAS_NOT_FOUND")),
+    )
+
+
+def test_a_router_of_the_model_is_used_again(service, states, monkeypatch):
+    version = service.routers.version(2)
+    version.model_fingerprint = service.inference.model().fingerprint
+    monkeypatch.setattr(service.routers, "version", lambda number: version)
+    assert states(60) == ["router 2"]
+    assert service.calibration.spec is None
+
+
+def test_a_router_of_another_revision_is_learned_anew(service, states, capsys):
+    del service.calibration.states[:-1]  # no job is unfinished
+    assert states(60)[-1].startswith("router 7 was learned")
+    assert "another revision of the model" in capsys.readouterr().out
+    assert service.calibration.spec.time_budget.seconds == 60
+    assert service.calibration.spec.aliases == ["latest"]
+
+
+def test_what_an_earlier_start_has_left_is_waited_for(service, states, monkeypatch):
+    without_router(service, monkeypatch)
+    said = states(60)
+    assert said[0] == "learning a router: collecting, 25%"
+    assert said[-1].startswith("router 7 was learned")
+    assert service.calibration.spec is None
+
+
+def test_none_is_learned_without_a_budget(service, states, monkeypatch):
+    without_router(service, monkeypatch)
+    service.calibration.states = [{"state": pb.STATE_CANCELLED}]
+    assert states(0) == ["no router; `neap calibrate` learns one"]
+    assert service.calibration.spec is None
+
+
+def test_why_none_was_learned_is_said(service, states, monkeypatch):
+    without_router(service, monkeypatch)
+    failure = {"reason": "DISK_FULL", "message": "the disk is full"}
+    service.calibration.states[-1] = {"state": pb.STATE_FAILED, "failure": failure}
+    assert states(60)[-1] == "no router was learned: the disk is full [DISK_FULL]"
+
+
+def test_metrics_of_all_models_are_summed():
+    sums = summed(EXPOSITION)
+    assert (sums["tokens"], sums["answers"], sums["executions"]) == (42.0, 3.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("a=owner/Name-1.5B", ("a", "owner/Name-1.5B")),
+        ("owner/Name-1.5B", ("name-1.5b", "owner/Name-1.5B")),
+        ("Model Q4_K.gguf", ("model-q4_k", "{here}/Model Q4_K.gguf")),
+        ("x=Model Q4_K.gguf", ("x", "{here}/Model Q4_K.gguf")),
+        ("...", ("model", "...")),
+    ],
+)
+def test_a_model_is_named_by_its_source(model, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Model Q4_K.gguf").touch()
+    assert named_source(model) == (expected[0], expected[1].format(here=tmp_path))
