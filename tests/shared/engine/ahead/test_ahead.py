@@ -284,6 +284,10 @@ def test_paused_requests_make_room_on_the_device(loaded: LoadedModel, monkeypatc
         for handle, _ in begun:
             handle.resume()
         assert [tuple(tokens + answer(engine, handle, None)[0]) for handle, tokens in begun] == wanted
+        counts = engine.statistics
+    # The prompt's pass gives a token of each, also of those that got another slot after it.
+    num_passes = len(prompts) * (NUM_NEW - 1) - counts.accepted.total()
+    assert counts.num_layer_executions == loaded.num_layers * num_passes
 
 
 def test_more_than_a_pass_holds(loaded: LoadedModel) -> None:
