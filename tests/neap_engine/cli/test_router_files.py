@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from shared.ladder.artefact import BLOB, SCHEMA_VERSION, pack_ladder, round_weights, unpack_ladder
-from shared.ladder.blob_names import STATISTICS_BLOB
+from shared.ladder.blob_names import MANIFEST, STATISTICS_BLOB, blob_entry
 from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.exit_head import ExitHead
 from shared.ladder.exits import LayerExit
-from shared.ladder.folder import MANIFEST, read_ladder, write_router_folder
+from shared.ladder.folder import read_ladder, write_router_folder
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.table_confidence import fit_table_confidence
 from shared.registry.factory import open_registry
@@ -97,7 +97,8 @@ STATISTICS = b"sums" * 100
 
 def add_statistics(folder: Path, data: bytes = STATISTICS) -> None:
     digest = f"sha256:{hashlib.sha256(STATISTICS).hexdigest()}"
-    edit(folder, calibration={"statistics": {"digest": digest}})
+    recorded = {BLOB: blob_entry((folder / BLOB).read_bytes()), STATISTICS_BLOB: blob_entry(STATISTICS)}
+    edit(folder, calibration={"statistics": {"digest": digest}}, blobs=recorded)
     (folder / STATISTICS_BLOB).write_bytes(data)
 
 
@@ -149,6 +150,12 @@ def edit(folder: Path, **changes: object) -> None:
     (folder / MANIFEST).write_text(json.dumps({**manifest, **changes}))
 
 
+def write_unrecorded(folder: Path, data: bytes) -> None:
+    """As in folders that an earlier build wrote: the manifest does not name its blobs."""
+    edit(folder, blobs=None)
+    (folder / BLOB).write_bytes(data)
+
+
 DAMAGES = {
     "no folder": (shutil.rmtree, "manifest.json is missing [NOT_FOUND]"),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), "manifest.json is missing [NOT_FOUND]"),
@@ -156,8 +163,12 @@ DAMAGES = {
     "no JSON": (lambda f: (f / MANIFEST).write_text("{"), "is not JSON [CORRUPT]"),
     "no text": (lambda f: (f / MANIFEST).write_bytes(b"\xff\xfe"), "is not JSON [CORRUPT]"),
     "no object": (lambda f: (f / MANIFEST).write_text("[]"), "not a JSON object [CORRUPT]"),
-    "half a blob": (lambda f: (f / BLOB).write_bytes((f / BLOB).read_bytes()[:-9]), "not safetensors [CORRUPT]"),
-    "another file": (lambda f: (f / BLOB).write_bytes(b"GIF89a"), "not safetensors [CORRUPT]"),
+    "half a blob": (lambda f: write_unrecorded(f, (f / BLOB).read_bytes()[:-9]), "not safetensors [CORRUPT]"),
+    "another file": (lambda f: write_unrecorded(f, b"GIF89a"), "not safetensors [CORRUPT]"),
+    "a changed byte": (
+        lambda f: (f / BLOB).write_bytes((f / BLOB).read_bytes()[:-1] + b"\x01"),
+        "does not have the files that its manifest names [CORRUPT]",
+    ),
     "fewer proposers": (lambda f: edit(f, proposers=[]), "[CORRUPT]"),
     "another width": (lambda f: edit(f, model={"id": "tiny"}), "[CORRUPT]"),
     "a later format": (lambda f: edit(f, schema_version=SCHEMA_VERSION + 1), "[SCHEMA_TOO_NEW]"),
