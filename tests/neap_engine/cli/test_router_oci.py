@@ -85,10 +85,16 @@ def test_a_pushed_router_has_its_digest_where_it_is_imported(neap, push, url, tm
     }
 
 
-def test_a_changed_byte_is_found(neap, push, url, registry, tmp_path):
-    path = registry.blob(layers_of(push(url))[LADDER_BLOB]["digest"])
-    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-    assert "[CORRUPT]" in neap("routers", "pull", url, str(tmp_path / "pulled"), code=1).stderr
+@pytest.mark.parametrize("name", [LADDER_BLOB, MANIFEST])
+def test_a_changed_byte_is_found(neap, push, url, registry, tmp_path, name):
+    path = registry.blob(layers_of(push(url))[name]["digest"])
+    data = path.read_bytes()
+    try:
+        path.write_bytes(data.replace(b"tiny", b"tony") if name == MANIFEST else data[:-1] + b"\x01")
+        said = neap("routers", "pull", url, str(tmp_path / "pulled"), code=1).stderr
+    finally:
+        path.write_bytes(data)  # other tests push the same bytes, which the registry has once
+    assert said.endswith("the registry gives other bytes than its digest says [CORRUPT]\n")
     assert not (tmp_path / "pulled").exists()
 
 
