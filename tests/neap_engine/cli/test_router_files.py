@@ -6,32 +6,19 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
-from shared.ladder.artefact import BLOB, SCHEMA_VERSION, pack_ladder, round_weights, unpack_ladder
+from shared.ladder.artefact import BLOB, SCHEMA_VERSION, pack_ladder, unpack_ladder
 from shared.ladder.blob_names import MANIFEST, STATISTICS_BLOB, blob_entry
-from shared.ladder.confidence_head import ConfidenceHead
-from shared.ladder.exit_head import ExitHead
-from shared.ladder.exits import LayerExit
-from shared.ladder.folder import read_ladder, write_router_folder
-from shared.ladder.ladder import Ladder, ModelIdentity
-from shared.ladder.table_confidence import fit_table_confidence
+from shared.ladder.folder import read_ladder
 from shared.registry.factory import open_registry
+from tests.router_folders import write_router
 
-MODEL = ModelIdentity("tiny", "sha256:" + "0" * 64, "LlamaForCausalLM", 4, 16, 100)
 SHIPPED = Path(__file__).parents[3] / "bench" / "router"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    layer_exit = LayerExit(2, ExitHead(16, 24), ConfidenceHead(16, 8))
-    for module in (layer_exit.head, layer_exit.confidence):
-        round_weights(module)
-    router = fit_table_confidence([], [])
-    ladder = Ladder(MODEL, router, exits=(layer_exit,), draft_vocabulary=torch.tensor([1, 5, 99]))
-    write_router_folder(tmp_path / "router", *pack_ladder(ladder, {}))
-    return tmp_path / "router"
+    return write_router(tmp_path / "router")
 
 
 def test_the_published_version_has_the_contents_of_the_files(neap, folder, tmp_path):
