@@ -1,5 +1,5 @@
 # Every target installs what it needs on a machine with Python 3.11+, git, make and a C++ compiler.
-#   make demo | test | test-full | check | bench | docs | format | build-ops | venv | clean
+#   make demo | test | test-full | check | bench | docs | sbom | audit | format | build-ops | venv | clean
 # Variables: PYTHON, VENV, EXTRAS, TORCH_VERSION, TORCH_INDEX_URL (an index with the torch build you want), TESTS,
 #   TEST_JOBS, DEMO_FLAGS, BENCH_FLAGS.
 
@@ -18,7 +18,7 @@ TESTS ?= tests
 TEST_JOBS ?= 4
 DEMO_FLAGS ?=
 BENCH_FLAGS ?= --per-task 5
-# Optional dependencies to install. An image of the services needs only "otel".
+# Optional dependencies to install. An image of the services needs "oci,otel,sign" alone.
 EXTRAS ?= dev
 
 BIN := $(VENV)/bin
@@ -27,12 +27,12 @@ LIBRARY := shared/ops/_lib/libneap_ops.so
 PROTO_SOURCES := $(shell find protos -name '*.proto') $(wildcard protos/neap_client/aio*.py)
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 CLANG_FORMATTED := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
-SCRIPTS := .ci/run .ci/promtool .ci/proto-breaking
+SCRIPTS := .ci/run .ci/from-debian .ci/proto-breaking
 # Prints what a command says, and an advice, only if it fails.
 quietly = out=$$($(1) 2>&1) || { echo "$$out" >&2; $(if $(2),echo "$(2)" >&2;) exit 1; }
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 
-.PHONY: help venv build-ops demo test test-full check bench docs format clean
+.PHONY: help venv build-ops demo test test-full check bench docs sbom audit format clean
 
 help:
 	@sed -n '1,4s/^# *//p' Makefile
@@ -86,6 +86,18 @@ bench: $(LIBRARY)
 docs: $(STAMP)
 	@for page in reference settings; do \
 		$(BIN)/python -m docs.generators.$$page > docs/$$page.md; echo "docs/$$page.md"; done
+
+# What is installed in $(VENV), as CycloneDX.
+sbom: $(STAMP)
+	@mkdir -p build
+	@$(BIN)/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible \
+		--output-format JSON --output-file build/sbom.json && echo "build/sbom.json"
+
+# Known vulnerabilities of what is installed, which PyPI is asked for.
+audit: $(STAMP)
+	@if $(BIN)/python -c 'import urllib.request as r; r.urlopen("https://pypi.org/pypi/pip/json", timeout=10)' \
+		2>/dev/null; then $(BIN)/pip-audit --local --skip-editable --progress-spinner off; \
+		else echo "nothing is audited: pypi.org cannot be reached"; fi
 
 format: $(STAMP)
 	@$(BIN)/ruff check --quiet --fix-only .

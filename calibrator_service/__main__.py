@@ -18,6 +18,7 @@ from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
 from shared.config import make_settings
 from shared.cpus import size_thread_pools
+from shared.exchange.signatures import verifier_of
 from shared.registry.factory import open_registry
 from shared.rpc.callers import caller_name
 from shared.rpc.logs import log_all_output
@@ -46,6 +47,7 @@ async def serve(settings: CalibratorSettings) -> int:
     router_pool = BlockingPool(name="neap-routers", max_wait_s=ROUTER_CALL_WAIT_S, client=caller_name)
     watchers, metrics = Watchers(), CalibratorMetrics()
     metrics.registry.register(SecurityCollector(security))
+    verifier = verifier_of(settings.require_signatures)
     registry = open_registry(settings.registry)
     try:
         supervisor = Supervisor(
@@ -61,7 +63,9 @@ async def serve(settings: CalibratorSettings) -> int:
                 server.grpc_server,
             )
             router_pb2_grpc.add_RouterServiceServicer_to_server(
-                router_servicer.RouterServicer(registry, models=settings.sources, pool=router_pool, watchers=watchers),
+                router_servicer.RouterServicer(
+                    registry, models=settings.sources, pool=router_pool, watchers=watchers, verifier=verifier
+                ),
                 server.grpc_server,
             )
 

@@ -47,13 +47,22 @@ class _Attempts:
 
 class Publisher:
     """Safe to use from several threads. `thread`: a step makes all attempts that are due.
-    What is cut off the next service repeats."""
+    What is cut off the next service repeats. `signs_later`: see `publish`."""
 
-    def __init__(self, folder: JobFolder, store: JobStore, registry: str, metrics: CalibratorMetrics) -> None:
+    def __init__(
+        self,
+        folder: JobFolder,
+        store: JobStore,
+        registry: str,
+        metrics: CalibratorMetrics,
+        *,
+        signs_later: bool = False,
+    ) -> None:
         self._folder = folder
         self._store = store
         self._registry = registry
         self._metrics = metrics
+        self._signs_later = signs_later
         self._has_resumed = False
         self._attempts: dict[str, _Attempts] = {}
         self.thread = ServiceThread("publications", self._publish_due)
@@ -112,7 +121,7 @@ class Publisher:
         if product is not None:
             if not self._store.begin_publishing(job.calibration_id):
                 return
-            published = publish(self._registry, job, product)
+            published = publish(self._registry, job, product, self._signs_later)
         elif job.publishing:
             published = find_published(self._registry, job)
         is_lost = product is None and not job.cancel_requested
@@ -129,11 +138,12 @@ class Publisher:
         self._attempts.pop(job.calibration_id, None)
 
 
-def publish(registry: str, job: Job, product: Product) -> PublishedVersion:
+def publish(registry: str, job: Job, product: Product, signs_later: bool = False) -> PublishedVersion:
     """Publishes once and returns the version. Raises what the registry raises; then the version may be published all
     the same.
 
-    The job's id is the request's id, so a repetition finds what an earlier attempt published.
+    The job's id is the request's id, so a repetition finds what an earlier attempt published. `signs_later`: routers
+    must be signed, which the service cannot do, so that no alias is moved.
     """
     failed = failed_checks(product.manifest)
     if failed:
@@ -145,7 +155,7 @@ def publish(registry: str, job: Job, product: Product) -> PublishedVersion:
             product.manifest,
             product.blobs,
             request_id=job.calibration_id,
-            aliases=() if failed else job.aliases,
+            aliases=() if failed or signs_later else job.aliases,
             actor="calibration",
         )
 

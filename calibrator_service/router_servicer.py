@@ -11,6 +11,7 @@ from calibrator_service.convert import canary_to_proto, change_to_proto, event_t
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
 from shared.errors import Corrupt, InvalidInput
+from shared.exchange.signatures import Verifier
 from shared.ladder.blob_names import served_blobs
 from shared.registry.base import AliasChange, Canary, PublishedVersion, RegistryEvent
 from shared.registry.contents import version_damaged_error
@@ -26,13 +27,23 @@ WATCH_PAGE = 16
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
-    """`models`: those that the service is configured with. Where there is one, a request need not name it."""
+    """`models`: those that the service is configured with. Where there is one, a request need not name it. With a
+    `verifier` an alias is pointed at signed versions only."""
 
-    def __init__(self, registry: Registry, *, models: Collection[str], pool: BlockingPool, watchers: Watchers) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        models: Collection[str],
+        pool: BlockingPool,
+        watchers: Watchers,
+        verifier: Verifier | None = None,
+    ) -> None:
         self._registry = registry
         self._models = models
         self._pool = pool
         self._watchers = watchers
+        self._verifier = verifier
 
     async def ListVersions(  # noqa: N802
         self, request: pb.ListVersionsRequest, context: Any
@@ -124,12 +135,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         return change_to_proto(change)
 
     def _check_contents(self, model_id: str, version: int) -> None:
-        """Reads every byte that workers will load before an alias is set to a version.
-        Raises NotFound, Corrupt (VERSION_DAMAGED), InvalidInput."""
+        """Reads every byte that workers will load before an alias is set to a version. Raises NotFound, Corrupt
+        (VERSION_DAMAGED), InvalidInput, PreconditionFailed (SIGNATURE_MISSING, SIGNATURE_INVALID)."""
         try:
             published = self._registry.get(model_id, version)
             for name in served_blobs(published.manifest.get("blobs", {})):
                 self._registry.read_blob(published, name)
+            if self._verifier is not None:
+                self._verifier.check_version(published, self._registry.read_blob)
         except Corrupt as error:
             raise version_damaged_error(model_id, version, error) from error
 

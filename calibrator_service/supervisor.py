@@ -69,7 +69,9 @@ class Supervisor:
         # How the processes of jobs have ended, until it is recorded; running jobs that are to stop.
         self._interruptions: dict[str, Interruption] = {}
         self._cancelled: set[str] = set()
-        self._publisher = Publisher(folder, self.store, settings.registry, self._metrics)
+        self._publisher = Publisher(
+            folder, self.store, settings.registry, self._metrics, signs_later=bool(settings.require_signatures)
+        )
         self._threads = (self._publisher.thread, self.queue)
         self._record_interruptions()
         self._clean_up()

@@ -31,6 +31,7 @@ from inference_service.blob_cache import BlobCache
 from inference_service.engine_watch import EngineWatch
 from inference_service.metrics import ClientWaitsCollector, WorkerMetrics
 from inference_service.pools import Pools
+from inference_service.router_imports import import_routers
 from inference_service.router_watch import RouterWatch
 from inference_service.routers import MAX_WAITING, RouterStore, preload_routers
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
@@ -38,6 +39,7 @@ from shared.configured_model import load_configured
 from shared.engine.drafting.costs import RememberingMeter
 from shared.engine.engine import Engine
 from shared.errors import InvalidInput, PreconditionFailed, Unavailable
+from shared.exchange.signatures import verifier_of
 from shared.model.loaded import LoadedModel
 from shared.model.runners import make_runner
 from shared.model.source import check_files
@@ -73,6 +75,7 @@ async def serve(settings: WorkerSettings) -> int:
     torch.set_num_threads(num_threads)
     log.info("threads", usable_cpus=usable_cpus(), model_threads=num_threads)
     security = open_security(settings, settings.listen)
+    verifier = verifier_of(settings.require_signatures)
     registry = open_registry(settings.registry)
     metrics = WorkerMetrics()
     cache = BlobCache(settings.data_dir / "router-cache", registry.read_blob, max_bytes=settings.router_cache_mb << 20)
@@ -88,6 +91,7 @@ async def serve(settings: WorkerSettings) -> int:
         read_blob=cache.read_blob if is_remote else None,
         capacity=settings.max_routers,
         default_alias=settings.default_alias,
+        verifier=verifier,
         on_stale=lambda model_id: metrics.stale_resolutions.labels(model_id).inc(),
         on_fallback=lambda *labels: metrics.router_fallbacks.labels(*labels).inc(),
     )
@@ -132,6 +136,11 @@ async def serve(settings: WorkerSettings) -> int:
                 engine,
                 max_active=settings.max_queue + settings.max_running,
                 max_active_per_client=settings.max_active_per_client,
+            )
+        if settings.routers:
+            served = [engine.loaded for engine in engines]
+            await asyncio.to_thread(
+                import_routers, settings.routers, served, registry, settings.default_alias, verifier
             )
         await preload_routers(
             routers,

@@ -13,8 +13,9 @@ import structlog
 from inference_service.lru_cache import LruCache
 from inference_service.pools import Pools
 from shared.errors import Corrupt, NeapError, NotFound, Unavailable
-from shared.ladder.artefact import MAX_BLOB_BYTES, unpack_ladder
-from shared.ladder.blob_names import served_blobs
+from shared.exchange.signatures import Verifier
+from shared.ladder.artefact import unpack_ladder
+from shared.ladder.blob_names import MAX_BLOB_BYTES, served_blobs
 from shared.ladder.ladder import Ladder
 from shared.model.loaded import LoadedModel
 from shared.registry.base import PublishedVersion
@@ -56,8 +57,8 @@ class RouterLoader:
     """Keeps the `capacity` most recently used routers. Belongs to one event loop. Blocking work runs in `pools`.
 
     Routers for which `is_kept(model_id, version)` is true are evicted last. `read_blob` must check digests. A router
-    counts as loaded once its model's `prepare` has returned, if there is one. An evicted ladder stays alive while
-    requests use it.
+    counts as loaded once its model's `prepare` has returned, if there is one. With a `verifier` only signed ones are
+    loaded. An evicted ladder stays alive while requests use it.
     """
 
     def __init__(
@@ -69,11 +70,13 @@ class RouterLoader:
         read_blob: ReadBlob | None = None,
         pools: Pools | None = None,
         is_kept: Callable[[str, int], bool] = lambda model_id, version: False,
+        verifier: Verifier | None = None,
     ) -> None:
         self._registry = registry
         self._capacity = capacity
         self._pools = pools or Pools()
         self._is_kept = is_kept
+        self._verifier = verifier
         self._logged_at_s: dict[str, float] = {}
         self._num_unlogged = 0
         self._unpack = unpack
@@ -159,6 +162,8 @@ class RouterLoader:
                 f"version {version} of {model_id!r} has {size_bytes} bytes; at most {MAX_BLOB_BYTES} are loaded",
                 reason="ROUTER_TOO_LARGE",
             )
+        if self._verifier is not None:
+            self._verifier.check_version(published, self._read_blob)
         return published, {name: self._read_blob(published, name) for name in names}
 
     def _make(

@@ -14,6 +14,7 @@ from inference_service.pools import Pools
 from inference_service.resolutions import MAX_KNOWN, Resolution, Resolutions, takes_canary
 from inference_service.router_loader import LoadedRouter, Prepare, ReadBlob, RouterLoader, Unpack
 from shared.errors import Exhausted, InvalidInput, NeapError, NotFound, Unavailable
+from shared.exchange.signatures import Verifier
 from shared.ladder.artefact import unpack_ladder
 from shared.model.loaded import LoadedModel
 from shared.registry.base import PublishedVersion
@@ -73,12 +74,19 @@ class RouterStore:
         read_blob: ReadBlob | None = None,
         pools: Pools | None = None,
         max_waiting: int = MAX_WAITING,
+        verifier: Verifier | None = None,
         on_stale: Callable[[str], object] = lambda model_id: None,
         on_fallback: Callable[[str, str, str], object] = lambda model_id, asked, reason: None,
     ) -> None:
         self._pools = pools or Pools()
         self._loader = RouterLoader(
-            registry, capacity=capacity, unpack=unpack, read_blob=read_blob, pools=self._pools, is_kept=self._is_default
+            registry,
+            capacity=capacity,
+            unpack=unpack,
+            read_blob=read_blob,
+            pools=self._pools,
+            is_kept=self._is_default,
+            verifier=verifier,
         )
         self._resolutions = Resolutions(
             registry.target, self._pools.known_aliases, self._pools.new_aliases, on_stale=on_stale

@@ -7,7 +7,7 @@ The import sends neap's log lines to `logging`, and fits torch's number of threa
 import os
 import sys
 import time
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,11 @@ from shared.digests import digest_of
 from shared.engine.engine import Engine
 from shared.engine.request.request import Generation
 from shared.errors import NeapError, PreconditionFailed
+from shared.exchange.router_files import check_folder, fetched
+from shared.exchange.signatures import verifier_of
 from shared.ladder.blob_names import STATISTICS_BLOB
-from shared.ladder.folder import read_ladder as read_router
-from shared.ladder.folder import read_router_folder
+from shared.ladder.folder import read_ladder, read_router_folder
+from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
 from shared.model.load import load_model as load
 from shared.model.loaded import LoadedModel
@@ -91,20 +93,32 @@ def _as_logging_arguments(logger: Any, name: str, event: EventDict) -> tuple[tup
     return (_render(logger, name, event),), {"exc_info": exception}
 
 
+def read_router(source: Path | str, *, verify: Sequence[Path] = ()) -> Ladder:
+    """The router in a folder, or at hf://OWNER/NAME@REVISION or oci://HOST/REPOSITORY:TAG. `verify`: files with public
+    keys or authorities' certificates, of which one must have signed it.
+
+    Raises as `read_router_folder`, `unpack_ladder` and `shared.exchange.router_files.fetched`; PreconditionFailed
+    (SIGNATURE_MISSING, SIGNATURE_INVALID).
+    """
+    with fetched(str(source)) as folder:
+        if (verifier := verifier_of(verify)) is not None:
+            check_folder(folder, str(source), verifier=verifier)
+        return read_ladder(folder)
+
+
 def read_parent(folder: Path | str, *, share: float = 1.0) -> Parent:
     """The router that `CalibrationResult.save` or `neap routers export` has written, for `calibrate(..., parent=)`.
 
     `share`: how much a token counts that it learned from, against one of the new text, in (0, 1]. Raises `NotFound`,
     `Corrupt`, `InvalidInput` (BAD_SPEC), and `PreconditionFailed` (NO_STATISTICS) if the folder has no statistics.
     """
-    manifest, blobs = read_router_folder(Path(folder), with_statistics=True)
+    manifest, blobs = read_router_folder(Path(folder), complete=True)
     if STATISTICS_BLOB not in blobs:
         raise PreconditionFailed(
             f"{folder} has no {STATISTICS_BLOB}, so no calibration can go on from it: calibrate anew, or export the "
             "router with it",
             reason="NO_STATISTICS",
         )
-    manifest.pop("blobs", None)
     # The digest that the router has in every registry.
     digest = digest_of(encode_manifest(manifest, blobs))
     router = ParentRouter(manifest_digest=digest, share=share)

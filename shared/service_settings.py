@@ -56,6 +56,13 @@ class ServiceSettings(ProcessSettings, SecuritySettings):
         "visible in process lists. Unset: the folder registry below the data folder.",
         json_schema_extra={"metavar": "URL"},
     )
+    require_signatures: Listed[Path] = Field(
+        default=(),
+        description="PEM file with a public key, or with certificates of authorities, whose signature every router "
+        "must have: workers load no other, and the calibration service points no alias at another. May be repeated, "
+        "and one of the files is enough; the variable takes a comma-separated list. Unset: no signature is needed.",
+        json_schema_extra={"metavar": "FILE"},
+    )
     context_length: int | None = Field(
         default=None,
         ge=2,
@@ -248,6 +255,13 @@ class WorkerSettings(ServiceSettings):
         "remembers for the next one: packed weights, which take as much as the model's file, and what was proven and "
         "measured. It counts for the same model, build and machine only, and is made anew if it is damaged. 0 keeps "
         "nothing.",
+    )
+    routers: Listed[str] = Field(
+        default=(),
+        description="Router to import into the registry at start: hf://OWNER/NAME@REVISION, oci://HOST/REPOSITORY:TAG "
+        "or a folder. The default alias of the model with its weights is pointed at it when it is published first; "
+        "later starts move nothing. May be repeated; the variable takes a comma-separated list.",
+        json_schema_extra={"metavar": "URL"},
     )
     default_alias: Alias = Field(default="latest", description="Alias of the router for requests that name none.")
     preload_aliases: Listed[Alias] = Field(

@@ -25,6 +25,8 @@ COMPOSITIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gpu", ("monitoring", "autoscaling")),
     ("base", ("one-pod", "models-from-claim")),
     ("base", ("one-pod", "models-from-s3", "security")),
+    ("base", ("gateway", "shared-registry", "models-from-image")),
+    ("base", ("shared-registry", "calibration-jobs", "models-from-image", "gpu")),
     ("base", ("gateway", "shared-registry", "models-from-s3", "autoscaling")),
     ("base", ("shared-registry", "calibration-jobs", "models-from-s3", "gpu")),
     ("base", ("shared-registry", "calibration-jobs", "models-from-claim", "gpu", "surge")),

@@ -16,7 +16,7 @@ from neap_engine.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, print
 from neap_engine.cli.interruption import interruptible_call
 from neap_engine.cli.job_progress import cancel_and_follow, follow, how_to_watch, leave, note, print_result
 from neap_engine.cli.processes import calibration_service
-from neap_engine.cli.registry_commands import publish_folder
+from neap_engine.cli.registry_commands import publish_files
 from neap_engine.cli.routers import selector
 from shared.errors import InvalidInput
 from shared.rpc.durations import duration_of
@@ -87,7 +87,7 @@ def calibrate(
         typer.Option(
             "--from",
             help="Go on from this router: its statistics and the new text's are added. A version number, an alias, or "
-            "a folder as `neap routers export` writes it, which is imported first, into the registry of NEAP_REGISTRY.",
+            "a folder or URL as for `neap routers import`, which is imported first, into NEAP_REGISTRY's registry.",
         ),
     ] = "",
     parent_share: Annotated[
@@ -261,14 +261,13 @@ def unanswered(client: NeapClient, request: pb.CreateCalibrationRequest) -> str:
 
 
 def parent_of(name: str, model: str, share: float) -> pb.ParentRouter:
-    """The router that --from names. A folder is imported first. Raises InvalidInput, and what the import raises."""
+    """The router that --from names; a folder or a URL is imported. Raises InvalidInput, and what the import raises."""
     if not (0.0 < share <= 1.0):
         raise InvalidInput(f"--parent-share is {share}; it must be above 0 and at most 1")
-    folder = Path(name)
-    if not folder.is_dir():
+    if "://" not in name and not Path(name).is_dir():
         return pb.ParentRouter(**selector(name), share=share)
-    published = publish_folder(folder, model, aliases=())
-    note(f"{folder} is version {published.version} of {published.model_id}")
+    published = publish_files(name, model, aliases=())
+    note(f"{name} is version {published.version} of {published.model_id}")
     # The service may have another registry, where the number belongs to another router: it compares the digests.
     return pb.ParentRouter(version=published.version, manifest_digest=published.manifest_digest, share=share)
 

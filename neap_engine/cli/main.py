@@ -13,6 +13,7 @@ from neap_engine.cli import (
     loaded_models,
     models,
     registry_commands,
+    router_transfers,
     routers,
     serve,
     tokens,
@@ -38,6 +39,8 @@ app.command("evaluate")(evaluate.evaluate)
 app.add_typer(serve.app, name="serve")
 routers.app.command("export")(registry_commands.export_router)
 routers.app.command("import")(registry_commands.import_router)
+routers.app.command("pull")(router_transfers.pull)
+routers.app.command("push")(router_transfers.push)
 routers.app.command("rebuild-index")(registry_commands.rebuild_index)
 routers.app.command("sweep")(registry_commands.sweep)
 app.add_typer(jobs.app, name="jobs")

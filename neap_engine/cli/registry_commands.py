@@ -3,29 +3,52 @@
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from neap_engine.cli.console import DataDir, Model, RegistryUrl, err, exit_on_error, out, print_line
 from neap_engine.cli.routers import current_user, selector
 from shared.config import make_settings
-from shared.errors import AlreadyExists, Corrupt, NotFound
+from shared.errors import AlreadyExists, InvalidInput, NotFound
 from shared.service_settings import ServiceSettings
 
 if TYPE_CHECKING:
+    from shared.exchange.router_files import Signer
     from shared.registry.base import PublishedVersion
     from shared.registry.registry import Registry
 
 
+Trusted = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--verify",
+        metavar="FILE",
+        help="Refuse a router that is not signed by this public key, or by a certificate that these authorities have "
+        "issued. May be given several times: one is enough.",
+    ),
+]
+SigningKey = Annotated[
+    Path | None,
+    typer.Option("--sign", metavar="FILE", help="Sign the router with this private key, a PEM file of a NIST curve."),
+]
+Certificates = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--certificate",
+        metavar="FILE",
+        help="Certificate of the key of --sign; then, given again, those between it and its authority.",
+    ),
+]
+Fingerprint = Annotated[
+    str, typer.Option("--fingerprint", help="Refuse a router of other weights than those of this fingerprint.")
+]
+SOURCES = "a folder, hf://OWNER/NAME@REVISION or oci://HOST/REPOSITORY:TAG"
+
+
 @exit_on_error
 def import_router(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            help="Folder with manifest.json, ladder.safetensors and, if the router has them, statistics.safetensors."
-        ),
-    ],
+    source: Annotated[str, typer.Argument(help=f"Where the router is: {SOURCES}.")],
     model: Annotated[
         str,
         typer.Option(
@@ -39,65 +62,77 @@ def import_router(
             help="Alias to point at the version, for example latest. May be given several times. Default: none.",
         ),
     ] = None,
+    verify: Trusted = None,
+    sign: SigningKey = None,
+    certificate: Certificates = None,
+    fingerprint: Fingerprint = "",
     registry: RegistryUrl = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Publish a ladder from files.
+    """Publish a router from its files.
 
     Importing the same files again publishes no second version; it only points the given aliases at the existing one.
     """
-    published = publish_folder(folder, model, alias or (), registry=registry, data_dir=data_dir)
+    published = publish_files(
+        source,
+        model,
+        alias or (),
+        registry=registry,
+        data_dir=data_dir,
+        fingerprint=fingerprint,
+        trusted=verify or (),
+        key=sign,
+        certificates=certificate or (),
+    )
     print_line(f"published version {published.version} of {published.model_id} ({published.manifest_digest})")
     for name in alias or ():
         print_line(f"{name}: {published.version}")
 
 
-def publish_folder(
-    folder: Path, model: str, aliases: Sequence[str], *, registry: str | None = None, data_dir: Path | None = None
+def publish_files(
+    source: str,
+    model: str,
+    aliases: Sequence[str],
+    *,
+    registry: str | None = None,
+    data_dir: Path | None = None,
+    fingerprint: str = "",
+    trusted: Sequence[Path] = (),
+    key: Path | None = None,
+    certificates: Sequence[Path] = (),
 ) -> "PublishedVersion":
-    """Publish the router in `folder`, or find it published, and point the aliases at it.
-    `model`: "" means the manifest's.
+    """Publish the router in a folder or at a URL, or find it published, and point the aliases at it.
+    `model`: "" means the manifest's. `trusted`, `key`, `certificates`: as the options of `import_router`.
 
-    Raises what `read_router_folder`, `unpack_ladder` and the registry raise.
+    Raises what `read_files` and the registry raise.
     """
     # Imported here because they need torch, which takes seconds to load. Other commands do not need it.
-    from shared.digests import digest_of
-    from shared.ladder.artefact import unpack_ladder
-    from shared.ladder.blob_names import STATISTICS_BLOB
-    from shared.ladder.checks import check_artefact
-    from shared.ladder.folder import read_router_folder
-    from shared.registry.contents import blob_entries
-    from shared.registry.encoding import canonical_json
+    from shared.exchange.router_files import read_files
+    from shared.exchange.signatures import verifier_of
 
-    manifest, blobs = read_router_folder(folder, with_statistics=True)
-    # A registry has added it to the manifest of a router that was copied out of it.
-    recorded = manifest.pop("blobs", None)
-    if isinstance(recorded, dict) and STATISTICS_BLOB not in blobs:
-        recorded.pop(STATISTICS_BLOB, None)  # a router may be copied without them
-    if recorded not in (None, blob_entries(blobs)):
-        raise Corrupt(f"{folder} does not have the files that its manifest names")
-    ladder = unpack_ladder(manifest, blobs)
-    manifest = {**manifest, "checks": check_artefact(manifest, blobs)}
-    model_id = model or ladder.model.model_id
-    contents = {
-        "model_id": model_id,
-        "manifest": manifest,
-        "blobs": {name: digest_of(data) for name, data in blobs.items()},
-    }
+    files = read_files(
+        source,
+        model,
+        fingerprint=fingerprint,
+        verifier=verifier_of(trusted),
+        signer=signer_of(key, certificates),
+    )
     print_registry(_named(registry, data_dir))
     with opened_registry(registry, data_dir) as opened:
-        published = opened.publish(
-            model_id,
-            manifest,
-            blobs,
-            request_id=f"import-{digest_of(canonical_json(contents))}",
-            aliases=aliases,
-            actor=current_user(),
-        )
+        published = files.publish(opened, aliases, current_user())
         for name in aliases:
             # `publish` moves no alias if the version already existed.
-            opened.set_alias(model_id, name, published.version, actor=current_user(), reason="imported")
+            opened.set_alias(published.model_id, name, published.version, actor=current_user(), reason="imported")
     return published
+
+
+def signer_of(key: Path | None, certificates: Sequence[Path]) -> "Signer | None":
+    """Raises InvalidInput for certificates without a key."""
+    from shared.exchange.router_files import Signer
+
+    if key is None and certificates:
+        raise InvalidInput("--certificate needs --sign", reason="BAD_ARGUMENT")
+    return None if key is None else Signer(key, certificates)
 
 
 @exit_on_error
@@ -114,15 +149,27 @@ def export_router(
     """
     from shared.ladder.folder import write_router_folder
 
+    refuse_existing(folder)
+    router, manifest, blobs = read_published(model, version, registry, data_dir)
+    write_router_folder(folder, manifest, blobs)
+    print_line(f"wrote version {router.version} of {model} ({router.manifest_digest}) to {folder}")
+
+
+def refuse_existing(folder: Path) -> None:
     if folder.exists():
         raise AlreadyExists(f"{folder} exists; name a new folder")
+
+
+def read_published(
+    model: str, version: str, registry: str | None, data_dir: Path | None
+) -> tuple["PublishedVersion", dict[str, Any], dict[str, bytes]]:
+    """A version, by number or alias, with its manifest and blobs as `write_router_folder` takes them. Raises what the
+    registry raises."""
     with existing_registry(registry, data_dir) as opened:
         chosen = selector(version)
         router = opened.get(model, chosen["version"]) if "version" in chosen else opened.resolve(model, chosen["alias"])
         blobs = {name: opened.read_blob(router, name) for name in router.manifest["blobs"]}
-    manifest = {name: value for name, value in router.manifest.items() if name != "blobs"}
-    write_router_folder(folder, manifest, blobs)
-    print_line(f"wrote version {router.version} of {model} ({router.manifest_digest}) to {folder}")
+    return router, {name: value for name, value in router.manifest.items() if name != "blobs"}, blobs
 
 
 @exit_on_error

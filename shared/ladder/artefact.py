@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from shared.errors import Corrupt, PreconditionFailed
-from shared.ladder.blob_names import LADDER_BLOB, served_blobs
+from shared.ladder.blob_names import LADDER_BLOB, MAX_BLOB_BYTES, served_blobs
 from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.exit_head import ExitHead
 from shared.ladder.exits import LayerExit
@@ -27,7 +27,6 @@ from shared.model.own_thread import run_in_own_thread
 # 1 to 3 were forms before the first release.
 SCHEMA_VERSION = 5
 BLOB = LADDER_BLOB
-MAX_BLOB_BYTES = 1 << 30
 # Upper limits of the sizes in a manifest, because memory is allocated by them.
 MAX_HIDDEN_SIZE, MAX_CONFIDENCE_WIDTH, MAX_EXITS = 65_536, 8_192, 64
 MAX_MLP_WIDTH = 4 * MAX_HIDDEN_SIZE

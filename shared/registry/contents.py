@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from shared.digests import DIGEST_PATTERN, PREFIX, digest_of
 from shared.errors import AlreadyExists, Conflict, Corrupt, InvalidInput, NotFound, PreconditionFailed
+from shared.ladder.blob_names import blob_entry
 from shared.registry.encoding import canonical_json
 from shared.registry.names import check_blob_name
 
@@ -17,7 +18,7 @@ Kind = Literal["blobs", "manifests"]
 
 def blob_entries(blobs: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
     """Return what a registry adds to a manifest as "blobs". Raises InvalidInput (BAD_BLOB_NAME)."""
-    return {check_blob_name(name): {"digest": digest_of(data), "size_bytes": len(data)} for name, data in blobs.items()}
+    return {check_blob_name(name): blob_entry(data) for name, data in blobs.items()}
 
 
 def encode_manifest(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> bytes:

@@ -124,7 +124,7 @@ def test_the_secret_of_the_registry_has_what_the_component_reads():
 
 
 def test_the_example_renders(tmp_path):
-    (text,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
+    text, patch = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
     inside = os.path.relpath(K8S, tmp_path)
     (tmp_path / "kustomization.yaml").write_text(text.replace("../../", f"{inside}/"))
     (copied,) = [line.split() for line in PAGE.splitlines() if line.startswith("cp ")]
@@ -140,6 +140,11 @@ def test_the_example_renders(tmp_path):
     needed = set(re.findall(r"secretRef:\s+name: (\S+)", result.stdout))
     own = PAGE.partition("## An overlay of your own")[2]
     assert needed == set(re.findall(r"create secret generic (\S+)", own)) == {"neap-registry", "neap-models"}
+    from_image = text.replace("models-from-s3", "models-from-image").replace("../../", f"{inside}/")
+    (tmp_path / "kustomization.yaml").write_text(from_image + patch)
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    named = set(re.findall(r"reference: (\S+)", result.stdout))
+    assert named == {"registry.example/models/my-model:1", "neap-models:0.1.0"}, "the suspended CronJob has its own"
 
 
 def test_tables_list_every_overlay_and_component():

@@ -21,6 +21,7 @@ from shared.ladder.policy import DepthPolicy
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.dtypes import dtype_name
 from shared.model.inference import inference
+from shared.model.numerics import numerics_of
 
 MAX_DRAFTS = 4
 POLICIES = (
@@ -65,6 +66,7 @@ def relaxed_figures(
             "dtype": dtype_name(runner.loaded.kv_dtype),
             "compute_dtype": dtype_name(runner.loaded.compute_dtype),
             "device": runner.loaded.device.type,
+            "numerics_id": numerics_of(runner).id,
         },
         "interval": "wilson",
         "confidence": CONFIDENCE,

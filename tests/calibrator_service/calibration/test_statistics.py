@@ -310,7 +310,7 @@ def test_a_child_does_not_write_its_ancestors_text(first):
 
 def test_statistics_are_saved_beside_the_ladder(first, counting, tmp_path):
     first.save(tmp_path / "router")
-    manifest, blobs = read_router_folder(tmp_path / "router", with_statistics=True)
+    manifest, blobs = read_router_folder(tmp_path / "router", complete=True)
     assert manifest["calibration"]["statistics"]["num_tokens"] == first.statistics.num_tokens
     parent = Parent.read(tmp_path / "router" / STATISTICS_BLOB, ParentRouter())
     assert parent.statistics.to_bytes() == blobs[STATISTICS_BLOB]

@@ -6,32 +6,19 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
-from shared.ladder.artefact import BLOB, SCHEMA_VERSION, pack_ladder, round_weights, unpack_ladder
-from shared.ladder.blob_names import STATISTICS_BLOB
-from shared.ladder.confidence_head import ConfidenceHead
-from shared.ladder.exit_head import ExitHead
-from shared.ladder.exits import LayerExit
-from shared.ladder.folder import MANIFEST, read_ladder, write_router_folder
-from shared.ladder.ladder import Ladder, ModelIdentity
-from shared.ladder.table_confidence import fit_table_confidence
+from shared.ladder.artefact import BLOB, SCHEMA_VERSION, pack_ladder, unpack_ladder
+from shared.ladder.blob_names import MANIFEST, STATISTICS_BLOB, blob_entry
+from shared.ladder.folder import read_ladder
 from shared.registry.factory import open_registry
+from tests.router_folders import write_router
 
-MODEL = ModelIdentity("tiny", "sha256:" + "0" * 64, "LlamaForCausalLM", 4, 16, 100)
 SHIPPED = Path(__file__).parents[3] / "bench" / "router"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    layer_exit = LayerExit(2, ExitHead(16, 24), ConfidenceHead(16, 8))
-    for module in (layer_exit.head, layer_exit.confidence):
-        round_weights(module)
-    router = fit_table_confidence([], [])
-    ladder = Ladder(MODEL, router, exits=(layer_exit,), draft_vocabulary=torch.tensor([1, 5, 99]))
-    write_router_folder(tmp_path / "router", *pack_ladder(ladder, {}))
-    return tmp_path / "router"
+    return write_router(tmp_path / "router")
 
 
 def test_the_published_version_has_the_contents_of_the_files(neap, folder, tmp_path):
@@ -97,7 +84,8 @@ STATISTICS = b"sums" * 100
 
 def add_statistics(folder: Path, data: bytes = STATISTICS) -> None:
     digest = f"sha256:{hashlib.sha256(STATISTICS).hexdigest()}"
-    edit(folder, calibration={"statistics": {"digest": digest}})
+    recorded = {BLOB: blob_entry((folder / BLOB).read_bytes()), STATISTICS_BLOB: blob_entry(STATISTICS)}
+    edit(folder, calibration={"statistics": {"digest": digest}}, blobs=recorded)
     (folder / STATISTICS_BLOB).write_bytes(data)
 
 
@@ -149,6 +137,12 @@ def edit(folder: Path, **changes: object) -> None:
     (folder / MANIFEST).write_text(json.dumps({**manifest, **changes}))
 
 
+def write_unrecorded(folder: Path, data: bytes) -> None:
+    """As in folders that an earlier build wrote: the manifest does not name its blobs."""
+    edit(folder, blobs=None)
+    (folder / BLOB).write_bytes(data)
+
+
 DAMAGES = {
     "no folder": (shutil.rmtree, "manifest.json is missing [NOT_FOUND]"),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), "manifest.json is missing [NOT_FOUND]"),
@@ -156,8 +150,12 @@ DAMAGES = {
     "no JSON": (lambda f: (f / MANIFEST).write_text("{"), "is not JSON [CORRUPT]"),
     "no text": (lambda f: (f / MANIFEST).write_bytes(b"\xff\xfe"), "is not JSON [CORRUPT]"),
     "no object": (lambda f: (f / MANIFEST).write_text("[]"), "not a JSON object [CORRUPT]"),
-    "half a blob": (lambda f: (f / BLOB).write_bytes((f / BLOB).read_bytes()[:-9]), "not safetensors [CORRUPT]"),
-    "another file": (lambda f: (f / BLOB).write_bytes(b"GIF89a"), "not safetensors [CORRUPT]"),
+    "half a blob": (lambda f: write_unrecorded(f, (f / BLOB).read_bytes()[:-9]), "not safetensors [CORRUPT]"),
+    "another file": (lambda f: write_unrecorded(f, b"GIF89a"), "not safetensors [CORRUPT]"),
+    "a changed byte": (
+        lambda f: (f / BLOB).write_bytes((f / BLOB).read_bytes()[:-1] + b"\x01"),
+        "does not have the files that its manifest names [CORRUPT]",
+    ),
     "fewer proposers": (lambda f: edit(f, proposers=[]), "[CORRUPT]"),
     "another width": (lambda f: edit(f, model={"id": "tiny"}), "[CORRUPT]"),
     "a later format": (lambda f: edit(f, schema_version=SCHEMA_VERSION + 1), "[SCHEMA_TOO_NEW]"),
