@@ -91,7 +91,8 @@ class DraftGraphs:
         for size in ROW_SIZES:
             self.replay(size)
             yield
-            self.seconds[size] = seconds(partial(drafted, size))
+            with self._memory.trial(size, self.number):
+                self.seconds[size] = seconds(partial(drafted, size))
             yield
 
     def replay(self, num_rows: int) -> None:

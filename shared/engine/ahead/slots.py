@@ -1,6 +1,8 @@
 """Requests that live on the device: their tokens, lengths, states and ends; what a step reads and writes of them."""
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import addressof, c_int32, memmove
 from ctypes import sizeof as size_of
 from typing import NamedTuple
@@ -16,6 +18,8 @@ from shared.ops.slots import MOST_ROWS, PLACES, Control, Slot, SlotArgs, ratio_b
 
 # Steps under way at once, so that what the host has sent or reads is not overwritten.
 NUM_STEPS = 2
+# Of each request while drafting is timed. Look-up reads all tokens of a request at each place.
+TRIAL_TOKENS, TRIAL_VOCABULARY = 1024, 16
 # Waits for what was read, and returns the address of the first row.
 Arrived = Callable[[], int]
 
@@ -89,6 +93,21 @@ class SlotMemory:
         self._copy(self._tokens[number, : len(tokens)], torch.tensor(tokens, dtype=torch.int32))
         if states is not None:
             self.states[number].copy_(states)
+
+    @contextmanager
+    def trial(self, num_rows: int, drafter: int) -> Iterator[None]:
+        """Within it, a step has so many requests of a drafter, each with TRIAL_TOKENS tokens in which many contexts
+        come again: for the time that drafting takes. They share the spare slot, and get no tokens."""
+        width = min(TRIAL_TOKENS, self._tokens.shape[1] - PLACES - 1)
+        tokens = random.Random(0).choices(range(TRIAL_VOCABULARY), k=width)
+        slot = Slot(num_tokens=width, num_left=PLACES + 1, is_open=1)
+        self.fill(MOST_ROWS, slot, tokens, torch.zeros_like(self.states[MOST_ROWS]))
+        self.send([RowOfStep(MOST_ROWS, 0, drafter, None)] * num_rows, (), 0)
+        try:
+            yield
+        finally:
+            self.fill(MOST_ROWS, Slot(), (), None)
+            self.send((), (), 0)
 
     @inference
     def send(self, rows: Sequence[RowOfStep], others: Sequence[tuple[int, int, int]], size: int) -> None:

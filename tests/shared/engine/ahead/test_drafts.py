@@ -2,14 +2,17 @@
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
-from shared.engine.ahead.graphs import LearnedMirror
+from shared.engine.ahead.graphs import ROW_SIZES, LearnedMirror, StepGraphs
 from shared.engine.ahead.slots import RowOfStep, SlotMemory
+from shared.engine.drafting.drafter import Drafter
+from shared.engine.drafting.pass_costs import PassCosts
 from shared.ladder.confidence import Confidence
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS
 from shared.ladder.ladder import Ladder, ModelIdentity
@@ -171,6 +174,30 @@ def test_the_device_drafts_what_a_cpu_drafts(runner: PagedRunner, has_exit: bool
                 assert row["drafts"][: row["num_drafted"]].tolist() == chain.tokens
                 num_drafted += len(chain.tokens)
     assert num_drafted > 150
+
+
+@torch.inference_mode()
+def test_drafting_is_timed_with_what_tables_draft(runner: PagedRunner) -> None:
+    side = random_side(runner, 0, 1, has_exit=False)
+    ladder = replace(side.ladder, lookup_confidence=TableConfidence(4.0, [[0.0] * size for size in SIZES]))
+    graphs = StepGraphs(runner, None)
+    drafts = graphs.drafts_of(Drafter(runner, PassCosts((1.0,) * (PLACES + 1)), ladder.bind(runner)))
+    sizes = iter(ROW_SIZES)
+
+    def seconds(work: Callable[[], object]) -> float:
+        size = next(sizes)
+        graphs.memory.rows.zero_()
+        work()
+        assert (rows_of(graphs.memory, MOST_ROWS)["num_drafted"] == PLACES).sum() == size
+        return float(size)
+
+    for _ in drafts.prepare(seconds):
+        pass
+    assert drafts.seconds == {size: float(size) for size in ROW_SIZES}
+    # Nothing of it is left for the next step.
+    graphs.memory.rows.zero_()
+    drafts.replay(1)
+    assert not graphs.memory.rows.any()
 
 
 def test_a_head_says_nothing_of_a_request_whose_states_are_unknown(runner: PagedRunner) -> None:
