@@ -2,6 +2,7 @@
 
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ KILL_TIMEOUT_S = 5.0
 # How often a process is polled while its end or its address is awaited.
 CHECK_ALIVE_S = 0.5
 LOG_TAIL_LINES = 15
+# Ends a service whose parent was killed, by the kernel of Linux.
+WITH_PARENT = ("setpriv", "--pdeathsig", "TERM") if shutil.which("setpriv") else ()
 
 
 class ServiceProcess:
@@ -46,7 +49,7 @@ class ServiceProcess:
         self.name = name
         self.log_path = log_path
         self.address = ""
-        self._command = [sys.executable, "-m", module, "--listen", listen, *arguments]
+        self._command = [*WITH_PARENT, sys.executable, "-m", module, "--listen", listen, *arguments]
         self._niceness = niceness
         self._process: subprocess.Popen[str] | None = None
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from neap_engine.cli.processes import WITH_PARENT
 from tests.demo.test_demo import environment, model_folder, processes_naming
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.e2e,
@@ -96,6 +98,17 @@ def test_if_one_part_dies_all_of_it_ends_and_says_why(model_folder: Path, tmp_pa
         running.until(r"the worker ended with code -9.*\[SERVICE_ENDED\]")
         assert running.process.wait(60) == 1
     assert processes_naming(str(data_dir)) == []
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(not WITH_PARENT, reason="setpriv of util-linux is not installed")
+def test_if_it_is_killed_all_of_it_ends(model_folder: Path, tmp_path: Path):
+    data_dir = tmp_path / "data"
+    with up(model_folder, data_dir, "--no-calibrate") as running:
+        running.until("no router; `neap calibrate` learns one")
+        assert len(processes_naming(str(data_dir))) == 3  # a gateway has no data folder
+        running.process.kill()
+        wait_until(lambda: not processes_naming(str(data_dir)))
 
 
 @pytest.mark.timeout(200)
