@@ -7,12 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from inference_service.metrics import WorkerMetrics
 from shared.engine.request.handle import GenerationHandle
 from shared.engine.request.request import Finished, GenerationEvent, TokenChunk
-from shared.errors import NeapError
+from shared.errors import DeadlineExceeded, NeapError
 from shared.rpc.interceptors import CLIENT_GONE, annotate_call
 from shared.rpc.tracing import record_span
 
@@ -102,6 +102,16 @@ class GenerateCall:
         record_span("prefill", started_s, now if self._first_token_s is None else self._first_token_s)
         if self._first_token_s is not None:
             record_span("decode", self._first_token_s, now)
+
+
+def deadline_s_of(context: Any) -> float:
+    """The call's deadline in `time.monotonic()` seconds. Raises DeadlineExceeded when it has passed."""
+    remaining_s: float | None = context.time_remaining()
+    if remaining_s is None:
+        return math.inf
+    if remaining_s <= 0:
+        raise DeadlineExceeded("the deadline had passed before the work began")
+    return time.monotonic() + remaining_s
 
 
 class Pausable(Protocol):
