@@ -170,7 +170,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         with GenerateCall(self._metrics) as call:
             deadline_s = deadline_s_of(context)
             served = self._find(request.model_id)
-            call.set_model(request.model_id, deadline_s)
+            call.set_model(request.model_id, deadline_s, is_chat=request.HasField("chat"))
             if request.can_go_elsewhere and served.is_busy:
                 raise Unavailable("the request would have to wait here", reason="BUSY")
             with served.admitted(client_key(context), on_behalf_of(context)):

@@ -33,7 +33,8 @@ _request_id: ContextVar[str] = ContextVar("neap_request_id", default="")
 _fields: ContextVar[dict[str, str | int | float] | None] = ContextVar("neap_fields", default=None)
 _waits: ContextVar[ClientWaits | None] = ContextVar("neap_client_waits", default=None)
 _has_written: ContextVar[bool] = ContextVar("neap_has_written", default=False)
-# Auxiliary services and methods: their calls are logged at info level only if they fail, and a drain does not wait for them.
+# Auxiliary services and methods: their calls are logged at info level only if they fail, and a drain does not wait for
+# them.
 SIDE_SERVICES = (
     "/grpc.health.",
     "/grpc.reflection.",
