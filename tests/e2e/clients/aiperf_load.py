@@ -1,0 +1,42 @@
+"""AIPerf, a load generator: chats, streamed and whole, several at once, with the tokens that the server counts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+url, fields = sys.argv[1:]
+NUM_REQUESTS = 12
+prompts = Path("prompts.jsonl")
+prompts.write_text('{"text": "hello"}\n' * 4)
+# It loads one, which no count comes from, and would fetch its own from the network.
+PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())).save_pretrained("tokenizer")
+for streaming in ([], ["--streaming"]):
+    out = Path(f"out{len(streaming)}")
+    subprocess.run(
+        [
+            *(
+                str(Path(sys.executable).with_name("aiperf")),
+                "profile",
+                "--ui",
+                "none",
+                "--model",
+                "tiny",
+                "--url",
+                url,
+            ),
+            *("--endpoint-type", "chat", *streaming, "--concurrency", "4", "--request-count", str(NUM_REQUESTS)),
+            *("--input-file", str(prompts), "--custom-dataset-type", "single_turn", "--extra-inputs", fields),
+            *("--tokenizer", "tokenizer", "--use-server-token-count", "--output-artifact-dir", str(out)),
+        ],
+        check=True,
+        timeout=300,
+    )
+    found = json.loads((out / "profile_export_aiperf.json").read_text())
+    assert found["request_count"]["avg"] == NUM_REQUESTS, found
+    assert found.get("error_request_count", {"avg": 0})["avg"] == 0, found
+    assert found["output_sequence_length"]["min"] >= 1, found
+    assert ("time_to_first_token" in found) == bool(streaming), found
