@@ -16,12 +16,13 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from inference_service.vllm_convert import FIELDS, PARAMETERS
+from inference_service.vllm_convert import FIELDS, PARAMETERS, to_requests
 from inference_service.vllm_servicer import _SERVICE, MAX_ABORTED, VllmServicer
 from shared.engine.engine import Engine
 from shared.registry.factory import open_registry
 from shared.rpc.access import METHOD_ROLES
 from tests.generation import answer
+from tests.spans import recorded_spans
 from tests.waiting import wait_until
 from tests.worker import CONTEXT_LENGTH, serving
 
@@ -113,6 +114,11 @@ def test_answers_are_those_of_our_own_service(worker, params, sampling, more):
         assert (one.prompt_tokens, one.completion_tokens) == (len(PROMPT), finished.usage.num_completion_tokens)
 
 
+def test_numbers_are_those_that_a_person_wrote(loaded):
+    (own,) = to_requests(request_of(temperature=0.7, top_p=0.95, logit_bias={65: 0.1}), loaded)
+    assert own.sampling == pb.Sampling(temperature=0.7, top_p=0.95, logit_bias={65: 0.1})
+
+
 def test_a_text_is_a_prompt_and_stops_say_what_matched(worker):
     _, tokens, texts, _ = answer(worker.ours, pb.GenerateRequest(model_id="tiny", text="hello"))
     text, first, third = "".join(texts), tokens[0].id, tokens[2].id
@@ -159,6 +165,7 @@ def test_abort_ends_the_callers_request_of_that_id(worker):
 
 
 def test_a_client_that_goes_ends_its_request(worker):
+    spans = recorded_spans()
     call = worker.theirs.Generate(request_of(stream=True, n=2, max_tokens=2000, ignore_eos=True))
     next(call)
     wait_until(lambda: load_of(worker).num_running_reqs == 2)
@@ -166,6 +173,9 @@ def test_a_client_that_goes_ends_its_request(worker):
     assert worker.theirs.GetServerInfo(vllm.GetServerInfoRequest()).active_requests == 2
     call.cancel()
     wait_until(lambda: load_of(worker).num_total_reqs == 0)
+    spans.wait_for(lambda: spans.named(f"{_SERVICE.full_name}/Generate"))
+    (span,) = spans.named(f"{_SERVICE.full_name}/Generate")
+    assert span.attributes["rpc.response.status_code"] == "CANCELLED"
 
 
 MANY = list(range(200)) * 20
