@@ -21,7 +21,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from threading import Thread, get_native_id
+from types import ModuleType
 
 import structlog
 import torch
@@ -106,10 +108,14 @@ async def serve(settings: WorkerSettings) -> int:
         },
         chats_have_control_tokens=settings.chat_control_tokens,
     )
-    server = RpcServer(settings, [SERVICE_NAME], security=security, hand_over=servicer.hand_over)
+    dialect = _dialect(settings)
+    names = [SERVICE_NAME, dialect.SERVICE_NAME] if dialect else [SERVICE_NAME]
+    server = RpcServer(settings, names, security=security, hand_over=servicer.hand_over)
     metrics.registry.register(SecurityCollector(security))
     metrics.registry.register(ClientWaitsCollector(server.waits))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.grpc_server)
+    if dialect:
+        dialect.add_to(server, servicer, settings.models[0].model_id, pools)
     engines: list[Engine] = []
     engine_watch = EngineWatch(engines, settings.hang_timeout_s)
     watches: list[RouterWatch] = []
@@ -166,6 +172,23 @@ async def serve(settings: WorkerSettings) -> int:
     pools.close()
     await asyncio.to_thread(registry.close)
     return 0
+
+
+def _dialect(settings: WorkerSettings) -> ModuleType | None:
+    """What serves vLLM's dialect, if it is to be served. Raises InvalidInput (BAD_CONFIGURATION)."""
+    if not settings.vllm_dialect:
+        return None
+    if len(settings.models) > 1:
+        raise InvalidInput(
+            "requests of vLLM's dialect name no model: --vllm-dialect needs exactly one --model",
+            reason="BAD_CONFIGURATION",
+        )
+    try:
+        return import_module("inference_service.vllm_servicer")
+    except ModuleNotFoundError as error:
+        raise InvalidInput(
+            "--vllm-dialect needs an extra: pip install 'neap-server[smg]'", reason="BAD_CONFIGURATION"
+        ) from error
 
 
 def _refresh(loop: asyncio.AbstractEventLoop, routers: RouterStore, loaded: LoadedModel) -> None:

@@ -81,7 +81,7 @@ def to_generation_request(
     constraint: Constraint | MessageConstraint | None = answer
     is_chat = request.WhichOneof("prompt") == "chat"
     chat = PreparedChat(request.chat, loaded, has_control_tokens=chats_have_control_tokens) if is_chat else None
-    prompt_ids = encode_prompt(loaded, chat.prompt if chat else _prompt(request, loaded.context_length))
+    prompt_ids = encode_prompt(loaded, chat.prompt if chat else _prompt(request, loaded))
     if chat is not None:
         constraint = chat.constraint(answer, prompt_ids)
     prediction, expected = request.prediction, request.resume.prompt_digest
@@ -121,19 +121,24 @@ def prompt_digest(prompt_ids: Sequence[int]) -> str:
     return hashlib.sha256(key_of(prompt_ids)).hexdigest()[:32]
 
 
-def _prompt(request: inference_pb2.GenerateRequest, context_length: int) -> Prompt:
+def _prompt(request: inference_pb2.GenerateRequest, loaded: LoadedModel) -> Prompt:
     kind = request.WhichOneof("prompt")
     if kind == "text":
         return request.text
     if kind == "token_ids":
-        if len(request.token_ids.ids) >= context_length:  # before millions of ids become Python integers
-            raise PromptTooLong(
-                f"the prompt has {len(request.token_ids.ids)} tokens; {request.model_id} holds "
-                f"{context_length}, prompt and completion together",
-                metadata={"context_length": str(context_length)},
-            )
+        check_num_ids(len(request.token_ids.ids), loaded)
         return list(request.token_ids.ids)
     raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT")
+
+
+def check_num_ids(count: int, loaded: LoadedModel) -> None:
+    """For token ids of a prompt, before millions of them become Python integers. Raises PromptTooLong."""
+    if count >= loaded.context_length:
+        raise PromptTooLong(
+            f"the prompt has {count} tokens; {loaded.model_id} holds {loaded.context_length}, prompt and completion "
+            "together",
+            metadata={"context_length": str(loaded.context_length)},
+        )
 
 
 def taken_defaults(request: inference_pb2.GenerateRequest, loaded: LoadedModel) -> GenerationDefaults:
@@ -175,16 +180,21 @@ def _bad_words(words: Sequence[inference_pb2.BadWord], loaded: LoadedModel) -> l
 
 def to_stopping(stopping: inference_pb2.Stopping, defaults: GenerationDefaults = NO_DEFAULTS) -> StoppingParams:
     """Raises InvalidInput."""
-    # Millions of empty texts or ids fit a message, and would become objects before they are counted.
     for name, most in (("stop_strings", MAX_STOP_STRINGS), ("stop_token_ids", MAX_STOP_TOKEN_IDS)):
-        if (count := len(getattr(stopping, name))) > most:
-            raise InvalidInput(f"there are {count} {name}; at most {most} are allowed")
+        check_count(name, getattr(stopping, name), most)
     return StoppingParams(
         max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else defaults.max_tokens,
         stop_strings=tuple(stopping.stop_strings),
         stop_token_ids=frozenset(stopping.stop_token_ids),
         ignore_eos=stopping.ignore_eos,
     )
+
+
+def check_count(name: str, values: Sequence[object], most: int) -> None:
+    """Millions of empty texts or ids fit a message, and would become objects before they are counted.
+    Raises InvalidInput."""
+    if len(values) > most:
+        raise InvalidInput(f"there are {len(values)} {name}; at most {most} are allowed")
 
 
 def from_defaults(defaults: GenerationDefaults) -> inference_pb2.GenerationDefaults:

@@ -7,14 +7,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from inference_service.metrics import WorkerMetrics
 from shared.engine.request.handle import GenerationHandle
 from shared.engine.request.request import Finished, GenerationEvent, TokenChunk
-from shared.errors import NeapError
+from shared.errors import DeadlineExceeded, NeapError
 from shared.rpc.interceptors import CLIENT_GONE, annotate_call
-from shared.rpc.tracing import record_span
+from shared.rpc.tracing import record_span, set_gen_ai
+
+# Fields of SamplingParams that OpenTelemetry names. A seed does not fit its numbers, and stop strings are content.
+GEN_AI_SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
 
 
 class GenerateCall:
@@ -36,10 +39,12 @@ class GenerateCall:
     def __enter__(self) -> "GenerateCall":
         return self
 
-    def set_model(self, model_id: str, deadline_s: float) -> None:
+    def set_model(self, model_id: str, deadline_s: float, *, is_chat: bool = False) -> None:
         """The call names a model that is served here. `deadline_s` in `time.monotonic()` seconds."""
         self._model_id, self._deadline_s = model_id, deadline_s
         annotate_call(model_id=model_id, router_version=0)  # 0 means no router
+        operation = "chat" if is_chat else "text_completion"
+        set_gen_ai({"operation.name": operation, "provider.name": "neap", "request.model": model_id})
 
     def set_router(self, version: int, *, by_default: bool) -> None:
         """The call uses this router version. `by_default`: the caller named none."""
@@ -51,6 +56,9 @@ class GenerateCall:
         """The engine has accepted the request."""
         self._handle = handle
         annotate_call(prompt_tokens=len(handle.request.prompt_ids))
+        set_gen_ai({f"request.{name}": getattr(handle.request.sampling, name) for name in GEN_AI_SAMPLING})
+        set_gen_ai({"request.max_tokens": handle.request.stopping.max_tokens})
+        set_gen_ai({"response.id": handle.request.request_id, "response.model": self._model_id})
         if handle.request.resumed_ids:
             self._metrics.requests_resumed.labels(self._model_id).inc()
             annotate_call(resumed_tokens=len(handle.request.resumed_ids))
@@ -76,13 +84,18 @@ class GenerateCall:
             self._metrics.request_success.labels(self._model_id, reason).inc()
             self._metrics.e2e_request_latency.labels(self._model_id).observe(now - self._arrived_s)
             annotate_call(finish_reason=reason)
+            set_gen_ai({"response.finish_reasons": ["length" if reason == "length" else "stop"]})
         elif self._handle is None and isinstance(error, NeapError):
             self._metrics.requests_rejected.labels(self._model_id, error.reason).inc()
         else:
             self._metrics.request_failures.labels(self._model_id, self._failure_reason(error, now)).inc()
         if self._handle is not None:
             done = self._finished
-            annotate_call(generated_tokens=done.num_completion_tokens if done else self._num_tokens)
+            num_generated = done.num_completion_tokens if done else self._num_tokens
+            annotate_call(generated_tokens=num_generated)
+            num_prompt = len(self._handle.request.prompt_ids)
+            set_gen_ai({"usage.input_tokens": num_prompt, "usage.output_tokens": num_generated})
+            set_gen_ai({"usage.cache_read.input_tokens": done.num_cached_tokens if done else None})
             self._record_phases(self._handle, now)
 
     def _failure_reason(self, error: BaseException | None, now: float) -> str:
@@ -102,6 +115,16 @@ class GenerateCall:
         record_span("prefill", started_s, now if self._first_token_s is None else self._first_token_s)
         if self._first_token_s is not None:
             record_span("decode", self._first_token_s, now)
+
+
+def deadline_s_of(context: Any) -> float:
+    """The call's deadline in `time.monotonic()` seconds. Raises DeadlineExceeded when it has passed."""
+    remaining_s: float | None = context.time_remaining()
+    if remaining_s is None:
+        return math.inf
+    if remaining_s <= 0:
+        raise DeadlineExceeded("the deadline had passed before the work began")
+    return time.monotonic() + remaining_s
 
 
 class Pausable(Protocol):

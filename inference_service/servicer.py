@@ -1,7 +1,5 @@
 """The servicer of neap.inference.v1."""
 
-import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +18,7 @@ from inference_service.convert import (
     to_generation_request,
     to_router_choice,
 )
-from inference_service.generate_call import EventStream, GenerateCall, Wakeups
+from inference_service.generate_call import EventStream, GenerateCall, Wakeups, deadline_s_of
 from inference_service.metrics import WorkerMetrics
 from inference_service.pools import Pools
 from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
@@ -31,7 +29,7 @@ from shared.engine.engine import Engine
 from shared.engine.request.handle import GenerationHandle
 from shared.engine.request.prompt import decode_prompt
 from shared.engine.request.request import GenerationRequest
-from shared.errors import DeadlineExceeded, Exhausted, NotFound, PreconditionFailed, Unavailable
+from shared.errors import Exhausted, NotFound, PreconditionFailed, Unavailable
 from shared.ladder.proposers import GRAMMAR, PREDICTION
 from shared.rpc.callers import Role, client_key, least_priority, on_behalf_of
 from shared.rpc.interceptors import current_request_id, write_response
@@ -161,14 +159,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             self._wakeups.wake()
         return len(self._resumable)
 
+    def engine(self, model_id: str) -> Engine:
+        """Raises Unavailable (NOT_READY) and NotFound (MODEL_NOT_FOUND)."""
+        return self._find(model_id).engine
+
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> None:
         """Writes responses instead of yielding them, so that a write that the client does not read can time out."""
         with GenerateCall(self._metrics) as call:
-            deadline_s = _deadline_s(context)
+            deadline_s = deadline_s_of(context)
             served = self._find(request.model_id)
-            call.set_model(request.model_id, deadline_s)
+            call.set_model(request.model_id, deadline_s, is_chat=request.HasField("chat"))
             if request.can_go_elsewhere and served.is_busy:
                 raise Unavailable("the request would have to wait here", reason="BUSY")
             with served.admitted(client_key(context), on_behalf_of(context)):
@@ -388,13 +390,3 @@ def _why_inexact(resume: inference_pb2.Resume, request: GenerationRequest, engin
 
 def _handed_over() -> Unavailable:
     return Unavailable("the worker is stopping; the answer goes on elsewhere", reason="HANDED_OVER")
-
-
-def _deadline_s(context: Any) -> float:
-    """The call's deadline in `time.monotonic()` seconds. Raises DeadlineExceeded when it has passed."""
-    remaining_s: float | None = context.time_remaining()
-    if remaining_s is None:
-        return math.inf
-    if remaining_s <= 0:
-        raise DeadlineExceeded("the deadline had passed before the work began")
-    return time.monotonic() + remaining_s

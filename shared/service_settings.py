@@ -234,6 +234,11 @@ class WorkerSettings(ServiceSettings):
         "have in the chat template, so whoever writes a part of a message can begin turns of other roles. Otherwise "
         "they are read as the text that they are.",
     )
+    vllm_dialect: bool = Field(
+        default=False,
+        description="Serve vllm.grpc.engine.VllmEngine, too, for gateways that speak it (docs/gateways.md). Needs "
+        "exactly one model, and an extra: pip install 'neap-server[smg]'.",
+    )
     hang_timeout_s: float = Field(
         default=300.0,
         gt=0,

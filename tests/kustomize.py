@@ -23,6 +23,7 @@ COMPOSITIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cpu", ("security", "monitoring", "autoscaling", "grpc-route", "trace-export")),
     ("gpu", ("surge", "monitoring", "autoscaling", "security", "grpc-route")),
     ("gpu", ("monitoring", "autoscaling")),
+    ("cpu", ("monitoring", "inference-pool")),
     ("base", ("one-pod", "models-from-claim")),
     ("base", ("one-pod", "models-from-s3", "security")),
     ("base", ("gateway", "shared-registry", "models-from-image")),

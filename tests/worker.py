@@ -92,9 +92,10 @@ def serving(
     metrics: WorkerMetrics | None = None,
     security: ServerSecurity | None = None,
     priority_of_roles: dict[Role, int] | None = None,
+    dialect: bool = False,
     **store_options: Any,
 ) -> Iterator[SimpleNamespace]:
-    """Yields target, servicer, store and loop of a worker that is ready."""
+    """Yields target, servicer, store and loop of a worker that is ready. `dialect`: vLLM's, too."""
     state = SimpleNamespace(engine=engine, registry=registry)
     started = threading.Event()
 
@@ -113,6 +114,10 @@ def serving(
         state.servicer.set_ready()
         server = RpcServer(ServerSettings(), [SERVICE_NAME], security=security)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(state.servicer, server.grpc_server)
+        if dialect:
+            from inference_service.vllm_servicer import add_to
+
+            add_to(server, state.servicer, engine.loaded.model_id, pools)
         state.target = f"127.0.0.1:{await server.start()}"
         await server.set_serving()
         started.set()

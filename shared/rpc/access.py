@@ -27,6 +27,9 @@ METHOD_ROLES: Mapping[str, frozenset[Role]] = {
     "/neap.inference.v1.InferenceService/GetModel": _ANY,
     "/neap.inference.v1.InferenceService/ListModels": _ANY,
     # A spec with aliases other than "latest" needs ADMIN, too: see the servicer.
+    **{f"/vllm.grpc.engine.VllmEngine/{name}": _GENERATE for name in ("Generate", "Abort", "GetTokenizer")},
+    **{f"/vllm.grpc.engine.VllmEngine/{name}": _ANY for name in ("HealthCheck", "GetLoads")},
+    **{f"/vllm.grpc.engine.VllmEngine/{name}": _ANY for name in ("GetModelInfo", "GetServerInfo")},
     "/neap.calibration.v1.CalibrationService/CreateCalibration": _CALIBRATE,
     "/neap.calibration.v1.CalibrationService/GetCalibration": _JOBS,
     "/neap.calibration.v1.CalibrationService/ListCalibrations": _JOBS,

@@ -41,6 +41,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
             self._changed.set()
             self._changed = asyncio.Event()
 
+    @property
+    def is_serving(self) -> bool:
+        return bool(self._statuses[""] == _Status.SERVING)
+
     async def stop(self) -> None:
         """Set the health of all to NOT_SERVING for good, and wait at most `TELLING_S` until watchers are told."""
         self.set(_Status.NOT_SERVING)

@@ -33,8 +33,13 @@ _request_id: ContextVar[str] = ContextVar("neap_request_id", default="")
 _fields: ContextVar[dict[str, str | int | float] | None] = ContextVar("neap_fields", default=None)
 _waits: ContextVar[ClientWaits | None] = ContextVar("neap_client_waits", default=None)
 _has_written: ContextVar[bool] = ContextVar("neap_has_written", default=False)
-# Auxiliary services: their calls are logged at info level only if they fail, and a drain does not wait for them.
-SIDE_SERVICES = ("/grpc.health.", "/grpc.reflection.")
+# Auxiliary services and methods: their calls are logged at info level only if they fail, and a drain does not wait for
+# them.
+SIDE_SERVICES = (
+    "/grpc.health.",
+    "/grpc.reflection.",
+    *(f"/vllm.grpc.engine.VllmEngine/{name}" for name in ("HealthCheck", "GetLoads")),
+)
 
 # How long the first response of a call may still take once the call is ended.
 # Only a client that does not read takes this long.

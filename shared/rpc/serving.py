@@ -113,6 +113,11 @@ class RpcServer:
         self._stop_requested = asyncio.Event()
         self._stop_now = asyncio.Event()
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether the health is SERVING."""
+        return self._health.is_serving
+
     async def start(self) -> int:
         """Bind the address and answer calls, with the health NOT_SERVING.
         Prints "listening on HOST:PORT" and returns the port.

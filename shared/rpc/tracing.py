@@ -80,6 +80,15 @@ def record_span(name: str, start_s: float, end_s: float) -> None:
     span.end(offset_ns + round(max(start_s, end_s) * 1e9))
 
 
+def set_gen_ai(attributes: Mapping[str, str | float | list[str] | None]) -> None:
+    """Set attributes "gen_ai.<name>" of the current span; None: it has none.
+    https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/"""
+    span = trace.get_current_span()
+    for name, value in attributes.items():
+        if value is not None:
+            span.set_attribute(f"gen_ai.{name}", value)
+
+
 def trace_id_of(span: Span) -> str:
     """Return the trace id as 32 hexadecimal digits, or "" if there is no trace."""
     context = span.get_span_context()

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from neap_client.calibration.v1 import calibration_pb2
 from neap_client.inference.v1 import inference_pb2
 from neap_client.router.v1 import router_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2
 
 from tests.calibrator_service.conftest import Service
 from tests.fuzzing import SECONDS, cases, garbage, random_message
@@ -29,6 +30,8 @@ pytestmark = pytest.mark.full
 SIDE = [*health_pb2.DESCRIPTOR.services_by_name.values(), *reflection_pb2.DESCRIPTOR.services_by_name.values()]
 # Nobody's mistake but the service's.
 FAILURES = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.DATA_LOSS}
+# All others are UNIMPLEMENTED.
+SERVED_OF_DIALECT = {"Generate", "Abort", "HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads", "GetTokenizer"}
 MAX_EVENTS = 20
 NUM_CALLERS, BATCH = 8, 32
 # What pools may still grow by once half of the cases are through.
@@ -99,8 +102,9 @@ def fuzz(target: str, methods: list[MethodDescriptor], process: psutil.Process) 
 @pytest.mark.e2e
 def test_a_worker(engine, registry):
     publish(registry, engine)
-    with serving(engine, registry, max_active=NUM_CALLERS) as worker:
-        seen = fuzz(worker.target, methods(inference_pb2), psutil.Process())
+    with serving(engine, registry, max_active=NUM_CALLERS, dialect=True) as worker:
+        theirs = [method for method in methods(vllm_engine_pb2) if method.name in SERVED_OF_DIALECT]
+        seen = fuzz(worker.target, [*methods(inference_pb2), *theirs], psutil.Process())
         assert {"OK", "INVALID_ARGUMENT", "NOT_FOUND"} <= set(seen)
         wait_until(lambda: engine.num_running == engine.num_waiting == 0)
         with grpc.insecure_channel(worker.target) as channel:

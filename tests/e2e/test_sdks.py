@@ -26,6 +26,7 @@ PYTHON = {
     "instructor_sdk": ["instructor"],
     "litellm_sdk": ["litellm"],
     "lm_eval_harness": ["lm_eval[api]"],
+    "aiperf_load": ["aiperf"],
 }
 NODE = ["openai", "ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod"]
 

@@ -140,6 +140,24 @@ def test_an_answered_call(stub, metrics, spans, log_lines, loaded):
 
     (server,) = spans.named(GENERATE)
     assert server.attributes["neap.generated_tokens"] == 6
+    prefix = "gen_ai."
+    assert {name.removeprefix(prefix): v for name, v in server.attributes.items() if name.startswith(prefix)} == {
+        "operation.name": "text_completion",
+        "provider.name": "neap",
+        "request.model": "tiny",
+        "request.max_tokens": 6,
+        "request.temperature": 0.0,
+        "request.top_p": 1.0,
+        "request.top_k": 0,
+        "request.frequency_penalty": 0.0,
+        "request.presence_penalty": 0.0,
+        "response.id": "mine",
+        "response.model": "tiny",
+        "response.finish_reasons": ("length",),
+        "usage.input_tokens": num_prompt,
+        "usage.output_tokens": 6,
+        "usage.cache_read.input_tokens": 0,
+    }
     children = [spans.named(name)[0] for name in ("queue", "prefill", "decode")]
     for child in children:
         assert child.parent.span_id == server.context.span_id

@@ -1,13 +1,14 @@
 """What a worker refuses to start with."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import structlog
 
-from inference_service.__main__ import _complete, _load_engine
+from inference_service.__main__ import _complete, _dialect, _load_engine
 from shared import configured_model, ops
-from shared.errors import PreconditionFailed
+from shared.errors import InvalidInput, PreconditionFailed
 from shared.model.load import load_model
 from shared.model.loaded import wrap_model
 from shared.model.remembered.store import StartStore
@@ -72,3 +73,17 @@ def test_kernels_are_those_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> No
         ops.set_cpu_isa("auto")
     with raises(PreconditionFailed, "CPU_PATH_MISSING", match="no CPU kernels mmx"):
         configured_model.use_cpu_path("mmx")
+
+
+def test_the_dialect_needs_one_model_and_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _dialect(WorkerSettings(models=(SOURCE,))) is None
+    with raises(InvalidInput, "BAD_CONFIGURATION", match="exactly one --model"):
+        _dialect(WorkerSettings(models=(SOURCE, ModelSource("two", "folder")), vllm_dialect=True))
+    wanted = WorkerSettings(models=(SOURCE,), vllm_dialect=True)
+    served = _dialect(wanted)
+    assert served is not None
+    assert served.SERVICE_NAME == "vllm.grpc.engine.VllmEngine"
+    monkeypatch.delitem(sys.modules, "inference_service.vllm_servicer")
+    monkeypatch.setitem(sys.modules, "smg_grpc_proto.generated", None)
+    with raises(InvalidInput, "BAD_CONFIGURATION", match="neap-server"):
+        _dialect(wanted)

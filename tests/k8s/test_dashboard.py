@@ -3,10 +3,14 @@ else."""
 
 import json
 import re
+from fnmatch import fnmatch
+from inspect import getsource
 from pathlib import Path
 
 import pytest
 
+from inference_service.metrics import ClientWaitsCollector
+from shared.rpc.security import SecurityCollector
 from tests.exported_metrics import HISTOGRAM_SUFFIXES, exported, exported_by_calibrator, exported_by_gateway
 from tests.promql import grouped_labels, metrics_in
 
@@ -85,3 +89,16 @@ def test_the_document_explains_every_metric_and_its_labels(exporter):
     assert ours == {name: tuple(label for label in explained[name] if label != "model_id") for name in ours}
     theirs = {name for other in DASHBOARDS.values() for name in other()}
     assert explained.keys() <= theirs
+
+
+def test_every_metric_stands_beside_vllms_name_or_none():
+    section = DOCUMENT.read_text().partition("## vLLM's names")[2].partition("\n## ")[0]
+    told = re.findall(r"`(neap_[\w*]+)`", section)
+    sources = map(getsource, (ClientWaitsCollector, SecurityCollector))
+    names = {name for source in sources for name in re.findall(r'"(neap_\w+)"', source)}
+    names |= {name for other in DASHBOARDS.values() for name in other() if name.startswith("neap_")}
+    matches = {
+        name: [pattern for pattern in told if fnmatch(name, pattern) or pattern == f"{name}_total"] for name in names
+    }
+    assert {name: found for name, found in matches.items() if len(found) != 1} == {}
+    assert {pattern for found in matches.values() for pattern in found} == set(told)

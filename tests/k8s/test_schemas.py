@@ -74,12 +74,47 @@ GRPC_ROUTE = {
     },
 }
 
+# The published schema of an InferencePool (inference.networking.k8s.io/v1), where unknown fields are errors, too.
+_PORT = {
+    "type": "object",
+    "required": ["number"],
+    "additionalProperties": False,
+    "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 65535}},
+}
+INFERENCE_POOL = {
+    "type": "object",
+    "required": ["selector", "targetPorts"],
+    "additionalProperties": False,
+    "properties": {
+        "appProtocol": {"enum": ["http", "kubernetes.io/h2c"]},
+        "targetPorts": {"type": "array", "items": _PORT, "minItems": 1, "maxItems": 8},
+        "selector": {
+            "type": "object",
+            "required": ["matchLabels"],
+            "additionalProperties": False,
+            "properties": {"matchLabels": {"type": "object", "minProperties": 1, "maxProperties": 64}},
+        },
+        "endpointPickerRef": {
+            "type": "object",
+            # The port is required where the picker is a Service, which it is unless `kind` says otherwise.
+            "required": ["name", "port"],
+            "additionalProperties": False,
+            "properties": {
+                "name": {"type": "string", "minLength": 1, "maxLength": 253},
+                "port": _PORT,
+                "failureMode": {"enum": ["FailOpen", "FailClose"]},
+            },
+        },
+    },
+}
+PARTS = {"GRPCRoute": GRPC_ROUTE, "InferencePool": INFERENCE_POOL}
+
 
 def check(document: dict[str, Any]) -> None:
     """Raises an error if a schema does not accept the object. Fields that no schema knows are errors, too."""
     kind = document["kind"]
-    if kind == "GRPCRoute":
-        jsonschema.validate(document["spec"], GRPC_ROUTE)
+    if kind in PARTS:
+        jsonschema.validate(document["spec"], PARTS[kind])
     elif kind in CUSTOM:
         # Imported where it is needed: it takes seconds. `extra` makes unknown fields errors. The metadata is
         # Kubernetes' own.
@@ -110,11 +145,13 @@ def check_once(document: str) -> None:
         ("PrometheusRule", lambda spec: spec["groups"][0]["rules"][0].update(expression="1")),
         ("ScaledObject", lambda spec: spec["scaleTargetRef"].pop("name")),
         ("ScaledObject", lambda spec: spec.update(maxReplicas=2)),
+        ("InferencePool", lambda spec: spec.update(appProtocol="h2c")),
+        ("InferencePool", lambda spec: spec["endpointPickerRef"].pop("port")),
         ("GRPCRoute", lambda spec: spec["rules"][0].update(timeouts={"request": "1s"})),
     ],
 )
 def test_schemas_refuse_what_is_wrong(kind, damage):
-    components = ("monitoring", "autoscaling", "grpc-route")
+    components = ("monitoring", "autoscaling", "grpc-route", "inference-pool")
     documents = render("cpu", components).values()
     document = next(document for document in documents if document["kind"] == kind)
     check(document)
