@@ -18,7 +18,7 @@ TESTS ?= tests
 TEST_JOBS ?= 4
 DEMO_FLAGS ?=
 BENCH_FLAGS ?= --per-task 5
-# Optional dependencies to install. An image of the services needs "oci,otel,sign" alone.
+# Optional dependencies to install. An image of the services needs "oci,otel,sign,smg" alone.
 EXTRAS ?= dev
 
 BIN := $(VENV)/bin
