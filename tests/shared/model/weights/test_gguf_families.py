@@ -119,10 +119,10 @@ def windowed_phi3(writer: GGUFWriter) -> None:
     writer.add_rope_dimension_count(4)
 
 
-def experts(writer: GGUFWriter) -> None:
+def experts(writer: GGUFWriter, head: int = 8) -> None:
     llama_like(writer, 1e6, 1e-6)
-    writer.add_key_length(8)
-    writer.add_value_length(8)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
     writer.add_expert_count(4)
     writer.add_expert_used_count(2)
     writer.add_expert_feed_forward_length(16)
@@ -136,6 +136,11 @@ CASES: dict[str, tuple[str, hf.PreTrainedConfig, Metadata]] = {
         lambda w: (llama_like(w, 1e6, 1e-6), w.add_key_length(16), w.add_value_length(16)),
     ),
     "qwen3moe": ("qwen3moe", hf.Qwen3MoeConfig(**BASE, **MOE, **rope(1e6), head_dim=8, norm_topk_prob=True), experts),
+    "qwen3moe, wide heads": (
+        "qwen3moe",
+        hf.Qwen3MoeConfig(**BASE, **MOE, **rope(1e6), head_dim=16, norm_topk_prob=True),
+        lambda w: experts(w, 16),
+    ),
     "starcoder2": (
         "starcoder2",
         hf.Starcoder2Config(**BASE | {"tie_word_embeddings": True}, **rope(1e6), use_bias=True, norm_epsilon=1e-3),
