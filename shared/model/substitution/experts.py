@@ -33,7 +33,9 @@ from shared.model.weights.stored import ALL_ROWS, Joined, Packed, Stacked, Store
 from shared.ops.experts import choose_experts, expert_table
 from shared.ops.experts import experts as run_experts
 
-# What transformers' decorator sets on every class of experts, and the values that the replacement serves.
+# What transformers' decorator sets on every class of experts; and what later versions than 5.17 do, and the values that
+# the replacement serves.
+_INTERFACE = ("has_gate", "is_transposed", "_apply_gate")
 _CONTRACT = {"has_post_expert_norm": False, "_is_expert_parallel": False}
 _TOKENS, _CHOICES = 5, 2
 
@@ -58,7 +60,8 @@ def experts(module: nn.Module, *, form: object | None = None) -> Substitute:
     """A module of transformers' interface of experts, whatever its activation, gate, biases and layout.
     `form`: the activation if they are gated MLPs without biases, or "experts", if it is known."""
     settings: Any = module
-    if any(getattr(module, name, None) is not value for name, value in _CONTRACT.items()):
+    differs = any(getattr(module, name, value) is not value for name, value in _CONTRACT.items())
+    if differs or not all(hasattr(module, name) for name in _INTERFACE):
         raise Unsuitable("stores several matrices in one parameter, not by transformers' interface")
     names = ("gate_up_proj" if settings.has_gate else "up_proj", "down_proj")
     if {name for name, p in module.named_parameters() if p.dim() > 2} != set(names):
