@@ -119,7 +119,7 @@ def main() -> None:
         with Engine(loaded, max_running=max(MAX_RUNNING, *options.batch)) as engine:
             engine.warm_up()
             figures = measure(engine, ladder, prompts, options.batch, options.rounds)
-        print(f"{described(options.device)}, {loaded.model.dtype}")
+        print(f"{described(options.device)}, computes in {loaded.compute_dtype}")
         print_table(*figures, options.batch)
 
 

@@ -1,13 +1,15 @@
 """Writes a .gguf file of a published model's shape with random weights: for starts, memory and speed at real sizes.
+Shapes of families that such files are not read of become a folder in bfloat16.
 
     python -m bench.shapes llama-8b FILE.gguf --tokenizer OTHER.gguf [--format BF16]
+    python -m bench.shapes phi-2 FOLDER --tokenizer OTHER.gguf
 
 Blocks of 4 to 8 bits get random bits and scales with which weights are about as large as those of a fresh model, so
 numbers stay finite, and every matrix has the format that llama.cpp's Q4_K_M gives it. The vocabulary is that of
 --tokenizer, cut or filled up to the model's size. What such a model writes means nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
+import transformers as hf
 from gguf import GGMLQuantizationType as Kind
 from gguf.constants import GGML_QUANT_SIZES
 
@@ -42,7 +46,7 @@ class Shape:
     """As in a Hugging Face config. `has_qk_norm`: whether each head's queries and keys are normalised.
     `llama3_factor`: that of Llama 3.1's scaling of rotary embeddings; 0: there is none. `window`: that of most layers;
     0: all see everything. `has_added_norms`: whether what attention and the MLP add is normed. `is_tied`: whether the
-    head is the embedding."""
+    head is the embedding. `num_experts`: each with `inner` rows; 0: there is one MLP."""
 
     architecture: str
     num_layers: int
@@ -59,9 +63,12 @@ class Shape:
     window: int = 0
     has_added_norms: bool = False
     is_tied: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
 
 
 GEMMA3: dict[str, Any] = {"window": 512, "has_qk_norm": True, "has_added_norms": True, "is_tied": True}
+MOE: dict[str, Any] = {"has_qk_norm": True, "num_experts": 128, "experts_per_token": 8}
 SHAPES = {
     # DeepSeek-R1-Distill-Llama-8B, which is Llama 3.1 8B.
     "llama-8b": Shape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 500000.0, llama3_factor=8.0),
@@ -69,7 +76,29 @@ SHAPES = {
     "gemma3-1b": Shape("gemma3", 26, 1152, 6912, 4, 1, 256, 262144, 32768, 1000000.0, **GEMMA3),
     # It has layer norms, biases, plain MLPs and an embedding of positions.
     "gpt2": Shape("gpt2", 12, 768, 3072, 12, 12, 64, 50257, 1024, 0.0, is_tied=True),
+    # Five of the 48 layers of Qwen3-30B-A3B.
+    "qwen3-moe": Shape("qwen3moe", 5, 2048, 768, 32, 4, 128, 151936, 40960, 1000000.0, **MOE),
     "qwen3-8b": Shape("qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 40960, 1000000.0, has_qk_norm=True),
+}
+
+FOLDERS: dict[str, Callable[[], hf.PreTrainedConfig]] = {
+    "pythia-410m": lambda: hf.GPTNeoXConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, vocab_size=50304
+    ),
+    "opt-1.3b": lambda: hf.OPTConfig(
+        hidden_size=2048, num_hidden_layers=24, num_attention_heads=32, ffn_dim=8192, word_embed_proj_dim=2048
+    ),
+    "phi-2": lambda: hf.PhiConfig(
+        hidden_size=2560,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        intermediate_size=10240,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4},
+    ),
+    # Half as wide as Mixtral 8x7B, and four of its 32 layers.
+    "mixtral": lambda: hf.MixtralConfig(
+        hidden_size=2048, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4, intermediate_size=7168
+    ),
 }
 
 Tensor = tuple[str, tuple[int, ...], Kind]
@@ -117,20 +146,23 @@ def tensors(shape: Shape, plain: Kind | None) -> Iterator[Tensor]:
             yield matrix(f"{block}attn_q", queries, shape.width)
             yield matrix(f"{block}attn_k", keys, shape.width)
             yield matrix(f"{block}attn_v", keys, shape.width, precise)
-            yield matrix(f"{block}ffn_gate", shape.inner, shape.width)
         yield matrix(f"{block}attn_output", shape.width, queries)
-        yield matrix(f"{block}ffn_up", shape.inner, shape.width)
-        yield matrix(f"{block}ffn_down", shape.width, shape.inner, precise)
+        mlp = [matrix(f"{block}ffn_{name}", shape.inner, shape.width) for name in ("gate", "up")[has_biases:]]
+        mlp.append(matrix(f"{block}ffn_down", shape.width, shape.inner, precise))
+        if shape.num_experts:
+            yield f"{block}ffn_gate_inp.weight", (shape.num_experts, shape.width), Kind.F32
+            mlp = [(name.replace(".weight", "_exps.weight"), (shape.num_experts, *s), kind) for name, s, kind in mlp]
+        yield from mlp
 
 
 def numbers(shape: Shape, tensor: Tensor, generator: np.random.Generator) -> np.ndarray:
-    """float32 [N] of a norm; bytes [rows, bytes per row] of a matrix."""
+    """float32 [N] of a norm; bytes [rows, bytes per row] of a matrix, of several [E, rows, bytes per row]."""
     name, size, kind = tensor
     if name == "rope_freqs.weight":
         return llama3_factors(shape.rope_theta, shape.head_dim // 2, shape.llama3_factor).astype(np.float32)
     if len(size) == 1:
         return np.full(size, not name.endswith(".bias"), np.float32)
-    rows, columns = size
+    *rows, columns = size
     if kind is Kind.F32:
         return generator.standard_normal(size, np.float32) / np.float32(columns**0.5)
     per_block, block_bytes = GGML_QUANT_SIZES[kind]
@@ -138,10 +170,10 @@ def numbers(shape: Shape, tensor: Tensor, generator: np.random.Generator) -> np.
         weights = generator.standard_normal(size, np.float32) / np.float32(columns**0.5)
         quantised: np.ndarray = gguf.quantize(weights, kind)
         return quantised
-    blocks = generator.integers(0, 256, (rows * columns // per_block, block_bytes), np.uint8)
+    blocks = generator.integers(0, 256, (np.prod(size) // per_block, block_bytes), np.uint8)
     for place, scale in SCALES[kind]:
         blocks[:, place : place + 2] = np.frombuffer(np.float16(scale / columns**0.5).tobytes(), np.uint8)
-    return blocks.reshape(rows, -1)
+    return blocks.reshape(*rows, -1)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, source: Path, size: int) -> None:
@@ -179,13 +211,17 @@ def write(shape: Shape, target: Path, tokenizer: Path, plain: Kind | None) -> No
         writer.add_layer_norm_eps(NORM)
     if shape.window:
         writer.add_sliding_window(shape.window)
+    if shape.num_experts:
+        writer.add_expert_count(shape.num_experts)
+        writer.add_expert_used_count(shape.experts_per_token)
+        writer.add_expert_feed_forward_length(shape.inner)
     writer.add_vocab_size(shape.vocabulary)
     add_tokenizer(writer, tokenizer, shape.vocabulary)
     every = [*tensors(shape, plain)]
     for name, size, kind in every:
         per_block, block_bytes = GGML_QUANT_SIZES[kind]
         num_bytes = int(np.prod(size)) // per_block * block_bytes
-        stored = size if kind is Kind.F32 else (size[0], size[1] // per_block * block_bytes)
+        stored = size if kind is Kind.F32 else (*size[:-1], size[-1] // per_block * block_bytes)
         dtype = np.dtype(np.float32 if kind is Kind.F32 else np.uint8)
         writer.add_tensor_info(name, stored, dtype, num_bytes, raw_dtype=kind)
     writer.write_header_to_file()
@@ -197,13 +233,22 @@ def write(shape: Shape, target: Path, tokenizer: Path, plain: Kind | None) -> No
     writer.close()
 
 
+def write_folder(config: hf.PreTrainedConfig, target: Path, tokenizer: Path) -> None:
+    hf.AutoTokenizer.from_pretrained(tokenizer.parent, gguf_file=tokenizer.name).save_pretrained(target)
+    torch.manual_seed(0)
+    hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(target)
+
+
 def main() -> None:
     parser = make_parser(__doc__, model=False)
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=[*SHAPES, *FOLDERS])
     parser.add_argument("target", type=Path)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--format", choices=("Q4_K_M", "BF16"), default="Q4_K_M")
     options = parser.parse_args()
+    if options.shape in FOLDERS:
+        write_folder(FOLDERS[options.shape](), options.target, options.tokenizer)
+        return
     plain = None if options.format == "Q4_K_M" else Kind.BF16
     write(SHAPES[options.shape], options.target, options.tokenizer, plain)
 

@@ -1,7 +1,7 @@
 // The ops on packed weights, norms and rotary positions: argument checks, allocation of outputs, and calls of the CPU
 // kernels. Also the schemas of the ops that run on the CPU only.
+#include "experts.h"
 #include "packed.h"
-#include "team.h"
 #include "tensor_table.h"
 
 namespace neap::binding {
@@ -153,8 +153,13 @@ STABLE_TORCH_LIBRARY(neap, m) {
       "decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norms, Tensor packed, Tensor biases, Tensor(a!)[] keys, "
       "Tensor(b!)[] values, SymInt[] bases, SymInt[] counts, Tensor[] masks, SymInt[] stops, "
       "SymInt num_layers, SymInt heads, SymInt intermediate, str activation, float eps, float weight_offset, "
-      "float scaling, float? softcap=None, SymInt[] places=[], float query_scale=1.0, bool parallel_mlp=False) "
-      "-> Tensor");
+      "float scaling, float? softcap=None, SymInt[] places=[], float query_scale=1.0, bool parallel_mlp=False, "
+      "SymInt experts_per_token=0, bool norm_shares=False, Tensor? query_scales=None) -> Tensor");
+  m.def("expert_table(Tensor[] packed) -> Tensor");
+  m.def(
+      "choose_experts(Tensor x, Tensor router, SymInt num_experts, SymInt chosen, bool normed) -> (Tensor, Tensor, "
+      "Tensor)");
+  m.def("experts(Tensor x, Tensor index, Tensor shares, Tensor table, str activation) -> Tensor");
   m.def(
       "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor block_tables, "
       "Tensor table_indices, Tensor positions, float scaling, float softcap=0., int window=0) -> Tensor");
@@ -185,11 +190,14 @@ STABLE_TORCH_LIBRARY_IMPL(neap, CPU, m) {
   m.impl("contiguous_attention", TORCH_BOX(&contiguous_attention));
   m.impl("ragged_contiguous_attention", TORCH_BOX(&ragged_contiguous_attention));
   m.impl("decoder_layers", TORCH_BOX(&decoder_layers));
+  m.impl("choose_experts", TORCH_BOX(&choose_experts));
+  m.impl("experts", TORCH_BOX(&experts));
   m.impl("draft_chains", TORCH_BOX(&draft_chains));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(neap, CompositeExplicitAutograd, m) {
   using namespace neap::binding;
+  m.impl("expert_table", TORCH_BOX(&expert_table));
   m.impl("tensor_table", TORCH_BOX(&tensor_table));
   m.impl("profile_layers", TORCH_BOX(&profile_layers));
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));

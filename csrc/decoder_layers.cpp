@@ -15,8 +15,9 @@ constexpr const char* kOp = "decoder_layers";
 
 // Of each layer, in the order of its tensors. What a layer does not have is an empty tensor.
 enum Norm { kInputNorm, kMlpNorm, kQueryNorm, kKeyNorm, kAttendedNorm, kOutputNorm, kNorms };
-enum Product { kQueries, kKeys, kValues, kOut, kInner, kUp, kDown, kMatrices };  // without keys, queries have all three
-constexpr size_t kBiases = kMatrices - 1;                                        // that of kUp follows kInner's
+// Without keys, queries have all three. Of experts, kInner is their table and kUp their router.
+enum Product { kQueries, kKeys, kValues, kOut, kInner, kUp, kDown, kMatrices };
+constexpr size_t kBiases = kMatrices - 1;  // that of kUp follows kInner's
 // Where head 0 of queries, keys and values is in the one projection of all three, and how far its heads are apart.
 constexpr size_t kPlaces = 6;
 
@@ -55,6 +56,9 @@ struct Call {
   std::optional<double> softcap;
   std::vector<int64_t> places;
   bool parallel_mlp;
+  int64_t experts_per_token;  // 0: there are no experts
+  bool norm_shares;
+  std::optional<Tensor> query_scales;  // [Q] or [B * Q]
 
   int64_t tokens() const { return x.size(0) * x.size(1); }
 };
@@ -85,6 +89,21 @@ RowNormArgs norm_of(const Call& call, const TensorInfo& t, int64_t size, const f
   };
 }
 
+Experts make_experts(const Call& call, const LayerTensors& t) {
+  const int64_t width = call.x.size(2), tokens = call.tokens();
+  Experts experts{.table = experts_of(kOp, t.packed[kInner]), .tokens = tokens, .activation = call.activation};
+  const ExpertTable& table = experts.table;
+  NEAP_CHECK(table.width == width && table.intermediate == call.intermediate, kOp, ": experts have matrices [",
+             table.intermediate, ", ", table.width, "], want [", call.intermediate, ", ", width, "]");
+  for (size_t at : {(size_t)kInner, kBiases - 1})
+    NEAP_CHECK(!t.biases.count || t.biases[at].numel() == 0, kOp, ": experts have no biases");
+  check_chosen(kOp, call.experts_per_token, table.count);
+  experts.router = linear_args<TensorInfo>(kOp, "router", t.packed[kUp], nullptr, nullptr, tokens, width, table.count);
+  experts.choice = {.experts = table.count, .chosen = call.experts_per_token, .normed = call.norm_shares};
+  experts.sum = {.width = width, .chosen = call.experts_per_token};
+  return experts;
+}
+
 // A layer that reads from `x` and writes to `result`, both [tokens, D]. They may be the same memory: x is last read in
 // the step before the one that writes the result.
 Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const float* x, float* result) {
@@ -106,6 +125,8 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
       .eps = (float)call.eps,
       .weight_offset = (float)call.weight_offset,
       .q_scale = (float)call.query_scale,
+      .q_scales = call.query_scales ? floats(*call.query_scales) : nullptr,
+      .scales = call.query_scales ? call.query_scales->numel() : 1,
   };
   NEAP_CHECK(call.heads > 0 && place.kv_heads > 0 && call.heads % place.kv_heads == 0, kOp, ": ", call.heads,
              " query heads cannot share ", place.kv_heads, " key heads");
@@ -156,8 +177,12 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
     layer.projections.push_back(matmul("a projection", kQueries + i, nullptr, i, width, parts[i]));
   const TensorInfo* up = t.packed[kUp].numel() ? &t.packed[kUp] : nullptr;
   layer.out = matmul("out", kOut, nullptr, kOut, call.heads * place.value_width, width);
-  layer.inner = matmul(up ? "gate" : "inner", kInner, up, kInner, width, call.intermediate, call.activation);
-  layer.down = matmul("down", kDown, nullptr, kBiases - 1, call.intermediate, width);
+  if (call.experts_per_token) {
+    layer.experts = make_experts(call, t);
+  } else {
+    layer.inner = matmul(up ? "gate" : "inner", kInner, up, kInner, width, call.intermediate, call.activation);
+    layer.down = matmul("down", kDown, nullptr, kBiases - 1, call.intermediate, width);
+  }
   layer.down.out = result;
   if (has(kAttendedNorm)) {
     layer.attended_norm = norm_of(call, t.norms[kAttendedNorm], width, nullptr);
@@ -176,6 +201,7 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
 int64_t ranks_for(const Layer& layer) {
   // Of `up`: the loop below counts the gate.
   double flops = layer.inner.gated ? (double)layer.inner.out_features * layer.inner.in_features : 0.;
+  if (layer.experts.tokens) flops += layer.experts.flops() / (double)layer.tokens;
   for (const LinearArgs* matmul : {&layer.out, &layer.inner, &layer.down})
     flops += (double)matmul->in_features * matmul->out_features;
   for (const LinearArgs& projection : layer.projections)
@@ -191,7 +217,8 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
                       std::vector<int64_t> counts, std::vector<Tensor> masks, std::vector<int64_t> stops,
                       int64_t num_layers, int64_t heads, int64_t intermediate, std::string activation, double eps,
                       double weight_offset, double scaling, std::optional<double> softcap, std::vector<int64_t> places,
-                      double query_scale, bool parallel_mlp) {
+                      double query_scale, bool parallel_mlp, int64_t experts_per_token, bool norm_shares,
+                      std::optional<Tensor> query_scales) {
   check_float(kOp, "x", x, 3);
   check_float(kOp, "cos", cos, 3);
   check_float(kOp, "sin", sin, 3);
@@ -219,10 +246,17 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
   for (size_t i = 0; i < stops.size(); ++i)
     NEAP_CHECK(stops[i] > (i ? stops[i - 1] : 0) && stops[i] <= num_layers, kOp, ": stop ", stops[i],
                " is out of order, or not between 1 and ", num_layers - 1);
+  NEAP_CHECK(experts_per_token >= 0, kOp, ": ", experts_per_token, " experts per token");
   NEAP_CHECK(!softcap || *softcap > 0, kOp, ": softcap must be positive");
   NEAP_CHECK(eps >= 0, kOp, ": eps is negative");
   NEAP_CHECK(text(cos) == text(sin), kOp, ": cos ", text(cos), " and sin ", text(sin), " differ in shape");
 
+  if (query_scales) {
+    check_float(kOp, "query_scales", *query_scales, 1);
+    NEAP_CHECK(query_scales->numel() == x.size(1) || query_scales->numel() == x.size(0) * x.size(1), kOp,
+               ": query_scales ", text(*query_scales), " do not fit x ", text(x));
+    if (!query_scales->is_contiguous()) query_scales = torch::stable::contiguous(*query_scales);
+  }
   for (Tensor* t : {&x, &cos, &sin})
     if (!t->is_contiguous()) *t = torch::stable::contiguous(*t);
   const Call call{
@@ -244,6 +278,9 @@ Tensor decoder_layers(Tensor x, Tensor cos, Tensor sin, Tensor norm_table, Tenso
       .softcap = softcap,
       .places = places,
       .parallel_mlp = parallel_mlp,
+      .experts_per_token = experts_per_token,
+      .norm_shares = norm_shares,
+      .query_scales = query_scales,
   };
   Sizes sizes = sizes_of(x);
   sizes.insert(sizes.begin(), (int64_t)stops.size());

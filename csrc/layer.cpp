@@ -68,13 +68,18 @@ void Layer::lay_out(Arena* arena, int64_t width, int64_t intermediate) {
     attended_norm.out = hidden;
   }
   if (!mlp_norm.x) mlp_norm.x = hidden;
-  inner.out = arena->take(tokens * intermediate);
-  down.x = inner.out;
+  down.x = inner.out = arena->take(experts.tokens ? 0 : tokens * intermediate);
   if (output_norm.weight) {
     down.residuals[0] = nullptr;
     down.out = added;
     output_norm.x = added;
     output_norm.residual = hidden;
+  }
+  if (experts.tokens) {
+    experts.sum.out = down.out;
+    std::copy(down.residuals, down.residuals + 2, experts.sum.residuals);
+    experts.lay_out(arena);
+    mlp_norm.out = experts.x;
   }
   scratches = arena->take(ranks * scratch);
 }
@@ -96,6 +101,7 @@ void Layer::count(const Kernels& kernels) {
   out_items = kernels.linear_items(out, ranks);
   inner_items = kernels.linear_items(inner, ranks);
   down_items = kernels.linear_items(down, ranks);
+  experts.ranks = ranks;
 }
 
 void Layer::run(Team& team) const {
@@ -123,7 +129,7 @@ void Layer::run(Team& team) const {
     }
     return args.out;
   };
-  const auto norm_added = [&](const RowNormArgs& args) {
+  const auto norm_once = [&](const RowNormArgs& args) {
     if (!args.weight) return;
     team.share(tokens, [&](int64_t b, int64_t e) { kernels.row_norm(args, b, e); });
     meet(kNorms);
@@ -154,11 +160,17 @@ void Layer::run(Team& team) const {
     attend(kernels.attention, problem_ends);
   }
   linear(out, out_items);
-  norm_added(attended_norm);
-  x = norm(mlp_norm, inner_items);
-  linear(with_x(inner, x), inner_items);
-  linear(down, down_items);
-  norm_added(output_norm);
+  norm_once(attended_norm);
+  if (experts.tokens) {
+    norm_once(mlp_norm);
+    experts.run(team);
+    clock.end(kMatmuls);
+  } else {
+    x = norm(mlp_norm, inner_items);
+    linear(with_x(inner, x), inner_items);
+    linear(down, down_items);
+  }
+  norm_once(output_norm);
 }
 
 Tensor profile_layers(bool is_on) {

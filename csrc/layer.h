@@ -1,7 +1,7 @@
 // One decoder layer of the op `decoder_layers`: the arguments of all its steps, and the run of them.
 #pragma once
 #include "attention_problem.h"
-#include "team.h"
+#include "experts.h"
 
 namespace neap::binding {
 
@@ -20,6 +20,7 @@ struct Layer {
   std::vector<AttentionArgs> problems;  // one per sequence
   bool split_keys = false;
   LinearArgs out{}, inner{}, down{};  // inner: gate and up of the MLP, or its only one before the activation
+  Experts experts{};                  // in place of inner and down, if it has tokens
   // *_ends: running totals, see each_loop.
   std::vector<int64_t> projection_items, projection_ends, problem_ends, block_ends;
   int64_t out_items = 0, inner_items = 0, down_items = 0;

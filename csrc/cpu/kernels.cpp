@@ -2,6 +2,7 @@
 #include "../include/attention.h"
 #include "../include/choose.h"
 #include "../include/draft_top.h"
+#include "../include/experts.h"
 #include "../include/norm.h"
 #include "../include/linear.h"
 #include "../include/place.h"
@@ -25,6 +26,8 @@ const Kernels& table() {
       .attention = attention,
       .attention_split = attention_split,
       .attention_join = attention_join,
+      .choose_experts = choose_experts,
+      .sum_experts = sum_experts,
       .dot_rows = kDotRows,
       .row_dots = row_dots,
       .norm = norm,

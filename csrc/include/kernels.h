@@ -61,7 +61,9 @@ struct PlaceArgs {
   int64_t q_row, k_row, v_row, q_head, k_head, v_head;
   int64_t heads, kv_heads, width, value_width, rotated, angles;
   float eps, weight_offset;
-  float q_scale;  // queries are multiplied by it first
+  float q_scale;          // queries are multiplied by it first
+  const float* q_scales;  // [scales] or null: and by these last; token t by number t % scales
+  int64_t scales;
 };
 
 struct AttentionArgs {
@@ -78,6 +80,26 @@ struct AttentionArgs {
   int64_t mask_batch, mask_row, mask_column;
   bool causal;
   float scaling, softcap;  // softcap 0: none
+};
+
+// The experts that a router chooses for each token, and their shares: the softmax of its logits, divided by the sum of
+// those chosen if `normed`. The largest logit comes first, of equal ones that of the first expert.
+struct ExpertChoiceArgs {
+  const float* logits;  // [tokens, experts]
+  float* shares;        // [tokens, chosen]
+  int64_t* index;       // [tokens, chosen]
+  int64_t experts, chosen;
+  bool normed;
+};
+
+// What the chosen experts add to each token, in the order of choices.
+struct ExpertSumArgs {
+  const float* made;      // [*, width]
+  const int64_t* places;  // [tokens, chosen]: rows of `made`; -1: there is none
+  const float* shares;    // [tokens, chosen]
+  float* out;             // [tokens, width]
+  int64_t width, chosen;
+  const float* residuals[2];  // as in LinearArgs
 };
 
 // Each function runs items [begin, end) of a parallel loop. The comments say what an item is.
@@ -97,8 +119,10 @@ struct Kernels {
   void (*attention)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);
   void (*attention_split)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);
   void (*attention_join)(const AttentionArgs&, float* scratch, int64_t begin, int64_t end);
-  int64_t dot_rows;                                                       // weight rows of an item of row_dots
-  void (*row_dots)(const RowDotsArgs&, int64_t begin, int64_t end);       // item: dot_rows rows
+  void (*choose_experts)(const ExpertChoiceArgs&, int64_t begin, int64_t end);  // item: a token
+  void (*sum_experts)(const ExpertSumArgs&, int64_t begin, int64_t end);        // item: a token
+  int64_t dot_rows;                                                             // weight rows of an item of row_dots
+  void (*row_dots)(const RowDotsArgs&, int64_t begin, int64_t end);             // item: dot_rows rows
   void (*norm)(const NormArgs&, int64_t begin, int64_t end);              // item: a token, also below unless noted
   void (*draft_blocks)(const DraftTopArgs&, int64_t begin, int64_t end);  // item: kVocabularyBlock rows
   void (*logit_blocks)(const DraftTopArgs&, int64_t begin, int64_t end);  // the same, x = logits [tokens, rows.rows]

@@ -42,6 +42,8 @@ inline void place(const PlaceArgs& args, int64_t begin, int64_t end) {
       if (args.q_scale != 1.f)
         for (int64_t i = 0; i < args.width; ++i) q[i] *= args.q_scale;
       turn_head(args, args.q_norm, token, q);
+      if (args.q_scales)
+        for (int64_t i = 0; i < args.width; ++i) q[i] *= args.q_scales[token % args.scales];
     } else if (line < args.heads + args.kv_heads) {
       const int64_t head = line - args.heads;
       float* k = args.k + token * args.k_row + head * args.k_head;

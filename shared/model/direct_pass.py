@@ -147,13 +147,18 @@ class DirectPass:
         given = [
             (None if of_angles is None else tables[of_angles], masks[of_mask]) for of_angles, of_mask in self._layers
         ]
-        return self._gates.run_stacked(first, last, state, given, self._ends, cache, captured)
+        positions = _places(spans)[None] if self._gates.scales_queries else None
+        return self._gates.run_stacked(first, last, state, given, self._ends, cache, captured, positions)
 
     @staticmethod
     def _placed(rows: Tensor, weight: Tensor, offset: int, spans: Sequence[Span]) -> Tensor:
         """`rows` [B, T, D] of the embedding, with those of the positions."""
-        places = torch.cat([torch.arange(span.start + offset, span.end + offset) for span in spans])
-        return rows + F.embedding(places, weight)
+        return rows + F.embedding(_places(spans) + offset, weight)
+
+
+def _places(spans: Sequence[Span]) -> Tensor:
+    """The positions [T] of the tokens of all spans."""
+    return torch.cat([torch.arange(span.start, span.end) for span in spans])
 
 
 class _Mask(NamedTuple):

@@ -231,6 +231,11 @@ class Gates:
         """Whether no layer needs its own forward, unless hooks are added later."""
         return self._stack is not None and self._stack.all_fused
 
+    @property
+    def scales_queries(self) -> bool:
+        """Whether layers scale their queries by positions."""
+        return self._stack is not None and self._stack.scales_queries
+
     def run_stacked(
         self,
         first: int,
@@ -240,9 +245,11 @@ class Gates:
         ends: Sequence[int],
         cache: FusedCache,
         captured: dict[int, Tensor] | None,
+        positions: Tensor | None = None,
     ) -> Tensor | None:
         """As `run`, but only the fused layers, without the model's forward around them. `given`: angles and masks of
-        each layer. `ends`: of each layer, the end of the layers that share them.
+        each layer. `ends`: of each layer, the end of the layers that share them. `positions` [1, Q]: those of the
+        tokens, needed if layers scale their queries by them.
         None if a layer must run its own forward. Layers before it may have run then. Hooks are not called.
         """
         if self._stack is None:
@@ -259,7 +266,7 @@ class Gates:
                     captured[stop] = state
                 elif depth < stop < end:
                     inside[stop - depth] = state
-            state = plan.run(state, given[depth][0], cache, given[depth][1], inside)
+            state = plan.run(state, given[depth][0], cache, given[depth][1], inside, positions)
             for count, inner in inside.items():
                 captured[depth + count] = inner
             depth = end

@@ -140,6 +140,7 @@ def objects(toolkit: Toolkit | None = None) -> list[Object]:
         Object("attention", "attention.cpp", binding),
         Object("layer", "layer.cpp", binding),
         Object("decoder_layers", "decoder_layers.cpp", binding),
+        Object("experts", "experts.cpp", binding),
         Object("tensor_table", "tensor_table.cpp", binding),
         Object("exits", "exits.cpp", binding),
         Object("chain", "chain.cpp", binding),

@@ -80,6 +80,17 @@ def _decoder_layers(
     return x.new_empty(len(stops) + 1, *x.shape)
 
 
+def _choose_experts(
+    x: Tensor, router: Tensor, num_experts: int, chosen: int, normed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    shares = x.new_empty(x.shape[0], chosen)
+    return x.new_empty(x.shape[0], num_experts), shares, shares.new_empty(shares.shape, dtype=torch.int64)
+
+
+def _experts(x: Tensor, *others: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _draft_top(x: Tensor, rows: Tensor, bias: Tensor | None, k: int) -> tuple[Tensor, Tensor, Tensor]:
     _check(rows.shape[1] == x.shape[1])
     values = x.new_empty(x.shape[0], k)
@@ -129,6 +140,8 @@ def register() -> None:
         "contiguous_attention": _contiguous_attention,
         "ragged_contiguous_attention": _ragged_contiguous_attention,
         "decoder_layers": _decoder_layers,
+        "choose_experts": _choose_experts,
+        "experts": _experts,
         "draft_top": _draft_top,
         "route": _route,
         "draft_chains": _draft_chains,

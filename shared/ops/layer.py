@@ -37,6 +37,9 @@ class LayerWeights:
     but one for gate and up together (gate's, then up's); an empty list if there are none at all. What is not a list is
     the same in all layers. `query_scale`: queries are multiplied by it before their norm. `parallel_mlp`: whether the
     MLP reads the norm of x, that before attention if it has none of its own.
+
+    With `experts_per_token` the MLP is experts: `gate` is an `expert_table`, `up` their router, there is no `down`, and
+    `norm_shares` is what `shared.ops.experts.choose_experts` takes as `normed`.
     """
 
     norms: Sequence[Tensor]
@@ -52,6 +55,8 @@ class LayerWeights:
     places: Sequence[int] = ()
     query_scale: float = 1.0
     parallel_mlp: bool = False
+    experts_per_token: int = 0
+    norm_shares: bool = False
     num_layers: int = 1
 
     @cached_property
@@ -65,7 +70,15 @@ class LayerWeights:
         lengths = len(self.norms), len(self.packed), len(self.biases)
         sizes = self.num_heads, self.intermediate, self.activation, self.num_layers
         numbers = self.eps, self.weight_offset, self.scaling, self.softcap, self.query_scale
-        return *lengths, *sizes, *numbers, tuple(self.places), self.parallel_mlp
+        return (
+            *lengths,
+            *sizes,
+            *numbers,
+            tuple(self.places),
+            self.parallel_mlp,
+            self.experts_per_token,
+            self.norm_shares,
+        )
 
 
 def stacked(parts: Sequence[LayerWeights]) -> LayerWeights:
@@ -116,14 +129,16 @@ def decoder_layers(
     kv: LayerKV,
     masks: Sequence[Tensor] = (),
     captured: dict[int, Tensor] | None = None,
+    query_scales: Tensor | None = None,
 ) -> Tensor:
     """Each layer: h = x + out(attention(qkv(norm(x)))), then h + down(activation(gate(norm(h))) * up(norm(h))): x [B,
     Q, D] -> [B, Q, D]. A parallel MLP reads x in place of h. `LayerWeights` says what else may differ.
 
     The output of one layer is the x of the next. The tokens of x are those of all sequences, one after another:
     `kv.counts[s]` of sequence s. The first R numbers of queries and keys are rotated by cos, sin [B or 1, Q, R], halves
-    paired. Keys and values are written to `kv`, then queries attend as in `shared.ops.ragged_contiguous_attention`;
-    without `masks`, all causally. The bits are those of the single ops, called one after another.
+    paired. Rotated queries are multiplied by `query_scales` [Q] or [B * Q], if any. Keys and values are written to
+    `kv`, then queries attend as in `shared.ops.ragged_contiguous_attention`; without `masks`, all causally. The bits
+    are those of the single ops, called one after another.
 
     `captured`: for each key n, 1 to `weights.num_layers` - 1, the state after the first n layers becomes its value [B,
     Q, D].
@@ -152,6 +167,9 @@ def decoder_layers(
         weights.places,
         weights.query_scale,
         weights.parallel_mlp,
+        weights.experts_per_token,
+        weights.norm_shares,
+        query_scales,
     )
     *inner, out = states.unbind()
     if captured:

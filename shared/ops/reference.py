@@ -103,6 +103,26 @@ def ragged_contiguous_attention(
     return torch.cat(out, 1)
 
 
+def choose_experts(x: Tensor, router: Tensor, chosen: int, normed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """See `shared.ops.experts.choose_experts`. `router` [E, D] is not packed."""
+    logits = packed_linear(x, router)
+    probabilities, index = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    shares = probabilities[:, :chosen]
+    return logits, shares / shares.sum(-1, keepdim=True) if normed else shares, index[:, :chosen]
+
+
+def experts(x: Tensor, index: Tensor, shares: Tensor, matrices: Sequence[Tensor], activation: str) -> Tensor:
+    """See `shared.ops.experts.experts`. `matrices`: gate, up and down of each expert, not packed."""
+    gates, ups, downs = matrices[::3], matrices[1::3], matrices[2::3]
+    out = torch.zeros_like(x)
+    for token, (numbers, own) in enumerate(zip(index.tolist(), shares, strict=True)):
+        for number, share in zip(numbers, own, strict=True):
+            if number < len(gates):
+                inner = packed_gated_linear(x[token], gates[number], ups[number], activation)
+                out[token] += packed_linear(inner, downs[number]) * share
+    return out
+
+
 def paged_attention(
     q: Tensor,
     k: Tensor,
@@ -176,7 +196,7 @@ def _decoder_layer(
     cos: Tensor,
     sin: Tensor,
     norms: Sequence[Tensor],
-    matrices: Sequence[Tensor],
+    matrices: Sequence[Any],
     biases: Sequence[Tensor],
     keys: Sequence[Tensor],
     values: Sequence[Tensor],
@@ -193,8 +213,11 @@ def _decoder_layer(
     places: Sequence[int] = (),
     query_scale: float = 1.0,
     parallel_mlp: bool = False,
+    experts_per_token: int = 0,
+    norm_shares: bool = False,
+    query_scales: Tensor | None = None,
 ) -> Tensor:
-    """See `LayerWeights`."""
+    """See `LayerWeights`. Of experts, the matrices are in place of their table."""
     batch, queries, _ = x.shape
     kv_heads, head_width, value_width = keys[0].shape[1], keys[0].shape[3], values[0].shape[3]
     biases = list(biases) or [torch.empty(0)] * 6
@@ -225,6 +248,8 @@ def _decoder_layer(
     rotated = cos.shape[-1]
     turned = rotary(q[..., :rotated], k[..., :rotated], cos, sin)
     q, k = (torch.cat([part, x[..., rotated:]], -1) for part, x in zip(turned, (q, k), strict=True))
+    if query_scales is not None:
+        q = q * query_scales.view(-1, 1, queries, 1)
     # All tokens in one row, sequence after sequence, as `ragged_contiguous_attention` takes them.
     q, k, v = (part.transpose(0, 1).flatten(1, 2)[None] for part in (q, k, v))
     masks = list(masks) or [torch.empty(0, dtype=torch.bool)] * len(keys)
@@ -232,11 +257,16 @@ def _decoder_layer(
     added = normed(project(attended.reshape(batch, queries, -1), out, biases[3]), attended_norm)
     h = x + added
     inner = normed(x if parallel_mlp else h, mlp_norm if mlp_norm.numel() else input_norm)
-    if up.numel():
+    if experts_per_token:
+        flat = inner.flatten(0, 1)
+        _, shares, index = choose_experts(flat, up, experts_per_token, norm_shares)
+        made_by_mlp = experts(flat, index, shares, gate, activation).view(inner.shape)
+    elif up.numel():
         acted = packed_gated_linear(inner, gate, up, activation, biases[4] if biases[4].numel() else None)
+        made_by_mlp = project(acted, down, biases[5])
     else:
-        acted = activate(project(inner, gate, biases[4]), activation)
-    made_by_mlp = normed(project(acted, down, biases[5]), output_norm)
+        made_by_mlp = project(activate(project(inner, gate, biases[4]), activation), down, biases[5])
+    made_by_mlp = normed(made_by_mlp, output_norm)
     return x + (added + made_by_mlp) if parallel_mlp else h + made_by_mlp
 
 

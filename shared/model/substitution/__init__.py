@@ -4,8 +4,8 @@ All code that depends on transformers' classes, attention interfaces and modelli
 here. `shared.ops` works with tensors only.
 
     match           runs a module and its replacement on random input and compares the results
-    linear          replacements of linear layers, RMS norms and gated MLPs
-    experts         the replacement of experts that are stored in one parameter
+    linear          replacements of linear layers, norms and gated MLPs
+    experts         the replacements of routers, and of experts that are stored in one parameter
     row_invariant   makes torch's own functions inside modules give a row the same bits whatever is beside it
     rotary          the replacement of `apply_rotary_pos_emb`
     attention       attention over contiguous KV caches; `paged_attention`: over paged KV; `ragged`: what ragged

@@ -31,7 +31,7 @@ from shared.model.borders import context_limit, origins
 from shared.model.cache_argument import cache_argument, with_cache
 from shared.model.remembered.facts import Facts
 from shared.model.substitution import attention, rotary
-from shared.model.substitution.experts import experts
+from shared.model.substitution.experts import experts, router
 from shared.model.substitution.fused_layers import substitute_layers
 from shared.model.substitution.linear import activation, embedding, gated_mlp, linear, norm
 from shared.model.substitution.match import Unsuitable, relative_error
@@ -180,6 +180,9 @@ def _substitute_modules(run: Substitutions) -> None:
             run.attempt("norm", name, module, norm)
         elif any(p.dim() > 2 for p in module.parameters(recurse=False)):
             run.attempt("experts", name, module, experts)
+        elif not isinstance(module, nn.Embedding) and [p.dim() for p in module.parameters()] == [2]:
+            run.attempt("router", name, module, router)
+            run.left_alone.pop(name, None)  # it may be anything
     replaced = {name for name, module in modules if module in run.substitutes}
     for name, module in modules:
         holders = accumulate(name.split("."), "{}.{}".format)

@@ -1,24 +1,41 @@
-"""Experts that are stored as one parameter of several matrices, multiplied one by one from packed weights.
+"""Experts that are stored as one parameter of several matrices, multiplied one by one from packed weights, and routers.
 
 A module that follows transformers' interface of experts takes tokens [T, D], the experts of each token [T, k] and their
 shares [T, k]. The replacement multiplies the tokens of each expert together and adds up each token's experts in the
-order of its choices, so its bits do not depend on the other tokens.
+order of its choices, so its bits do not depend on the other tokens. Gated MLPs are one op, others several.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shared import ops
-from shared.model.substitution.linear import pack_matrix
-from shared.model.substitution.match import Experts, Substitute, Unsuitable, agrees, of_all_sizes, random_input
+from shared.model.cache import refuse_if_out_of_memory
+from shared.model.substitution.linear import INPUT_ROWS, own_matrix, pack_matrix
+from shared.model.substitution.match import (
+    TOLERANCE,
+    Experts,
+    Router,
+    Substitute,
+    Unsuitable,
+    agrees,
+    of_all_sizes,
+    random_input,
+    relative_error,
+)
 from shared.model.substitution.row_invariant import row_invariant
 from shared.model.weights.lazy import lazy
-from shared.model.weights.stored import Packed, Stacked, Stored
+from shared.model.weights.stored import ALL_ROWS, Joined, Packed, Stacked, Stored
+from shared.ops.experts import choose_experts, expert_table
+from shared.ops.experts import experts as run_experts
 
-# What transformers' decorator sets on every class of experts, and the values that the replacement serves.
+# What transformers' decorator sets on every class of experts; and what later versions than 5.17 do, and the values that
+# the replacement serves.
+_INTERFACE = ("has_gate", "is_transposed", "_apply_gate")
 _CONTRACT = {"has_post_expert_norm": False, "_is_expert_parallel": False}
 _TOKENS, _CHOICES = 5, 2
 
@@ -40,14 +57,59 @@ class _Matrices:
 
 
 def experts(module: nn.Module, *, form: object | None = None) -> Substitute:
-    """A module of transformers' interface of experts, whatever its activation, gate, biases and layout."""
+    """A module of transformers' interface of experts, whatever its activation, gate, biases and layout.
+    `form`: the activation if they are gated MLPs without biases, or "experts", if it is known."""
     settings: Any = module
-    if any(getattr(module, name, None) is not value for name, value in _CONTRACT.items()):
+    differs = any(getattr(module, name, value) is not value for name, value in _CONTRACT.items())
+    if differs or not all(hasattr(module, name) for name in _INTERFACE):
         raise Unsuitable("stores several matrices in one parameter, not by transformers' interface")
     names = ("gate_up_proj" if settings.has_gate else "up_proj", "down_proj")
     if {name for name, p in module.named_parameters() if p.dim() > 2} != set(names):
         raise Unsuitable("stores other matrices than those of transformers' interface of experts")
-    stored = tuple(_pack(module.get_parameter(name), settings.is_transposed) for name in names)
+    activation = _gate(module, names) if form is None else None if form == "experts" else str(form)
+    forward: Callable[..., Tensor]
+    if activation:
+        stored = tuple(
+            _pack(module.get_parameter(name), False, halves) for name, halves in zip(names, (True, False), strict=True)
+        )
+        pairs = zip(*(stack.parts for stack in stored), strict=True)
+        table = expert_table([packed for gate_up, down in pairs for packed in (*gate_up.memory, *down.memory)])
+        recipe = Experts(table, stored[1].columns, activation)
+        forward = partial(_run_table, table=table, activation=activation)
+    else:
+        stored = tuple(_pack(module.get_parameter(name), settings.is_transposed) for name in names)
+        recipe, forward = Experts(), _one_by_one(module, names, stored)
+    if form is None:
+        _compare(forward, module, len(stored[0].parts), stored[0].columns)
+    sources = tuple((module, name) for name in names)
+    return Substitute(forward, recipe, activation or "experts", sources, stored)
+
+
+def _run_table(
+    hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, table: Tensor, activation: str
+) -> Tensor:
+    return run_experts(hidden_states, top_k_index, top_k_weights, table, activation)
+
+
+def _gate(module: nn.Module, names: Sequence[str]) -> str | None:
+    """The activation of gated MLPs that the op of experts computes. None if they are others."""
+    settings: Any = module
+    if not settings.has_gate or settings.is_transposed or {name for name, _ in module.named_parameters()} != {*names}:
+        return None
+    x = random_input(INPUT_ROWS, 64)
+    for name in ("silu", "gelu_tanh"):
+
+        def gated(x: Tensor, name: str = name) -> Tensor:
+            gate, up = x.chunk(2, -1)
+            return ops.activate(gate, name) * up
+
+        if agrees(gated, settings._apply_gate, *of_all_sizes(x)):
+            return name
+    return None
+
+
+def _one_by_one(module: nn.Module, names: Sequence[str], stored: Sequence[Stacked]) -> Callable[..., Tensor]:
+    settings: Any = module
     into, out_of = (
         _Matrices(stack.memory, stack.rows, module, f"{name}_bias") for name, stack in zip(names, stored, strict=True)
     )
@@ -73,24 +135,36 @@ def experts(module: nn.Module, *, form: object | None = None) -> Substitute:
             total = total + shares[:, choice]
         return total.to(hidden_states.dtype)
 
-    if form is None:
-        _compare(forward, module, len(into.packed), stored[0].columns)
-    sources = tuple((module, name) for name in names)
-    return Substitute(forward, Experts(), "experts", sources, stored)
+    return forward
 
 
-def _pack(parameter: Tensor, transposed: bool) -> Stacked:
+def _pack(parameter: Tensor, transposed: bool, halves: bool = False) -> Stacked:
+    """`halves`: whether the first and the second half of each matrix' rows are matrices of their own."""
     if parameter.dim() != 3 or parameter.dtype != torch.float32 or parameter.device.type != "cpu":
         raise Unsuitable(f"its experts are {parameter.dtype} on {parameter.device}")
-    stored = lazy(parameter)
+    stored, half = lazy(parameter), parameter.shape[1] // 2
+    rows = (slice(0, half), slice(half, None)) if halves else (ALL_ROWS,)
     if isinstance(stored, Stacked) and stored.transposed == transposed:
-        matrices: list[Stored] = [
-            Packed(part.pack(), part.rows, part.columns, part.format, transposed=transposed) for part in stored.parts
-        ]
+        matrices: list[Stored] = [_join(_pack_stored(part, rows, transposed)) for part in stored.parts]
     else:
         plain = parameter.detach() if stored is None else stored.dequantised()
-        matrices = [pack_matrix(matrix, transposed=transposed) for matrix in plain]
+        matrices = [_join([pack_matrix(each, transposed=transposed, rows=own) for own in rows]) for each in plain]
     return Stacked(matrices)
+
+
+def _join(parts: Sequence[Stored]) -> Stored:
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def _pack_stored(matrix: Stored, rows: Sequence[slice], transposed: bool) -> list[Stored]:
+    if isinstance(matrix, Joined) and [part.rows for part in matrix.parts] == [matrix.rows // len(rows)] * len(rows):
+        each: list[tuple[Stored, slice]] = [(part, ALL_ROWS) for part in matrix.parts]
+    else:
+        each = [(matrix, own) for own in rows]
+    return [
+        Packed(part.pack(own), len(range(*own.indices(part.rows))), part.columns, part.format, transposed=transposed)
+        for part, own in each
+    ]
 
 
 def _compare(forward: Any, module: nn.Module, num_experts: int, width: int) -> None:
@@ -101,3 +175,54 @@ def _compare(forward: Any, module: nn.Module, num_experts: int, width: int) -> N
     index, weights = chosen.view(count, _CHOICES), random_input(count, _CHOICES).abs()
     if not agrees(lambda x: forward(x, index, weights), lambda x: module(x, index, weights), *inputs):
         raise Unsuitable("does more than its experts' products, by transformers' interface")
+
+
+def router(module: nn.Module, *, form: object | None = None) -> Substitute:
+    """A module that chooses experts by a matrix [E, D]: tokens [..., D] -> logits, shares and numbers, as
+    `shared.ops.experts.choose_experts` gives them. `form`: how many it chooses and whether shares are normed."""
+    weight = pack_matrix(own_matrix(module))
+    packed, num_experts, width = weight.packed, weight.rows, weight.columns
+
+    def substitute(chosen: int, normed: bool) -> Substitute:
+        def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return choose_experts(hidden_states.reshape(-1, width), packed, num_experts, chosen, normed)
+
+        recipe = Router(packed, chosen, normed)
+        return Substitute(forward, recipe, (chosen, normed), ((module, "weight"),), (weight,))
+
+    if isinstance(form, tuple):
+        return substitute(*form)
+    # Not of all sizes: with tiny logits or huge ones, shares are equal, and which of them is chosen is arbitrary.
+    x = random_input(INPUT_ROWS, width)
+    x = torch.cat([x, x / 4, x * 4])
+    made = _routed(module, x)
+    for normed in (False, True):
+        candidate = substitute(made[2].shape[1], normed)
+        if all(map(_close, _dense(*candidate.forward(x)), _dense(*made))):
+            return candidate
+    raise Unsuitable("does more than choose the largest of its products")
+
+
+def _close(actual: Tensor, expected: Tensor) -> bool:
+    return relative_error(actual, expected) <= TOLERANCE
+
+
+def _routed(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a module makes of x [T, D], if it looks like a router's choices. Raises `Unsuitable`."""
+    try:
+        made: Any = module(x)
+    except Exception as error:
+        refuse_if_out_of_memory(error)
+        raise Unsuitable(f"does not run on a random tensor: {type(error).__name__}") from error
+    if not isinstance(made, tuple) or [getattr(each, "ndim", 0) for each in made] != [2, 2, 2]:
+        raise Unsuitable("is not a router: it does not return logits, shares and numbers")
+    logits, shares, index = made
+    fits = shares.shape == index.shape and 0 < index.shape[1] <= logits.shape[1] and index.dtype == torch.int64
+    if not fits or any(len(each) != len(x) for each in made):
+        raise Unsuitable("is not a router: it does not return logits, shares and numbers")
+    return logits, shares, index
+
+
+def _dense(logits: Tensor, shares: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits and, of each expert, its share [T, E], in which order it may have been chosen."""
+    return logits, torch.zeros_like(logits).scatter(1, index, shares)

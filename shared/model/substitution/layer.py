@@ -86,9 +86,12 @@ def run_plan(plan: LayerPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
     if not (_KNOWN.issuperset(kwargs) or _only_supported_arguments(kwargs)):
         return None
+    positions = kwargs.get("position_ids")
+    if plan.query_scales is not None and not isinstance(positions, Tensor):
+        return None
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
     masks = _masks(kwargs.get("attention_mask"), hidden.shape[0])
-    return None if masks is None else plan.run(hidden, angles, cache, masks)
+    return None if masks is None else plan.run(hidden, angles, cache, masks, positions=positions)
 
 
 class LayerStack:
@@ -112,6 +115,12 @@ class LayerStack:
         for index in reversed(range(len(forms) - 1)):
             if forms[index] is not None and forms[index] == forms[index + 1]:
                 self._ends[index] = self._ends[index + 1]
+
+    @property
+    def scales_queries(self) -> bool:
+        """Whether a layer scales its queries by their positions."""
+        plans = (layer.plan for layer in self._layers if layer is not None)
+        return any(plan is not None and plan.query_scales is not None for plan in plans)
 
     @property
     def all_fused(self) -> bool:

@@ -37,7 +37,7 @@ def _bias(module: nn.Module) -> Tensor | None:
     return bias.detach() if isinstance(bias, Tensor) else None
 
 
-def _packable(module: nn.Module) -> Tensor:
+def own_matrix(module: nn.Module) -> Tensor:
     """The module's weight, a float32 matrix on the CPU or a `LazyWeight`. Raises `Unsuitable`."""
     return packable(getattr(module, "weight", None))
 
@@ -74,7 +74,7 @@ def pack_matrix(weight: Tensor, *, transposed: bool = False, rows: slice = ALL_R
 def linear(module: nn.Module, *, transposed: bool = False, form: object | None = None) -> Substitute:
     """A module that computes x @ weight.T + bias. `transposed`: whether the weight is stored as [K, N], as in GPT-2's
     Conv1D."""
-    weight = pack_matrix(_packable(module), transposed=transposed)
+    weight = pack_matrix(own_matrix(module), transposed=transposed)
     packed, out_features, bias = weight.packed, weight.rows, _bias(module)
     forward = partial(ops.packed_linear, packed=packed, out_features=out_features, bias=bias)
     x = random_input(INPUT_ROWS, weight.columns)
@@ -86,7 +86,7 @@ def linear(module: nn.Module, *, transposed: bool = False, form: object | None =
 
 def embedding(module: nn.Module, *, form: object | None = None) -> Substitute:
     """A module whose result is rows of its weight and nothing else."""
-    weight = pack_matrix(_packable(module))
+    weight = pack_matrix(own_matrix(module))
     packed = weight.packed
 
     def forward(ids: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def gated_mlp(module: nn.Module, *, form: object | None = None) -> Substitute:
     if any(child._forward_hooks or child._forward_pre_hooks for child in linears):
         raise Unsuitable("has hooks on its layers, which a fused kernel would not call")
     for layer in linears:
-        _packable(layer)
+        own_matrix(layer)
     x = random_input(INPUT_ROWS, linears[0].in_features)
     mlp_form = form if isinstance(form, MlpForm) else _find_form(module, x)
     layers = mlp_form.layers(module)

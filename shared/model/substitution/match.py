@@ -66,8 +66,25 @@ class Embedding:
 
 
 @dataclass(frozen=True)
+class Router:
+    """See `shared.ops.experts.choose_experts`."""
+
+    packed: Tensor
+    chosen: int
+    normed: bool
+
+
+@dataclass(frozen=True)
 class Experts:
-    """Several gated or plain MLPs, of which each token passes a few."""
+    """Several MLPs, of which each token passes a few. `table`: of `shared.ops.experts.expert_table`, if they are gated
+    MLPs of that `width` and without biases."""
+
+    table: Tensor | None = None
+    width: int = 0
+    activation: str = ""
+
+
+Recipe = PackedLinear | Norm | Activation | GatedMlp | Embedding | Router | Experts  # weights, to fuse several modules
 
 
 @dataclass(frozen=True)
@@ -79,8 +96,8 @@ class Substitute:
     weights, so it gets its substitute by this form, without a comparison.
     """
 
-    forward: Callable[..., Tensor]
-    recipe: PackedLinear | Norm | Activation | GatedMlp | Embedding | Experts  # the weights, to fuse several modules
+    forward: Callable[..., Any]
+    recipe: Recipe
     form: object
     sources: tuple[tuple[nn.Module, str], ...] = ()  # modules and their parameters that are no longer read
     packed: tuple[Stored, ...] = ()  # the weights of `sources`, in the same order

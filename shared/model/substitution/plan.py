@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from shared.model.substitution.match import Activation, GatedMlp, Norm, PackedLinear, Unsuitable
-from shared.model.substitution.trace import Attention, Event, Trace
+from shared.model.substitution.match import Activation, Experts, GatedMlp, Norm, PackedLinear, Router, Unsuitable
+from shared.model.substitution.trace import Attention, Event, OfPositions, Trace
 from shared.ops.layer import LayerKV, LayerWeights, decoder_layers, stacked
 
 SUMS = ["add", "add"]
@@ -31,18 +31,19 @@ class FusedCache(Protocol):
 @dataclass(frozen=True)
 class LayerPlan:
     """The weights of consecutive layers, their numbers, and the form of their keys and values [*, Hkv, *, Dh] for the
-    cache. `rotates`: whether queries and keys are rotated."""
+    cache. `rotates`: whether queries and keys are rotated. `query_scales`: what multiplies the rotated queries."""
 
     weights: LayerWeights
     indices: tuple[int, ...]
     keys_like: Tensor
     values_like: Tensor
     rotates: bool
+    query_scales: OfPositions | None = None
 
     @property
     def form(self) -> tuple[object, ...]:
         """What plans must have in common to be stacked."""
-        return self.weights.form, self.keys_like.shape, self.values_like.shape, self.rotates
+        return self.weights.form, self.keys_like.shape, self.values_like.shape, self.rotates, self.query_scales
 
     def run(
         self,
@@ -51,15 +52,21 @@ class LayerPlan:
         cache: FusedCache,
         masks: Sequence[Tensor] = (),
         captured: dict[int, Tensor] | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
-        """The layers' output [B, Q, D] for states [B, Q, D]. `masks` and `captured` as in `decoder_layers`."""
+        """The layers' output [B, Q, D] for states [B, Q, D]. `masks` and `captured` as in `decoder_layers`. `positions`
+        [B or 1, Q] int64: those of the tokens, which queries may be scaled by."""
         keys, values = self.keys_like, self.values_like
         if hidden.shape[0] > 1:
             keys, values = (like.expand(hidden.shape[0], -1, -1, -1) for like in (keys, values))
         if angles is None or not self.rotates:
             angles = hidden[:1, :, :0], hidden[:1, :, :0]
         kv = cache.layers_kv(keys, values, self.indices)
-        return decoder_layers(hidden, *angles, weights=self.weights, kv=kv, masks=masks, captured=captured)
+        more: dict[str, Tensor] = {}
+        if self.query_scales is not None:
+            assert positions is not None
+            more["query_scales"] = self.query_scales.of(positions).flatten()
+        return decoder_layers(hidden, *angles, weights=self.weights, kv=kv, masks=masks, captured=captured, **more)
 
 
 def stacked_plan(plans: Sequence[LayerPlan]) -> LayerPlan:
@@ -96,6 +103,8 @@ def plan(layer: nn.Module, trace: Trace) -> LayerPlan:
         raise Unsuitable("has norms of different eps")
     scales = [scale for start, scale in trace.scaled if start == made[0].made]
     others = [*trace.others, *["mul"] * (len(trace.scaled) - len(scales[:1]))]
+    if trace.query_scales and [*trace.query_scales] != [events[places[0]].read]:
+        raise Unsuitable("scales more than its queries by their positions")
     if others != SUMS:
         raise Unsuitable(f"beside its modules runs {', '.join(sorted({*others} - {*SUMS}) or others)}")
     projections = [event.what for event in made if isinstance(event.what, PackedLinear)]
@@ -116,6 +125,8 @@ def plan(layer: nn.Module, trace: Trace) -> LayerPlan:
         places=_places(trace, attention, made[0]) if absent else (),
         query_scale=scales[0] if scales else 1.0,
         parallel_mlp=rest.norm.read == state,
+        experts_per_token=rest.router.chosen if rest.router else 0,
+        norm_shares=rest.router is not None and rest.router.normed,
     )
     indices: set[object] = {getattr(module, "layer_idx", None) for module in layer.modules()}
     numbers = [index for index in indices if isinstance(index, int)]
@@ -124,18 +135,19 @@ def plan(layer: nn.Module, trace: Trace) -> LayerPlan:
     keys, values = (
         torch.empty(1, attention.num_kv_heads, 0, width) for width in (attention.width, attention.value_width)
     )
-    return LayerPlan(weights, (numbers[0],), keys, values, trace.rotates)
+    return LayerPlan(weights, (numbers[0],), keys, values, trace.rotates, *trace.query_scales.values())
 
 
 @dataclass(frozen=True)
 class _Rest:
-    """What follows attention. `norm`: what the MLP reads."""
+    """What follows attention. `norm`: what the MLP reads. `router`: that of experts, which are `mlp` then."""
 
     out: PackedLinear
     attended_norm: Event | None
     norm: Event
     mlp: GatedMlp
     output_norm: Event | None
+    router: Router | None
 
 
 def _rest(after: Sequence[Event], of_state: dict[int, Event]) -> _Rest:
@@ -148,16 +160,19 @@ def _rest(after: Sequence[Event], of_state: dict[int, Event]) -> _Rest:
     attended_norm = norm() if out and left and left[0].read == out.made else None
     before_mlp, output_norm = norm(), norm(last=True)
     before_mlp = before_mlp or (of_state.get(left[0].read) if left else None)
+    chosen: Router | None = None
     match [event.what for event in left]:
         case [GatedMlp() as mlp]:
             pass
         case [PackedLinear() as inner, Activation() as act, PackedLinear() as down]:
             mlp = GatedMlp(inner.packed, _NOTHING, inner.out_features, act.name, inner.bias, down)
+        case [Router() as chosen, Experts(table=Tensor() as table, width=width, activation=name)]:
+            mlp = GatedMlp(table, chosen.packed, width, name, None, PackedLinear(_NOTHING, 0, None))
         case _:
             out = None
     if out is None or before_mlp is None or not isinstance(out.what, PackedLinear):
-        raise Unsuitable(f"after attention runs {_named(after)}, not linear, norm, MLP")
-    return _Rest(out.what, attended_norm, before_mlp, mlp, output_norm)
+        raise Unsuitable(f"after attention runs {_named(after)}, not linear, norm, MLP or experts")
+    return _Rest(out.what, attended_norm, before_mlp, mlp, output_norm, chosen)
 
 
 def _places(trace: Trace, attention: Attention, made: Event) -> tuple[int, ...]:

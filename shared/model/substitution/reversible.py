@@ -58,7 +58,8 @@ class Substitutions:
         self.left_alone: dict[str, str] = {}
         self.consumed: set[nn.Module] = set()
         self.substitutes: dict[nn.Module, Substitute] = {}
-        self.counts = dict.fromkeys(("linear", "gated_mlp", "norm", "activation", "embedding", "experts"), 0)
+        kinds = ("linear", "gated_mlp", "norm", "activation", "embedding", "router", "experts")
+        self.counts = dict.fromkeys(kinds, 0)
         self.formats: dict[str, int] = {}
         self.freed_bytes = 0
         self._forms: dict[Hashable, object] = {}

@@ -12,18 +12,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.model.cache_argument import cache_among
 from shared.model.substitution.attention import observed
-from shared.model.substitution.match import (
-    Activation,
-    Embedding,
-    Experts,
-    GatedMlp,
-    Norm,
-    PackedLinear,
-    Substitute,
-    Unsuitable,
-)
+from shared.model.substitution.match import Recipe, Substitute, Unsuitable
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class OfPositions:
+    """A tensor that a layer makes of its tokens' positions alone: the call of an operation whose tensors are such, too,
+    or the positions if there is none. Equal ones are computed alike."""
+
+    func: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    def of(self, positions: Tensor) -> Tensor:
+        """The tensor for other positions [B, Q]."""
+        if self.func is None:
+            return positions
+        args = (each.of(positions) if isinstance(each, OfPositions) else each for each in self.args)
+        made: Tensor = self.func(*args, **dict(self.kwargs))
+        return made
+
 
 # What a layer may do beside its modules, rotation and attention: move numbers, add states, and scale the queries by a
 # number. The fused layer would leave anything else out, and a clamp or a scale may have no effect on the tokens with
@@ -72,7 +82,7 @@ class Attention:
 class Event:
     """A replaced module or attention that has run, and the addresses of what it has read and made."""
 
-    what: PackedLinear | Norm | Activation | GatedMlp | Embedding | Experts | Attention
+    what: Recipe | Attention
     read: int
     made: int
 
@@ -80,18 +90,21 @@ class Event:
 class Trace(TorchDispatchMode):
     """What a layer does within it: `state`, the address of what it reads; `events`, in order; `others`, the names of
     operations that are neither ours nor moves; `scaled`, the addresses of tensors that were multiplied by a number;
-    `views` of queries, keys and values before rotation; `rotates`, whether there was one.
+    `query_scales`, tensors made of positions by the address of what they were multiplied to make; `views` of queries,
+    keys and values before rotation; `rotates`, whether there was one.
     """
 
-    def __init__(self, state: Tensor) -> None:
+    def __init__(self, state: Tensor, positions: object = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.state = state.data_ptr()
         self.events: list[Event] = []
         self.others: list[str] = []
         self.scaled: list[tuple[int, float]] = []
+        self.query_scales: dict[int, OfPositions] = {}
         self.views: dict[str, _View] = {}
         self.rotates = False
         self._kept: list[Any] = [state]  # so that addresses stay those of one tensor
+        self._of_positions: dict[int, OfPositions] = {id(positions): OfPositions()}
 
     def add(self, what: Any, read: Any, made: Any) -> None:
         self._kept += (read, made)
@@ -104,21 +117,39 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
+        out = func(*args, **(kwargs or {}))
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        of_positions = [self._of_positions.get(id(each)) for each in tensors]
+        if of_positions and all(of_positions) and isinstance(out, Tensor) and not func._schema.is_mutable:
+            call = (
+                self._of_positions.get(id(each), each) if isinstance(each, Tensor) else _frozen(each) for each in args
+            )
+            self._of_positions[id(out)] = OfPositions(func, (*call,), tuple((kwargs or {}).items()))
+            self._kept.append(out)
+            return out
         if name == "rotary":
             self.see(q=args[0], k=args[1])
             self.rotates = True
         elif func.namespace != "neap" and name not in MOVES:
             if name == "mul" and isinstance(args[1], float):
                 self.scaled.append((args[0].data_ptr(), args[1]))
+            elif name == "mul" and len(of_positions) == 2 and of_positions[1] is not None:
+                self._kept.append(out)
+                self.query_scales[out.data_ptr()] = of_positions[1]
             else:
                 self.others.append(name.removesuffix("_"))
-        return func(*args, **(kwargs or {}))
+        return out
+
+
+def _frozen(argument: Any) -> Any:
+    return tuple(argument) if isinstance(argument, list) else argument
 
 
 def watch(layer: nn.Module, substitutes: Mapping[nn.Module, Substitute], call: Call) -> Trace:
     """What `layer` runs in `call`. Raises `Unsuitable` if the layer returns a tuple."""
     args, kwargs = call
-    trace, inside = Trace(args[0] if args else kwargs["hidden_states"]), set(layer.modules())
+    state, inside = args[0] if args else kwargs["hidden_states"], set(layer.modules())
+    trace = Trace(state, kwargs.get("position_ids"))
     cache = cache_among(kwargs)
 
     def note(what: Any, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,13 +3,15 @@
 Transformers knows the families: how tensors are called, and how a family's *tensor processor* undoes what llama.cpp did
 to them, for example to the order of the rows of Llama's queries. In place of a matrix it gets two columns of counting
 numbers. If they come out with whole rows moved, or transposed, the same is done to the rows of blocks. A processor that
-does anything else gets the weights themselves, and the matrix is dequantised.
+does anything else gets the weights themselves, and the matrix is dequantised. Matrices of experts, several in one
+tensor, may be put one below the other.
 
 Transformers also reads a file's metadata, which includes the vocabulary, several times. Here it is read once.
 """
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +33,7 @@ from shared.model.weights.gguf_rope import rope_scaling
 from shared.model.weights.gguf_tokenizer import end_token_ids, split_as_the_file_says
 from shared.model.weights.lazy import LazyWeight
 from shared.model.weights.reading import CheckpointFiles, Replacement, replaced
-from shared.model.weights.stored import BLOCK_KINDS, PLAIN_KINDS, Blocks, Plain, Stored, dequantise
+from shared.model.weights.stored import BLOCK_KINDS, PLAIN_KINDS, Blocks, Joined, Plain, Stacked, Stored, dequantise
 
 header_reader: Any
 try:
@@ -141,7 +143,7 @@ class GgufModel:
         self._movable = frozenset(
             entry.name
             for entry in self.contents.tensors
-            if len(entry.shape) == 2 and (entry.kind in PLAIN_KINDS or entry.kind.name in BLOCK_KINDS)
+            if len(entry.shape) in (2, 3) and (entry.kind in PLAIN_KINDS or entry.kind.name in BLOCK_KINDS)
         )
 
     @functools.cached_property
@@ -179,11 +181,10 @@ class GgufModel:
             unmoved = set(self._first_rows)
             for name, tensor in tensors.items():
                 if tensor.dtype == torch.int64:
-                    entry = self._entry_of(tensor)
-                    weight = self._moved(entry, tensor)
-                    if weight is not None:
-                        tensors[name] = LazyWeight(weight)
-                        unmoved.remove(entry.name)
+                    made = self._stacked(tensor) if tensor.dim() == 3 else self._moved(tensor)
+                    if made is not None:
+                        tensors[name] = LazyWeight(made[0])
+                        unmoved -= made[1]
                 elif torch_dtype is not None:
                     tensors[name] = tensor.to(torch_dtype)
             # What transformers does not use does not come out at all.
@@ -206,16 +207,20 @@ class GgufModel:
             return _load_gguf_checkpoint(self._path, **options)
 
     def _numbers(self, name: str) -> np.ndarray:
-        """For a matrix that may stay in its format two columns of counting numbers, int64 [N, 2]; for others the
-        weights, float32."""
+        """For a matrix that may stay in its format two columns of counting numbers, int64 [N, 2], for several of one
+        shape int64 [E, N, 2]; for others the weights, float32."""
         entry = self._entries[name]
         if name in self._movable and name not in self._read_as_numbers:
             self._first_rows[name] = self._next_row
-            self._next_row += entry.shape[0]
-            return np.arange(2 * self._first_rows[name], 2 * self._next_row).reshape(-1, 2)
+            self._next_row += math.prod(entry.shape[:-1])
+            return self._counted(entry)
         if len(entry.shape) > 1 and entry.kind not in PLAIN_KINDS:
             self._checkpoint.dequantised.setdefault(name, f"no kernel reads {entry.kind.name}")
         return self._weights(name)
+
+    def _counted(self, entry: GgufTensor) -> np.ndarray:
+        first = 2 * self._first_rows[entry.name]
+        return np.arange(first, first + 2 * math.prod(entry.shape[:-1])).reshape(*entry.shape[:-1], 2)
 
     def _weights(self, name: str) -> np.ndarray:
         entry = self._entries[name]
@@ -231,9 +236,29 @@ class GgufModel:
         row = int(numbers.min()) // 2
         return self._entries[max((first, name) for name, first in self._first_rows.items() if first <= row)[1]]
 
-    def _moved(self, entry: GgufTensor, numbers: Tensor) -> Stored | None:
-        """The parameter that a processor made of the matrix, of which `numbers` are left.
-        None if it did more than move whole rows."""
+    def _stacked(self, numbers: Tensor) -> tuple[Stored, set[str]] | None:
+        """The parameter of several matrices that a processor made, of which `numbers` [E, R, 2] are left, and the names
+        of the file's tensors that it holds. None if it did more than put them one below the other."""
+        entries: list[GgufTensor] = []
+        rest = numbers
+        while rest.numel():
+            entry = self._entry_of(rest[:1, :1])
+            own = torch.from_numpy(self._counted(entry))
+            if own.dim() != 3 or not torch.equal(rest[:, : own.shape[1]], own):
+                return None
+            entries.append(entry)
+            rest = rest[:, own.shape[1] :]
+        if (
+            len({entry.kind in PLAIN_KINDS and entry.kind for entry in entries}) > 1
+        ):  # they would be rounded differently
+            return None
+        experts = [[self._stored(entry, None, False, expert) for entry in entries] for expert in range(len(numbers))]
+        return Stacked([parts[0] if len(parts) == 1 else Joined(parts) for parts in experts]), {e.name for e in entries}
+
+    def _moved(self, numbers: Tensor) -> tuple[Stored, set[str]] | None:
+        """The parameter that a processor made of a matrix, of which `numbers` are left, and the matrix' name in the
+        file. None if it did more than move whole rows."""
+        entry = self._entry_of(numbers)
         count = entry.shape[0]
         transposed = numbers.shape == (2, count)
         rows = numbers.T if transposed else numbers
@@ -243,16 +268,18 @@ class GgufModel:
         in_place = torch.arange(count)
         if odd.any() or not torch.equal(order.sort().values, in_place):
             return None
-        return self._stored(entry, None if torch.equal(order, in_place) else order, transposed)
+        return self._stored(entry, None if torch.equal(order, in_place) else order, transposed), {entry.name}
 
-    def _stored(self, entry: GgufTensor, row_order: Tensor | None, transposed: bool) -> Stored:
+    def _stored(self, entry: GgufTensor, row_order: Tensor | None, transposed: bool, number: int = 0) -> Stored:
+        """`number`: of the matrix, in a tensor of several."""
         options: dict[str, Any] = {
             "target_dtype": self._checkpoint.dtype,
             "row_order": row_order,
             "transposed": transposed,
             "matrices": self._checkpoint.matrices,
         }
-        place = (entry.file, entry.offset, (entry.shape[0], entry.shape[1]))
+        matrix_bytes = entry.num_bytes // math.prod(entry.shape[:-2])
+        place = (entry.file, entry.offset + number * matrix_bytes, (entry.shape[-2], entry.shape[-1]))
         if entry.kind in PLAIN_KINDS:
             return Plain(*place, PLAIN_KINDS[entry.kind], **options)
         return Blocks(*place, entry.kind, **options)

@@ -173,7 +173,7 @@ class _Statements:
     # Keys whose statement is not simply a setting's value.
 
     def _attention_key_length(self, value: int) -> None:
-        if self._has("head_dim"):
+        if self._has("head_dim") or self._config.get("head_dim") == value:  # Qwen3-MoE's config has no usual value
             self._config["head_dim"] = value
         elif value * self._stated["attention.head_count"] != self._stated["embedding_length"]:
             self._refuse("attention.key_length", value)

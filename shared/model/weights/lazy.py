@@ -42,6 +42,8 @@ class LazyWeight(Tensor):
                 return LazyWeight(first.stored)
             if func is torch.ops.aten.t.default:
                 return LazyWeight(first.stored.turned())
+            if func is torch.ops.aten.select.int and isinstance(first.stored, Stacked) and args[1] == 0:
+                return LazyWeight(first.stored.parts[args[2]])
             if func is torch.ops.aten.embedding.default and not first.stored.transposed:
                 return first.stored.look_up(args[1])
         if func in _ASSEMBLIES and (assembled := _ASSEMBLIES[func](*args, **kwargs)) is not None:

@@ -285,6 +285,9 @@ class Stacked(Stored):
     def rounded(self) -> Tensor:
         return torch.stack([part.rounded() for part in self.parts])
 
+    def rounded_parts(self) -> Iterator[Tensor]:
+        return (numbers for part in self.parts for numbers in part.rounded_parts())
+
     def dequantised_rows(self) -> Tensor:
         """float32 [E, N, K]."""
         return torch.stack([part.dequantised_rows() for part in self.parts])

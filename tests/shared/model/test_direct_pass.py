@@ -16,7 +16,7 @@ from shared.model.substitution.ragged import Span
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family
 
 DIRECT = ["llama", "llama-tied", "deepseek-r1-distill-llama", "qwen2.5", "qwen3", "mistral", "phi3"]
-DIRECT += ["gpt2", "opt", "gpt-neox", "phi2"]
+DIRECT += ["gpt2", "opt", "gpt-neox", "phi2", "mixtral", "qwen3-moe", "ministral3"]
 # Their windows have 5 tokens.
 DIRECT += ["mistral-sliding", "qwen2-sliding", "phi3-sliding", "gemma3-sliding"]
 # Without a projection of its embedding.
@@ -133,7 +133,7 @@ def test_a_restored_model_runs_its_own_forward():
     assert calls
 
 
-@pytest.mark.parametrize("family", ["ministral3", "mixtral"])
+@pytest.mark.parametrize("family", ["gemma4", "phimoe-longrope"])
 def test_models_that_are_not_one_op_have_no_direct_pass(family):
     runner = ContiguousRunner(_loaded(family))
     assert runner.direct is None

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from shared import ops
 from shared.ops import reference
+from shared.ops.experts import choose_experts, expert_table, experts
 from shared.ops.layer import LayerKV, LayerWeights, TensorTable, decoder_layers, stacked
 
 DRAWN = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NOTHING = torch.empty(0)
 PLAIN = torch.empty(0, dtype=torch.bool)
+EXPERTS: dict[int, list[Tensor]] = {}  # by the address of their table, its matrices
 
 
 @st.composite
@@ -39,7 +42,10 @@ def layers(draw: st.DrawFn) -> dict:
         "added_norms": draw(st.sampled_from([(False, False), (True, True), (True, False), (False, True)])),
         "mlp": draw(st.sampled_from(["after", "parallel", "parallel, norm shared"])),
         "gated": draw(st.booleans()),
+        "experts": draw(st.sampled_from([0, 0, 1, 3, 9])),
+        "chosen": draw(st.sampled_from([1, 2, 9])),
         "query_scale": draw(st.sampled_from([1.0, 0.3])),
+        "query_scales": draw(st.booleans()),
         "biased": draw(st.sampled_from(["all", "some", "no"])),
         "dtypes": draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=7)),
         "kv_dtype": draw(st.sampled_from(DTYPES)),
@@ -55,10 +61,17 @@ def _weights(p: dict) -> LayerWeights:
     shapes = [(q, width), (k, width), (v, width)] if apart else [(q + k + v, width), (0, 0), (0, 0)]
     shapes += [(width, kv * p["group"] * p["value_head"]), (inner, width), (up, width), (width, inner)]
     sizes = [rows for rows, _ in shapes[:4]] + [inner + up, width]
-    packed = [
-        ops.pack_linear((torch.randn(shape) / shape[1] ** 0.5).to(dtype)) if shape[0] else NOTHING
-        for shape, dtype in zip(shapes, cycle(p["dtypes"]), strict=False)
-    ]
+
+    def pack(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        return ops.pack_linear((torch.randn(shape) / shape[1] ** 0.5).to(dtype)) if shape[0] else NOTHING
+
+    packed = [pack(shape, dtype) for shape, dtype in zip(shapes, cycle(p["dtypes"]), strict=False)]
+    if p["experts"]:
+        each = [(inner, width), (inner, width), (width, inner)] * p["experts"]
+        matrices = [pack(shape, dtype) for shape, dtype in zip(each, cycle(p["dtypes"]), strict=False)]
+        table = expert_table(matrices)
+        EXPERTS[table.data_ptr()] = matrices
+        packed[4:] = [table, pack((p["experts"], width), torch.float32), NOTHING]
 
     def norm(*size: int, exists: bool = True) -> Tensor:
         return torch.randn(size) if exists else NOTHING
@@ -72,6 +85,8 @@ def _weights(p: dict) -> LayerWeights:
         "some": [torch.randn(sizes[0]), *(NOTHING for _ in sizes[1:])],
         "no": [],
     }[p["biased"]]
+    if p["experts"] and biases:
+        biases[4:] = [NOTHING, NOTHING]
     # A row of a group's queries, its key and its value, as in GPT-NeoX, or all queries, all keys and all values.
     group = p["group"] * p["head"]
     places = (0, p["head"], group, group + p["head"] + p["value_head"], group + p["head"])
@@ -84,6 +99,8 @@ def _weights(p: dict) -> LayerWeights:
         *(1e-5, 0.0 if p["centred"] else 1.0, 0.3, p["softcap"], places if interleaved else ()),
         query_scale=p["query_scale"],
         parallel_mlp=in_parallel,
+        experts_per_token=min(p["chosen"], p["experts"]),
+        norm_shares=p["centred"],
     )
 
 
@@ -119,16 +136,23 @@ def _copy(kv: LayerKV) -> LayerKV:
     return _kv(keys, values, *kv[2:])
 
 
-def _flat(weights: LayerWeights, matrices: list[Tensor], kv: LayerKV, masks: list[Tensor]) -> tuple:
+def _flat(
+    weights: LayerWeights, matrices: Sequence[Any], kv: LayerKV, masks: list[Tensor], scales: Tensor | None
+) -> tuple:
     w = weights
     return (
         *(w.norms, matrices, w.biases, _stores(kv.keys), _stores(kv.values), *kv[2:]),
         *(masks, [], w.num_layers, w.num_heads, w.intermediate),
         *(w.activation, w.eps, w.weight_offset, w.scaling, w.softcap, w.places, w.query_scale, w.parallel_mlp),
+        *(w.experts_per_token, w.norm_shares, scales),
     )
 
 
-def _step_by_step(x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, kv: LayerKV, masks: list[Tensor]) -> Tensor:
+def _scales(p: dict, x: Tensor) -> Tensor | None:
+    return torch.rand(x.shape[1]) if p["query_scales"] else None
+
+
+def _step_by_step(x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, kv: LayerKV, *others: Any) -> Tensor:
     """The steps of the reference, with the single ops in place of PyTorch."""
 
     def rows(packed: Tensor) -> int:
@@ -144,26 +168,36 @@ def _step_by_step(x: Tensor, cos: Tensor, sin: Tensor, w: LayerWeights, kv: Laye
         "activate": ops.activate,
         "rotary": ops.rotary,
         "ragged_contiguous_attention": ops.ragged_contiguous_attention,
+        "choose_experts": lambda x, m, chosen, normed: choose_experts(x, m, rows(m), chosen, normed),
+        "experts": experts,
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, single in singles.items():
             patch.setattr(reference, name, single)
-        return reference.decoder_layers(x, cos, sin, *_flat(w, w.packed, kv, masks))[-1]
+        return reference.decoder_layers(x, cos, sin, *_flat(w, w.packed, kv, *others))[-1]
+
+
+def _unpacked(packed: Tensor) -> Any:
+    if packed.data_ptr() in EXPERTS and packed.numel():
+        return [ops.unpack_linear(each) for each in EXPERTS[packed.data_ptr()]]
+    return ops.unpack_linear(packed) if packed.numel() else packed
 
 
 @DRAWN
 @given(p=layers(), threads=st.sampled_from([1, 2, 3]))
 def test_has_the_bits_of_the_single_ops(isa: str, p: dict, threads: int) -> None:
     weights, (x, cos, sin, kv, masks) = _weights(p), _inputs(p)
-    expected_kv, spec_kv = _copy(kv), _copy(kv)
+    expected_kv, spec_kv, scales = _copy(kv), _copy(kv), _scales(p, x)
     torch.set_num_threads(threads)
-    out = decoder_layers(x, cos, sin, weights, kv, masks)
+    out = decoder_layers(x, cos, sin, weights, kv, masks, query_scales=scales)
     torch.set_num_threads(1)
-    assert torch.equal(out, _step_by_step(x, cos, sin, weights, expected_kv, masks))
+    assert torch.equal(out, _step_by_step(x, cos, sin, weights, expected_kv, masks, scales))
     for kept, expected in zip(kv[:2], expected_kv[:2], strict=True):
         assert all(map(torch.equal, _stores(kept), _stores(expected)))
-    matrices = [ops.unpack_linear(packed) if packed.numel() else packed for packed in weights.packed]
-    spec = reference.decoder_layers(x, cos, sin, *_flat(weights, matrices, spec_kv, masks))[-1]
+    if weights.experts_per_token < p["experts"]:
+        return  # of two nearly equal experts, sums in another order may choose the other one
+    matrices: list[Any] = [_unpacked(packed) for packed in weights.packed]
+    spec = reference.decoder_layers(x, cos, sin, *_flat(weights, matrices, spec_kv, masks, scales))[-1]
     # Sums in another order may round a key or a value of 16 bits to its neighbour.
     tolerance = 1e-4 if p["kv_dtype"] == torch.float32 else 1e-2
     torch.testing.assert_close(out, spec, atol=tolerance * float(spec.abs().max()), rtol=1e-3)
@@ -206,13 +240,13 @@ def test_a_stack_has_the_bits_of_its_layers_one_after_another(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("count", [1, 3, 20])
-def test_threads_that_are_late_change_nothing(count: int) -> None:
+@pytest.mark.parametrize(("count", "num_experts"), [(1, 0), (3, 0), (20, 0), (1, 6), (3, 6), (20, 6)])
+def test_threads_that_are_late_change_nothing(count: int, num_experts: int) -> None:
     """There are more threads than processors, so that some come when others have done their part, or many steps
     later."""
     p = {
         **SMALL, "spans": [(20, count, False)], "width": 256, "kv_heads": 2, "group": 3, "head": 64,
-        "value_head": 64, "rotated": 64, "intermediate": 512,
+        "value_head": 64, "rotated": 64, "intermediate": 512, "experts": num_experts,
     }  # fmt: skip
     parts = [_weights(p) for _ in range(6)]
     x, cos, sin, kv, masks = _inputs(p)
@@ -236,15 +270,16 @@ def test_layers_of_different_forms_are_not_stacked() -> None:
 def test_a_token_has_the_same_bits_alone(isa: str, p: dict) -> None:
     p = {**p, "spans": [(base, min(count, 5), False) for base, count, _ in p["spans"]]}
     weights, (x, cos, sin, kv, _) = _weights(p), _inputs(p)
-    alone_kv = _copy(kv)
-    out = decoder_layers(x, cos, sin, weights, kv)
+    alone_kv, scales = _copy(kv), _scales(p, x)
+    out = decoder_layers(x, cos, sin, weights, kv, query_scales=scales)
     token = 0
     for index, (base, count, _) in enumerate(p["spans"]):
         for step in range(count):
             own = slice(token, token + 1)
             place = [base + step]
             own_kv = LayerKV([alone_kv.keys[index]], [alone_kv.values[index]], place, [1])
-            alone = decoder_layers(x[:, own], cos[:, own], sin[:, own], weights, own_kv)
+            own_scales = None if scales is None else scales[own]
+            alone = decoder_layers(x[:, own], cos[:, own], sin[:, own], weights, own_kv, query_scales=own_scales)
             assert torch.equal(alone, out[:, own])
             token += 1
 
@@ -263,7 +298,10 @@ SMALL = {
     "added_norms": (False, False),
     "mlp": "after",
     "gated": True,
+    "experts": 0,
+    "chosen": 2,
     "query_scale": 1.0,
+    "query_scales": False,
     "biased": "no",
     "dtypes": DTYPES[:1],
     "kv_dtype": torch.float32,
@@ -305,6 +343,8 @@ def test_no_tokens_are_no_work() -> None:
         ({"norms": [torch.ones(12)] * 2 + [torch.ones(7)] + [NOTHING] * 3}, "a head norm must be contiguous"),
         ({"norms": [torch.ones(12)] * 6, "parallel_mlp": True}, "a head norm must be"),
         ({"norms": [*[torch.ones(12)] * 2, *[NOTHING] * 3, torch.ones(12)], "parallel_mlp": True}, "cannot be normed"),
+        ({"experts_per_token": 1}, "the experts are not a table"),
+        ({"experts_per_token": -1}, "-1 experts per token"),
         ({"biases": [NOTHING] * 5}, "7 matrices, 5 biases"),
         ({"places": [0, 8, 32]}, "3 places for 1 layers"),
         ({"places": [0, 9, 0, 8, 0, 8]}, "heads of 8 from 0 on, 9 apart, exceed a projection of 32"),
@@ -321,6 +361,7 @@ def test_no_tokens_are_no_work() -> None:
         ({"x": torch.zeros(1, 3, 12)}, "does not fit x"),
         ({"masks": [torch.ones(1, 1, 2, 3, dtype=torch.bool)]}, "mask has shape"),
         ({"masks": [PLAIN, PLAIN]}, "2 masks for 1 sequences"),
+        ({"query_scales": torch.ones(3)}, r"query_scales \[3\] do not fit x"),
         ({"captured": [1]}, "stop 1 is out of order, or not between 1 and 0"),
         ({"captured": [0]}, "stop 0 is out of order"),
     ],
@@ -329,9 +370,24 @@ def test_wrong_arguments_are_named(change: dict, message: str) -> None:
     weights, (x, cos, sin, kv, masks) = _weights(SMALL), _inputs(SMALL)
     kv = kv._replace(**change.pop("kv", {}))
     x, masks = change.pop("x", x), change.pop("masks", masks)
-    captured = dict.fromkeys(change.pop("captured", []), x)
+    captured, scales = dict.fromkeys(change.pop("captured", []), x), change.pop("query_scales", None)
     with pytest.raises(RuntimeError, match=message):
-        decoder_layers(x, cos, sin, replace(weights, **change), kv, masks, captured)
+        decoder_layers(x, cos, sin, replace(weights, **change), kv, masks, captured, scales)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experts_per_token": 4}, "4 of 3 experts cannot be chosen"),
+        ({"intermediate": 17}, r"experts have matrices \[16, 12\], want \[17, 12\]"),
+        ({"biases": [NOTHING] * 5 + [torch.ones(12)]}, "experts have no biases"),
+    ],
+)
+def test_wrong_experts_are_named(change: dict, message: str) -> None:
+    p = {**SMALL, "experts": 3}
+    weights, (x, cos, sin, kv, _) = _weights(p), _inputs(p)
+    with pytest.raises(RuntimeError, match=message):
+        decoder_layers(x, cos, sin, replace(weights, **change), kv)
 
 
 def test_what_is_no_table_is_refused() -> None:

@@ -10,6 +10,7 @@ from torch.library import opcheck
 from shared import ops
 from shared.errors import PreconditionFailed
 from shared.ops import build
+from shared.ops.experts import expert_table
 from shared.ops.layer import TensorTable
 
 OPS = [
@@ -23,6 +24,8 @@ OPS = [
     "contiguous_attention",
     "ragged_contiguous_attention",
     "decoder_layers",
+    "choose_experts",
+    "experts",
     "draft_top",
     "route",
     "draft_chains",
@@ -86,6 +89,13 @@ def _calls() -> dict[str, tuple]:
             *([5, 0], [2, 1]),
             [torch.ones(1, 1, 2, 7, dtype=torch.bool), torch.empty(0, dtype=torch.bool)],
             *([], 1, 4, 20, "silu", 1e-5, 0.0, 0.3, None),
+        ),
+        "choose_experts": (torch.randn(3, 12), packed, *(20, 2, True)),
+        "experts": (
+            torch.randn(3, 12),
+            *(torch.tensor([[1, 0], [0, 2], [1, 1]]), torch.rand(3, 2)),
+            expert_table([packed, up, ops.pack_linear(torch.randn(12, 20))] * 2),
+            "silu",
         ),
         "draft_top": (torch.randn(3, 8), torch.randn(70, 8).bfloat16(), torch.randn(70), 2),
         "route": (

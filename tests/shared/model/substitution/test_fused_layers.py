@@ -22,10 +22,9 @@ from shared.ops.layer import LayerKV, LayerWeights, decoder_layers
 from tests.families import NUM_LAYERS, VOCABULARY_SIZE, build_family, load_family
 
 FUSED = ["llama", "qwen2.5", "qwen3", "mistral-sliding", "phi3-sliding"]
-FUSED += ["gemma3-sliding", "gpt2", "opt", "gpt-neox", "phi2"]
+FUSED += ["gemma3-sliding", "gpt2", "opt", "gpt-neox", "phi2", "mixtral", "qwen3-moe", "ministral3"]
 LEFT_ALONE = {
-    "mixtral": "after attention runs PackedLinear, Norm, Experts, not",
-    "ministral3": "beside its modules runs div, floor, log, mul",
+    "phimoe-longrope": "after attention runs PackedLinear, Norm, Experts, not",
 }
 
 
@@ -46,11 +45,6 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def _ids(*shape: int) -> Tensor:
     return torch.randint(2, VOCABULARY_SIZE, shape)
-
-
-class _Everything:
-    def __contains__(self, name: str) -> bool:
-        return True
 
 
 def _in_parts(model: PreTrainedModel, ids: Tensor, parts: list[int]) -> Tensor:
@@ -117,7 +111,7 @@ def test_bits_are_compared_with_the_rounding_that_will_be_used(monkeypatch, tmp_
     assert load(compute_dtype=torch.bfloat16).layers == 0
 
 
-@pytest.mark.parametrize("family", ["gemma3-sliding", "gpt2", "gpt-neox"])
+@pytest.mark.parametrize("family", ["gemma3-sliding", "gpt2", "gpt-neox", "mixtral"])
 def test_layers_are_one_op_with_rounded_inputs_too(family, tmp_path: Path):
     report = load_family(tmp_path, family, torch.bfloat16, compute_dtype=torch.bfloat16).acceleration
     assert report is not None
@@ -194,16 +188,27 @@ def test_what_has_no_effect_on_the_compared_tokens_is_seen():
     own = layer.forward
     layer.forward = lambda *args, **kwargs: own(*args, **kwargs).clamp(-1e6, 1e6)
     assert accelerate(model).left_alone == {"model.layers.2": "not one op: beside its modules runs clamp"}
-    # Its scale of queries is 1 up to the original maximum.
-    scaled = accelerate(build_family("ministral3"))
-    assert scaled.layers == 0
-    assert "floor" in scaled.left_alone["model.layers.0"]
+
+
+def test_what_positions_scale_beside_queries_is_seen():
+    """This scale is 1 for the positions that are compared."""
+    model = build_family("llama")
+    for layer in model.model.layers[2:4]:
+        own = layer.forward
+
+        def scaled(state: Tensor, own: Any = own, **kwargs: Any) -> Tensor:
+            out: Tensor = own(state, **kwargs)
+            return out * (1 + torch.floor(kwargs["position_ids"] / 1e6))[..., None]
+
+        layer.forward = scaled
+    report = accelerate(model)
+    assert report.layers == NUM_LAYERS - 2
+    assert report.left_alone["model.layers.2"] == "not one op: scales more than its queries by their positions"
 
 
 def test_layers_are_compared_across_borders(monkeypatch):
-    """Even if what they do beside their modules were not seen."""
-    monkeypatch.setattr(trace, "MOVES", _Everything())
-    monkeypatch.setattr(plan_module, "SUMS", [])
+    """Were queries scaled as at the first position, the first eight would not show it."""
+    monkeypatch.setattr(trace.OfPositions, "of", lambda self, positions: torch.ones(positions.shape))
     report = accelerate(build_family("ministral3"))
     assert report.layers == 0
     assert report.left_alone["model.layers.0"].endswith("something else at positions from 8 on")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter
 from tokenizers import pre_tokenizers
 from transformers import modeling_gguf_pytorch_utils as checkpoints
@@ -33,7 +34,7 @@ BASE = {
     "pad_token_id": None,
     "tie_word_embeddings": False,
 }
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GEMMA = {**BASE, "head_dim": 8, "tie_word_embeddings": True, "sliding_window": 5, "query_pre_attn_scalar": 8}
 # Norms whose weights the converter writes with one added.
 ADDS_ONE = ("gemma2", "gemma3", "nemotron")
@@ -44,8 +45,10 @@ def rope(theta: float = 1e4, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, **more}}
 
 
-def write(path: Path, architecture: str, config: hf.PreTrainedConfig, add_more: Metadata) -> hf.PreTrainedModel:
-    """Writes random weights, and returns the model that has them."""
+def write(
+    path: Path, architecture: str, config: hf.PreTrainedConfig, add_more: Metadata, of_experts: Kind = Kind.F32
+) -> hf.PreTrainedModel:
+    """Writes random weights, and returns the model that has them. `of_experts`: the format of experts."""
     torch.manual_seed(0)
     model: Any = hf.AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():
@@ -84,7 +87,9 @@ def write(path: Path, architecture: str, config: hf.PreTrainedConfig, add_more: 
             layer, inner = name.split(".")[2], weights.shape[1] // 2
             down = state[name.replace("gate_up", "down")]
             for part, matrices in (("gate", weights[:, :inner]), ("up", weights[:, inner:]), ("down", down)):
-                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", matrices.contiguous().numpy())
+                numbers = gguf.quantize(matrices.contiguous().numpy(), of_experts)
+                matrices.copy_(torch.from_numpy(gguf.dequantize(numbers, of_experts)))
+                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", numbers, raw_dtype=of_experts)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -119,13 +124,13 @@ def windowed_phi3(writer: GGUFWriter) -> None:
     writer.add_rope_dimension_count(4)
 
 
-def experts(writer: GGUFWriter) -> None:
+def experts(writer: GGUFWriter, head: int = 8) -> None:
     llama_like(writer, 1e6, 1e-6)
-    writer.add_key_length(8)
-    writer.add_value_length(8)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
     writer.add_expert_count(4)
     writer.add_expert_used_count(2)
-    writer.add_expert_feed_forward_length(16)
+    writer.add_expert_feed_forward_length(32)
 
 
 CASES: dict[str, tuple[str, hf.PreTrainedConfig, Metadata]] = {
@@ -136,6 +141,11 @@ CASES: dict[str, tuple[str, hf.PreTrainedConfig, Metadata]] = {
         lambda w: (llama_like(w, 1e6, 1e-6), w.add_key_length(16), w.add_value_length(16)),
     ),
     "qwen3moe": ("qwen3moe", hf.Qwen3MoeConfig(**BASE, **MOE, **rope(1e6), head_dim=8, norm_topk_prob=True), experts),
+    "qwen3moe, wide heads": (
+        "qwen3moe",
+        hf.Qwen3MoeConfig(**BASE, **MOE, **rope(1e6), head_dim=16, norm_topk_prob=True),
+        lambda w: experts(w, 16),
+    ),
     "starcoder2": (
         "starcoder2",
         hf.Starcoder2Config(**BASE | {"tie_word_embeddings": True}, **rope(1e6), use_bias=True, norm_epsilon=1e-3),
@@ -207,6 +217,23 @@ def test_the_logits_are_those_of_the_model_that_was_written(tmp_path: Path, name
     expected: Any = model
     with torch.inference_mode():
         torch.testing.assert_close(loaded.model(ids).logits, expected(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("accelerate", [False, True])
+def test_experts_stay_in_the_format_of_the_file(tmp_path: Path, accelerate: bool) -> None:
+    architecture, config, add_more = CASES["qwen3moe"]
+    model: Any = write(tmp_path / "tiny.gguf", architecture, config, add_more, Kind.Q8_0)
+    loaded = load_model(tmp_path / "tiny.gguf", accelerate=accelerate, compute_dtype=torch.float32)
+    ids = torch.randint(300, (1, 24), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded.model(ids).logits, model(ids).logits, rtol=1e-3, atol=1e-3)
+    if accelerate:
+        report, rounded = loaded.acceleration, load_model(tmp_path / "tiny.gguf").acceleration
+        assert report is not None
+        assert rounded is not None
+        assert (report.layers, rounded.layers) == (2, 2)
+        assert report.formats["Q8_0"] == 4  # gate and up of a layer's experts count as one
+        assert not report.dequantised
 
 
 @pytest.mark.parametrize(
