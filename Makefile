@@ -27,7 +27,7 @@ LIBRARY := shared/ops/_lib/libneap_ops.so
 PROTO_SOURCES := $(shell find protos -name '*.proto') $(wildcard protos/neap_client/aio*.py)
 NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 CLANG_FORMATTED := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
-SCRIPTS := .ci/run .ci/from-debian .ci/proto-breaking
+SCRIPTS := .ci/run .ci/debian .ci/proto-breaking
 # Prints what a command says, and an advice, only if it fails.
 quietly = out=$$($(1) 2>&1) || { echo "$$out" >&2; $(if $(2),echo "$(2)" >&2;) exit 1; }
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
@@ -70,6 +70,7 @@ test-full: $(LIBRARY)
 
 check: $(STAMP)
 	@echo "ruff format"; $(call quietly,$(BIN)/ruff format --check --output-format concise .,run make format)
+	@echo "csrc for ARM64"; $(call quietly,$(BIN)/python -m shared.ops.build --target aarch64-linux-gnu)
 	@echo "clang-format"; $(call quietly,$(BIN)/clang-format --dry-run --Werror $(CLANG_FORMATTED),run make format)
 	@echo "ruff"; $(BIN)/ruff check --quiet .
 	@echo "mypy"; $(BIN)/mypy --no-error-summary

@@ -123,7 +123,7 @@ std::string cpu_isa() { return neap::kernels().name; }
 
 void set_cpu_isa(std::string name) {
   NEAP_CHECK(neap::select_kernels(name.c_str()), "set_cpu_isa: this machine or build has no '", name,
-             "'; names are auto, portable, avx2, avx512, avx512bf16");
+             "'; names are auto, on x86-64 portable, avx2, avx512, avx512bf16, and on ARM64 neon, dotprod, i8mm");
 }
 
 }  // namespace

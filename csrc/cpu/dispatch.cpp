@@ -5,6 +5,10 @@
 // compiled with: ISA_FLAGS in shared/ops/build.py.
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 #include <atomic>
 #include <cstring>
@@ -13,11 +17,17 @@
 
 namespace neap {
 
-namespace portable { const Kernels& table(); }
 #if defined(__x86_64__)
 namespace avx2 { const Kernels& table(); }
 namespace avx512 { const Kernels& table(); }
 namespace avx512bf16 { const Kernels& table(); }
+#endif
+#if defined(__aarch64__)
+namespace i8mm { const Kernels& table(); }
+namespace dotprod { const Kernels& table(); }
+namespace neon { const Kernels& table(); }
+#else
+namespace portable { const Kernels& table(); }
 #endif
 
 namespace {
@@ -30,6 +40,19 @@ bool has_f16c() {
   unsigned eax, ebx, ecx, edx;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
 }
+#elif defined(__aarch64__) && defined(__APPLE__)
+bool has(const char* feature) {
+  int value = 0;
+  size_t size = sizeof(value);
+  return sysctlbyname(feature, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+bool has_dotprod() { return has("hw.optional.arm.FEAT_DotProd"); }
+bool has_i8mm() { return has("hw.optional.arm.FEAT_I8MM") && has("hw.optional.arm.FEAT_BF16"); }
+#elif defined(__aarch64__)
+// Linux's numbers, which old headers lack: CRC32, ATOMICS and ASIMDRDM of ARMv8.2, and ASIMDDP; I8MM and BF16.
+bool has(unsigned long type, unsigned long wanted) { return (getauxval(type) & wanted) == wanted; }
+bool has_dotprod() { return has(AT_HWCAP, 1ul << 7 | 1ul << 8 | 1ul << 12 | 1ul << 20); }
+bool has_i8mm() { return has(AT_HWCAP2, 1ul << 13 | 1ul << 14); }
 #endif
 
 constexpr int kSets = 4;
@@ -47,7 +70,13 @@ const Kernels* candidate(int rank) {
   if (rank == 1) return has_avx512 ? &avx512::table() : nullptr;
   if (rank == 2) return has_avx2 ? &avx2::table() : nullptr;
 #endif
+#if defined(__aarch64__)
+  if (rank == 0) return has_dotprod() && has_i8mm() ? &i8mm::table() : nullptr;
+  if (rank == 1) return has_dotprod() ? &dotprod::table() : nullptr;
+  return rank == kSets - 1 ? &neon::table() : nullptr;
+#else
   return rank == kSets - 1 ? &portable::table() : nullptr;
+#endif
 }
 
 }  // namespace

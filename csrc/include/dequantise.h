@@ -36,6 +36,18 @@ NEAP_INLINE Vec load_bytes(const int8_t* p) {
 NEAP_INLINE Vec load_bytes(const uint8_t* p) {
   return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
+#elif defined(NEAP_NEON)
+NEAP_INLINE uint32x2_t four_bytes(const void* p) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, p, 4);
+  return vdup_n_u32(bits);
+}
+NEAP_INLINE Vec load_bytes(const int8_t* p) {
+  return (Vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(four_bytes(p))))));
+}
+NEAP_INLINE Vec load_bytes(const uint8_t* p) {
+  return (Vec)vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(four_bytes(p))))));
+}
 #else
 template <class Byte>
 NEAP_INLINE Vec load_bytes(const Byte* p) {

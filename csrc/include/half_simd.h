@@ -55,6 +55,9 @@ NEAP_INLINE Quad load_four(const Half* p) { return (Quad)_mm_cvtph_ps(_mm_loadl_
 NEAP_INLINE Quad load_four(const Bfloat* p) {
   return (Quad)_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)p)), 16);
 }
+#elif defined(NEAP_NEON)
+NEAP_INLINE Quad load_four(const Half* p) { return (Quad)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
+NEAP_INLINE Quad load_four(const Bfloat* p) { return (Quad)vshll_n_u16(vld1_u16(&p->bits), 16); }
 #else
 template <class E>
 NEAP_INLINE Quad load_four(const E* p) {
@@ -72,6 +75,9 @@ NEAP_INLINE Vec load(const Half* p) { return (Vec)_mm256_cvtph_ps(_mm_loadu_si12
 NEAP_INLINE Vec load(const Bfloat* p) {
   return (Vec)_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
+#elif defined(NEAP_NEON)
+NEAP_INLINE Vec load(const Half* p) { return load_four(p); }
+NEAP_INLINE Vec load(const Bfloat* p) { return load_four(p); }
 #else
 template <class E>
 NEAP_INLINE Vec load(const E* p) {
@@ -109,6 +115,14 @@ NEAP_INLINE void load_columns(const E* const (&rows)[kLanes], int64_t d, Vec (&c
   columns[1] = (Vec)_mm256_unpackhi_pd(low01, low23);
   columns[2] = (Vec)_mm256_unpacklo_pd(high01, high23);
   columns[3] = (Vec)_mm256_unpackhi_pd(high01, high23);
+#elif defined(NEAP_NEON)
+  float32x4x2_t pairs[2];
+  for (int i = 0; i < 2; ++i)
+    pairs[i] = vtrnq_f32((float32x4_t)load_four(rows[2 * i] + d), (float32x4_t)load_four(rows[2 * i + 1] + d));
+  for (int i = 0; i < 2; ++i) {
+    columns[i] = (Vec)vtrn1q_f64((float64x2_t)pairs[0].val[i], (float64x2_t)pairs[1].val[i]);
+    columns[2 + i] = (Vec)vtrn2q_f64((float64x2_t)pairs[0].val[i], (float64x2_t)pairs[1].val[i]);
+  }
 #else
   for (int i = 0; i < kLanes; ++i)
     for (int c = 0; c < 4; ++c) columns[c][i] = to_float(rows[i][d + c]);
@@ -153,6 +167,11 @@ inline void round_pairs(const float* from, int64_t count, float* to) {
 #if defined(NEAP_AVX512BF16)
   for (; i + 2 * kLanes <= count; i += 2 * kLanes)
     store(to + i / 2, (Vec)_mm512_cvtne2ps_pbh((__m512)load(from + i + kLanes), (__m512)load(from + i)));
+#elif defined(NEAP_I8MM)
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    const bfloat16x8_t low = vcvtq_low_bf16_f32((float32x4_t)load(from + i));
+    store(to + i / 2, (Vec)vcvtq_high_bf16_f32(low, (float32x4_t)load(from + i + kLanes)));
+  }
 #endif
   for (; i < count; i += 2) {
     Bfloat pair[2] = {};

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdlib>
 
+#include "bfloat_tile.h"
 #include "rounded.h"
 
 namespace neap::NEAP_ISA {

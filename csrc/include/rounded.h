@@ -28,6 +28,11 @@ NEAP_INLINE void pack_bytes(const int32_t* numbers, uint32_t* words) {
   const __m128i second = _mm_packs_epi32(_mm_loadu_si128(from + 2), _mm_loadu_si128(from + 3));
   const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(words), _mm_shuffle_epi8(_mm_packs_epi16(first, second), order));
+#elif defined(NEAP_NEON)
+  const int16x8_t first = vcombine_s16(vmovn_s32(vld1q_s32(numbers)), vmovn_s32(vld1q_s32(numbers + 4)));
+  const int16x8_t second = vcombine_s16(vmovn_s32(vld1q_s32(numbers + 8)), vmovn_s32(vld1q_s32(numbers + 12)));
+  const uint8x16_t order = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
+  vst1q_s8(reinterpret_cast<int8_t*>(words), vqtbl1q_s8(vcombine_s8(vmovn_s16(first), vmovn_s16(second)), order));
 #else
   for (int word = 0; word < 4; ++word) {
     words[word] = 0;
@@ -143,6 +148,105 @@ struct RoundedQuants : Quants<kFormat> {
   static constexpr bool kShared = false;
 };
 
+#if defined(NEAP_NEON)
+// Four sums and the products of 4 quants each with word number kWord of four. Without SDOT, two products are added in
+// 16 bits, which hold the largest ones.
+template <int kWord>
+NEAP_INLINE int32x4_t add_word(int32x4_t sums, int8x16_t quants, int8x16_t words) {
+#if defined(NEAP_DOTPROD)
+  return vdotq_laneq_s32(sums, quants, words, kWord);
+#else
+  const int8x16_t word = (int8x16_t)vdupq_laneq_s32((int32x4_t)words, kWord);
+  return vpadalq_s16(sums, vpaddq_s16(vmull_s8(vget_low_s8(quants), vget_low_s8(word)), vmull_high_s8(quants, word)));
+#endif
+}
+
+// A group's inputs stay in registers, and its sums are taken for one vector of outputs after the other: both with the
+// quants fit 32 registers up to 6 rows. SMMLA multiplies 8 inputs, which are two words, of two rows and two outputs.
+template <Format kFormat, int kRows, int kPanels>
+__attribute__((noinline)) void rounded_tile(const TileArgs& t) {
+  typedef RoundedQuants<kFormat> Reader;
+  static_assert(kPanels == 1, "the sums of one panel fill the registers");
+  constexpr int kGroup = Reader::kGroup, kLines = kGroup / 8;
+  constexpr bool kHasOffset = kFormat == kQ4_1 || kFormat == kQ5_1 || kFormat == kQ4_K || kFormat == kQ5_K;
+#if defined(NEAP_I8MM)
+  constexpr int kPairs = kRows / 2;
+#else
+  constexpr int kPairs = 0;
+#endif
+  const uint8_t* ahead = t.ahead.next;
+  int64_t turn = t.ahead.turn;
+  const InputGroup* rows[kRows];
+  for (int r = 0; r < kRows; ++r) rows[r] = reinterpret_cast<const InputGroup*>(t.a + r * t.a_stride);
+  Reader reader;
+  reader.begin(t.b, t.depth, t.row_bytes);
+  Vec sum[kRows][kPanelVecs] = {};
+  for (int64_t k = 0; k < t.depth; k += kGroup) {
+    const int64_t group = k / kRoundedInputs, half = k % kRoundedInputs / 16;
+    if (k >= turn) {
+      ahead += t.ahead.jump;
+      turn = kNever;
+    }
+    for (int line = 0; line < kLines; ++line, ahead += 8 * t.ahead.step) {
+      __builtin_prefetch(ahead);
+      if (Reader::kLayout.bits == 8) __builtin_prefetch(ahead + 64);
+    }
+    reader.open(k);
+    int8x16_t words[kRows][kLines / 2];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r)
+      for (int i = 0; i < kLines / 2; ++i) words[r][i] = (int8x16_t)vld1q_u32(rows[r][group].words + half * 4 + 4 * i);
+#if defined(NEAP_I8MM)
+#pragma GCC unroll 12
+    for (int r = 0; r + 1 < kRows; r += 2)  // a line's words of both rows
+      for (int i = 0; i < kLines / 2; ++i) {
+        const int64x2_t first = (int64x2_t)words[r][i], second = (int64x2_t)words[r + 1][i];
+        words[r][i] = (int8x16_t)vtrn1q_s64(first, second);
+        words[r + 1][i] = (int8x16_t)vtrn2q_s64(first, second);
+      }
+#endif
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelVecs; ++v) {
+      Reader column = reader;  // whose state is that of the vector alone
+      int32x4_t sums[kRows];   // of a pair: outputs 0 and 1 of both rows, outputs 2 and 3
+      for (int32x4_t& zero : sums) zero = vdupq_n_s32(0);
+      for_inputs<kLines>([&](auto line) __attribute__((always_inline)) {
+        constexpr int kLine = decltype(line)::value, kWord = kLine % 2 * 2;
+        column.load(k + kLine * 8);
+        const int8x16_t even = (int8x16_t)column.template quads<0>(v), odd = (int8x16_t)column.template quads<1>(v);
+#if defined(NEAP_I8MM)
+        const int8x16_t first = (int8x16_t)vzip1q_s32((int32x4_t)even, (int32x4_t)odd);
+        const int8x16_t second = (int8x16_t)vzip2q_s32((int32x4_t)even, (int32x4_t)odd);
+#pragma GCC unroll 12
+        for (int r = 0; r < 2 * kPairs; r += 2) {
+          const int8x16_t inputs = words[r + kLine % 2][kLine / 2];
+          sums[r] = vmmlaq_s32(sums[r], inputs, first);
+          sums[r + 1] = vmmlaq_s32(sums[r + 1], inputs, second);
+        }
+#endif
+#pragma GCC unroll 12
+        for (int r = 2 * kPairs; r < kRows; ++r)
+          sums[r] = add_word<kWord + 1>(add_word<kWord>(sums[r], even, words[r][kLine / 2]), odd, words[r][kLine / 2]);
+      });
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+        const InputGroup& input = rows[r][group];
+        int32x4_t total = sums[r];
+        if (r < 2 * kPairs) {
+          const int64x2_t first = (int64x2_t)sums[r & ~1], second = (int64x2_t)sums[r | 1];
+          total = (int32x4_t)(r % 2 == 0 ? vtrn1q_s64(first, second) : vtrn2q_s64(first, second));
+        }
+        if constexpr (Reader::kBias != 0)
+          total -= vdupq_n_s32(Reader::kBias * (kGroup == 16 ? input.sums[half] : input.sums[0] + input.sums[1]));
+        const Vec product = (Vec)vcvtq_f32_s32(total) * splat(input.scale);
+        sum[r][v] = fma(product, reader.scale[v], sum[r][v]);
+        if constexpr (kHasOffset) sum[r][v] = fma(splat(input.scaled_sum), reader.offset[v], sum[r][v]);
+      }
+    }
+  }
+  store_sums(t, sum);
+}
+#else
 template <Format kFormat, int kRows, int kPanels>
 __attribute__((noinline)) void rounded_tile(const TileArgs& t) {
   typedef RoundedQuants<kFormat> Reader;
@@ -212,6 +316,7 @@ __attribute__((noinline)) void rounded_tile(const TileArgs& t) {
   }
   store_sums(t, sum);
 }
+#endif
 
 template <Format kFormat, int kRows, int kPanels>
 struct TileOf<RoundedQuants<kFormat>, kRows, kPanels> {

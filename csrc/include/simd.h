@@ -16,10 +16,16 @@
 #elif defined(NEAP_AVX2)
 #include <immintrin.h>
 #define NEAP_ISA avx2
-#else
-#if defined(__ARM_NEON)
+#elif defined(NEAP_NEON)
 #include <arm_neon.h>
+#if defined(NEAP_I8MM)
+#define NEAP_ISA i8mm
+#elif defined(NEAP_DOTPROD)
+#define NEAP_ISA dotprod
+#else
+#define NEAP_ISA neon
 #endif
+#else
 #define NEAP_ISA portable
 #endif
 #define NEAP_STRINGIFY_(name) #name
@@ -36,7 +42,7 @@ namespace neap::NEAP_ISA {
 constexpr int kLanes = 16, kAccumulators = 24, kMaxTileRows = 12, kMaxPanels = 3, kRegisters = 32, kOwnTiles = 3;
 #elif defined(NEAP_AVX2)
 constexpr int kLanes = 8, kAccumulators = 12, kMaxTileRows = 6, kMaxPanels = 3, kRegisters = 16, kOwnTiles = 2;
-#elif defined(__ARM_NEON)
+#elif defined(NEAP_NEON)
 constexpr int kLanes = 4, kAccumulators = 24, kMaxTileRows = 6, kMaxPanels = 6, kRegisters = 32, kOwnTiles = 1;
 #elif defined(NEAP_PORTABLE_LANES)
 // For tests: runs the code paths of wider instruction sets on a machine without them.
@@ -63,6 +69,8 @@ NEAP_INLINE Vec splat(float x) {
   return (Vec)_mm512_set1_ps(x);
 #elif defined(NEAP_AVX2)
   return (Vec)_mm256_set1_ps(x);
+#elif defined(NEAP_NEON)
+  return (Vec)vdupq_n_f32(x);
 #else
   Vec v;
   for (int i = 0; i < kLanes; ++i) v[i] = x;
@@ -77,18 +85,20 @@ NEAP_INLINE Vec fma(Vec a, Vec b, Vec c) {
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(NEAP_AVX2)
   return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__ARM_NEON)
+#elif defined(NEAP_NEON)
   return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
 #endif
 }
 
-// a0 * b0 + a1 * b1 + c for the two bfloat16 numbers of each lane of a and b. The instruction of AVX-512 BF16 takes
-// subnormal numbers for 0, and rounds in an order of its own.
+// a0 * b0 + a1 * b1 + c for the two bfloat16 numbers of each lane of a and b. The instructions of AVX-512 BF16 and of
+// ARM take subnormal numbers for 0, and round in orders of their own.
 NEAP_INLINE Vec dot_pairs(Vec a, Vec b, Vec c) {
 #if defined(NEAP_AVX512BF16)
   return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+#elif defined(NEAP_I8MM)
+  return (Vec)vbfdotq_f32((float32x4_t)c, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #else
   const UintVec first = (UintVec)a, second = (UintVec)b;
   return fma((Vec)(first & 0xffff0000u), (Vec)(second & 0xffff0000u), fma((Vec)(first << 16), (Vec)(second << 16), c));

@@ -110,6 +110,11 @@ def _limit(what: int, limit: int) -> None:
 
 def _memory_bytes() -> tuple[int, int]:
     """What this process has reserved, and what of it is in memory."""
+    if sys.platform != "linux":
+        import psutil
+
+        usage = psutil.Process().memory_info()
+        return usage.vms, usage.rss
     pages = Path("/proc/self/statm").read_text().split()
     return int(pages[0]) * resource.getpagesize(), int(pages[1]) * resource.getpagesize()
 

@@ -29,8 +29,9 @@ log = structlog.get_logger("neap.model")
 
 # Tokens of the passes that are compared: a prompt in two pieces, one token, and a few beside another sequence's.
 _PIECE, _PROMPT, _FEW, _OTHER = 2, 19, 4, 6
-# The part of a path's name that changes the bits of rounded matmuls alone.
-_ROUNDED_ONLY = "bf16"
+# Paths that give the bits of a narrower one: always, and unless inputs of matmuls are rounded to bfloat16.
+_ALIKE = {"dotprod": "neon"}
+_ALIKE_UNROUNDED = {"avx512bf16": "avx512", "i8mm": "neon"}
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,8 @@ def cpu_path(loaded: LoadedModel) -> str:
     if loaded.acceleration is None:
         return ""
     path = ops.cpu_isa()
-    return path if loaded.compute_dtype == torch.bfloat16 else path.removesuffix(_ROUNDED_ONLY)
+    path = _ALIKE.get(path, path)
+    return path if loaded.compute_dtype == torch.bfloat16 else _ALIKE_UNROUNDED.get(path, path)
 
 
 def _torch_functions() -> Tensor:

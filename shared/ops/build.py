@@ -8,12 +8,14 @@ a torch without CUDA, and compiles one kernel file once per instruction set. The
 
 import argparse
 import fcntl
+import importlib.util
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +62,8 @@ def find_toolkit() -> Toolkit | None:
     if dry.returncode != 0 or top is None:
         raise PreconditionFailed(f"{nvcc} does not run:\n{dry.stderr}", reason="NVCC_BROKEN")
     root = Path(top[1].strip())
-    for folder in (root / "lib64", root / "targets" / "x86_64-linux" / "lib", root / "lib"):
+    target = "sbsa-linux" if platform.machine() == "aarch64" else "x86_64-linux"
+    for folder in (root / "lib64", root / "targets" / target / "lib", root / "lib"):
         if (folder / "libcudart_static.a").exists():
             return Toolkit(nvcc, folder)
     raise PreconditionFailed(
@@ -116,7 +119,13 @@ ISA_FLAGS = {
     "avx2": "-DNEAP_AVX2 -mavx2 -mfma -mf16c",
     "avx512": _AVX512,
     "avx512bf16": f"{_AVX512} -DNEAP_AVX512BF16 -mavx512bf16 -DNEAP_AVX512VNNI -mavx512vnni",
+    "neon": "-DNEAP_NEON",
+    "dotprod": "-DNEAP_NEON -DNEAP_DOTPROD -march=armv8.2-a+dotprod",
+    "i8mm": "-DNEAP_NEON -DNEAP_DOTPROD -DNEAP_I8MM -march=armv8.2-a+dotprod+i8mm+bf16",
 }
+_X86, _ARM = ("portable", "avx2", "avx512", "avx512bf16"), ("neon", "dotprod", "i8mm")
+# By the names that systems have for an architecture. Any other is served by portable code.
+ISAS = {"x86_64": _X86, "AMD64": _X86, "aarch64": _ARM, "arm64": _ARM}
 
 
 @dataclass(frozen=True)
@@ -127,12 +136,12 @@ class Object:
     rule: str = "compile"
 
 
-def objects(toolkit: Toolkit | None = None) -> list[Object]:
-    """The object files for this machine's architecture and, with a toolkit, for GPUs."""
+def objects(toolkit: Toolkit | None = None, machine: str | None = None) -> list[Object]:
+    """The object files for an architecture, this machine's if None, and with a toolkit, for GPUs."""
     include = Path(torch.__file__).parent / "include"
     cuda = " -DNEAP_WITH_CUDA" if toolkit else ""
     binding = f"-std=c++20 -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} -isystem {include}{cuda}"
-    isas = list(ISA_FLAGS) if platform.machine() in ("x86_64", "AMD64") else ["portable"]
+    isas = ISAS.get(machine or platform.machine(), ("portable",))
     return [
         Object("binding", "binding.cpp", binding),
         Object("weights", "weights.cpp", binding),
@@ -175,11 +184,16 @@ def find_ninja() -> str:
     return ninja
 
 
-def ninja_file(compiler: str, toolkit: Toolkit | None, library: Path, build_dir: Path) -> str:
-    """The text of build.ninja, which builds `library` with `compiler` and, for GPUs, with `toolkit`."""
+def ninja_file(
+    compiler: str, toolkit: Toolkit | None, library: Path | None, build_dir: Path, machine: str | None = None
+) -> str:
+    """The text of build.ninja, which builds `library` with `compiler` and, for GPUs, with `toolkit`. Without a library,
+    it builds the objects alone."""
     torch_lib = Path(torch.__file__).parent / "lib"
-    # libtorch.so loads the GPU part of torch. It defines no symbols itself, so the linker would otherwise leave it out.
-    libraries = f"-L{torch_lib} -Wl,--no-as-needed -ltorch -Wl,--as-needed -ltorch_cpu -lc10"
+    libraries = f"-L{torch_lib} -ltorch -ltorch_cpu -lc10"
+    if sys.platform == "linux":
+        # libtorch.so loads the GPU part of torch. It defines no symbols itself, so the linker would leave it out.
+        libraries = libraries.replace("-ltorch ", "-Wl,--no-as-needed -ltorch -Wl,--as-needed ")
     if toolkit:
         libraries += f" -L{toolkit.libraries} -lcudart_static -lrt -ldl -lpthread"
     lines = [
@@ -202,12 +216,13 @@ def ninja_file(compiler: str, toolkit: Toolkit | None, library: Path, build_dir:
         f"  command = {compiler} -shared -o $out.new $in {libraries} && mv $out.new $out",
     ]
     built = []
-    for item in objects(toolkit):
+    for item in objects(toolkit, machine):
         path = build_dir / f"{item.name}.o"
         lines += [f"build {path}: {item.rule} {SOURCES / item.source}", f"  flags = {item.flags}"]
         built.append(str(path))
-    lines += [f"build {library}: link {' '.join(built)}", ""]
-    return "\n".join(lines)
+    if library:
+        lines.append(f"build {library}: link {' '.join(built)}")
+    return "\n".join((*lines, ""))
 
 
 def build(library: Path = LIBRARY, build_dir: Path = BUILD_DIR, *, verbose: bool = False) -> Path:
@@ -218,21 +233,46 @@ def build(library: Path = LIBRARY, build_dir: Path = BUILD_DIR, *, verbose: bool
     """
     if not SOURCES.is_dir():
         raise NotFound(f"{SOURCES} does not exist: build from a checkout", reason="NO_SOURCES")
-    build_dir.mkdir(parents=True, exist_ok=True)
     library.parent.mkdir(parents=True, exist_ok=True)
+    said = _run_ninja(build_dir, lambda: ninja_file(find_compiler(), find_toolkit(), library, build_dir))
+    if verbose:
+        print(said, end="")
+    return library
+
+
+def _run_ninja(build_dir: Path, text_of: Callable[[], str]) -> str:
+    """Runs ninja on a text, and returns what it prints. Raises `PreconditionFailed` if that fails."""
+    build_dir.mkdir(parents=True, exist_ok=True)
     with (build_dir / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        toolkit = find_toolkit()
-        text = ninja_file(find_compiler(), toolkit, library, build_dir)
-        description = build_dir / "build.ninja"
+        text, description = text_of(), build_dir / "build.ninja"
         if not description.exists() or description.read_text() != text:
             description.write_text(text)
         result = subprocess.run([find_ninja(), "-C", str(build_dir)], capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise PreconditionFailed(f"building csrc/ failed:\n{result.stdout}{result.stderr}", reason="OPS_BUILD_FAILED")
-    if verbose:
-        print(result.stdout, end="")
-    return library
+    return result.stdout
+
+
+def cross_compiler(target: str) -> str:
+    """The command of clang for a system such as "aarch64-linux-gnu" or "aarch64-macos", from PyPI's ziglang, which has
+    the headers and C libraries of all of them. Raises `NotFound`."""
+    if importlib.util.find_spec("ziglang") is None:
+        raise NotFound("no compiler for other systems: pip install ziglang", reason="NO_COMPILER")
+    cache = BUILD_DIR.parent / "zig"
+    return f"ZIG_GLOBAL_CACHE_DIR={cache} ZIG_LOCAL_CACHE_DIR={cache} {sys.executable} -m ziglang c++ -target {target}"
+
+
+def cross_compile(target: str) -> dict[str, Path]:
+    """Compiles csrc/ for the CPU of another system: name -> object. A warning is an error. Nothing is linked, because
+    torch's libraries for that system are not here; its headers are the same for all. Raises as `build`."""
+    build_dir, machine = BUILD_DIR.parent / target, target.partition("-")[0]
+    # As strict as g++, which is not tried here.
+    strict = "-Werror -Wno-unknown-warning-option -flax-vector-conversions=none"
+    text = ninja_file(f"{cross_compiler(target)} {strict}", None, None, build_dir, machine)
+    # zig has its own way of naming architectures.
+    _run_ninja(build_dir, lambda: text.replace("-march=armv8.2-a", "-mcpu=generic+v8_2a"))
+    return {item.name: build_dir / f"{item.name}.o" for item in objects(machine=machine)}
 
 
 def described() -> str:
@@ -248,8 +288,12 @@ def main() -> int:
     If that fails, prints the compiler's output and returns 1."""
     parser = argparse.ArgumentParser(description=build.__doc__)
     parser.add_argument("--verbose", action="store_true", help="print ninja's output")
+    parser.add_argument("--target", help="only compile, for another system, such as aarch64-linux-gnu")
     arguments = parser.parse_args()
     try:
+        if arguments.target:
+            print(*cross_compile(arguments.target).values(), sep="\n")
+            return 0
         print(f"csrc is built {described()}", file=sys.stderr)
         print(build(verbose=arguments.verbose))
     except NeapError as error:

@@ -14,7 +14,7 @@ from tests.worker_process import worker_process
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.full,
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="there is one set of kernels"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="the sets of kernels give the same bits"),
 ]
 
 

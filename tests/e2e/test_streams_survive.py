@@ -303,7 +303,7 @@ def chaos(workers, clients):
 def test_no_stream_is_lost_and_each_is_that_of_a_run_alone(folder, tmp_path, engine, paths):
     """Or is told where it ceases to be."""
     if paths == MIXED and platform.machine() != "x86_64":
-        pytest.skip("there is one set of kernels")
+        pytest.skip("the sets of kernels give the same bits")
     with closing(open_registry(str(tmp_path / "registry"))) as registry:
         publish(registry, engine)
     with ExitStack() as stack:

@@ -2,8 +2,10 @@
 crashes."""
 
 import math
+import sys
 from pathlib import Path
 
+import psutil
 import torch
 
 from shared import cgroups
@@ -48,6 +50,8 @@ def available_bytes(device: torch.device) -> int:
 
 
 def _machine_bytes() -> int:
+    if sys.platform != "linux":
+        return int(psutil.virtual_memory().available)
     for line in MEMINFO.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

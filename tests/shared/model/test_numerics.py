@@ -1,6 +1,7 @@
 """What is promised of the tokens, and the id of the bits: paths, formats and threads."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.numerics import Numerics, numerics_of
 from tests.families import FAMILIES, build_family
 
-PATHS = ("avx512", "avx2", "portable")
+PATHS = ("avx512", "avx2", "portable", "neon")
 # Adds its positions to the scores of attention in code of its own; and keeps torch's sums in its routers, which return
 # several tensors.
 VARIANT = {"falcon-alibi": "AttentionInterface", "llama4": "stores several matrices"}
@@ -103,6 +104,19 @@ def test_formats_that_change_bits_change_the_id() -> None:
     again, other = accelerated("llama"), accelerated("llama-tied")
     assert numerics(plain).id == numerics(again).id
     assert len({numerics(one).id for one in (plain, kept, other)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("isa", "unrounded", "rounded"),
+    [("avx512bf16", "avx512", "avx512bf16"), ("i8mm", "neon", "i8mm"), ("dotprod", "neon", "neon")],
+)
+def test_sets_that_give_the_same_bits_have_one_name(
+    isa: str, unrounded: str, rounded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = accelerated("llama")
+    monkeypatch.setattr(ops, "cpu_isa", lambda: isa)
+    assert module.cpu_path(loaded) == unrounded
+    assert module.cpu_path(replace(loaded, compute_dtype=torch.bfloat16)) == rounded
 
 
 def test_a_pass_that_does_not_agree_breaks_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:

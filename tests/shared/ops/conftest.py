@@ -1,10 +1,11 @@
+import platform
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from shared import ops
-from shared.ops.build import build
+from shared.ops.build import ISAS, build
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,7 +23,7 @@ def _inference() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512", "avx512bf16"])
+@pytest.fixture(params=ISAS.get(platform.machine(), ("portable",)))
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     try:
         ops.set_cpu_isa(request.param)

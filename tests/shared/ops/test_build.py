@@ -79,7 +79,7 @@ def test_a_spilled_register_ends_the_build(tmp_path: Path) -> None:
     with monkeypatch.context() as patch:
         flags = build.architecture_flags("8.0")[0]
         patch.setattr(build, "SOURCES", tmp_path)
-        patch.setattr(build, "objects", lambda _: [build.Object("s", "spill.cu", flags, "nvcc")])
+        patch.setattr(build, "objects", lambda *_: [build.Object("s", "spill.cu", flags, "nvcc")])
         with pytest.raises(PreconditionFailed, match="spilled"):
             build.build(tmp_path / "lib" / "out.so", tmp_path / "objects")
 

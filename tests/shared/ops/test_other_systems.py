@@ -1,0 +1,83 @@
+"""csrc/ for ARM64 and for macOS, on a machine that is neither: compiled by clang of PyPI's ziglang, and run by QEMU."""
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shared.ops import build
+
+# Compiling takes minutes.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
+
+QEMU = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
+PROGRAM = Path(__file__).with_name("kernels_alone.cpp")
+# A processor that QEMU plays -> the widest set that it has.
+PROCESSORS = {"cortex-a72": "neon", "neoverse-n1": "dotprod", "max": "i8mm"}
+
+
+def _linked(compiler: str, objects: dict[str, Path], program: Path) -> Path:
+    kernels = [str(path) for name, path in objects.items() if name.startswith(("kernels_", "pack", "dispatch"))]
+    flags = f"-std=c++20 -O2 -Werror -I{build.SOURCES}"
+    command = f"{compiler} {flags} {PROGRAM} {' '.join(kernels)} -o {program}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+def _results(*command: str) -> tuple[str, dict[str, str]]:
+    """The set that ran, and case -> hash of its numbers."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.returncode} of {' '.join(command)}: {done.stdout}{done.stderr}"
+    name, *lines = done.stdout.splitlines()
+    return name, dict(line.split(", ") for line in lines)
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if QEMU is None:
+        pytest.skip("no qemu-aarch64: it is in Debian's package qemu-user-static and in no package of PyPI")
+    # Objects without torch call nothing that musl has not, whose programs need no files of the other system.
+    objects, compiler = build.cross_compile("aarch64-linux-gnu"), build.cross_compiler("aarch64-linux-musl")
+    return _linked(f"{compiler} -static", objects, tmp_path_factory.mktemp("arm64") / "kernels")
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same program with this machine's objects."""
+    build.build()
+    objects = {item.name: build.BUILD_DIR / f"{item.name}.o" for item in build.objects()}
+    return _linked(build.find_compiler(), objects, tmp_path_factory.mktemp("native") / "kernels")
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_an_arm_processor_runs_the_widest_set_that_it_has(processor: str, emulated: Path) -> None:
+    """Every format in every height of tile against sums in double precision; a wider set is refused without a crash."""
+    assert _results(QEMU, "-cpu", processor, str(emulated))[0] == PROCESSORS[processor]
+    widest = list(PROCESSORS.values()).index(PROCESSORS[processor])
+    for name in list(PROCESSORS.values())[widest + 1 :]:
+        assert subprocess.run([QEMU, "-cpu", processor, str(emulated), name], check=False).returncode == 2
+
+
+def test_the_sets_of_arm_give_the_bits_of_one_another_and_of_x86(emulated: Path, native: Path) -> None:
+    """All but sums of bfloat16 pairs, which BFDOT rounds in an order of its own, and attention, whose softmax sums as
+    many numbers at once as a vector has lanes."""
+    found = {name: _results(QEMU, "-cpu", "max", str(emulated), name)[1] for name in PROCESSORS.values()}
+    if platform.machine() == "x86_64" and subprocess.run([native, "avx2"], check=False, stdout=-3).returncode != 2:
+        found["avx2"] = _results(str(native), "avx2")[1]
+    for name, results in found.items():
+        alike = {
+            case: bits
+            for case, bits in results.items()
+            if not (name == "i8mm" and case.startswith("rounded") and "BF16" in case)
+            and not (name == "avx2" and case.startswith("attention"))
+        }
+        assert len(alike) > 60
+        assert alike.items() <= found["neon"].items(), name
+
+
+@pytest.mark.parametrize("target", ["aarch64-macos", "x86_64-linux-gnu"])
+def test_csrc_compiles_for_a_mac_and_by_clang(target: str) -> None:
+    assert all(path.exists() for path in build.cross_compile(target).values())
