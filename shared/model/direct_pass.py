@@ -104,7 +104,7 @@ class DirectPass:
     def __init__(self, loaded: LoadedModel, gates: Gates) -> None:
         """Raises `Unsuitable` with the reason why the model's own forward is needed."""
         self._embedding = loaded.parts.embedding
-        self._gates = gates
+        self._gates, self._scales_queries = gates, gates.scales_queries
         calls, self._masks, layers, self._positions = _watch(loaded)
         edges = borders(loaded.model.config, loaded.context_length)
         self._tables = [
@@ -147,7 +147,7 @@ class DirectPass:
         given = [
             (None if of_angles is None else tables[of_angles], masks[of_mask]) for of_angles, of_mask in self._layers
         ]
-        positions = _places(spans)[None] if self._gates.scales_queries else None
+        positions = _places(spans)[None] if self._scales_queries else None
         return self._gates.run_stacked(first, last, state, given, self._ends, cache, captured, positions)
 
     @staticmethod

@@ -116,9 +116,12 @@ def test_a_call_that_is_required_is_there_and_exact_gives_the_tokens_of_full(stu
 def test_a_call_goes_on_where_another_worker_ended(stub, worker):
     """Reasoning, text and calls are pieced together at any seam, inside tags and characters."""
     request = request_of(chat=chat(), depth=FULL, sampling=biased(worker), stopping=STOPPING)
-    started, *events = stub.Generate(request, timeout=60)
+    for _ in range(20):  # a reader who is behind gets few pieces
+        started, *events = stub.Generate(request, timeout=60)
+        if len(events) > 8:
+            break
     tokens, *said, finished = message(events)
-    assert len(events) > 8  # more where the reader is not behind
+    assert len(events) > 8
     request.sampling.seed = started.started.seed
     for cut in (*range(1, min(len(events), 60), 3), len(events) - 1):
         first = events[:cut]

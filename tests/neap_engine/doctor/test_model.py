@@ -12,7 +12,7 @@ from tests.gguf_files import write_llama
 
 
 def test_modules_that_keep_their_own_code_are_named():
-    loaded = wrap_model(build_family("mixtral"), accelerate=True)
+    loaded = wrap_model(build_family("falcon"), accelerate=True)
     text = described_acceleration(loaded.acceleration, loaded)
     name, reason = next(iter(loaded.acceleration.left_alone.items()))
     assert f"modules keep their own code, such as {name}: {reason}" in text
