@@ -117,7 +117,8 @@ def body(text: str = "hello", **more: object) -> dict[str, object]:
 
 def text_of(answer: httpx.Response) -> list[tuple[str, str]]:
     assert answer.status_code == 200, answer.text
-    return [(choice["message"]["content"], choice["finish_reason"]) for choice in answer.json()["choices"]]
+    # SMG numbers choices in the order in which they end.
+    return sorted((choice["message"]["content"], choice["finish_reason"]) for choice in answer.json()["choices"])
 
 
 def parts(lines: Iterator[str]) -> Iterator[dict[str, object]]:
