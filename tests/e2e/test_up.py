@@ -72,10 +72,9 @@ def answer(address: str) -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_serves_learns_and_goes_on_where_it_was(model_folder: Path, tmp_path: Path, number: int):
+def test_it_serves_learns_and_goes_on_where_it_was(model_folder: Path, tmp_path: Path):
     data_dir, texts = tmp_path / "data", []
-    for learns in (True, False):
+    for learns, number in ((True, signal.SIGINT), (False, signal.SIGTERM)):
         with up(model_folder, data_dir, "--budget", "15") as running:
             address = running.until(r"http://(\S+)/v1,")[1]
             texts.append(answer(address))  # nobody waits for a router
