@@ -263,16 +263,13 @@ def cross_compiler(target: str) -> str:
     return f"ZIG_GLOBAL_CACHE_DIR={cache} ZIG_LOCAL_CACHE_DIR={cache} {sys.executable} -m ziglang c++ -target {target}"
 
 
-def cross_compile(target: str, *, optimizes: bool = True) -> dict[str, Path]:
+def cross_compile(target: str) -> dict[str, Path]:
     """Compiles csrc/ for the CPU of another system: name -> object. A warning is an error. Nothing is linked, because
-    torch's libraries for that system are not here; its headers are the same for all. To see whether it compiles takes
-    less if nothing is optimised. Raises as `build`."""
+    torch's libraries for that system are not here; its headers are the same for all. Raises as `build`."""
     build_dir, machine = BUILD_DIR.parent / target, target.partition("-")[0]
     # As strict as g++, which is not tried here.
     strict = "-Werror -Wno-unknown-warning-option -flax-vector-conversions=none"
     text = ninja_file(f"{cross_compiler(target)} {strict}", None, None, build_dir, machine)
-    if not optimizes:
-        text = text.replace("-O3", "-O0")
     # zig has its own way of naming architectures.
     _run_ninja(build_dir, lambda: text.replace("-march=armv8.2-a", "-mcpu=generic+v8_2a"))
     return {item.name: build_dir / f"{item.name}.o" for item in objects(machine=machine)}

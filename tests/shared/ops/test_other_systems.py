@@ -80,4 +80,4 @@ def test_the_sets_of_arm_give_the_bits_of_one_another_and_of_x86(emulated: Path,
 
 @pytest.mark.parametrize("target", ["aarch64-macos", "x86_64-linux-gnu"])
 def test_csrc_compiles_for_a_mac_and_by_clang(target: str) -> None:
-    assert all(path.exists() for path in build.cross_compile(target, optimizes=False).values())
+    assert all(path.exists() for path in build.cross_compile(target).values())
