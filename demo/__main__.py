@@ -5,7 +5,6 @@ nothing, and one to which requests of a kind were added.
 """
 
 import json
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -27,7 +26,7 @@ from demo.shipped_router import import_shipped, is_of_model
 from neap_engine.cli.connection import connect
 from neap_engine.cli.console import exit_on_error, fail, out
 from neap_engine.cli.learned_view import learned_lines
-from neap_engine.cli.processes import ServiceProcess
+from neap_engine.cli.processes import ServiceProcess, interrupt_on_signals
 from neap_engine.cli.up import model_id_from_path
 
 # Aliases of the demo's routers. Requests that name no router get `latest`.
@@ -69,10 +68,7 @@ def demo(
     else:
         model_id, source = model_id_from_path(model_path), own_model(model_path.absolute())
     say(f"{model_id}: {source}")
-    # SIGINT and SIGTERM must both raise KeyboardInterrupt, so that the `finally` blocks stop the services. SIGINT is
-    # set explicitly because a shell starts background jobs with SIGINT ignored.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+    interrupt_on_signals()
     with services(model_id, source, folder) as (calibrator, worker):
         stories = Stories(calibrator, worker, model_id, folder, max_tokens)
         stories.shipped()

@@ -69,23 +69,15 @@ def start_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
     """One that the test may kill."""
-    server = RedisServer(tmp_path / "redis", redis_programs()["valkey-9"])
-    try:
-        server.start()
+    with RedisServer(tmp_path / "redis", redis_programs()["valkey-9"]).running() as server:
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture
 def own_s3(tmp_path: Path, s3: S3Server) -> Iterator[S3Server]:
     """One that the test may kill."""
-    server = S3Server(tmp_path / "s3")
-    try:
-        server.start()
+    with S3Server(tmp_path / "s3").running() as server:
         yield server
-    finally:
-        server.kill()
 
 
 def bucket_url(s3: S3Server) -> str:

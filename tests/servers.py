@@ -9,8 +9,10 @@ import socket
 import subprocess
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Self
 
 import obstore
 import redis
@@ -130,6 +132,15 @@ class Server:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+    @contextmanager
+    def running(self) -> Iterator[Self]:
+        """Started, and killed in the end."""
+        try:
+            self.start()
+            yield self
+        finally:
+            self.kill()
 
     def hold(self) -> None:
         self.signal(signal.SIGSTOP)

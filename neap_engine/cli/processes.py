@@ -177,6 +177,13 @@ def _kill_group(group: int) -> None:
         time.sleep(0.02)
 
 
+def interrupt_on_signals() -> None:
+    """Let SIGINT and SIGTERM raise KeyboardInterrupt, so that services are stopped in order. A shell starts background
+    jobs with SIGINT ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
 # Opening a registry whose servers hang takes 20 s.
 START_TIMEOUT_S = 120.0
 

@@ -1,7 +1,6 @@
 """`neap up`: worker, calibrator and gateway of one model on this machine, started, watched and ended together."""
 
 import re
-import signal
 import socket
 import time
 import urllib.request
@@ -23,7 +22,7 @@ from neap_engine.cli.connection import client_security
 from neap_engine.cli.console import DEFAULT_CALIBRATOR, DEFAULT_WORKER, DataDir, exit_on_error, fail, out, print_line
 from neap_engine.cli.interruption import interruptible_call
 from neap_engine.cli.job_progress import ENDED, SETTLED, figures_line, phase_name, problem_text
-from neap_engine.cli.processes import ServiceProcess
+from neap_engine.cli.processes import ServiceProcess, interrupt_on_signals
 from shared.config import make_settings
 from shared.errors import NeapError, NotFound
 from shared.service_settings import ServiceSettings
@@ -46,8 +45,6 @@ METRICS = {
     "neap_num_requests_waiting": "waiting",
 }
 
-Listen = Annotated[str, typer.Option("--gateway", metavar="HOST:PORT", help="Where clients of OpenAI's API connect.")]
-
 
 @exit_on_error
 def up(
@@ -60,7 +57,9 @@ def up(
         ),
     ],
     data_dir: DataDir = None,
-    gateway: Listen = DEFAULT_GATEWAY,
+    gateway: Annotated[
+        str, typer.Option("--gateway", metavar="HOST:PORT", help="Where clients of OpenAI's API connect.")
+    ] = DEFAULT_GATEWAY,
     worker: Annotated[
         str, typer.Option("--worker", metavar="HOST:PORT", help="Where gRPC clients connect. Port 0: a free one.")
     ] = DEFAULT_WORKER,
@@ -89,9 +88,7 @@ def up(
     shared_flags, logs = ["--model", f"{model_id}={source}", "--data-dir", str(folder)], folder / "logs"
     metrics = f"127.0.0.1:{free_port()}"
     print_line(f"{model_id}: {source}; logs in {logs}")
-    # A shell starts background jobs with SIGINT ignored.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+    interrupt_on_signals()
     with ExitStack() as stack:
 
         def started(name: str, module: str, listen: str, *flags: str, niceness: int = 0) -> ServiceProcess:

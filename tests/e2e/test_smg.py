@@ -3,9 +3,7 @@ those of neap's own gateway before the same workers."""
 
 import json
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -19,8 +17,9 @@ import torch
 from tests.chats import HERMES, build_chat_model
 from tests.constrained import VOCABULARY_SIZE
 from tests.e2e.test_gateway_process import gateway_process
-from tests.e2e.test_sdks import installed, run
+from tests.e2e.test_sdks import environment
 from tests.exported_metrics import scraped
+from tests.servers import free_ports
 from tests.waiting import wait_until
 from tests.worker import build_model
 from tests.worker_process import worker_process
@@ -33,10 +32,7 @@ DIALECT = ("--vllm-dialect", "--metrics-listen", "127.0.0.1:0", "--grace-s", "5"
 @pytest.fixture(scope="module")
 def smg(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The gateway's program."""
-    folder = tmp_path_factory.mktemp("smg")
-    run(sys.executable, "-m", "venv", "env", cwd=folder).check_returncode()
-    installed(folder / "env" / "bin" / "python", "-m", "pip", "install", "-q", "smg>=1.13", cwd=folder)
-    return folder / "env" / "bin" / "smg"
+    return environment(tmp_path_factory.mktemp("smg"), ["smg>=1.13"]).with_name("smg")
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +51,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 @contextmanager
 def gateway(program: Path, *targets: str) -> Iterator[httpx.Client]:
     """SMG before workers, once it has their model."""
-    ports = [free_port(), free_port()]
+    ports = free_ports(2)
     urls = [f"grpc://{target}" for target in targets]
     checks = ("--health-check-interval-secs", "1", "--health-failure-threshold", "1", "--policy", "round_robin")
     command = [program, "launch", "--host", "127.0.0.1", "--port", str(ports[0]), "--prometheus-port", str(ports[1])]

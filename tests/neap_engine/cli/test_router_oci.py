@@ -24,12 +24,8 @@ IMAGE_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OciRegistry]:
-    server = OciRegistry(tmp_path_factory.mktemp("oci"))
-    try:
-        server.start()
+    with OciRegistry(tmp_path_factory.mktemp("oci")).running() as server:
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture
@@ -112,10 +108,8 @@ def test_what_is_not_there_or_cannot_be_named_is_said(neap, push, url, tmp_path)
 
 
 def test_credentials_are_those_of_docker(neap, push, tmp_path, monkeypatch):
-    server = OciRegistry(tmp_path / "asks", asks=True)
     monkeypatch.setenv("HOME", str(tmp_path))
-    try:
-        server.start()
+    with OciRegistry(tmp_path / "asks", asks=True).running() as server:
         url = f"oci://{server.host}/neap/tiny:v1"
         assert "[REGISTRY_DENIED]" in push(url, code=1)
         for password, code in (("wrong", 1), ("secret", 0)):
@@ -125,8 +119,6 @@ def test_credentials_are_those_of_docker(neap, push, tmp_path, monkeypatch):
             said = push(url, code=code)
             assert ("[REGISTRY_DENIED]" in said) == bool(code)
         neap("routers", "pull", url, str(tmp_path / "pulled"))
-    finally:
-        server.kill()
 
 
 def lying_registry(document: bytes) -> HttpServer:
