@@ -30,6 +30,7 @@ from shared.engine.engine import Engine
 from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
 from shared.rpc.callers import client_key
+from shared.rpc.interceptors import STALL_TIMEOUT_S, write_response
 from shared.rpc.serving import RpcServer
 
 _SERVICE = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
@@ -76,11 +77,12 @@ class VllmServicer:
             if task is None or task.cancelling():  # the client is gone, or its deadline has passed
                 raise
             for answer in answers:
-                await wire.write(answer.aborted())
+                await write_response(wire, answer.aborted(), STALL_TIMEOUT_S)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            wire.close()
             self._running[key].difference_update(tasks)
             if not self._running[key]:
                 del self._running[key]
@@ -173,21 +175,37 @@ def add_to(server: RpcServer, inference: InferenceServicer, model_id: str, pools
 
 
 class _Wire:
-    """What the choices of a call write to, one message after another."""
+    """What the choices of a call write to, one message after another.
+
+    A choice that Abort ends may wait for its client to read. gRPC still has that message then, and refuses the next one
+    until the client has taken it. So a message goes on without the choice that wrote it, and the next one waits for it.
+    """
 
     def __init__(self, context: Any) -> None:
         self.context = context
         self._turn = asyncio.Lock()
         self._has_head = False
+        self._sending: asyncio.Future[None] | None = None
 
     async def write(self, message: vllm.GenerateResponse | None) -> None:
         """None: the head alone, at once, so that nobody takes a long prompt for a silent worker."""
         async with self._turn:
-            if not self._has_head:
-                self._has_head = True
-                await self.context.send_initial_metadata(())
-            if message is not None:
-                await self.context.write(message)
+            if self._sending is not None:
+                await asyncio.shield(self._sending)
+            self._sending = asyncio.ensure_future(self._send(message))
+            await asyncio.shield(self._sending)
+
+    async def _send(self, message: vllm.GenerateResponse | None) -> None:
+        if not self._has_head:
+            self._has_head = True
+            await self.context.send_initial_metadata(())
+        if message is not None:
+            await self.context.write(message)
+
+    def close(self) -> None:
+        """The call ends; what its client has not taken is dropped."""
+        if self._sending is not None:
+            self._sending.cancel()
 
 
 class _Context:

@@ -19,6 +19,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from inference_service.vllm_convert import FIELDS, PARAMETERS, to_requests
 from inference_service.vllm_servicer import _SERVICE, MAX_ABORTED, VllmServicer
 from shared.engine.engine import Engine
+from shared.engine.request.handle import GenerationHandle
 from shared.registry.factory import open_registry
 from shared.rpc.access import METHOD_ROLES
 from tests.generation import answer
@@ -161,6 +162,22 @@ def test_abort_ends_the_callers_request_of_that_id(worker):
     worker.theirs.Abort(vllm.AbortRequest(request_ids=["a", "b"]))
     *_, last = call
     assert last.complete.finish_reason == "abort"
+    wait_until(lambda: load_of(worker).num_total_reqs == 0)
+
+
+def test_abort_ends_a_request_whose_client_does_not_read(worker, monkeypatch):
+    """gRPC has a message of the answer then, and takes no other before the client reads."""
+    paused = []
+    pause = GenerationHandle.pause
+    monkeypatch.setattr(GenerationHandle, "pause", lambda handle: (pause(handle), paused.append(handle)))
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
+    with grpc.insecure_channel(worker.target, options=options) as channel:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        request = request_of(stream=True, n=3, max_tokens=CONTEXT_LENGTH - 10, ignore_eos=True, logprobs=20)
+        call = stub.Generate(request, timeout=60)
+        wait_until(lambda: len(paused) >= 3)
+        stub.Abort(vllm.AbortRequest(request_ids=["a"]))
+        assert [part.complete.finish_reason for part in call if part.HasField("complete")] == ["abort"] * 3
     wait_until(lambda: load_of(worker).num_total_reqs == 0)
 
 
