@@ -9,6 +9,7 @@ publications/<random>, sweeps/<random>  empty; exist while somebody publishes or
 leases/<name>/<20 digits>               the last terms of a lease, see lease.py
 notes/<name>.json                       what a service keeps for its next start, replaced as a whole
 parts/<random>                          in a folder: what is being written
+traffic/..                              served answers to learn from, see shared/traffic/traffic.py
 """
 
 import uuid
@@ -22,6 +23,8 @@ from shared.registry.encoding import open_sealed, seal
 # Of the registry and of each record of its journals. 1 and 2 were forms before the first release.
 SCHEMA_VERSION = 3
 _MARKER = "neap-registry.json"
+# What clients have sent and got: not for other users of a machine.
+PRIVATE = ("traffic",)
 
 
 @dataclass(frozen=True)
