@@ -12,6 +12,7 @@ from neap_client.router.v1 import router_pb2_grpc
 
 from calibrator_service import router_servicer, servicer
 from calibrator_service.job_process import JobFolder
+from calibrator_service.learning.schedule import LearningSchedule
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.supervisor import Supervisor
 from calibrator_service.watchers import Watchers
@@ -29,6 +30,7 @@ from shared.service_main import run_service
 from shared.service_metrics import serve_metrics
 from shared.service_settings import CalibratorSettings
 from shared.timeouts import ROUTER_CALL_WAIT_S
+from shared.traffic.traffic import open_traffic
 
 log = structlog.get_logger("neap.calibration")
 
@@ -53,6 +55,10 @@ async def serve(settings: CalibratorSettings) -> int:
         supervisor = Supervisor(
             JobFolder(settings.data_dir / "calibrator"), settings, metrics=metrics, on_change=watchers.notify
         )
+        schedule: LearningSchedule | None = None
+        if settings.learn:
+            traffic = open_traffic(settings.registry)
+            schedule = LearningSchedule(registry, traffic, supervisor.store, settings, supervisor.queue.wake)
         try:
             services = (servicer.SERVICE_NAME, router_servicer.SERVICE_NAME)
             server = RpcServer(settings, services, security=security, on_stop=watchers.stop)
@@ -75,11 +81,15 @@ async def serve(settings: CalibratorSettings) -> int:
                 # A service without its queue is useless. It reports NOT_SERVING, drains and ends, and is then
                 # restarted.
                 supervisor.start(on_failure=partial(_stop_soon, loop, server))
+                if schedule is not None:
+                    schedule.thread.start(partial(_stop_soon, loop, server))
 
             with serve_metrics(settings.metrics_listen, metrics.registry):
                 await server.run(prepare)
-            return 1 if supervisor.has_died else 0
+            return 1 if supervisor.has_died or (schedule is not None and schedule.thread.has_died) else 0
         finally:
+            if schedule is not None:
+                await asyncio.to_thread(schedule.stop)
             await asyncio.to_thread(supervisor.stop)
     finally:
         job_pool.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.spec import CalibrationSpec, ParentRouter
+from calibrator_service.learning.pools import check_parent
 from shared.errors import Corrupt, PreconditionFailed
 from shared.ladder.blob_names import STATISTICS_BLOB
 from shared.registry.base import PublishedVersion
@@ -20,14 +21,16 @@ MAX_STATISTICS_BYTES = 1 << 30
 _PREFIX = "parent-"
 
 
-def find_parent(registry: Registry, model_id: str, asked: ParentRouter) -> ParentRouter:
-    """The immutable version that `asked` names, by number or by alias, with its digest.
+def find_parent(registry: Registry, model_id: str, asked: ParentRouter, pool: str = "") -> ParentRouter:
+    """The immutable version that `asked` names, by number or by alias, with its digest. `pool`: of the router that goes
+    on from it.
 
     Raises NotFound, Corrupt (its manifest is damaged), PreconditionFailed (PARENT_MISMATCH: it is not the version with
-    the digest that was asked for; NO_STATISTICS: it was published without statistics).
+    the digest that was asked for; NO_STATISTICS: it was published without statistics; OTHER_POOL).
     """
     published = registry.get(model_id, asked.version) if asked.version else registry.resolve(model_id, asked.alias)
     _check_parent(published, asked)
+    check_parent(published.manifest, pool)
     return replace(asked, version=published.version, manifest_digest=published.manifest_digest)
 
 

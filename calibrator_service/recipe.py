@@ -14,6 +14,7 @@ from typing import Any
 
 from calibrator_service.calibration.spec import Progress
 from calibrator_service.job_process import ProcessConfig
+from calibrator_service.learning.pools import pool_of_source
 from shared.cpus import usable_cpus
 from shared.errors import Cancelled
 from shared.files import sync_folder, write_synced
@@ -68,7 +69,8 @@ def run(
         fleet_of=fleet_of(settings.text_workers, loaded) if by_workers else None,
     )
     manifest, blobs = result.pack()
-    return Product({**manifest, "checks": check_artefact(manifest, blobs)}, blobs)
+    owner = {"pool": pool} if (pool := pool_of_source(spec.source)) else {}
+    return Product({**manifest, **owner, "checks": check_artefact(manifest, blobs)}, blobs)
 
 
 _FOLDER = "finished"

@@ -8,6 +8,7 @@ from neap_client.router.v1 import router_pb2 as pb
 from neap_client.router.v1 import router_pb2_grpc
 
 from calibrator_service.convert import canary_to_proto, change_to_proto, event_to_proto, version_to_proto
+from calibrator_service.learning.pools import check_aliases, pool_of_version
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
 from shared.errors import Corrupt, InvalidInput
@@ -97,7 +98,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: pb.SetAliasRequest, context: Any
     ) -> pb.SetAliasResponse:
         request.model_id = only_model(request.model_id, self._models)
-        await self._pool.call(self._check_contents, request.model_id, request.version)
+        await self._pool.call(self._check_contents, request.model_id, request.alias, request.version)
         return pb.SetAliasResponse(change=await self._change(request, self._registry.set_alias, request.version))
 
     async def SetCanary(  # noqa: N802
@@ -107,7 +108,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         canary = None
         if request.HasField("canary"):
             canary = Canary(request.canary.version, request.canary.share_per_mille)
-            await self._pool.call(self._check_contents, request.model_id, canary.version)
+            await self._pool.call(self._check_contents, request.model_id, request.alias, canary.version)
         return pb.SetCanaryResponse(change=await self._change(request, self._registry.set_canary, canary))
 
     async def PromoteCanary(  # noqa: N802
@@ -134,11 +135,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         )
         return change_to_proto(change)
 
-    def _check_contents(self, model_id: str, version: int) -> None:
+    def _check_contents(self, model_id: str, alias: str, version: int) -> None:
         """Reads every byte that workers will load before an alias is set to a version. Raises NotFound, Corrupt
-        (VERSION_DAMAGED), InvalidInput, PreconditionFailed (SIGNATURE_MISSING, SIGNATURE_INVALID)."""
+        (VERSION_DAMAGED), InvalidInput, PreconditionFailed (SIGNATURE_MISSING, SIGNATURE_INVALID, OTHER_POOL)."""
         try:
             published = self._registry.get(model_id, version)
+            check_aliases([alias], pool_of_version(published.manifest))
             for name in served_blobs(published.manifest.get("blobs", {})):
                 self._registry.read_blob(published, name)
             if self._verifier is not None:

@@ -11,6 +11,7 @@ from neap_client.channel import MAX_MESSAGE_BYTES
 
 from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.convert import job_to_proto, listed_job
+from calibrator_service.learning.pools import LATEST, check_aliases, latest_of, pool_of_source
 from calibrator_service.lineage import find_parent
 from calibrator_service.sources import allowed_source
 from calibrator_service.spec_messages import spec_from_proto
@@ -30,8 +31,6 @@ MAX_ALIASES = 16
 MAX_SPEC_BYTES = MAX_MESSAGE_BYTES // 2
 # Even these bytes hold millions of short prompts, and each costs some microseconds.
 MAX_PROMPTS = 100_000
-# The alias that a calibration moves if its spec names none.
-LATEST = "latest"
 
 
 class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
@@ -65,12 +64,14 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         # "latest" is there for calibrations.
         if len(request.spec.aliases) > MAX_ALIASES:
             raise InvalidInput(f"at most {MAX_ALIASES} aliases", reason="BAD_SPEC")
-        if any(alias != LATEST for alias in request.spec.aliases):
-            require_role(Role.ADMIN, "an alias other than latest")
+        if any(alias != LATEST for alias in request.spec.aliases) or request.spec.HasField("served_traffic"):
+            require_role(Role.ADMIN, "served traffic, or an alias other than latest")
         aliases, spec = await self._pool.call(self._checked, request)
         # A repeated request returns its job, whatever its parent's alias names now.
         if spec.parent is not None and not await self._pool.call(self._store.has_request, request.request_id):
-            parent = await self._registry_pool.call(find_parent, self._registry, spec.model_id, spec.parent)
+            parent = await self._registry_pool.call(
+                find_parent, self._registry, spec.model_id, spec.parent, pool_of_source(spec.source)
+            )
             spec = replace(spec, parent=parent)
         job = await self._pool.call(
             self._store.create, request.request_id, spec, aliases, max_queued=self._settings.max_queued_jobs
@@ -102,7 +103,9 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
             request.spec.parent.ClearField("alias")
         request.spec.model_id = only_model(request.spec.model_id, self._settings.sources)
         spec = spec_from_proto(request.spec, max_time_budget_s=self._settings.max_time_budget_s)
-        aliases = unique_aliases(request.spec.aliases or (LATEST,))
+        pool = pool_of_source(spec.source)
+        aliases = unique_aliases(request.spec.aliases or (latest_of(pool),))
+        check_aliases(aliases, pool)
         check_model_id(spec.model_id)
         if spec.model_id not in self._settings.sources:
             names = ", ".join(sorted(self._settings.sources)) or "none"

@@ -14,6 +14,7 @@ from calibrator_service.calibration.spec import (
     HubDataset,
     ParentRouter,
     SelfGenerated,
+    ServedTraffic,
     Source,
     TextFile,
 )
@@ -22,6 +23,7 @@ from shared.errors import Corrupt, InvalidInput
 from shared.plain_text import check_plain_text
 from shared.registry.names import check_alias
 from shared.rpc.durations import MAX_DURATION_S, seconds_of
+from shared.traffic.answer import DEFAULT_POOL, check_pool
 
 MAX_SOURCE_CHARACTERS = 1000
 _LABELS = {
@@ -33,6 +35,7 @@ _SOURCES: dict[str, type[Source]] = {
     "self_generated": SelfGenerated,
     "text_file": TextFile,
     "answer_file": AnswerFile,
+    "served_traffic": ServedTraffic,
     "hub_dataset": HubDataset,
 }
 
@@ -92,14 +95,14 @@ def _source(spec: calibration_pb2.CalibrationSpec) -> Source:
     """Fields that are empty get the defaults of the source's class. Raises InvalidInput."""
     name = spec.WhichOneof("source")
     if name is None:
-        raise InvalidInput(
-            "the spec names no source: self_generated, text_file, answer_file or hub_dataset", reason="SOURCE_REQUIRED"
-        )
+        raise InvalidInput(f"the spec names no source: {', '.join(_SOURCES)}", reason="SOURCE_REQUIRED")
     message = getattr(spec, name)
     values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
     if name == "self_generated":
         return SelfGenerated(**{**values, "prompts": tuple(values["prompts"])})
-    reason = "BAD_SPEC" if name == "hub_dataset" else "BAD_TEXT_FILE"
+    if name == "served_traffic":
+        return ServedTraffic(check_pool(values["pool"] or DEFAULT_POOL))
+    reason = "BAD_TEXT_FILE" if name in ("text_file", "answer_file") else "BAD_SPEC"
     for field, text in values.items():
         # They are shown to people unchanged, so they must be short plain text.
         check_plain_text(text, field, max_characters=MAX_SOURCE_CHARACTERS, reason=reason, too_long=reason)
@@ -127,7 +130,7 @@ def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_
     if spec.parent is not None:
         message.parent.CopyFrom(calibration_pb2.ParentRouter(**asdict(spec.parent)))
     name = next(name for name, kind in _SOURCES.items() if isinstance(spec.source, kind))
-    source = {field: value for field, value in vars(spec.source).items() if field != "public_only"}
+    source = {field.name: getattr(spec.source, field.name) for field in getattr(message, name).DESCRIPTOR.fields}
     message.MergeFrom(calibration_pb2.CalibrationSpec(**{name: source}))  # type: ignore[arg-type]
     return message
 

@@ -16,9 +16,10 @@ from multiprocessing.connection import Connection
 
 import structlog
 
-from calibrator_service.calibration.spec import Progress
+from calibrator_service.calibration.spec import Progress, ServedTraffic
 from calibrator_service.job import Ended, JobState, Problem, Report
 from calibrator_service.job_process import ProcessConfig
+from calibrator_service.learning.traffic_file import fetch_traffic
 from calibrator_service.lineage import fetch_statistics
 from calibrator_service.recipe import load_product, run, save_product
 from calibrator_service.sources import allowed_source
@@ -108,8 +109,12 @@ def _make_product(config: ProcessConfig, service: ServiceLink) -> None:
         return
     service.progress(Progress("loading", 0.0))
     # The source was checked when the job was created, but files, symlinks and settings may have changed since.
-    spec = replace(config.spec, source=allowed_source(config.spec.source, config.settings))
-    parent_statistics = fetch_statistics(config.settings.registry, spec, config.work_dir)
+    spec, settings = config.spec, config.settings
+    spec = replace(spec, source=allowed_source(spec.source, settings))
+    if isinstance(spec.source, ServedTraffic):
+        path = fetch_traffic(settings.registry, spec.model_id, spec.source, config.work_dir, spec.max_tokens, None)
+        spec = replace(spec, source=replace(spec.source, path=str(path)))
+    parent_statistics = fetch_statistics(settings.registry, spec, config.work_dir)
     product = run(replace(config, spec=spec), parent_statistics, service.progress, service.stop.is_set)
     service.progress(Progress("publishing", 0.99))
     while not service.stop.is_set():

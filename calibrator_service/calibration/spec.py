@@ -67,6 +67,17 @@ class AnswerFile:
 
 
 @dataclass(frozen=True)
+class ServedTraffic:
+    """Answers of a pool that workers have served and kept.
+
+    `path`: the file with them, as that of an AnswerFile. The job's process sets it; it is not part of a stored spec.
+    """
+
+    pool: str = "default"
+    path: str = ""
+
+
+@dataclass(frozen=True)
 class HubDataset:
     """A dataset of the Hugging Face Hub, which is streamed.
 
@@ -106,7 +117,7 @@ class ParentRouter:
             raise _bad_spec("parent.share", f"parent.share is {self.share}; it must be in (0, 1]")
 
 
-Source = SelfGenerated | TextFile | AnswerFile | HubDataset
+Source = SelfGenerated | TextFile | AnswerFile | ServedTraffic | HubDataset
 
 
 @dataclass(frozen=True)
@@ -201,7 +212,7 @@ _PRIVATE = frozenset({"prompts", "path", "public_only"})
 def source_record(source: Source) -> dict[str, Any]:
     """The record of a source. A file is read for its digest. Raises NotFound (FILE_NOT_FOUND), OSError."""
     record = {"kind": type(source).__name__, **without_texts(asdict(source))}
-    if isinstance(source, TextFile | AnswerFile):
+    if isinstance(source, TextFile | AnswerFile | ServedTraffic):
         path = Path(source.path)
         try:
             with path.open("rb") as file:

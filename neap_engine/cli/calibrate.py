@@ -74,6 +74,14 @@ def calibrate(
             'A .jsonl file has an object with a "prompt" on each line, any other file a prompt.',
         ),
     ] = None,
+    traffic: Annotated[
+        str,
+        typer.Option(
+            "--traffic",
+            metavar="POOL",
+            help="Calibrate on the answers of this pool that workers have kept (their --learn).",
+        ),
+    ] = "",
     workers: Annotated[
         bool,
         typer.Option(
@@ -152,7 +160,7 @@ def calibrate(
         typer.Option(
             "--alias",
             help="Alias to point at the published version; no other alias moves. May be given several times. Default: "
-            "latest.",
+            "latest, with --traffic that of the pool.",
         ),
     ] = None,
     request_id: Annotated[
@@ -196,9 +204,9 @@ def calibrate(
         label=LABELS[label],
         draft_vocabulary_size=draft_vocabulary,
         seed=seed,
-        aliases=alias or ["latest"],
+        aliases=alias,
     )
-    set_source(spec, text=text, answers=answers, dataset=dataset, field=field, prompts=prompts)
+    set_source(spec, text=text, answers=answers, dataset=dataset, field=field, prompts=prompts, traffic=traffic)
     if workers:
         if spec.WhichOneof("source") != "self_generated":
             raise InvalidInput("--workers is for text that the model writes itself")
@@ -273,15 +281,24 @@ def parent_of(name: str, model: str, share: float) -> pb.ParentRouter:
 
 
 def set_source(
-    spec: pb.CalibrationSpec, *, text: Path | None, answers: Path | None, dataset: str, field: str, prompts: Path | None
+    spec: pb.CalibrationSpec,
+    *,
+    text: Path | None,
+    answers: Path | None,
+    dataset: str,
+    field: str,
+    prompts: Path | None,
+    traffic: str,
 ) -> None:
     """Set the source of the text in `spec`. Raises InvalidInput if more than one source is given."""
-    if sum((text is not None, answers is not None, bool(dataset), prompts is not None)) > 1:
-        raise InvalidInput("give only one of --text, --answers, --dataset and --prompts")
+    if sum((text is not None, answers is not None, bool(dataset), prompts is not None, bool(traffic))) > 1:
+        raise InvalidInput("give only one of --text, --answers, --dataset, --prompts and --traffic")
     if text is not None:
         spec.text_file.CopyFrom(pb.TextFile(path=str(text.absolute()), field=field))
     elif answers is not None:
         spec.answer_file.CopyFrom(pb.AnswerFile(path=str(answers.absolute())))
+    elif traffic:
+        spec.served_traffic.CopyFrom(pb.ServedTraffic(pool=traffic))
     elif dataset:
         name, config, split, *more = [*dataset.split(":"), "", ""]
         if any(more):

@@ -10,7 +10,7 @@ from shared.plain_text import check_plain_text
 _SEGMENT = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _MODEL_ID = re.compile(rf"{_SEGMENT}(/{_SEGMENT}){{0,3}}")
 _BLOB = re.compile(_SEGMENT)
-_ALIAS = re.compile(r"[a-z0-9._-]{1,64}")
+_ALIAS = re.compile(r"[a-z0-9._-]{1,64}(@[a-z0-9][a-z0-9_-]{0,31})?")
 MAX_MODEL_ID_CHARACTERS = 200
 MAX_BLOB_NAME_CHARACTERS = 128
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -50,13 +50,19 @@ def only_model(model_id: str, configured: Collection[str]) -> str:
 def check_alias(alias: str) -> str:
     """Check an alias. Raises InvalidInput (BAD_ALIAS)."""
     # An alias of only digits would be read as a version number where both are accepted.
-    if not _ALIAS.fullmatch(alias) or alias.isdigit() or not alias.strip("."):
+    name = alias.partition("@")[0]
+    if not _ALIAS.fullmatch(alias) or name.isdigit() or not name.strip("."):
         raise InvalidInput(
-            f"alias {alias[:80]!r} is not valid: it must have 1 to 64 lower-case letters, digits, '-', '_' and '.', "
-            "and not only digits or only dots",
+            f"alias {alias[:120]!r} is not valid: it must have 1 to 64 lower-case letters, digits, '-', '_' and '.', "
+            "and not only digits or only dots; the alias of a pool has '@' and the pool's name behind that",
             reason="BAD_ALIAS",
         )
     return alias
+
+
+def pool_of_alias(alias: str) -> str:
+    """The pool whose requests an alias is for; empty: it is for all."""
+    return alias.partition("@")[2]
 
 
 def check_blob_name(name: str) -> str:

@@ -18,8 +18,11 @@ from neap_client.calibration.v1 import calibration_pb2 as pb
 from neap_client.calibration.v1 import calibration_pb2_grpc
 from neap_client.router.v1 import router_pb2, router_pb2_grpc
 from neap_client.status import from_rpc_error
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from shared.errors import NeapError
+from tests.families import VOCABULARY_SIZE, build_family
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -192,6 +195,18 @@ def start_service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
             service.terminate()
     for service in started:
         wait_until(lambda s=service: not s.job_processes())
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with random weights and words as tokens."""
+    folder = tmp_path_factory.mktemp("model") / "tiny-llama"
+    build_family("llama").save_pretrained(folder)
+    words = {"<pad>": 0, "<s>": 1, **{f"w{n}": n for n in range(2, VOCABULARY_SIZE)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>").save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

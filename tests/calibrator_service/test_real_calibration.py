@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from neap_client.calibration.v1 import calibration_pb2 as pb
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from calibrator_service import recipe
@@ -29,7 +27,7 @@ from shared.ladder.blob_names import STATISTICS_BLOB
 from shared.registry.factory import open_registry
 from shared.service_settings import CalibratorSettings
 from tests.calibrator_service.conftest import Service
-from tests.families import VOCABULARY_SIZE, build_family
+from tests.families import VOCABULARY_SIZE
 from tests.registry_damage import content_path
 from tests.small_disk import run_on_small_disk
 from tests.waiting import wait_until
@@ -41,17 +39,6 @@ PHASES = ("loading", "collecting", "training_heads", "evaluating", "publishing")
 # A job's first phases are short: these begin in its process' start, in imports, and in loading.
 START_DELAYS_S = (0.0, 0.3, 1.0, 2.0)
 PROMPTS = [" ".join(f"w{number + at}" for at in range(2, 8)) for number in range(40)]
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny-llama"
-    build_family("llama").save_pretrained(folder)
-    words = {"<pad>": 0, "<s>": 1, **{f"w{n}": n for n in range(2, VOCABULARY_SIZE)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>").save_pretrained(folder)
-    return folder
 
 
 def run(source: Path, spec: CalibrationSpec, work_dir: Path, *, stop: bool = False, **options: str) -> recipe.Product:

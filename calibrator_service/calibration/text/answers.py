@@ -12,23 +12,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from calibrator_service.calibration.spec import AnswerFile
+import structlog
+
+from calibrator_service.calibration.spec import AnswerFile, ServedTraffic
 from calibrator_service.calibration.text.chat import PromptFormat, encode_rendered
 from calibrator_service.calibration.text.documents import check_is_file, checked_text, json_lines, json_object
 from calibrator_service.calibration.text.shards import TokenSequence
 from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
 
+log = structlog.get_logger("neap.calibration")
 
-def answer_sequences(loaded: LoadedModel, source: AnswerFile) -> Iterator[TokenSequence]:
+
+def answer_sequences(loaded: LoadedModel, source: AnswerFile | ServedTraffic) -> Iterator[TokenSequence]:
     """The file's prompts with their answers, cut to the model's context. Empty answers are skipped.
 
     Raises `NotFound` (FILE_NOT_FOUND), `InvalidInput` (BAD_ANSWER, TOKEN_OUT_OF_RANGE, NOT_UNICODE, NOT_JSON, NOT_UTF8,
-    ...).
+    ...). Of served traffic, which nobody can mend, answers of another vocabulary are skipped.
     """
     reader = _Reader(loaded)
     for where, record in _records(source):
-        sequence = reader.sequence(record, where)
+        try:
+            sequence = reader.sequence(record, where)
+        except InvalidInput as error:
+            if isinstance(source, AnswerFile):
+                raise
+            log.warning("a served answer is left out", reason=error.reason)
+            continue
         if sequence.num_answer_tokens:
             yield sequence
 
@@ -39,7 +49,7 @@ def count_kinds(source: AnswerFile) -> Counter[str]:
     return Counter(kind for kind in kinds if isinstance(kind, str) and kind)
 
 
-def _records(source: AnswerFile) -> Iterator[tuple[str, dict[str, Any]]]:
+def _records(source: AnswerFile | ServedTraffic) -> Iterator[tuple[str, dict[str, Any]]]:
     path = Path(source.path)
     check_is_file(path)
     for where, line in json_lines(path):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.plan import HEADS_SHARE
 from calibrator_service.calibration.run import CalibrationRun
-from calibrator_service.calibration.spec import AnswerFile, HubDataset, SelfGenerated, TextFile
+from calibrator_service.calibration.spec import AnswerFile, HubDataset, SelfGenerated, ServedTraffic, TextFile
 from calibrator_service.calibration.text.answers import answer_sequences, count_kinds
 from calibrator_service.calibration.text.documents import text_sequences
 from calibrator_service.calibration.text.self_generation import ROUND_TEMPERATURES, SelfGenerationConfig, SelfGenerator
@@ -46,7 +46,7 @@ class GivenText:
     `held_out_kinds`: kinds of prompts, in a file of answers, that only the report split has.
     """
 
-    source: TextFile | AnswerFile | HubDataset
+    source: TextFile | AnswerFile | ServedTraffic | HubDataset
     held_out_kinds: frozenset[str] = frozenset()
 
 
@@ -217,7 +217,7 @@ def _sequences(
     run: CalibrationRun, text: Text, progress: CollectingProgress, writer: Writer
 ) -> Iterator[TokenSequence]:
     if isinstance(text, GivenText):
-        if isinstance(text.source, AnswerFile):
+        if isinstance(text.source, AnswerFile | ServedTraffic):
             yield from answer_sequences(run.loaded, text.source)
         else:
             yield from text_sequences(run.loaded, text.source)

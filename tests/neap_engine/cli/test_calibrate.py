@@ -94,7 +94,7 @@ def test_sources(service, calibrate, tmp_path):
     calibrate("--answers", "some.jsonl")
     assert service.calibration.spec.answer_file.path.endswith("/some.jsonl")
     result = calibrate("--text", "some.txt", "--dataset", "x", code=1)
-    assert "only one of --text, --answers, --dataset and --prompts" in result.stderr
+    assert "only one of --text, --answers, --dataset, --prompts and --traffic" in result.stderr
     result = calibrate("--dataset", "a:b:c:d", code=1)
     assert "NAME[:CONFIG[:SPLIT]]" in result.stderr
 

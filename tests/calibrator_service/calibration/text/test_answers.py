@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from calibrator_service.calibration.spec import AnswerFile
+from calibrator_service.calibration.spec import AnswerFile, ServedTraffic
 from calibrator_service.calibration.states.collect import Collector
 from calibrator_service.calibration.text.answers import answer_sequences, count_kinds
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
@@ -102,3 +102,11 @@ def test_sampled_answers_to_one_prompt_are_in_one_split():
     assert second == first
     assert set(first) == {"heads", "confidence", "report"}
     assert splitter.assign(TokenSequence((3, 2), 1, is_greedy=False)) is None
+
+
+def test_of_served_traffic_what_no_model_has_served_is_skipped(counting, tmp_path):
+    """Nobody can mend it: whoever may write into the registry may have forged it, or it is another revision's."""
+    good, forged = {"prompt": [3], "answer": [4]}, {"prompt": [3], "answer": [1 << 31]}
+    path = answers(tmp_path, good, forged, {"prompt": [], "answer": [3]}, {"prompt": [5], "answer": [6]}).path
+    sequences = answer_sequences(counting, ServedTraffic("legal", path))
+    assert [sequence.tokens for sequence in sequences] == [(3, 4), (5, 6)]

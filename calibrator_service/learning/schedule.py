@@ -1,0 +1,171 @@
+"""Makes routers learn from served traffic by themselves: a thread of the calibration service.
+
+Of the services that share a registry one acts for a model, by a lease. It looks at what workers have kept of each pool,
+and creates a job like any other where the pool's rule says so. The job goes on from the pool's router, or from the
+model's own where the pool has none yet. It is created only while no other job waits, so clients' jobs come first.
+
+What it must remember is in the registry, as a note for each pool: a restart, or the next holder of the lease, goes on
+with it.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import structlog
+
+from calibrator_service.calibration.spec import CalibrationSpec, ParentRouter, ServedTraffic
+from calibrator_service.job import JobState
+from calibrator_service.jobs import JobStore
+from calibrator_service.learning.pools import LATEST, latest_of, pool_of_source
+from calibrator_service.learning.rule import LearningRule, PoolState
+from calibrator_service.lineage import find_parent
+from calibrator_service.service_thread import ServiceThread
+from shared.errors import Corrupt, NeapError, NotFound, PreconditionFailed
+from shared.registry.lease import Lease
+from shared.registry.registry import Registry
+from shared.service_settings import CalibratorSettings
+from shared.traffic.answer import check_pool
+from shared.traffic.traffic import Batch, Traffic
+
+LOOK_INTERVAL_S = 30.0
+EXPIRE_INTERVAL_S = 3600.0
+# Failures of a job whose parent is the reason.
+_PARENTS_FAULT = frozenset({"ROUTER_MISMATCH", "LAYOUT_MISMATCH", "PARENT_MISMATCH", "NO_STATISTICS", "CORRUPT"})
+
+log = structlog.get_logger("neap.calibration")
+
+
+class LearningSchedule:
+    """`wake_queue`: called when there is a new job. `thread`: a step looks at all models."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        traffic: Traffic,
+        store: JobStore,
+        settings: CalibratorSettings,
+        wake_queue: Callable[[], object],
+    ) -> None:
+        self._registry, self._traffic, self._store, self._settings = registry, traffic, store, settings
+        self._wake_queue = wake_queue
+        self._rule = LearningRule(settings.learn_tokens, settings.learn_interval_s)
+        self._leases = {model_id: registry.lease(f"learning-{_digest(model_id)}") for model_id in settings.sources}
+        self._looked_s = self._expired_s = float("-inf")
+        self.thread = ServiceThread("learning", self._look)
+
+    def stop(self) -> None:
+        """Waits for the step that runs, and lets another service act at once."""
+        self.thread.stop()
+        for lease in self._leases.values():
+            lease.give_up()
+
+    def _look(self) -> float:
+        """Returns the seconds until the next look. Raises what registry and job store raise."""
+        held = [model_id for model_id, lease in self._leases.items() if _hold(lease)]
+        now_s = time.monotonic()
+        if held and now_s - self._expired_s >= EXPIRE_INTERVAL_S:
+            self._expired_s = now_s
+            removed = self._traffic.expire(86_400 * self._settings.learn_retention_days)
+            if removed.num_objects:
+                log.info("old answers removed", num_objects=removed.num_objects, num_bytes=removed.num_bytes)
+        if now_s - self._looked_s >= LOOK_INTERVAL_S:
+            self._looked_s = now_s
+            for model_id in held:
+                for pool in self._traffic.pools(model_id):
+                    if self.thread.stopping.is_set() or not self._leases[model_id].is_held:
+                        break
+                    try:
+                        self.consider(model_id, check_pool(pool))
+                    except NeapError as error:
+                        log.warning("a pool is left for later", model_id=model_id, pool=pool, reason=error.reason)
+        return min((lease.renew_after_s for lease in self._leases.values()), default=LOOK_INTERVAL_S)
+
+    def consider(self, model_id: str, pool: str) -> None:
+        """Creates the job of a pool where it is due."""
+        name = f"learning-{_digest(f'{model_id}/{pool}')}"
+        before = _state_of(self._note(name))
+        state = self._after_last_job(before)
+        if state.calibration_id:
+            return
+        batches = self._traffic.batches(model_id, pool)
+        num_new = state.new_tokens(batches)
+        if state.is_due(self._rule, num_new, time.time()) and not self._store.in_state(JobState.QUEUED):
+            state = self._create(model_id, pool, state, batches)
+            log.info("a pool learns", model_id=model_id, pool=pool, num_tokens=num_new, job=state.calibration_id)
+        if state != before:
+            self._registry.keep_note(name, {"model_id": model_id, "pool": pool, **asdict(state)})
+
+    def _note(self, name: str) -> dict[str, Any]:
+        try:
+            return self._registry.note(name) or {}
+        except Corrupt as error:
+            log.warning("a note of the schedule is damaged", note=name, problem=error.message)
+            return {}
+
+    def _after_last_job(self, state: PoolState) -> PoolState:
+        """The state with the end of the last job, if that has ended. A job of another service, or one whose record is
+        gone, counts as one that went well."""
+        if not state.calibration_id:
+            return state
+        try:
+            job = self._store.get(state.calibration_id)
+        except NotFound:
+            return replace(state, calibration_id="")
+        if not job.state.has_ended:
+            return state
+        if job.state is not JobState.FAILED:
+            return replace(state, calibration_id="", num_failed=0, is_alone=False)
+        log.warning("a pool has not learned", calibration_id=job.calibration_id, reason=job.failure_reason)
+        is_alone = job.failure_reason in _PARENTS_FAULT
+        num_failed = state.num_failed + 1
+        return replace(state, calibration_id="", num_failed=num_failed, is_alone=is_alone, counted_s=0.0)
+
+    def _create(self, model_id: str, pool: str, state: PoolState, batches: list[Batch]) -> PoolState:
+        """Creates the job. Where this process is killed before its note is kept, the repetition finds that job."""
+        newest_s = max(batch.stored.last_modified_s for batch in batches)
+        source = ServedTraffic(pool)
+        spec = CalibrationSpec(
+            model_id,
+            source,
+            time_budget_s=self._settings.learn_budget_s,
+            parent=None if state.is_alone else self._parent(model_id, pool_of_source(source)),
+        )
+        job = self._store.create(
+            f"learn-{_digest(f'{model_id}/{pool}/{state.began_s}/{newest_s}')}",
+            spec,
+            [latest_of(pool_of_source(source))],
+            max_queued=self._settings.max_queued_jobs,
+        )
+        self._wake_queue()
+        return replace(state, counted_s=newest_s, began_s=time.time(), calibration_id=job.calibration_id)
+
+    def _parent(self, model_id: str, pool: str) -> ParentRouter | None:
+        """The pool's router, else the model's own. None where neither can be gone on from."""
+        for alias in dict.fromkeys((latest_of(pool), LATEST)):
+            try:
+                return find_parent(self._registry, model_id, ParentRouter(alias=alias), pool)
+            except (NotFound, PreconditionFailed, Corrupt) as error:
+                log.info("no parent", model_id=model_id, alias=alias, reason=error.reason)
+        return None
+
+
+def _hold(lease: Lease) -> bool:
+    try:
+        return lease.hold()
+    except NeapError as error:
+        log.warning("the lease cannot be asked for", reason=error.reason)
+        return lease.is_held
+
+
+def _state_of(note: dict[str, Any]) -> PoolState:
+    """A note that another build has left counts as far as it is understood."""
+    fields = asdict(PoolState())
+    known = {name: note[name] for name, default in fields.items() if type(note.get(name)) is type(default)}
+    return PoolState(**known)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
