@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the library has these for type checkers only
     from obstore.store import ClientConfig, RetryConfig, S3Config
 
 # Where large objects are.
-CONTENTS = ("blobs/", "manifests/")
+CONTENTS = ("blobs/", "manifests/", "traffic/")
 
 
 class BucketStore:

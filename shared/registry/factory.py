@@ -28,16 +28,12 @@ def open_registry(
     InvalidInput (BAD_REGISTRY) for any other text, and the errors of `Registry`.
     """
     folder = folder_of(url_or_path)
-    store: Store
+    store = open_store(url_or_path, step=step)
     index: Index
     if folder is not None:
-        if (folder / "index.db").exists():
-            check_schema(1)
-        store = FolderStore(folder, step=step)
         index = MemoryIndex(freshness_s=0.0, poll_s=FOLDER_POLL_S)
     else:
         address = RegistryAddress.parse(url_or_path)
-        store = BucketStore(address)
         if address.redis_url:
             # Imported here: other registries start without its client.
             from shared.registry.redis_index import RedisIndex
@@ -48,6 +44,16 @@ def open_registry(
     if freshness_s is not None:
         index.freshness_s = freshness_s
     return Registry(store, index, step=step)
+
+
+def open_store(url_or_path: str, *, step: StepHook = lambda name: None) -> Store:
+    """Open the folder or the bucket of a registry alone. Raises as `open_registry`."""
+    folder = folder_of(url_or_path)
+    if folder is None:
+        return BucketStore(RegistryAddress.parse(url_or_path))
+    if (folder / "index.db").exists():
+        check_schema(1)
+    return FolderStore(folder, step=step)
 
 
 def folder_of(url_or_path: str) -> Path | None:

@@ -10,11 +10,12 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from shared.errors import Corrupt, PreconditionFailed
 from shared.files import StepHook, storage_error, sync_folder
-from shared.registry.store import StoredObject
+from shared.registry.store import PRIVATE, StoredObject
 
 _PARTS = "parts"
 # Errors that concern one file, in contrast to errors of the process or of the whole file system.
@@ -72,7 +73,8 @@ class FolderStore:
         part = self.root / _PARTS / uuid.uuid4().hex
         part.parent.mkdir(exist_ok=True)
         try:
-            with part.open("xb") as file:
+            mode = 0o660 if kind in PRIVATE else 0o666
+            with open(part, "xb", opener=partial(os.open, mode=mode)) as file:
                 file.write(data)
                 file.flush()
                 self._step(f"part:{kind}")

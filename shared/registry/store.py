@@ -7,6 +7,7 @@ models/<model id, '/' as '!'>/journal/<20 digits>.json     see journal.py
 requests/<sha256 of a request id>.json  the model to which a request id belongs
 publications/<random>, sweeps/<random>  empty; exist while somebody publishes or sweeps, see marks.py
 parts/<random>                          in a folder: what is being written
+traffic/..                              served answers to learn from, see shared/traffic/traffic.py
 """
 
 import uuid
@@ -20,6 +21,8 @@ from shared.registry.encoding import open_sealed, seal
 # Of the registry and of each record of its journals. 1 and 2 were forms before the first release.
 SCHEMA_VERSION = 3
 _MARKER = "neap-registry.json"
+# What clients have sent and got: not for other users of a machine.
+PRIVATE = ("traffic",)
 
 
 @dataclass(frozen=True)
