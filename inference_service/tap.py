@@ -128,7 +128,9 @@ class Tap:
     def _write(self) -> None:
         with self._lock:
             answers, self._waiting, self._num_tokens = self._waiting, [], 0
-        for place, group in groupby(sorted(answers, key=_place), key=_place):
+        # By their random ids, so that no order of requests is kept either.
+        in_order = sorted(answers, key=lambda answer: (_place(answer), answer.id))
+        for place, group in groupby(in_order, key=_place):
             together = list(group)
             reason = self._attempt(lambda kept=together: self._traffic.write(kept))  # type: ignore[misc]
             if reason:
