@@ -57,7 +57,7 @@ async def serve(settings: CalibratorSettings) -> int:
         )
         schedule: LearningSchedule | None = None
         if settings.learn:
-            traffic = open_traffic(settings.registry)
+            traffic = open_traffic(settings.registry, settings.traffic_key)
             schedule = LearningSchedule(registry, traffic, supervisor.store, settings, supervisor.queue.wake)
         try:
             services = (servicer.SERVICE_NAME, router_servicer.SERVICE_NAME)

@@ -250,4 +250,5 @@ class _RemoteAnswer:
             top_p=asked.top_p if is_sampled else None,
             seed=asked.seed if is_sampled else None,
             priority=MAX_PRIORITY,
+            learn="never",
         )

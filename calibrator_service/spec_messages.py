@@ -21,9 +21,9 @@ from calibrator_service.calibration.spec import (
 from shared.digests import DIGEST_PATTERN
 from shared.errors import Corrupt, InvalidInput
 from shared.plain_text import check_plain_text
+from shared.pool_names import DEFAULT_POOL, check_pool
 from shared.registry.names import check_alias
 from shared.rpc.durations import MAX_DURATION_S, seconds_of
-from shared.traffic.answer import DEFAULT_POOL, check_pool
 
 MAX_SOURCE_CHARACTERS = 1000
 _LABELS = {

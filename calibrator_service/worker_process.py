@@ -112,7 +112,9 @@ def _make_product(config: ProcessConfig, service: ServiceLink) -> None:
     spec, settings = config.spec, config.settings
     spec = replace(spec, source=allowed_source(spec.source, settings))
     if isinstance(spec.source, ServedTraffic):
-        path = fetch_traffic(settings.registry, spec.model_id, spec.source, config.work_dir, spec.max_tokens, None)
+        path = fetch_traffic(
+            settings.registry, spec.model_id, spec.source, config.work_dir, spec.max_tokens, settings.traffic_key
+        )
         spec = replace(spec, source=replace(spec.source, path=str(path)))
     parent_statistics = fetch_statistics(settings.registry, spec, config.work_dir)
     product = run(replace(config, spec=spec), parent_statistics, service.progress, service.stop.is_set)

@@ -37,6 +37,7 @@ from inference_service.router_imports import import_routers
 from inference_service.router_watch import RouterWatch
 from inference_service.routers import MAX_WAITING, RouterStore, preload_routers
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
+from inference_service.tap import Tap
 from shared.configured_model import load_configured
 from shared.engine.drafting.costs import RememberingMeter
 from shared.engine.engine import Engine
@@ -52,6 +53,7 @@ from shared.rpc.serving import RpcServer
 from shared.service_main import run_service
 from shared.service_metrics import serve_metrics
 from shared.service_settings import ModelSource, WorkerSettings
+from shared.traffic.traffic import open_traffic
 
 log = structlog.get_logger("neap.worker")
 
@@ -84,6 +86,8 @@ async def serve(settings: WorkerSettings) -> int:
     # A registry in a folder needs no cache of its blobs on disk.
     is_remote = folder_of(settings.registry) is None and settings.router_cache_mb > 0
     pools = Pools()
+    engines: list[Engine] = []
+    tap = _tap(settings, metrics, engines)
     # Requests that wait for the registry leave at least half of the places to the others.
     max_waiting = min(MAX_WAITING, max(1, (settings.max_queue + settings.max_running) // 2))
     routers = RouterStore(
@@ -107,6 +111,9 @@ async def serve(settings: WorkerSettings) -> int:
             for role, _, number in (entry.partition("=") for entry in settings.priority_of_roles)
         },
         chats_have_control_tokens=settings.chat_control_tokens,
+        tap=tap,
+        shares_prefixes_by_pool=settings.prefix_cache_scope == "pool"
+        or (settings.prefix_cache_scope == "auto" and settings.auth_tokens is not None),
     )
     dialect = _dialect(settings)
     names = [SERVICE_NAME, dialect.SERVICE_NAME] if dialect else [SERVICE_NAME]
@@ -116,7 +123,6 @@ async def serve(settings: WorkerSettings) -> int:
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.grpc_server)
     if dialect:
         dialect.add_to(server, servicer, settings.models[0].model_id, pools)
-    engines: list[Engine] = []
     engine_watch = EngineWatch(engines, settings.hang_timeout_s)
     watches: list[RouterWatch] = []
     loop = asyncio.get_running_loop()
@@ -169,9 +175,26 @@ async def serve(settings: WorkerSettings) -> int:
     for engine in engines:
         await asyncio.to_thread(engine.close)
     engine_watch.stop()
+    if tap is not None:
+        await asyncio.to_thread(tap.close)
     pools.close()
     await asyncio.to_thread(registry.close)
     return 0
+
+
+def _tap(settings: WorkerSettings, metrics: WorkerMetrics, engines: Sequence[Engine]) -> Tap | None:
+    """What keeps answers to learn from, if any are to be kept. Raises InvalidInput (BAD_TRAFFIC_KEY)."""
+    if not settings.learn:
+        return None
+    shares = {pool: float(share) for pool, _, share in (entry.partition("=") for entry in settings.learn)}
+    log.info("a share of the answers is kept to learn from", shares=shares, days=settings.traffic_days)
+    return Tap(
+        open_traffic(settings.registry, settings.traffic_key),
+        shares,
+        metrics,
+        retention_s=settings.traffic_days * 24 * 3600,
+        is_idle=lambda: not any(engine.num_running for engine in engines),
+    )
 
 
 def _dialect(settings: WorkerSettings) -> ModuleType | None:

@@ -56,14 +56,16 @@ def to_generation_request(
     deadline_s: float = math.inf,
     least_priority: int = 0,
     chats_have_control_tokens: bool = False,
+    cache_scope: str = "",
 ) -> tuple[GenerationRequest, PreparedChat | None]:
     """Validates and tokenises a request; also returns the chat that it asks for, if it does. Blocks while it tokenises.
     If the seed is absent, a random one is chosen.
 
     `deadline_s` in `time.monotonic()` seconds. `least_priority`: the lowest number that the caller may ask for, and
-    what it gets unless it asks for one. `chats_have_control_tokens`: see `Chat.has_control_tokens`. Raises
-    InvalidInput, PromptTooLong, PermissionDenied (reason PRIORITY_NOT_ALLOWED), Cancelled if the caller has gone, and
-    PreconditionFailed (reason PROMPT_DIFFERS) if it resumes an answer to other tokens.
+    what it gets unless it asks for one. `cache_scope`: see `GenerationRequest`. `chats_have_control_tokens`: see
+    `Chat.has_control_tokens`. Raises InvalidInput, PromptTooLong, PermissionDenied (reason PRIORITY_NOT_ALLOWED),
+    Cancelled if the caller has gone, and PreconditionFailed (reason PROMPT_DIFFERS) if it resumes an answer to other
+    tokens.
     """
     # The cheap checks come before the prompt is tokenised.
     priority = request.priority if request.HasField("priority") else least_priority
@@ -73,6 +75,8 @@ def to_generation_request(
             reason="PRIORITY_NOT_ALLOWED",
             metadata={"least_priority": str(least_priority)},
         )
+    if request.learn not in inference_pb2.Learn.values():
+        raise InvalidInput(f"learn is {request.learn}, which is none of its values", metadata={"field": "learn"})
     defaults = taken_defaults(request, loaded)
     sampling = to_sampling(request.sampling, loaded, defaults)
     stopping = to_stopping(request.stopping, defaults)
@@ -112,6 +116,7 @@ def to_generation_request(
         prediction_ids=encode_prediction(
             loaded, prediction.text or list(prediction.token_ids.ids[: loaded.context_length + 1])
         ),
+        cache_scope=cache_scope,
     )
     return generation, chat
 

@@ -71,8 +71,9 @@ class WorkerMetrics(ServiceMetrics):
         self.router_fallbacks = self.counter(
             "neap_router_fallbacks",
             "Requests served by their alias' previous version, or not by its canary, because the wanted version was "
-            "not ready, and requests that named no router and for which none is published, by kind (alias, canary or "
-            "default) and reason.",
+            "not ready, requests that named no router and for which none is published, and those served by the model's "
+            "alias because the registry did not say whether their pool has one, by kind (alias, canary, default or "
+            "pool) and reason.",
             ["model_id", "wanted", "reason"],
         )
         self.router_watch_errors = self.counter(
@@ -80,6 +81,17 @@ class WorkerMetrics(ServiceMetrics):
             "Failed attempts to learn of published routers and moved aliases, by reason; INTERNAL is a fault of the "
             "worker.",
             ["model_id", "reason"],
+        )
+        self.learn_answers = self.counter(
+            "neap_learn_answers", "Served answers that were kept to learn from (--learn).", ["model_id", "pool"]
+        )
+        self.learn_tokens = self.counter(
+            "neap_learn_tokens", "Tokens of these, of prompts and answers.", ["model_id", "pool"]
+        )
+        self.learn_lost = self.counter(
+            "neap_learn_lost_answers",
+            "Served answers that were to be kept and are not, by reason; no client has lost anything.",
+            ["model_id", "pool", "reason"],
         )
 
     def count_watch_error(self, model_id: str, reason: str) -> None:

@@ -38,13 +38,15 @@ log = structlog.get_logger("neap.routers")
 
 @dataclass(frozen=True)
 class LoadedRouter:
-    """A published ladder in memory, checked against its model."""
+    """A published ladder in memory, checked against its model. `pool`: from whose answers it has learned; empty: from
+    no pool's."""
 
     model_id: str
     version: int
     digest: str
     proposers: tuple[str, ...]
     ladder: Ladder
+    pool: str = ""
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,7 @@ class RouterLoader:
             digest=published.manifest_digest,
             proposers=ladder.proposer_names,
             ladder=ladder,
+            pool=str(published.manifest.get("pool", "")),
         )
 
     def _settle(self, key: tuple[str, int], task: asyncio.Task[LoadedRouter]) -> None:

@@ -13,19 +13,20 @@ from inference_service.lru_cache import LruCache
 from inference_service.pools import Pools
 from inference_service.resolutions import MAX_KNOWN, Resolution, Resolutions, takes_canary
 from inference_service.router_loader import LoadedRouter, Prepare, ReadBlob, RouterLoader, Unpack
-from shared.errors import Exhausted, InvalidInput, NeapError, NotFound, Unavailable
+from shared.errors import Exhausted, InvalidInput, NeapError, NotFound, PermissionDenied, Unavailable
 from shared.exchange.signatures import Verifier
 from shared.ladder.artefact import unpack_ladder
 from shared.model.loaded import LoadedModel
+from shared.pool_names import DEFAULT_POOL
 from shared.registry.base import PublishedVersion
-from shared.registry.names import check_alias
+from shared.registry.names import alias_in_pool, check_alias, pool_of_alias
 from shared.registry.registry import Registry
 
 __all__ = ["DEFAULT_ALIAS", "LoadedRouter", "RouterChoice", "RouterStore"]
 
 DEFAULT_ALIAS = "latest"
 # The kinds of fallbacks that `on_fallback` reports.
-ALIAS, CANARY, DEFAULT = "alias", "canary", "default"
+ALIAS, CANARY, DEFAULT, POOL = "alias", "canary", "default", "pool"
 # Requests that may wait for the registry at once, because their alias or version is not known here.
 MAX_WAITING = 32
 # Other models among which routers of the same weights are looked for.
@@ -60,7 +61,8 @@ class RouterStore:
     After an alias has moved, it serves its previous version until the new one is loaded. A canary's requests get the
     alias' own version until the canary is loaded. For each such request `on_fallback` is called with the model's id,
     "alias" or "canary", and the reason: LOADING, or why the version could not be loaded. It is also called, with
-    "default", for each request without a choice for which there is no router. `on_stale` is called with the
+    "default", for each request without a choice for which there is no router, and, with "pool", for each one that gets
+    the model's alias because the registry does not say whether its pool has one. `on_stale` is called with the
     model's id for each request that is served by an alias' last known version while the registry does not answer.
     """
 
@@ -112,26 +114,38 @@ class RouterStore:
         """Requests that wait for the registry now; at most `max_waiting`."""
         return self._num_waiting
 
-    async def select(self, loaded: LoadedModel, choice: RouterChoice, *, request_id: str = "") -> LoadedRouter | None:
+    async def select(
+        self, loaded: LoadedModel, choice: RouterChoice, *, request_id: str = "", pool: str = DEFAULT_POOL
+    ) -> LoadedRouter | None:
         """The chosen router, loaded, with its digests checked. `request_id` decides whether it is the alias' canary.
-        None if no choice was made and the default alias names no version.
+        None if no choice was made and the default alias names no version. For callers of a `pool` the alias is
+        ALIAS@POOL where there is one, and no other pool's.
 
         A version is immutable, so a loaded one is used without asking the registry. An alias is resolved for every
         request. While the registry or its store does not answer, the alias' last known version is used (`on_stale`).
         Raises NotFound (version or alias), RouterMismatch, Corrupt, Unavailable (what was asked for is not loaded and
-        cannot be), Exhausted (ROUTER_LOOKUPS_BUSY).
+        cannot be), Exhausted (ROUTER_LOOKUPS_BUSY), PermissionDenied (POOL_NOT_ALLOWED).
         """
         if choice.version is not None:
-            return await self._get(loaded, choice.version)
+            router = await self._get(loaded, choice.version)
+            _check_pool(f"version {choice.version}", router.pool, pool)
+            return router
         alias = choice.alias or self._default_alias
+        _check_pool(f"alias {alias!r}", pool_of_alias(alias) or "", pool)
+        own_alias = alias_in_pool(alias, pool)
+        own = None
+        if own_alias is not None:
+            own = await self._of_pool(loaded.model_id, own_alias, is_chosen=choice.alias is not None)
         try:
-            resolution = await self._resolve(loaded.model_id, alias)
+            resolution = own or await self._resolve(loaded.model_id, alias)
         except NotFound as error:
             if choice.alias is not None:
                 raise
             self._resolutions.keep_absence(loaded.model_id, alias, error)
             self._on_fallback(loaded.model_id, DEFAULT, error.reason)
             return None
+        if own is not None and own_alias is not None:
+            alias = own_alias
         canary = resolution.target.canary
         if canary is not None and takes_canary(request_id, loaded.model_id, alias, canary):
             candidate = self._loader.get_soon(loaded, canary.version)
@@ -257,6 +271,18 @@ class RouterStore:
     def _is_default(self, model_id: str, version: int) -> bool:
         return self._serving.peek((model_id, self._default_alias)) == version
 
+    async def _of_pool(self, model_id: str, alias: str, *, is_chosen: bool) -> Resolution | None:
+        """What an alias of a pool names, None if there is none, or if the registry does not say.
+        `is_chosen`: a client has chosen its first part."""
+        try:
+            return await self._resolve(model_id, alias)
+        except NotFound as error:
+            if not is_chosen:
+                self._resolutions.keep_absence(model_id, alias, error)
+        except (Exhausted, Unavailable) as error:
+            self._on_fallback(model_id, POOL, error.reason)
+        return None
+
     async def _resolve(self, model_id: str, alias: str) -> Resolution:
         if self._resolutions.knows(model_id, alias):
             return await self._resolutions.resolve(model_id, alias)
@@ -328,3 +354,9 @@ async def preload_routers(
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
         else:
             return
+
+
+def _check_pool(what: str, owner: str, pool: str) -> None:
+    """Raises PermissionDenied (POOL_NOT_ALLOWED) if `what` belongs to a pool that is not the caller's."""
+    if owner not in ("", pool):
+        raise PermissionDenied(f"{what} belongs to another pool than this caller", reason="POOL_NOT_ALLOWED")

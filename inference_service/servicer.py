@@ -1,10 +1,7 @@
 """The servicer of neap.inference.v1."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 import structlog
 from neap_client.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -22,77 +19,27 @@ from inference_service.generate_call import EventStream, GenerateCall, Wakeups, 
 from inference_service.metrics import WorkerMetrics
 from inference_service.pools import Pools
 from inference_service.routers import LoadedRouter, RouterChoice, RouterStore
+from inference_service.served_model import ServedModel
 from inference_service.served_request import with_router
+from inference_service.tap import Tap
 from inference_service.tokenization import described, token_texts, tokenized
 from shared.chat.parser import MessageParser
 from shared.engine.engine import Engine
 from shared.engine.request.handle import GenerationHandle
 from shared.engine.request.prompt import decode_prompt
 from shared.engine.request.request import GenerationRequest
-from shared.errors import Exhausted, NotFound, PreconditionFailed, Unavailable
+from shared.errors import NotFound, PreconditionFailed, Unavailable
 from shared.ladder.proposers import GRAMMAR, PREDICTION
-from shared.rpc.callers import Role, client_key, least_priority, on_behalf_of
+from shared.rpc.callers import Role, caller_pool, client_key, least_priority, on_behalf_of
 from shared.rpc.interceptors import current_request_id, write_response
 from shared.rpc.pages import named_page
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
-# So many times what a client leaves free of its places, one behind it may have: four fifths, if there is no other.
-SHARE_BEHIND = 4
 MAX_WARNINGS = 16
 MAX_WARNING_CHARACTERS = 256
 
 log = structlog.get_logger("neap.inference")
-
-
-@dataclass
-class _Served:
-    """A served model. `active`: number of calls that are being prepared, wait or run, by client; `active_behind`: by
-    client and whom it asks for."""
-
-    engine: Engine
-    max_active: int
-    max_active_per_client: int | None
-    text_of: Callable[[int], str]
-    active: Counter[str] = field(default_factory=Counter)
-    active_behind: Counter[tuple[str, str]] = field(default_factory=Counter)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether one more call would wait for others."""
-        return self.engine.num_waiting > 0 or self.active.total() >= self.engine.max_running
-
-    @contextmanager
-    def admitted(self, client: str, behind: str) -> Iterator[None]:
-        """Counts a call as active. `behind`: see `on_behalf_of`. Raises Exhausted if there are too many. Only on the
-        event loop's thread."""
-        if self.active.total() >= self.max_active:
-            self._refuse(f"{self.active.total()} requests are waiting or running", "QUEUE_FULL")
-        num_active = self.active[client]
-        # By default a client may have no more than it leaves free for others, so that none can take all.
-        most = self.max_active_per_client or self.max_active - self.active.total()
-        if num_active >= most:
-            self._refuse(f"{num_active} requests of this client are waiting or running", "CLIENT_LIMIT")
-        # By default both sides of `most` move: two more calls of a client leave room for one less.
-        num_left = most - num_active if self.max_active_per_client else -((num_active - most) // 2)
-        num_behind = self.active_behind[client, behind]
-        if behind and num_behind >= SHARE_BEHIND * num_left:
-            self._refuse(f"{num_behind} requests of this client, {behind}, are waiting or running", "CLIENT_LIMIT")
-        self.active[client] += 1
-        self.active_behind[client, behind] += 1
-        try:
-            yield
-        finally:
-            self.active -= Counter({client: 1})
-            self.active_behind -= Counter({(client, behind): 1})
-
-    def _refuse(self, why: str, reason: str) -> NoReturn:
-        raise Exhausted(
-            f"{why}; no more are taken",
-            reason=reason,
-            metadata={"model_id": self.engine.loaded.model_id},
-            retry_after_s=1.0,
-        )
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -100,7 +47,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     `stall_timeout_s`: a client that reads nothing for so long has its call ended with RESOURCE_EXHAUSTED (SLOW_READER).
     `pools`: the same as those of `routers`, so that a process has each pool once.
-    `priority_of_roles`: 0 for roles that are absent. `chats_have_control_tokens` as in `to_generation_request`.
+    `priority_of_roles`: 0 for roles that are absent. `chats_have_control_tokens` as in `to_generation_request`. `tap`:
+    what keeps answers to learn from, if anything does. `shares_prefixes_by_pool`: see --prefix-cache-scope.
     """
 
     def __init__(
@@ -112,14 +60,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         pools: Pools | None = None,
         priority_of_roles: Mapping[Role, int] | None = None,
         chats_have_control_tokens: bool = False,
+        tap: Tap | None = None,
+        shares_prefixes_by_pool: bool = False,
     ) -> None:
+        self._shares_prefixes_by_pool = shares_prefixes_by_pool
+        self._tap = tap
         self._chats_have_control_tokens = chats_have_control_tokens
         self._priority_of_roles = priority_of_roles or {}
         self._pools = pools or Pools()
         self._routers = routers
         self._metrics = metrics or WorkerMetrics()
         self._stall_timeout_s = stall_timeout_s
-        self._served: dict[str, _Served] = {}
+        self._served: dict[str, ServedModel] = {}
         self._ready = False
         # Of calls whose clients go on elsewhere.
         self._resumable: set[EventStream] = set()
@@ -137,7 +89,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         A client is an authenticated caller's name or, without authentication, an address. None: it may have as many as
         it leaves free for others.
         """
-        self._served[engine.loaded.model_id] = _Served(
+        self._served[engine.loaded.model_id] = ServedModel(
             engine, max_active, max_active_per_client, token_texts(engine.loaded.tokenizer)
         )
         self._routers.prepare_with(engine.loaded.model_id, engine.prepare)
@@ -179,7 +131,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _generate(
         self,
         request: inference_pb2.GenerateRequest,
-        served: _Served,
+        served: ServedModel,
         deadline_s: float,
         context: Any,
         call: GenerateCall,
@@ -198,13 +150,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             deadline_s=deadline_s,
             least_priority=least_priority(self._priority_of_roles),
             chats_have_control_tokens=self._chats_have_control_tokens,
+            cache_scope=caller_pool() if self._shares_prefixes_by_pool else "",
         )
         if generation.constraint is not None and not engine.has_compiled(generation.constraint):
             await self._pools.constraints.call(engine.compile, generation.constraint)
         router: LoadedRouter | None = None
         if generation.policy.name != "full":
             choice = to_router_choice(request.router)
-            router = await self._routers.select(engine.loaded, choice, request_id=generation.request_id)
+            router = await self._routers.select(
+                engine.loaded, choice, request_id=generation.request_id, pool=caller_pool()
+            )
             generation = with_router(generation, router)
             call.set_router(generation.router_version, by_default=choice == RouterChoice())
         inexact = _why_inexact(request.resume, generation, engine)
@@ -233,10 +188,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     decode_prompt, engine.loaded, generation.prompt_ids
                 )
             await write_response(context, started, self._stall_timeout_s)
+            taken = None
+            if self._tap is not None and request.learn != inference_pb2.LEARN_NEVER:
+                taken = self._tap.take(caller_pool(), engine.numerics.id)
             while (event := await stream.next()) is not None:
                 call.record_event(event)
+                if taken is not None:
+                    taken.add(event)
                 response = from_event(event, served.text_of, message)
                 await write_response(context, response, self._stall_timeout_s)
+            if taken is not None:
+                taken.keep(request.model_id, generation)
         finally:
             # Cancellation and deadline both raise CancelledError in any of the awaits above.
             self._resumable.discard(stream)
@@ -275,7 +237,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if not self._ready:
             raise Unavailable(f"the worker is still loading its models {self._loading}".rstrip(), reason="NOT_READY")
 
-    def _find(self, model_id: str) -> _Served:
+    def _find(self, model_id: str) -> ServedModel:
         self._check_ready()
         served = self._served.get(model_id)
         if served is None:

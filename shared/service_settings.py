@@ -8,10 +8,13 @@ from platformdirs import user_data_path
 from pydantic import Field, StringConstraints, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from shared.pool_names import POOL_PATTERN
 from shared.process_settings import METRICS_LISTEN, METRICS_LISTEN_PATTERN, Listed, ProcessSettings, listed
-from shared.security_settings import HEALTH_LISTEN, SecuritySettings
+from shared.security_settings import HEALTH_LISTEN, OptionalFile, SecuritySettings
 
 Alias = Annotated[str, StringConstraints(pattern=r"^[a-z0-9._-]{1,64}$")]
+PoolAlias = Annotated[str, StringConstraints(pattern=rf"^[a-z0-9._-]{{1,64}}(@{POOL_PATTERN})?$")]
+PoolShare = Annotated[str, StringConstraints(pattern=rf"^({POOL_PATTERN}|\*)=(0|1|0?\.[0-9]{{1,6}}|1\.0)$")]
 RolePriority = Annotated[str, StringConstraints(pattern=r"^(generate|calibrate|admin)=(0|-?[1-9][0-9]?|-?100)$")]
 
 
@@ -62,6 +65,17 @@ class ServiceSettings(ProcessSettings, SecuritySettings):
         "must have: workers load no other, and the calibration service points no alias at another. May be repeated, "
         "and one of the files is enough; the variable takes a comma-separated list. Unset: no signature is needed.",
         json_schema_extra={"metavar": "FILE"},
+    )
+    traffic_key: OptionalFile = Field(
+        default=None,
+        description="File with 64 hexadecimal digits (openssl rand -hex 32): answers that are kept to learn from are "
+        "encrypted with this key, and no others are read. Unset: they are not encrypted by neap.",
+    )
+    traffic_days: float = Field(
+        default=7.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Days after which answers that are kept to learn from are removed.",
     )
     context_length: int | None = Field(
         default=None,
@@ -184,6 +198,20 @@ class WorkerSettings(ServiceSettings):
         description="MiB of the KV budget kept for reuse by later requests with the same prefix. 0 switches all "
         "sharing of prefixes off. Unset: a quarter of the KV budget.",
     )
+    prefix_cache_scope: Literal["auto", "pool", "all"] = Field(
+        default="auto",
+        description="Whose requests share cached prefixes. pool: callers of one pool. all: everybody, so how soon an "
+        "answer begins tells whether somebody has sent the same beginning before. auto: pool where callers have "
+        "tokens, all elsewhere.",
+    )
+    learn: Listed[PoolShare] = Field(
+        default=(),
+        description="Keep a share, in [0, 1], of the answers of a pool to learn a router from, as token ids below "
+        "traffic/ in the registry; docs/privacy.md says what is kept. The pool of callers whose token names none is "
+        "default; * stands for all pools that are not named. May be repeated; the variable takes a comma-separated "
+        "list. Unset: nothing is kept.",
+        json_schema_extra={"metavar": "POOL=SHARE"},
+    )
     learned_table_mb: int = Field(
         default=0,
         ge=0,
@@ -269,7 +297,7 @@ class WorkerSettings(ServiceSettings):
         json_schema_extra={"metavar": "URL"},
     )
     default_alias: Alias = Field(default="latest", description="Alias of the router for requests that name none.")
-    preload_aliases: Listed[Alias] = Field(
+    preload_aliases: Listed[PoolAlias] = Field(
         default=(),
         description="An alias whose router is loaded before the worker is ready, besides the default alias. May be "
         "repeated; the variable takes a comma-separated list. Unset: all aliases, the newest versions first, as far as "
@@ -343,9 +371,6 @@ class CalibratorSettings(ServiceSettings):
     )
     learn_budget_s: float = Field(
         default=150.0, gt=0, le=604_800, description="With --learn: seconds that such a job may take."
-    )
-    learn_retention_days: float = Field(
-        default=7.0, gt=0, description="With --learn: days for which served answers are kept before they are removed."
     )
     max_time_budget_s: float = Field(
         default=604_800.0,

@@ -52,6 +52,9 @@ def busy_metrics() -> WorkerMetrics:
     metrics.stale_resolutions.labels("tiny").inc()
     metrics.router_fallbacks.labels("tiny", "canary", "CORRUPT").inc()
     metrics.count_watch_error("tiny", "INTERNAL")
+    metrics.learn_answers.labels("tiny", "legal").inc()
+    metrics.learn_tokens.labels("tiny", "legal").inc(200)
+    metrics.learn_lost.labels("tiny", "legal", "DISK_FULL").inc()
     return metrics
 
 

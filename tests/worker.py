@@ -18,6 +18,7 @@ from inference_service.metrics import WorkerMetrics
 from inference_service.pools import Pools
 from inference_service.routers import RouterStore
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
+from inference_service.tap import Tap
 from shared.engine.engine import Engine
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.table_confidence import SIZES, TableConfidence
@@ -93,6 +94,8 @@ def serving(
     security: ServerSecurity | None = None,
     priority_of_roles: dict[Role, int] | None = None,
     dialect: bool = False,
+    tap: Tap | None = None,
+    shares_prefixes_by_pool: bool = False,
     **store_options: Any,
 ) -> Iterator[SimpleNamespace]:
     """Yields target, servicer, store and loop of a worker that is ready. `dialect`: vLLM's, too."""
@@ -109,6 +112,8 @@ def serving(
             metrics=metrics,
             pools=pools,
             priority_of_roles=priority_of_roles,
+            tap=tap,
+            shares_prefixes_by_pool=shares_prefixes_by_pool,
         )
         state.servicer.add_model(engine, max_active=max_active, max_active_per_client=max_active_per_client)
         state.servicer.set_ready()

@@ -9,8 +9,8 @@ from typing import Any
 
 from calibrator_service.calibration.spec import ServedTraffic, Source
 from shared.errors import PreconditionFailed
+from shared.pool_names import DEFAULT_POOL
 from shared.registry.names import pool_of_alias
-from shared.traffic.answer import DEFAULT_POOL
 
 LATEST = "latest"
 
@@ -33,7 +33,7 @@ def latest_of(pool: str) -> str:
 def check_aliases(aliases: Iterable[str], pool: str) -> None:
     """Raises PreconditionFailed (OTHER_POOL) if one of them is not an alias of `pool`."""
     for alias in aliases:
-        if pool_of_alias(alias) != pool and pool:
+        if pool and pool_of_alias(alias) != pool:
             raise PreconditionFailed(
                 f"alias {alias!r} cannot name a router that has learned from pool {pool!r}; {latest_of(pool)!r} can",
                 reason="OTHER_POOL",

@@ -24,10 +24,10 @@ from calibrator_service.learning.rule import LearningRule, PoolState
 from calibrator_service.lineage import find_parent
 from calibrator_service.service_thread import ServiceThread
 from shared.errors import Corrupt, NeapError, NotFound, PreconditionFailed
+from shared.pool_names import check_pool
 from shared.registry.lease import Lease
 from shared.registry.registry import Registry
 from shared.service_settings import CalibratorSettings
-from shared.traffic.answer import check_pool
 from shared.traffic.traffic import Batch, Traffic
 
 LOOK_INTERVAL_S = 30.0
@@ -68,7 +68,7 @@ class LearningSchedule:
         now_s = time.monotonic()
         if held and now_s - self._expired_s >= EXPIRE_INTERVAL_S:
             self._expired_s = now_s
-            removed = self._traffic.expire(86_400 * self._settings.learn_retention_days)
+            removed = self._traffic.expire(86_400 * self._settings.traffic_days)
             if removed.num_objects:
                 log.info("old answers removed", num_objects=removed.num_objects, num_bytes=removed.num_bytes)
         if now_s - self._looked_s >= LOOK_INTERVAL_S:

@@ -10,6 +10,7 @@ from neap_engine.cli import (
     evaluate,
     generate,
     jobs,
+    learn,
     loaded_models,
     models,
     registry_commands,
@@ -44,6 +45,7 @@ routers.app.command("push")(router_transfers.push)
 routers.app.command("rebuild-index")(registry_commands.rebuild_index)
 routers.app.command("sweep")(registry_commands.sweep)
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(learn.app, name="learn")
 app.add_typer(models.app, name="models")
 app.add_typer(routers.app, name="routers")
 app.add_typer(tokens.app, name="tokens")

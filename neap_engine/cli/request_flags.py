@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from neap_client.inference.v1 import inference_pb2 as pb
@@ -154,6 +154,10 @@ def request_options(
             max=100,
             help="Requests with lower numbers come first. Default: the priority of your role, 0 unless set.",
         ),
+    ] = None,
+    learn: Annotated[
+        Literal["never"] | None,
+        typer.Option("--learn", help="never: nothing of the request is kept to learn from. Default: the worker's."),
     ] = None,
     json_schema: Annotated[
         Path | None,

@@ -243,6 +243,8 @@ def _common(request: ChatRequest | CompletionRequest) -> pb.GenerateRequest:
     options = request.neap or DepthOptions()
     if options.priority is not None:
         call.priority = options.priority
+    if options.learn is not None:
+        call.learn = pb.LEARN_NEVER
     if options.router_version is not None and options.router_alias is not None:
         raise refused("router_version and router_alias exclude each other", "neap.router_alias")
     if options.router_version is not None:

@@ -99,7 +99,7 @@ class Strict(BaseModel):
 
 
 class DepthOptions(Strict):
-    """The `neap` object of a request: depth policy, router and priority."""
+    """The `neap` object of a request: depth policy, router, priority and what may be learned."""
 
     policy: Literal["full", "exact", "relaxed"] | None = None
     threshold: float | None = Field(default=None, gt=0, le=1)
@@ -109,6 +109,7 @@ class DepthOptions(Strict):
     router_version: int | None = Field(default=None, ge=1, le=2**63 - 1)
     router_alias: str | None = Field(default=None, min_length=1, max_length=64)
     priority: int | None = Field(default=None, ge=-100, le=100)
+    learn: Literal["never"] | None = None
 
 
 class StreamOptions(Strict):

@@ -42,6 +42,7 @@ def generate_request(
     prediction: str | Sequence[int] = "",
     prompt_logprobs: int | None = None,
     model_defaults: bool | None = None,
+    learn: Literal["never"] | None = None,
 ) -> pb.GenerateRequest:
     """Return a request. The protos describe the arguments; None leaves a field absent.
 
@@ -75,6 +76,7 @@ def generate_request(
         prediction=_prediction(prediction),
         prompt_logprobs=prompt_logprobs,
         model_defaults=model_defaults,
+        learn=_learn(learn),
     )
     if isinstance(prompt, str):
         set_prompt(request, prompt, raw=raw, system=system)
@@ -88,6 +90,12 @@ def generate_request(
         request.chat.messages.extend(prompt)
     set_router(request, router)
     return request
+
+
+def _learn(learn: str | None) -> pb.Learn | None:
+    if learn not in (None, "never"):
+        raise InvalidInput(f"learn is {learn!r}; it must be 'never' or None", metadata={"field": "learn"})
+    return pb.LEARN_NEVER if learn else None
 
 
 def _bad_word(word: str | Sequence[int]) -> pb.BadWord:

@@ -320,11 +320,15 @@ class Engine:
             request = prompt
         ladder = ladder or self._ladder
         scores = request.prompt_logprobs is not None  # which takes passes of its own
-        self._admission.check(request, ladder, lambda: 0 if scores else self._num_cached(request.given_key))
+        self._admission.check(request, ladder, lambda: 0 if scores else self._num_cached(request))
         constraint = None
         if request.constraint is not None:
             constraint = self._constraints.start(request.constraint)
-        _ = request.given_key, request.predicted  # these and the answer are made here, not on the engine's thread
+        _ = (
+            request.given_key,
+            request.scope_key,
+            request.predicted,
+        )  # these and the answer are made here, not on the engine's thread
         job = EngineJob(
             request,
             None if request.policy.name == "full" else ladder,
@@ -372,16 +376,17 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _num_cached(self, prompt: bytes) -> int:
-        """Tokens of the longest prefix of `prompt` that is cached, or will be once earlier requests have been
+    def _num_cached(self, request: GenerationRequest) -> int:
+        """Tokens of the longest prefix of its prompt that is cached, or will be once earlier requests have been
         prefilled."""
         prefixes = self._decoder.prefixes
         if not prefixes.is_enabled:
             return 0
         with self._loop.lock:
             jobs = list(self._loop.scheduler)
-        others = [common_prefix(prompt, job.request.given_key) for job in jobs]
-        return max(prefixes.match_length(prompt), *others, 0)
+        prompt, scope = request.given_key, request.scope_key
+        others = [common_prefix(prompt, job.request.given_key) for job in jobs if job.request.scope_key == scope]
+        return max(prefixes.match_length(prompt, scope), *others, 0)
 
     def _wake(self) -> None:
         """Handles refer to this method, so an engine lives at least as long as they do."""

@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterable
 
 from shared.errors import InvalidInput
 from shared.plain_text import check_plain_text
+from shared.pool_names import DEFAULT_POOL, POOL_PATTERN
 
 _SEGMENT = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _MODEL_ID = re.compile(rf"{_SEGMENT}(/{_SEGMENT}){{0,3}}")
 _BLOB = re.compile(_SEGMENT)
-_ALIAS = re.compile(r"[a-z0-9._-]{1,64}(@[a-z0-9][a-z0-9_-]{0,31})?")
+_ALIAS = re.compile(rf"([a-z0-9._-]{{1,64}})(?:@({POOL_PATTERN}))?")
 MAX_MODEL_ID_CHARACTERS = 200
 MAX_BLOB_NAME_CHARACTERS = 128
 MAX_REQUEST_ID_CHARACTERS = 128
@@ -48,21 +49,27 @@ def only_model(model_id: str, configured: Collection[str]) -> str:
 
 
 def check_alias(alias: str) -> str:
-    """Check an alias. Raises InvalidInput (BAD_ALIAS)."""
+    """Check an alias, which may be a pool's: NAME@POOL. Raises InvalidInput (BAD_ALIAS)."""
+    found = _ALIAS.fullmatch(alias)
     # An alias of only digits would be read as a version number where both are accepted.
-    name = alias.partition("@")[0]
-    if not _ALIAS.fullmatch(alias) or name.isdigit() or not name.strip("."):
+    if found is None or found[1].isdigit() or not found[1].strip("."):
         raise InvalidInput(
-            f"alias {alias[:120]!r} is not valid: it must have 1 to 64 lower-case letters, digits, '-', '_' and '.', "
-            "and not only digits or only dots; the alias of a pool has '@' and the pool's name behind that",
+            f"alias {alias[:80]!r} is not valid: it must have 1 to 64 lower-case letters, digits, '-', '_' and '.', "
+            "and not only digits or only dots; @ and the name of a pool may follow",
             reason="BAD_ALIAS",
         )
     return alias
 
 
-def pool_of_alias(alias: str) -> str:
-    """The pool whose requests an alias is for; empty: it is for all."""
-    return alias.partition("@")[2]
+def alias_in_pool(alias: str, pool: str) -> str | None:
+    """Return the alias that callers of `pool` get before `alias`, if their pool has it: None if there is none, because
+    their pool is the model's own or the alias names a pool already."""
+    return None if pool == DEFAULT_POOL or "@" in alias else f"{alias}@{pool}"
+
+
+def pool_of_alias(alias: str) -> str | None:
+    """Return the pool whose alias it is, None for the model's own."""
+    return alias.partition("@")[2] or None
 
 
 def check_blob_name(name: str) -> str:

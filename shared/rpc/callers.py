@@ -9,6 +9,7 @@ from typing import Any
 from neap_client.channel import ON_BEHALF_KEY
 
 from shared.errors import PermissionDenied
+from shared.pool_names import DEFAULT_POOL
 
 MAX_IDENTITY_CHARACTERS = 200
 
@@ -24,10 +25,11 @@ class Role(StrEnum):
 @dataclass(frozen=True)
 class Caller:
     """`name` is the name of a token, or "certificate:" and the name in a client certificate.
-    No token name begins like that."""
+    No token name begins like that. `pool`: with whom it shares a router, cached prefixes and what is learned."""
 
     name: str
     roles: frozenset[Role]
+    pool: str = DEFAULT_POOL
 
 
 _caller: ContextVar[Caller | None] = ContextVar("neap_caller", default=None)
@@ -62,6 +64,12 @@ def caller_name() -> str:
     """Return the name of the caller of the call that this task serves, "" if callers are not authenticated."""
     caller = current_caller()
     return "" if caller is None else caller.name
+
+
+def caller_pool() -> str:
+    """Return the pool of the caller of the call that this task serves: the model's own if nobody has given it one."""
+    caller = current_caller()
+    return DEFAULT_POOL if caller is None else caller.pool
 
 
 def client_key(context: Any) -> str:

@@ -29,12 +29,13 @@ import structlog
 
 from shared.digests import digest_of
 from shared.errors import Corrupt
+from shared.pool_names import check_pool
 from shared.registry.contents import hexadecimal_of
 from shared.registry.factory import open_store
 from shared.registry.names import check_model_id
 from shared.registry.store import Store, StoredObject
 from shared.registry.sweep import PART_S, PARTS
-from shared.traffic.answer import HOUR_S, ServedAnswer, check_pool
+from shared.traffic.answer import HOUR_S, ServedAnswer
 from shared.traffic.encoding import MAX_CONTENT_BYTES, MAX_OBJECT_BYTES, content_bytes, decode, encode
 from shared.traffic.encryption import read_key
 

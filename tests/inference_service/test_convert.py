@@ -190,6 +190,14 @@ def test_a_request_has_the_priority_that_it_asks_for_or_its_callers(loaded, fiel
     assert made.priority == priority
 
 
+def test_what_may_be_learned_is_never_or_open(loaded):
+    for known in (pb.LEARN_UNSPECIFIED, pb.LEARN_NEVER):
+        _request(loaded, text="x", learn=known)
+    for unknown in (2, -1, 2**31 - 1):
+        with pytest.raises(InvalidInput, match="learn"):
+            _request(loaded, text="x", learn=unknown)
+
+
 def test_priorities_have_bounds(loaded):
     for number in (-1, -101):
         with raises(PermissionDenied, "PRIORITY_NOT_ALLOWED"):

@@ -45,6 +45,7 @@ ON_GOING = {
     "NeapDraftsRejected",
     "NeapRouterNotLoaded",
     "NeapRouterWatchFails",
+    "NeapLearnsNothing",
     "NeapGatewayWithoutWorkers",
     "NeapGatewayFull",
     "NeapGatewayFails",

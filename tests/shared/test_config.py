@@ -102,6 +102,17 @@ def test_a_variable_that_nothing_reads_is_refused(monkeypatch, kind, name, hint)
     assert "secret" not in caught.value.message
 
 
+def test_shares_of_pools_to_learn_from(monkeypatch):
+    assert WorkerSettings().learn == ()
+    given = settings_from_command_line(WorkerSettings, "worker", ["--learn", "legal=.25", "--learn", "*=1"])
+    assert given.learn == ("legal=.25", "*=1")
+    monkeypatch.setenv("NEAP_LEARN", "default=0.1, shop=0")
+    assert WorkerSettings().learn == ("default=0.1", "shop=0")
+    for wrong in ("legal", "legal=", "legal=2", "legal=1.5", "legal=-1", "legal=nan", "Legal=1", "=1", "legal=1e-3"):
+        with pytest.raises(InvalidInput):
+            settings_from_command_line(WorkerSettings, "worker", ["--learn", wrong])
+
+
 def test_aliases_to_load_in_advance(monkeypatch):
     assert WorkerSettings().preload_aliases == ()
     flags = ["--preload-alias", "stable", "--preload-alias", "a"]

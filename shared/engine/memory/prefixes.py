@@ -1,5 +1,6 @@
 """The prefix cache: keys and values of a common prompt prefix are copied instead of being computed again."""
 
+import hashlib
 from array import array
 from bisect import bisect, bisect_left
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from shared.model.regimes import Regimes
 # A shorter prefix is computed faster than it is found, and every chat starts with the same few tokens of its template.
 MIN_SHARED = 16
 TOKEN_BYTES = 4
+_SCOPE_BYTES = 16
 
 
 def key_of(tokens: Sequence[int]) -> bytes:
@@ -22,6 +24,17 @@ def key_of(tokens: Sequence[int]) -> bytes:
     if byteorder == "little":
         ids.byteswap()
     return ids.tobytes()
+
+
+def scope_key_of(scope: str) -> bytes:
+    """What the keys of a scope begin with, so that keys of two scopes have no common prefix that counts. "": nothing,
+    for requests that share with all that have no scope either.
+
+    Its first byte is that of no token id and of no regime, so no prompt can begin like a scope. The rest is a digest
+    (BLAKE2b), and a common beginning of two digests is no more than they are long.
+    """
+    digest = hashlib.blake2b(scope.encode(), digest_size=_SCOPE_BYTES - 1).digest()
+    return b"\xff" + digest if scope else b""
 
 
 def common_prefix(left: bytes, right: bytes) -> int:
@@ -36,12 +49,14 @@ def common_prefix(left: bytes, right: bytes) -> int:
 
 class Donor(Protocol):
     """A sequence whose positions [0, num_settled) hold `tokens` in `cache`, through every layer. `given_key`: of the
-    tokens that its request gives it. `read_length` as in `Sequence`."""
+    tokens that its request gives it. `scope_key`: with whom it shares. `read_length` as in `Sequence`."""
 
     @property
     def tokens(self) -> Sequence[int]: ...
     @property
     def given_key(self) -> bytes: ...
+    @property
+    def scope_key(self) -> bytes: ...
     @property
     def num_settled(self) -> int: ...
     @property
@@ -89,7 +104,7 @@ class Prefixes:
             return
         key = sequence.given_key[: num_settled * TOKEN_BYTES]
         key += key_of(sequence.tokens[len(key) // TOKEN_BYTES : num_settled])
-        key = self._marked(key, sequence.read_length)
+        key = self._marked(key, sequence.read_length, sequence.scope_key)
         place = bisect(self._sorted, key)
         for near in self._sorted[max(place - 1, 0) : place + 1]:
             if near.startswith(key):
@@ -121,13 +136,12 @@ class Prefixes:
         if not self.is_enabled:
             return 0
         prompt, start = self._prompt_of(reader), reader.num_settled
-        shared, key_of_best = self._longest(prompt)
+        shared, key_of_best = self._longest(prompt, reader.scope_key)
         best = self._caches[key_of_best] if shared else None
         least = start + MIN_SHARED
         for donor in running:
             if donor is not reader and donor.num_settled >= max(least, shared + 1):
-                key = self._marked(donor.given_key, donor.read_length)
-                common = min(common_prefix(prompt, key), donor.num_settled)
+                common = min(self._common(prompt, donor, reader), donor.num_settled)
                 if common > shared:
                     best, shared, key_of_best = donor.cache, common, b""
         if best is None or shared < least:
@@ -144,27 +158,31 @@ class Prefixes:
         """Whether a sequence of `reading` computes in this step what `reader` would compute next."""
         prompt = self._prompt_of(reader)
         least = reader.num_settled + MIN_SHARED
-        return self.is_enabled and any(
-            common_prefix(prompt, self._marked(donor.given_key, donor.read_length)) >= least for donor in reading
-        )
+        return self.is_enabled and any(self._common(prompt, donor, reader) >= least for donor in reading)
 
-    def match_length(self, given_key: bytes) -> int:
+    def match_length(self, given_key: bytes, scope_key: bytes = b"") -> int:
         """Tokens of the longest prefix of a prompt that a kept cache holds. Any thread may call it."""
-        return self._longest(self._marked(given_key, len(given_key) // TOKEN_BYTES))[0]
+        return self._longest(self._marked(given_key, len(given_key) // TOKEN_BYTES, scope_key), scope_key)[0]
 
     def _prompt_of(self, reader: Reader) -> bytes:
         """The key of its prompt, without the last token."""
-        return self._marked(reader.given_key, reader.read_length)[:-TOKEN_BYTES]
+        return self._marked(reader.given_key, reader.read_length, reader.scope_key)[:-TOKEN_BYTES]
 
-    def _marked(self, key: bytes, read_length: int) -> bytes:
-        """The key of tokens whose angles are those of this length. Its first byte, which no token id reaches, says
-        their regime, so keys of different regimes have no common prefix."""
+    def _common(self, prompt: bytes, donor: Donor, reader: Reader) -> int:
+        """Tokens of the prompt of `reader`, whose key is `prompt`, with which that of `donor` begins, too."""
+        key = self._marked(donor.given_key, donor.read_length, donor.scope_key)
+        return common_prefix(prompt, key) - len(reader.scope_key) // TOKEN_BYTES
+
+    def _marked(self, key: bytes, read_length: int, scope_key: bytes) -> bytes:
+        """The key of tokens of a scope whose angles are those of this length. The first byte of the tokens, which no
+        token id reaches, says their regime, so keys of different regimes have no common prefix."""
         regime = self._regimes.of(read_length)
-        return bytes([regime]) + key[1:] if regime else key
+        return scope_key + (bytes([regime]) + key[1:] if regime else key)
 
-    def _longest(self, prompt: bytes) -> tuple[int, bytes]:
+    def _longest(self, prompt: bytes, scope_key: bytes) -> tuple[int, bytes]:
         """Length in tokens and key of the longest match."""
         keys = self._sorted
         place = bisect(keys, prompt)
         near = keys[max(place - 1, 0) : place + 1]
-        return max(((common_prefix(prompt, key), key) for key in near), default=(0, b""))
+        num_scope = len(scope_key) // TOKEN_BYTES
+        return max(((max(common_prefix(prompt, key) - num_scope, 0), key) for key in near), default=(0, b""))

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from shared.constraints.constraint import Constraint, MessageConstraint
-from shared.engine.memory.prefixes import key_of
+from shared.engine.memory.prefixes import key_of, scope_key_of
 from shared.errors import InvalidInput
 from shared.field_types import check_types
 from shared.ladder.policy import DepthPolicy
@@ -71,6 +71,8 @@ class GenerationRequest:
     answer.
 
     `prediction_ids`: what the answer is expected to be like. It is drafted from, and is no part of the context.
+
+    `cache_scope`: keys and values of a prefix are shared by requests that have the same one.
     """
 
     prompt_ids: tuple[int, ...]
@@ -90,6 +92,7 @@ class GenerationRequest:
     constraint: Constraint | MessageConstraint | None = None
     shown_special_ids: frozenset[int] = frozenset()
     prediction_ids: tuple[int, ...] = ()
+    cache_scope: str = ""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -137,6 +140,11 @@ class GenerationRequest:
         """Whether its tokens are those of the model's largest logits, and nothing else is asked of these."""
         is_constrained = self.constraint is not None or self.policy.name == "relaxed"
         return self.sampling.is_plain_greedy and not is_constrained and self.logprobs is None
+
+    @cached_property
+    def scope_key(self) -> bytes:
+        """The cache_scope as `Prefixes` tells scopes apart."""
+        return scope_key_of(self.cache_scope)
 
     @cached_property
     def given_key(self) -> bytes:

@@ -125,6 +125,10 @@ class DecodingSequence:
         return self.request.given_key
 
     @property
+    def scope_key(self) -> bytes:
+        return self.request.scope_key
+
+    @property
     def num_generated(self) -> int:
         """Tokens of the answer, with those that the caller had before."""
         return len(self.tokens) - self.num_prompt_tokens

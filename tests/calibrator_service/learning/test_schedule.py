@@ -253,12 +253,12 @@ def test_a_damaged_note_is_as_none(place):
 
 
 def test_old_answers_are_removed(place):
-    kept = place.service(learn_retention_days=1.0)
+    kept = place.service(traffic_days=1.0)
     place.serve("legal")
     kept.schedule._look()
     assert place.traffic.batches(MODEL, "legal")
     kept.schedule.stop()
     with closing(open_registry(str(place.folder / "registry"))):
-        gone = place.service("two", learn_retention_days=1e-9)
+        gone = place.service("two", traffic_days=1e-9)
         gone.schedule._look()
     assert not place.traffic.batches(MODEL, "legal")

@@ -27,6 +27,15 @@ def test_entries_are_appended_to_a_file_that_only_the_owner_can_read(neap, tmp_p
     assert "calibrate" in listed.stdout
 
 
+def test_a_token_of_a_pool(neap, tmp_path):
+    file = tmp_path / "tokens"
+    neap("tokens", "create", "ann", "--role", "generate", "--pool", "legal", "--append", str(file))
+    (entry,) = parse_tokens(file.read_bytes(), "tokens")
+    assert entry.caller.pool == "legal"
+    assert "legal" in neap("tokens", "list", str(file)).stdout
+    assert "BAD_TOKENS_FILE" in neap("tokens", "create", "ann", "--role", "admin", "--pool", "A", code=1).stderr
+
+
 def test_invalid_names_and_files_are_refused(neap, tmp_path):
     neap("tokens", "create", "ann", code=2)
     neap("tokens", "create", "ann", "--role", "root", code=2)

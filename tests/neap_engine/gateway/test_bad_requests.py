@@ -124,6 +124,7 @@ ALLOWED = {"type": "function", "function": {"name": "f"}}
         ({"neap": {"policy": "fast"}}, "INVALID_INPUT", "neap.policy"),
         ({"neap": {"threshold": 0.9}}, "INVALID_INPUT", "neap.threshold"),
         ({"neap": {"priority": 101}}, "INVALID_INPUT", "neap.priority"),
+        ({"neap": {"learn": "always"}}, "INVALID_INPUT", "neap.learn"),
         ({"neap": {"margin": 0.1}}, "INVALID_INPUT", "neap.margin"),
         ({"neap": {"policy": "relaxed", "margin": -1}}, "INVALID_INPUT", "neap.margin"),
         ({"neap": {"policy": "full", "max_drafts": 2}}, "INVALID_INPUT", "neap.max_drafts"),

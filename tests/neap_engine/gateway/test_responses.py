@@ -149,7 +149,7 @@ def result(call_id, output):
                 "logit_bias": {"5": 1},
                 "structured_outputs": {"regex": "a"},
                 "prediction": {"type": "content", "content": "x"},
-                "neap": {"policy": "relaxed", "margin": 1, "router_version": 2, "priority": 3},
+                "neap": {"policy": "relaxed", "margin": 1, "router_version": 2, "priority": 3, "learn": "never"},
             }.items()
         ),
     ],

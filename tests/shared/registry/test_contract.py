@@ -116,7 +116,9 @@ def test_invalid_model_ids_are_refused(registry: Registry, model_id: str) -> Non
 
 
 @REFUSED_BY_ALL
-@pytest.mark.parametrize("alias", ["", "Upper", "a/b", "..", "12", "x" * 65, "é", "a\n"])
+@pytest.mark.parametrize(
+    "alias", ["", "Upper", "a/b", "..", "12", "x" * 65, "é", "a\n", "@a", "a@", "12@a", "a@b@c", "a@B"]
+)
 def test_invalid_aliases_are_refused(registry: Registry, alias: str) -> None:
     publish(registry, "one")
     for call in (

@@ -31,6 +31,20 @@ def test_each_token_belongs_to_its_caller():
         assert find_caller(entries, token).name == name
 
 
+def test_a_token_may_belong_to_a_pool():
+    made = {pool: new_token("ann", [Role.GENERATE], pool) for pool in ("legal", "default")}
+    entries = parse_tokens("\n".join(entry.to_line() for _, entry in made.values()).encode(), "tokens")
+    assert entries == tuple(entry for _, entry in made.values())
+    assert {pool: find_caller(entries, token).pool for pool, (token, _) in made.items()} == {
+        "legal": "legal",
+        "default": "default",
+    }
+    assert made["legal"][1].to_line().endswith(" pool=legal")
+    assert len(made["default"][1].to_line().split()) == 3
+    with pytest.raises(InvalidInput):
+        new_token("ann", [Role.GENERATE], "Legal")
+
+
 def test_a_name_may_have_several_tokens():
     old, old_entry = new_token("ann", [Role.GENERATE])
     new, new_entry = new_token("ann", [Role.GENERATE])
@@ -43,6 +57,10 @@ def test_a_name_may_have_several_tokens():
     [
         "ann generate",
         f"ann generate {DIGEST} more",
+        f"ann generate {DIGEST} pool=",
+        f"ann generate {DIGEST} pool=Legal",
+        f"ann generate {DIGEST} pool=a pool=b",
+        f"ann generate pool=a {DIGEST}",
         f"ann generate,root {DIGEST}",
         f"ann generate, {DIGEST}",
         f"ann , {DIGEST}",

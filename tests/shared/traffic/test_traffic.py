@@ -11,8 +11,9 @@ import pytest
 
 from shared.digests import digest_of
 from shared.errors import Corrupt, Exhausted, InvalidInput
+from shared.pool_names import check_pool
 from shared.registry.factory import open_store
-from shared.traffic.answer import HOUR_S, ServedAnswer, check_pool
+from shared.traffic.answer import HOUR_S, ServedAnswer
 from shared.traffic.encoding import MAX_CONTENT_BYTES, MAX_OBJECT_BYTES, encode
 from shared.traffic.traffic import Traffic, open_traffic
 from tests.shared.traffic.conftest import HOUR, MODEL, Objects, an_answer

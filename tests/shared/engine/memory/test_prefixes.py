@@ -10,7 +10,7 @@ import torch
 from shared.engine import step as step_module
 from shared.engine.drafting.chains import Drafting
 from shared.engine.engine import Engine
-from shared.engine.memory.prefixes import MIN_SHARED, Prefixes, common_prefix, key_of
+from shared.engine.memory.prefixes import MIN_SHARED, Prefixes, common_prefix, key_of, scope_key_of
 from shared.engine.request.request import Finished, GenerationEvent, GenerationRequest, StoppingParams, TokenChunk
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.tables import SequenceTables
@@ -35,16 +35,20 @@ class _Sequence:
     read_length: int
     num_cached: int = 0
     num_read_before: int = 0
+    scope_key: bytes = b""
 
 
-def sequence(tokens: list[int], *, num_settled: int = 0, fill: float = 0.0, read_length: int = 0) -> _Sequence:
+def sequence(
+    tokens: list[int], *, num_settled: int = 0, fill: float = 0.0, read_length: int = 0, scope: str = ""
+) -> _Sequence:
     """With a cache of one position per token. Settled positions have keys `fill` and values -`fill`."""
     cache = ContiguousCache(len(tokens))
     states = torch.full((1, 1, 1, 2), fill)
     keys, values = cache.layer_tensors(states, states, 0)
     keys[:, :, :num_settled] = fill
     values[:, :, :num_settled] = -fill
-    return _Sequence(tokens, num_settled, cache, key_of(tokens), read_length or len(tokens))
+    length = read_length or len(tokens)
+    return _Sequence(tokens, num_settled, cache, key_of(tokens), length, scope_key=scope_key_of(scope))
 
 
 def test_only_keys_and_values_of_the_common_prefix_are_copied():
@@ -73,6 +77,25 @@ def test_keys_are_shared_within_a_regime_only(read_length, num_prompt_tokens, nu
     assert prefixes.match_length(reader.given_key) == (0 if is_running else num_copied)
     prefixes.match(reader, [donor] if is_running else [], 1000)
     assert reader.num_settled == num_copied
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+@pytest.mark.parametrize(("of_donor", "of_reader"), [("", ""), ("a", "a"), ("a", "b"), ("a", ""), ("", "a")])
+def test_keys_are_shared_within_a_scope_only(of_donor, of_reader, is_running):
+    prefixes, tokens = Prefixes(1000), list(range(2, 62))
+    donor = sequence(tokens, num_settled=60, fill=3.0, scope=of_donor)
+    other = sequence(tokens, num_settled=30, scope="c")
+    prefixes.insert(other)
+    if not is_running:
+        prefixes.insert(donor)
+    reader = sequence([*tokens[:40], 900], scope=of_reader)
+    num_copied = 40 if of_donor == of_reader else 0
+    assert prefixes.is_being_computed(reader, [donor, other]) == bool(num_copied)
+    found = prefixes.match_length(reader.given_key, reader.scope_key)
+    assert found == (0 if is_running else num_copied)
+    prefixes.match(reader, [donor, other] if is_running else [], 1000)
+    assert (reader.num_settled, reader.num_cached) == (num_copied, num_copied)
+    assert (reader.cache.keys[0][0, 0, :num_copied] == 3).all()
 
 
 def test_a_cache_of_another_regime_is_kept_beside():

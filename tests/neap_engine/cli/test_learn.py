@@ -1,0 +1,58 @@
+"""`neap learn`: what is kept of served answers is shown, and removed."""
+
+from contextlib import closing
+
+import pytest
+
+from shared.registry.factory import open_registry
+from shared.traffic.answer import ServedAnswer
+from shared.traffic.traffic import open_traffic
+from tests.registry_servers import SERVERS, new_place
+
+HOUR = 480_000  # 2024-10-04 00:00 UTC
+
+
+@pytest.fixture(params=["folder", "bucket", SERVERS[0]])
+def place(request, monkeypatch):
+    url = new_place(request.param, request)
+    monkeypatch.setenv("NEAP_REGISTRY", url)
+    with closing(open_registry(url)) as registry:
+        registry.publish("tiny", {}, {"x": b"1"}, request_id="one")
+        registry.publish("tiny", {}, {"x": b"2"}, request_id="two", aliases=["latest@legal"])
+    open_traffic(url).write(
+        [ServedAnswer("tiny", pool, 1, "n", HOUR + n, [1, 2], [3]) for pool in ("legal", "default") for n in range(3)]
+    )
+    return url
+
+
+def test_status_shows_each_pool_and_its_router(neap, place):
+    lines = neap("learn", "status").stdout.splitlines()
+    rows = {words[3]: words for line in lines if len(words := line.split()) > 3 and words[1] == "tiny"}
+    legal, default = ([word for word in rows[pool] if word != "│"] for pool in ("legal", "default"))
+    assert legal == ["tiny", "legal", "9", "3", "10-04", "00:00", "10-04", "02:00", "2"]
+    assert default[-1] == "1"
+
+
+def test_forget_removes_a_pool_or_what_is_before_a_time(neap, place):
+    traffic = open_traffic(place)
+    assert "1 objects" in neap("learn", "forget", "--pool", "legal", "--before", "2024-10-04T03:00+02:00").stdout
+    assert len(traffic.read("tiny", "legal").answers) == 2
+    assert "0 objects" in neap("learn", "forget", "--pool", "legal", "--model", "other").stdout
+    assert "2 objects" in neap("learn", "forget", "--pool", "legal").stdout
+    assert traffic.read("tiny", "legal").answers == ()
+    assert len(traffic.read("tiny", "default").answers) == 3
+    assert "legal" not in neap("learn", "status").stdout
+    assert "BAD_TIME" in neap("learn", "forget", "--pool", "default", "--before", "yesterday", code=1).stderr
+    assert "BAD_POOL" in neap("learn", "forget", "--pool", "../x", code=1).stderr
+    neap("learn", "forget", code=2)
+    assert len(traffic.read("tiny", "default").answers) == 3
+
+
+def test_nothing_kept_is_said_and_no_registry_made(neap, tmp_path, monkeypatch):
+    monkeypatch.delenv("NEAP_REGISTRY", raising=False)
+    result = neap("learn", "status", "--data-dir", tmp_path / "data", code=1)
+    assert "REGISTRY_NOT_FOUND" in result.output
+    assert not (tmp_path / "data").exists()
+    with closing(open_registry(str(tmp_path / "data" / "registry"))):
+        pass
+    assert "--learn" in neap("learn", "status", "--data-dir", tmp_path / "data").stdout
