@@ -1,7 +1,9 @@
 """What is kept of answers is read once, by its own pool, and removed when it should be; what is damaged is left out."""
 
 import errno
+import json
 import os
+import sys
 import time
 import zlib
 from dataclasses import fields
@@ -17,6 +19,7 @@ from shared.traffic.answer import HOUR_S, ServedAnswer
 from shared.traffic.encoding import MAX_CONTENT_BYTES, MAX_OBJECT_BYTES, encode
 from shared.traffic.traffic import Traffic, open_traffic
 from tests.shared.traffic.conftest import HOUR, MODEL, Objects, an_answer
+from tests.small_disk import run_on_small_disk
 
 KEY = bytes(range(32))
 
@@ -267,6 +270,37 @@ def test_a_full_disk_leaves_whole_objects_alone(tmp_path: Path, step: str) -> No
     read = open_traffic(str(tmp_path)).read(MODEL, "legal")
     assert len(read.answers) == (step == "linked:traffic")
     assert not read.skipped
+
+
+FILL = """
+import json, sys
+from pathlib import Path
+from shared.errors import NeapError
+from shared.traffic.answer import ServedAnswer
+from shared.traffic.traffic import open_traffic
+root, ballast = Path(sys.argv[1]) / "registry", Path(sys.argv[1]) / "ballast"
+traffic, said = open_traffic(str(root)), []
+for is_full in (False, True, False):
+    try:
+        with ballast.open("wb", buffering=0) as file:
+            while is_full and file.write(b"x" * 4096):
+                pass
+    except OSError:
+        pass
+    try:
+        traffic.write([ServedAnswer("tiny", "legal", 0, "n", 480_000, range(60_000 + len(said)), [1])])
+        said.append("written")
+    except NeapError as error:
+        said.append(error.reason)
+    ballast.unlink()
+read = traffic.read("tiny", "legal")
+print(json.dumps([*said, len(read.answers), read.skipped, len(list((root / "parts").iterdir()))]))
+"""
+
+
+def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
+    said = run_on_small_disk(tmp_path, "2m", sys.executable, "-c", FILL, tmp_path)
+    assert json.loads(said) == ["written", "DISK_FULL", "written", 2, {}, 0]
 
 
 @pytest.mark.parametrize("step", ["part:traffic", "synced:traffic", "linked:traffic"])
