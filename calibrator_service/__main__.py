@@ -56,7 +56,7 @@ async def serve(settings: CalibratorSettings) -> int:
             JobFolder(settings.data_dir / "calibrator"), settings, metrics=metrics, on_change=watchers.notify
         )
         schedule: LearningSchedule | None = None
-        if settings.learn:
+        if settings.learn_from_traffic:
             traffic = open_traffic(settings.registry, settings.traffic_key)
             schedule = LearningSchedule(registry, traffic, supervisor.store, settings, supervisor.queue.wake)
         try:

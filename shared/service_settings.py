@@ -358,19 +358,23 @@ class CalibratorSettings(ServiceSettings):
         validation_alias="NEAP_CALIBRATOR_METRICS_LISTEN",
         description=METRICS_LISTEN,
     )
-    learn: bool = Field(
+    learn_from_traffic: bool = Field(
         default=False,
         description="Learn from what workers keep of the answers that they serve (their --learn): per pool a job that "
         "goes on from the pool's router, again and again. Of several services with one registry one does it.",
     )
     learn_tokens: int = Field(
-        default=20_000, ge=1, description="With --learn: new tokens of a pool, prompts included, that begin a job."
+        default=20_000,
+        ge=1,
+        description="With --learn-from-traffic: new tokens of a pool, prompts included, that begin a job.",
     )
     learn_interval_s: float = Field(
-        default=1800.0, ge=0, description="With --learn: least seconds between the beginnings of two jobs of a pool."
+        default=1800.0,
+        ge=0,
+        description="With --learn-from-traffic: least seconds between the beginnings of two jobs of a pool.",
     )
     learn_budget_s: float = Field(
-        default=150.0, gt=0, le=604_800, description="With --learn: seconds that such a job may take."
+        default=150.0, gt=0, le=604_800, description="With --learn-from-traffic: seconds that such a job may take."
     )
     max_time_budget_s: float = Field(
         default=604_800.0,

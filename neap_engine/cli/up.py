@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -25,10 +26,12 @@ from neap_engine.cli.job_progress import ENDED, SETTLED, figures_line, phase_nam
 from neap_engine.cli.processes import ServiceProcess, interrupt_on_signals
 from shared.config import make_settings
 from shared.errors import NeapError, NotFound
+from shared.pool_names import DEFAULT_POOL
 from shared.service_settings import ServiceSettings
 
 DEFAULT_GATEWAY = "127.0.0.1:8080"
 DEFAULT_BUDGET_S = 150
+NEWER_POLL_S = 5.0
 # Models of many gigabytes take minutes.
 START_TIMEOUT_S = 1800.0
 POLL_S = 1.0
@@ -75,10 +78,18 @@ def up(
         ),
     ] = True,
     budget: Annotated[int, typer.Option("--budget", min=1, help="Seconds that this may take.")] = DEFAULT_BUDGET_S,
+    learn: Annotated[
+        bool,
+        typer.Option(
+            "--learn/--no-learn",
+            help="Learn from the answers that are served: they are kept in the data folder as token ids for a week, "
+            "and the router goes on from them. docs/privacy.md says more.",
+        ),
+    ] = True,
 ) -> None:
     """Run everything that serves a model: worker, calibrator and HTTP gateway. It answers as soon as the model is
-    loaded, with drafts that need no router, and takes up routers as they are learned. Ctrl-C ends all of it; the next
-    start goes on where it was.
+    loaded, with drafts that need no router, and takes up routers as they are learned, first from text of the model's
+    own and then from what it serves. Ctrl-C ends all of it; the next start goes on where it was.
 
     Other settings are those of the services: variables NEAP_*, see `neap serve worker --help`.
     """
@@ -95,7 +106,8 @@ def up(
             process = ServiceProcess(name, module, flags, logs / f"{name}.log", listen=listen, niceness=niceness)
             return stack.enter_context(process)
 
-        processes = [started("worker", "inference_service", worker, *shared_flags, "--metrics-listen", metrics)]
+        flags = [*shared_flags, "--metrics-listen", metrics, *(("--learn", f"{DEFAULT_POOL}=1") if learn else ())]
+        processes = [started("worker", "inference_service", worker, *flags)]
         with out.status("loading the model"):
             serving = processes[0].wait_serving(START_TIMEOUT_S)
         processes.append(started("gateway", "neap_engine.gateway", gateway, "--workers", serving))
@@ -103,7 +115,7 @@ def up(
         print_line(f"OpenAI's API: http://{http}/v1, gRPC: {serving}, metrics: http://{metrics}/metrics")
         print_line(f"""  curl http://{http}/v1/chat/completions -H 'Content-Type: application/json' \\""")
         print_line(f"""    -d '{{"model": "{model_id}", "messages": [{{"role": "user", "content": "Hello"}}]}}'""")
-        flags = (*shared_flags, "--grace-s", "0")
+        flags = [*shared_flags, "--grace-s", "0", *(("--learn-from-traffic",) if learn else ())]
         processes.append(started("calibrator", "calibrator_service", calibrator, *flags, niceness=CALIBRATOR_NICENESS))
         learning = processes[2].wait_serving(START_TIMEOUT_S)
         print_line(f"calibration service: {learning}; Ctrl-C ends all of it")
@@ -111,7 +123,8 @@ def up(
             stack.enter_context(NeapClient(address, security=client_security(), num_attempts=1, timeout_s=10.0))
             for address in (serving, learning)
         )
-        watch(processes, metrics, learned(serves, learns, model_id, budget if calibrate else 0), out)
+        states = chain(learned(serves, learns, model_id, budget if calibrate else 0), newer(learns, model_id))
+        watch(processes, metrics, states, out)
 
 
 def watch(processes: list[ServiceProcess], metrics: str, states: Iterator[str], console: Console) -> None:
@@ -122,7 +135,7 @@ def watch(processes: list[ServiceProcess], metrics: str, states: Iterator[str], 
             while True:
                 for process in processes:
                     process.check_alive()
-                state = next(states, state)
+                state = next(states, state) or state
                 if (news := state.rstrip("0123456789%")) != said:
                     print_line(state)
                 said = news
@@ -165,6 +178,21 @@ def learned(worker: NeapClient, client: NeapClient, model_id: str, budget_s: int
         yield f"router {job.router_version} was learned; {figures_line(job)}"
     else:
         yield f"no router was learned: {problem_text(job)}"
+
+
+def newer(client: NeapClient, model_id: str) -> Iterator[str]:
+    """Versions that come later, each time that it is asked; "" for nothing new. It never ends."""
+    last, asked_s = 0, float("-inf")
+    while True:
+        news = ""
+        if time.monotonic() - asked_s >= NEWER_POLL_S:
+            asked_s = time.monotonic()
+            with suppress(NeapError):
+                version = interruptible_call(lambda: client.get_version(model_id, alias=LATEST)).version
+                last, before = version, last
+                if before not in (0, version):
+                    news = f"router {version} was learned from what was served"
+        yield news
 
 
 class View:

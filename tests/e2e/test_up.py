@@ -62,8 +62,8 @@ def up(model: Path, data_dir: Path, *flags: str) -> Iterator[Up]:
             process.kill()
 
 
-def answer(address: str) -> str:
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+def answer(address: str, prompt: str = PROMPT) -> str:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "temperature": 0}
     request = urllib.request.Request(
         f"http://{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -85,6 +85,18 @@ def test_it_serves_learns_and_goes_on_where_it_was(model_folder: Path, tmp_path:
         assert "Traceback" not in rest
         assert processes_naming(str(data_dir)) == []
     assert len(set(texts)) == 1
+
+
+@pytest.mark.timeout(300)
+def test_it_learns_from_what_it_serves(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"TOKENS": "400", "INTERVAL_S": "0", "BUDGET_S": "20"}.items():
+        monkeypatch.setenv(f"NEAP_LEARN_{name}", value)
+    with up(model_folder, tmp_path / "data", "--budget", "15") as running:
+        address = running.until(r"http://(\S+)/v1,")[1]
+        running.until("router 1 was learned")
+        before = [answer(address, f"{PROMPT} {number}") for number in range(20)]
+        running.until("router 2 was learned from what was served")
+        assert [answer(address, f"{PROMPT} {number}") for number in range(20)] == before
 
 
 @pytest.mark.timeout(200)

@@ -34,9 +34,12 @@ class Place:
 
     def service(self, name: str = "one", traffic: Traffic | None = None, **options: object) -> SimpleNamespace:
         settings = CalibratorSettings(
-            models=f"{MODEL}=/a", data_dir=self.folder / name, registry=str(self.folder / "registry"), learn=True,
+            models=f"{MODEL}=/a",
+            data_dir=self.folder / name,
+            registry=str(self.folder / "registry"),
+            learn_from_traffic=True,
             **{"learn_tokens": 50, "learn_interval_s": 0.0, **options},
-        )  # fmt: skip
+        )
         store = JobStore(self.folder / f"{name}.db")
         woken: list[None] = []
         schedule = LearningSchedule(self.registry, traffic or self.traffic, store, settings, lambda: woken.append(None))

@@ -54,7 +54,7 @@ def test_a_pool_learns_by_itself_and_goes_on(start_service, model_folder, tmp_pa
     registry = f"{tmp_path}/registry"
     traffic = open_traffic(registry)
     flags = ("--model", f"tiny={model_folder}", "--threads", "1", "--learn-tokens", "1000", "--learn-interval-s", "0")
-    service = start_service(*flags, "--learn", "--learn-budget-s", "60", real=True)
+    service = start_service(*flags, "--learn-from-traffic", "--learn-budget-s", "60", real=True)
     for half in (0, 60):
         together = zip(prompts[half : half + 60], answers[half : half + 60], strict=True)
         traffic.write([served(prompt, ids) for prompt, ids in together])
