@@ -1,0 +1,156 @@
+"""What a router learns from served traffic by itself: exact with it, and with the one that it started from, against
+full.
+
+    python -m bench.learning --model FILE --router FOLDER --requests FILE.jsonl [--served 200] [--random]
+
+A worker that keeps its answers and a calibration service that learns from them run with their settings, but for the
+number of new tokens that begins a job: it is what `--served` requests have. These are sent one after another, greedy,
+and nothing else is done until the alias `latest` names the next version. Then the last `--held-out` requests of the
+file, which are not kept, are answered at full depth, by the first router and by the learned one, in turn. `--random`:
+prompts of random tokens and answers drawn at temperature 1, of which nothing can be learned.
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from neap_client import NeapClient
+from neap_client.inference.v1 import inference_pb2 as pb
+from neap_client.requests import generate_request
+
+from bench.machine import described
+from bench.options import make_parser, parsed
+from bench.prompts import read_texts
+from bench.table import head, row
+from bench.worker import MODEL_ID, READY_S, publish_router, worker_process
+from neap_engine.cli.processes import ServiceProcess
+from shared.errors import Unavailable
+from shared.registry.factory import open_registry
+from shared.registry.registry import Registry
+
+ALIAS = "latest"
+FULL = "full"
+RANDOM_TOKENS = 64
+# Shorter answers have no speed.
+MIN_TOKENS = 8
+
+Prompt = str | pb.TokenIds
+
+
+def main() -> None:
+    parser = make_parser(__doc__, router=True)
+    parser.add_argument("--requests", type=Path, required=True)
+    parser.add_argument("--served", type=int, default=200)
+    parser.add_argument("--held-out", type=int, default=24)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--budget", type=float, default=150.0, help="seconds that the job may take")
+    parser.add_argument("--random", action="store_true")
+    options = parsed(parser)
+    prompts: Sequence[Prompt] = read_texts(options.requests, options.served + options.held_out)
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        registry_path = folder / "registry"
+        publish_router(options.router, registry_path)
+        registry = stack.enter_context(closing(open_registry(str(registry_path))))
+        worker = worker_process(options.model, registry_path, folder / "worker.log", ["--learn", "default=1"])
+        address = stack.enter_context(worker).wait_complete(READY_S)
+        client = stack.enter_context(NeapClient(address, timeout_s=3600.0))
+        if options.random:
+            vocabulary_size = client.get_model(MODEL_ID).vocabulary_size
+            prompts = [random_prompt(vocabulary_size, seed) for seed in range(options.served + options.held_out)]
+        num_tokens = serve(client, prompts[: options.served], options)
+        print(f"{options.served} requests served, {num_tokens:,} tokens", flush=True)
+        learned_s = wait_learned(options, folder, registry, num_tokens)
+        sides = {FULL: 0, "the first router": 1, "the learned router": registry.resolve(MODEL_ID, ALIAS).version}
+        print(f"{described('cpu')}; learned and published {learned_s:.0f} s after the last request")
+        print_table(measure(client, prompts[options.served :], sides, options))
+
+
+def random_prompt(vocabulary_size: int, seed: int) -> pb.TokenIds:
+    return pb.TokenIds(ids=random.Random(seed).choices(range(vocabulary_size), k=RANDOM_TOKENS))
+
+
+def request_of(prompt: Prompt, options: argparse.Namespace, version: int | None, *, is_kept: bool) -> pb.GenerateRequest:
+    """`version`: 0 for full depth; None for the default alias."""
+    return generate_request(
+        MODEL_ID,
+        prompt,
+        policy=FULL if version == 0 else "exact",  # type: ignore[arg-type]
+        router=version or "",
+        max_tokens=options.max_tokens,
+        temperature=1.0 if options.random else 0.0,
+        seed=0,
+        learn=None if is_kept else "never",
+    )
+
+
+def serve(client: NeapClient, prompts: Sequence[Prompt], options: argparse.Namespace) -> int:
+    """The tokens of prompts and answers."""
+    num_tokens = 0
+    for prompt in prompts:
+        with client.generate(request_of(prompt, options, None, is_kept=True)) as stream:
+            for _ in stream:
+                pass
+        assert stream.finished is not None
+        num_tokens += stream.finished.usage.num_prompt_tokens + stream.finished.usage.num_completion_tokens
+    return num_tokens
+
+
+def wait_learned(options: argparse.Namespace, folder: Path, registry: Registry, num_tokens: int) -> float:
+    """The seconds until the alias names another version. The service runs no longer than that."""
+    began_s = time.monotonic()
+    flags = ["--model", f"{MODEL_ID}={options.model}", "--registry", str(folder / "registry"), "--learn-from-traffic"]
+    flags += ["--data-dir", str(folder / "calibrator"), "--learn-budget-s", str(options.budget)]
+    # Counts of kept tokens and of usage differ by what ends an answer.
+    flags += ["--learn-tokens", str(num_tokens * 9 // 10)]
+    with ServiceProcess("calibrator", "calibrator_service", flags, folder / "calibrator.log") as calibrator:
+        while registry.resolve(MODEL_ID, ALIAS).version == 1:
+            calibrator.check_alive()
+            if time.monotonic() - began_s > READY_S + options.budget:
+                raise Unavailable(f"nothing was learned; {(folder / 'calibrator.log').read_text()[-2000:]}")
+            time.sleep(1.0)
+    return time.monotonic() - began_s
+
+
+def measure(
+    client: NeapClient, prompts: Sequence[Prompt], sides: Mapping[str, int], options: argparse.Namespace
+) -> dict[str, list[tuple[float, float, tuple[int, ...]]]]:
+    """Of each side and prompt: seconds a token after the first, tokens a pass, and the tokens. Sides take turns."""
+    found: dict[str, list[tuple[float, float, tuple[int, ...]]]] = {name: [] for name in sides}
+    names = list(sides)
+    for number, prompt in enumerate([prompts[0], *prompts]):  # the first is a warm-up
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            first_s, tokens = 0.0, ()
+            with client.generate(request_of(prompt, options, sides[name], is_kept=False)) as stream:
+                for event in stream:
+                    if event.HasField("chunk"):
+                        first_s = first_s or time.perf_counter()
+                        tokens += tuple(token.id for token in event.chunk.tokens)
+                end_s = time.perf_counter()
+            assert stream.finished is not None
+            num_passes = max(stream.finished.depth.num_deep_passes, 1)
+            if number and len(tokens) >= MIN_TOKENS:
+                decoded = len(tokens) - 1
+                found[name].append(((end_s - first_s) / decoded, decoded / num_passes, tokens))
+    return found
+
+
+def print_table(found: Mapping[str, list[tuple[float, float, tuple[int, ...]]]]) -> None:
+    full = found[FULL]
+    head("side", "tokens/s, median", "over full, median of pairs", "tokens per pass", "answers of full")
+    for name, own in found.items():
+        over = statistics.median(f[0] / o[0] for o, f in zip(own, full, strict=True))
+        same = sum(o[2] == f[2] for o, f in zip(own, full, strict=True))
+        rate, passes = statistics.median(1 / o[0] for o in own), statistics.mean(o[1] for o in own)
+        row(name, f"{rate:.1f}", f"{over:.2f}", f"{passes:.2f}", f"{same} of {len(own)}")
+    first, learned = (found[name] for name in list(found)[1:])
+    print(f"learned over first, median of pairs: {statistics.median(f[0] / o[0] for f, o in zip(first, learned)):.2f}")
+
+
+if __name__ == "__main__":
+    main()
