@@ -30,6 +30,7 @@ from shared.service_settings import ModelSource, WorkerSettings
 def checks(settings: WorkerSettings, *, loads_models: bool) -> list[Check]:
     """The checks in the order in which they are worth reading. Only those of models take long."""
     on_gpu = settings.device.startswith("cuda")
+    card = settings.device if on_gpu else "cuda"
     compiles = on_gpu and settings.compile_layers != "off"
     model_ids = [source.model_id for source in settings.models]
     models = [Check(f"model {source.model_id}", partial(model, source, settings)) for source in settings.models]
@@ -37,8 +38,9 @@ def checks(settings: WorkerSettings, *, loads_models: bool) -> list[Check]:
         Check("versions", machine.versions),
         Check("variables", variables),
         Check("CPU kernels", partial(machine.cpu_kernels, settings.cpu_path)),
-        Check("GPU", partial(machine.gpu, on_gpu)),
-        Check("CUDA kernels", partial(machine.cuda_kernels, on_gpu)),
+        Check("GPU", partial(machine.gpu, on_gpu, card)),
+        Check("CUDA kernels", partial(machine.cuda_kernels, on_gpu, card)),
+        Check("nvcc", machine.compiler),
         Check("torch.compile", partial(machine.layer_compiler, compiles)),
         Check("registry", partial(registry, settings.registry, model_ids)),
         *(Check(_memory_of(source), partial(memory, source, settings)) for source in settings.models),

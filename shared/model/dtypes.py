@@ -2,6 +2,8 @@
 
 import torch
 
+from shared.ops.cards import has_bfloat16
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Such as "bfloat16"."""
@@ -11,6 +13,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 def rounded_to(format_name: str) -> torch.dtype | None:
     """The dtype that inputs of matmuls with weights in this format may be rounded to: int8 for GGUF's blocks."""
     return {"float32": None, "float16": None, "bfloat16": torch.bfloat16}.get(format_name, torch.int8)
+
+
+def sixteen_bits(device: torch.device) -> torch.dtype:
+    """What a device computes in where nothing is named: bfloat16, but float16 on a GPU that lacks it."""
+    return torch.bfloat16 if device.type != "cuda" or has_bfloat16(device) else torch.float16
 
 
 def multiplies_bfloat16() -> bool:
