@@ -21,6 +21,7 @@ def sixteen_bits(device: torch.device) -> torch.dtype:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this processor multiplies matrices faster in bfloat16 than in float32."""
+    """Whether this processor multiplies matrices faster in bfloat16 than in float32: with AVX-512 BF16 or AMX, or with
+    ARM64's BF16 (BFMMLA), as torch names them."""
     capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
