@@ -1,5 +1,7 @@
 """Which architectures the kernels are built for, and that none is silently left out."""
 
+import struct
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,39 @@ def test_a_spilled_register_ends_the_build(tmp_path: Path) -> None:
             build.build(tmp_path / "lib" / "out.so", tmp_path / "objects")
 
 
+def fatbin_contents(content: bytes) -> set[str]:
+    """What nvcc has put into a file, as cuobjdump lists it: "sm_80" for machine code, "compute_80" for PTX."""
+    found, start = set(), 0
+    while (start := content.find(FATBIN_MAGIC, start)) >= 0:
+        header_bytes, num_bytes = struct.unpack_from("<HQ", content, start + 6)
+        place = start + header_bytes
+        end = place + num_bytes
+        start += len(FATBIN_MAGIC)
+        while place < end and end <= len(content):
+            kind, _, entry_header, entry_bytes = struct.unpack_from("<HHIQ", content, place)
+            (number,) = struct.unpack_from("<I", content, place + 28)
+            found.add({1: "compute_", 2: "sm_"}[kind] + str(number))
+            place += entry_header + entry_bytes
+    return found
+
+
+FATBIN_MAGIC = struct.pack("<IH", 0xBA55ED50, 1)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("listed", ["8.0 9.0+PTX", "7.5"])
+def test_what_is_listed_is_what_nvcc_makes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listed: str) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    (tmp_path / "one.cu").write_text("__global__ void f(float* x) { *x += 1; }\n")
+    toolkit = build.find_toolkit()
+    assert toolkit is not None
+    flags = build.architecture_flags(build.wanted_architectures(toolkit.cuda))
+    made = tmp_path / "one.fatbin"
+    subprocess.run([toolkit.nvcc, "-fatbin", *flags, str(tmp_path / "one.cu"), "-o", str(made)], check=True)
+    expected = {"8.0 9.0+PTX": {"sm_80", "sm_90", "compute_90"}, "7.5": {"sm_75"}}
+    assert fatbin_contents(made.read_bytes()) == expected[listed]
+
+
 @needs_nvcc
 def test_the_library_carries_the_kernels_and_still_loads_without_a_gpu() -> None:
     library = build.build()
@@ -90,4 +125,7 @@ def test_the_library_carries_the_kernels_and_still_loads_without_a_gpu() -> None
     built, toolkit = cuda_build(), build.find_toolkit()
     assert built is not None
     assert toolkit is not None
+    names = {flag.split(",code=")[1] for flag in build.architecture_flags(";".join(built.architectures))}
+    # torch's own code is in no library of ours.
+    assert fatbin_contents(content) == names
     assert (built.cuda, ";".join(built.architectures)) == (toolkit.cuda, build.wanted_architectures(toolkit.cuda))
