@@ -210,7 +210,7 @@ def _load_engine(
     gc.freeze()  # no later collection looks at the model
     budget = None if settings.kv_budget_mb is None else settings.kv_budget_mb << 20
     if budget is None and loaded.device.type == "cuda" and len(settings.models) == 1:
-        budget = card_budget(loaded.device)
+        budget = card_budget(loaded.device, settings.gpu_memory_share)
     prefix_cache = None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20
     engine = Engine(
         loaded,

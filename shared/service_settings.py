@@ -167,7 +167,15 @@ class WorkerSettings(ServiceSettings):
         default=None,
         ge=1,
         description="MiB for the keys and values of all requests, per model. Unset: half of the memory that is free "
-        "once the model is loaded. For a single model on a GPU: what it leaves of nine tenths of the GPU's memory.",
+        "once the model is loaded; for a single model on a GPU what --gpu-memory-share leaves.",
+    )
+    gpu_memory_share: float = Field(
+        default=0.9,
+        ge=0.05,
+        le=0.98,
+        description="Share of a GPU's memory that a worker with a single model takes, for weights, keys and values, "
+        "with what other processes have taken before. Less leaves room for those that come later, such as a "
+        "calibration service on the same GPU; the rest is for graphs and routers. --kv-budget-mb goes before it.",
     )
     kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto",

@@ -101,8 +101,19 @@ def test_a_gpu_that_cannot_serve_is_refused_before_anything_is_loaded(
             asyncio.run(serve(settings))
 
 
-@pytest.mark.parametrize(("num_models", "given", "budget"), [(1, None, 7000), (2, None, None), (1, 1, 1 << 20)])
-def test_a_single_model_gets_the_gpu(monkeypatch: pytest.MonkeyPatch, num_models: int, given: int | None, budget: int):
+@pytest.mark.parametrize(
+    ("num_models", "given", "budget"),
+    [
+        (1, {}, 7000),
+        (1, {"gpu_memory_share": 0.5}, 3000),
+        (1, {"gpu_memory_share": 0.1}, 0),
+        (2, {}, None),
+        (1, {"kv_budget_mb": 1}, 1 << 20),
+    ],
+)
+def test_a_single_model_gets_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, num_models: int, given: dict[str, Any], budget: int | None
+) -> None:
     asked: dict[str, Any] = {}
 
     def engine(_: object, **options: Any) -> None:
@@ -115,7 +126,7 @@ def test_a_single_model_gets_the_gpu(monkeypatch: pytest.MonkeyPatch, num_models
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8000, 10_000))
     models = tuple(ModelSource(f"model-{number}", "folder") for number in range(num_models))
     with raises(PreconditionFailed, "STOP"):
-        _load_engine(SOURCE, WorkerSettings(models=models, kv_budget_mb=given), print, print)
+        _load_engine(SOURCE, WorkerSettings(models=models, **given), print, print)
     assert (asked["kv_budget_bytes"], asked["max_running"]) == (budget, None)
 
 

@@ -13,8 +13,6 @@ from shared.model.runner import Runner
 
 # Share of the memory that is free once the model is loaded. Activations and other processes need the rest.
 BUDGET_SHARE = 0.5
-# Share of a GPU's memory that a worker with one model takes in all. The rest is for graphs, the head's rows, routers.
-CARD_SHARE = 0.9
 # Requests that share each step by default; on a GPU as many as have TOKENS_OF_A_REQUEST each, up to the rows of a pass.
 MAX_RUNNING, TOKENS_OF_A_REQUEST, MOST_RUNNING = 16, 2048, 256
 # A cgroup's files: limits in bytes, use in bytes, statistics, and the name of the statistic of cached files that can be
@@ -45,10 +43,10 @@ def default_budget(device: torch.device) -> int:
     return int(BUDGET_SHARE * available_bytes(device))
 
 
-def card_budget(device: torch.device) -> int:
-    """Bytes of keys and values if nothing else is to come onto a GPU: what is left below CARD_SHARE of it."""
+def card_budget(device: torch.device, share: float) -> int:
+    """Bytes of keys and values with which a share of a GPU's memory is taken."""
     free, total = torch.cuda.mem_get_info(device)
-    return max(int(free - (1 - CARD_SHARE) * total), 0)
+    return max(int(free - (1 - share) * total), 0)
 
 
 def default_max_running(device: torch.device, kv_budget_tokens: int) -> int:

@@ -95,7 +95,7 @@ def test_a_token_takes_the_bytes_of_the_kv_dtype(kv_dtype: torch.dtype | None, n
 def test_a_gpu_is_filled_to_nine_tenths(monkeypatch, total_gb, model_gb, budget_gb, token_bytes, max_running):
     sizes = int((total_gb - model_gb) * 1e9), int(total_gb * 1e9)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: sizes)
-    found = budget.card_budget(torch.device("cuda"))
+    found = budget.card_budget(torch.device("cuda"), 0.9)
     assert found == pytest.approx(budget_gb * 1e9, abs=1)
     assert budget.default_max_running(torch.device("cuda"), found // token_bytes) == max_running
     assert budget.default_max_running(CPU, found // token_bytes) == budget.MAX_RUNNING
