@@ -52,11 +52,14 @@ $(STAMP): pyproject.toml shared/build_hook.py protos/pyproject.toml protos/hatch
 	@$(PIP) install --no-build-isolation --editable ./protos --editable '.[$(EXTRAS)]'
 	@touch $@
 
-build-ops: $(LIBRARY)
+BUILD_OPS = $(BIN)/python -m shared.ops.build >/dev/null && touch $(LIBRARY)
 
-$(LIBRARY): $(STAMP) $(NATIVE_SOURCES) shared/ops/build.py
-	@$(BIN)/python -m shared.ops.build >/dev/null
-	@touch $@
+# Always asks what the machine has, because a GPU, its driver and nvcc may have come since.
+build-ops: $(STAMP)
+	@$(BUILD_OPS)
+
+$(LIBRARY): $(STAMP) $(NATIVE_SOURCES) shared/ops/build.py shared/ops/toolkit.py
+	@$(BUILD_OPS)
 
 demo: $(LIBRARY)
 	@$(BIN)/python -m demo $(DEMO_FLAGS)

@@ -24,7 +24,8 @@ from bench.options import add_device, add_dtypes, add_prompts, each_model, load,
 from bench.prompts import first_turns
 from bench.table import head, row
 from shared.engine.drafting.drafter import Drafter
-from shared.engine.engine import MAX_RUNNING, Engine
+from shared.engine.engine import Engine
+from shared.engine.memory.budget import MAX_RUNNING
 from shared.engine.request.request import GenerationRequest
 from shared.ladder.confidence import Confidence
 from shared.ladder.folder import read_ladder

@@ -25,7 +25,8 @@ from bench.machine import described
 from bench.options import add_device, add_dtypes, add_prompts, each_model, load, make_parser
 from bench.prompts import first_turns
 from bench.table import head, row
-from shared.engine.engine import MAX_RUNNING, Engine
+from shared.engine.engine import Engine
+from shared.engine.memory.budget import MAX_RUNNING
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy

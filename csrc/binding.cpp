@@ -121,6 +121,9 @@ std::tuple<Tensor, Tensor> rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) {
 
 std::string cpu_isa() { return neap::kernels().name; }
 
+// What nvcc built: its CUDA, and the architectures in TORCH_CUDA_ARCH_LIST's form. Empty for the CPU alone.
+std::string cuda_build() { return NEAP_CUDA_BUILD; }
+
 void set_cpu_isa(std::string name) {
   NEAP_CHECK(neap::select_kernels(name.c_str()), "set_cpu_isa: this machine or build has no '", name,
              "'; names are auto, on x86-64 portable, avx2, avx512, avx512bf16, and on ARM64 neon, dotprod, i8mm");
@@ -171,6 +174,7 @@ STABLE_TORCH_LIBRARY(neap, m) {
       "Tensor[] vectors, float shift, float eps, float lowest, float highest, int max_drafts) -> (Tensor, Tensor, "
       "Tensor, Tensor)");
   m.def("cpu_isa() -> str");
+  m.def("cuda_build() -> str");
   m.def("set_cpu_isa(str name) -> ()");
 }
 
@@ -201,5 +205,6 @@ STABLE_TORCH_LIBRARY_IMPL(neap, CompositeExplicitAutograd, m) {
   m.impl("tensor_table", TORCH_BOX(&tensor_table));
   m.impl("profile_layers", TORCH_BOX(&profile_layers));
   m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
+  m.impl("cuda_build", TORCH_BOX(&cuda_build));
   m.impl("set_cpu_isa", TORCH_BOX(&set_cpu_isa));
 }

@@ -38,11 +38,14 @@ from inference_service.router_watch import RouterWatch
 from inference_service.routers import MAX_WAITING, RouterStore, preload_routers
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
 from inference_service.tap import Tap
+from shared.compile_cache import keep_compiled
 from shared.configured_model import load_configured
 from shared.engine.drafting.costs import RememberingMeter
 from shared.engine.engine import Engine
+from shared.engine.memory.budget import MAX_RUNNING, card_budget
 from shared.errors import InvalidInput, PreconditionFailed, Unavailable
 from shared.exchange.signatures import verifier_of
+from shared.model.load import check_device
 from shared.model.loaded import LoadedModel
 from shared.model.runners import make_runner
 from shared.model.source import check_files
@@ -75,6 +78,9 @@ async def serve(settings: WorkerSettings) -> int:
         raise InvalidInput("no model is named: give --model ID=SOURCE", reason="BAD_CONFIGURATION")
     for source in settings.models:  # before anything listens, so that nobody waits for a model that is not there
         check_files(source.source)
+    if settings.device.startswith("cuda") and settings.start_cache_mb:
+        keep_compiled(settings.data_dir / "compile-cache", settings.start_cache_mb << 20)
+    check_device(settings.device, serves=True)
     num_threads = settings.threads or min(torch.get_num_threads(), usable_cpus())
     torch.set_num_threads(num_threads)
     log.info("threads", usable_cpus=usable_cpus(), model_threads=num_threads)
@@ -89,7 +95,7 @@ async def serve(settings: WorkerSettings) -> int:
     engines: list[Engine] = []
     tap = _tap(settings, metrics, engines)
     # Requests that wait for the registry leave at least half of the places to the others.
-    max_waiting = min(MAX_WAITING, max(1, (settings.max_queue + settings.max_running) // 2))
+    max_waiting = min(MAX_WAITING, max(1, (settings.max_queue + (settings.max_running or MAX_RUNNING)) // 2))
     routers = RouterStore(
         registry,
         pools=pools,
@@ -146,7 +152,7 @@ async def serve(settings: WorkerSettings) -> int:
             )
             servicer.add_model(
                 engine,
-                max_active=settings.max_queue + settings.max_running,
+                max_active=settings.max_queue + engine.max_running,
                 max_active_per_client=settings.max_active_per_client,
             )
         if settings.routers:
@@ -226,6 +232,8 @@ def _load_engine(
     loaded = load_configured(source, settings)
     gc.freeze()  # no later collection looks at the model
     budget = None if settings.kv_budget_mb is None else settings.kv_budget_mb << 20
+    if budget is None and loaded.device.type == "cuda" and len(settings.models) == 1:
+        budget = card_budget(loaded.device, settings.gpu_memory_share)
     prefix_cache = None if settings.prefix_cache_mb is None else settings.prefix_cache_mb << 20
     engine = Engine(
         loaded,
@@ -253,7 +261,13 @@ def _load_engine(
     say("warming up")
     engine.warm_up(constraints=False)
     release_free_memory()
-    log.info("model warm", model_id=source.model_id)
+    log.info(
+        "model warm",
+        model_id=source.model_id,
+        max_running=engine.max_running,
+        kv_budget_mb=engine.kv_budget_bytes >> 20,
+        kv_budget_tokens=engine.kv_budget_bytes // engine.kv_token_bytes,
+    )
     return engine
 
 

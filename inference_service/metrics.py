@@ -163,6 +163,7 @@ def _families() -> dict[str, Metric]:
     families: dict[str, Metric] = {}
     gauge("num_requests_running", "Requests that run in the engine, paused ones included.")
     gauge("num_requests_waiting", "Requests that wait for the engine.")
+    gauge("max_requests_running", "Most requests that share a step.")
     gauge(
         "kv_cache_usage_ratio",
         "Share of the KV budget reserved for running requests: their prompts and longest possible answers.",
@@ -221,6 +222,7 @@ def _read(engine: Engine, families: Mapping[str, Metric]) -> None:
 
     put("num_requests_running", engine.num_running)
     put("num_requests_waiting", engine.num_waiting)
+    put("max_requests_running", engine.max_running)
     put("kv_cache_usage_ratio", engine.kv_usage_ratio)
     put("learned_contexts", engine.num_learned_contexts)
     put("exact_is_full", engine.numerics.is_exact)

@@ -156,7 +156,12 @@ class WorkerSettings(ServiceSettings):
         description="Address to listen on for gRPC. Port 0 picks a free port.",
     )
     health_listen: str = Field(default="", validation_alias="NEAP_WORKER_HEALTH_LISTEN", description=HEALTH_LISTEN)
-    max_running: int = Field(default=16, ge=1, description="Most requests of a model that share each step.")
+    max_running: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most requests of a model that share each step. Unset: 16, and on a GPU as many as there are keys "
+        "and values for, of 2048 tokens each, up to 256.",
+    )
     max_queue: int = Field(
         default=64, ge=1, description="Most requests that wait, per model. Further requests are refused (QUEUE_FULL)."
     )
@@ -176,7 +181,15 @@ class WorkerSettings(ServiceSettings):
         default=None,
         ge=1,
         description="MiB for the keys and values of all requests, per model. Unset: half of the memory that is free "
-        "once the model is loaded.",
+        "once the model is loaded; for a single model on a GPU what --gpu-memory-share leaves.",
+    )
+    gpu_memory_share: float = Field(
+        default=0.9,
+        ge=0.05,
+        le=0.98,
+        description="Share of a GPU's memory that a worker with a single model takes, for weights, keys and values, "
+        "with what other processes have taken before. Less leaves room for those that come later, such as a "
+        "calibration service on the same GPU; the rest is for graphs and routers. --kv-budget-mb goes before it.",
     )
     kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto",
@@ -286,8 +299,9 @@ class WorkerSettings(ServiceSettings):
         ge=0,
         description="MiB on disk, in the folder start-cache below the data folder, for what a start of this worker "
         "remembers for the next one: packed weights, which take as much as the model's file, and what was proven and "
-        "measured. It counts for the same model, build and machine only, and is made anew if it is damaged. 0 keeps "
-        "nothing.",
+        "measured. It counts for the same model, build and machine only, and is made anew if it is damaged. On a "
+        "GPU it is the limit of the folder compile-cache beside it, for what torch.compile, Triton and the driver have "
+        "compiled. 0 keeps nothing.",
     )
     routers: Listed[str] = Field(
         default=(),

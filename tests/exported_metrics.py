@@ -33,6 +33,7 @@ def busy_engine() -> SimpleNamespace:
         statistics=statistics,
         num_running=1,
         num_waiting=2,
+        max_running=16,
         kv_usage_ratio=0.5,
         num_learned_contexts=7,
     )

@@ -13,8 +13,8 @@ from shared.errors import InvalidInput
 from shared.ladder.exit_head import default_mlp_width
 from shared.ladder.head_rows import head_width
 from shared.ladder.proposers import exit_name
+from shared.model.footprint import kv_token_bytes
 from shared.model.loaded import LoadedModel
-from shared.model.parts import layer_configs
 from shared.model.runner import captured_depths
 
 # Of a spec without a limit: under three minutes on two cores with a model of the demo's size.
@@ -204,12 +204,7 @@ def num_decoded_rows(loaded: LoadedModel) -> int:
     The limit is 2 GiB on a CPU and a quarter of a GPU's memory. It is the GPU's total memory: the memory that is free
     at the moment must not decide which text is written.
     """
-    config = loaded.model.config.get_text_config(decoder=True)
-    token_bytes = 0
-    for layer in layer_configs(config):
-        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-        width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-        token_bytes += 2 * heads * width * loaded.model.dtype.itemsize
+    token_bytes = kv_token_bytes(loaded.model.config.get_text_config(decoder=True), loaded.model.dtype)
     max_rows, cache_bytes = 64, ROW_CACHE_BYTES
     if loaded.device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(loaded.device).total_memory

@@ -1,6 +1,7 @@
 """`neap doctor`: says what this machine can do with the settings of the services, and why not."""
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from neap_engine.cli.console import DataDir, RegistryUrl, err, exit_on_error, fail, out, print_json
+from neap_engine.cli.up import named_source
 from shared.config import make_settings
 from shared.plain_text import one_line
 from shared.service_settings import WorkerSettings
@@ -24,8 +26,9 @@ def doctor(
         list[str] | None,
         typer.Option(
             "--model",
-            metavar="ID=SOURCE",
-            help="Model to load, as the services are told. May be given several times. Default: NEAP_MODELS.",
+            metavar="[ID=]SOURCE",
+            help="Model to load, as the services are told. A file or folder needs no id. May be given several times. "
+            "Default: NEAP_MODELS.",
         ),
     ] = None,
     registry: RegistryUrl = None,
@@ -49,6 +52,8 @@ def doctor(
     ok: it works. off: it does not, and these settings do not need it. broken: these settings need it. The exit status
     is 1 if anything is broken.
     """
+    if model:
+        model = ["=".join(named_source(each)) if Path(each).exists() else each for each in model]
     settings = make_settings(WorkerSettings, models=model, registry=registry, data_dir=data_dir, device=device)
     findings = examine(settings, loads_models=not skip_models)
     broken = [finding.name for finding in findings if finding.status == "broken"]

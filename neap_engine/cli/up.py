@@ -5,7 +5,7 @@ import socket
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
@@ -27,7 +27,7 @@ from neap_engine.cli.processes import ServiceProcess, interrupt_on_signals
 from shared.config import make_settings
 from shared.errors import NeapError, NotFound
 from shared.pool_names import DEFAULT_POOL
-from shared.service_settings import ServiceSettings
+from shared.service_settings import WorkerSettings
 
 DEFAULT_GATEWAY = "127.0.0.1:8080"
 DEFAULT_BUDGET_S = 150
@@ -37,6 +37,8 @@ START_TIMEOUT_S = 1800.0
 POLL_S = 1.0
 # Who learns gives way to who serves.
 CALIBRATOR_NICENESS = 15
+# Of a GPU's memory for the worker, unless its variable names another: the calibrator's model is there, too.
+WORKER_SHARE = "0.45"
 LATEST = "latest"
 METRICS = {
     "neap_generation_tokens_total": "tokens",
@@ -95,7 +97,8 @@ def up(
     """
     model_id, source = named_source(model)
     check_free({"--worker": worker, "--gateway": gateway, "--calibrator": calibrator})
-    folder = make_settings(ServiceSettings, data_dir=data_dir).data_dir.absolute()
+    settings = make_settings(WorkerSettings, data_dir=data_dir)
+    folder = settings.data_dir.absolute()
     shared_flags, logs = ["--model", f"{model_id}={source}", "--data-dir", str(folder)], folder / "logs"
     metrics = f"127.0.0.1:{free_port()}"
     print_line(f"{model_id}: {source}; logs in {logs}")
@@ -106,7 +109,8 @@ def up(
             process = ServiceProcess(name, module, flags, logs / f"{name}.log", listen=listen, niceness=niceness)
             return stack.enter_context(process)
 
-        flags = [*shared_flags, "--metrics-listen", metrics, *(("--learn", f"{DEFAULT_POOL}=1") if learn else ())]
+        flags = [*shared_flags, "--metrics-listen", metrics, *share_flags(settings)]
+        flags += ["--learn", f"{DEFAULT_POOL}=1"] if learn else []
         processes = [started("worker", "inference_service", worker, *flags)]
         with out.status("loading the model"):
             serving = processes[0].wait_serving(START_TIMEOUT_S)
@@ -232,6 +236,12 @@ def summed(exposition: str) -> dict[str, float]:
             if sample.name in METRICS:
                 sums[METRICS[sample.name]] += sample.value
     return sums
+
+
+def share_flags(settings: WorkerSettings) -> Sequence[str]:
+    """The worker's flags for its share of a GPU."""
+    is_alone = not settings.device.startswith("cuda") or "gpu_memory_share" in settings.model_fields_set
+    return () if is_alone else ("--gpu-memory-share", WORKER_SHARE)
 
 
 def named_source(model: str) -> tuple[str, str]:

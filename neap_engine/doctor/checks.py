@@ -13,13 +13,14 @@ import torch
 from neap_engine.doctor import machine
 from neap_engine.doctor.finding import Check, Finding, Status
 from shared.config import unknown_variables
-from shared.configured_model import load_configured
+from shared.configured_model import load_configured, load_options
 from shared.engine.memory.budget import available_bytes
+from shared.model.footprint import footprint
 from shared.model.loaded import LoadedModel
 from shared.model.numerics import Numerics, numerics_of
+from shared.model.paged_runner import HEAD_BUCKETS
 from shared.model.runner import Runner
 from shared.model.runners import make_runner
-from shared.model.source import size_mb
 from shared.model.substitution.apply import AccelerationReport
 from shared.registry.address import RegistryAddress
 from shared.registry.factory import folder_of, open_registry
@@ -30,6 +31,7 @@ from shared.service_settings import ModelSource, WorkerSettings
 def checks(settings: WorkerSettings, *, loads_models: bool) -> list[Check]:
     """The checks in the order in which they are worth reading. Only those of models take long."""
     on_gpu = settings.device.startswith("cuda")
+    card = settings.device if on_gpu else "cuda"
     compiles = on_gpu and settings.compile_layers != "off"
     model_ids = [source.model_id for source in settings.models]
     models = [Check(f"model {source.model_id}", partial(model, source, settings)) for source in settings.models]
@@ -37,8 +39,9 @@ def checks(settings: WorkerSettings, *, loads_models: bool) -> list[Check]:
         Check("versions", machine.versions),
         Check("variables", variables),
         Check("CPU kernels", partial(machine.cpu_kernels, settings.cpu_path)),
-        Check("GPU", partial(machine.gpu, on_gpu)),
-        Check("CUDA kernels", partial(machine.cuda_kernels, on_gpu)),
+        Check("GPU", partial(machine.gpu, on_gpu, card)),
+        Check("CUDA kernels", partial(machine.cuda_kernels, on_gpu, card)),
+        Check("nvcc", machine.compiler),
         Check("torch.compile", partial(machine.layer_compiler, compiles)),
         Check("registry", partial(registry, settings.registry, model_ids)),
         *(Check(_memory_of(source), partial(memory, source, settings)) for source in settings.models),
@@ -99,9 +102,11 @@ def _described(address: RegistryAddress) -> str:
     return f"{index}s3://{address.bucket}/{address.prefix}".rstrip("/")
 
 
-# What a worker takes beside its keys and values: so much of a .gguf file, and MB of its own; at its first start more
-# (bench/RESULTS.md, Starts).
-SHARE_OF_FILE, OWN_MB, MORE_AT_FIRST = 1.1, 500, 1.1
+# What a worker takes beside weights, keys and values, in MB, and how much more at the peak of its first start, of that
+# and of the weights (bench/RESULTS.md, Starts). What a GPU's driver, graphs and routers take is of card_budget's tenth.
+OWN_MB, FIRST_MB, FIRST_SHARE = 480, 80, 0.75
+CARD_OWN_MB = 800
+REQUEST_TOKENS = 2048
 
 
 def _memory_of(source: ModelSource) -> str:
@@ -109,23 +114,38 @@ def _memory_of(source: ModelSource) -> str:
 
 
 def memory(source: ModelSource, settings: WorkerSettings) -> Finding:
-    """Compares what a worker will take with what is free, before a model is loaded. Broken if it is more."""
-    name, file_mb = _memory_of(source), size_mb(Path(source.source))
-    as_stored = settings.device == "cpu" and settings.dtype == "auto" and source.source.endswith(".gguf")
-    if file_mb is None or not as_stored:
-        return Finding(name, "off", "only what a .gguf file in its own formats takes on a CPU is known beforehand")
-    needed_mb, free_mb = SHARE_OF_FILE * file_mb + OWN_MB, available_bytes(torch.device("cpu")) / 1e6
-    first_mb = MORE_AT_FIRST * needed_mb
-    detail = (
-        f"a worker takes {needed_mb:.0f} MB and keys and values, {first_mb:.0f} MB while it starts for the first time"
-    )
-    return Finding(
-        name,
-        "ok" if first_mb <= free_mb else "broken",
-        f"{detail}; {free_mb:.0f} MB are free",
-        "" if first_mb <= free_mb else "give it more memory, or take a smaller file",
-        {"needed_mb": round(needed_mb), "first_start_mb": round(first_mb), "free_mb": round(free_mb)},
-    )
+    """Compares what a worker will take with what is free, by the headers of the model's files. Broken if it is more.
+    Raises as `footprint`."""
+    name, device = _memory_of(source), torch.device(settings.device)
+    options = load_options(settings)
+    dtypes = {key: options[key] for key in ("dtype", "kv_dtype", "context_length")}
+    found = footprint(source.source, device, **dtypes)
+    if found is None:
+        return Finding(name, "off", "known beforehand only of files on this machine in formats of neap's own")
+    weights_mb = found.weights / 1e6
+    request = min(REQUEST_TOKENS, found.context_length)
+    facts = {
+        "weights_mb": round(weights_mb),
+        "kv_bytes_per_token": found.kv_token,
+        "request_mb": round(found.kv_token * request / 1e6),
+    }
+    keys = f"keys and values: {found.kv_token / 1e3:.0f} kB a token, {facts['request_mb']} MB for {request} tokens"
+    if device.type == "cuda":
+        rows_mb = HEAD_BUCKETS[-1] * found.head_row / 1e6
+        needed_mb = first_mb = weights_mb + CARD_OWN_MB + rows_mb
+        detail = f"a worker takes {needed_mb:.0f} MB of the GPU, and {weights_mb:.0f} MB of the machine while it loads"
+    else:
+        needed_mb = weights_mb + OWN_MB
+        first_mb = needed_mb + FIRST_MB + FIRST_SHARE * weights_mb
+        detail = f"a worker takes {needed_mb:.0f} MB, and up to {first_mb:.0f} MB while it starts for the first time"
+    facts |= {"needed_mb": round(needed_mb), "first_start_mb": round(first_mb)}
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return Finding(name, "off", f"{detail}; {keys}; there is no usable GPU to compare with", facts=facts)
+    free_mb = available_bytes(device) / 1e6
+    fits = first_mb + facts["request_mb"] <= free_mb
+    detail = f"{detail}; {keys}; {free_mb:.0f} MB are free"
+    advice = "" if fits else "give it more memory, or take a smaller file, or set --context-length or --kv-dtype"
+    return Finding(name, "ok" if fits else "broken", detail, advice, facts | {"free_mb": round(free_mb)})
 
 
 # Enough for the runner to check itself. A worker chooses by the free memory.
@@ -135,8 +155,12 @@ KV_BUDGET_BYTES = 64 << 20
 def model(source: ModelSource, settings: WorkerSettings) -> Finding:
     """Loads the model as a worker does, and makes the runner that a worker would use. Raises what these raise.
 
-    Broken if a setting demands what they do not do.
+    Broken if a setting demands what they do not do. Not loaded where `memory` is broken.
     """
+    # If its files cannot be read, that has no facts, and loading says more.
+    before = Check(_memory_of(source), partial(memory, source, settings)).finding()
+    if before.status == "broken" and before.facts:
+        return Finding(f"model {source.model_id}", "off", "not loaded, because it would take more memory than is free")
     loaded = load_configured(source, settings)
     status: Status = "ok"
     facts: dict[str, Any] = {

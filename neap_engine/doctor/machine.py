@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sysconfig
@@ -22,9 +21,10 @@ from shared.errors import NeapError
 from shared.model.load import check_device
 from shared.ops import choose_greedy
 from shared.ops.build import described
+from shared.ops.cards import check_card, cuda_build, has_bfloat16
+from shared.ops.toolkit import driver_problem, driver_version, find_toolkit
 
 PACKAGES = ("torch", "transformers", "triton", "grpcio", "protobuf")
-DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> Finding:
@@ -65,16 +65,16 @@ def _run_a_kernel(device: str) -> None:
         raise RuntimeError(f"the kernel choose_greedy returned {chosen} instead of 1 on {device}")
 
 
-def gpu(is_needed: bool) -> Finding:
-    """Uses the first GPU through torch."""
-    driver = _driver_version()
+def gpu(is_needed: bool, device: str = "cuda") -> Finding:
+    """Uses a GPU through torch: `device`, which is the first one if it has no number."""
+    driver = driver_version()
     try:
-        check_device("cuda")
+        check_device(device)
     except NeapError as error:
         advice = _advice_on_torch(torch.version.cuda, driver)
         has_driver = f"; the machine has NVIDIA's driver {driver}" if driver else ""
         return missing("GPU", is_needed, error.message + has_driver, advice)
-    properties = torch.cuda.get_device_properties(0)
+    properties = torch.cuda.get_device_properties(device)
     facts = {
         "name": properties.name,
         "count": torch.cuda.device_count(),
@@ -87,11 +87,14 @@ def gpu(is_needed: bool) -> Finding:
         f"{facts['count']} x {properties.name}, capability {facts['capability']},"
         f" {properties.total_memory / 2**30:.0f} GiB, driver {driver or 'unknown'}, torch for CUDA {torch.version.cuda}"
     )
-    return Finding("GPU", "ok", detail, facts=facts)
+    advice = "" if has_bfloat16(torch.device(device)) else WITHOUT_BFLOAT16
+    return Finding("GPU", "ok", detail, advice, facts)
 
 
-# The first driver for each major version of CUDA: NVIDIA's minor version compatibility.
-LEAST_DRIVERS = {13: 580, 12: 525}
+WITHOUT_BFLOAT16 = (
+    "it has no arithmetic in bfloat16: a .gguf file is served in float16. A checkpoint in bfloat16 is slow: set "
+    "--dtype float16, or float32 if answers then end with NON_FINITE_LOGITS"
+)
 
 
 def _advice_on_torch(cuda: str | None, driver: str | None) -> str:
@@ -100,46 +103,57 @@ def _advice_on_torch(cuda: str | None, driver: str | None) -> str:
         return "install a torch that is built for CUDA (docs/running.md, TORCH_INDEX_URL)"
     if driver is None:
         return "install NVIDIA's driver; in a container, give it the GPU (docker run --gpus all)"
-    needed = LEAST_DRIVERS.get(int(cuda.partition(".")[0]), 0)
-    if int(driver.partition(".")[0]) < needed:
-        return (
-            f"torch is built for CUDA {cuda}, which needs driver {needed} or later (docs/running.md, TORCH_INDEX_URL)"
-        )
+    if problem := driver_problem(cuda):
+        return f"install a newer driver, or a torch for an older CUDA (docs/running.md, TORCH_INDEX_URL): {problem}"
     return ""
 
 
-def _driver_version() -> str | None:
-    try:
-        match = re.search(r"Kernel Module.*?(\d+(?:\.\d+)+)", DRIVER.read_text())
-    except OSError:
-        return None
-    return match[1] if match else None
-
-
-def cuda_kernels(is_needed: bool) -> Finding:
+def cuda_kernels(is_needed: bool, device: str = "cuda") -> Finding:
     """Looks for CUDA kernels in the library, and runs one if there is a GPU.
     Raises what `ops.load` raises if it does not load."""
     name = "CUDA kernels"
     if not ops.is_available():
         return missing(name, is_needed, "the library is not built", "run `make build-ops`")
-    if not ops.runs_on("cuda"):
-        return missing(name, is_needed, "the library is built for CPUs only", _next_build())
+    built = cuda_build()
+    if built is None:
+        advice = "run `NEAP_BUILD_CUDA=1 make build-ops`, which fetches nvcc from PyPI where there is none"
+        return missing(name, is_needed, "the library is built for CPUs only", advice)
+    facts = {"cuda": built.cuda, "architectures": list(built.architectures)}
+    detail = f"built with CUDA {built.cuda} for {', '.join(built.architectures)}"
     if not torch.cuda.is_available():
-        return Finding(name, "ok", "built; not run, because there is no usable GPU")
+        return Finding(
+            name, "ok", f"{detail}; not run, because there is no usable GPU", driver_problem(built.cuda), facts
+        )
     try:
-        _run_a_kernel("cuda")
+        check_card(torch.device(device))
+        _run_a_kernel(device)
+    except NeapError as error:
+        return missing(name, is_needed, error.message)
     except RuntimeError as error:
         why = str(error).partition("\n")[0]
-        advice = "run `make build-ops` on this machine, or name its architecture in TORCH_CUDA_ARCH_LIST"
-        return missing(name, is_needed, f"they do not run on this GPU: {why}", advice)
-    return Finding(name, "ok", "built; they run on this GPU")
+        return missing(name, is_needed, f"{detail}; they do not run on this GPU: {why}", "run `make build-ops` here")
+    return Finding(name, "ok", f"{detail}; they run on this GPU", facts=facts)
 
 
-def _next_build() -> str:
+def compiler() -> Finding:
+    """What `make build-ops` on this machine builds, and with which nvcc. It matters to the next build alone."""
+    name = "nvcc"
     try:
-        return f"`make build-ops` on this machine builds {described()}"
+        toolkit, builds = find_toolkit(), described()
     except NeapError as error:
-        return f"`make build-ops` on this machine fails: {error.message}"
+        return missing(name, False, f"`make build-ops` fails: {error.message}")
+    if toolkit is None:
+        return missing(name, False, f"none; `make build-ops` builds {builds}")
+    facts = {"path": toolkit.nvcc, "cuda": toolkit.cuda}
+    detail = f"{toolkit.nvcc}, CUDA {toolkit.cuda}; `make build-ops` builds {builds}"
+    if problem := driver_problem(toolkit.cuda):
+        return missing(name, False, detail, f"set CUDA_HOME to a CUDA toolkit that the driver runs: {problem}")
+    of_torch = torch.version.cuda
+    if of_torch is not None and of_torch.partition(".")[0] != toolkit.cuda.partition(".")[0]:
+        detail += (
+            f"; torch is built for CUDA {of_torch}, which does no harm: neap's kernels have a runtime of their own"
+        )
+    return Finding(name, "ok", detail, facts=facts)
 
 
 def layer_compiler(is_needed: bool) -> Finding:

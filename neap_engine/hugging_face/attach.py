@@ -31,7 +31,8 @@ from neap_engine.hugging_face.options import (
     unsupported,
     with_seeds,
 )
-from shared.engine.engine import MAX_RUNNING, Engine
+from shared.engine.engine import Engine
+from shared.engine.memory.budget import MAX_RUNNING
 from shared.engine.request.handle import EngineEvent, GenerationHandle
 from shared.engine.request.request import GeneratedToken, GenerationRequest, StoppingParams, TokenChunk
 from shared.errors import Exhausted, NeapError, PreconditionFailed

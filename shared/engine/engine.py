@@ -17,7 +17,7 @@ from shared.engine.drafting.ladder_cache import MAX_BOUND_LADDERS, LadderCache
 from shared.engine.failure import failure_of
 from shared.engine.lifetime import ModelClaim
 from shared.engine.loop import EngineLoop
-from shared.engine.memory.budget import default_budget, kv_token_bytes
+from shared.engine.memory.budget import MAX_RUNNING, default_budget, default_max_running, kv_token_bytes
 from shared.engine.memory.prefixes import Prefixes, common_prefix
 from shared.engine.request.admission import Admission
 from shared.engine.request.answer import DecodedAnswer
@@ -41,8 +41,6 @@ from shared.model.runners import make_runner
 
 log = structlog.get_logger("neap.engine")
 
-# Default number of requests that share each step.
-MAX_RUNNING = 16
 # Default share of the KV budget that is kept for reuse by later requests with the same prefix.
 PREFIX_SHARE = 0.25
 
@@ -59,12 +57,13 @@ class Engine:
             until this one is closed, or has ended after it was dropped.
         ladder: used for requests that are submitted without a ladder; by default prompt look-up alone.
         max_running: requests that share each step. Paused requests do not count; if more go on than this, they
-        take turns. max_queue: requests that may wait. max_queue_tokens: prompt tokens that waiting requests may
-        have together. max_ladders: ladders that are kept bound. Those of running requests are kept in any case.
-        kv_budget_bytes: bytes of keys and values that all running requests share. None: half of the free
-        memory. prefix_cache_bytes: the part of this budget that may hold
-        the KV caches of ended requests for reuse by later requests with
-            the same prefix, while running requests do not need it. None: a quarter. 0: no prefix is shared.
+            take turns. None: `default_max_running`.
+        max_queue: requests that may wait. max_queue_tokens: prompt tokens that waiting requests may have together.
+        max_ladders: ladders that are kept bound. Those of running requests are kept in any case.
+        kv_budget_bytes: bytes of keys and values that all running requests share. None: half of the free memory.
+        prefix_cache_bytes: the part of this budget that may hold the KV caches of ended requests for reuse by later
+            requests with the same prefix, while running requests do not need it. None: a quarter. 0: no prefix is
+            shared.
         learned_bytes: bytes of a table that learns from the answers of policy exact and drafts later ones, for each
         client (see
             `GenerationRequest`) apart. 0: nothing is learned.
@@ -91,7 +90,7 @@ class Engine:
         loaded: LoadedModel,
         ladder: Ladder | None = None,
         *,
-        max_running: int = MAX_RUNNING,
+        max_running: int | None = None,
         max_queue: int = 64,
         max_queue_tokens: int = 1 << 18,
         max_ladders: int = MAX_BOUND_LADDERS,
@@ -107,7 +106,7 @@ class Engine:
         if not isinstance(loaded, LoadedModel):
             raise InvalidInput(f"the model is a {type(loaded).__name__}; it must be one that was loaded or wrapped")
         for name, number, least in (
-            ("max_running", max_running, 1),
+            ("max_running", MAX_RUNNING if max_running is None else max_running, 1),
             ("max_queue", max_queue, 1),
             ("max_queue_tokens", max_queue_tokens, 1),
             ("max_ladders", max_ladders, 1),
@@ -146,12 +145,15 @@ class Engine:
                 prefill_rate=self._decoder.prefill_rate,
                 clock=clock,
             )
+            kv_tokens = self._admission.kv_budget_tokens
+            if max_running is None:
+                max_running = default_max_running(loaded.device, kv_tokens)
             self.statistics = self._decoder.statistics
             self._ladders = LadderCache(runner, max_ladders, cost_meter)
             self._loop = EngineLoop(
                 self._decoder,
                 self._ladders,
-                Scheduler(SchedulerLimits(max_running, max_queue, max_queue_tokens, self._admission.kv_budget_tokens)),
+                Scheduler(SchedulerLimits(max_running, max_queue, max_queue_tokens, kv_tokens)),
                 ladder=self._ladder,
                 claim=claim,
                 on_failure=on_failure,

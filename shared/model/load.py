@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from shared.errors import Exhausted, InvalidInput, NeapError, PreconditionFailed, UnsupportedModel
 from shared.memory import release_free_memory
 from shared.model.cache import is_out_of_memory
+from shared.model.dtypes import sixteen_bits
 from shared.model.fingerprint import fingerprint
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.own_thread import run_in_own_thread
@@ -28,6 +29,7 @@ from shared.model.source import arguments_of, missing_model, size_mb
 from shared.model.weights.lazy import lazy, realise
 from shared.model.weights.quantised import dequantises, missing_package, quantisation
 from shared.model.weights.reading import CheckpointFiles, replaced, safetensors_replacements
+from shared.ops.cards import check_card
 
 if TYPE_CHECKING:
     from shared.model.weights.gguf import GgufReaders
@@ -52,7 +54,7 @@ def load_model(
 
     `dtype`: the format that weights are kept in; None: the one they are stored in. On a CPU everything is computed in
     float32, whatever the format, and a matrix is packed as soon as it is read; other devices also compute in `dtype`,
-    and take bfloat16 for a .gguf file if it is None. Weights are read from safetensors or GGUF, never from a pickle.
+    and take `sixteen_bits` for a .gguf file if it is None. Weights are read from safetensors or GGUF, never a pickle.
     `context_length`: an upper limit, in tokens, below the model's own. `accelerate`, `kv_dtype` and `compute_dtype` are
     as in `shared.model.loaded.wrap_model`. `store`: what earlier starts have proven, measured and packed for this model
     is taken from there, if it is to run on a CPU from files of this machine. `LoadedModel.facts.keep` puts there what
@@ -64,7 +66,7 @@ def load_model(
     (OUT_OF_MEMORY), and the errors of `check_device`.
     """
     started_s = time.monotonic()
-    check_device(device)
+    check_device(device, serves=True)
     name = model_id or str(source)
     log.info("loading model", model_id=name, source=str(source), size_mb=size_mb(Path(source)))
     options: dict[str, Any] = {
@@ -115,7 +117,7 @@ def _load_model(
             readers = safetensors_replacements(checkpoint, lazy=in_float32)
         with replaced(readers), _load_errors(source, theirs):
             # A .gguf file names no dtype to compute in, and transformers would take float32.
-            default = torch.bfloat16 if "gguf_file" in where else "auto"
+            default = sixteen_bits(torch.device(device)) if "gguf_file" in where else "auto"
             model = _build(where, torch.float32 if in_float32 else dtype or default)
             # Matrices are packed and hashed while Python makes the tokenizer.
             with ThreadPoolExecutor(1, "neap-fingerprint") as pool:
@@ -153,6 +155,10 @@ def _load_model(
         if entry is not None:
             entry.keep_matrices()
     release_free_memory()
+    if not on_cpu and loaded.model.dtype == torch.bfloat16 and sixteen_bits(loaded.device) != torch.bfloat16:
+        log.warning(
+            "this GPU has no arithmetic in bfloat16: --dtype float16 is faster", model_id=model_id, device=device
+        )
     if checkpoint.dequantised:
         log.warning(
             "matrices were dequantised to float32, which takes more memory",
@@ -243,9 +249,9 @@ def _gguf_readers(checkpoint: CheckpointFiles) -> "GgufReaders":
     return GgufReaders(checkpoint)
 
 
-def check_device(name: str) -> None:
+def check_device(name: str, *, serves: bool = False) -> None:
     """Raises `InvalidInput` (reason BAD_DEVICE) for a name that is no device, `PreconditionFailed` (DEVICE_UNAVAILABLE)
-    with the reason if this process cannot use it.
+    with the reason if this process cannot use it. `serves`: as `check_card`, too, for a GPU.
     """
     try:
         device = torch.device(name)
@@ -257,3 +263,5 @@ def check_device(name: str) -> None:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         why = str(error).partition("\n")[0]
         raise PreconditionFailed(f"the device {name} cannot be used: {why}", reason="DEVICE_UNAVAILABLE") from error
+    if serves and device.type == "cuda":
+        check_card(device)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from shared import ops
 from shared.errors import PreconditionFailed, UnsupportedModel
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.gates import Forward, LayerOutput
@@ -15,6 +14,7 @@ from shared.model.loaded import LoadedModel
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import CudaRecorder, NoRecorder
 from shared.model.runner import Runner
+from shared.ops.cards import check_card
 
 # Limit for kinds of layers times sizes of passes. Beyond its own, lower limit, torch would run layers uncompiled.
 MAX_COMPILATIONS = 64
@@ -55,7 +55,7 @@ def make_runner(
 
     `record`: whether passes are recorded as CUDA graphs. `compile_layers`: whether layers run through torch.compile.
     None: if it works; if not, the log says why. Raises `PreconditionFailed` (reasons CANNOT_RECORD, CANNOT_COMPILE)
-    with the reason if the argument is True but it does not work, and OPS_NOT_BUILT on a GPU without CUDA kernels.
+    with the reason if the argument is True but it does not work, and on a GPU as `check_card`.
     """
     runner = _runner(loaded, kv_budget_bytes, record is not False, compile_layers is not False)
     check_runner(runner, record=bool(record), compile_layers=bool(compile_layers))
@@ -81,13 +81,7 @@ def check_runner(runner: Runner, *, record: bool, compile_layers: bool) -> None:
 def _runner(loaded: LoadedModel, kv_budget_bytes: int, record: bool, compile_layers: bool) -> Runner:
     if loaded.device.type != "cuda":
         return ContiguousRunner(loaded, "only a GPU does this")
-    if not ops.runs_on("cuda"):
-        # Without them requests would run one at a time, and nobody who pays for a GPU wants that.
-        raise PreconditionFailed(
-            "neap's kernels are not built for CUDA: run `make build-ops` where nvcc is (`neap doctor` says whether it "
-            "finds one)",
-            reason="OPS_NOT_BUILT",
-        )
+    check_card(loaded.device)
     try:
         runner = PagedRunner(
             loaded,

@@ -23,71 +23,43 @@ import torch
 
 from shared.errors import InvalidInput, NeapError, NotFound, PreconditionFailed
 from shared.ops import LIBRARY
+from shared.ops.toolkit import (
+    FETCHED,
+    Toolkit,
+    driver_problem,
+    fetching_problem,
+    find_toolkit,
+    wanted_toolkit,
+    why_no_toolkit,
+)
 
 # Every generation since Turing. The last one also as PTX, for later generations.
 ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
-# The environment variable. "0" builds for the CPU only, even if nvcc is installed.
-SWITCH = "NEAP_BUILD_CUDA"
+# The same for an nvcc that knows no Blackwell, which CUDA 12.8 was the first to know.
+BLACKWELL_SINCE, BEFORE_BLACKWELL = (12, 8), "7.5;8.0;8.6;8.9;9.0+PTX"
 
 
-@dataclass(frozen=True)
-class Toolkit:
-    """`nvcc`: its path; `libraries`: the folder of libcudart_static.a."""
-
-    nvcc: str
-    libraries: Path
-
-
-def find_toolkit() -> Toolkit | None:
-    """The nvcc of $CUDA_HOME, else the one on PATH, else that of /usr/local/cuda.
-    None if there is none or SWITCH is "0".
-
-    Raises `PreconditionFailed` if nvcc does not run or its runtime library is missing.
-    """
-    if os.environ.get(SWITCH) == "0":
-        return None
-    home = os.environ.get("CUDA_HOME")
-    names = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
-    nvcc = next((path for name in names if (path := shutil.which(name))), None)
-    if nvcc is None:
-        return None
-    # nvcc's own path does not tell the folder, because it may be a wrapper or a link.
-    dry = subprocess.run(
-        [nvcc, "--dryrun", "-x", "cu", "-c", "/dev/null", "-o", "/dev/null"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    top = re.search(r"^#\$ TOP=(.+)$", dry.stderr, re.MULTILINE)
-    if dry.returncode != 0 or top is None:
-        raise PreconditionFailed(f"{nvcc} does not run:\n{dry.stderr}", reason="NVCC_BROKEN")
-    root = Path(top[1].strip())
-    target = "sbsa-linux" if platform.machine() == "aarch64" else "x86_64-linux"
-    for folder in (root / "lib64", root / "targets" / target / "lib", root / "lib"):
-        if (folder / "libcudart_static.a").exists():
-            return Toolkit(nvcc, folder)
-    raise PreconditionFailed(
-        f"no libcudart_static.a under {root}: install CUDA's runtime beside {nvcc}, or set {SWITCH}=0",
-        reason="NO_CUDART",
-    )
-
-
-def wanted_architectures() -> str:
-    """$TORCH_CUDA_ARCH_LIST, else the architectures of the GPUs in this machine, else ARCHITECTURES."""
+def wanted_architectures(cuda: str = FETCHED) -> str:
+    """$TORCH_CUDA_ARCH_LIST, else the architectures of the GPUs in this machine, else ARCHITECTURES. `cuda`: nvcc's
+    version. For GPUs that it does not know it makes PTX, which their driver compiles."""
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if listed:
-        return listed
+        return ";".join(_items(listed))
+    known = ARCHITECTURES if tuple(map(int, cuda.split("."))) >= BLACKWELL_SINCE else BEFORE_BLACKWELL
     if torch.cuda.is_available():
         present = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-        return ";".join(f"{major}.{minor}" for major, minor in sorted(present))
-    return ARCHITECTURES
+        newest = known.split(";")[-1]
+        latest = float(newest.removesuffix("+PTX"))
+        own = [f"{major}.{minor}" for major, minor in sorted(present)]
+        return ";".join(dict.fromkeys(each if float(each) <= latest else newest for each in own))
+    return known
 
 
 def architecture_flags(listed: str) -> list[str]:
     """nvcc's flags for a list like "8.0;9.0+PTX". Spaces and commas separate, too.
     Raises `InvalidInput` for anything else."""
     flags = []
-    for item in re.split(r"[;,\s]+", listed.strip()):
+    for item in _items(listed):
         match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", item)
         if match is None:
             raise InvalidInput(f"TORCH_CUDA_ARCH_LIST names {item!r}; it must look like 8.0 or 9.0+PTX")
@@ -96,6 +68,10 @@ def architecture_flags(listed: str) -> list[str]:
         if match[4]:
             flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
     return flags
+
+
+def _items(listed: str) -> list[str]:
+    return re.split(r"[;,\s]+", listed.strip())
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,11 +115,12 @@ class Object:
 def objects(toolkit: Toolkit | None = None, machine: str | None = None) -> list[Object]:
     """The object files for an architecture, this machine's if None, and with a toolkit, for GPUs."""
     include = Path(torch.__file__).parent / "include"
-    cuda = " -DNEAP_WITH_CUDA" if toolkit else ""
+    architectures = wanted_architectures(toolkit.cuda) if toolkit else ""
+    cuda, built = (" -DNEAP_WITH_CUDA", f"{toolkit.cuda} {architectures}") if toolkit else ("", "")
     binding = f"-std=c++20 -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} -isystem {include}{cuda}"
     isas = ISAS.get(machine or platform.machine(), ("portable",))
     return [
-        Object("binding", "binding.cpp", binding),
+        Object("binding", "binding.cpp", f"{binding} -DNEAP_CUDA_BUILD='\"{built}\"'"),
         Object("weights", "weights.cpp", binding),
         Object("pack", "pack.cpp", "-std=c++20"),
         Object("attention", "attention.cpp", binding),
@@ -157,7 +134,7 @@ def objects(toolkit: Toolkit | None = None, machine: str | None = None) -> list[
         Object("slots", "slots.cpp", binding),
         *([Object("paged", "paged.cpp", binding)] if toolkit else []),
         *(
-            Object(name, source, " ".join(architecture_flags(wanted_architectures())), "nvcc")
+            Object(name, source, " ".join(architecture_flags(architectures)), "nvcc")
             for name, source in (("cuda", "cuda/kernels.cu"), ("cuda_paged", "cuda/paged.cu"))
             if toolkit
         ),
@@ -234,7 +211,7 @@ def build(library: Path = LIBRARY, build_dir: Path = BUILD_DIR, *, verbose: bool
     if not SOURCES.is_dir():
         raise NotFound(f"{SOURCES} does not exist: build from a checkout", reason="NO_SOURCES")
     library.parent.mkdir(parents=True, exist_ok=True)
-    said = _run_ninja(build_dir, lambda: ninja_file(find_compiler(), find_toolkit(), library, build_dir))
+    said = _run_ninja(build_dir, lambda: ninja_file(find_compiler(), wanted_toolkit(), library, build_dir))
     if verbose:
         print(said, end="")
     return library
@@ -277,10 +254,12 @@ def cross_compile(target: str) -> dict[str, Path]:
 
 def described() -> str:
     """The devices that a build on this machine is for, in words."""
-    if find_toolkit():
-        return f"for the CPU and for GPUs of {wanted_architectures()}"
-    why = "it is switched off" if os.environ.get(SWITCH) == "0" else "there is no nvcc"
-    return f"for the CPU only: {why}"
+    toolkit = find_toolkit()
+    if toolkit is None and (why := why_no_toolkit()):
+        return f"for the CPU only: {why}"
+    cuda, fetched = (toolkit.cuda, "") if toolkit else (FETCHED, f", with nvcc {FETCHED} from PyPI")
+    problem = driver_problem(cuda) if toolkit else fetching_problem()
+    return f"for the CPU and for GPUs of {wanted_architectures(cuda)}{fetched}{problem and f', but {problem}'}"
 
 
 def main() -> int:

@@ -1,17 +1,23 @@
 """What a worker refuses to start with."""
 
+import asyncio
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import structlog
+import torch
 
-from inference_service.__main__ import _complete, _dialect, _load_engine
+from inference_service.__main__ import _complete, _dialect, _load_engine, serve
 from shared import configured_model, ops
+from shared.compile_cache import VARIABLES
 from shared.errors import InvalidInput, PreconditionFailed
 from shared.model.load import load_model
 from shared.model.loaded import wrap_model
 from shared.model.remembered.store import StartStore
+from shared.ops import cards
 from shared.service_settings import ModelSource, WorkerSettings
 from tests.families import build_family
 from tests.gguf_files import write_llama
@@ -73,6 +79,55 @@ def test_kernels_are_those_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> No
         ops.set_cpu_isa("auto")
     with raises(PreconditionFailed, "CPU_PATH_MISSING", match="no CPU kernels mmx"):
         configured_model.use_cpu_path("mmx")
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_gpu_that_cannot_serve_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_there: bool
+) -> None:
+    """Not after minutes of loading, and not by serving one request at a time."""
+    source = ModelSource("tiny", str(write_llama(tmp_path / "tiny.gguf")))
+    settings = WorkerSettings(models=(source,), device="cuda:1", data_dir=tmp_path / "data")
+    monkeypatch.setattr("inference_service.__main__.open_registry", lambda *_: pytest.fail("it goes on"))
+    monkeypatch.setattr(cards, "cuda_build", lambda: None)
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "elsewhere")
+    if is_there:
+        monkeypatch.setattr(torch, "empty", lambda *_, device: None)
+        with raises(PreconditionFailed, "OPS_NOT_BUILT", match="NEAP_BUILD_CUDA=1 make build-ops"):
+            asyncio.run(serve(settings))
+    else:
+        with raises(PreconditionFailed, "DEVICE_UNAVAILABLE", match="cuda:1 cannot be used"):
+            asyncio.run(serve(settings))
+
+
+@pytest.mark.parametrize(
+    ("num_models", "given", "budget"),
+    [
+        (1, {}, 7000),
+        (1, {"gpu_memory_share": 0.5}, 3000),
+        (1, {"gpu_memory_share": 0.1}, 0),
+        (2, {}, None),
+        (1, {"kv_budget_mb": 1}, 1 << 20),
+    ],
+)
+def test_a_single_model_gets_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, num_models: int, given: dict[str, Any], budget: int | None
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def engine(_: object, **options: Any) -> None:
+        asked.update(options)
+        raise PreconditionFailed("far enough", reason="STOP")
+
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr("inference_service.__main__.load_configured", lambda *_: on_gpu)
+    monkeypatch.setattr("inference_service.__main__.Engine", engine)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8000, 10_000))
+    models = tuple(ModelSource(f"model-{number}", "folder") for number in range(num_models))
+    with raises(PreconditionFailed, "STOP"):
+        _load_engine(SOURCE, WorkerSettings(models=models, **given), print, print)
+    assert (asked["kv_budget_bytes"], asked["max_running"]) == (budget, None)
 
 
 def test_the_dialect_needs_one_model_and_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import re
 import runpy
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -73,6 +74,13 @@ def test_the_versions_of_torch_agree():
     (cuda,) = re.findall(r"CUDA_VERSION=(\S+)", index["gpu"])
     assert f"/whl/cu{cuda.replace('.', '')}\n" in index["gpu"]
     assert "cuda-toolkit[cudart,nvcc]==${CUDA_VERSION}.*" in index["gpu"]
+
+
+def test_what_a_gpu_image_asks_of_its_library_can_be_asked():
+    (asks,) = re.findall(r"python -c '([^']+)'", stages()["gpu-build"])
+    result = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=False)
+    # Without nvcc this machine's library is for the CPU alone.
+    assert result.returncode == 0 or result.stderr.strip().endswith("AssertionError"), result.stderr
 
 
 def test_a_gpu_image_can_compile_and_has_nvcc_only_while_it_is_built():

@@ -13,6 +13,8 @@ from shared.model.runner import Runner
 
 # Share of the memory that is free once the model is loaded. Activations and other processes need the rest.
 BUDGET_SHARE = 0.5
+# Requests that share each step by default; on a GPU as many as have TOKENS_OF_A_REQUEST each, up to the rows of a pass.
+MAX_RUNNING, TOKENS_OF_A_REQUEST, MOST_RUNNING = 16, 2048, 256
 # A cgroup's files: limits in bytes, use in bytes, statistics, and the name of the statistic of cached files that can be
 # dropped. Above memory.high the kernel slows a process down, so it counts as a limit.
 _CGROUP_FILES = {
@@ -39,6 +41,19 @@ def round_up_to_blocks(num_tokens: int, block_tokens: int) -> int:
 def default_budget(device: torch.device) -> int:
     """Bytes of keys and values that all sequences share."""
     return int(BUDGET_SHARE * available_bytes(device))
+
+
+def card_budget(device: torch.device, share: float) -> int:
+    """Bytes of keys and values with which a share of a GPU's memory is taken."""
+    free, total = torch.cuda.mem_get_info(device)
+    return max(int(free - (1 - share) * total), 0)
+
+
+def default_max_running(device: torch.device, kv_budget_tokens: int) -> int:
+    """Requests that share each step where nobody says how many."""
+    if device.type != "cuda":
+        return MAX_RUNNING
+    return min(max(kv_budget_tokens // TOKENS_OF_A_REQUEST, MAX_RUNNING), MOST_RUNNING)
 
 
 def available_bytes(device: torch.device) -> int:

@@ -6,6 +6,7 @@ import pytest
 
 from shared.ops.build import ISA_FLAGS
 from shared.registry.factory import open_registry
+from tests.gguf_files import write_llama
 from tests.worker import save_model
 
 
@@ -92,6 +93,13 @@ def test_a_model_that_is_no_model_is_broken_for_a_reason(doctor, tmp_path):
     assert result.exit_code == 1
     assert "UNSUPPORTED_MODEL" in findings["model tiny"]["detail"]
     assert "wonder" in findings["model tiny"]["detail"], "the cause is told"
+
+
+def test_a_file_needs_no_id_and_what_it_takes_is_said_without_loading_it(doctor, tmp_path):
+    file = write_llama(tmp_path / "Tiny Model.gguf")
+    _, findings = doctor("--model", str(file), "--skip-models")
+    assert findings["memory of tiny-model"]["facts"]["needed_mb"] == 480
+    assert findings["models"]["status"] == "off"
 
 
 def test_models_that_are_skipped_are_not_loaded(doctor, tmp_path):

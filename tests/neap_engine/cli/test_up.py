@@ -4,8 +4,9 @@ import pytest
 from neap_client import NeapClient
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
-from neap_engine.cli.up import learned, named_source, summed
+from neap_engine.cli.up import learned, named_source, share_flags, summed
 from shared.errors import NotFound
+from shared.service_settings import WorkerSettings
 from tests.neap_engine.cli.conftest import refuse
 
 EXPOSITION = """\
@@ -92,3 +93,17 @@ def test_a_model_is_named_by_its_source(model, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Model Q4_K.gguf").touch()
     assert named_source(model) == (expected[0], expected[1].format(here=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags"),
+    [
+        ({"NEAP_DEVICE": "cuda:1"}, ("--gpu-memory-share", "0.45")),
+        ({"NEAP_DEVICE": "cuda", "NEAP_GPU_MEMORY_SHARE": "0.6"}, ()),
+        ({"NEAP_DEVICE": "cpu"}, ()),
+    ],
+)
+def test_a_gpu_has_room_for_the_calibrator(monkeypatch, variables, flags):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert share_flags(WorkerSettings()) == flags

@@ -1,9 +1,12 @@
 """How a model runs is described: on a CPU by what runs on our kernels, on a GPU by its runner."""
 
 import pytest
+import torch
 
 from neap_engine.doctor import checks
 from neap_engine.doctor.checks import described_acceleration, described_runner
+from shared.model.footprint import footprint
+from shared.model.load import load_model
 from shared.model.loaded import wrap_model
 from shared.model.runners import make_runner
 from shared.service_settings import ModelSource, WorkerSettings
@@ -32,17 +35,47 @@ def test_a_runner_that_does_not_do_what_a_setting_demands_is_broken(setting, wan
     assert "not layers compiled (only a GPU does this)" in text
 
 
-@pytest.mark.parametrize(("free_mb", "status"), [(551, "ok"), (550, "broken")])
+@pytest.mark.parametrize(("free_mb", "status"), [(561, "ok"), (560, "broken")])
 def test_what_a_worker_will_take_is_compared_with_what_is_free(monkeypatch, tmp_path, free_mb, status):
     file = write_llama(tmp_path / "tiny.gguf")
+    source = ModelSource("tiny", str(file))
     monkeypatch.setattr(checks, "available_bytes", lambda _: free_mb * 1_000_000)
-    found = checks.memory(ModelSource("tiny", str(file)), WorkerSettings())
+    found = checks.memory(source, WorkerSettings())
     assert (found.name, found.status, bool(found.advice)) == ("memory of tiny", status, status == "broken")
-    assert found.facts == {"needed_mb": 500, "first_start_mb": 550, "free_mb": free_mb}
+    assert found.facts["needed_mb"] == 480
+    assert found.facts["first_start_mb"] == 560
+    assert found.facts["free_mb"] == free_mb
+    assert "keys and values: 1 kB a token, 0 MB for 128 tokens" in found.detail
+    if status == "broken":
+        monkeypatch.setattr(checks, "load_configured", lambda *_: pytest.fail("it is loaded"))
+        assert checks.model(source, WorkerSettings()).status == "off"
 
 
-@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"device": "cuda"}])
-def test_what_is_not_known_beforehand_is_not_guessed(tmp_path, changes):
-    file = write_llama(tmp_path / "tiny.gguf")
-    assert checks.memory(ModelSource("tiny", str(file)), WorkerSettings(**changes)).status == "off"
+@pytest.mark.parametrize("gguf", [True, False])
+def test_what_a_worker_will_take_of_a_gpu(monkeypatch, tmp_path, gguf):
+    """Two bytes a parameter."""
+    model = build_family("llama").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    source = write_llama(tmp_path / "tiny.gguf", width=1024, inner=2048) if gguf else tmp_path / "model"
+    settings = WorkerSettings(device="cuda:1")
+    assert checks.memory(ModelSource("tiny", str(source)), settings).status == "off"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (900 << 20, 4 << 30))
+    found = checks.memory(ModelSource("tiny", str(source)), settings)
+    read = footprint(source, torch.device("cuda:1"))
+    assert read is not None
+    loaded = load_model(source) if gguf else wrap_model(model)
+    assert read.weights == 2 * loaded.model.num_parameters()
+    assert found.facts["weights_mb"] == round(read.weights / 1e6)
+    assert (found.status, "MB of the GPU" in found.detail) == (
+        "ok" if found.facts["needed_mb"] < 943 else "broken",
+        True,
+    )
+
+
+def test_what_is_not_known_beforehand_is_not_guessed(tmp_path):
+    assert checks.memory(ModelSource("tiny", "owner/name"), WorkerSettings()).status == "off"
+    config = build_family("llama").config
+    config.quantization_config = {"quant_method": "awq", "bits": 4}
+    config.save_pretrained(tmp_path)
     assert checks.memory(ModelSource("tiny", str(tmp_path)), WorkerSettings()).status == "off"

@@ -2,7 +2,7 @@
 device."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from unittest.mock import MagicMock
 
 import pytest
@@ -91,19 +91,35 @@ def test_waits_are_found_on_a_cpu(work):
 class FakeCuda:
     """The parts of torch.cuda that `CudaRecorder` uses. `graph` ends as torch's does when a capture fails."""
 
-    CUDAGraph = Stream = MagicMock
+    CUDAGraph = MagicMock
 
-    def __init__(self) -> None:
+    def __init__(self, *, captures: bool = False) -> None:
         self.current: object = MagicMock()
+        self._captures = captures
+        self._device = 0
+        self.made_on: list[tuple[str, int]] = []
 
-    def device(self, device: torch.device) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        held, self._device = self._device, device.index or 0
+        try:
+            yield
+        finally:
+            self._device = held
 
     def graph_pool_handle(self) -> int:
+        self.made_on.append(("pool", self._device))
         return 7
 
+    def Stream(self) -> object:  # noqa: N802
+        self.made_on.append(("stream", self._device))
+        return MagicMock()
+
+    def empty_cache(self) -> None:
+        self.made_on.append(("emptied", self._device))
+
     def current_device(self) -> int:
-        return 0
+        return self._device
 
     def current_stream(self) -> object:
         return self.current
@@ -118,9 +134,25 @@ class FakeCuda:
 
     @contextmanager
     def graph(self, graph: object, **options: object) -> Iterator[None]:
-        self.current = options["stream"]
+        held, self.current = self.current, options["stream"]
+        self.made_on.append(("graph", self._device))
         yield
-        raise RuntimeError("capturing has failed")
+        if not self._captures:
+            raise RuntimeError("capturing has failed")
+        self.current = held
+
+
+def test_all_of_a_recording_is_made_on_the_models_gpu(monkeypatch):
+    """The engine's thread has the first GPU as its current one, whichever the model is on."""
+    cuda = FakeCuda(captures=True)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    work_on: list[int] = []
+    recorder = CudaRecorder(torch.device("cuda:1"))
+    recorder.record(lambda: work_on.append(cuda.current_device()))
+    recorder.close()
+    assert cuda.made_on == [("pool", 1), ("stream", 1), ("graph", 1), ("emptied", 1)]
+    assert work_on == [1, 1]
+    assert cuda.current_device() == 0
 
 
 def test_a_recording_that_fails_leaves_the_current_stream(monkeypatch):

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shared import ops
 from shared.errors import PreconditionFailed
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import NoRecorder
 from shared.model.runners import LayerCompiler, check_runner, make_runner
+from shared.ops import cards
 from tests.paged import load_family
 from tests.paged import make_runner as make_paged
 from tests.reasons import raises
@@ -29,7 +29,7 @@ def test_a_cpu_refuses_what_only_a_gpu_has(asked: dict[str, bool], reason: str) 
 def test_a_gpu_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would serve one request at a time."""
     on_gpu = SimpleNamespace(device=torch.device("cuda"), model_id="tiny")
-    monkeypatch.setattr(ops, "runs_on", lambda device: device == "cpu")
+    monkeypatch.setattr(cards, "cuda_build", lambda: None)
     with raises(PreconditionFailed, "OPS_NOT_BUILT", match="make build-ops"):
         make_runner(on_gpu, 1 << 20)  # type: ignore[arg-type]
 

@@ -1,6 +1,7 @@
 """Which architectures the kernels are built for, and that none is silently left out."""
 
-import stat
+import struct
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from shared.errors import InvalidInput, PreconditionFailed
 from shared.ops import build
+from shared.ops.cards import cuda_build
+from shared.ops.toolkit import code_runs_on
 
 
 def test_without_a_gpu_every_architecture_is_built_and_ptx_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,31 +38,25 @@ def test_with_a_gpu_only_its_own_unless_asked(monkeypatch: pytest.MonkeyPatch) -
         build.architecture_flags("8.0;Hopper")
 
 
-def script(path: Path, text: str) -> None:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(path.stat().st_mode | stat.S_IEXEC)
-
-
-def test_no_compiler_for_gpus_means_the_cpu_alone_and_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(build.SWITCH, raising=False)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert build.find_toolkit() is None
-    assert build.described() == "for the CPU only: there is no nvcc"
-    assert not any(item.rule == "nvcc" for item in build.objects(None))
-    monkeypatch.setenv(build.SWITCH, "0")
-    assert build.described() == "for the CPU only: it is switched off"
-
-
-def test_half_a_toolkit_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(build.SWITCH, raising=False)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    (tmp_path / "bin").mkdir()
-    script(tmp_path / "bin" / "nvcc", f"echo '#$ TOP={tmp_path}' >&2")
-    with pytest.raises(PreconditionFailed, match=r"no libcudart_static\.a"):
-        build.find_toolkit()
-    script(tmp_path / "bin" / "nvcc", "exit 3")
-    with pytest.raises(PreconditionFailed, match="does not run"):
-        build.find_toolkit()
+@pytest.mark.parametrize(
+    ("cuda", "capability", "wanted"),
+    [
+        ("13.0", None, build.ARCHITECTURES),
+        ("12.6", None, "7.5;8.0;8.6;8.9;9.0+PTX"),
+        ("12.8", (12, 0), "12.0"),
+        ("12.6", (12, 0), "9.0+PTX"),
+        ("12.6", (7, 5), "7.5"),
+    ],
+)
+def test_an_nvcc_that_knows_no_blackwell_makes_ptx_for_it(
+    monkeypatch: pytest.MonkeyPatch, cuda: str, capability: tuple[int, int] | None, wanted: str
+) -> None:
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    assert build.wanted_architectures(cuda) == wanted
+    assert code_runs_on(wanted.split(";"), capability or (12, 1))
 
 
 needs_nvcc = pytest.mark.skipif(build.find_toolkit() is None, reason="there is no nvcc")
@@ -84,6 +81,39 @@ def test_a_spilled_register_ends_the_build(tmp_path: Path) -> None:
             build.build(tmp_path / "lib" / "out.so", tmp_path / "objects")
 
 
+def fatbin_contents(content: bytes) -> set[str]:
+    """What nvcc has put into a file, as cuobjdump lists it: "sm_80" for machine code, "compute_80" for PTX."""
+    found, start = set(), 0
+    while (start := content.find(FATBIN_MAGIC, start)) >= 0:
+        header_bytes, num_bytes = struct.unpack_from("<HQ", content, start + 6)
+        place = start + header_bytes
+        end = place + num_bytes
+        start += len(FATBIN_MAGIC)
+        while place < end and end <= len(content):
+            kind, _, entry_header, entry_bytes = struct.unpack_from("<HHIQ", content, place)
+            (number,) = struct.unpack_from("<I", content, place + 28)
+            found.add({1: "compute_", 2: "sm_"}[kind] + str(number))
+            place += entry_header + entry_bytes
+    return found
+
+
+FATBIN_MAGIC = struct.pack("<IH", 0xBA55ED50, 1)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("listed", ["8.0 9.0+PTX", "7.5"])
+def test_what_is_listed_is_what_nvcc_makes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listed: str) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    (tmp_path / "one.cu").write_text("__global__ void f(float* x) { *x += 1; }\n")
+    toolkit = build.find_toolkit()
+    assert toolkit is not None
+    flags = build.architecture_flags(build.wanted_architectures(toolkit.cuda))
+    made = tmp_path / "one.fatbin"
+    subprocess.run([toolkit.nvcc, "-fatbin", *flags, str(tmp_path / "one.cu"), "-o", str(made)], check=True)
+    expected = {"8.0 9.0+PTX": {"sm_80", "sm_90", "compute_90"}, "7.5": {"sm_75"}}
+    assert fatbin_contents(made.read_bytes()) == expected[listed]
+
+
 @needs_nvcc
 def test_the_library_carries_the_kernels_and_still_loads_without_a_gpu() -> None:
     library = build.build()
@@ -92,3 +122,10 @@ def test_the_library_carries_the_kernels_and_still_loads_without_a_gpu() -> None
         assert name.encode() in content
     for op in ("route", "paged_attention"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"neap::{op}", "CUDA")
+    built, toolkit = cuda_build(), build.find_toolkit()
+    assert built is not None
+    assert toolkit is not None
+    names = {flag.split(",code=")[1] for flag in build.architecture_flags(";".join(built.architectures))}
+    # torch's own code is in no library of ours.
+    assert fatbin_contents(content) == names
+    assert (built.cuda, ";".join(built.architectures)) == (toolkit.cuda, build.wanted_architectures(toolkit.cuda))

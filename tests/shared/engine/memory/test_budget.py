@@ -81,3 +81,21 @@ def test_a_token_takes_the_bytes_of_the_kv_dtype(kv_dtype: torch.dtype | None, n
     runner = ContiguousRunner(wrap_model(build_family("llama"), accelerate=True, kv_dtype=kv_dtype))
     kv_heads, width = 2, 8
     assert budget.kv_token_bytes(runner) == 2 * NUM_LAYERS * kv_heads * width * number_bytes
+
+
+@pytest.mark.parametrize(
+    ("total_gb", "model_gb", "budget_gb", "token_bytes", "max_running"),
+    [
+        (80, 16, 56, 131_072, 208),  # an 8B model on an H100
+        (16, 3, 11.4, 28_672, 194),
+        (80, 1, 71, 23_040, 256),
+        (8, 7.5, 0, 131_072, 16),
+    ],
+)
+def test_a_gpu_is_filled_to_nine_tenths(monkeypatch, total_gb, model_gb, budget_gb, token_bytes, max_running):
+    sizes = int((total_gb - model_gb) * 1e9), int(total_gb * 1e9)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: sizes)
+    found = budget.card_budget(torch.device("cuda"), 0.9)
+    assert found == pytest.approx(budget_gb * 1e9, abs=1)
+    assert budget.default_max_running(torch.device("cuda"), found // token_bytes) == max_running
+    assert budget.default_max_running(CPU, found // token_bytes) == budget.MAX_RUNNING

@@ -1,0 +1,117 @@
+"""What a model will take, by the headers of its files alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig
+
+from shared.model.borders import context_limit
+from shared.model.parts import layer_configs
+from shared.model.source import arguments_of
+from shared.model.weights.files import parts_of
+from shared.model.weights.gguf_file import read_contents
+from shared.model.weights.quantised import quantisation
+from shared.model.weights.reading import CheckpointFiles, read_entries, replaced
+from shared.model.weights.stored import BLOCK_KINDS, LAZY_DTYPES, PLAIN_KINDS
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes: `weights`, as they are kept; `kv_token`: keys and values of one token, over all layers; `head_row`: a row
+    of logits in float32. `context_length` in tokens."""
+
+    weights: int
+    kv_token: int
+    head_row: int
+    context_length: int
+
+
+class _Stored(NamedTuple):
+    """A tensor in a file. `dtype`: None for blocks that are multiplied as they are, where `num_bytes` counts."""
+
+    num_elements: int
+    num_dimensions: int
+    dtype: torch.dtype | None
+    num_bytes: int
+
+
+def footprint(
+    source: str | Path,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None,
+    context_length: int | None = None,
+) -> Footprint | None:
+    """What `load_model` with the same arguments will take. None if the files are not on this machine, or another
+    package's modules hold the weights. Raises as `load_model` for files that are no model."""
+    path = Path(source)
+    if not path.exists():
+        return None
+    is_gguf, on_cpu = path.suffix == ".gguf", device.type == "cpu"
+    with CheckpointFiles(dtype) as checkpoint:
+        config = _config(path, checkpoint)
+        if quantisation(config) is not None:
+            return None
+        tensors = list(_gguf_tensors(path, checkpoint) if is_gguf else _safetensors(path, checkpoint))
+    if on_cpu:
+        computes_in = torch.float32
+        weights = sum(_bytes_on_cpu(tensor, dtype) for tensor in tensors)
+    else:
+        own = next((tensor.dtype for tensor in tensors if tensor.num_dimensions > 1), None)
+        # Or float16, which takes as much.
+        computes_in = dtype or (torch.bfloat16 if is_gguf or own is None else own)
+        weights = sum(tensor.num_elements for tensor in tensors) * computes_in.itemsize
+    text = config.get_text_config(decoder=True)
+    limit = context_limit(config)
+    return Footprint(
+        weights,
+        kv_token_bytes(text, kv_dtype or computes_in),
+        4 * text.vocab_size,
+        min(limit, context_length or limit),
+    )
+
+
+def kv_token_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of one token, over all layers, by a text model's configuration."""
+    total = 0
+    for layer in layer_configs(config):
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        total += 2 * heads * width * dtype.itemsize
+    return total
+
+
+def _config(path: Path, checkpoint: CheckpointFiles) -> Any:
+    where = arguments_of(path)
+    if "gguf_file" not in where:
+        return AutoConfig.from_pretrained(**where)
+    from shared.model.weights.gguf import GgufReaders  # most processes read no such file
+
+    with replaced(GgufReaders(checkpoint).replacements):
+        return AutoConfig.from_pretrained(**where)
+
+
+def _gguf_tensors(path: Path, checkpoint: CheckpointFiles) -> Iterator[_Stored]:
+    for entry in read_contents(parts_of(path)[0], checkpoint.open).tensors:
+        stays = entry.kind.name in BLOCK_KINDS
+        dtype = None if stays else PLAIN_KINDS.get(entry.kind, torch.float32)
+        yield _Stored(torch.Size(entry.shape).numel(), len(entry.shape), dtype, entry.num_bytes)
+
+
+def _safetensors(path: Path, checkpoint: CheckpointFiles) -> Iterator[_Stored]:
+    for file in sorted(path.glob("*.safetensors")):
+        for entry in read_entries(checkpoint.open(file)).values():
+            yield _Stored(torch.Size(entry.shape).numel(), len(entry.shape), entry.dtype, entry.num_bytes)
+
+
+def _bytes_on_cpu(tensor: _Stored, dtype: torch.dtype | None) -> int:
+    if tensor.num_dimensions > 1:
+        if dtype is not None:
+            return tensor.num_elements * dtype.itemsize
+        if tensor.dtype is None or tensor.dtype in LAZY_DTYPES:
+            return tensor.num_bytes
+    return 4 * tensor.num_elements
