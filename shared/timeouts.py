@@ -39,3 +39,6 @@ PUBLICATIONS_WAIT_S = 60.0
 # How long a call about routers waits for a free thread of the calibration service.
 # While the registry hangs, all of them wait for it.
 ROUTER_CALL_WAIT_S = 10.0
+
+# How long a process that holds a lease of the registry may act after it began to take or renew it.
+LEASE_LASTS_S = 30.0

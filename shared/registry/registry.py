@@ -26,9 +26,11 @@ from shared.registry.contents import (
     no_version_error,
     version_damaged_error,
 )
+from shared.registry.encoding import open_sealed, seal
 from shared.registry.index import Event, Index, ModelState
 from shared.registry.index_keeper import IndexKeeper
 from shared.registry.journal import Journal, JournalEntry, VersionRecord
+from shared.registry.lease import Lease
 from shared.registry.marks import publishing
 from shared.registry.names import check_alias, check_model_id, check_publication, unique_aliases
 from shared.registry.publication import Publication, VersionPublisher
@@ -315,6 +317,21 @@ class Registry:
         """See `shared.registry.sweep.sweep`."""
         return sweep(self._store, grace_s=grace_s, is_rehearsal=is_rehearsal, step=self._step)
 
+    def lease(self, name: str) -> Lease:
+        """Return the lease `name` of this registry, which this process does not hold yet. Raises InvalidInput."""
+        return Lease(self._store, name)
+
+    def note(self, name: str) -> dict[str, Any] | None:
+        """Return what `keep_note` kept last. None: nothing. Raises Corrupt, InvalidInput (BAD_ALIAS)."""
+        path = _note_path(name)
+        data = self._store.get(path)
+        return None if data is None else open_sealed(data, path)
+
+    def keep_note(self, name: str, record: Mapping[str, Any]) -> None:
+        """Keep `record` under `name` in place of what was kept there. Of two writers at once the last one wins.
+        Raises InvalidInput (BAD_ALIAS; BAD_MANIFEST: JSON cannot represent it)."""
+        self._store.replace(_note_path(name), seal(record))
+
     def close(self) -> None:
         """Release connections. Idempotent."""
         self._index.close()
@@ -352,6 +369,10 @@ class Registry:
             return self._contents.read_manifest(record.manifest_digest), ""
         except Corrupt as error:
             return b"{}", error.message
+
+
+def _note_path(name: str) -> str:
+    return f"notes/{check_alias(name)}.json"
 
 
 def _version_of(model_id: str, record: VersionRecord, manifest: bytes, *, damage: str = "") -> PublishedVersion:

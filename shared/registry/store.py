@@ -6,6 +6,8 @@ manifests/sha256/ab/<hex>
 models/<model id, '/' as '!'>/journal/<20 digits>.json     see journal.py
 requests/<sha256 of a request id>.json  the model to which a request id belongs
 publications/<random>, sweeps/<random>  empty; exist while somebody publishes or sweeps, see marks.py
+leases/<name>/<20 digits>               the last terms of a lease, see lease.py
+notes/<name>.json                       what a service keeps for its next start, replaced as a whole
 parts/<random>                          in a folder: what is being written
 """
 
@@ -53,7 +55,8 @@ class Store(Protocol):
         """
 
     def replace(self, path: str, data: bytes) -> None:
-        """Overwrite an object. Only for damaged contents."""
+        """Overwrite an object, or create it. Readers see the old or the new one.
+        Only for notes and damaged contents."""
 
     def sync(self, path: str) -> None:
         """Make an object that another process created survive a power cut, because that process may have died before it
