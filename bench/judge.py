@@ -50,7 +50,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Ended:
-    """`canary_tokens` and `tokens` of both versions until the end; `lost`: the share of all time that the trial cost."""
+    """Tokens of the canary and of both versions until the end. `lost`: the share of all time that the trial cost."""
 
     outcome: Outcome | None
     canary_tokens: int

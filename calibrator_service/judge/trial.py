@@ -25,14 +25,15 @@ ALPHA = 0.01
 # A block counts as at most this difference of logarithms: 65 %.
 BOUND = 0.5
 LEAST_ANSWERS = 8
-# Answers that have waited for longer for those of the other version are of another time.
+# After so long a block closes with what it has: later answers are of another time.
 BLOCK_S = 900.0
 # The difference of logarithms below which versions count as equally fast.
 SAME = math.log(1.05)
 # Without a decision after so many tokens of the canary, the versions count as equally fast.
 MOST_TOKENS = 300_000
-# So long without a comparison, although the alias' own version answers: the canary cannot be served.
-SILENT_S = 3600.0
+# So long without an answer of the canary, although by its share so many were expected: it cannot be served. (That none
+# comes by chance has the probability e^-14.)
+SILENT_S, EXPECTED_ANSWERS = 3600.0, 14.0
 # Shares in thousandths, and comparisons that a share needs before the next. 1000 is the promotion.
 SHARES, LEAST_BLOCKS = (50, 200, 500), 6
 PROMOTED_FROM = 200
@@ -102,11 +103,12 @@ class Trial:
     instead_s: float = 0.0
     incumbent_served: Served = NOTHING
     _open: dict[tuple[str, int], _Open] = field(default_factory=dict)
-    _compared_s: float = 0.0
-    _has_incumbents: bool = False
+    # When the canary answered last, and how often the other version has since.
+    _answered_s: float = 0.0
+    _num_since: float = 0.0
 
     def __post_init__(self) -> None:
-        self._compared_s = self.began_s
+        self._answered_s = self.began_s
 
     def observe(self, worker_id: str, load: int, version: int, served: Served, now_s: float) -> None:
         """Counts what a worker has newly served under one load."""
@@ -114,22 +116,26 @@ class Trial:
             return
         place = worker_id, load
         block = self._open.get(place)
-        if block is None or now_s - block.began_s > BLOCK_S:
+        if block is not None and now_s - block.began_s > BLOCK_S:
+            self._close(worker_id, self._open.pop(place), now_s)
+            block = None
+        if block is None:
             while len(self._open) >= MAX_OPEN:
                 self._open.pop(next(iter(self._open)))
             block = self._open[place] = _Open(now_s)
         if version == self.canary:
             block.canary = block.canary.plus(served)
+            self._answered_s, self._num_since = now_s, 0.0
         else:
             block.incumbent = block.incumbent.plus(served)
-            self._has_incumbents = True
+            self._num_since += served.num_requests
         if min(block.canary.num_requests, block.incumbent.num_requests) >= LEAST_ANSWERS:
-            del self._open[place]
-            self._close(worker_id, block, now_s)
-            self._compared_s, self._has_incumbents = now_s, False
+            self._close(worker_id, self._open.pop(place), now_s)
 
     def _close(self, worker_id: str, block: _Open, now_s: float) -> None:
         mine, others = block.canary, block.incumbent
+        if not mine.num_requests or not others.num_requests:
+            return
         difference = mine.weighted_log / mine.weight - others.weighted_log / others.weight
         group = self.groups.setdefault(self._group_of(worker_id), _Group())
         for name, x in _TESTS.items():
@@ -170,8 +176,9 @@ class Trial:
             return Verdict(Outcome.NO_DIFFERENCE, self.figures())
         if self.served.num_tokens >= MOST_TOKENS:
             return Verdict(Outcome.NO_DIFFERENCE, f"undecided after {MOST_TOKENS} tokens; {self.figures()}")
-        if self._has_incumbents and now_s - self._compared_s > SILENT_S:
-            return Verdict(Outcome.SILENT, f"no figures of it for {SILENT_S / 60:.0f} minutes; {self.figures()}")
+        is_missed = self._num_since * share_per_mille / 1000 > EXPECTED_ANSWERS
+        if is_missed and now_s - self._answered_s > SILENT_S:
+            return Verdict(Outcome.SILENT, f"no answer of it for {SILENT_S / 60:.0f} minutes; {self.figures()}")
         larger = next((share for share in SHARES if share > share_per_mille), 0)
         # Here no worker may hide what the others find.
         if larger and self.blocks_at_share >= LEAST_BLOCKS and self.evidence("slower", now_s)[1] <= 0:
@@ -208,7 +215,8 @@ class Trial:
             "served": list(self.served),
             "instead_s": self.instead_s,
             "incumbent_served": list(self.incumbent_served),
-            "silent_s": now_s - self._compared_s,
+            "answered_s": now_s - self._answered_s,
+            "num_since": self._num_since,
         }
 
     @classmethod
@@ -234,7 +242,7 @@ class Trial:
             float(record["instead_s"]),
             Served._make(map(float, record["incumbent_served"])),
         )
-        trial._compared_s = now_s - float(record["silent_s"])
+        trial._answered_s, trial._num_since = now_s - float(record["answered_s"]), float(record["num_since"])
         return trial
 
 

@@ -56,7 +56,7 @@ def registry(tmp_path: Path) -> Iterator[Registry]:
 
 
 class Worker:
-    """Reports answers of each version by its seconds per token, tokens per pass and how much longer full depth takes."""
+    """Reports answers by seconds per token of each version, tokens per pass, and how much longer full depth takes."""
 
     def __init__(self, judge: Judge, name: str = "a" * 8) -> None:
         self.judge, self.name, self.sequence = judge, name, 0

@@ -98,6 +98,16 @@ def test_answers_of_other_hours_are_not_compared():
     assert trial.num_blocks == 1
 
 
+def test_where_few_ask_a_block_closes_with_what_it_has():
+    trial = Trial(OLD, NEW, 0.0)
+    trial.observe("a" * 8, 0, OLD, answers(5, 0.01), 0.0)
+    trial.observe("a" * 8, 0, NEW, answers(1, 0.005), 100.0)
+    assert trial.num_blocks == 0
+    trial.observe("a" * 8, 0, OLD, answers(1, 0.01), BLOCK_S + 1)
+    assert trial.num_blocks == 1
+    assert trial.speed_up == pytest.approx(2.0)
+
+
 @pytest.mark.parametrize("poison", [0.1, 10.0])
 @pytest.mark.parametrize("speed_up", [1.0, 1.15, 0.9])
 def test_one_poisoned_worker_of_four_makes_no_wrong_decision(speed_up, poison):
@@ -137,11 +147,15 @@ def test_versions_that_nobody_asked_about_count_nowhere():
     assert not trial._open
 
 
-def test_a_canary_without_figures_is_given_up_while_the_other_version_serves():
+def test_a_canary_without_answers_is_given_up_once_some_were_expected():
     trial = Trial(OLD, NEW, 0.0)
     assert trial.verdict(50, 10 * SILENT_S) is None  # nobody asks for anything
-    trial.observe("a" * 8, 0, OLD, answers(10, 0.01), 10 * SILENT_S)
+    trial.observe("a" * 8, 0, OLD, answers(200, 0.01), 10 * SILENT_S)
+    assert trial.verdict(50, 10 * SILENT_S) is None  # ten were expected
+    trial.observe("a" * 8, 0, OLD, answers(200, 0.01), 10 * SILENT_S)
     assert trial.verdict(50, 10 * SILENT_S).outcome is Outcome.SILENT
+    trial.observe("a" * 8, 0, NEW, answers(1, 0.01), 10 * SILENT_S)
+    assert trial.verdict(50, 10 * SILENT_S) is None
 
 
 def test_it_ends_after_so_many_tokens():
