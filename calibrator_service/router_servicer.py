@@ -34,10 +34,10 @@ WATCH_INTERVAL_S = 0.2
 # Each publication among the events costs reading its manifest.
 WATCH_PAGE = 16
 _ACTIONS = {
-    pb.OrderJudgeRequest.ACTION_HOLD: "hold",
-    pb.OrderJudgeRequest.ACTION_RELEASE: "release",
-    pb.OrderJudgeRequest.ACTION_FORBID: "forbid",
-    pb.OrderJudgeRequest.ACTION_ALLOW: "allow",
+    pb.JUDGE_ACTION_HOLD: "hold",
+    pb.JUDGE_ACTION_RELEASE: "release",
+    pb.JUDGE_ACTION_FORBID: "forbid",
+    pb.JUDGE_ACTION_ALLOW: "allow",
 }
 
 

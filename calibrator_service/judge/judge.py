@@ -86,7 +86,12 @@ class Judge:
         with self._lock:
             if not self._acts:
                 raise Unavailable("another calibrator of this registry judges", reason="NOT_ACTING")
-            new = self._book.take(sender, worker_id, model_id, sequence, sums, now_s := elapsed_s())
+            now_s = elapsed_s()
+            try:
+                new = self._book.take(sender, worker_id, model_id, sequence, sums, now_s)
+            except InvalidInput:
+                self._metrics.served_reports.labels("refused").inc()
+                raise
             for key, served in new or ():
                 place = model_id, key.alias
                 if (trial := self._trials.get(place)) is not None:

@@ -49,28 +49,28 @@ def judged(model: Model = "", calibrator: Calibrator = DEFAULT_CALIBRATOR) -> No
 @calls_service
 def hold(model: Model = "", alias: Alias = "stable", calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
     """Leave an alias as it is, with its canary and share, until it is released. A suspended router serves again."""
-    _order(calibrator, pb.OrderJudgeRequest(model_id=model, action=pb.OrderJudgeRequest.ACTION_HOLD, alias=alias))
+    _order(calibrator, pb.OrderJudgeRequest(model_id=model, action=pb.JUDGE_ACTION_HOLD, alias=alias))
     print_line(f"{alias}: held")
 
 
 @calls_service
 def release(model: Model = "", alias: Alias = "stable", calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
     """Let the judge go on with an alias."""
-    _order(calibrator, pb.OrderJudgeRequest(model_id=model, action=pb.OrderJudgeRequest.ACTION_RELEASE, alias=alias))
+    _order(calibrator, pb.OrderJudgeRequest(model_id=model, action=pb.JUDGE_ACTION_RELEASE, alias=alias))
     print_line(f"{alias}: judged")
 
 
 @calls_service
 def forbid(version: Version, model: Model = "", calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
     """Never let the judge try a version; its trials end."""
-    _order(calibrator, pb.OrderJudgeRequest(model_id=model, action=pb.OrderJudgeRequest.ACTION_FORBID, version=version))
+    _order(calibrator, pb.OrderJudgeRequest(model_id=model, action=pb.JUDGE_ACTION_FORBID, version=version))
     print_line(f"version {version} is not tried")
 
 
 @calls_service
 def allow(version: Version, model: Model = "", calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
     """Let the judge try a version again that was forbidden."""
-    _order(calibrator, pb.OrderJudgeRequest(model_id=model, action=pb.OrderJudgeRequest.ACTION_ALLOW, version=version))
+    _order(calibrator, pb.OrderJudgeRequest(model_id=model, action=pb.JUDGE_ACTION_ALLOW, version=version))
     print_line(f"version {version} may be tried")
 
 

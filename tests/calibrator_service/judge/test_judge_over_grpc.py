@@ -151,24 +151,22 @@ def _changed(entry: pb.Served, **values: object) -> pb.Served:
 
 def test_orders(judging):
     wait_until(lambda: acting(judging))
-    orders = pb.OrderJudgeRequest
-
     def order(**values) -> None:
-        judging.routers.OrderJudge(orders(model_id="tiny", **values), timeout=30)
+        judging.routers.OrderJudge(pb.OrderJudgeRequest(model_id="tiny", **values), timeout=30)
 
     begin(judging, 2)
-    order(action=orders.ACTION_HOLD, alias="stable")
+    order(action=pb.JUDGE_ACTION_HOLD, alias="stable")
     listed = judging.routers.ListJudged(pb.ListJudgedRequest(), timeout=30)
     assert [(entry.alias, entry.state) for entry in listed.aliases] == [("stable", "on trial, held")]
-    order(action=orders.ACTION_FORBID, version=2)
+    order(action=pb.JUDGE_ACTION_FORBID, version=2)
     time.sleep(1.5)
     assert stable(judging).canary.version == 2
-    order(action=orders.ACTION_RELEASE, alias="stable")
+    order(action=pb.JUDGE_ACTION_RELEASE, alias="stable")
     wait_until(lambda: not stable(judging).HasField("canary"))
     assert error_of(lambda: begin(judging, 2)).reason == "FORBIDDEN_VERSION"
-    order(action=orders.ACTION_ALLOW, version=2)
+    order(action=pb.JUDGE_ACTION_ALLOW, version=2)
     begin(judging, 2)
-    for wrong in ({}, {"action": 99}, {"action": orders.ACTION_HOLD}, {"action": orders.ACTION_FORBID}):
+    for wrong in ({}, {"action": 99}, {"action": pb.JUDGE_ACTION_HOLD}, {"action": pb.JUDGE_ACTION_FORBID}):
         assert isinstance(error_of(lambda wrong=wrong: order(**wrong)), InvalidInput), wrong
 
 
@@ -207,7 +205,7 @@ def test_roles(start_service, tmp_path):
             return False
 
     wait_until(taken)
-    order = pb.OrderJudgeRequest(model_id="tiny", action=pb.OrderJudgeRequest.ACTION_HOLD, alias="stable")
+    order = pb.OrderJudgeRequest(model_id="tiny", action=pb.JUDGE_ACTION_HOLD, alias="stable")
     trial = pb.BeginTrialRequest(model_id="tiny", alias="stable", version=2)
     for call, request in ((service.routers.OrderJudge, order), (service.routers.BeginTrial, trial)):
         error = error_of(lambda call=call, request=request: call(request, metadata=calibrate, timeout=30))
