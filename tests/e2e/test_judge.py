@@ -70,14 +70,14 @@ def test_a_trial_ends_in_a_promotion_by_itself(processes, tmp_path):
         return next(alias for alias in client.list_aliases("tiny") if alias.name == "stable")
 
     with Load([worker, worker]) as load:
-        wait_until(lambda: client.list_judged("tiny").is_acting, 120)
+        wait_until(lambda: client.list_judged("tiny").is_acting, timeout_s=120)
         client.begin_trial(pb.BeginTrialRequest(model_id="tiny", alias="stable", version=2))
-        wait_until(lambda: stable().canary.share_per_mille > 50, TRIAL_TIMEOUT_S)
+        wait_until(lambda: stable().canary.share_per_mille > 50, timeout_s=TRIAL_TIMEOUT_S)
         os.kill(calibrator.pid, signal.SIGKILL)
         calibrator.stop()
         again = start("calibrator", "calibrator_service", "--judge", "asked", listen=judging)
         assert again.wait_serving(READY_TIMEOUT_S) == judging
-        wait_until(lambda: stable().version == 2, TRIAL_TIMEOUT_S)
+        wait_until(lambda: stable().version == 2, timeout_s=TRIAL_TIMEOUT_S)
         history = client.alias_history("tiny", "stable")
     assert history[0].reason.startswith("promote: ")
     assert {change.actor for change in history[:-1]} == {"judge"}

@@ -151,6 +151,7 @@ def _changed(entry: pb.Served, **values: object) -> pb.Served:
 
 def test_orders(judging):
     wait_until(lambda: acting(judging))
+
     def order(**values) -> None:
         judging.routers.OrderJudge(pb.OrderJudgeRequest(model_id="tiny", **values), timeout=30)
 
