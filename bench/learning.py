@@ -75,7 +75,9 @@ def random_prompt(vocabulary_size: int, seed: int) -> pb.TokenIds:
     return pb.TokenIds(ids=random.Random(seed).choices(range(vocabulary_size), k=RANDOM_TOKENS))
 
 
-def request_of(prompt: Prompt, options: argparse.Namespace, version: int | None, *, is_kept: bool) -> pb.GenerateRequest:
+def request_of(
+    prompt: Prompt, options: argparse.Namespace, version: int | None, *, is_kept: bool
+) -> pb.GenerateRequest:
     """`version`: 0 for full depth; None for the default alias."""
     return generate_request(
         MODEL_ID,

@@ -12,6 +12,7 @@ from neap_client.router.v1 import router_pb2_grpc
 
 from calibrator_service import router_servicer, servicer
 from calibrator_service.job_process import JobFolder
+from calibrator_service.judge.judge import Judge
 from calibrator_service.learning.schedule import LearningSchedule
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.supervisor import Supervisor
@@ -32,6 +33,9 @@ from shared.service_settings import CalibratorSettings
 from shared.timeouts import ROUTER_CALL_WAIT_S
 from shared.traffic.traffic import open_traffic
 
+# How long a stop waits for the judge's step.
+JUDGE_TIMEOUT_S = 5.0
+
 log = structlog.get_logger("neap.calibration")
 
 
@@ -51,14 +55,26 @@ async def serve(settings: CalibratorSettings) -> int:
     metrics.registry.register(SecurityCollector(security))
     verifier = verifier_of(settings.require_signatures)
     registry = open_registry(settings.registry)
+    judge = Judge(registry, tuple(settings.sources), metrics=metrics) if settings.judge != "off" else None
     try:
         supervisor = Supervisor(
-            JobFolder(settings.data_dir / "calibrator"), settings, metrics=metrics, on_change=watchers.notify
+            JobFolder(settings.data_dir / "calibrator"),
+            settings,
+            metrics=metrics,
+            on_change=watchers.notify,
+            judge=judge if settings.judge == "publications" else None,
         )
         schedule: LearningSchedule | None = None
         if settings.learn_from_traffic:
             traffic = open_traffic(settings.registry, settings.traffic_key)
-            schedule = LearningSchedule(registry, traffic, supervisor.store, settings, supervisor.queue.wake)
+            schedule = LearningSchedule(
+                registry,
+                traffic,
+                supervisor.store,
+                settings,
+                supervisor.queue.wake,
+                judge.has_lost if judge is not None else lambda model_id, alias: False,
+            )
         try:
             services = (servicer.SERVICE_NAME, router_servicer.SERVICE_NAME)
             server = RpcServer(settings, services, security=security, on_stop=watchers.stop)
@@ -70,7 +86,12 @@ async def serve(settings: CalibratorSettings) -> int:
             )
             router_pb2_grpc.add_RouterServiceServicer_to_server(
                 router_servicer.RouterServicer(
-                    registry, models=settings.sources, pool=router_pool, watchers=watchers, verifier=verifier
+                    registry,
+                    models=settings.sources,
+                    pool=router_pool,
+                    watchers=watchers,
+                    verifier=verifier,
+                    judge=judge,
                 ),
                 server.grpc_server,
             )
@@ -83,13 +104,18 @@ async def serve(settings: CalibratorSettings) -> int:
                 supervisor.start(on_failure=partial(_stop_soon, loop, server))
                 if schedule is not None:
                     schedule.thread.start(partial(_stop_soon, loop, server))
+                if judge is not None:
+                    judge.thread.start(partial(_stop_soon, loop, server))
 
             with serve_metrics(settings.metrics_listen, metrics.registry):
                 await server.run(prepare)
-            return 1 if supervisor.has_died or (schedule is not None and schedule.thread.has_died) else 0
+            threads = [part.thread for part in (schedule, judge) if part is not None]
+            return 1 if supervisor.has_died or any(thread.has_died for thread in threads) else 0
         finally:
             if schedule is not None:
                 await asyncio.to_thread(schedule.stop)
+            if judge is not None:
+                await asyncio.to_thread(judge.stop, JUDGE_TIMEOUT_S)
             await asyncio.to_thread(supervisor.stop)
     finally:
         job_pool.close()

@@ -93,6 +93,11 @@ class WorkerMetrics(ServiceMetrics):
             "Served answers that were to be kept and are not, by reason; no client has lost anything.",
             ["model_id", "pool", "reason"],
         )
+        self.served_reports = self.counter(
+            "neap_served_reports",
+            "Reports of what was served to the calibrator that judges versions: sent, or the reason why it was not.",
+            ["outcome"],
+        )
 
     def count_watch_error(self, model_id: str, reason: str) -> None:
         self.router_watch_errors.labels(model_id, reason).inc()

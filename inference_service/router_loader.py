@@ -39,7 +39,7 @@ log = structlog.get_logger("neap.routers")
 @dataclass(frozen=True)
 class LoadedRouter:
     """A published ladder in memory, checked against its model. `pool`: from whose answers it has learned; empty: from
-    no pool's."""
+    no pool's. `alias`: by which it was chosen for a request, if it was."""
 
     model_id: str
     version: int
@@ -47,6 +47,7 @@ class LoadedRouter:
     proposers: tuple[str, ...]
     ladder: Ladder
     pool: str = ""
+    alias: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -98,6 +98,7 @@ class RouterStore:
         self._default_alias = default_alias
         self._on_fallback = on_fallback
         self._num_waiting, self._max_waiting = 0, max_waiting
+        self._suspended: dict[str, frozenset[str]] = {}
         # The version that each alias served last. The loader may have evicted it.
         self._serving: LruCache[tuple[str, str], int] = LruCache(MAX_KNOWN)
 
@@ -109,6 +110,11 @@ class RouterStore:
         """The loaded routers of one model, by version. Any thread may call it."""
         return self._loader.loaded(model_id)
 
+    def suspend(self, model_id: str, aliases: frozenset[str]) -> None:
+        """From now on no router drafts for requests that name one of these aliases, by default or by choice, and for
+        all others of the model one does again. Any thread may call it."""
+        self._suspended[model_id] = aliases
+
     @property
     def num_waiting(self) -> int:
         """Requests that wait for the registry now; at most `max_waiting`."""
@@ -118,8 +124,8 @@ class RouterStore:
         self, loaded: LoadedModel, choice: RouterChoice, *, request_id: str = "", pool: str = DEFAULT_POOL
     ) -> LoadedRouter | None:
         """The chosen router, loaded, with its digests checked. `request_id` decides whether it is the alias' canary.
-        None if no choice was made and the default alias names no version. For callers of a `pool` the alias is
-        ALIAS@POOL where there is one, and no other pool's.
+        None if no choice was made and the default alias names no version, and if the alias' router is suspended. For
+        callers of a `pool` the alias is ALIAS@POOL where there is one, and no other pool's.
 
         A version is immutable, so a loaded one is used without asking the registry. An alias is resolved for every
         request. While the registry or its store does not answer, the alias' last known version is used (`on_stale`).
@@ -146,13 +152,16 @@ class RouterStore:
             return None
         if own is not None and own_alias is not None:
             alias = own_alias
+        if alias in self._suspended.get(loaded.model_id, ()):
+            self._on_fallback(loaded.model_id, ALIAS, "SUSPENDED")
+            return None
         canary = resolution.target.canary
         if canary is not None and takes_canary(request_id, loaded.model_id, alias, canary):
             candidate = self._loader.get_soon(loaded, canary.version)
             if isinstance(candidate, LoadedRouter):
-                return candidate
+                return replace(candidate, alias=alias)
             self._on_fallback(loaded.model_id, CANARY, candidate)
-        return await self._own(loaded, alias, resolution)
+        return replace(await self._own(loaded, alias, resolution), alias=alias)
 
     async def preload(self, served: Sequence[LoadedModel], aliases: Sequence[str] | None = None) -> None:
         """Loads what requests will ask for first: the default alias of every model, then `aliases`, canaries included.

@@ -56,6 +56,7 @@ def busy_metrics() -> WorkerMetrics:
     metrics.learn_answers.labels("tiny", "legal").inc()
     metrics.learn_tokens.labels("tiny", "legal").inc(200)
     metrics.learn_lost.labels("tiny", "legal", "DISK_FULL").inc()
+    metrics.served_reports.labels("sent").inc()
     return metrics
 
 
@@ -70,6 +71,10 @@ def busy_calibrator_metrics() -> CalibratorMetrics:
     metrics.publications.labels("tiny").inc()
     metrics.failures.labels("tiny", "INTERNAL").inc()
     metrics.duration.labels("tiny", "failed").observe(1.0)
+    metrics.judge_acts.set(1)
+    metrics.served_reports.labels("taken").inc()
+    metrics.verdicts.labels("tiny", "grow").inc()
+    metrics.alarms.labels("tiny", "lost_acceptance").inc()
     return metrics
 
 

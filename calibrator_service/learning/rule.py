@@ -7,11 +7,13 @@ from shared.traffic.traffic import Batch
 
 # A pool whose jobs fail is tried again after 2, 4, .. times the interval, and at least once in this multiple of it.
 MAX_BACKOFF = 64
+LOST_PART = 10
 
 
 @dataclass(frozen=True)
 class LearningRule:
-    """A job begins with at least `min_tokens` new tokens, and at least `min_interval_s` after the last began."""
+    """A job begins with at least `min_tokens` new tokens, or with a LOST_PART-th of them where the router's drafts are
+    accepted less often than they were, and at least `min_interval_s` after the last began."""
 
     min_tokens: int = 20_000
     min_interval_s: float = 1800.0
@@ -38,7 +40,8 @@ class PoolState:
         counted_s = self.counted_s if max(written, default=(0.0, 0))[0] >= self.counted_s else 0.0
         return sum(num_tokens for written_s, num_tokens in written if written_s > counted_s)
 
-    def is_due(self, rule: LearningRule, num_new_tokens: int, now_s: float) -> bool:
-        """A clock that was put back makes it due."""
+    def is_due(self, rule: LearningRule, num_new_tokens: int, now_s: float, *, has_lost: bool = False) -> bool:
+        """A clock that was put back makes it due. `has_lost`: acceptance."""
+        min_tokens = rule.min_tokens // LOST_PART if has_lost else rule.min_tokens
         interval_s = rule.min_interval_s * min(2**self.num_failed, MAX_BACKOFF)
-        return num_new_tokens >= max(rule.min_tokens, 1) and not 0.0 <= now_s - self.began_s < interval_s
+        return num_new_tokens >= max(min_tokens, 1) and not 0.0 <= now_s - self.began_s < interval_s

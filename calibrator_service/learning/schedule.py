@@ -39,7 +39,8 @@ log = structlog.get_logger("neap.calibration")
 
 
 class LearningSchedule:
-    """`wake_queue`: called when there is a new job. `thread`: a step looks at all models."""
+    """`wake_queue`: called when there is a new job. `has_lost`: whether the version of a model's alias has lost
+    acceptance. `thread`: a step looks at all models."""
 
     def __init__(
         self,
@@ -48,9 +49,10 @@ class LearningSchedule:
         store: JobStore,
         settings: CalibratorSettings,
         wake_queue: Callable[[], object],
+        has_lost: Callable[[str, str], bool] = lambda model_id, alias: False,
     ) -> None:
         self._registry, self._traffic, self._store, self._settings = registry, traffic, store, settings
-        self._wake_queue = wake_queue
+        self._wake_queue, self._has_lost = wake_queue, has_lost
         self._rule = LearningRule(settings.learn_tokens, settings.learn_interval_s)
         self._leases = {model_id: registry.lease(f"learning-{_digest(model_id)}") for model_id in settings.sources}
         self._looked_s = self._expired_s = float("-inf")
