@@ -15,10 +15,11 @@ from calibrator_service.learning import schedule as module
 from calibrator_service.learning.schedule import LearningSchedule
 from shared.errors import Unavailable
 from shared.ladder.blob_names import LADDER_BLOB, STATISTICS_BLOB
-from shared.registry.factory import open_registry
+from shared.registry import lease
+from shared.registry.factory import open_registry, open_store
 from shared.service_settings import CalibratorSettings
 from shared.traffic.answer import ServedAnswer
-from shared.traffic.traffic import Traffic, open_traffic
+from shared.traffic.traffic import Batch, Traffic, open_traffic
 
 MODEL = "tiny"
 
@@ -253,6 +254,50 @@ def test_a_damaged_note_is_as_none(place):
     place.serve("legal")
     service.schedule._look()
     assert len(jobs(service)) == 2
+
+
+def test_what_is_kept_is_listed_only_when_a_job_may_begin(place, monkeypatch):
+    listed: list[str] = []
+    batches = place.traffic.batches
+    monkeypatch.setattr(place.traffic, "batches", lambda *at: listed.append(at[1]) or batches(*at))
+    now_s = time.time()
+    monkeypatch.setattr(module.time, "time", lambda: now_s)
+    service = place.service(learn_interval_s=1800.0)
+    place.serve("legal")
+    service.schedule._look()
+    end(service, jobs(service)[0])
+    for _ in range(60):
+        service.schedule._look()
+    assert listed == ["legal"]
+    now_s += 1800
+    place.serve("legal")
+    service.schedule._look()
+    assert (listed, len(jobs(service))) == (["legal", "legal"], 2)
+
+
+def test_a_look_that_takes_longer_than_the_lease_reaches_every_pool(place, monkeypatch):
+    now_s = 1000.0
+
+    class Slow(Traffic):
+        def batches(self, model_id: str, pool: str) -> list[Batch]:
+            nonlocal now_s
+            now_s += 12.0
+            return super().batches(model_id, pool)
+
+    monkeypatch.setattr(lease, "elapsed_s", lambda: now_s)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
+    service = place.service(traffic=Slow(open_store(str(place.folder / "registry"))), learn_tokens=10**6)
+    seen: list[str] = []
+    monkeypatch.setattr(
+        service.schedule,
+        "consider",
+        lambda model_id, pool, to=service.schedule.consider: (seen.append(pool), to(model_id, pool)),
+    )
+    pools = [f"pool-{number}" for number in range(9)]
+    for pool in pools:
+        place.serve(pool)
+    service.schedule._look()
+    assert seen == pools
 
 
 def test_old_answers_are_removed(place):
