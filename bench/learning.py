@@ -127,7 +127,8 @@ def measure(
     names = list(sides)
     for number, prompt in enumerate([prompts[0], *prompts]):  # the first is a warm-up
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            first_s, tokens = 0.0, ()
+            first_s = 0.0
+            tokens: tuple[int, ...] = ()
             with client.generate(request_of(prompt, options, sides[name], is_kept=False)) as stream:
                 for event in stream:
                     if event.HasField("chunk"):
@@ -151,7 +152,8 @@ def print_table(found: Mapping[str, list[tuple[float, float, tuple[int, ...]]]])
         rate, passes = statistics.median(1 / o[0] for o in own), statistics.mean(o[1] for o in own)
         row(name, f"{rate:.1f}", f"{over:.2f}", f"{passes:.2f}", f"{same} of {len(own)}")
     first, learned = (found[name] for name in list(found)[1:])
-    print(f"learned over first, median of pairs: {statistics.median(f[0] / o[0] for f, o in zip(first, learned)):.2f}")
+    over = statistics.median(f[0] / o[0] for f, o in zip(first, learned, strict=True))
+    print(f"learned over first, median of pairs: {over:.2f}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from shared.engine.request.request import Finished, GeneratedToken, GenerationEv
 from shared.errors import NeapError
 from shared.traffic.answer import HOUR_S, ServedAnswer
 from shared.traffic.encoding import MAX_CONTENT_BYTES, content_bytes
-from shared.traffic.traffic import Traffic
+from shared.traffic.traffic import EXPIRE_EVERY_S, Traffic
 
 # In --learn: every pool that is not named.
 ANY_POOL = "*"
@@ -29,7 +29,8 @@ ANY_POOL = "*"
 MAX_TOKENS = 1 << 20
 # How old the oldest answer is at least and at most when it is written: the first while no request runs.
 IDLE_AFTER_S, AT_MOST_S = 30.0, 120.0
-_EXPIRE_EVERY_S = 3600.0
+# Workers that start together do not look together whether somebody has removed what is old.
+_FIRST_EXPIRY_WITHIN_S = 60.0
 _CLOSE_S = 10.0
 _LOOK_S = 1.0
 _LEAST_PRIORITY = 19
@@ -65,7 +66,7 @@ class Tap:
         self._waiting: list[ServedAnswer] = []
         self._num_tokens = 0
         self._oldest_s = 0.0
-        self._expired_s = float("-inf")
+        self._expire_at_s = time.monotonic() + random.uniform(0, _FIRST_EXPIRY_WITHIN_S)
         self._failing = ""
         self._stop = Event()
         self._thread = Thread(target=self._run, name="neap-learn", daemon=True)
@@ -114,7 +115,7 @@ class Tap:
         while not self._stop.wait(self._look_s):
             if self._is_due():
                 self._write()
-            if time.monotonic() - self._expired_s >= _EXPIRE_EVERY_S:
+            if time.monotonic() >= self._expire_at_s:
                 self._expire()
         self._write()
 
@@ -140,8 +141,8 @@ class Tap:
                 self._metrics.learn_tokens.labels(*place).inc(sum(answer.num_tokens for answer in together))
 
     def _expire(self) -> None:
-        self._expired_s = time.monotonic()
-        self._attempt(lambda: self._traffic.expire(self._retention_s))
+        self._expire_at_s = time.monotonic() + EXPIRE_EVERY_S * random.uniform(1.0, 1.1)
+        self._attempt(lambda: self._traffic.expire_if_due(self._retention_s))
 
     def _attempt(self, work: Callable[[], object]) -> str:
         """The reason why it failed, "" if it did not. Said once for each reason in a row."""

@@ -425,8 +425,12 @@ class CalibratorSettings(ServiceSettings):
     @classmethod
     def _datasets_from_text(cls, value: Any) -> Any:
         patterns = list(listed(value))
-        if "none" not in patterns:
-            return patterns
-        if len(patterns) > 1:
+        if "none" in patterns and len(patterns) > 1:
             raise ValueError("none cannot be combined with names of datasets")
-        return ()
+        return [] if "none" in patterns else patterns
+
+    @model_validator(mode="after")
+    def _learns_with_a_model(self) -> Self:
+        if self.learn_from_traffic and not self.models:
+            raise ValueError("to learn from traffic the service needs a model")
+        return self

@@ -31,6 +31,9 @@ COMPOSITIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("base", ("gateway", "shared-registry", "models-from-s3", "autoscaling")),
     ("base", ("shared-registry", "calibration-jobs", "models-from-s3", "gpu")),
     ("base", ("shared-registry", "calibration-jobs", "models-from-claim", "gpu", "surge")),
+    ("local", ("learning",)),
+    ("local", ("learning", "traffic-key", "security")),
+    ("cpu", ("learning", "traffic-key", "monitoring")),
 )
 
 

@@ -40,8 +40,12 @@ class PoolState:
         counted_s = self.counted_s if max(written, default=(0.0, 0))[0] >= self.counted_s else 0.0
         return sum(num_tokens for written_s, num_tokens in written if written_s > counted_s)
 
-    def is_due(self, rule: LearningRule, num_new_tokens: int, now_s: float, *, has_lost: bool = False) -> bool:
-        """A clock that was put back makes it due. `has_lost`: acceptance."""
-        min_tokens = rule.min_tokens // LOST_PART if has_lost else rule.min_tokens
+    def may_begin(self, rule: LearningRule, now_s: float) -> bool:
+        """Whether the interval is over. A clock that was put back ends it."""
         interval_s = rule.min_interval_s * min(2**self.num_failed, MAX_BACKOFF)
-        return num_new_tokens >= max(min_tokens, 1) and not 0.0 <= now_s - self.began_s < interval_s
+        return not 0.0 <= now_s - self.began_s < interval_s
+
+    def is_due(self, rule: LearningRule, num_new_tokens: int, now_s: float, *, has_lost: bool = False) -> bool:
+        """`has_lost`: the router's drafts are accepted less often than they were."""
+        min_tokens = rule.min_tokens // LOST_PART if has_lost else rule.min_tokens
+        return num_new_tokens >= max(min_tokens, 1) and self.may_begin(rule, now_s)

@@ -28,10 +28,9 @@ from shared.pool_names import check_pool
 from shared.registry.lease import Lease
 from shared.registry.registry import Registry
 from shared.service_settings import CalibratorSettings
-from shared.traffic.traffic import Batch, Traffic
+from shared.traffic.traffic import EXPIRE_EVERY_S, Batch, Traffic
 
 LOOK_INTERVAL_S = 30.0
-EXPIRE_INTERVAL_S = 3600.0
 # Failures of a job whose parent is the reason.
 _PARENTS_FAULT = frozenset({"ROUTER_MISMATCH", "LAYOUT_MISMATCH", "PARENT_MISMATCH", "NO_STATISTICS", "CORRUPT"})
 
@@ -55,7 +54,7 @@ class LearningSchedule:
         self._wake_queue, self._has_lost = wake_queue, has_lost
         self._rule = LearningRule(settings.learn_tokens, settings.learn_interval_s)
         self._leases = {model_id: registry.lease(f"learning-{_digest(model_id)}") for model_id in settings.sources}
-        self._looked_s = self._expired_s = float("-inf")
+        self._looked_s = self._expired_s = self._hold_at_s = float("-inf")
         self.thread = ServiceThread("learning", self._look)
 
     def stop(self) -> None:
@@ -66,9 +65,9 @@ class LearningSchedule:
 
     def _look(self) -> float:
         """Returns the seconds until the next look. Raises what registry and job store raise."""
-        held = [model_id for model_id, lease in self._leases.items() if _hold(lease)]
+        held = self._hold_all()
         now_s = time.monotonic()
-        if held and now_s - self._expired_s >= EXPIRE_INTERVAL_S:
+        if held and now_s - self._expired_s >= EXPIRE_EVERY_S:
             self._expired_s = now_s
             removed = self._traffic.expire(86_400 * self._settings.traffic_days)
             if removed.num_objects:
@@ -77,13 +76,24 @@ class LearningSchedule:
             self._looked_s = now_s
             for model_id in held:
                 for pool in self._traffic.pools(model_id):
-                    if self.thread.stopping.is_set() or not self._leases[model_id].is_held:
+                    if self.thread.stopping.is_set() or not self._acts_for(model_id):
                         break
                     try:
                         self.consider(model_id, check_pool(pool))
                     except NeapError as error:
                         log.warning("a pool is left for later", model_id=model_id, pool=pool, reason=error.reason)
         return min((lease.renew_after_s for lease in self._leases.values()), default=LOOK_INTERVAL_S)
+
+    def _hold_all(self) -> list[str]:
+        """The models for which this service acts now, by leases taken or renewed."""
+        self._hold_at_s = time.monotonic() + min((lease.renew_after_s for lease in self._leases.values()), default=0.0)
+        return [model_id for model_id, lease in self._leases.items() if _hold(lease)]
+
+    def _acts_for(self, model_id: str) -> bool:
+        """A look at many pools takes longer than a lease lasts, so leases are renewed meanwhile."""
+        if time.monotonic() >= self._hold_at_s:
+            return model_id in self._hold_all()
+        return self._leases[model_id].is_held
 
     def consider(self, model_id: str, pool: str) -> None:
         """Creates the job of a pool where it is due."""
@@ -92,13 +102,21 @@ class LearningSchedule:
         state = self._after_last_job(before)
         if state.calibration_id:
             return
-        batches = self._traffic.batches(model_id, pool)
+        # The interval first: what is kept may be millions of objects to list.
+        batches = self._traffic.batches(model_id, pool) if state.may_begin(self._rule, time.time()) else []
         num_new = state.new_tokens(batches)
-        if state.is_due(self._rule, num_new, time.time()) and not self._store.in_state(JobState.QUEUED):
+        alias = latest_of(pool_of_source(ServedTraffic(pool)))
+        is_due = state.is_due(self._rule, num_new, time.time(), has_lost=self._has_lost(model_id, alias))
+        if is_due and self._has_room(model_id, alias):
             state = self._create(model_id, pool, state, batches)
             log.info("a pool learns", model_id=model_id, pool=pool, num_tokens=num_new, job=state.calibration_id)
         if state != before:
             self._registry.keep_note(name, {"model_id": model_id, "pool": pool, **asdict(state)})
+
+    def _has_room(self, model_id: str, alias: str) -> bool:
+        """Whether no job waits, and the alias has no canary, beside which no other version could be tried."""
+        change = self._registry.last_changes(model_id).get(alias)
+        return (change is None or change.canary is None) and not self._store.in_state(JobState.QUEUED)
 
     def _note(self, name: str) -> dict[str, Any]:
         try:

@@ -9,7 +9,7 @@ The interface, all of which blocks:
 - `Traffic.read(model_id, pool, seen, max_tokens=..)` gives what `seen`, the mark of an earlier read, does not have, and
   the mark that has it, too (whoever learns). A mark names what was read, not a time: so no clock that jumps, no worker
   whose clock is wrong and no object that comes late makes an answer count twice or never. It names what is kept.
-- `Traffic.forget` and `Traffic.expire` remove.
+- `Traffic.forget` and `Traffic.expire` remove, `Traffic.expire_if_due` for all processes once an hour.
 
 An answer of one pool cannot reach another's router: the pool is in the object's path, a reader lists one pool's folder,
 and an object that says something else within is not read.
@@ -44,6 +44,9 @@ RETENTION_S = 7 * 24 * 3600.0
 MAX_READ_TOKENS = 4 << 20
 # What is dated later than this, from a clock that was wrong, would outlive its time: it is removed, too.
 _AHEAD_S = 24 * 3600.0
+EXPIRE_EVERY_S = 3600.0
+# Empty; written whenever somebody begins to remove what is old.
+_EXPIRY = "notes/traffic-expiry"
 _NAME = re.compile(r"([0-9]{8})-([0-9]{8})-([0-9a-f]{64})")
 _PART = re.compile(r"[0-9a-f]{32}")
 
@@ -171,6 +174,7 @@ class Traffic:
     def expire(self, retention_s: float = RETENTION_S) -> Removed:
         """Remove what was written more than `retention_s` ago by the store's clock, or a day later than now, and what
         killed processes had begun to write into a folder more than a day ago. Also what is no object of ours."""
+        self._store.replace(_EXPIRY, b"")
         now_s = self._now_s()
         answers = self._remove(
             found
@@ -183,6 +187,13 @@ class Traffic:
             if _PART.fullmatch(found.name) and now_s - found.last_modified_s > PART_S
         )
         return Removed(answers.num_objects + parts.num_objects, answers.num_bytes + parts.num_bytes)
+
+    def expire_if_due(self, retention_s: float = RETENTION_S) -> Removed | None:
+        """`expire`, or None if any process has begun to within `EXPIRE_EVERY_S`: it lists all that is kept, so a
+        thousand workers must not each do it. Two that ask within milliseconds may both do it, which harms nothing."""
+        if self._store.exists(_EXPIRY) and 0 <= self._now_s() - self._store.last_modified_s(_EXPIRY) < EXPIRE_EVERY_S:
+            return None
+        return self.expire(retention_s)
 
     def _now_s(self) -> float:
         path = f"{PARTS}/{uuid4().hex}"  # a sweep removes it where this process dies

@@ -138,7 +138,7 @@ def test_the_example_renders(tmp_path):
     assert set(re.findall(r"image: (\S+)", result.stdout)) == {"neap:0.1.0-gpu"}
     assert "kind: Namespace" in result.stdout
     needed = set(re.findall(r"secretRef:\s+name: (\S+)", result.stdout))
-    own = PAGE.partition("## An overlay of your own")[2]
+    own = PAGE.partition("## An overlay of your own")[2].partition("\n## ")[0]
     assert needed == set(re.findall(r"create secret generic (\S+)", own)) == {"neap-registry", "neap-models"}
     from_image = text.replace("models-from-s3", "models-from-image").replace("../../", f"{inside}/")
     (tmp_path / "kustomization.yaml").write_text(from_image + patch)

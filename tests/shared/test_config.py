@@ -113,6 +113,13 @@ def test_shares_of_pools_to_learn_from(monkeypatch):
             settings_from_command_line(WorkerSettings, "worker", ["--learn", wrong])
 
 
+def test_who_learns_from_traffic_has_a_model(monkeypatch):
+    monkeypatch.setenv("NEAP_LEARN_FROM_TRAFFIC", "true")
+    with pytest.raises(InvalidInput, match="needs a model"):
+        settings_from_command_line(CalibratorSettings, "calibrator", [])
+    assert settings_from_command_line(CalibratorSettings, "calibrator", ["--model", "a=/a"]).learn_from_traffic
+
+
 def test_aliases_to_load_in_advance(monkeypatch):
     assert WorkerSettings().preload_aliases == ()
     flags = ["--preload-alias", "stable", "--preload-alias", "a"]

@@ -35,6 +35,12 @@ def test_it_is_due_with_enough_tokens_and_after_its_interval():
     assert not state.is_due(LearningRule(0, 0.0), 0, 2000.0)
 
 
+def test_where_acceptance_was_lost_fewer_tokens_do():
+    state = PoolState(began_s=1000.0)
+    assert [state.is_due(RULE, n, 2000.0, has_lost=True) for n in (9, 10)] == [False, True]
+    assert not state.is_due(RULE, 10, 1059.0, has_lost=True)
+
+
 def test_a_clock_that_was_put_back_does_not_stop_it():
     assert PoolState(began_s=1e9).is_due(RULE, 100, 10.0)
 

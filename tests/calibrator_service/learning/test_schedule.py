@@ -1,7 +1,7 @@
 """The schedule of learning jobs: over a real registry and job store, without processes of jobs."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +15,12 @@ from calibrator_service.learning import schedule as module
 from calibrator_service.learning.schedule import LearningSchedule
 from shared.errors import Unavailable
 from shared.ladder.blob_names import LADDER_BLOB, STATISTICS_BLOB
-from shared.registry.factory import open_registry
+from shared.registry import lease
+from shared.registry.base import Canary
+from shared.registry.factory import open_registry, open_store
 from shared.service_settings import CalibratorSettings
 from shared.traffic.answer import ServedAnswer
-from shared.traffic.traffic import Traffic, open_traffic
+from shared.traffic.traffic import Batch, Traffic, open_traffic
 
 MODEL = "tiny"
 
@@ -32,7 +34,13 @@ class Place:
         self.traffic = open_traffic(str(folder / "registry"))
         self.services: list[SimpleNamespace] = []
 
-    def service(self, name: str = "one", traffic: Traffic | None = None, **options: object) -> SimpleNamespace:
+    def service(
+        self,
+        name: str = "one",
+        traffic: Traffic | None = None,
+        has_lost: Callable[[str, str], bool] = lambda model_id, alias: False,
+        **options: object,
+    ) -> SimpleNamespace:
         settings = CalibratorSettings(
             models=f"{MODEL}=/a",
             data_dir=self.folder / name,
@@ -42,7 +50,9 @@ class Place:
         )
         store = JobStore(self.folder / f"{name}.db")
         woken: list[None] = []
-        schedule = LearningSchedule(self.registry, traffic or self.traffic, store, settings, lambda: woken.append(None))
+        schedule = LearningSchedule(
+            self.registry, traffic or self.traffic, store, settings, lambda: woken.append(None), has_lost
+        )
         found = SimpleNamespace(store=store, schedule=schedule, woken=woken)
         self.services.append(found)
         return found
@@ -192,6 +202,32 @@ def test_clients_jobs_come_first(place):
     assert len(jobs(service)) == 2
 
 
+def test_a_version_on_trial_is_waited_for(place):
+    service = place.service()
+    place.publish(1, "latest@legal")
+    place.publish(2)
+    place.registry.set_canary(MODEL, "latest@legal", Canary(2, 50))
+    place.serve("legal")
+    place.serve("shop")
+    service.schedule._look()
+    assert [job.aliases for job in jobs(service)] == [("latest@shop",)]
+    end(service, jobs(service)[0])
+    place.registry.promote_canary(MODEL, "latest@legal")
+    service.schedule._look()
+    assert [job.aliases for job in jobs(service)] == [("latest@shop",), ("latest@legal",)]
+
+
+def test_where_acceptance_was_lost_less_text_does(place):
+    lost: set[tuple[str, str]] = set()
+    service = place.service(has_lost=lambda *alias: alias in lost)
+    place.serve("legal", 10)
+    service.schedule._look()
+    assert not jobs(service)
+    lost.add((MODEL, "latest@legal"))
+    service.schedule._look()
+    assert [job.aliases for job in jobs(service)] == [("latest@legal",)]
+
+
 def test_a_job_that_failed_is_repeated_after_longer_and_longer(place, monkeypatch):
     service = place.service(learn_interval_s=100.0)
     place.publish(1, "latest")
@@ -253,6 +289,50 @@ def test_a_damaged_note_is_as_none(place):
     place.serve("legal")
     service.schedule._look()
     assert len(jobs(service)) == 2
+
+
+def test_what_is_kept_is_listed_only_when_a_job_may_begin(place, monkeypatch):
+    listed: list[str] = []
+    batches = place.traffic.batches
+    monkeypatch.setattr(place.traffic, "batches", lambda *at: listed.append(at[1]) or batches(*at))
+    now_s = time.time()
+    monkeypatch.setattr(module.time, "time", lambda: now_s)
+    service = place.service(learn_interval_s=1800.0)
+    place.serve("legal")
+    service.schedule._look()
+    end(service, jobs(service)[0])
+    for _ in range(60):
+        service.schedule._look()
+    assert listed == ["legal"]
+    now_s += 1800
+    place.serve("legal")
+    service.schedule._look()
+    assert (listed, len(jobs(service))) == (["legal", "legal"], 2)
+
+
+def test_a_look_that_takes_longer_than_the_lease_reaches_every_pool(place, monkeypatch):
+    now_s = 1000.0
+
+    class Slow(Traffic):
+        def batches(self, model_id: str, pool: str) -> list[Batch]:
+            nonlocal now_s
+            now_s += 12.0
+            return super().batches(model_id, pool)
+
+    monkeypatch.setattr(lease, "elapsed_s", lambda: now_s)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now_s)
+    service = place.service(traffic=Slow(open_store(str(place.folder / "registry"))), learn_tokens=10**6)
+    seen: list[str] = []
+    monkeypatch.setattr(
+        service.schedule,
+        "consider",
+        lambda model_id, pool, to=service.schedule.consider: (seen.append(pool), to(model_id, pool)),
+    )
+    pools = [f"pool-{number}" for number in range(9)]
+    for pool in pools:
+        place.serve(pool)
+    service.schedule._look()
+    assert seen == pools
 
 
 def test_old_answers_are_removed(place):

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from shared.digests import digest_of
 from shared.errors import Corrupt, Exhausted, InvalidInput
 from shared.pool_names import check_pool
 from shared.registry.factory import open_store
+from shared.registry.folder_store import FolderStore
+from shared.registry.store import StoredObject
 from shared.traffic.answer import HOUR_S, ServedAnswer
 from shared.traffic.encoding import MAX_CONTENT_BYTES, MAX_OBJECT_BYTES, encode
-from shared.traffic.traffic import Traffic, open_traffic
+from shared.traffic.traffic import EXPIRE_EVERY_S, Traffic, open_traffic
 from tests.shared.traffic.conftest import HOUR, MODEL, Objects, an_answer
 from tests.small_disk import run_on_small_disk
 
@@ -245,6 +248,28 @@ def test_the_store_s_clock_decides_how_old_an_object_is(place: str) -> None:
     traffic.write([an_answer("legal", hour=1)])
     assert traffic.expire(3600).num_objects == 0
     assert traffic.expire(-1).num_objects == 1
+
+
+def test_of_many_workers_one_lists_all_that_is_kept_and_another_an_hour_later(tmp_path: Path) -> None:
+    class Counted(FolderStore):
+        num_listed = 0
+
+        def objects(self, folder: str) -> Iterator[StoredObject]:
+            Counted.num_listed += folder == "traffic"
+            return super().objects(folder)
+
+    def ask(number: int) -> list[bool]:
+        # Workers that start in turn: what one has done is not in another's memory.
+        return [Traffic(Counted(tmp_path)).expire_if_due() is not None for _ in range(number)]
+
+    open_traffic(str(tmp_path)).write([an_answer()])
+    assert ask(50) == [True] + 49 * [False]
+    notes = [path for path in (tmp_path / "notes").iterdir() if "traffic" in path.name]
+    for age_s, begins in ((EXPIRE_EVERY_S - 60, False), (EXPIRE_EVERY_S + 60, True), (-EXPIRE_EVERY_S, True)):
+        os.utime(notes[0], (time.time() - age_s,) * 2)
+        num_listed = Counted.num_listed
+        assert ask(9) == [begins] + 8 * [False]
+        assert Counted.num_listed == num_listed + begins
 
 
 def test_what_a_killed_process_had_begun_to_write_is_removed_after_a_day(tmp_path: Path) -> None:
