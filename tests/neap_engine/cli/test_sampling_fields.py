@@ -14,6 +14,7 @@ from inference_service.convert import to_sampling
 from neap_engine.gateway.requests import parse_generation
 from neap_engine.gateway.schema import NEUTRAL, CompletionRequest
 from neap_engine.hugging_face.options import FILTERS
+from shared.errors import InvalidInput
 from shared.model.sampling import SamplingParams
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -106,3 +107,15 @@ def test_a_priority_is_sent_by_all(service, neap):
     for request in (service.inference.requests[0], sent):
         assert request.priority == -2
     assert not generate_request("tiny", "hi").HasField("priority")
+
+
+def test_that_nothing_may_be_learned_is_sent_by_all(service, neap):
+    neap("generate", "hi", "--worker", service.address, "--learn", "never")
+    body = {"model": "tiny", "prompt": "hi", "neap": {"learn": "never"}}
+    generation = parse_generation(json.dumps(body).encode(), CompletionRequest, max_choices=1)
+    sent = pb.GenerateRequest.FromString(generation.calls()[0][0])
+    for request in (generate_request("tiny", "hi", learn="never"), service.inference.requests[0], sent):
+        assert request.learn == pb.LEARN_NEVER
+    assert generate_request("tiny", "hi").learn == pb.LEARN_UNSPECIFIED
+    with pytest.raises(InvalidInput, match="learn"):
+        generate_request("tiny", "hi", learn="always")

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+import tracemalloc
 import zlib
 from collections.abc import Iterator
 from dataclasses import fields
@@ -19,7 +20,7 @@ from shared.registry.factory import open_store
 from shared.registry.folder_store import FolderStore
 from shared.registry.store import StoredObject
 from shared.traffic.answer import HOUR_S, ServedAnswer
-from shared.traffic.encoding import MAX_CONTENT_BYTES, MAX_OBJECT_BYTES, encode
+from shared.traffic.encoding import MAX_CONTENT_BYTES, MAX_OBJECT_BYTES, decode, encode
 from shared.traffic.traffic import EXPIRE_EVERY_S, Traffic, open_traffic
 from tests.shared.traffic.conftest import HOUR, MODEL, Objects, an_answer
 from tests.small_disk import run_on_small_disk
@@ -78,12 +79,15 @@ def test_an_object_that_was_moved_to_another_pool_model_or_hour_is_not_read(
     data = objects.read(path)
     objects.write(path_of(data, pool="shop"), data)
     objects.write(path_of(data, model="other"), data)
-    objects.write(path_of(data, pool="later", hour=HOUR + 1), data)
-    for model, pool in ((MODEL, "shop"), ("other", "legal"), (MODEL, "later")):
+    for model, pool in ((MODEL, "shop"), ("other", "legal")):
         read = traffic.read(model, pool)
         assert read.answers == ()
         assert read.skipped == {"CORRUPT": 1}
-    assert len(traffic.read(MODEL, "legal").answers) == 1
+    assert not traffic.read(MODEL, "legal").skipped
+    objects.write(path_of(data, hour=HOUR + 1), data)
+    read = traffic.read(MODEL, "legal")
+    assert len(read.answers) == 1
+    assert read.skipped == {"CORRUPT": 1}
 
 
 def forged(content: bytes, num_bytes: int | None = None, **changed: object) -> bytes:
@@ -132,13 +136,26 @@ def test_a_broken_object_is_left_out_counted_and_read_no_more(tmp_path: Path, ki
     assert traffic.read(MODEL, "legal", read.seen).skipped == {}
 
 
-@pytest.mark.parametrize("harm", ["flip", "number of tokens", "too large"])
+def test_a_bomb_takes_no_more_memory_than_an_object_may() -> None:
+    data = broken_objects()["a bomb"]
+    tracemalloc.start()
+    try:
+        with pytest.raises(Corrupt):
+            decode(data, MODEL, "legal", HOUR)
+        assert tracemalloc.get_traced_memory()[1] < 2 * MAX_CONTENT_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("harm", ["flip", "another's bytes", "number of tokens", "too large"])
 def test_an_object_that_is_not_what_its_name_says_is_left_out(
     place: str, objects: Objects, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
     data = encode([an_answer()])
     if harm == "flip":
         objects.write(path_of(data), data[:-1] + bytes([data[-1] ^ 1]))
+    elif harm == "another's bytes":
+        objects.write(path_of(data), encode([an_answer()]))
     elif harm == "number of tokens":
         objects.write(path_of(data, num_tokens=20_000), data)
     else:
