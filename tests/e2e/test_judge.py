@@ -1,5 +1,5 @@
-"""A version that drafts is put on trial behind one that does not, in real processes: it grows and is promoted by what
-the worker measures, although the calibrator is killed on the way."""
+"""A version that drafts as its alias' own does is put on trial in real processes: it grows, and the trial ends without
+a difference by what the worker measures, although the calibrator is killed on the way."""
 
 import os
 import signal
@@ -17,23 +17,34 @@ from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.table_confidence import SIZES, TableConfidence
 from shared.model.load import load_model
 from shared.registry.factory import open_registry
-from tests.e2e.test_rollout_cycle import READY_TIMEOUT_S, Load, ask
+from tests.e2e import test_rollout_cycle
+from tests.e2e.test_rollout_cycle import READY_TIMEOUT_S, Load
+from tests.generation import EXACT, FULL, request_of
 from tests.waiting import wait_until
 from tests.worker import save_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1500)]
 TRIAL_TIMEOUT_S = 600.0
+PROMPT, MAX_TOKENS = "hello hello hello", 48
+
+
+def ask(client: NeapClient, request_id: str, policy: str = "exact") -> tuple[int, tuple[int, ...]]:
+    request = request_of(MAX_TOKENS, text=PROMPT, depth=FULL if policy == "full" else EXACT)
+    stream = client.generate(request, request_id=request_id, timeout_s=60)
+    started = next(stream).started
+    list(stream)
+    return started.router_version, tuple(stream.token_ids)
 
 
 @pytest.fixture
 def registry(tmp_path: Path) -> str:
-    """With version 1, whose look-up is never believed, behind "stable", and version 2, whose look-up always is."""
+    """With two versions of one look-up, of which "stable" names the first."""
     loaded = load_model(save_model(tmp_path / "model"), model_id="tiny")
     url = str(tmp_path / "registry")
     opened = open_registry(url)
-    for number, bias in ((1, -8.0), (2, 4.0)):
+    for number in (1, 2):
         ladder = Ladder(
-            model=ModelIdentity.of(loaded), lookup_confidence=TableConfidence(bias, [[0.0] * size for size in SIZES])
+            model=ModelIdentity.of(loaded), lookup_confidence=TableConfidence(0.0, [[0.0] * size for size in SIZES])
         )
         manifest, blobs = pack_ladder(ladder, {"number": number})
         aliases = ["stable"] if number == 1 else []
@@ -46,11 +57,12 @@ def registry(tmp_path: Path) -> str:
 def processes(tmp_path: Path, registry: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
     monkeypatch.setenv("NEAP_REGISTRY", registry)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(test_rollout_cycle, "ask", ask)
     with ExitStack() as stack:
         yield stack
 
 
-def test_a_trial_ends_in_a_promotion_by_itself(processes, tmp_path):
+def test_a_trial_ends_by_itself(processes, tmp_path):
     model = ["--model", f"tiny={tmp_path / 'model'}"]
 
     def start(name: str, module: str, *flags: str, listen: str = "127.0.0.1:0") -> ServiceProcess:
@@ -77,9 +89,10 @@ def test_a_trial_ends_in_a_promotion_by_itself(processes, tmp_path):
         calibrator.stop()
         again = start("calibrator", "calibrator_service", "--judge", "asked", listen=judging)
         assert again.wait_serving(READY_TIMEOUT_S) == judging
-        wait_until(lambda: stable().version == 2, timeout_s=TRIAL_TIMEOUT_S)
+        wait_until(lambda: not stable().HasField("canary"), timeout_s=TRIAL_TIMEOUT_S)
         history = client.alias_history("tiny", "stable")
-    assert history[0].reason.startswith("promote: ")
+    assert history[0].reason.startswith("no_difference: ")
+    assert history[0].to_version == 1
     assert {change.actor for change in history[:-1]} == {"judge"}
     assert load.failures == []
     assert load.answers == {expected}
