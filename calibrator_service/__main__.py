@@ -12,6 +12,7 @@ from neap_client.router.v1 import router_pb2_grpc
 
 from calibrator_service import router_servicer, servicer
 from calibrator_service.job_process import JobFolder
+from calibrator_service.judge.judge import Judge
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.supervisor import Supervisor
 from calibrator_service.watchers import Watchers
@@ -29,6 +30,9 @@ from shared.service_main import run_service
 from shared.service_metrics import serve_metrics
 from shared.service_settings import CalibratorSettings
 from shared.timeouts import ROUTER_CALL_WAIT_S
+
+# How long a stop waits for the judge's step.
+JUDGE_TIMEOUT_S = 5.0
 
 log = structlog.get_logger("neap.calibration")
 
@@ -49,9 +53,14 @@ async def serve(settings: CalibratorSettings) -> int:
     metrics.registry.register(SecurityCollector(security))
     verifier = verifier_of(settings.require_signatures)
     registry = open_registry(settings.registry)
+    judge = Judge(registry, tuple(settings.sources), metrics=metrics) if settings.judge != "off" else None
     try:
         supervisor = Supervisor(
-            JobFolder(settings.data_dir / "calibrator"), settings, metrics=metrics, on_change=watchers.notify
+            JobFolder(settings.data_dir / "calibrator"),
+            settings,
+            metrics=metrics,
+            on_change=watchers.notify,
+            judge=judge if settings.judge == "publications" else None,
         )
         try:
             services = (servicer.SERVICE_NAME, router_servicer.SERVICE_NAME)
@@ -64,7 +73,12 @@ async def serve(settings: CalibratorSettings) -> int:
             )
             router_pb2_grpc.add_RouterServiceServicer_to_server(
                 router_servicer.RouterServicer(
-                    registry, models=settings.sources, pool=router_pool, watchers=watchers, verifier=verifier
+                    registry,
+                    models=settings.sources,
+                    pool=router_pool,
+                    watchers=watchers,
+                    verifier=verifier,
+                    judge=judge,
                 ),
                 server.grpc_server,
             )
@@ -75,11 +89,15 @@ async def serve(settings: CalibratorSettings) -> int:
                 # A service without its queue is useless. It reports NOT_SERVING, drains and ends, and is then
                 # restarted.
                 supervisor.start(on_failure=partial(_stop_soon, loop, server))
+                if judge is not None:
+                    judge.thread.start(partial(_stop_soon, loop, server))
 
             with serve_metrics(settings.metrics_listen, metrics.registry):
                 await server.run(prepare)
-            return 1 if supervisor.has_died else 0
+            return 1 if supervisor.has_died or (judge is not None and judge.thread.has_died) else 0
         finally:
+            if judge is not None:
+                await asyncio.to_thread(judge.stop, JUDGE_TIMEOUT_S)
             await asyncio.to_thread(supervisor.stop)
     finally:
         job_pool.close()

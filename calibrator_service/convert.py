@@ -8,10 +8,12 @@ from neap_client.calibration.v1 import calibration_pb2
 from neap_client.router.v1 import router_pb2
 
 from calibrator_service.job import Job, JobState
+from calibrator_service.judge.judge import Judged
 from calibrator_service.spec_messages import spec_to_proto
-from shared.errors import Corrupt
+from shared.errors import Corrupt, InvalidInput
 from shared.registry.base import AliasChange, Canary, PublishedVersion, RegistryEvent
 from shared.registry.encoding import canonical_json
+from shared.served import Served, ServedKey
 
 _PROPOSER_FIGURES = ("agreement", "confidence_auc", "confidence_brier", "confidence_precision", "coverage")
 
@@ -103,6 +105,35 @@ def canary_to_proto(canary: Canary | None) -> router_pb2.Canary | None:
     if canary is None:
         return None
     return router_pb2.Canary(version=canary.version, share_per_mille=canary.share_per_mille)
+
+
+def sums_from_proto(request: router_pb2.ReportServedRequest) -> dict[ServedKey, Served]:
+    """The sums of a worker's report.
+    Raises InvalidInput (BAD_REPORT) for two entries of one alias, version and load."""
+    sums = {
+        ServedKey(entry.alias, entry.version, entry.load): Served._make(getattr(entry, name) for name in Served._fields)
+        for entry in request.served
+    }
+    if len(sums) < len(request.served):
+        raise InvalidInput("two entries of the report have the same alias, version and load", reason="BAD_REPORT")
+    return sums
+
+
+def judged_to_proto(judged: Judged) -> router_pb2.ListJudgedResponse:
+    return router_pb2.ListJudgedResponse(
+        aliases=[
+            router_pb2.Judged(
+                alias=entry.change.alias,
+                version=entry.change.to_version,
+                canary=canary_to_proto(entry.change.canary),
+                state=entry.state,
+                figures=entry.figures,
+            )
+            for entry in judged.aliases
+        ],
+        forbidden_versions=judged.forbidden,
+        is_acting=judged.is_acting,
+    )
 
 
 def event_to_proto(event: RegistryEvent) -> router_pb2.WatchResponse:

@@ -44,6 +44,22 @@ class CalibratorMetrics(ServiceMetrics):
             ["model_id", "state"],
             buckets=DURATION_BOUNDS_S,
         )
+        self.judge_acts = self.gauge(
+            "neap_judge_acts", "1 while this calibrator judges versions; 0: another one does, or none."
+        )
+        self.served_reports = self.counter(
+            "neap_judge_reports", "Workers' reports: taken, late (they had come before), or refused.", ["outcome"]
+        )
+        self.verdicts = self.counter(
+            "neap_judge_verdicts",
+            "Steps that the judge took: grow, promote, roll_back, no_difference, silent.",
+            ["model_id", "outcome"],
+        )
+        self.alarms = self.counter(
+            "neap_judge_alarms",
+            "Alarms about the version that an alias names: slower_than_full, lost_acceptance.",
+            ["model_id", "alarm"],
+        )
 
     def observe(
         self, model_ids: Iterable[str], store: JobStore, is_alive: Callable[[], bool], is_held_up: Callable[[], bool]

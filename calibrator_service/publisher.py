@@ -18,10 +18,11 @@ import structlog
 from calibrator_service.job import Job, JobState
 from calibrator_service.job_process import JobFolder
 from calibrator_service.jobs import JobStore
+from calibrator_service.judge.judge import Judge
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.recipe import Product, load_product
 from calibrator_service.service_thread import ServiceThread
-from shared.errors import NeapError
+from shared.errors import NeapError, PreconditionFailed
 from shared.files import storage_error
 from shared.registry.base import PublishedVersion
 from shared.registry.contents import failed_checks
@@ -47,7 +48,7 @@ class _Attempts:
 
 class Publisher:
     """Safe to use from several threads. `thread`: a step makes all attempts that are due.
-    What is cut off the next service repeats. `signs_later`: see `publish`."""
+    What is cut off the next service repeats. `signs_later` and `judge`: see `publish`."""
 
     def __init__(
         self,
@@ -57,12 +58,14 @@ class Publisher:
         metrics: CalibratorMetrics,
         *,
         signs_later: bool = False,
+        judge: Judge | None = None,
     ) -> None:
         self._folder = folder
         self._store = store
         self._registry = registry
         self._metrics = metrics
         self._signs_later = signs_later
+        self._judge = judge
         self._has_resumed = False
         self._attempts: dict[str, _Attempts] = {}
         self.thread = ServiceThread("publications", self._publish_due)
@@ -121,7 +124,7 @@ class Publisher:
         if product is not None:
             if not self._store.begin_publishing(job.calibration_id):
                 return
-            published = publish(self._registry, job, product, self._signs_later)
+            published = publish(self._registry, job, product, self._signs_later, self._judge)
         elif job.publishing:
             published = find_published(self._registry, job)
         is_lost = product is None and not job.cancel_requested
@@ -138,26 +141,45 @@ class Publisher:
         self._attempts.pop(job.calibration_id, None)
 
 
-def publish(registry: str, job: Job, product: Product, signs_later: bool = False) -> PublishedVersion:
+def publish(
+    registry: str, job: Job, product: Product, signs_later: bool = False, judge: Judge | None = None
+) -> PublishedVersion:
     """Publishes once and returns the version. Raises what the registry raises; then the version may be published all
     the same.
 
     The job's id is the request's id, so a repetition finds what an earlier attempt published. `signs_later`: routers
-    must be signed, which the service cannot do, so that no alias is moved.
+    must be signed, which the service cannot do, so that no alias is moved. With a `judge` aliases that exist are not
+    moved, but get the version on trial.
     """
     failed = failed_checks(product.manifest)
     if failed:
         # It is published for inspection, and can be reached by its version number only.
         log.warning("the router did not pass its checks: no alias is moved", failed=failed)
     with closing(open_registry(registry)) as opened:
-        return opened.publish(
+        aliases = () if failed or signs_later else job.aliases
+        known = opened.find_publication(job.model_id, job.calibration_id)
+        # What an earlier attempt has pointed at the version is not put on trial.
+        tried = [alias for alias in aliases if judge and opened.aliases(job.model_id).get(alias, 0) not in _new(known)]
+        published = opened.publish(
             job.model_id,
             product.manifest,
             product.blobs,
             request_id=job.calibration_id,
-            aliases=() if failed or signs_later else job.aliases,
+            aliases=[alias for alias in aliases if alias not in tried],
             actor="calibration",
         )
+    for alias in tried:
+        assert judge is not None
+        try:
+            judge.begin(job.model_id, alias, published.version, f"calibration {job.calibration_id}")
+        except PreconditionFailed as error:  # another version is on trial, or an operator's canary
+            log.warning("not put on trial", alias=alias, version=published.version, reason=error.reason)
+    return published
+
+
+def _new(known: PublishedVersion | None) -> tuple[int, ...]:
+    """What an alias names, 0 for none, where it needs no trial of the version."""
+    return (0,) if known is None else (0, known.version)
 
 
 def find_published(registry: str, job: Job) -> PublishedVersion | None:

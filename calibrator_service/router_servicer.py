@@ -7,15 +7,24 @@ from typing import Any
 from neap_client.router.v1 import router_pb2 as pb
 from neap_client.router.v1 import router_pb2_grpc
 
-from calibrator_service.convert import canary_to_proto, change_to_proto, event_to_proto, version_to_proto
+from calibrator_service.convert import (
+    canary_to_proto,
+    change_to_proto,
+    event_to_proto,
+    judged_to_proto,
+    sums_from_proto,
+    version_to_proto,
+)
+from calibrator_service.judge.judge import Judge
+from calibrator_service.judge.orders import Order
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
-from shared.errors import Corrupt, InvalidInput
+from shared.errors import Corrupt, InvalidInput, PreconditionFailed
 from shared.exchange.signatures import Verifier
 from shared.ladder.blob_names import served_blobs
 from shared.registry.base import AliasChange, Canary, PublishedVersion, RegistryEvent
 from shared.registry.contents import version_damaged_error
-from shared.registry.names import only_model
+from shared.registry.names import check_alias_change, only_model
 from shared.registry.registry import Registry
 from shared.rpc.callers import client_key, recorded_actor
 from shared.rpc.pages import MAX_PAGE_BYTES, named_page, page_token, read_numbered_page
@@ -24,11 +33,17 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["RouterService"].full_name
 WATCH_INTERVAL_S = 0.2
 # Each publication among the events costs reading its manifest.
 WATCH_PAGE = 16
+_ACTIONS = {
+    pb.JUDGE_ACTION_HOLD: "hold",
+    pb.JUDGE_ACTION_RELEASE: "release",
+    pb.JUDGE_ACTION_FORBID: "forbid",
+    pb.JUDGE_ACTION_ALLOW: "allow",
+}
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     """`models`: those that the service is configured with. Where there is one, a request need not name it. With a
-    `verifier` an alias is pointed at signed versions only."""
+    `verifier` an alias is pointed at signed versions only. Without a `judge` nothing is judged."""
 
     def __init__(
         self,
@@ -38,12 +53,14 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         pool: BlockingPool,
         watchers: Watchers,
         verifier: Verifier | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self._registry = registry
         self._models = models
         self._pool = pool
         self._watchers = watchers
         self._verifier = verifier
+        self._judge = judge
 
     async def ListVersions(  # noqa: N802
         self, request: pb.ListVersionsRequest, context: Any
@@ -182,6 +199,48 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                     cursor = event.event
                 if not events:
                     await self._watchers.pause(WATCH_INTERVAL_S)
+
+    @property
+    def judge(self) -> Judge:
+        """Raises PreconditionFailed (JUDGE_OFF)."""
+        if self._judge is None:
+            raise PreconditionFailed("this service does not judge versions (--judge)", reason="JUDGE_OFF")
+        return self._judge
+
+    async def BeginTrial(  # noqa: N802
+        self, request: pb.BeginTrialRequest, context: Any
+    ) -> pb.BeginTrialResponse:
+        request.model_id = only_model(request.model_id, self._models)
+        judge, actor = self.judge, recorded_actor(request.actor)
+        check_alias_change(request.alias, actor, request.reason)
+        await self._pool.call(self._check_contents, request.model_id, request.version)
+        why = f"asked by {actor or 'unknown'}" + f": {request.reason}" * bool(request.reason)
+        change = await self._pool.call(judge.begin, request.model_id, request.alias, request.version, why)
+        return pb.BeginTrialResponse(change=change_to_proto(change))
+
+    async def OrderJudge(  # noqa: N802
+        self, request: pb.OrderJudgeRequest, context: Any
+    ) -> pb.OrderJudgeResponse:
+        request.model_id = only_model(request.model_id, self._models)
+        action = _ACTIONS.get(request.action, "")
+        order = Order(request.model_id, action, request.alias, request.version)
+        await self._pool.call(self.judge.order, order)
+        return pb.OrderJudgeResponse()
+
+    async def ListJudged(  # noqa: N802
+        self, request: pb.ListJudgedRequest, context: Any
+    ) -> pb.ListJudgedResponse:
+        request.model_id = only_model(request.model_id, self._models)
+        return judged_to_proto(await self._pool.call(self.judge.status, request.model_id))
+
+    async def ReportServed(  # noqa: N802
+        self, request: pb.ReportServedRequest, context: Any
+    ) -> pb.ReportServedResponse:
+        """Asks no registry, so that it waits for none."""
+        is_new, suspended = self.judge.report(
+            client_key(context), request.worker_id, request.model_id, request.sequence, sums_from_proto(request)
+        )
+        return pb.ReportServedResponse(is_new=is_new, suspended_aliases=suspended)
 
     def _next_events(self, model_id: str, after_event: int) -> list[RegistryEvent]:
         return list(islice(self._registry.events(model_id, after_event=after_event), WATCH_PAGE))

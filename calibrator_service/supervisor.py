@@ -14,6 +14,7 @@ from calibrator_service.calibration.spec import Progress
 from calibrator_service.job import ENDED_STATES, Ended, Job, JobState, Problem
 from calibrator_service.job_process import JobFolder, JobProcess, ProcessConfig
 from calibrator_service.jobs import JobStore
+from calibrator_service.judge.judge import Judge
 from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.publisher import Publisher
 from calibrator_service.service_thread import ServiceThread
@@ -43,7 +44,8 @@ class Supervisor:
     """Owns the job folder: a second service on the same folder is refused with PreconditionFailed (DATA_DIR_IN_USE).
 
     The constructor queues the jobs again that a killed service left running. Call `start` and `stop` at most once each.
-    `on_change` is called after each change of a job, by any thread. `queue`: to be woken when there is a new job.
+    `on_change` is called after each change of a job, by any thread. `judge`: tries what jobs publish. `queue`: to be
+    woken when there is a new job.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Supervisor:
         *,
         metrics: CalibratorMetrics | None = None,
         on_change: Callable[[], object] = lambda: None,
+        judge: Judge | None = None,
     ) -> None:
         self.settings = settings
         self._folder = folder
@@ -70,7 +73,12 @@ class Supervisor:
         self._interruptions: dict[str, Interruption] = {}
         self._cancelled: set[str] = set()
         self._publisher = Publisher(
-            folder, self.store, settings.registry, self._metrics, signs_later=bool(settings.require_signatures)
+            folder,
+            self.store,
+            settings.registry,
+            self._metrics,
+            signs_later=bool(settings.require_signatures),
+            judge=judge,
         )
         self._threads = (self._publisher.thread, self.queue)
         self._record_interruptions()

@@ -36,7 +36,9 @@ from inference_service.pools import Pools
 from inference_service.router_imports import import_routers
 from inference_service.router_watch import RouterWatch
 from inference_service.routers import MAX_WAITING, RouterStore, preload_routers
+from inference_service.served_reports import ServedReports
 from inference_service.servicer import SERVICE_NAME, InferenceServicer
+from shared.config import make_settings
 from shared.configured_model import load_configured
 from shared.engine.drafting.costs import RememberingMeter
 from shared.engine.engine import Engine
@@ -49,6 +51,7 @@ from shared.registry.factory import folder_of, open_registry
 from shared.rpc.callers import Role
 from shared.rpc.security import SecurityCollector, open_security
 from shared.rpc.serving import RpcServer
+from shared.security_settings import ClientSettings
 from shared.service_main import run_service
 from shared.service_metrics import serve_metrics
 from shared.service_settings import ModelSource, WorkerSettings
@@ -97,6 +100,7 @@ async def serve(settings: WorkerSettings) -> int:
         on_stale=lambda model_id: metrics.stale_resolutions.labels(model_id).inc(),
         on_fallback=lambda *labels: metrics.router_fallbacks.labels(*labels).inc(),
     )
+    report_security = make_settings(ClientSettings).client_security() if settings.report_to else None
     servicer = InferenceServicer(
         routers,
         stall_timeout_s=settings.stall_timeout_s,
@@ -119,6 +123,16 @@ async def serve(settings: WorkerSettings) -> int:
     engines: list[Engine] = []
     engine_watch = EngineWatch(engines, settings.hang_timeout_s)
     watches: list[RouterWatch] = []
+    reports = None
+    if settings.report_to:
+        reports = ServedReports(
+            engines,
+            settings.report_to,
+            settings.report_interval_s,
+            metrics=metrics,
+            security=report_security,
+            on_suspended=routers.suspend,
+        )
     loop = asyncio.get_running_loop()
     stop_soon = partial(loop.call_soon_threadsafe, server.request_stop)
 
@@ -166,6 +180,8 @@ async def serve(settings: WorkerSettings) -> int:
         os._exit(0)
     for watch in watches:
         watch.stop()
+    if reports is not None:
+        await asyncio.to_thread(reports.stop)
     for engine in engines:
         await asyncio.to_thread(engine.close)
     engine_watch.stop()

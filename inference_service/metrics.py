@@ -81,6 +81,11 @@ class WorkerMetrics(ServiceMetrics):
             "worker.",
             ["model_id", "reason"],
         )
+        self.served_reports = self.counter(
+            "neap_served_reports",
+            "Reports of what was served to the calibrator that judges versions: sent, or the reason why it was not.",
+            ["outcome"],
+        )
 
     def count_watch_error(self, model_id: str, reason: str) -> None:
         self.router_watch_errors.labels(model_id, reason).inc()

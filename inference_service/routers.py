@@ -96,6 +96,7 @@ class RouterStore:
         self._default_alias = default_alias
         self._on_fallback = on_fallback
         self._num_waiting, self._max_waiting = 0, max_waiting
+        self._suspended: dict[str, frozenset[str]] = {}
         # The version that each alias served last. The loader may have evicted it.
         self._serving: LruCache[tuple[str, str], int] = LruCache(MAX_KNOWN)
 
@@ -107,6 +108,15 @@ class RouterStore:
         """The loaded routers of one model, by version. Any thread may call it."""
         return self._loader.loaded(model_id)
 
+    def alias_of(self, choice: RouterChoice) -> str:
+        """The alias that decides for a choice, "" if that is a version."""
+        return "" if choice.version is not None else choice.alias or self._default_alias
+
+    def suspend(self, model_id: str, aliases: frozenset[str]) -> None:
+        """From now on no router drafts for requests that name one of these aliases, by default or by choice, and for
+        all others of the model one does again. Any thread may call it."""
+        self._suspended[model_id] = aliases
+
     @property
     def num_waiting(self) -> int:
         """Requests that wait for the registry now; at most `max_waiting`."""
@@ -114,7 +124,7 @@ class RouterStore:
 
     async def select(self, loaded: LoadedModel, choice: RouterChoice, *, request_id: str = "") -> LoadedRouter | None:
         """The chosen router, loaded, with its digests checked. `request_id` decides whether it is the alias' canary.
-        None if no choice was made and the default alias names no version.
+        None if no choice was made and the default alias names no version, and if the alias' router is suspended.
 
         A version is immutable, so a loaded one is used without asking the registry. An alias is resolved for every
         request. While the registry or its store does not answer, the alias' last known version is used (`on_stale`).
@@ -124,6 +134,9 @@ class RouterStore:
         if choice.version is not None:
             return await self._get(loaded, choice.version)
         alias = choice.alias or self._default_alias
+        if alias in self._suspended.get(loaded.model_id, ()):
+            self._on_fallback(loaded.model_id, ALIAS, "SUSPENDED")
+            return None
         try:
             resolution = await self._resolve(loaded.model_id, alias)
         except NotFound as error:

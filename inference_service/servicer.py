@@ -205,7 +205,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if generation.policy.name != "full":
             choice = to_router_choice(request.router)
             router = await self._routers.select(engine.loaded, choice, request_id=generation.request_id)
-            generation = with_router(generation, router)
+            generation = with_router(generation, router, self._routers.alias_of(choice))
             call.set_router(generation.router_version, by_default=choice == RouterChoice())
         inexact = _why_inexact(request.resume, generation, engine)
         if inexact and request.resume.only_exactly:

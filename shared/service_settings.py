@@ -276,6 +276,22 @@ class WorkerSettings(ServiceSettings):
         "max_routers allows.",
         json_schema_extra={"metavar": "ALIAS"},
     )
+    report_to: Listed[str] = Field(
+        default=(),
+        description="Address of the calibration service that judges router versions: HOST:PORT or any other form that "
+        "gRPC accepts. Every report_interval_s it gets sums over finished answers, without their text; requests do not "
+        "depend on it. The variables NEAP_CLIENT_* and NEAP_TOKEN say how to connect; the token needs the role "
+        "calibrate. May be repeated: of several services the one that answers is used. The variable takes a "
+        "comma-separated list. Unset: nothing is reported.",
+        json_schema_extra={"metavar": "ADDRESS"},
+    )
+    report_interval_s: float = Field(
+        default=10.0,
+        ge=0.1,
+        le=3600.0,
+        description="Seconds between two reports. A trial of a version takes as many intervals as comparisons, at "
+        "least.",
+    )
     preload_timeout_s: float | None = Field(
         default=None,
         ge=0,
@@ -314,6 +330,13 @@ class CalibratorSettings(ServiceSettings):
         "NEAP_CLIENT_* and NEAP_TOKEN say how to connect. May be repeated; the variable takes a comma-separated list. "
         "Unset: the service writes all text itself.",
         json_schema_extra={"metavar": "ADDRESS"},
+    )
+    judge: Literal["off", "asked", "publications"] = Field(
+        default="off",
+        description="Judge router versions by what workers report (--report-to of a worker). asked: versions that an "
+        "operator puts on trial (neap routers try), and those that serve. publications: also what calibrations "
+        "publish: an alias that exists is not moved, but gets the version as a canary, which is promoted once it is "
+        "found to be faster. Of several services of one registry one judges.",
     )
     max_queued_jobs: int = Field(
         default=16, ge=1, description="Most jobs that wait to be run. Further jobs are refused."

@@ -52,6 +52,7 @@ def busy_metrics() -> WorkerMetrics:
     metrics.stale_resolutions.labels("tiny").inc()
     metrics.router_fallbacks.labels("tiny", "canary", "CORRUPT").inc()
     metrics.count_watch_error("tiny", "INTERNAL")
+    metrics.served_reports.labels("sent").inc()
     return metrics
 
 
@@ -66,6 +67,10 @@ def busy_calibrator_metrics() -> CalibratorMetrics:
     metrics.publications.labels("tiny").inc()
     metrics.failures.labels("tiny", "INTERNAL").inc()
     metrics.duration.labels("tiny", "failed").observe(1.0)
+    metrics.judge_acts.set(1)
+    metrics.served_reports.labels("taken").inc()
+    metrics.verdicts.labels("tiny", "grow").inc()
+    metrics.alarms.labels("tiny", "lost_acceptance").inc()
     return metrics
 
 

@@ -210,6 +210,22 @@ class AsyncNeapClient(ClientBase):
         request = router_pb2.RollbackAliasRequest(model_id=model_id, alias=alias, **change)
         return (await self._unary(methods.ROLLBACK_ALIAS, request)).change
 
+    async def begin_trial(self, request: router_pb2.BeginTrialRequest) -> router_pb2.AliasChange:
+        """Put a version on trial. Safe to repeat."""
+        return (await self._unary(methods.BEGIN_TRIAL, request)).change
+
+    async def order_judge(self, request: router_pb2.OrderJudgeRequest) -> None:
+        """Tell the judge what to leave alone."""
+        await self._unary(methods.ORDER_JUDGE, request)
+
+    async def list_judged(self, model_id: str) -> router_pb2.ListJudgedResponse:
+        """Return what the judge knows of a model's aliases."""
+        return await self._unary(methods.LIST_JUDGED, router_pb2.ListJudgedRequest(model_id=model_id))
+
+    async def report_served(self, request: router_pb2.ReportServedRequest) -> router_pb2.ReportServedResponse:
+        """Report what a worker has served. Safe to repeat."""
+        return await self._unary(methods.REPORT_SERVED, request)
+
     async def alias_history(self, model_id: str, alias: str) -> list[router_pb2.AliasChange]:
         """Return the changes of an alias, newest first."""
         request = router_pb2.GetAliasHistoryRequest(model_id=model_id, alias=alias)

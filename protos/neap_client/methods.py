@@ -89,3 +89,7 @@ PROMOTE_CANARY = Method(
 ROLLBACK_ALIAS = Method(
     _ROUTER, "RollbackAlias", router.RollbackAliasRequest, router.RollbackAliasResponse, repeatable=False
 )
+BEGIN_TRIAL = Method(_ROUTER, "BeginTrial", router.BeginTrialRequest, router.BeginTrialResponse)
+ORDER_JUDGE = Method(_ROUTER, "OrderJudge", router.OrderJudgeRequest, router.OrderJudgeResponse)
+LIST_JUDGED = Method(_ROUTER, "ListJudged", router.ListJudgedRequest, router.ListJudgedResponse)
+REPORT_SERVED = Method(_ROUTER, "ReportServed", router.ReportServedRequest, router.ReportServedResponse)

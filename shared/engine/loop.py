@@ -153,7 +153,8 @@ class EngineLoop:
         runner = self._decoder.runner
         self._finish_slices(runner.prepare(()))
         self._finish_slices(self._decoder.prepare())
-        self.costs = self._cost_meter.measure_passes(runner, between=self._check_stop)
+        self._plan_by(self._cost_meter.measure_passes(runner, between=self._check_stop))
+        assert self.costs is not None
         for num_tokens, seconds in self.costs.wide:
             self._decoder.prefill_rate.record(num_tokens, seconds)
         try:
@@ -166,7 +167,10 @@ class EngineLoop:
 
     def plan_by(self, timings: Generator[None, None, PassCosts]) -> Slices:
         """A task that measures the costs by which later requests are planned."""
-        self.costs = yield from timings
+        self._plan_by((yield from timings))
+
+    def _plan_by(self, costs: PassCosts) -> None:
+        self.costs = self._decoder.statistics.served.costs = costs
 
     def _finish_slices(self, slices: Iterator[None]) -> None:
         for _ in slices:

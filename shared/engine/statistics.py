@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from shared.engine.request.request import GenerationRequest, TokenChunk
+from shared.engine.served import Pace, ServedCounts
 from shared.errors import NeapError
 
 QUEUE_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -34,11 +35,12 @@ class Distribution:
 
 class CountedProgress(NamedTuple):
     """What of a sequence has been counted already, or elsewhere. `delivered_s`: time of its last tokens, in
-    `time.monotonic()` seconds; 0 before the first."""
+    `time.monotonic()` seconds; 0 before the first. `pace`: of what came after them."""
 
     num_generated: int = 0
     num_layer_executions: int = 0
     delivered_s: float = 0.0
+    pace: Pace = Pace()
 
 
 class CountedSequence(Protocol):
@@ -49,12 +51,16 @@ class CountedSequence(Protocol):
     started_s: float | None
     num_layer_executions: int
     num_cached: int
+    num_drafted: int
+    num_verify_passes: int
     failure: NeapError | None
 
     @property
     def request(self) -> GenerationRequest: ...
     @property
     def num_generated(self) -> int: ...
+    @property
+    def is_finished(self) -> bool: ...
 
 
 class DepthCounts:
@@ -112,6 +118,7 @@ class EngineStatistics(DepthCounts):
         self.num_put_back = 0  # times that a running request was put back into the queue
         self.num_cached_prompt_tokens = 0
         self.by_version: OrderedDict[int, DepthCounts] = OrderedDict()
+        self.served = ServedCounts(num_layers)
         self.queue_s = Distribution(QUEUE_BOUNDS_S)
         self.inter_token_s = Distribution(TOKEN_BOUNDS_S)
         self.step_s = Distribution(STEP_BOUNDS_S)
@@ -155,9 +162,10 @@ class EngineStatistics(DepthCounts):
         """Counts a step of `sequences` that took `seconds`; None: they were a part of one that is counted elsewhere.
         `results` are the chunks that each of them got. `num_sequences`: those that shared the step, if they are
         more."""
+        num_sequences = len(sequences) if num_sequences is None else num_sequences
         if seconds is not None:
             self.step_s.record(seconds)
-            self.step_sequences.record(len(sequences) if num_sequences is None else num_sequences)
+            self.step_sequences.record(num_sequences)
         now = time.monotonic()
         of_versions: dict[int | None, StepCounts] = {}
         for sequence, chunks in zip(sequences, results, strict=True):
@@ -173,6 +181,7 @@ class EngineStatistics(DepthCounts):
             if counted is None:
                 counted = of_versions[version] = StepCounts()
             counted.num_tokens += num_tokens
+            pace = seen.pace
             for chunk in chunks:
                 for token in chunk.tokens:
                     counted.proposers.append(token.proposer)  # noqa: PERF401: no frame
@@ -182,11 +191,28 @@ class EngineStatistics(DepthCounts):
                 counted.num_executions += num_executions
                 if (extra := num_executions - self._num_layers * num_tokens) > 0:
                     counted.num_extra += extra
+                if version is not None:
+                    took_s = now - seen.delivered_s if seconds is None else seconds
+                    pace = pace.after(num_tokens, took_s, num_sequences)
+                    if sequence.is_finished:
+                        self._record_served(sequence, version, pace)
             else:
                 counted.num_requests += 1
                 self.num_prompt_tokens += len(sequence.request.given_ids)
                 self.num_cached_prompt_tokens += sequence.num_cached
-            sequence.counted = CountedProgress(num_generated, sequence.num_layer_executions, now)
+            sequence.counted = CountedProgress(num_generated, sequence.num_layer_executions, now, pace)
         for version, counted in of_versions.items():
             for counts in self._counts(version):
                 counts.add(counted)
+
+    def _record_served(self, sequence: CountedSequence, version: int, pace: Pace) -> None:
+        request = sequence.request
+        if request.policy.name == "exact" and sequence.failure is None:
+            self.served.record(
+                request.router_alias,
+                version,
+                pace,
+                num_passes=sequence.num_verify_passes,
+                num_drafted=sequence.num_drafted,
+                num_executions=sequence.num_layer_executions,
+            )

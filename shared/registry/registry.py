@@ -152,6 +152,10 @@ class Registry:
         canaries = {alias: known[alias].canary for alias in sorted(known)}
         return {alias: canary for alias, canary in canaries.items() if canary is not None}
 
+    def last_changes(self, model_id: str) -> dict[str, AliasChange]:
+        """Return alias -> its last change, in alphabetical order."""
+        return dict(sorted(self._state(model_id).aliases.items()))
+
     def set_alias(
         self,
         model_id: str,

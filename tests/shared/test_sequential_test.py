@@ -1,49 +1,73 @@
-"""The sequential test rarely rejects wrongly, and it finds exceeded bounds."""
+"""The sequential tests rarely find what is not there, and find what is there the sooner the larger it is."""
 
+import itertools
 import math
 import random
 
 import pytest
 
-from shared.sequential_test import exceeds, log_evidence
+from shared.sequential_test import NUM_STAKES, after, joined, log_evidence
+
+BOUND = 0.5
 
 
-def first_alarm(rate: float, bound: float, num_observed: int, seed: int) -> int | None:
-    """The number of observations after which the bound is found exceeded, tested after each event; None if it
-    never is."""
-    generator = random.Random(seed)
-    events = 0
+def first_alarm(mean: float, num_observed: int, seed: int, log_alpha: float = math.log(0.01)) -> float:
+    """The number of observations after which the mean is found to be above 0, tested after each; inf if it never is."""
+    generator, logs = random.Random(seed), [0.0] * NUM_STAKES
     for observed in range(1, num_observed + 1):
-        if generator.random() < rate:
-            events += 1
-            if exceeds(observed, events, bound):
-                return observed
-    return None
+        logs = after(logs, generator.gauss(mean, 0.15), BOUND)
+        if log_evidence(logs) >= -log_alpha:
+            return observed
+    return math.inf
 
 
-def test_a_rate_at_its_bound_is_rarely_rejected() -> None:
-    alarms = [first_alarm(0.1, 0.1, 1000, seed) for seed in range(300)]
+def test_a_mean_of_nothing_is_rarely_found_to_be_more() -> None:
+    alarms = [first_alarm(0.0, 400, seed) for seed in range(300)]
     # Of 300 at most 3 are expected; 10 or more would have a probability below 0.2 %.
-    assert sum(alarm is not None for alarm in alarms) < 10
+    assert sum(alarm < math.inf for alarm in alarms) < 10
 
 
-@pytest.mark.parametrize(("rate", "most"), [(0.5, 40), (0.25, 200), (0.15, 2000)])
-def test_an_exceeded_bound_is_found_sooner_the_larger_the_excess(rate: float, most: int) -> None:
-    found = sorted(first_alarm(rate, 0.1, 4000, seed) or math.inf for seed in range(20))
-    assert found[10] <= most
+@pytest.mark.parametrize(("mean", "most"), [(0.2, 30), (0.1, 50), (0.05, 150)])
+def test_a_mean_is_found_sooner_the_larger_it_is(mean: float, most: int) -> None:
+    assert sorted(first_alarm(mean, 1000, seed) for seed in range(21))[10] <= most
 
 
-def test_a_few_observations_are_not_enough() -> None:
-    assert not exceeds(1, 1, 0.1)
-    assert not exceeds(0, 0, 0.1)
-    assert exceeds(5, 5, 0.05)
-    assert log_evidence(0, 0, 0.1) == pytest.approx(0.0)
+def test_the_expected_evidence_is_one_where_the_mean_is_nothing() -> None:
+    """Over all 2^8 sequences of two values that are equally probable."""
+    total = 0.0
+    for signs in itertools.product((-0.3, 0.3), repeat=8):
+        logs = [0.0] * NUM_STAKES
+        for x in signs:
+            logs = after(logs, x, BOUND)
+        total += math.exp(log_evidence(logs)) / 2**8
+    assert total == pytest.approx(1.0)
 
 
-def test_the_expected_evidence_at_the_bound_is_one() -> None:
-    """The expected evidence after n observations is 1 if the rate equals the bound."""
-    n, bound = 12, 0.2
-    expected = sum(
-        math.comb(n, k) * bound**k * (1 - bound) ** (n - k) * math.exp(log_evidence(n, k, bound)) for k in range(n + 1)
-    )
-    assert expected == pytest.approx(1.0)
+@pytest.mark.parametrize("x", [1e300, -1e300, math.inf, -math.inf])
+def test_one_observation_decides_nothing_however_large_it_is(x: float) -> None:
+    logs = after([0.0] * NUM_STAKES, x, BOUND)
+    assert abs(log_evidence(logs)) < math.log(3)
+
+
+def test_series_are_joined_in_any_order() -> None:
+    generator = random.Random(1)
+    first, second = ([generator.gauss(0.1, 0.2) for _ in range(5)] for _ in range(2))
+    logs = [[0.0] * NUM_STAKES for _ in range(3)]
+    for number, series in enumerate((first, second, first + second)):
+        for x in series:
+            logs[number] = after(logs[number], x, BOUND)
+    assert joined(logs[:2]) == pytest.approx(logs[2])
+    assert joined([]) == [0.0] * NUM_STAKES
+
+
+def test_a_change_is_found_however_long_there_was_none() -> None:
+    generator, logs, plain = random.Random(2), [0.0] * NUM_STAKES, [0.0] * NUM_STAKES
+    for _ in range(2000):
+        x = generator.gauss(-0.05, 0.1)
+        logs, plain = after(logs, x, BOUND, detects=True), after(plain, x, BOUND)
+        assert log_evidence(logs) < math.log(1e4)
+    for _ in range(120):
+        x = generator.gauss(0.1, 0.1)
+        logs, plain = after(logs, x, BOUND, detects=True), after(plain, x, BOUND)
+    assert log_evidence(logs) > math.log(1e4)
+    assert log_evidence(plain) < 0  # which has all of the past against it

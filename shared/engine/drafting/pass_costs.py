@@ -1,5 +1,6 @@
 """The costs that drafting is planned by: csrc/draft/planner.h."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from shared.ladder.tables import native_ladder
@@ -30,6 +31,16 @@ class PassCosts:
     verify: tuple[float, ...]
     exits: tuple[ExitCost, ...] = ()
     wide: tuple[tuple[int, float], ...] = ()
+
+    def pass_s(self, num_tokens: float) -> float:
+        """Seconds of a pass over so many tokens on average: on the lines between the measured costs, and beyond the
+        last of them on the line through it and the first."""
+        points = [*enumerate(self.verify, 1), *(point for point in self.wide if point[0] > len(self.verify))]
+        at = min(max(bisect_left(points, (num_tokens, 0.0)), 1), len(points) - 1)
+        if len(points) == 1:
+            return points[0][1] * max(num_tokens, 1.0)
+        (least, least_s), (most, most_s) = points[0 if num_tokens > points[-1][0] else at - 1], points[at]
+        return least_s + (most_s - least_s) * (max(num_tokens, 1.0) - least) / (most - least)
 
 
 def call_gain_s(costs: PassCosts, cost: ExitCost, agreement: float) -> float:

@@ -59,8 +59,8 @@ class GenerationRequest:
     whom, if others are behind it: these take turns with one another as clients do. A table that learns from answers
     drafts for the same two only.
 
-    Statistics count it under `router_version` (0: no router). `priority`, in [-MAX_PRIORITY, MAX_PRIORITY]: requests
-    with lower numbers come first.
+    Statistics count it under `router_version` (0: no router), which `router_alias` named (empty: no alias did).
+    `priority`, in [-MAX_PRIORITY, MAX_PRIORITY]: requests with lower numbers come first.
 
     `resumed_ids`: tokens of the answer that the caller has already, from here or from another worker. They are read as
     the prompt is, and the answer goes on after them as if it had never been interrupted. `constraint`: what the answer
@@ -90,6 +90,7 @@ class GenerationRequest:
     constraint: Constraint | MessageConstraint | None = None
     shown_special_ids: frozenset[int] = frozenset()
     prediction_ids: tuple[int, ...] = ()
+    router_alias: str = ""
 
     def __post_init__(self) -> None:
         check_types(self)

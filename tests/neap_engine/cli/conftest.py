@@ -239,6 +239,21 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
         self.requests.append(request)
         return router_pb2.RollbackAliasResponse(change=self.change(2, 1, request.reason))
 
+    def BeginTrial(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
+        self.canary = router_pb2.Canary(version=request.version, share_per_mille=50)
+        return router_pb2.BeginTrialResponse(change=self.change(self.stable, self.stable, request.reason))
+
+    def OrderJudge(self, request: Any, context: Any) -> Any:
+        self.requests.append(request)
+        return router_pb2.OrderJudgeResponse()
+
+    def ListJudged(self, request: Any, context: Any) -> Any:
+        judged = router_pb2.Judged(
+            alias="stable", version=self.stable, canary=self.canary, state="on trial", figures="1.2x as fast\x1b[2J"
+        )
+        return router_pb2.ListJudgedResponse(aliases=[judged], forbidden_versions=[7, 9])
+
     def GetAliasHistory(self, request: Any, context: Any) -> Any:
         first = router_pb2.AliasChange(alias="stable", to_version=1, actor="ada", reason="first")
         return router_pb2.GetAliasHistoryResponse(changes=[self.change(1, 2, self.reason), first])
