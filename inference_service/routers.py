@@ -26,6 +26,8 @@ __all__ = ["DEFAULT_ALIAS", "LoadedRouter", "RouterChoice", "RouterStore"]
 DEFAULT_ALIAS = "latest"
 # The kinds of fallbacks that `on_fallback` reports.
 ALIAS, CANARY, DEFAULT = "alias", "canary", "default"
+# The reason of the last: a large model's fingerprint is not known yet, which says what routers it can have.
+NOT_IDENTIFIED = "NOT_IDENTIFIED"
 # Requests that may wait for the registry at once, because their alias or version is not known here.
 MAX_WAITING = 32
 # Other models among which routers of the same weights are looked for.
@@ -60,8 +62,9 @@ class RouterStore:
     After an alias has moved, it serves its previous version until the new one is loaded. A canary's requests get the
     alias' own version until the canary is loaded. For each such request `on_fallback` is called with the model's id,
     "alias" or "canary", and the reason: LOADING, or why the version could not be loaded. It is also called, with
-    "default", for each request without a choice for which there is no router. `on_stale` is called with the
-    model's id for each request that is served by an alias' last known version while the registry does not answer.
+    "default", for each request without a choice for which there is no router, or none yet (NOT_IDENTIFIED). `on_stale`
+    is called with the model's id for each request that is served by an alias' last known version while the registry
+    does not answer.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class RouterStore:
 
     async def select(self, loaded: LoadedModel, choice: RouterChoice, *, request_id: str = "") -> LoadedRouter | None:
         """The chosen router, loaded, with its digests checked. `request_id` decides whether it is the alias' canary.
-        None if no choice was made and the default alias names no version.
+        None if no choice was made and the default alias names no version, or the model is not identified yet.
 
         A version is immutable, so a loaded one is used without asking the registry. An alias is resolved for every
         request. While the registry or its store does not answer, the alias' last known version is used (`on_stale`).
@@ -123,6 +126,9 @@ class RouterStore:
         """
         if choice.version is not None:
             return await self._get(loaded, choice.version)
+        if choice.alias is None and not loaded.identity.is_known:
+            self._on_fallback(loaded.model_id, DEFAULT, NOT_IDENTIFIED)
+            return None
         alias = choice.alias or self._default_alias
         try:
             resolution = await self._resolve(loaded.model_id, alias)
