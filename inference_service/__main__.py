@@ -20,6 +20,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from threading import Thread, get_native_id
@@ -148,6 +149,10 @@ async def serve(settings: WorkerSettings) -> int:
     loop = asyncio.get_running_loop()
     stop_soon = partial(loop.call_soon_threadsafe, server.request_stop)
 
+    async def preload(served: Sequence[LoadedModel]) -> None:
+        aliases = settings.preload_aliases or None
+        await preload_routers(routers, served, aliases, timeout_s=settings.preload_timeout_s)
+
     async def prepare() -> None:
         for number, source in enumerate(settings.models, 1):
             place = f"{source.model_id}, {number} of {len(settings.models)}"
@@ -174,14 +179,17 @@ async def serve(settings: WorkerSettings) -> int:
             await asyncio.to_thread(
                 import_routers, settings.routers, served, registry, settings.default_alias, verifier
             )
-        await preload_routers(
-            routers,
-            [engine.loaded for engine in engines],
-            settings.preload_aliases or None,
-            timeout_s=settings.preload_timeout_s,
-        )
+        identified = [engine.loaded for engine in engines if engine.loaded.identity.is_known]
+        await preload(identified)
         servicer.set_ready()
-        Thread(target=_complete, args=(engines,), name="neap-complete").start()
+        # The routers of the others follow, once it is known which ones they can have.
+        later = [engine.loaded for engine in engines if engine.loaded not in identified]
+
+        def on_identified() -> None:
+            if not loop.is_closed():
+                asyncio.run_coroutine_threadsafe(preload(later), loop)
+
+        Thread(target=_complete, args=(engines, on_identified, stop_soon), name="neap-complete").start()
 
     with serve_metrics(settings.metrics_listen, metrics.registry):
         ready = await server.run(prepare)
@@ -195,6 +203,7 @@ async def serve(settings: WorkerSettings) -> int:
     if reports is not None:
         await asyncio.to_thread(reports.stop)
     for engine in engines:
+        engine.loaded.identity.give_up()
         await asyncio.to_thread(engine.close)
     engine_watch.stop()
     if tap is not None:
@@ -266,10 +275,10 @@ def _load_engine(
             make_runner, record=SWITCH[settings.record_passes], compile_layers=SWITCH[settings.compile_layers]
         ),
     )
-    if settings.require_exact and not engine.numerics.is_exact:
+    if settings.require_exact and not engine.promise.is_exact:
         engine.close()
         raise PreconditionFailed(
-            f"exact may differ from full for {source.model_id}: {engine.numerics.why_not}",
+            f"exact may differ from full for {source.model_id}: {engine.promise.why_not}",
             reason="EXACT_NOT_PROMISED",
             metadata={"model_id": source.model_id},
         )
@@ -287,10 +296,19 @@ def _load_engine(
     return engine
 
 
-def _complete(engines: Sequence[Engine]) -> None:
-    """What can follow while requests are served: writes what the next start will not find out again, whereupon this one
-    gives back its own copy of it, reads the tokenizer for constraints, and measures costs. The first comes first,
-    because the others take memory."""
+def _complete(
+    engines: Sequence[Engine],
+    on_identified: Callable[[], object] = lambda: None,
+    on_failure: Callable[[], object] = lambda: None,
+) -> None:
+    """What can follow while requests are served: finds out the models' fingerprints, for which routers wait, writes
+    what the next start will not find out again, whereupon this one gives back its own copy of it, reads the tokenizer
+    for constraints, and measures costs. Writing comes before what takes memory."""
+    for engine in engines:
+        if not _identify(engine):
+            on_failure()
+            return
+    on_identified()
     for engine in engines:
         _yielding_to_others(engine.loaded.facts.keep)
         try:
@@ -305,6 +323,27 @@ def _complete(engines: Sequence[Engine]) -> None:
         _yielding_to_others(engine.loaded.facts.keep)
         release_free_memory()
         log.info("the start is complete", model_id=engine.loaded.model_id)
+
+
+def _identify(engine: Engine) -> bool:
+    """Whether the model's fingerprint is known now. The log says why not, unless the worker ends."""
+    loaded = engine.loaded
+
+    def find() -> None:
+        with suppress(Exception):  # whoever asks gets it
+            loaded.identity.find()
+
+    if loaded.identity.is_known:
+        return True
+    _yielding_to_others(find)
+    release_free_memory()
+    if loaded.identity.is_known:
+        known = {"fingerprint": loaded.fingerprint, "numerics_id": engine.numerics.id}
+        log.info("the model is identified", model_id=loaded.model_id, **known)
+        return True
+    if not loaded.identity.is_given_up:
+        log.error("the model is not identified", model_id=loaded.model_id, exc_info=loaded.identity.found.exception())
+    return False
 
 
 def _yielding_to_others(work: Callable[[], object]) -> None:

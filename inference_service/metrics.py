@@ -230,8 +230,9 @@ def _read(engine: Engine, families: Mapping[str, Metric]) -> None:
     put("max_requests_running", engine.max_running)
     put("kv_cache_usage_ratio", engine.kv_usage_ratio)
     put("learned_contexts", engine.num_learned_contexts)
-    put("exact_is_full", engine.numerics.is_exact)
-    put("numerics_info", 1, engine.numerics.id)
+    put("exact_is_full", engine.promise.is_exact)
+    if numerics_id := engine.known_numerics_id:
+        put("numerics_info", 1, numerics_id)
     put("requests_put_back", statistics.num_put_back)
     put("prompt_tokens", statistics.num_prompt_tokens)
     put("prompt_tokens_cached", statistics.num_cached_prompt_tokens)

@@ -27,6 +27,8 @@ __all__ = ["DEFAULT_ALIAS", "LoadedRouter", "RouterChoice", "RouterStore"]
 DEFAULT_ALIAS = "latest"
 # The kinds of fallbacks that `on_fallback` reports.
 ALIAS, CANARY, DEFAULT, POOL = "alias", "canary", "default", "pool"
+# The reason of the last: a large model's fingerprint is not known yet, which says what routers it can have.
+NOT_IDENTIFIED = "NOT_IDENTIFIED"
 # Requests that may wait for the registry at once, because their alias or version is not known here.
 MAX_WAITING = 32
 # Other models among which routers of the same weights are looked for.
@@ -61,9 +63,10 @@ class RouterStore:
     After an alias has moved, it serves its previous version until the new one is loaded. A canary's requests get the
     alias' own version until the canary is loaded. For each such request `on_fallback` is called with the model's id,
     "alias" or "canary", and the reason: LOADING, or why the version could not be loaded. It is also called, with
-    "default", for each request without a choice for which there is no router, and, with "pool", for each one that gets
-    the model's alias because the registry does not say whether its pool has one. `on_stale` is called with the
-    model's id for each request that is served by an alias' last known version while the registry does not answer.
+    "default", for each request without a choice for which there is no router, or none yet (NOT_IDENTIFIED), and, with
+    "pool", for each one that gets the model's alias because the registry does not say whether its pool has one.
+    `on_stale` is called with the model's id for each request that is served by an alias' last known version while the
+    registry does not answer.
     """
 
     def __init__(
@@ -124,8 +127,9 @@ class RouterStore:
         self, loaded: LoadedModel, choice: RouterChoice, *, request_id: str = "", pool: str = DEFAULT_POOL
     ) -> LoadedRouter | None:
         """The chosen router, loaded, with its digests checked. `request_id` decides whether it is the alias' canary.
-        None if no choice was made and the default alias names no version, and if the alias' router is suspended. For
-        callers of a `pool` the alias is ALIAS@POOL where there is one, and no other pool's.
+        None if no choice was made and the default alias names no version or the model is not identified yet, and if the
+        alias' router is suspended. For callers of a `pool` the alias is ALIAS@POOL where there is one, and no other
+        pool's.
 
         A version is immutable, so a loaded one is used without asking the registry. An alias is resolved for every
         request. While the registry or its store does not answer, the alias' last known version is used (`on_stale`).
@@ -136,6 +140,9 @@ class RouterStore:
             router = await self._get(loaded, choice.version)
             _check_pool(f"version {choice.version}", router.pool, pool)
             return router
+        if choice.alias is None and not loaded.identity.is_known:
+            self._on_fallback(loaded.model_id, DEFAULT, NOT_IDENTIFIED)
+            return None
         alias = choice.alias or self._default_alias
         _check_pool(f"alias {alias!r}", pool_of_alias(alias) or "", pool)
         own_alias = alias_in_pool(alias, pool)

@@ -1,5 +1,6 @@
 """The servicer of neap.inference.v1."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,11 +90,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         A client is an authenticated caller's name or, without authentication, an address. None: it may have as many as
         it leaves free for others.
         """
-        self._served[engine.loaded.model_id] = ServedModel(
-            engine, max_active, max_active_per_client, token_texts(engine.loaded.tokenizer)
-        )
-        self._routers.prepare_with(engine.loaded.model_id, engine.prepare)
-        model_id = engine.loaded.model_id
+        model_id, texts = engine.loaded.model_id, token_texts(engine.loaded.tokenizer)
+        self._served[model_id] = ServedModel(engine, max_active, max_active_per_client, texts)
+        self._routers.prepare_with(model_id, engine.prepare)
         self._metrics.add_engine(engine, versions=lambda: {r.version for r in self._routers.loaded(model_id)})
 
     def set_ready(self) -> None:
@@ -162,6 +161,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             )
             generation = with_router(generation, router)
             call.set_router(generation.router_version, by_default=choice == RouterChoice())
+        if generation.resumed_ids:
+            await _identified(engine)
         inexact = _why_inexact(request.resume, generation, engine)
         if inexact and request.resume.only_exactly:
             raise PreconditionFailed(
@@ -190,7 +191,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await write_response(context, started, self._stall_timeout_s)
             taken = None
             if self._tap is not None and request.learn != inference_pb2.LEARN_NEVER:
-                taken = self._tap.take(caller_pool(), engine.numerics.id)
+                taken = self._tap.take(caller_pool(), engine.known_numerics_id)
             while (event := await stream.next()) is not None:
                 call.record_event(event)
                 if taken is not None:
@@ -208,6 +209,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetModelRequest, context: Any
     ) -> inference_pb2.GetModelResponse:
         served = self._find(request.model_id)
+        await _identified(served.engine)
         return inference_pb2.GetModelResponse(
             model=self._describe(served.engine), tokenizer=described(served.engine.loaded)
         )
@@ -253,14 +255,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         loaded = engine.loaded
         return inference_pb2.Model(
             model_id=loaded.model_id,
-            fingerprint=loaded.fingerprint,
+            fingerprint=loaded.fingerprint if loaded.identity.is_known else "",
             architecture=loaded.architecture,
             num_layers=loaded.num_layers,
             context_length=loaded.context_length,
             vocabulary_size=loaded.vocabulary_size,
             exact_promise=_promise(engine),
-            why_not_exact=engine.numerics.why_not,
-            numerics_id=engine.numerics.id,
+            why_not_exact=engine.promise.why_not,
+            numerics_id=engine.known_numerics_id,
             proposers=engine.proposer_names(),
             defaults=from_defaults(loaded.defaults),
             routers=[
@@ -293,8 +295,13 @@ def _submit(
     return handle, parser
 
 
+async def _identified(engine: Engine) -> None:
+    """Waits until the model's fingerprint is known, without holding a thread. Raises what finding it out raises."""
+    await asyncio.shield(asyncio.wrap_future(engine.loaded.identity.found))
+
+
 def _promise(engine: Engine) -> inference_pb2.ExactPromise:
-    if engine.numerics.is_exact:
+    if engine.promise.is_exact:
         return inference_pb2.EXACT_PROMISE_TOKENS_OF_FULL
     return inference_pb2.EXACT_PROMISE_NEAR_TIES_MAY_DIFFER
 
@@ -313,7 +320,7 @@ def _started(
             policy=request.policy.name,
             lossy=request.policy.name == "relaxed",
             exact_promise=_promise(engine),
-            numerics_id=engine.numerics.id,
+            numerics_id=engine.known_numerics_id,
             prompt_digest=prompt_digest(request.prompt_ids),
             num_resumed_tokens=len(request.resumed_ids),
             continued_inexactly=continued_inexactly,

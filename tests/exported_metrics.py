@@ -16,7 +16,7 @@ from calibrator_service.metrics import CalibratorMetrics
 from inference_service.metrics import WorkerMetrics
 from neap_engine.gateway.metrics import GatewayMetrics
 from shared.engine.statistics import EngineStatistics
-from shared.model.numerics import Numerics
+from shared.model.numerics import Promise
 
 HISTOGRAM_SUFFIXES = ("_bucket", "_sum", "_count")
 
@@ -29,7 +29,8 @@ def busy_engine() -> SimpleNamespace:
     statistics.by_version[3].exits["prompt-lookup"] += 1
     return SimpleNamespace(
         loaded=SimpleNamespace(model_id="tiny"),
-        numerics=Numerics("0123456789abcdef", is_exact=True),
+        promise=Promise({}, is_exact=True),
+        known_numerics_id="0123456789abcdef",
         statistics=statistics,
         num_running=1,
         num_waiting=2,

@@ -34,7 +34,7 @@ from shared.ladder.learned_ngrams import LearnedNgrams
 from shared.ladder.proposers import LEARNED
 from shared.ladder.untrained import untrained_ladder
 from shared.model.loaded import LoadedModel
-from shared.model.numerics import Numerics, numerics_of
+from shared.model.numerics import Numerics, Promise, promise_of
 from shared.model.own_thread import run_in_own_thread
 from shared.model.runner import Runner
 from shared.model.runners import make_runner
@@ -73,7 +73,7 @@ class Engine:
         runner_of: makes the runner of the model from the model and `kv_budget_bytes`. cost_meter: measures the costs of
         passes and exits. The planner drafts by them. clock: the time in seconds with which deadlines are compared.
         Tests pass one that they can move. tries_promise: whether what `exact` promises is tried at the start, which
-        takes a few passes. Without it there are no `numerics`.
+        takes a few passes. Without it there are no `promise` and no `numerics`.
 
     `statistics` holds the engine's counts. Any thread may read them.
 
@@ -127,9 +127,9 @@ class Engine:
             if kv_budget_bytes is None:
                 kv_budget_bytes = default_budget(loaded.device)
             runner = run_in_own_thread(runner_of, loaded, kv_budget_bytes)
-            self._numerics = run_in_own_thread(numerics_of, runner) if tries_promise else None
-            if self._numerics is not None:
-                _log_promise(loaded, self._numerics)
+            self._promise = run_in_own_thread(promise_of, runner) if tries_promise else None
+            if self._promise is not None:
+                _log_promise(loaded, self._promise)
             kv_budget_bytes = runner.usable_bytes(kv_budget_bytes)
             if prefix_cache_bytes is None:
                 prefix_cache_bytes = int(PREFIX_SHARE * kv_budget_bytes)
@@ -164,10 +164,20 @@ class Engine:
         weakref.finalize(self, self._loop.request_stop).atexit = False
 
     @property
-    def numerics(self) -> Numerics:
+    def promise(self) -> Promise:
         """What was tried at the start."""
-        assert self._numerics is not None, "this engine has not tried what exact promises"
-        return self._numerics
+        assert self._promise is not None, "this engine has not tried what exact promises"
+        return self._promise
+
+    @property
+    def numerics(self) -> Numerics:
+        """What was tried at the start, with its name. Blocks until the model's fingerprint is known."""
+        return self.promise.of_model(self.loaded)
+
+    @property
+    def known_numerics_id(self) -> str:
+        """The name of the bits, once the model's fingerprint is known, and "" until then."""
+        return self.numerics.id if self.loaded.identity.is_known else ""
 
     @property
     def runner(self) -> Runner:
@@ -395,9 +405,11 @@ class Engine:
         self._loop.wake()
 
 
-def _log_promise(loaded: LoadedModel, numerics: Numerics) -> None:
-    known = {"model_id": loaded.model_id, "numerics_id": numerics.id}
-    if numerics.is_exact:
+def _log_promise(loaded: LoadedModel, promise: Promise) -> None:
+    known = {"model_id": loaded.model_id}
+    if loaded.identity.is_known:
+        known["numerics_id"] = promise.of_model(loaded).id
+    if promise.is_exact:
         log.info("exact gives the tokens of full", **known)
     else:
-        log.warning("exact may differ from full at near ties", why=numerics.why_not, **known)
+        log.warning("exact may differ from full at near ties", why=promise.why_not, **known)

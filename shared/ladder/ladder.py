@@ -49,7 +49,8 @@ class Ladder:
     """The proposers of one model. Immutable.
 
     `exits`: shallowest first. `draft_vocabulary` [Vd] int64: the tokens that exits may propose; None only if there are
-    no exits. `joint_weights`: what to make of all that they say of one position.
+    no exits. `joint_weights`: what to make of all that they say of one position. `is_trained`: whether anything of it
+    was learned from the weights of its model. Otherwise it is good for all of these sizes.
     """
 
     model: ModelIdentity
@@ -59,6 +60,7 @@ class Ladder:
     exits: tuple[LayerExit, ...] = ()
     draft_vocabulary: Tensor | None = None
     joint_weights: JointWeights = DEFAULT_WEIGHTS
+    is_trained: bool = True
 
     @property
     def model_fingerprint(self) -> str:
@@ -74,7 +76,7 @@ class Ladder:
     def check_model(self, loaded: LoadedModel) -> None:
         """Raises `RouterMismatch` unless `loaded` is the model this ladder was calibrated for, and can have its
         exits."""
-        if loaded.fingerprint != self.model.fingerprint:
+        if self.is_trained and loaded.fingerprint != self.model.fingerprint:
             raise RouterMismatch(
                 f"the router was calibrated for {self.model.model_id}; the loaded model is another one or another "
                 "revision of it: calibrate one for it, or ask for the policy full",
@@ -83,7 +85,7 @@ class Ladder:
         # A fingerprint says nothing of what stands beside it in a manifest that somebody has written.
         claimed, found = (
             {"layers": model.num_layers, "states": model.hidden_size, "tokens": model.vocabulary_size}
-            for model in (self.model, ModelIdentity.of(loaded))
+            for model in (self.model, loaded)
         )
         if self.exits:
             claimed["inputs of its head"] = self.model.hidden_size

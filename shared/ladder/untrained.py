@@ -31,4 +31,6 @@ _NGRAMS = TableConfidence(
 def untrained_ladder(loaded: LoadedModel) -> Ladder:
     """Prompt look-up, and the confidence of the table that learns from answers. What a sequence has beside it
     (predictions, grammars, that table itself) is no part of a ladder."""
-    return Ladder(ModelIdentity.of(loaded), lookup_confidence=_LOOKUP, ngram_confidence=_NGRAMS)
+    sizes = loaded.num_layers, loaded.hidden_size, loaded.vocabulary_size
+    model = ModelIdentity(loaded.model_id, "", loaded.architecture, *sizes)
+    return Ladder(model, lookup_confidence=_LOOKUP, ngram_confidence=_NGRAMS, is_trained=False)

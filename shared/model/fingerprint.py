@@ -2,13 +2,16 @@
 
 import hashlib
 import json
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from shared.cpus import usable_cpus
+from shared.errors import Unavailable
 from shared.memory import trim_heap
 from shared.model.parts import setting_of
 from shared.model.weights.lazy import lazy
@@ -16,8 +19,10 @@ from shared.model.weights.quantised import is_plain, quantised_digest
 
 # Matrices that are hashed at once. Each takes a few times its bytes, because it is read and rounded.
 MAX_AT_ONCE = 4
-# Matrices are packed meanwhile, and what was read lies free between them. It is given back after so many numbers.
+# What was read lies free between matrices that were packed. It is given back after so many numbers.
 TRIM_NUMBERS = 1 << 24
+# A smaller model is identified while it is loaded: that takes less than asking a registry for a router.
+LARGE_NUMBERS = 1 << 24
 
 # The settings that change what a set of weights computes. Not the whole config, because its defaults differ between
 # versions of transformers, and the fingerprint must not depend on the version that loaded the model.
@@ -44,8 +49,79 @@ SOME_KEYS = (
 )
 
 
+class Identity:
+    """The fingerprint of a model. It is found out when it is first asked for, by the thread that asks; others wait.
+    `find_out` calls what it is given between its parts."""
+
+    def __init__(self, find_out: Callable[[Callable[[], None]], str]) -> None:
+        self._find_out: Callable[[Callable[[], None]], str] | None = find_out
+        self._lock, self.is_given_up = threading.Lock(), False
+        self.found: Future[str] = Future()  # never cancelled
+
+    @classmethod
+    def of(cls, known: str) -> "Identity":
+        identity = cls(lambda _: known)
+        identity.find()
+        return identity
+
+    @property
+    def is_known(self) -> bool:
+        return self.found.done() and self.found.exception() is None
+
+    def find(self) -> str:
+        """Blocks for seconds, the first time. Raises what finding it out has raised."""
+        with self._lock:
+            if self._find_out is not None:
+                try:
+                    self.found.set_result(self._find_out(self._go_on))
+                except BaseException as error:
+                    self.found.set_exception(error)
+                self._find_out = None  # which holds the model's files open
+        return self.found.result()
+
+    def give_up(self) -> None:
+        """Whoever finds it out, or asks for it later, soon gets `Unavailable`, unless it is known."""
+        self.is_given_up = True
+
+    def _go_on(self) -> None:
+        if self.is_given_up:
+            raise Unavailable("the model is closed before its fingerprint is known")
+
+
+def is_large(model: PreTrainedModel) -> bool:
+    """Whether most of the model's numbers are in files or packed, and they are so many that to hash them takes long.
+    Others would be kept in memory until they are hashed."""
+    numbers = {True: 0, False: 0}
+    for parameter in model.parameters():
+        numbers[lazy(parameter) is None] += parameter.numel()
+    return numbers[True] < LARGE_NUMBERS <= numbers[False]
+
+
+def pack_ahead(model: PreTrainedModel) -> None:
+    """Packs what is multiplied from packed blocks, several matrices at once."""
+    stored = {id(p): (p.numel(), matrix) for p in model.parameters() if (matrix := lazy(p)) is not None}
+    untrimmed = 0
+    with ThreadPoolExecutor(min(usable_cpus(), MAX_AT_ONCE)) as pool:
+        packing = pool.map(lambda matrix: matrix.pack_ahead(), (matrix for _, matrix in stored.values()))
+        for (count, _), _ in zip(stored.values(), packing, strict=True):
+            untrimmed = _trimmed(untrimmed + count)
+
+
+def _trimmed(untrimmed: int) -> int:
+    """The numbers that were read since the heap was last trimmed, once it is trimmed if they are many."""
+    if untrimmed < TRIM_NUMBERS:
+        return untrimmed
+    trim_heap()
+    return 0
+
+
 def fingerprint(model: PreTrainedModel) -> str:
-    """A hash "sha256:<hex>" of architecture and weights.
+    """`later_fingerprint`, at once."""
+    return later_fingerprint(model)(lambda: None)
+
+
+def later_fingerprint(model: PreTrainedModel) -> Callable[[Callable[[], None]], str]:
+    """What finds out a hash "sha256:<hex>" of architecture and weights, those that the model has now.
 
     Weights are hashed as bfloat16, so that a checkpoint has one fingerprint whatever format it is kept in. Those of a
     `LazyWeight` are read or dequantised a few matrices at a time. A model that another package has quantised is hashed
@@ -61,18 +137,24 @@ def fingerprint(model: PreTrainedModel) -> str:
     parameters = sorted(
         ((n, p) for n, p in model.named_parameters() if p.is_floating_point() and is_plain(p)), key=lambda item: item[0]
     )
-    untrimmed = 0
-    with ThreadPoolExecutor(min(usable_cpus(), MAX_AT_ONCE)) as pool:
-        for (name, parameter), part in zip(
-            parameters, pool.map(_tensor_digest, (tensor for _, tensor in parameters)), strict=True
-        ):
-            digest.update(f"{name} {list(parameter.shape)} ".encode() + part)
-            untrimmed += parameter.numel()
-            if untrimmed >= TRIM_NUMBERS:
-                trim_heap()
-                untrimmed = 0
-    digest.update(quantised_digest(model, model.config))
-    return f"sha256:{digest.hexdigest()}"
+    quantised = quantised_digest(model, model.config)
+
+    def find_out(between: Callable[[], None]) -> str:
+        def digest_of(tensor: Tensor) -> bytes:
+            between()
+            return _tensor_digest(tensor)
+
+        untrimmed = 0
+        with ThreadPoolExecutor(min(usable_cpus(), MAX_AT_ONCE)) as pool:
+            for (name, parameter), part in zip(
+                parameters, pool.map(digest_of, (tensor for _, tensor in parameters)), strict=True
+            ):
+                digest.update(f"{name} {list(parameter.shape)} ".encode() + part)
+                untrimmed = _trimmed(untrimmed + parameter.numel())
+        digest.update(quantised)
+        return f"sha256:{digest.hexdigest()}"
+
+    return find_out
 
 
 def _tensor_digest(tensor: Tensor) -> bytes:

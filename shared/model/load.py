@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +19,7 @@ from shared.errors import Exhausted, InvalidInput, NeapError, PreconditionFailed
 from shared.memory import release_free_memory
 from shared.model.cache import is_out_of_memory
 from shared.model.dtypes import sixteen_bits
-from shared.model.fingerprint import fingerprint
+from shared.model.fingerprint import Identity, fingerprint, is_large, later_fingerprint, pack_ahead
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.model.own_thread import run_in_own_thread
 from shared.model.parts import refuse_config
@@ -58,8 +58,8 @@ def load_model(
     `context_length`: an upper limit, in tokens, below the model's own. `accelerate`, `kv_dtype` and `compute_dtype` are
     as in `shared.model.loaded.wrap_model`. `store`: what earlier starts have proven, measured and packed for this model
     is taken from there, if it is to run on a CPU from files of this machine. `LoadedModel.facts.keep` puts there what
-    this start has found out. Logs the size on disk before loading, and the seconds taken and the formats of the weights
-    afterwards.
+    this start has found out. The fingerprint of a large model is found out when somebody asks for it, from the same
+    files. Logs the size on disk before loading, and the seconds taken and the formats of the weights afterwards.
 
     Raises `NotFound` (reason MODEL_NOT_FOUND), `PermissionDenied` (MODEL_GATED), `UnsupportedModel` (also with reason
     PACKAGE_MISSING), `Corrupt` (MODEL_FILE_CORRUPT), `Unavailable` (MODEL_FILE_CHANGED, HUB_UNAVAILABLE), `Exhausted`
@@ -84,7 +84,7 @@ def load_model(
         model_id=name,
         remembered=bool(loaded.facts.earlier),
         seconds=round(load_s, 1),
-        fingerprint=loaded.fingerprint,
+        fingerprint=loaded.fingerprint if loaded.identity.is_known else None,
     )
     return replace(loaded, source=str(source), load_s=load_s)
 
@@ -119,16 +119,28 @@ def _load_model(
             # A .gguf file names no dtype to compute in, and transformers would take float32.
             default = sixteen_bits(torch.device(device)) if "gguf_file" in where else "auto"
             model = _build(where, torch.float32 if in_float32 else dtype or default)
-            # Matrices are packed and hashed while Python makes the tokenizer.
-            with ThreadPoolExecutor(1, "neap-fingerprint") as pool:
-                early = None if facts.earlier else pool.submit(fingerprint, model)
+            # Matrices are packed while Python makes the tokenizer.
+            with ThreadPoolExecutor(1, "neap-pack") as pool:
+                packing = None if facts.earlier else pool.submit(pack_ahead, model)
                 tokenizer = AutoTokenizer.from_pretrained(**where)
                 if gguf:
                     gguf.complete(Path(source), model, tokenizer)
         gguf, readers = None, []  # they have the file's metadata
         if entry is not None:
             entry.check()
-        identity = facts.recall("fingerprint", early.result if early else partial(fingerprint, model))
+        if packing is not None:
+            packing.result()
+        if "fingerprint" not in facts.earlier and in_float32 and accelerate and is_large(model):
+            hash_weights = later_fingerprint(model)
+            checkpoint.stay_open()
+
+            def find_out(between: Callable[[], None]) -> str:
+                with checkpoint:
+                    return facts.recall("fingerprint", partial(hash_weights, between))
+
+            identity = Identity(find_out)
+        else:
+            identity = Identity.of(facts.recall("fingerprint", partial(fingerprint, model)))
         release_free_memory()
         if not accelerate or not on_cpu:
             realise(model)

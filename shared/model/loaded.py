@@ -11,7 +11,7 @@ from shared.errors import UnsupportedModel
 from shared.field_types import check_whole
 from shared.model.borders import NUM_CHECKED, context_limit
 from shared.model.dtypes import dtype_name, rounded_to
-from shared.model.fingerprint import fingerprint
+from shared.model.fingerprint import Identity, fingerprint
 from shared.model.generation_defaults import GenerationDefaults, eos_token_ids, generation_defaults, warn_of_rules
 from shared.model.parts import ModelParts, find_parts
 from shared.model.remembered.facts import Facts
@@ -27,7 +27,7 @@ log = structlog.get_logger("neap.model")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A frozen model and its parts. `fingerprint` identifies architecture and weights, independently of the dtype.
+    """A frozen model and its parts. `identity`: what identifies architecture and weights, independently of the dtype.
 
     `kv_dtype`: the dtype in which caches hold keys and values. `compute_dtype`: the one in which matrices are
     multiplied. `acceleration`: what of it runs on neap's CPU kernels; None if it was not accelerated. `source`: where
@@ -39,7 +39,7 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     parts: ModelParts
-    fingerprint: str
+    identity: Identity
     context_length: int
     eos_token_ids: frozenset[int]
     kv_dtype: torch.dtype
@@ -68,6 +68,11 @@ class LoadedModel:
         return device
 
     @property
+    def fingerprint(self) -> str:
+        """That of `identity`. Blocks until it is known. Raises what finding it out raises."""
+        return self.identity.find()
+
+    @property
     def text_fingerprint(self) -> str:
         """Identifies what decides the text that the model writes: `fingerprint`, and the dtype of matmuls if it is not
         the model's."""
@@ -87,7 +92,7 @@ def wrap_model(
     model_id: str = "local",
     context_length: int | None = None,
     accelerate: bool = False,
-    identity: str | None = None,
+    identity: Identity | None = None,
     kv_dtype: torch.dtype | None = None,
     compute_dtype: torch.dtype | None = None,
     facts: Facts | None = None,
@@ -95,7 +100,7 @@ def wrap_model(
     """Freezes a model that is already built, and finds its parts.
 
     `accelerate`: whether a float32 model on a CPU runs on neap's kernels, with packed weights, and one on a GPU with
-    merged products (`shared.model.substitution.merged_linear`). `identity`: its fingerprint, if it is known.
+    merged products (`shared.model.substitution.merged_linear`). `identity`: its own, if it has one.
     `kv_dtype`: the dtype in which caches hold keys and values, rounded once when they are written; None: the one that
     the model computes in. `compute_dtype`: for an accelerated model, bfloat16 multiplies
     weights that are kept in bfloat16 by inputs rounded to it, and int8 multiplies GGUF's blocks by inputs rounded to 8
@@ -116,7 +121,7 @@ def wrap_model(
         check_whole("context_length", context_length, 2)
     warn_of_rules(model, model_id)
     facts = facts or Facts()
-    identity = identity or fingerprint(model)
+    identity = identity or Identity.of(fingerprint(model))
     kv_dtype = kv_dtype or model.dtype
     report = None
     if accelerate and model.device.type == "cpu" and model.dtype == torch.float32:
@@ -144,7 +149,7 @@ def wrap_model(
         model=model,
         tokenizer=tokenizer,
         parts=parts,
-        fingerprint=identity,
+        identity=identity,
         context_length=min(context_length or limit, limit),
         eos_token_ids=eos_token_ids(model, model_id, parts.vocabulary_size),
         defaults=generation_defaults(model, model_id),

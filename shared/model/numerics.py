@@ -49,8 +49,29 @@ class Numerics:
     why_not: str = ""
 
 
-@torch.inference_mode()
+@dataclass(frozen=True)
+class Promise:
+    """What was tried: `is_exact` and `why_not` as in `Numerics`. `facts`: what decides answers beside the model, as
+    JSON gives it."""
+
+    facts: dict[str, Any]
+    is_exact: bool
+    why_not: str = ""
+
+    def of_model(self, loaded: LoadedModel) -> Numerics:
+        """Blocks until the model's fingerprint is known."""
+        facts = self.facts | {"model": loaded.text_fingerprint}
+        text = json.dumps(facts, sort_keys=True, default=str)
+        return Numerics(hashlib.sha256(text.encode()).hexdigest()[:16], self.is_exact, self.why_not)
+
+
 def numerics_of(runner: Runner) -> Numerics:
+    """As `promise_of`. Blocks until the model's fingerprint is known."""
+    return promise_of(runner).of_model(runner.loaded)
+
+
+@torch.inference_mode()
+def promise_of(runner: Runner) -> Promise:
     """Runs a few passes of random tokens. What an earlier start has found out is repeated if one pass gives other bits
     than it did then.
 
@@ -62,12 +83,12 @@ def numerics_of(runner: Runner) -> Numerics:
     known = facts.earlier.get(name)
     if known is not None and known["bits"] == bits:
         runner.counters.reset()
-        return Numerics(**known["numerics"])
+        return Promise(**known["promise"])
     if known is not None:
         log.warning("the model gives other bits than at an earlier start; its promise is tried anew")
-    numerics = _try(runner)
-    facts.note(name, {"bits": bits, "numerics": asdict(numerics)})
-    return numerics
+    promise = _try(runner)
+    facts.note(name, {"bits": bits, "promise": asdict(promise)})
+    return promise
 
 
 def _few_logits(runner: Runner) -> Tensor:
@@ -78,7 +99,7 @@ def _few_logits(runner: Runner) -> Tensor:
     return runner.logits(state[0])
 
 
-def _try(runner: Runner) -> Numerics:
+def _try(runner: Runner) -> Promise:
     loaded = runner.loaded
     bits, agree = _probe(runner)
     runner.counters.reset()
@@ -86,8 +107,7 @@ def _try(runner: Runner) -> Numerics:
     facts = _facts(runner) | {"bits": bits, "torch functions": _digest(_torch_functions())}
     if why_not:
         facts["threads"] = torch.get_num_threads()
-    text = json.dumps(facts, sort_keys=True, default=str)
-    return Numerics(hashlib.sha256(text.encode()).hexdigest()[:16], not why_not, why_not)
+    return Promise(facts, not why_not, why_not)
 
 
 def _why_not(loaded: LoadedModel, agree: bool) -> str:
@@ -156,11 +176,10 @@ def _tried_at(runner: Runner, place: int, length: int) -> tuple[Tensor, bool]:
 
 
 def _facts(runner: Runner) -> dict[str, object]:
-    """What decides answers beside the model's numbers.
+    """What decides answers beside the model.
     What else does, such as the formats of weights, shows in the bits of the probe."""
     loaded, report = runner.loaded, runner.loaded.acceleration
     facts: dict[str, object] = {
-        "model": loaded.text_fingerprint,
         "kv": dtype_name(loaded.kv_dtype),
         "device": loaded.device.type,
         "path": cpu_path(loaded),

@@ -14,6 +14,7 @@ from calibrator_service.fleet import FleetWriter
 from shared.engine.engine import Engine
 from shared.engine.request.request import GenerationRequest
 from shared.errors import Cancelled, PreconditionFailed
+from shared.model.fingerprint import Identity
 from shared.model.loaded import LoadedModel, wrap_model
 from shared.registry.factory import open_registry
 from tests.worker import EOS, build_model, build_tokenizer, serving
@@ -118,7 +119,7 @@ def test_without_a_worker_left_the_rest_is_written_here(loaded, local, expected,
 
 def test_another_model_is_refused(loaded, local, tmp_path):
     with worker(tmp_path) as one:
-        for other in (replace(loaded, fingerprint="other"), replace(loaded, context_length=9999)):
+        for other in (replace(loaded, identity=Identity.of("other")), replace(loaded, context_length=9999)):
             with pytest.raises(PreconditionFailed) as caught:
                 written(FleetWriter([one.target], other, local))
             assert caught.value.reason == "WORKER_HAS_OTHER_MODEL"

@@ -14,6 +14,7 @@ without a kernel are read as float32.
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -103,9 +104,11 @@ def accelerate(
     proven: dict[str, Any] = facts.values.get(_PROVEN, {})
     run = Substitutions(model, proven.get("modules"))
     with torch.no_grad():
-        expected = None if proven else _logits_in_one_pass(model)
+        with _one_expert_at_a_time(model):
+            expected = None if proven else _logits_in_one_pass(model)
         try:
-            _substitute_modules(run)
+            with _one_expert_at_a_time(model):
+                _substitute_modules(run)
             files = tuple(_substitute_rotary(run))
             if expected is None:
                 attends = _attend_as_proven(run, proven["attention"])
@@ -159,6 +162,22 @@ def restore(model: PreTrainedModel) -> None:
     undo = vars(model).pop(_UNDO, [])
     while undo:
         undo.pop()()
+
+
+@contextmanager
+def _one_expert_at_a_time(model: PreTrainedModel) -> Iterator[None]:
+    """Within it, transformers' experts run the forward of their class, which multiplies by the matrices of one expert
+    after another. By default they multiply by those of a layer at once, for which a `LazyWeight` dequantises all."""
+    config: Any = model.config
+    before = getattr(config, "_experts_implementation", None)
+    if before is None:
+        yield
+        return
+    model.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
 
 
 def _substitute_modules(run: Substitutions) -> None:

@@ -39,6 +39,8 @@ def parts_of(path: Path) -> tuple[Path, ...]:
 class StableFile:
     """An open file that must not change while it is read. `size` is in bytes. Thread-safe."""
 
+    _descriptor = -1
+
     def __init__(self, path: str | Path) -> None:
         """Raises `OSError` if the file cannot be opened."""
         self.path = Path(path)
@@ -89,6 +91,8 @@ class StableFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    __del__ = close
 
     def _changed(self) -> Unavailable:
         return Unavailable(

@@ -115,8 +115,8 @@ _lock = threading.RLock()
 class CheckpointFiles:
     """The files of one model. `dtype`: the one that matrices are rounded to; None: the checkpoint's own.
 
-    As a context manager it closes the files at the end. If one of them has changed, it raises `Unavailable` (reason
-    MODEL_FILE_CHANGED), also in place of an error that the changed file may have caused.
+    As a context manager it closes the files at the end, unless they are to `stay_open`. If one of them has changed, it
+    raises `Unavailable` (reason MODEL_FILE_CHANGED), also in place of an error that the changed file may have caused.
 
     `matrices` has the matrices that are packed already, and those that are packed from these files.
 
@@ -128,6 +128,11 @@ class CheckpointFiles:
         self.matrices = matrices or PackedMatrices()
         self.dequantised: dict[str, str] = {}
         self._files: dict[Path, StableFile] = {}
+        self._stays_open = False
+
+    def stay_open(self) -> None:
+        """The next end leaves the files open, for a context that follows. Without one the collector closes them."""
+        self._stays_open = True
 
     def open(self, path: str | Path) -> StableFile:
         """The file at `path`, opened once. Raises `OSError`."""
@@ -145,7 +150,8 @@ class CheckpointFiles:
                 for file in self._files.values():
                     file.check_unchanged()
         finally:
-            for file in self._files.values():
+            stays_open, self._stays_open = self._stays_open and kind is None, False
+            for file in () if stays_open else self._files.values():
                 file.close()
 
 

@@ -37,8 +37,11 @@ _PANEL = 16
 class Stored(ABC):
     """A matrix [N, K]. `format` names its numbers: a dtype such as "bfloat16", or a block format such as "Q4_K".
 
-    `transposed`: whether a model holds it as [K, N], as GPT-2 does; `shape` is what the model holds.
+    `transposed`: whether a model holds it as [K, N], as GPT-2 does; `shape` is what the model holds. `parts`: those
+    that it consists of.
     """
+
+    parts: tuple["Stored", ...] = ()
 
     def __init__(self, rows: int, columns: int, form: str, *, transposed: bool = False) -> None:
         self.rows, self.columns, self.format, self.transposed = rows, columns, form, transposed
@@ -68,6 +71,11 @@ class Stored(ABC):
     def pack_transpose(self, rows: slice = ALL_ROWS) -> tuple[Tensor, str]:
         """Rows of the transpose [K, N], packed, and the format of their numbers."""
         return ops.pack_linear(self.dequantised_rows().T[rows]), "float32"
+
+    def pack_ahead(self) -> None:
+        """Packs the matrix, or those that it consists of, if whoever reads it will read it packed."""
+        for part in self.parts:
+            part.pack_ahead()
 
     def row_parts(self) -> Iterator[Tensor]:
         """The rows of `dequantised_rows` in their order, in parts [*, K]."""
@@ -198,6 +206,10 @@ class Blocks(Stored):
         row_bytes = columns // block * block_bytes
         blocks = file.read(offset, rows * row_bytes).view(rows, row_bytes)
         return blocks if self._row_order is None else blocks[self._row_order]
+
+    def pack_ahead(self) -> None:
+        if self._target_dtype is None:
+            self.pack()
 
     def dequantised_rows(self) -> Tensor:
         return ops.unpack_linear(self.pack())

@@ -19,10 +19,11 @@ from shared.engine.drafting import costs
 from shared.engine.drafting.costs import RememberingMeter
 from shared.engine.engine import Engine
 from shared.errors import Exhausted
+from shared.model import load
 from shared.model.contiguous_runner import ContiguousRunner, GatedModel
 from shared.model.load import load_model
 from shared.model.loaded import LoadedModel
-from shared.model.numerics import Numerics
+from shared.model.numerics import Promise
 from shared.model.remembered import key, store
 from shared.model.remembered.packed import PackedMatrices
 from shared.model.remembered.store import StartStore
@@ -354,14 +355,31 @@ def test_the_promise_is_tried_again_if_the_bits_are_others(model: Path, folder: 
     path = _entry(folder) / "facts.json"
     record = json.loads(path.read_bytes())
     (name,) = (name for name in record["facts"] if name.startswith("numerics"))
-    known = Numerics(**record["facts"][name]["numerics"])
-    record["facts"][name] = {"bits": "", "numerics": {"id": "", "is_exact": False, "why_not": ""}}
+    known = Promise(**record["facts"][name]["promise"])
+    record["facts"][name] = {"bits": "", "promise": {"facts": {}, "is_exact": False, "why_not": ""}}
     record.pop("digest")
     path.write_text(json.dumps(record | {"digest": store._digest(record)}))
     loaded = load_model(model, store=StartStore(folder, MAX_BYTES))
     with structlog.testing.capture_logs() as logs, Engine(loaded) as engine:
-        assert engine.numerics == known
+        assert engine.promise == known
     assert any("other bits" in line["event"] for line in logs)
+
+
+@pytest.mark.parametrize("form", ["gguf", "safetensors"])
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_a_fingerprint_that_is_found_later_is_the_same(
+    tmp_path: Path, folder: Path, form: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also once inputs are rounded, and pages of the written file have taken the place of the packed matrices."""
+    path = write_llama(tmp_path / "tiny.gguf") if form == "gguf" else save_model(tmp_path / "folder")
+    expected = load_model(path, dtype=dtype).fingerprint
+    monkeypatch.setattr(load, "is_large", lambda _: True)
+    loaded = load_model(path, dtype=dtype, store=StartStore(folder, MAX_BYTES))
+    with Engine(loaded):
+        loaded.facts.keep()
+        assert list(folder.rglob("packed"))
+        assert not loaded.identity.is_known
+        assert loaded.fingerprint == expected
 
 
 def test_costs_are_measured_again_when_they_are_old(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
