@@ -34,11 +34,13 @@ from bench.imposed import SHAPES, impose
 from bench.machine import described
 from bench.options import add_device, load, make_parser, parsed
 from bench.prompts import DEFAULT_FILE, first_turns
-from bench.stopwatch import medians_s, seconds_of
+from bench.roofline import BLOCK_TOKENS, HEADS
+from bench.stopwatch import medians_s, seconds_of, stopwatch
 from bench.table import head, row
 from shared.engine.engine import Engine
 from shared.ladder.folder import read_ladder
 from shared.ladder.policy import DepthPolicy
+from shared.ops.paged import paged_attention
 
 ROOT = Path(__file__).parents[1]
 SHARE = 0.8  # of tokens where imposed exits are right
@@ -47,6 +49,13 @@ DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 MATMUL = {"cuda": 8192, "cpu": 256}
 ROUTER_S = 150
 STEPS = 32
+# New tokens and sequences, with so many keys before them, of `attention`.
+ATTENDED = {
+    "1 token": (1, 1, 1024),
+    "5 tokens": (5, 1, 1024),
+    "64 sequences": (1, 64, 1024),
+    "2,048 tokens": (2048, 1, 6144),
+}
 Figures = dict[str, float]
 Options = argparse.Namespace
 
@@ -54,6 +63,12 @@ Options = argparse.Namespace
 # host hidden behind them (bench.host), and the tokens per pass that drafts of an exit that is right at .8 give. Drafts
 # are taken for .65 ms of an 8B shape and .35 of SmolLM2, and twice that beside 128 requests.
 PREDICTED: Mapping[str, Figures] = {
+    # Attention's keys are read once per sequence: five tokens cost what one does, and the rest moves its bytes or
+    # multiplies at 350 TFLOP/s.
+    "attention": {
+        "failures": 0, "errors": 0, "1 token, us": 12, "5 tokens, us": 13, "64 sequences, us": 115,
+        "2,048 tokens, us": 700,
+    },
     "ceilings": {"copy, GB/s": 2980, "matmul, TFLOP/s": 700},
     "kernels": {"failures": 0, "errors": 0},
     "short": {
@@ -80,13 +95,40 @@ def ceilings(options: Options) -> Figures:
     return figures | {"matmul, TFLOP/s": 2 * size**3 / medians_s({"": multiply}, 9, 2)[""] / 1e12}
 
 
+def attention(options: Options) -> Figures:
+    """Attention is right and has the same bits in any company, or nothing of it is timed. Then microseconds of a layer
+    of an 8B shape, with cold caches."""
+    figures = tested("tests/gpu/test_kernels_on_gpu.py", "-k", "paged or attends or places")
+    if figures["failures"] or figures["errors"]:
+        return figures
+    device, dtype = torch.device(options.device), DTYPE[options.device]
+    heads, kv_heads, width = HEADS[4096]
+    watch = stopwatch(device, 20)
+    for name, (count, rows, before) in ATTENDED.items():
+        tokens, blocks = count * rows, -(-(before + count) // BLOCK_TOKENS)
+        q = torch.randn(tokens, heads, width, dtype=dtype, device=device)
+        k, v = torch.randn(2, tokens, kv_heads, width, dtype=dtype, device=device).unbind()
+        size = (2, rows * blocks, kv_heads, BLOCK_TOKENS, width)
+        keys, values = torch.randn(size, dtype=dtype, device=device).unbind()
+        tables = torch.randperm(rows * blocks, device=device).view(rows, blocks)
+        indices = torch.arange(rows, device=device).repeat_interleave(count)
+        positions = torch.arange(before, before + count, device=device).repeat(rows)
+        run = partial(paged_attention, q, k, v, keys, values, tables, indices, positions)
+        figures[f"{name}, us"] = watch.times_us({"": run})[""]
+    return figures
+
+
 def kernels(_: Options) -> Figures:
     """The tests that need a card: ops, choices, captured passes."""
+    return tested("tests/gpu")
+
+
+def tested(*arguments: str) -> Figures:
+    """The counts of a run of tests, in this process, which the limit ends."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        # In this process, which the limit ends.
         with redirect_stdout(sys.stderr):
-            pytest.main(["-q", f"--junitxml={report}", "tests/gpu"])
+            pytest.main(["-q", f"--junitxml={report}", *arguments])
         suite = next(ElementTree.parse(report).iter("testsuite"))
         return {name: float(suite.get(name, "nan")) for name in ("tests", "failures", "errors", "skipped")}
 
@@ -165,6 +207,7 @@ class Stage:
 
 
 STAGES: Mapping[str, Stage] = {
+    "attention": Stage(1, 100, attention),
     "ceilings": Stage(1, 60, ceilings),
     "kernels": Stage(1, 200, kernels),
     "short": Stage(1, 240, partial(shape, num_keys=32, batches=[1, 8, 32, 128])),

@@ -26,6 +26,7 @@ from shared.model.ragged import RaggedSequence
 from shared.model.recorder import NoRecorder, Recorder, Work, host_syncs
 from shared.model.regimes import Regimes
 from shared.model.runner import CapturedStates, captured_depths
+from shared.ops.paged_on_gpu import has_triton
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,8 @@ class PagedRunner:
     def description(self) -> str:
         recorded = "recorded" if self.records else "not recorded"
         compiled = "compiled" if self.compiles else "not compiled"
-        return f"over {self.pool.num_blocks} blocks of KV memory, {recorded}, layers {compiled}"
+        by = "kernels" if has_triton() else "torch"
+        return f"over {self.pool.num_blocks} blocks of KV memory, {recorded}, layers {compiled}, attention by {by}"
 
     def usable_bytes(self, num_bytes: int) -> int:
         return self.num_budget_blocks * self.pool.block_bytes

@@ -15,6 +15,7 @@ from shared.model.loaded import LoadedModel
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import CudaRecorder, NoRecorder
 from shared.model.runner import Runner
+from shared.ops.paged_on_gpu import has_triton
 
 # Limit for kinds of layers times sizes of passes. Beyond its own, lower limit, torch would run layers uncompiled.
 MAX_COMPILATIONS = 64
@@ -88,6 +89,8 @@ def _runner(loaded: LoadedModel, kv_budget_bytes: int, record: bool, compile_lay
             "finds one)",
             reason="OPS_NOT_BUILT",
         )
+    if not has_triton():
+        logger.warning("attention runs by torch's products, which is slow: the package triton is not installed")
     try:
         runner = PagedRunner(
             loaded,

@@ -88,7 +88,6 @@ def test_a_spilled_register_ends_the_build(tmp_path: Path) -> None:
 def test_the_library_carries_the_kernels_and_still_loads_without_a_gpu() -> None:
     library = build.build()
     content = library.read_bytes()
-    for name in ("route_kernel", "draft_block_kernel", "choose_kernel", "paged_attention_kernel"):
+    for name in ("route_kernel", "draft_block_kernel", "choose_kernel"):
         assert name.encode() in content
-    for op in ("route", "paged_attention"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"neap::{op}", "CUDA")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("neap::route", "CUDA")
