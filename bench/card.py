@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from bench import batch, decode, make_router
@@ -38,6 +39,7 @@ from bench.roofline import BLOCK_TOKENS, HEADS
 from bench.stopwatch import medians_s, seconds_of, stopwatch
 from bench.table import head, row
 from shared.engine.engine import Engine
+from shared.engine.request.request import GenerationRequest
 from shared.ladder.folder import read_ladder
 from shared.ladder.policy import DepthPolicy
 from shared.ops.paged import paged_attention
@@ -76,6 +78,8 @@ PREDICTED: Mapping[str, Figures] = {
         "share of the floor": 0.73,
     },
     "long": {"exact / full 1": 2.3, "exact / full 8": 1.6, "exact / full 32": 1.1},
+    # 2,048 tokens are 33 TFLOP of products at 600 TFLOP/s, and attention adds a tenth of that at 8,192.
+    "prompts": {"2,048 tokens, ms": 65, "8,192 tokens, ms": 265, "8,192 tokens / products": 1.2, "cancelled, ms": 50},
     "steps": {"full, kernels, ms": 6.7, "full, step, ms": 6.9},
     "small": {"full 1": 830, "exact / full 1": 1.4, "exact / full 8": 1.3, "exact / full 32": 1.1},
     "calibrated": {"exact / full": 1.4},
@@ -142,6 +146,40 @@ def shape(options: Options, num_keys: int, batches: list[int]) -> Figures:
     floor_s = weight_bytes(imposed.loaded.model) / speed
     figures = {"floor, ms": 1e3 * floor_s, "share of the floor": found[1]["full"] * floor_s}
     return figures | {f"{name} {number}": value for number, own in found.items() for name, value in own.items()}
+
+
+def prompts(options: Options) -> Figures:
+    """Milliseconds until the first token of long prompts, beside those of their products alone, and until a prompt
+    that is cancelled while it is read leaves the device to others."""
+    device = options.device
+    shape = replace(SHAPES[SHAPE[device]], context_length={"cuda": 16384, "cpu": 512}[device])
+    imposed = impose(shape, (0,), SHARE, device=device, dtype=DTYPE[device])
+    longest = imposed.loaded.context_length - 2
+    figures: Figures = {}
+    with Engine(imposed.loaded, prefix_cache_bytes=0) as engine:
+        engine.warm_up()
+        for length in (2048, 8192):
+            prompt = imposed.prompt(7, min(length, longest))
+            run = partial(answer_all, engine, [prompt], DepthPolicy("full"), max_tokens=1)
+            figures[f"{length:,} tokens, ms"] = 1e3 * medians_s({"": run}, 5)[""]
+        long = GenerationRequest(tuple(prompt), policy=DepthPolicy("full"))
+        reading = engine.submit(long)
+        time.sleep(figures["8,192 tokens, ms"] / 4e3)
+        reading.cancel()
+        short = partial(answer_all, engine, [imposed.prompt(3, 8)], DepthPolicy("full"), max_tokens=1)
+        figures["cancelled, ms"] = 1e3 * seconds_of(short)
+    layers = [module for module in imposed.loaded.model.model.layers.modules() if isinstance(module, nn.Linear)]
+    rows = {size: torch.ones(min(2048, longest), size, dtype=DTYPE[device], device=device)
+            for size in {layer.in_features for layer in layers}}  # fmt: skip
+
+    def multiply() -> None:
+        for layer in layers:
+            layer(rows[layer.in_features])
+        _wait(device)
+
+    with torch.inference_mode():
+        products_ms = 1e3 * medians_s({"": multiply}, 5)[""] * min(8192, longest) / min(2048, longest)
+    return figures | {"8,192 tokens / products": figures["8,192 tokens, ms"] / products_ms}
 
 
 def steps(options: Options) -> Figures:
@@ -212,6 +250,7 @@ STAGES: Mapping[str, Stage] = {
     "kernels": Stage(1, 200, kernels),
     "short": Stage(1, 240, partial(shape, num_keys=32, batches=[1, 8, 32, 128])),
     "long": Stage(2, 200, partial(shape, num_keys=1024, batches=[1, 8, 32])),
+    "prompts": Stage(2, 100, prompts),
     "steps": Stage(2, 100, steps),
     "small": Stage(2, 150, small),
     "calibrated": Stage(3, 300, calibrated),

@@ -152,7 +152,7 @@ class EngineLoop:
         """Records passes if the runner does so, measures the costs of passes, and binds the engine's own ladder."""
         runner = self._decoder.runner
         self._finish_slices(runner.prepare(()))
-        self._finish_slices(self._decoder.prepare())
+        self._finish_slices(self._decoder.prepare(self._cost_meter.seconds))
         self.costs = self._cost_meter.measure_passes(runner, between=self._check_stop)
         for num_tokens, seconds in self.costs.wide:
             self._decoder.prefill_rate.record(num_tokens, seconds)

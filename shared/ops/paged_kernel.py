@@ -170,9 +170,8 @@ def attend(
         token = leader + row // TILE_HEADS - (start % TOK).to(tl.int32)
         inside = (token >= leader) & (token < num_tokens)
         at = tl.load(positions + token, mask=inside, other=-1)
-        live = (
-            inside & (at == start + token - leader) & (tl.load(table_indices + token, mask=inside, other=-1) == table)
-        )
+        owner = tl.load(table_indices + token, mask=inside, other=-1)
+        live = inside & (at == start + token - leader) & (owner == table)
         live = live & (row // TILE_HEADS < TOK) & (at < table_blocks * G)
         at = tl.where(live, at, -1).to(tl.int32)
         live = live & (of_group < GROUP)

@@ -26,7 +26,7 @@ def same(found: Tensor, wanted: Tensor) -> None:
 
 # Sequences as (new tokens, tokens before) of each; padding, heads, widths, tokens of a block, dtype, options.
 CASES = {
-    "several tokens of a tile, and padding": ([3, 1, 2], [5, 40, 0], 2, (3, 2), (16, 24), 16, HALF, {}),
+    "several tokens of a tile, and padding": ([3, 1, 2], [5, 8, 0], 2, (3, 2), (16, 24), 16, HALF, {}),
     "pieces, of which the window leaves some out": ([5, 2], [600, 3], 1, FOUR, (24, 16), 16, SINGLE, {"window": 300}),
     "larger pieces": ([2], [4607], 0, (2, 1), (16, 16), 16, HALF, {"softcap": 2.0}),
     "a border of larger pieces in a tile's window": ([3], [4607], 0, FOUR, (16, 16), 16, HALF, {"window": 100}),
@@ -99,13 +99,12 @@ BUGS = {
                                                     "larger"),
     "the last pieces are not joined": ("mask=dv < tl.where(last >= piece", "mask=dv < tl.where(last > piece", "pieces"),
     "a token that follows another sequence's is left out": ("(table_before == table) & ", "", "several"),
-    "a tile's rows of another sequence": (" == table)\n        live", " >= 0)\n        live", "several"),
+    "a tile's rows of another sequence": (" & (owner == table)", "", "several"),
     "a token that is written a position early": ("slot = (block * KV_HEADS + head) * G + at % G",
                                                  "slot = (block * KV_HEADS + head) * G + tl.maximum(at - 1, 0) % G",
                                                  "several"),
     "rows beyond a group": ("live = live & (of_group < GROUP)", "live = live & (of_group < GROUP + 1)", "several"),
-    "the row of a token follows from its company": ("(start % TOK).to(tl.int32)", "(start % TOK * 0).to(tl.int32)",
-                                                    "a border"),
+    "a tile that goes on beyond its border": (" & (at % TOK != 0)", "", "a border"),
     "a share of the list of work left out": ("start += tl.sum(count, 0)", "start += tl.max(count, 0)", "pieces"),
 }  # fmt: skip
 
