@@ -35,6 +35,8 @@ class Tiles:
     @property
     def keys(self) -> int:
         """Keys that are multiplied at once."""
+        if self.capability >= 120 and self.multiplies and self.widest == 128 > min(self.width, self.value_width):
+            return 32  # the masks of widths that are no power of two take registers, too
         return max(16, (64 if self.multiplies else 32) // max(1, self.widest // 128))
 
     @property
@@ -58,8 +60,12 @@ class Tiles:
 
     @property
     def warps(self) -> int:
-        """With more, narrow heads spill on data-centre Blackwell; with fewer, on all others."""
-        return 4 if self.multiplies and self.widest <= 64 and self.capability // 10 in (9, 10) else 8
+        """So many that nothing spills, as compilers are today."""
+        if self.dtype == torch.float32:
+            return 4 if self.capability // 10 == 10 else 8
+        if self.capability < 80:
+            return 4 if self.widest > 64 else 8
+        return 4 if self.widest <= 64 and self.capability // 10 in (9, 10) else 8
 
     @property
     def stages(self) -> int:

@@ -23,6 +23,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 INTEGERS = ("block_tables", "table_indices", "positions")
 # Arguments whose multiples of 16 let the kernels read 16 bytes at once.
 STRIDES = ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")
+PRODUCT = r"(?:wgmma\.mma_async|mma\.sync)\S+"
 # Bytes that a block may have of a multiprocessor's shared memory.
 SHARED = {75: 64 << 10, 80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 # What multiplies, by compute capability: one instruction's family for all passes.
@@ -79,6 +80,11 @@ def test_an_8b_models_attention_is_compiled_for_gpus_that_are_not_here(capabilit
     tiles = Tiles(32, 8, 128, 128, 16, torch.bfloat16, False, capability)
     for split in (False, True):
         check(tiles, split, tmp_path)
+    # Split or not, a product is summed by the same instructions.
+    whole, split = (compiled("attend", tiles, split).asm["ptx"] for split in (False, True))
+    wanted = set(re.findall(PRODUCT, whole))
+    assert wanted
+    assert set(re.findall(PRODUCT, split)) == wanted
 
 
 @pytest.mark.full
