@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from bench import batch, decode, make_router
@@ -34,12 +35,15 @@ from bench.imposed import SHAPES, impose
 from bench.machine import described
 from bench.options import add_device, load, make_parser, parsed
 from bench.prompts import DEFAULT_FILE, first_turns
-from bench.stopwatch import medians_s, seconds_of
+from bench.roofline import BLOCK_TOKENS, HEADS
+from bench.stopwatch import medians_s, seconds_of, stopwatch
 from bench.table import head, row
 from bench.worker import READY_S, worker_process
 from shared.engine.engine import Engine
+from shared.engine.request.request import GenerationRequest
 from shared.ladder.folder import read_ladder
 from shared.ladder.policy import DepthPolicy
+from shared.ops.paged import paged_attention
 
 ROOT = Path(__file__).parents[1]
 SHARE = 0.8  # of tokens where imposed exits are right
@@ -48,6 +52,13 @@ DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
 MATMUL = {"cuda": 8192, "cpu": 256}
 ROUTER_S = 150
 STEPS = 32
+# New tokens and sequences, with so many keys before them, of `attention`.
+ATTENDED = {
+    "1 token": (1, 1, 1024),
+    "5 tokens": (5, 1, 1024),
+    "64 sequences": (1, 64, 1024),
+    "2,048 tokens": (2048, 1, 6144),
+}
 Figures = dict[str, float]
 Options = argparse.Namespace
 
@@ -55,6 +66,12 @@ Options = argparse.Namespace
 # host hidden behind them (bench.host), and the tokens per pass that drafts of an exit that is right at .8 give. Drafts
 # are taken for .65 ms of an 8B shape and .35 of SmolLM2, and twice that beside 128 requests.
 PREDICTED: Mapping[str, Figures] = {
+    # Attention's keys are read once per sequence: five tokens cost what one does, and the rest moves its bytes or
+    # multiplies at 350 TFLOP/s.
+    "attention": {
+        "failures": 0, "errors": 0, "1 token, us": 12, "5 tokens, us": 13, "64 sequences, us": 115,
+        "2,048 tokens, us": 700,
+    },
     "ceilings": {"copy, GB/s": 2980, "matmul, TFLOP/s": 700},
     "kernels": {"failures": 0, "errors": 0},
     "short": {
@@ -62,6 +79,8 @@ PREDICTED: Mapping[str, Figures] = {
         "share of the floor": 0.73,
     },
     "long": {"exact / full 1": 2.3, "exact / full 8": 1.6, "exact / full 32": 1.1},
+    # 2,048 tokens are 33 TFLOP of products at 600 TFLOP/s, and attention adds a tenth of that at 8,192.
+    "prompts": {"2,048 tokens, ms": 65, "8,192 tokens, ms": 265, "8,192 tokens / products": 1.2, "cancelled, ms": 50},
     "steps": {"full, kernels, ms": 6.7, "full, step, ms": 6.9},
     "small": {"full 1": 830, "exact / full 1": 1.4, "exact / full 8": 1.3, "exact / full 32": 1.1},
     "calibrated": {"exact / full": 1.4},
@@ -84,13 +103,40 @@ def ceilings(options: Options) -> Figures:
     return figures | {"matmul, TFLOP/s": 2 * size**3 / medians_s({"": multiply}, 9, 2)[""] / 1e12}
 
 
+def attention(options: Options) -> Figures:
+    """Attention is right and has the same bits in any company, or nothing of it is timed. Then microseconds of a layer
+    of an 8B shape, with cold caches."""
+    figures = tested("tests/gpu/test_kernels_on_gpu.py", "-k", "paged or attends or places")
+    if figures["failures"] or figures["errors"]:
+        return figures
+    device, dtype = torch.device(options.device), DTYPE[options.device]
+    heads, kv_heads, width = HEADS[4096]
+    watch = stopwatch(device, 20)
+    for name, (count, rows, before) in ATTENDED.items():
+        tokens, blocks = count * rows, -(-(before + count) // BLOCK_TOKENS)
+        q = torch.randn(tokens, heads, width, dtype=dtype, device=device)
+        k, v = torch.randn(2, tokens, kv_heads, width, dtype=dtype, device=device).unbind()
+        size = (2, rows * blocks, kv_heads, BLOCK_TOKENS, width)
+        keys, values = torch.randn(size, dtype=dtype, device=device).unbind()
+        tables = torch.randperm(rows * blocks, device=device).view(rows, blocks)
+        indices = torch.arange(rows, device=device).repeat_interleave(count)
+        positions = torch.arange(before, before + count, device=device).repeat(rows)
+        run = partial(paged_attention, q, k, v, keys, values, tables, indices, positions)
+        figures[f"{name}, us"] = watch.times_us({"": run})[""]
+    return figures
+
+
 def kernels(_: Options) -> Figures:
     """The tests that need a card: ops, choices, captured passes."""
+    return tested("tests/gpu")
+
+
+def tested(*arguments: str) -> Figures:
+    """The counts of a run of tests, in this process, which the limit ends."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        # In this process, which the limit ends.
         with redirect_stdout(sys.stderr):
-            pytest.main(["-q", f"--junitxml={report}", "tests/gpu"])
+            pytest.main(["-q", f"--junitxml={report}", *arguments])
         suite = next(ElementTree.parse(report).iter("testsuite"))
         return {name: float(suite.get(name, "nan")) for name in ("tests", "failures", "errors", "skipped")}
 
@@ -104,6 +150,40 @@ def shape(options: Options, num_keys: int, batches: list[int]) -> Figures:
     floor_s = weight_bytes(imposed.loaded.model) / speed
     figures = {"floor, ms": 1e3 * floor_s, "share of the floor": found[1]["full"] * floor_s}
     return figures | {f"{name} {number}": value for number, own in found.items() for name, value in own.items()}
+
+
+def prompts(options: Options) -> Figures:
+    """Milliseconds until the first token of long prompts, beside those of their products alone, and until a prompt
+    that is cancelled while it is read leaves the device to others."""
+    device = options.device
+    shape = replace(SHAPES[SHAPE[device]], context_length={"cuda": 16384, "cpu": 512}[device])
+    imposed = impose(shape, (0,), SHARE, device=device, dtype=DTYPE[device])
+    longest = imposed.loaded.context_length - 2
+    figures: Figures = {}
+    with Engine(imposed.loaded, prefix_cache_bytes=0) as engine:
+        engine.warm_up()
+        for length in (2048, 8192):
+            prompt = imposed.prompt(7, min(length, longest))
+            run = partial(answer_all, engine, [prompt], DepthPolicy("full"), max_tokens=1)
+            figures[f"{length:,} tokens, ms"] = 1e3 * medians_s({"": run}, 5)[""]
+        long = GenerationRequest(tuple(prompt), policy=DepthPolicy("full"))
+        reading = engine.submit(long)
+        time.sleep(figures["8,192 tokens, ms"] / 4e3)
+        reading.cancel()
+        short = partial(answer_all, engine, [imposed.prompt(3, 8)], DepthPolicy("full"), max_tokens=1)
+        figures["cancelled, ms"] = 1e3 * seconds_of(short)
+    layers = [module for module in imposed.loaded.model.model.layers.modules() if isinstance(module, nn.Linear)]
+    rows = {size: torch.ones(min(2048, longest), size, dtype=DTYPE[device], device=device)
+            for size in {layer.in_features for layer in layers}}  # fmt: skip
+
+    def multiply() -> None:
+        for layer in layers:
+            layer(rows[layer.in_features])
+        _wait(device)
+
+    with torch.inference_mode():
+        products_ms = 1e3 * medians_s({"": multiply}, 5)[""] * min(8192, longest) / min(2048, longest)
+    return figures | {"8,192 tokens / products": figures["8,192 tokens, ms"] / products_ms}
 
 
 def steps(options: Options) -> Figures:
@@ -183,10 +263,12 @@ class Stage:
 
 
 STAGES: Mapping[str, Stage] = {
+    "attention": Stage(1, 100, attention),
     "ceilings": Stage(1, 60, ceilings),
     "kernels": Stage(1, 200, kernels),
     "short": Stage(1, 240, partial(shape, num_keys=32, batches=[1, 8, 32, 128])),
     "long": Stage(2, 200, partial(shape, num_keys=1024, batches=[1, 8, 32])),
+    "prompts": Stage(2, 100, prompts),
     "steps": Stage(2, 100, steps),
     "small": Stage(2, 150, small),
     "calibrated": Stage(3, 300, calibrated),

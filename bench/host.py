@@ -228,7 +228,7 @@ def measure_ahead(imposed: Imposed, policy: str, count: int, num_steps: int) -> 
     with mock.patch.object(slots, "plan", lambda rows, args: recorder.run(partial(plan, rows, args))):
         while len(samples) < num_steps:
             decoder = AheadDecoder(runner, Prefixes(0), None)
-            for _ in (*decoder.prepare(), *decoder.prepare_drafter(drafter, lambda work: 0.6e-3)):
+            for _ in (*decoder.prepare(lambda work: 0.6e-3), *decoder.prepare_drafter(drafter, lambda work: 0.6e-3)):
                 pass
             sequences = [decoder.admit(requested(imposed, number, policy), drafter) for number in range(count)]
             while min(sequence.num_generated for sequence in sequences) < WARM_UP_STEPS:

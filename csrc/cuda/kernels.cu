@@ -1,5 +1,5 @@
-// The launches of all kernels but paged attention. They share one translation unit because most of nvcc's time goes
-// into reading CUDA's headers, once per unit and architecture.
+// The launches of all kernels of CUDA. They share one translation unit because most of nvcc's time goes into reading
+// CUDA's headers, once per unit and architecture.
 #include <type_traits>
 
 #include "../include/choose.cuh"

@@ -73,14 +73,6 @@ __device__ __forceinline__ void load_chunk(const E* p, float (&out)[kSize]) {
   }
 }
 
-struct Four { float v[4]; };
-
-// Loads four consecutive numbers. p must be aligned to them.
-__device__ __forceinline__ Four load_four(const float* p) {
-  const float4 raw = *reinterpret_cast<const float4*>(p);
-  return {{raw.x, raw.y, raw.z, raw.w}};
-}
-
 // Loads kSize consecutive numbers: one, or eight of a matrix for which takes_eight holds.
 template <int kSize, class E>
 __device__ __forceinline__ void load_numbers(const E* p, float (&out)[kSize]) {
@@ -105,12 +97,6 @@ template <class T>
 __device__ __forceinline__ T warp_sum(T value) {
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAll, value, step);
-  return value;
-}
-
-__device__ __forceinline__ float warp_max(float value) {
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(kAll, value, step));
   return value;
 }
 

@@ -97,8 +97,6 @@ def up(
     """
     model_id, source = named_source(model)
     check_free({"--worker": worker, "--gateway": gateway, "--calibrator": calibrator})
-    if calibrator.endswith(":0"):  # the worker is told where it reports
-        calibrator = f"{calibrator.removesuffix(':0')}:{free_port()}"
     settings = make_settings(WorkerSettings, data_dir=data_dir)
     folder = settings.data_dir.absolute()
     shared_flags, logs = ["--model", f"{model_id}={source}", "--data-dir", str(folder)], folder / "logs"
@@ -113,8 +111,6 @@ def up(
 
         flags = [*shared_flags, "--metrics-listen", metrics, *share_flags(settings)]
         flags += ["--learn", f"{DEFAULT_POOL}=1"] if learn else []
-        # The judge watches what serves. A trial would take hundreds of requests on one machine.
-        flags += ["--report-to", calibrator]
         processes = [started("worker", "inference_service", worker, *flags)]
         with out.status("loading the model"):
             serving = processes[0].wait_serving(START_TIMEOUT_S)
@@ -123,7 +119,7 @@ def up(
         print_line(f"OpenAI's API: http://{http}/v1, gRPC: {serving}, metrics: http://{metrics}/metrics")
         print_line(f"""  curl http://{http}/v1/chat/completions -H 'Content-Type: application/json' \\""")
         print_line(f"""    -d '{{"model": "{model_id}", "messages": [{{"role": "user", "content": "Hello"}}]}}'""")
-        flags = [*shared_flags, "--grace-s", "0", "--judge", "asked"]
+        flags = [*shared_flags, "--grace-s", "0"]
         flags += ["--learn-from-traffic"] if learn else []
         processes.append(started("calibrator", "calibrator_service", calibrator, *flags, niceness=CALIBRATOR_NICENESS))
         learning = processes[2].wait_serving(START_TIMEOUT_S)

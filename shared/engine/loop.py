@@ -152,7 +152,7 @@ class EngineLoop:
         """Records passes if the runner does so, measures the costs of passes, and binds the engine's own ladder."""
         runner = self._decoder.runner
         self._finish_slices(runner.prepare(()))
-        self._finish_slices(self._decoder.prepare())
+        self._finish_slices(self._decoder.prepare(self._cost_meter.seconds))
         self._plan_by(self._cost_meter.measure_passes(runner, between=self._check_stop))
         assert self.costs is not None
         for num_tokens, seconds in self.costs.wide:

@@ -101,12 +101,12 @@ class Decoder:
         self.runner.reserve(cache)
         return cache
 
-    def prepare(self) -> Iterator[None]:
-        """Does once what steps would otherwise do first. Yields between parts of it."""
+    def prepare(self, seconds: Callable[[Work], float]) -> Iterator[None]:
+        """Does once what steps would otherwise do first. `seconds` tells what work takes. Yields between parts."""
         return iter(())
 
     def prepare_drafter(self, drafter: Drafter, seconds: Callable[[Work], float]) -> Iterator[None]:
-        """The same for a new drafter. `seconds` tells what work takes."""
+        """The same for a new drafter."""
         return iter(())
 
     @property

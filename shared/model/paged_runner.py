@@ -26,6 +26,7 @@ from shared.model.ragged import RaggedSequence
 from shared.model.recorder import NoRecorder, Recorder, Work, host_syncs
 from shared.model.regimes import Regimes
 from shared.model.runner import CapturedStates, captured_depths
+from shared.ops.paged_on_gpu import has_triton
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 BUCKETS = (16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
 # Rows of logits at once. Fewer sizes, because a row is as wide as the vocabulary: the head's weights are read once.
 HEAD_BUCKETS = (16, 32, 64, 128, 256)
+# Tokens of a chunk of a long prompt: it has a pass of its own, without logits.
+LANE_SIZES = (512, 1024, 2048)
 # Rows of float64 that are drawn from at once.
 DRAWN_ROWS = 32
 # Tokens on top of the budget: for the check, and for what the engine measures and tests while requests hold all other
@@ -114,7 +117,8 @@ class PagedRunner:
     def description(self) -> str:
         recorded = "recorded" if self.records else "not recorded"
         compiled = "compiled" if self.compiles else "not compiled"
-        return f"over {self.pool.num_blocks} blocks of KV memory, {recorded}, layers {compiled}"
+        by = "kernels" if has_triton() else "torch"
+        return f"over {self.pool.num_blocks} blocks of KV memory, {recorded}, layers {compiled}, attention by {by}"
 
     def usable_bytes(self, num_bytes: int) -> int:
         return self.num_budget_blocks * self.pool.block_bytes
@@ -238,6 +242,36 @@ class PagedRunner:
         """Takes the tokens in the buffer of this size through all layers. To ask for it may clear the buffer."""
         return self._recorded_layers(0, self.num_layers, size)
 
+    @inference
+    def read(self, size: int, tokens: Sequence[int], cache: PagedCache | None, base: int) -> None:
+        """Takes a chunk of a prompt, no more tokens than `size`, one of `lane_sizes`, through all layers, from position
+        `base` of a cache on. None is told their states. Records the pass at the first call."""
+        if size not in self._lane:
+            self._tokens[size].clear()
+            self._lane[size] = self._recorder.record(partial(self._run_lane, size))
+        if cache is not None:
+            self._fill_lane(size, tokens, self.pool.table_index(cache), base)
+            self.counters.add(0, self.num_layers, len(tokens))
+        self._lane[size]()
+
+    def waited_read(self, size: int) -> None:
+        """A chunk of padding, for the time that it takes."""
+        self._tokens[size].clear()
+        self.read(size, (), None, 0)
+        self._leaving[0, 0].tolist()  # waits
+
+    def drop_lane(self) -> None:
+        """Frees what `read` has recorded."""
+        self._lane.clear()
+
+    def _fill_lane(self, size: int, tokens: Sequence[int], table: int, base: int) -> None:
+        places = TokenPlaces.without_layers(range(base, base + len(tokens)))
+        self._tokens[size].fill(torch.tensor(list(tokens)), [table] * len(tokens), places)
+
+    @inference
+    def _run_lane(self, size: int) -> None:
+        self._forward.run(self._tokens[size], None, 0, self.num_layers, regimes=self.regimes, checks=self._checks)
+
     def left_at(self, depth: int) -> Tensor:
         """The states at depth L, or one of the `captured_depths`, that the last pass has left [256, D]."""
         return self._leaving if depth == self.num_layers else self._captured[depth]
@@ -335,6 +369,7 @@ class PagedRunner:
         self._checks = checks
         self._layer_passes: dict[tuple[int, int, int], Work] = {}
         self._head_passes: dict[tuple[int, str], Work] = {}
+        self._lane: dict[int, Work] = {}
 
     def _why_not(self, check: StateCheck, transform: LayerTransform | None, what: str) -> str:
         """Sets passes up with `transform` and the current recorder.
@@ -378,7 +413,8 @@ class PagedRunner:
         """Allocates the tensors that recorded passes read and write."""
         device, dtype = self.loaded.device, self.loaded.model.dtype
         width = self.loaded.hidden_size
-        self._tokens = {bucket: TokenBuffer(bucket, device) for bucket in BUCKETS}
+        self.lane_sizes = tuple(size for size in LANE_SIZES if size <= self.loaded.context_length)
+        self._tokens = {size: TokenBuffer(size, device) for size in (*BUCKETS, *self.lane_sizes)}
         self._entering = torch.zeros(BUCKETS[-1], width, dtype=dtype, device=device)
         self._leaving = torch.zeros_like(self._entering)
         # Every pass captures its states, wanted or not: two small copies cost less than recording each pass twice.

@@ -15,6 +15,7 @@ from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import CudaRecorder, NoRecorder
 from shared.model.runner import Runner
 from shared.ops.cards import check_card
+from shared.ops.paged_on_gpu import has_triton
 
 # Limit for kinds of layers times sizes of passes. Beyond its own, lower limit, torch would run layers uncompiled.
 MAX_COMPILATIONS = 64
@@ -82,6 +83,8 @@ def _runner(loaded: LoadedModel, kv_budget_bytes: int, record: bool, compile_lay
     if loaded.device.type != "cuda":
         return ContiguousRunner(loaded, "only a GPU does this")
     check_card(loaded.device)
+    if not has_triton():
+        logger.warning("attention runs by torch's products, which is slow: the package triton is not installed")
     try:
         runner = PagedRunner(
             loaded,

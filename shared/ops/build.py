@@ -132,12 +132,7 @@ def objects(toolkit: Toolkit | None = None, machine: str | None = None) -> list[
         Object("chain", "chain.cpp", binding),
         Object("choices", "choices.cpp", binding),
         Object("slots", "slots.cpp", binding),
-        *([Object("paged", "paged.cpp", binding)] if toolkit else []),
-        *(
-            Object(name, source, " ".join(architecture_flags(architectures)), "nvcc")
-            for name, source in (("cuda", "cuda/kernels.cu"), ("cuda_paged", "cuda/paged.cu"))
-            if toolkit
-        ),
+        *([Object("cuda", "cuda/kernels.cu", " ".join(architecture_flags(architectures)), "nvcc")] if toolkit else []),
         Object("dispatch", "cpu/dispatch.cpp", "-std=c++20"),
         *(Object(f"draft_{name}", f"draft/{name}.cpp", f"-std=c++20{cuda}") for name in DRAFT_SOURCES),
         *(Object(f"kernels_{isa}", "cpu/kernels.cpp", f"{KERNEL_FLAGS} {ISA_FLAGS[isa]}") for isa in isas),

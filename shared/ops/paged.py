@@ -1,5 +1,5 @@
-"""Paged attention as a typed function: one op for a ragged batch of tokens of any sequences. The kernel is for GPUs.
-On a CPU the op is its specification in `reference`, which is for tests.
+"""Paged attention as a typed function: one op for a ragged batch of tokens of any sequences. On a GPU it runs as
+`paged_on_gpu` says. On a CPU the op is its specification in `reference`, which is for tests.
 
 Inference only. It raises `PreconditionFailed` if the library is not built, and on a GPU `RuntimeError`, which names the
 argument, for wrong shapes, dtypes, devices or layouts.

@@ -327,6 +327,9 @@ def choose_sampled(probabilities: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def register() -> None:
-    """Registers what stands in for a kernel: on a CPU, paged attention is its reference. Only tests run it there. The
-    library must be loaded."""
+    """Registers paged attention, whose kernels are not of the library: on a CPU, where only tests run it, it is its
+    reference. The library must be loaded."""
+    from shared.ops import paged_on_gpu
+
     torch.library.register_kernel("neap::paged_attention", "cpu", paged_attention)
+    torch.library.register_kernel("neap::paged_attention", "cuda", paged_on_gpu.paged_attention)

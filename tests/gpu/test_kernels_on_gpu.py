@@ -104,6 +104,25 @@ def test_a_token_attends_to_the_same_bits_alone_and_in_company(device: str, widt
 
 
 @on_gpu
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_prompts_token_attends_to_the_same_bits_whatever_is_read_with_it(
+    device: str, dtype: torch.dtype, window: int
+) -> None:
+    """In a tile with others of its sequence, and in one without."""
+    made = drawn_pass([70, 3], [4500, 20], 0, (4, 2), (128, 128), 16, dtype, window=window)
+    tensors = copied(list(vars(made).values())[:8], device)
+    q, k, v, *pools, block_tables, indices, positions = tensors
+    run = torch.ops.neap.paged_attention.default
+    in_order = (indices * 10000 + positions).argsort()
+    q, k, v, indices, positions = (each[in_order] for each in (q, k, v, indices, positions))
+    together = run(q, k, v, *pools, block_tables, indices, positions, 0.2, 0.0, window)
+    for own in (slice(0, 1), slice(1, 6), slice(13, 14), slice(69, 73)):
+        alone = run(q[own], k[own], v[own], *pools, block_tables, indices[own], positions[own], 0.2, 0.0, window)
+        assert torch.equal(alone, together[own])
+
+
+@on_gpu
 def test_places_that_do_not_exist_give_nan_and_harm_nobody(device: str) -> None:
     made = drawn_pass([1, 1, 1, 1], [9, 9, 9, 9], 0, (2, 1), (8, 8), 4, torch.float32)
     sound = made.copied().run()

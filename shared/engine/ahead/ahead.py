@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shared.engine.ahead.graphs import DraftGraphs, StepGraphs
+from shared.engine.ahead.lane import PromptLane
 from shared.engine.ahead.slots import Arrived, RowOfStep
 from shared.engine.ahead.worth import Worth
 from shared.engine.drafting.drafter import Drafter
@@ -76,6 +77,7 @@ class Ahead:
     ) -> None:
         self._runner, self._statistics, self._prefill_rate = runner, statistics, prefill_rate
         self.graphs = StepGraphs(runner, learned)
+        self.lane = PromptLane(runner)
         self._places: weakref.WeakKeyDictionary[DecodingSequence, Place] = weakref.WeakKeyDictionary()
         self._worth = Worth()
         self._under_way: Launched | None = None
@@ -118,21 +120,36 @@ class Ahead:
     # Launches.
 
     def launch(
-        self, decoding: Sequence[DecodingSequence], parts: Sequence[Speculation], num_read: int
+        self,
+        decoding: Sequence[DecodingSequence],
+        parts: Sequence[Speculation],
+        num_read: int,
+        chunk: Speculation | None = None,
     ) -> list[Launched]:
         """Launches a step of requests that have been read but for their last token, behind the tokens of `parts`:
-        pieces of prompts, and what the host has drafted. `num_read`: tokens of prompts. Returns the step before, if
-        there is one, to be handled.
+        pieces of prompts, and what the host has drafted. `num_read`: tokens of prompts. `chunk`: one of a long prompt,
+        whose pass comes first. Returns the step before, if there is one, to be handled.
 
         If it raises, nothing has been launched, and the step before is still under way.
         """
-        launched = self._launched(decoding, parts, num_read)
+        launched = self._launched(decoding, parts, num_read, chunk)
         before, self._under_way = self.finish(), launched
         return before
 
-    def _launched(self, decoding: Sequence[DecodingSequence], parts: Sequence[Speculation], num_read: int) -> Launched:
+    def _launched(
+        self,
+        decoding: Sequence[DecodingSequence],
+        parts: Sequence[Speculation],
+        num_read: int,
+        chunk: Speculation | None,
+    ) -> Launched:
         pool, began_s = self._runner.pool, time.monotonic()
         rows = self._placed(decoding)
+        if chunk is not None:
+            self.lane.read(chunk)
+        if not rows and not parts:  # then the host waits for the chunk alone
+            return Launched([], num_read, 1, False, self.graphs.memory.read(0), began_s)
+        pass_s = (rows[0][0] if rows else parts[0].sequence).drafter.pass_s
         others = [
             (token, table, position)
             for part in parts
@@ -147,7 +164,7 @@ class Ahead:
             len(drafting),
             len(others),
             self._runner.head_sizes[-1],
-            (rows[0][0] if rows else parts[0].sequence).drafter.pass_s,
+            pass_s,
             sum(each.seconds_of(len(rows)) for each in of_ladders),
         )
         self.graphs.memory.send(
@@ -172,7 +189,9 @@ class Ahead:
         self.graphs.run(size, size - len(others) if drafted else len(rows), draws=draws)
         self._runner.counters.add(0, self._runner.num_layers, len(rows) + len(others))
         arrived = self.graphs.memory.read(len(rows))
-        num_sequences = len({*(sequence for sequence, _ in rows), *(part.sequence for part in parts)})
+        self.lane.passed(pass_s(size))
+        read = [*parts, chunk] if chunk else parts
+        num_sequences = len({*(sequence for sequence, _ in rows), *(part.sequence for part in read)})
         return Launched(rows, num_read, num_sequences, drafted, arrived, began_s)
 
     def _placed(self, decoding: Sequence[DecodingSequence]) -> list[Row]:

@@ -10,12 +10,12 @@ from shared.engine.ahead.ahead import Ahead, Launched
 from shared.engine.ahead.graphs import MAX_ROWS
 from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.speculation import Speculation, have_passed
-from shared.engine.failure import fail_all
+from shared.engine.failure import attempt, fail_all
 from shared.engine.memory.prefixes import Prefixes
 from shared.engine.request.admission import MIN_PREFILL_TOKENS
 from shared.engine.request.request import TokenChunk
 from shared.engine.request.sequence import DecodingSequence
-from shared.engine.step import Decoder
+from shared.engine.step import MAX_COPIED_TOKENS, Decoder
 from shared.ladder.learned_ngrams import LearnedNgrams
 from shared.model.inference import inference
 from shared.model.paged_runner import PagedRunner
@@ -51,8 +51,9 @@ class AheadDecoder(Decoder):
         depths = captured_depths(runner.num_layers)
         self._states = {depth: runner.left_at(depth) for depth in (*depths, runner.num_layers)}
 
-    def prepare(self) -> Iterator[None]:
+    def prepare(self, seconds: Callable[[Work], float]) -> Iterator[None]:
         yield from self._ahead.graphs.prepare()
+        yield from self._ahead.lane.prepare(seconds, self.prefill_rate)
 
     def prepare_drafter(self, drafter: Drafter, seconds: Callable[[Work], float]) -> Iterator[None]:
         yield from self._ahead.prepare(drafter, seconds)
@@ -103,8 +104,12 @@ class AheadDecoder(Decoder):
             if sequence.is_reading and sequence.read_until == len(sequence.tokens):
                 sequence.read_until -= 1
         reading = [sequence for sequence in sequences if sequence.is_reading]
+        num_decoding = len(sequences) - len(reading)
+        in_lane = [sequence for sequence in reading if self._ahead.lane.takes(sequence)]
+        reading = [sequence for sequence in reading if sequence not in in_lane]
+        chunk = self._next_chunk(in_lane, sequences, num_decoding)
         room = max(self._paged.pass_sizes[-1] - len(sequences), MIN_PREFILL_TOKENS)
-        pieces = self._prefill(reading, sequences, len(sequences) - len(reading), room) if reading else []
+        pieces = self._prefill(reading, sequences, num_decoding, room) if reading else []
         decoding = [sequence for sequence in on_host if not sequence.is_reading]
         num_read = sum(len(piece.tokens) for piece in pieces)
         parts = self._drafting.draft(decoding, num_read + len(on_device)) if decoding else []
@@ -112,15 +117,21 @@ class AheadDecoder(Decoder):
         pieces = [piece for piece in pieces if piece.sequence in on_device]
         # Those whose prompt ends here decode in the same pass, behind it.
         last = {piece.sequence for piece in pieces if piece.num_logits}
+        if chunk is not None and chunk.base + len(chunk.tokens) == chunk.sequence.read_until:
+            last.add(chunk.sequence)
         ready = [each for each in on_device if each.failure is None and (not each.is_reading or each in last)]
         num_tokens = len(ready) + sum(len(part.tokens) for part in (*parts, *pieces))
         shares = num_tokens <= self._paged.pass_sizes[-1]
         ready = [each for each in ready if not self._ahead.will_have_ended(each)]
         results: Results = []
         is_launched = False
+        shared = [*parts, *pieces] if shares else pieces
+        if chunk is not None:
+            num_read += len(chunk.tokens)
+            pieces = [*pieces, chunk]
         if ready or pieces:
             try:
-                results = self._handled(self._ahead.launch(ready, [*parts, *pieces] if shares else pieces, num_read))
+                results = self._handled(self._ahead.launch(ready, shared, num_read, chunk))
                 is_launched = True
             except Exception as error:
                 fail_all([*ready, *(piece.sequence for piece in pieces)], error, "a step could not be launched for")
@@ -139,6 +150,21 @@ class AheadDecoder(Decoder):
         chunks_of = {part.sequence: part.chunks for part in parts}
         results += [(sequence, chunks_of.get(sequence, [])) for sequence in on_host]
         return results + [(sequence, []) for sequence in on_device if sequence.failure is not None]
+
+    def _next_chunk(
+        self, in_lane: Sequence[DecodingSequence], running: Sequence[DecodingSequence], num_decoding: int
+    ) -> Speculation | None:
+        """The chunk of this step, of the first long prompt that is not copied from others first."""
+        lane, copies = self._ahead.lane, MAX_COPIED_TOKENS
+        for sequence in in_lane if lane.is_open(num_decoding) else ():
+            num_settled = sequence.num_settled
+            piece = attempt(sequence, self._prefill_piece, sequence, running, (), lane.size, copies)
+            copies = max(copies - sequence.num_settled + num_settled, 0)
+            if piece is not None:
+                lane.cut(piece)
+                if piece.tokens:
+                    return piece
+        return None
 
     def _taken(self, parts: Sequence[Speculation]) -> Tensor:
         """The states [T, D] that the pass launched last has left of the parts."""

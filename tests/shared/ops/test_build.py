@@ -118,10 +118,9 @@ def test_what_is_listed_is_what_nvcc_makes(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_the_library_carries_the_kernels_and_still_loads_without_a_gpu() -> None:
     library = build.build()
     content = library.read_bytes()
-    for name in ("route_kernel", "draft_block_kernel", "choose_kernel", "paged_attention_kernel"):
+    for name in ("route_kernel", "draft_block_kernel", "choose_kernel"):
         assert name.encode() in content
-    for op in ("route", "paged_attention"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"neap::{op}", "CUDA")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("neap::route", "CUDA")
     built, toolkit = cuda_build(), build.find_toolkit()
     assert built is not None
     assert toolkit is not None

@@ -108,6 +108,7 @@ def late(device: LateDevice, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (PagedCache, "copy"),
         (PagedRunner, "_run_in_buckets"),
         (PagedRunner, "_through_head"),
+        (PagedRunner, "_fill_lane"),
         (graphs.LearnedMirror, "update"),
         (AheadDecoder, "_taken"),
     ):
