@@ -119,8 +119,8 @@ def sums_from_proto(request: router_pb2.ReportServedRequest) -> dict[ServedKey, 
     return sums
 
 
-def judged_to_proto(judged: Judged) -> router_pb2.ListJudgedResponse:
-    return router_pb2.ListJudgedResponse(
+def judged_to_proto(judged: Judged) -> router_pb2.GetJudgedResponse:
+    return router_pb2.GetJudgedResponse(
         aliases=[
             router_pb2.Judged(
                 alias=entry.change.alias,

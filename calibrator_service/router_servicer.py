@@ -229,9 +229,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         await self._pool.call(self.judge.order, order)
         return pb.OrderJudgeResponse()
 
-    async def ListJudged(  # noqa: N802
-        self, request: pb.ListJudgedRequest, context: Any
-    ) -> pb.ListJudgedResponse:
+    async def GetJudged(  # noqa: N802
+        self, request: pb.GetJudgedRequest, context: Any
+    ) -> pb.GetJudgedResponse:
         request.model_id = only_model(request.model_id, self._models)
         return judged_to_proto(await self._pool.call(self.judge.status, request.model_id))
 

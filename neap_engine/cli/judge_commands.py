@@ -33,7 +33,7 @@ def try_version(
 def judged(model: Model = "", calibrator: Calibrator = DEFAULT_CALIBRATOR) -> None:
     """Show what the judge knows of each alias: trials, and the versions that serve."""
     with connect(calibrator) as client:
-        answer = client.list_judged(model)
+        answer = client.get_judged(model)
     table = Table("alias", "version", "canary", "state", "figures")
     for entry in answer.aliases:
         canary = canary_text(entry.canary) if entry.HasField("canary") else ""

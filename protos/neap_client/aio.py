@@ -218,9 +218,9 @@ class AsyncNeapClient(ClientBase):
         """Tell the judge what to leave alone."""
         await self._unary(methods.ORDER_JUDGE, request)
 
-    async def list_judged(self, model_id: str) -> router_pb2.ListJudgedResponse:
+    async def get_judged(self, model_id: str) -> router_pb2.GetJudgedResponse:
         """Return what the judge knows of a model's aliases."""
-        return await self._unary(methods.LIST_JUDGED, router_pb2.ListJudgedRequest(model_id=model_id))
+        return await self._unary(methods.GET_JUDGED, router_pb2.GetJudgedRequest(model_id=model_id))
 
     async def report_served(self, request: router_pb2.ReportServedRequest) -> router_pb2.ReportServedResponse:
         """Report what a worker has served. Safe to repeat."""

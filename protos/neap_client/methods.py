@@ -91,5 +91,5 @@ ROLLBACK_ALIAS = Method(
 )
 BEGIN_TRIAL = Method(_ROUTER, "BeginTrial", router.BeginTrialRequest, router.BeginTrialResponse)
 ORDER_JUDGE = Method(_ROUTER, "OrderJudge", router.OrderJudgeRequest, router.OrderJudgeResponse)
-LIST_JUDGED = Method(_ROUTER, "ListJudged", router.ListJudgedRequest, router.ListJudgedResponse)
+GET_JUDGED = Method(_ROUTER, "GetJudged", router.GetJudgedRequest, router.GetJudgedResponse)
 REPORT_SERVED = Method(_ROUTER, "ReportServed", router.ReportServedRequest, router.ReportServedResponse)

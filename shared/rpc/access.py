@@ -48,7 +48,7 @@ METHOD_ROLES: Mapping[str, frozenset[Role]] = {
     "/neap.router.v1.RouterService/RollbackAlias": _ADMIN,
     "/neap.router.v1.RouterService/BeginTrial": _ADMIN,
     "/neap.router.v1.RouterService/OrderJudge": _ADMIN,
-    "/neap.router.v1.RouterService/ListJudged": _ANY,
+    "/neap.router.v1.RouterService/GetJudged": _ANY,
     # Reports decide which version is promoted, as publications do.
     "/neap.router.v1.RouterService/ReportServed": _CALIBRATE,
     # Tools that use reflection can send a token. Unauthenticated callers are kept away from its parser.

@@ -82,7 +82,7 @@ def test_a_trial_ends_by_itself(processes, tmp_path):
         return next(alias for alias in client.list_aliases("tiny") if alias.name == "stable")
 
     with Load([worker, worker]) as load:
-        wait_until(lambda: client.list_judged("tiny").is_acting, timeout_s=120)
+        wait_until(lambda: client.get_judged("tiny").is_acting, timeout_s=120)
         client.begin_trial(pb.BeginTrialRequest(model_id="tiny", alias="stable", version=2))
         wait_until(lambda: stable().canary.share_per_mille > 50, timeout_s=TRIAL_TIMEOUT_S)
         os.kill(calibrator.pid, signal.SIGKILL)

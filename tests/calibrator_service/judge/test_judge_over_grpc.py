@@ -68,7 +68,7 @@ class Reporter:
 
 
 def acting(service: Service) -> bool:
-    return service.routers.ListJudged(pb.ListJudgedRequest(model_id="tiny"), timeout=30).is_acting
+    return service.routers.GetJudged(pb.GetJudgedRequest(model_id="tiny"), timeout=30).is_acting
 
 
 def stable(service: Service) -> pb.Alias:
@@ -157,7 +157,7 @@ def test_orders(judging):
 
     begin(judging, 2)
     order(action=pb.JUDGE_ACTION_HOLD, alias="stable")
-    listed = judging.routers.ListJudged(pb.ListJudgedRequest(), timeout=30)
+    listed = judging.routers.GetJudged(pb.GetJudgedRequest(), timeout=30)
     assert [(entry.alias, entry.state) for entry in listed.aliases] == [("stable", "on trial, held")]
     order(action=pb.JUDGE_ACTION_FORBID, version=2)
     time.sleep(1.5)

@@ -248,11 +248,11 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
         self.requests.append(request)
         return router_pb2.OrderJudgeResponse()
 
-    def ListJudged(self, request: Any, context: Any) -> Any:
+    def GetJudged(self, request: Any, context: Any) -> Any:
         judged = router_pb2.Judged(
             alias="stable", version=self.stable, canary=self.canary, state="on trial", figures="1.2x as fast\x1b[2J"
         )
-        return router_pb2.ListJudgedResponse(aliases=[judged], forbidden_versions=[7, 9])
+        return router_pb2.GetJudgedResponse(aliases=[judged], forbidden_versions=[7, 9])
 
     def GetAliasHistory(self, request: Any, context: Any) -> Any:
         first = router_pb2.AliasChange(alias="stable", to_version=1, actor="ada", reason="first")
