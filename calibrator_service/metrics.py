@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from calibrator_service.job import Job, JobState
 from calibrator_service.jobs import JobCount, JobStore
+from calibrator_service.judge.watch import Alarm
 from shared.errors import NeapError
 from shared.service_metrics import ServiceMetrics
 
@@ -70,6 +71,8 @@ class CalibratorMetrics(ServiceMetrics):
             self.process_deaths.labels(model_id)
             for reason in ("INTERNAL", "DISK_FULL", "JOB_PROCESS_DIED"):
                 self.failures.labels(model_id, reason)
+            for alarm in Alarm:
+                self.alarms.labels(model_id, alarm)
         self.registry.register(_QueueCollector(store, is_alive, is_held_up))
 
     def count_ended_job(self, job: Job) -> None:

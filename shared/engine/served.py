@@ -21,11 +21,6 @@ class Pace(NamedTuple):
     seconds: float = 0.0
     num_running: int = 0
 
-    def after(self, num_tokens: int, seconds: float, num_running: int) -> "Pace":
-        return Pace(
-            self.num_tokens + num_tokens, self.num_steps + 1, self.seconds + seconds, self.num_running + num_running
-        )
-
 
 class ServedCounts:
     """Counts by ServedKey, for the MAX_SERVED that were used last. `costs`: of passes, once they are known."""

@@ -193,7 +193,13 @@ class EngineStatistics(DepthCounts):
                     counted.num_extra += extra
                 if version is not None:
                     took_s = now - seen.delivered_s if seconds is None else seconds
-                    pace = pace.after(num_tokens, took_s, num_sequences)
+                    # Written out: no frame a step.
+                    pace = Pace(
+                        pace.num_tokens + num_tokens,
+                        pace.num_steps + 1,
+                        pace.seconds + took_s,
+                        pace.num_running + num_sequences,
+                    )
                     if sequence.is_finished:
                         self._record_served(sequence, version, pace)
             else:

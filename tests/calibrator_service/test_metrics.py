@@ -66,6 +66,9 @@ def test_the_document_explains_every_metric_and_its_labels(tmp_path):
     metrics.count_ended_job(supervisor.store.record_end(job.calibration_id, ended))
     metrics.process_deaths.labels("tiny").inc()
     metrics.publications.labels("tiny").inc()
+    metrics.served_reports.labels("taken").inc()
+    metrics.verdicts.labels("tiny", "grow").inc()
+    metrics.alarms.labels("tiny", "lost_acceptance").inc()
     supervisor.store.create("two", SPEC, [], max_queued=9)
     assert supervisor.store.claim() is not None
     exported = {}
@@ -73,7 +76,7 @@ def test_the_document_explains_every_metric_and_its_labels(tmp_path):
         for sample in family.samples:
             name = family.name if family.type == "histogram" else sample.name
             exported[name] = tuple(sorted(set(sample.labels) - {"le"}))
-    rows = re.findall(r"^\| `(neap_calibration_\w+)(?:\{([^}]*)\})?` \| .+? \|", DOCUMENT.read_text(), re.M)
+    rows = re.findall(r"^\| `(neap_(?:calibration|judge)_\w+)(?:\{([^}]*)\})?` \| .+? \|", DOCUMENT.read_text(), re.M)
     explained = {name: tuple(sorted(filter(None, labels.split(",")))) for name, labels in rows}
     assert explained == {n: labels for n, labels in exported.items() if n.startswith("neap_")}
     supervisor.stop()

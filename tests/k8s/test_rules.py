@@ -46,6 +46,8 @@ ON_GOING = {
     "NeapRouterNotLoaded",
     "NeapRouterWatchFails",
     "NeapLearnsNothing",
+    "NeapReportsFail",
+    "NeapReportsRefused",
     "NeapGatewayWithoutWorkers",
     "NeapGatewayFull",
     "NeapGatewayFails",

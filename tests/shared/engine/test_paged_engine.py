@@ -12,7 +12,6 @@ import torch
 from bench.imposed import SHAPES, impose
 from shared.engine.engine import Engine
 from shared.engine.memory import prefixes as prefixes_module
-from shared.engine.memory.prefixes import key_of
 from shared.engine.request.request import Finished, GenerationRequest, StoppingParams, TokenChunk
 from shared.errors import Cancelled
 from shared.ladder.policy import DepthPolicy
@@ -214,7 +213,7 @@ def test_a_caller_that_looks_for_prefixes_holds_no_blocks(loaded, monkeypatch):
         return compare(*pair)
 
     def ask():
-        engine._num_cached(key_of(STEM))
+        engine._num_cached(GenerationRequest(tuple(STEM)))
 
     caller = threading.Thread(target=ask)
     budget = (-(-(len(STEM) + NUM_NEW) // BLOCK_TOKENS)) * make_runner(loaded).pool.block_bytes
