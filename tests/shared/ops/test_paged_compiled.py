@@ -87,11 +87,20 @@ def test_an_8b_models_attention_is_compiled_for_gpus_that_are_not_here(capabilit
     assert set(re.findall(PRODUCT, split)) == wanted
 
 
+# All widths and formats for Hopper; for the others the widths of most models, in the format that they compute in. All
+# 75 take a quarter of an hour of one processor, and passed on 2026-11-28.
+COMPILED = [
+    (capability, width, dtype)
+    for capability in SHARED
+    for width in (64, 80, 96, 128, 256)
+    for dtype in NAMES
+    if capability == 90 or (width in (64, 128, 256) and dtype is (torch.float16 if capability < 80 else torch.bfloat16))
+]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("dtype", list(NAMES))
-@pytest.mark.parametrize("width", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("capability", list(SHARED))
+@pytest.mark.parametrize(("capability", "width", "dtype"), COMPILED)
 def test_all_kernels_are_compiled_for_all_gpus(capability: int, width: int, dtype: torch.dtype, tmp_path: Path) -> None:
     for is_capped, split in ((False, False), (True, True)):
         check(Tiles(32, 8, width, width, 16, dtype, is_capped, capability), split, tmp_path)
