@@ -9,6 +9,7 @@ import pytest
 
 from shared.blocking import BlockingPool, check_wanted
 from shared.errors import Cancelled, Exhausted
+from tests.waiting import wait_until_async
 
 
 async def test_a_call_that_has_not_begun_in_time_is_withdrawn_and_one_that_has_is_awaited():
@@ -86,8 +87,8 @@ async def test_a_client_has_half_of_the_threads_and_of_the_queue():
         go.set()
         await asyncio.gather(*calls[1:5], calls[6])
         assert len(begun) == 6
-        await asyncio.sleep(0)
-        assert not pool._shares, "nothing is kept of clients that have no calls"
+        # The thread of the call whose caller has gone says so last.
+        await wait_until_async(lambda: not pool._shares)
 
 
 @pytest.mark.parametrize("client", ["", "one"])
