@@ -17,6 +17,7 @@ TESTS ?= tests
 # Processes that run tests side by side: more than two cores could keep busy, because many tests wait for a process.
 TEST_JOBS ?= 4
 DEMO_FLAGS ?=
+COMPUTED := tests/shared/ops tests/shared/test_compile_cache.py
 BENCH_FLAGS ?= --per-task 5
 # Optional dependencies to install. An image of the services needs "oci,otel,sign,smg" alone.
 EXTRAS ?= dev
@@ -67,9 +68,10 @@ demo: $(LIBRARY)
 test: $(LIBRARY)
 	@$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist worksteal --durations 15 -m "not full" $(TESTS)
 
-# One at a time: soaks and floods take the whole machine.
+# Compiling and emulating leave room for one another. Soaks and floods take the whole machine, one at a time.
 test-full: $(LIBRARY)
-	@$(BIN)/python -m pytest -m full $(TESTS)
+	@$(if $(filter tests,$(TESTS)),$(BIN)/python -m pytest -m full --numprocesses 2 --dist loadfile $(COMPUTED))
+	@$(BIN)/python -m pytest -m full $(COMPUTED:%=--ignore=%) $(TESTS)
 
 check: $(STAMP)
 	@echo "ruff format"; $(call quietly,$(BIN)/ruff format --check --output-format concise .,run make format)
