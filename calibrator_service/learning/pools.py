@@ -10,7 +10,7 @@ from typing import Any
 from calibrator_service.calibration.spec import ServedTraffic, Source
 from shared.errors import PreconditionFailed
 from shared.pool_names import DEFAULT_POOL
-from shared.registry.names import pool_of_alias
+from shared.registry.names import alias_in_pool, pool_of_alias
 
 LATEST = "latest"
 
@@ -27,7 +27,7 @@ def pool_of_version(manifest: Mapping[str, Any]) -> str:
 
 def latest_of(pool: str) -> str:
     """The alias that a calibration of `pool` moves by default."""
-    return f"{LATEST}@{pool}" if pool else LATEST
+    return alias_in_pool(LATEST, pool or DEFAULT_POOL) or LATEST
 
 
 def check_aliases(aliases: Iterable[str], pool: str) -> None:

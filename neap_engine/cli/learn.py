@@ -9,7 +9,8 @@ from rich.table import Table
 from neap_engine.cli.console import DataDir, RegistryUrl, exit_on_error, out, print_line
 from neap_engine.cli.registry_commands import registry_there
 from shared.errors import InvalidInput
-from shared.pool_names import DEFAULT_POOL, check_pool
+from shared.pool_names import check_pool
+from shared.registry.names import alias_in_pool
 
 if TYPE_CHECKING:
     from shared.traffic.traffic import Batch
@@ -34,7 +35,7 @@ def status(registry: RegistryUrl = None, data_dir: DataDir = None) -> None:
             aliases = opened.aliases(model)
             for pool in traffic.pools(model):
                 if batches := traffic.batches(model, pool):
-                    own = aliases.get("latest" if pool == DEFAULT_POOL else f"latest@{pool}")
+                    own = aliases.get(alias_in_pool("latest", pool) or "latest")
                     table.add_row(model, pool, *_figures(batches), str(own or "the model's"))
     if table.row_count:
         out.print(table)

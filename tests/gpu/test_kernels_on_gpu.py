@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shared.ops.paged import paged_attention
 from tests.gpu.kernel_cases import CASES, Case, Inputs, Outputs, copied
-from tests.shared.ops.paged_passes import Pass, drawn_pass
+from tests.shared.ops.paged_passes import WRONG_ARGUMENTS, Pass, drawn_pass
 
 REPEATS = 100
 
@@ -137,19 +137,8 @@ def test_places_that_do_not_exist_give_nan_and_harm_nobody(device: str) -> None:
 @on_gpu
 @pytest.mark.parametrize(
     ("name", "value", "message"),
-    [
-        ("q", torch.randn(2, 3, 8), "3 query heads cannot share 2 key heads"),
-        ("q", torch.randn(2, 4, 8).double(), "q must be float32, float16 or bfloat16"),
-        ("q", torch.randn(2, 4, 16)[:, :, ::2], "last dimension of q"),
-        ("k", torch.randn(2, 2, 9), r"k has shape \[2, 2, 9\], want \[2, any, 8\]"),
-        ("v", torch.randn(2, 2, 8).half(), "v is of another dtype than q"),
-        ("keys", torch.randn(3, 2, 8, 4).transpose(2, 3), "keys must be contiguous"),
-        ("values", torch.randn(2, 2, 4, 8), "values has shape"),
-        ("block_tables", torch.zeros(1, 3, dtype=torch.int32), "block_tables must be int64"),
-        ("table_indices", torch.zeros(1, dtype=torch.int64), "table_indices has shape"),
-        ("window", -1, "at least 0"),
-    ],
-)  # fmt: skip
+    WRONG_ARGUMENTS,
+)
 def test_wrong_arguments_of_paged_attention_are_named(
     device: str, name: str, value: Tensor | int, message: str
 ) -> None:

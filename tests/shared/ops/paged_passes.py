@@ -94,3 +94,18 @@ def drawn_pass(
         positions[mixed],
         **options,
     )
+
+
+# An argument of a pass of two tokens, four heads and two of keys, and what its refusal says.
+WRONG_ARGUMENTS = [
+    ("q", torch.randn(2, 3, 8), "3 query heads cannot share 2 key heads"),
+    ("q", torch.randn(2, 4, 8).double(), "q must be float32, float16 or bfloat16"),
+    ("q", torch.randn(2, 4, 16)[:, :, ::2], "last dimension of q"),
+    ("k", torch.randn(2, 2, 9), r"k has shape \[2, 2, 9\], want \[2, any, 8\]"),
+    ("v", torch.randn(2, 2, 8).half(), "v is of another dtype than q"),
+    ("keys", torch.randn(3, 2, 8, 4).transpose(2, 3), "keys must be contiguous"),
+    ("values", torch.randn(2, 2, 4, 8), "values has shape"),
+    ("block_tables", torch.zeros(1, 3, dtype=torch.int32), "block_tables must be int64"),
+    ("table_indices", torch.zeros(1, dtype=torch.int64), "table_indices has shape"),
+    ("window", -1, "at least 0"),
+]  # fmt: skip

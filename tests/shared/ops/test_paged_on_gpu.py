@@ -11,7 +11,7 @@ from torch import Tensor
 from shared.ops import paged_on_gpu, reference
 from shared.ops.paged_tiles import num_pieces
 from tests.shared.ops.interpreted import SOURCE, Call, interpreted
-from tests.shared.ops.paged_passes import CLOSE, Pass, drawn_pass
+from tests.shared.ops.paged_passes import CLOSE, WRONG_ARGUMENTS, Pass, drawn_pass
 
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
 
@@ -160,19 +160,8 @@ def test_pieces_are_counted_as_the_kernels_cut_them() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
-    [
-        ("q", torch.randn(2, 3, 8), "3 query heads cannot share 2 key heads"),
-        ("q", torch.randn(2, 4, 8).double(), "q must be float32, float16 or bfloat16"),
-        ("q", torch.randn(2, 4, 16)[:, :, ::2], "last dimension of q"),
-        ("k", torch.randn(2, 2, 9), r"k has shape \[2, 2, 9\], want \[2, any, 8\]"),
-        ("v", torch.randn(2, 2, 8).half(), "v is of another dtype than q"),
-        ("keys", torch.randn(3, 2, 8, 4).transpose(2, 3), "keys must be contiguous"),
-        ("values", torch.randn(2, 2, 4, 8), "values has shape"),
-        ("block_tables", torch.zeros(1, 3, dtype=torch.int32), "block_tables must be int64"),
-        ("table_indices", torch.zeros(1, dtype=torch.int64), "table_indices has shape"),
-        ("window", -1, "at least 0"),
-    ],
-)  # fmt: skip
+    WRONG_ARGUMENTS,
+)
 def test_wrong_arguments_are_named(name: str, value: Tensor | int, message: str) -> None:
     made = Pass(
         q=torch.randn(2, 4, 8),
