@@ -17,6 +17,7 @@ from contextlib import ExitStack, closing
 import httpx
 import pytest
 from neap_client import NeapClient
+from neap_client.generation import FEW_TOKENS
 from neap_client.inference.v1 import inference_pb2 as pb
 
 from inference_service.servicer import SERVICE_NAME
@@ -37,6 +38,7 @@ READY_S = 300.0
 FLAGS = ("--grace-s", "0.5", "--drain-timeout-s", "0.5", "--max-running", str(NUM_STREAMS))
 KILL, DRAIN, STOP, LOSE = "killed", "drained", "stopped for a while", "stopped and killed"
 KINDS = (KILL, DRAIN, STOP, LOSE)
+MIN_DISASTERS = 2 * len(KINDS)
 EQUAL = ("auto", "auto", "auto")
 # One of three workers computes with other kernels, so what it begins nobody else goes on with exactly.
 MIXED = ("auto", "auto", "portable")
@@ -129,8 +131,8 @@ def facts(tokens):
 class Clients:
     """Threads that ask for answers until `stop`, and compare each with that of a run alone, up to where they are told
     that it goes on inexactly. `wholes`: by numerics id and name. `seen`: how often what happened. `most_resumed`: times
-    that one answer was resumed. `failures`: what went wrong. Every second client over gRPC takes no inexact
-    continuation if `some_are_strict`."""
+    that one answer was resumed. `num_brought`: by client, events with tokens. `failures`: what went wrong. Every second
+    client over gRPC takes no inexact continuation if `some_are_strict`."""
 
     def __init__(self, workers, url, asked, wholes, *, some_are_strict):
         targets = ",".join(worker.address for worker in workers)
@@ -138,6 +140,7 @@ class Clients:
         self._asked, self._wholes = asked, wholes
         self._over, self._lock = threading.Event(), threading.Lock()
         self.seen, self.failures, self.most_resumed = Counter(), [], 0
+        self.num_brought = [0] * NUM_STREAMS
         self._some_are_strict = some_are_strict
         self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(NUM_STREAMS)]
         for thread in self._threads:
@@ -176,7 +179,7 @@ class Clients:
             ):
                 while not self._over.is_set():
                     name = draw.choice(list(self._asked))
-                    seen = ask(name, client, http)
+                    seen = ask(name, client, http, number)
                     num_resumed = sum(seen[key] for key in seen if key.endswith("resumed"))
                     with self._lock:
                         self.seen.update(seen)
@@ -184,10 +187,12 @@ class Clients:
         except Exception as error:
             self.failures.append(error)
 
-    def _ask(self, name, client, _):
+    def _ask(self, name, client, _, number):
         stream, events, end = client.generate(self._asked[name]), [], "answers"
         try:
-            events += stream
+            for event in stream:
+                events.append(event)
+                self.num_brought[number] += bool(event.chunk.tokens)
         except (PreconditionFailed, Unavailable) as error:
             end = error.reason
         if end == LOST:
@@ -220,7 +225,7 @@ class Clients:
             "gRPC, resumed inexactly": len(inexact),
         }
 
-    def _ask_http(self, name, _, http):
+    def _ask_http(self, name, _, http, number):
         """As OpenAI's clients ask: one stream that ends with [DONE]."""
         request = self._asked[name]
         body = {"model": "tiny", "prompt": request.text, "stream": True, "temperature": 0}
@@ -241,6 +246,7 @@ class Clients:
                     ends += 1
                 elif line.startswith("data: "):
                     parts.append(json.loads(line.removeprefix("data: ")))
+                    self.num_brought[number] += 1
                     if parts[-1].get("error", {}).get("code") == LOST.lower():
                         assert not any(part["choices"][0]["text"] for part in parts[:-1]), "an answer that had begun"
                         return {f"HTTP, {LOST}": 1}
@@ -278,16 +284,19 @@ def answered_alone(address, asked):
 
 
 def chaos(workers, clients):
-    """Lets workers suffer for CHAOS_S, and until clients have seen all, one worker at least being spared. Returns how
-    often each kind happened."""
+    """Lets workers suffer for CHAOS_S, MIN_DISASTERS times at least and until clients have seen all, one worker being
+    spared. Returns how often each kind happened. An answer that several workers in a row are lost with, each of which
+    brings few tokens, is given up; so each worker suffers when every client has had more since the last one did."""
     done, draw, end_s = [], random.Random(1), time.monotonic() + CHAOS_S
+    awaited = [0] * NUM_STREAMS
     with ThreadPoolExecutor(len(workers)) as threads:
         suffering = []
         while not clients.failures and (
-            time.monotonic() < end_s or set(done) != set(KINDS) or not clients.have_seen_all
+            time.monotonic() < end_s or len(done) < MIN_DISASTERS or not clients.have_seen_all
         ):
             ready = [worker for worker in workers if worker.is_ready.is_set()]
-            if len(ready) > 1:
+            if len(ready) > 1 and all(map(int.__ge__, clients.num_brought, awaited)):
+                awaited = [number + FEW_TOKENS for number in clients.num_brought]
                 worker = draw.choice(ready)
                 worker.is_ready.clear()
                 # Each kind comes early.
