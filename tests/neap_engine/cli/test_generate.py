@@ -122,7 +122,6 @@ def test_show_depth_prints_a_legend(service, neap):
 @pytest.mark.parametrize(
     ("flags", "code", "reason"),
     [
-        (["--model", "other"], 1, "no model 'other' [MODEL_NOT_FOUND]"),
         (["--policy", "full", "--threshold", "0.5"], 1, "threshold applies to the policy relaxed"),
         (["--policy", "exact", "--raw", "--system", "x"], 1, "a system message needs the chat template"),
         (["--policy", "bold"], 2, "'bold' is not one of"),
