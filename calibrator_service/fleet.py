@@ -25,13 +25,14 @@ from calibrator_service.calibration.text.writer import (
     WrittenAnswer,
 )
 from shared.config import make_settings
-from shared.engine.request.request import MAX_PRIORITY
 from shared.errors import Cancelled, NeapError, PreconditionFailed
 from shared.model.loaded import LoadedModel
 from shared.security_settings import ClientSettings
 
 # Answers that one worker writes at a time. Others' requests may have to wait until one of these has ended.
 ROWS_PER_WORKER = 8
+# The proto's priority of work that nobody waits for.
+FOR_NOBODY = 100
 POLL_S = 0.1
 UNARY_TIMEOUT_S = 10.0
 
@@ -249,6 +250,6 @@ class _RemoteAnswer:
             top_k=NUCLEUS_CANDIDATES if is_sampled else None,
             top_p=asked.top_p if is_sampled else None,
             seed=asked.seed if is_sampled else None,
-            priority=MAX_PRIORITY,
+            priority=FOR_NOBODY,
             learn="never",
         )

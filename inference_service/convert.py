@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from google.protobuf import duration_pb2
+from neap_client.fields import FIELDS
 from neap_client.inference.v1 import inference_pb2
 
 from inference_service.chat import PreparedChat
@@ -17,8 +18,6 @@ from shared.engine.memory.prefixes import key_of
 from shared.engine.prompt_scores import PROMPT
 from shared.engine.request.prompt import Prompt, encode_bad_word, encode_prediction, encode_prompt
 from shared.engine.request.request import (
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
     DepthStatistics,
     Finished,
     FinishReason,
@@ -34,8 +33,6 @@ from shared.model.loaded import LoadedModel
 from shared.model.sampling import SamplingParams
 
 NO_DEFAULTS = GenerationDefaults()
-# Each text is tokenised in two ways, and the engine takes twice as many sequences of tokens.
-MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 256
 
 _REASONS = {
@@ -168,8 +165,8 @@ def to_sampling(
 
 
 def _bad_words(words: Sequence[inference_pb2.BadWord], loaded: LoadedModel) -> list[Sequence[int]]:
-    if len(words) > MAX_BAD_WORDS:
-        raise InvalidInput(f"{len(words)} bad_words; at most {MAX_BAD_WORDS} are allowed")
+    if why := FIELDS["Sampling"]["bad_words"].refusal(words):
+        raise InvalidInput(why)
     sequences: list[Sequence[int]] = []
     for word in words:
         if word.WhichOneof("word") == "token_ids":
@@ -185,8 +182,8 @@ def _bad_words(words: Sequence[inference_pb2.BadWord], loaded: LoadedModel) -> l
 
 def to_stopping(stopping: inference_pb2.Stopping, defaults: GenerationDefaults = NO_DEFAULTS) -> StoppingParams:
     """Raises InvalidInput."""
-    for name, most in (("stop_strings", MAX_STOP_STRINGS), ("stop_token_ids", MAX_STOP_TOKEN_IDS)):
-        check_count(name, getattr(stopping, name), most)
+    for name in ("stop_strings", "stop_token_ids"):
+        check_items(name, getattr(stopping, name))
     return StoppingParams(
         max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else defaults.max_tokens,
         stop_strings=tuple(stopping.stop_strings),
@@ -195,11 +192,11 @@ def to_stopping(stopping: inference_pb2.Stopping, defaults: GenerationDefaults =
     )
 
 
-def check_count(name: str, values: Sequence[object], most: int) -> None:
-    """Millions of empty texts or ids fit a message, and would become objects before they are counted.
-    Raises InvalidInput."""
-    if len(values) > most:
-        raise InvalidInput(f"there are {len(values)} {name}; at most {most} are allowed")
+def check_items(name: str, values: Sequence[object], called: str = "") -> None:
+    """Millions of empty texts or ids fit a message, and would become objects before they are counted. `called`: the
+    caller's name of the field of Stopping. Raises InvalidInput."""
+    if why := FIELDS["Stopping"][name].refusal(values):
+        raise InvalidInput(why.replace(name, called or name))
 
 
 def from_defaults(defaults: GenerationDefaults) -> inference_pb2.GenerationDefaults:
@@ -210,13 +207,8 @@ def from_defaults(defaults: GenerationDefaults) -> inference_pb2.GenerationDefau
 def to_policy(depth: inference_pb2.DepthPolicy) -> DepthPolicy:
     """The default policy is exact. Raises InvalidInput."""
     kind = depth.WhichOneof("policy")
-    if kind == "full":
-        return DepthPolicy("full", min_layers=depth.min_layers)
-    if kind == "relaxed":
-        relaxed = depth.relaxed
-        limits = {name: getattr(relaxed, name) for name in ("threshold", "margin") if relaxed.HasField(name)}
-        return DepthPolicy("relaxed", min_layers=depth.min_layers, **limits)
-    return DepthPolicy("exact", min_layers=depth.min_layers, max_drafts=depth.exact.max_drafts)
+    limits = {field.name: value for field, value in getattr(depth, kind).ListFields()} if kind else {}
+    return DepthPolicy(kind or "exact", min_layers=depth.min_layers, **limits)
 
 
 def to_constraint(constraint: inference_pb2.Constraint) -> Constraint:

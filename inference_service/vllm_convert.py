@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from typing import Any
 
+from neap_client.fields import FIELDS
 from neap_client.inference.v1 import inference_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-from inference_service.convert import check_count, check_num_ids
+from inference_service.convert import check_items, check_num_ids
 from shared.constraints.constraint import MAX_BYTES
-from shared.engine.request.request import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from shared.errors import InvalidInput
 from shared.model.loaded import LoadedModel
 
@@ -16,14 +16,13 @@ MAX_CHOICES = 128
 UINT64 = 2**64 - 1
 
 # Fields of a request that have their like here. `request_id` is what Abort names, `stream` how an answer is written.
-FIELDS = {"request_id", "tokenized", "text", "sampling_params", "stream"}
+REQUEST = {"request_id", "tokenized", "text", "sampling_params", "stream"}
 # Fields of SamplingParams: those with the same name in Sampling, those with a like in Stopping and in Constraint.
-SAMPLING = {
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    "min_tokens",
+SAMPLING = {name for name in FIELDS["Sampling"] if name in vllm.SamplingParams.DESCRIPTOR.fields_by_name} - {
+    *("seed", "logit_bias"),
 }
 STOPPING = {"max_tokens": "max_tokens", "ignore_eos": "ignore_eos"}
-STOPPING_LISTS = {"stop": ("stop_strings", MAX_STOP_STRINGS), "stop_token_ids": ("stop_token_ids", MAX_STOP_TOKEN_IDS)}
+STOPPING_LISTS = {"stop": "stop_strings", "stop_token_ids": "stop_token_ids"}
 TEXT_FORMS = {"json_schema": "json_schema", "regex": "regex", "grammar": "lark"}
 LOGPROBS = ("logprobs", "prompt_logprobs")
 OTHERS = {"n", "seed", "logit_bias", "json_object", "choice", *LOGPROBS}
@@ -41,7 +40,7 @@ def to_requests(request: vllm.GenerateRequest, loaded: LoadedModel) -> list[pb.G
     """One request for each of the `n` choices. A field that is set and has no like here is refused by its name; what
     the values may be is checked where our own requests are. Raises InvalidInput and PromptTooLong."""
     params = request.sampling_params
-    _refuse_others(request, FIELDS, "")
+    _refuse_others(request, REQUEST, "")
     _refuse_others(params, PARAMETERS, "sampling_params.")
     if params.n > MAX_CHOICES:
         raise InvalidInput(f"n is {params.n}; at most {MAX_CHOICES} are allowed", metadata={"field": "n"})
@@ -92,8 +91,8 @@ def _sampling(params: vllm.SamplingParams) -> pb.Sampling:
 
 def _stopping(params: vllm.SamplingParams) -> pb.Stopping:
     stopping = pb.Stopping(**{STOPPING[f.name]: value for f, value in params.ListFields() if f.name in STOPPING})
-    for name, (ours, most) in STOPPING_LISTS.items():
-        check_count(name, getattr(params, name), most)
+    for name, ours in STOPPING_LISTS.items():
+        check_items(ours, getattr(params, name), name)
         getattr(stopping, ours).extend(getattr(params, name))
     return stopping
 

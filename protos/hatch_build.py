@@ -1,13 +1,16 @@
-"""Generates modules of the package neap_client, for wheels and editable installs: those of neap/**/*.proto, and the
-synchronous client from the one for asyncio.
+"""Generates modules of the package neap_client, for wheels and editable installs: those of neap/**/*.proto, a table of
+the fields of requests with what the protos say of them, and the synchronous client from the one for asyncio.
 
 Hatchling runs `ProtosBuildHook` (see pyproject.toml); `python protos/hatch_build.py` does the same by hand. A proto
 that does not compile ends the installation. protoc maps the folder `neap` to `neap_client`, so
-`neap/inference/v1/inference.proto` becomes `neap_client.inference.v1.inference_pb2`, and no file that it generates is
-rewritten. See docs/decisions/001.
+`neap/inference/v1/inference.proto` becomes `neap_client.inference.v1.inference_pb2`, in copies whose imports of one
+another say so, and no file that it generates is rewritten. See docs/decisions/001.
 """
 
 import re
+import runpy
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +39,104 @@ def generate(folder: Path) -> list[Path]:
     sources = sorted((folder / "neap").rglob("*.proto"))
     if not sources:
         raise RuntimeError(f"no .proto file under {folder / 'neap'}")
-    names = [str(Path(PACKAGE, source.relative_to(folder / "neap"))) for source in sources]
-    includes = [f"-I{PACKAGE}={folder / 'neap'}", f"-I{Path(grpc_tools.__file__).parent / '_proto'}"]
     outputs = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
-    code = protoc.main(["protoc", *includes, *outputs, *names])
-    if code != 0:
-        raise RuntimeError(f"protoc ended with code {code}")
+    with tempfile.TemporaryDirectory() as scratch:
+        described = Path(scratch) / "described"
+        names = []
+        for source in sources:
+            names.append(str(Path(PACKAGE, source.relative_to(folder / "neap"))))
+            copy = Path(scratch, names[-1])
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(source.read_text().replace('import "neap/', f'import "{PACKAGE}/'))
+        includes = [f"-I{scratch}", f"-I{Path(grpc_tools.__file__).parent / '_proto'}"]
+        outputs += ["--include_source_info", f"--descriptor_set_out={described}"]
+        code = protoc.main(["protoc", *includes, *outputs, *names])
+        if code != 0:
+            raise RuntimeError(f"protoc ended with code {code}")
+        (folder / PACKAGE / "fields.py").write_text(field_table(folder, described.read_bytes()))
     for source, made in SYNCHRONOUS.items():
         text = (folder / PACKAGE / source).read_text()
         for pattern, replacement in REPLACEMENTS:
             text = re.sub(pattern, replacement, text)
         (folder / PACKAGE / made).write_text(f"# Made by hatch_build.py from {source}.\n{text}")
     return [*sources, *(folder / PACKAGE / source for source in SYNCHRONOUS)]
+
+
+# Messages of which requests consist, and whose fields are keywords of the client, flags and members of bodies.
+REQUEST = ("Sampling", "Stopping", "DepthPolicy", "Exact", "Relaxed", "GenerateRequest")
+# And those of a calibration, whose flags and checks are made from them, too.
+TABLED = (*REQUEST, "CalibrationSpec", "ParentRouter", "SelfGenerated")
+KEYWORDS = {"double": "float", "bool": "bool", "string": "str"}
+TABLE = '''"""Made by hatch_build.py: what the protos say of the fields of requests, by message and name."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from neap_client.rules import Field
+
+FIELDS: Mapping[str, Mapping[str, Field]] = {{
+{fields}
+}}
+
+
+class DepthFields(TypedDict, total=False):
+    """Keywords: None leaves a field absent."""
+
+{depth}
+
+
+class RequestFields(DepthFields, total=False):
+    """Keywords: None leaves a field absent."""
+
+{others}
+'''
+
+
+def field_table(folder: Path, described: bytes) -> str:
+    """Return the module `neap_client.fields` from what protoc has described. It knows no protobuf."""
+    from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorSet
+
+    # What is imported as the package may be an older one, which is installed.
+    options = runpy.run_path(str(folder / PACKAGE / "options/v1/options_pb2.py"))
+    fields: list[str] = []
+    keywords: dict[bool, list[str]] = {True: [], False: []}
+
+    def rows(file: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+        """(message, field, arguments of Field) of the fields that have plain values."""
+        comments = {tuple(one.path): one.leading_comments for one in file.source_code_info.location}
+        for number, message in enumerate(file.message_type):
+            maps = {one.name: one.field[1] for one in message.nested_type if one.options.map_entry}
+            for place, field in enumerate(message.field if message.name in TABLED else ()):
+                value = maps.get(field.type_name.rsplit(".", 1)[-1], field)
+                kind = FieldDescriptorProto.Type.Name(value.type).removeprefix("TYPE_").lower()
+                rule = field.options.Extensions[options["rule"]]
+                if kind in ("enum", "message") and not rule.ListFields():
+                    continue
+                if (message.name == "GenerateRequest" or field.HasField("oneof_index")) and not field.proto3_optional:
+                    continue
+                help_text = " ".join(comments[4, number, 2, place].split("\n\n")[0].split())
+                arguments = {"name": field.name, "kind": kind, "help": help_text, "is_optional": field.proto3_optional}
+                arguments |= {"is_map": value is not field}
+                arguments |= {"is_list": value is field and field.label == FieldDescriptorProto.LABEL_REPEATED}
+                arguments |= {"least": 0} if kind[0] == "u" else {}
+                arguments |= {option.name: number for option, number in rule.ListFields()}
+                yield message.name, field, {name: each for name, each in arguments.items() if each is not False}
+
+    for file in FileDescriptorSet.FromString(described).file:
+        of_message: dict[str, list[str]] = {}
+        for message, field, arguments in rows(file):
+            text = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+            of_message.setdefault(message, []).append(f'        "{field.name}": Field({text}),')
+            kind = KEYWORDS.get(arguments["kind"], "int")
+            if arguments["kind"] == "message" or message not in REQUEST:
+                continue
+            if arguments.get("is_map"):
+                kind = f"Mapping[int, {kind}]"
+            elif arguments.get("is_list"):
+                kind = f"Sequence[{kind}]"
+            keywords[message in ("DepthPolicy", "Exact", "Relaxed")].append(f"    {field.name}: {kind} | None")
+        fields += [f'    "{message}": {{\n' + "\n".join(lines) + "\n    }," for message, lines in of_message.items()]
+    return TABLE.format(fields="\n".join(fields), depth="\n".join(keywords[True]), others="\n".join(keywords[False]))
 
 
 class ProtosBuildHook(BuildHookInterface[Any]):

@@ -1,4 +1,4 @@
-"""The types of a dataclass's fields, which its callers may not have checked."""
+"""The types and limits of a dataclass's fields, which its callers may not have checked."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -8,6 +8,8 @@ from numbers import Real
 from operator import index
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from neap_client.fields import FIELDS
 
 from shared.errors import InvalidInput
 
@@ -44,6 +46,15 @@ def check_types(record: Any, reason: str = "INVALID_INPUT") -> None:
             why = f"{field.name} is {shown}; it must be {_described(hint)}"
             raise InvalidInput(why, reason=reason, metadata={"field": field.name}) from error
         object.__setattr__(record, field.name, converted)  # it may be frozen; this is still construction
+
+
+def check_limits(record: Any, message: str, reason: str = "INVALID_INPUT", prefix: str = "") -> None:
+    """Compares the fields of a dataclass with the limits of those of the same name in a message of the protos.
+    Raises `InvalidInput` with `reason`; its metadata names the field, after `prefix`."""
+    for field in FIELDS[message].values():
+        value = getattr(record, field.name, None)
+        if value is not None and field.kind != "message" and (why := field.refusal(value)):
+            raise InvalidInput(why, reason=reason, metadata={"field": prefix + field.name})
 
 
 def check_whole(name: str, value: Any, least: int) -> None:

@@ -13,14 +13,11 @@ from typing import Any, Literal, get_args
 
 from shared.digests import PREFIX, digest_of
 from shared.errors import InvalidInput, NotFound
-from shared.field_types import check_types
+from shared.field_types import check_limits, check_types
 from shared.ladder.proposers import DEFAULT_CONFIDENCE_WIDTH
 
 Label = Literal["agreement", "cosine"]
 
-MAX_CONFIDENCE_WIDTH = 8192
-MAX_NEW_TOKENS = 65_536
-MAX_PROPOSERS = 64
 # The longest google.protobuf.Duration, about 10,000 years. The service's own limit is a setting and far lower.
 MAX_BUDGET_S = 315_576_000_000.0
 _MAX_INT64 = 2**63 - 1
@@ -42,11 +39,7 @@ class SelfGenerated:
 
     def __post_init__(self) -> None:
         check_types(self, "BAD_SPEC")
-        if not 0 <= self.max_new_tokens <= MAX_NEW_TOKENS:
-            raise _bad_spec(
-                "self_generated.max_new_tokens",
-                f"max_new_tokens is {self.max_new_tokens}; it must be in [0, {MAX_NEW_TOKENS}]",
-            )
+        check_limits(self, "SelfGenerated", "BAD_SPEC", "spec.self_generated.")
         if any(not prompt.strip() for prompt in self.prompts):
             raise InvalidInput("one of the prompts is empty", reason="EMPTY_PROMPT")
 
@@ -113,8 +106,7 @@ class ParentRouter:
         check_types(self, "BAD_SPEC")
         if not 0 <= self.version <= _MAX_INT64:
             raise _bad_spec("parent.version", f"parent.version is {self.version}; it must be in [0, 2^63)")
-        if not 0.0 < self.share <= 1.0:
-            raise _bad_spec("parent.share", f"parent.share is {self.share}; it must be in (0, 1]")
+        check_limits(self, "ParentRouter", "BAD_SPEC", "spec.parent.")
 
 
 Source = SelfGenerated | TextFile | AnswerFile | ServedTraffic | HubDataset
@@ -143,10 +135,11 @@ class CalibrationSpec:
 
     def __post_init__(self) -> None:
         check_types(self, "BAD_SPEC")
+        check_limits(self, "CalibrationSpec", "BAD_SPEC", "spec.")
         for name, least, most, limits in (
             ("max_tokens", 0, _MAX_INT64, "[0, 2^63)"),
             ("draft_vocabulary_size", 0, _MAX_UINT32, "[0, 2^32)"),
-            ("confidence_width", 1, MAX_CONFIDENCE_WIDTH, f"[1, {MAX_CONFIDENCE_WIDTH}]"),
+            ("confidence_width", 1, _MAX_UINT32, "at least 1"),
             ("seed", 0, _MAX_INT64, "[0, 2^63)"),
         ):
             if not least <= (value := getattr(self, name)) <= most:
@@ -156,14 +149,12 @@ class CalibrationSpec:
                 "time_budget",
                 f"time_budget is {self.time_budget_s} s; it must be positive and at most {MAX_BUDGET_S:.0f} s",
             )
-        if len(self.exit_depths) > MAX_PROPOSERS or len(set(self.exit_depths)) < len(self.exit_depths):
-            raise _bad_spec("exit_depths", f"exit_depths must be at most {MAX_PROPOSERS} different depths")
+        if len(set(self.exit_depths)) < len(self.exit_depths):
+            raise _bad_spec("exit_depths", "exit_depths must be different depths")
         if any(not 0 <= depth <= _MAX_UINT32 for depth in self.exit_depths):
             raise _bad_spec("exit_depths", "a proposer's depth must be in [0, 2^32)")
         if self.label not in get_args(Label):
             raise _bad_spec("label", f"label is {self.label!r}; it must be agreement or cosine")
-        if not 0.0 < self.cosine_threshold <= 1.0:
-            raise _bad_spec("cosine_threshold", f"cosine_threshold is {self.cosine_threshold}; it must be in (0, 1]")
 
     @property
     def prompts(self) -> tuple[str, ...]:

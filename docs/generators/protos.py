@@ -15,6 +15,7 @@ from google.protobuf.descriptor_pb2 import (
     ServiceDescriptorProto,
 )
 from grpc_tools import protoc
+from neap_client.fields import FIELDS
 
 from docs.generators.reasons import ROOT
 from shared.rpc.access import METHOD_ROLES
@@ -89,6 +90,8 @@ class _File:
             if field.HasField("oneof_index") and not field.proto3_optional:
                 oneof = message.oneof_decl[field.oneof_index].name
                 meaning = f"One of `{oneof}`. {meaning}"
+            if (rule := FIELDS.get(message.name, {}).get(field.name)) is not None:
+                meaning = meaning.replace(rule.help, rule.described)
             yield f"| `{field.name}` | {field.number} | {self._type(field, message)} | {meaning} |"
         yield ""
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 from neap_client import NeapClient
 from neap_client.calibration.v1 import calibration_pb2 as pb
+from neap_client.fields import FIELDS
 
 from neap_engine.cli.connection import calls_service, connect, equivalent_command
 from neap_engine.cli.console import DEFAULT_CALIBRATOR, Calibrator, Model, print_line
@@ -102,8 +103,7 @@ def calibrate(
         float,
         typer.Option(
             "--parent-share",
-            help="With --from: how much a token counts that the parent learned from, against one of the new text. "
-            "Above 0, at most 1.",
+            help=f"With --from. {FIELDS['ParentRouter']['share'].described}",
         ),
     ] = 1.0,
     preset: Annotated[
@@ -151,10 +151,10 @@ def calibrate(
         typer.Option(
             "--draft-vocabulary",
             min=0,
-            help="Number of different tokens that exits can name. 0 means that the service chooses.",
+            help=FIELDS["CalibrationSpec"]["draft_vocabulary_size"].described,
         ),
     ] = 0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed of the calibration.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help=FIELDS["CalibrationSpec"]["seed"].described)] = 0,
     alias: Annotated[
         list[str] | None,
         typer.Option(
@@ -270,8 +270,8 @@ def unanswered(client: NeapClient, request: pb.CreateCalibrationRequest) -> str:
 
 def parent_of(name: str, model: str, share: float) -> pb.ParentRouter:
     """The router that --from names; a folder or a URL is imported. Raises InvalidInput, and what the import raises."""
-    if not (0.0 < share <= 1.0):
-        raise InvalidInput(f"--parent-share is {share}; it must be above 0 and at most 1")
+    if why := FIELDS["ParentRouter"]["share"].refusal(share):
+        raise InvalidInput(f"--parent-share: {why}")
     if "://" not in name and not Path(name).is_dir():
         return pb.ParentRouter(**selector(name), share=share)
     published = publish_files(name, model, aliases=())

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from neap_client.affinity import prefix_key
+from neap_client.fields import FIELDS
 from neap_client.inference.v1 import inference_pb2 as pb
-from neap_client.requests import depth_policy
+from neap_client.requests import DEPTH, depth_policy
 
 from neap_engine.gateway.body import parse_object, validated
 from neap_engine.gateway.errors import refused
@@ -37,9 +38,12 @@ TEMPERATURE = 1.0
 # Below this a worker's scores would overflow; the most probable token is sure long before.
 LEAST_TEMPERATURE = 1e-6
 UINT64 = 2**64 - 1
-# Fields of DepthOptions that are arguments of `depth_policy`.
-DEPTH = {"policy", "threshold", "margin", "max_drafts", "min_layers"}
-SAMPLING = {field.name for field in pb.Sampling.DESCRIPTOR.fields} - {"seed"}
+# Fields of DepthOptions that are arguments of `depth_policy`, and those of its others that a call has as they are.
+POLICY = {"policy", *(name for kind in DEPTH for name in FIELDS[kind])}
+CALL = {*FIELDS["GenerateRequest"]} & {*DepthOptions.model_fields}
+SAMPLING = {*FIELDS["Sampling"]} - {"seed"}
+# The others have values of their own in a body.
+STOPPING = {*FIELDS["Stopping"]} - {"max_tokens", "stop_strings"}
 
 
 @dataclass(frozen=True)
@@ -241,8 +245,8 @@ def _common(request: ChatRequest | CompletionRequest) -> pb.GenerateRequest:
         # Parts of a message are lines; those of a prediction are one text.
         call.prediction.text = _text(request.prediction.content, "")
     options = request.neap or DepthOptions()
-    if options.priority is not None:
-        call.priority = options.priority
+    for name, value in options.model_dump(include=CALL, exclude_none=True).items():
+        setattr(call, name, value)
     if options.learn is not None:
         call.learn = pb.LEARN_NEVER
     if options.router_version is not None and options.router_alias is not None:
@@ -279,19 +283,18 @@ def _stopping(request: ChatRequest | CompletionRequest) -> pb.Stopping:
     return pb.Stopping(
         max_tokens=max_tokens,
         stop_strings=stop,
-        stop_token_ids=request.stop_token_ids or [],
-        ignore_eos=bool(request.ignore_eos),
+        **request.model_dump(include=STOPPING, exclude_none=True),
     )
 
 
 def _depth(options: DepthOptions) -> pb.DepthPolicy:
-    fields = {"policy": "exact", **options.model_dump(include=DEPTH, exclude_none=True)}
+    fields: dict[str, Any] = {"policy": "exact", **options.model_dump(include=POLICY, exclude_none=True)}
     try:
         depth = depth_policy(**fields)
     except InvalidInput as error:
         raise refused(error.message, f"neap.{error.metadata['field']}") from error
     # To the client 0, the worker's choice, is as good as absent.
-    if options.max_drafts is not None and not depth.HasField("exact"):
+    if "max_drafts" in fields and not depth.HasField("exact"):
         raise refused(f"max_drafts applies to the policy exact, not to {options.policy}", "neap.max_drafts")
     return depth
 

@@ -5,16 +5,19 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from neap_client.fields import FIELDS
+from neap_client.requests import DEPTH
+from neap_client.rules import Field as Rule
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 UINT32 = 2**32 - 1
 # Above what the settings allow.
 MAX_CHOICES = 128
 # Above what workers allow.
-MAX_STOPS = MAX_BAD_WORDS = 1024
+MAX_STOPS = 1024
 # Values that ask for nothing of the engine, of fields of OpenAI's API, and of vLLM's, that it does not have: a value,
 # or a type if all its values do. None is always such a value.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -72,8 +75,6 @@ def _unless_off(value: Any) -> Any:
 Seed = Annotated[int, BeforeValidator(_number), Field(ge=-(2**63), le=2**64 - 1)]
 # In JSON all keys are texts.
 BiasedToken = Annotated[int, BeforeValidator(_number), Field(ge=0, le=UINT32)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-CountPenalty = Annotated[float, Field(ge=-2, le=2)]
 TopK = Annotated[Annotated[int, Field(ge=1, le=UINT32)] | None, BeforeValidator(_unless_off)]
 
 
@@ -98,17 +99,47 @@ class Strict(BaseModel):
         return remaining
 
 
-class DepthOptions(Strict):
-    """The `neap` object of a request: depth policy, router, priority and what may be learned."""
+def _member(rule: Rule) -> tuple[Any, None]:
+    """A member of a body, within the limits of a field of the protos."""
+    largest = UINT32 if rule.kind == "uint32" else None
+    bounds = {"ge": rule.least, "gt": rule.above, "le": largest if rule.most is None else rule.most}
+    limits: dict[str, Any] = {name: rule.python_type(bound) for name, bound in bounds.items() if bound is not None}
+    kind: Any = Annotated[rule.python_type, Field(**limits)]
+    if rule.kind == "message":  # a word has no token ids in JSON
+        kind = Stop
+    if rule.is_map:
+        kind = dict[BiasedToken, kind]
+    elif rule.is_list:
+        kind = Annotated[Items[kind], Field(max_length=rule.most_items)]
+    return kind | None, None
+
+
+def _members(*messages: str, but: set[str]) -> Any:
+    """A class with a member for each field of these messages of neap.inference.v1, except for some."""
+    rules = (rule for message in messages for rule in FIELDS[message].values() if rule.name not in but)
+    members: dict[str, Any] = {rule.name: _member(rule) for rule in rules}
+    return create_model("Members", __base__=Strict, **members)
+
+
+if TYPE_CHECKING:
+    DepthMembers: TypeAlias = Strict
+    SamplingMembers: TypeAlias = Strict
+else:
+    # A body says in other ways which log-probabilities it wants; the gateway's settings, what a model states.
+    DepthMembers = _members(*DEPTH, "GenerateRequest", but={"logprobs", "prompt_logprobs", "model_defaults"})
+    # These have names or limits of OpenAI's.
+    SamplingMembers = _members(
+        "Sampling", "Stopping", but={"temperature", "top_p", "top_k", "seed", "max_tokens", "stop_strings"}
+    )
+
+
+class DepthOptions(DepthMembers):
+    """The `neap` object of a request: the fields of the depth policy and of a request that are here and in the protos,
+    under their names."""
 
     policy: Literal["full", "exact", "relaxed"] | None = None
-    threshold: float | None = Field(default=None, gt=0, le=1)
-    margin: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    max_drafts: int | None = Field(default=None, ge=0, le=UINT32)
-    min_layers: int | None = Field(default=None, ge=0, le=UINT32)
     router_version: int | None = Field(default=None, ge=1, le=2**63 - 1)
     router_alias: str | None = Field(default=None, min_length=1, max_length=64)
-    priority: int | None = Field(default=None, ge=-100, le=100)
     learn: Literal["never"] | None = None
 
 
@@ -228,9 +259,9 @@ class AllowedToolsChoice(Strict):
     allowed_tools: AllowedTools
 
 
-class SamplingFields(Strict):
-    """The fields that all endpoints have. Those from `top_k` on are not OpenAI's; vLLM has the same ones under the same
-    names."""
+class SamplingFields(SamplingMembers):
+    """The fields that all endpoints have: these, and those of Sampling and Stopping in the protos under their names,
+    which vLLM has, too."""
 
     unsupported = NEUTRAL
 
@@ -242,19 +273,10 @@ class SamplingFields(Strict):
     stream: bool | None = None
     user: str | None = Field(default=None, max_length=512)
     safety_identifier: str | None = Field(default=None, max_length=512)
-    presence_penalty: CountPenalty | None = None
-    frequency_penalty: CountPenalty | None = None
-    logit_bias: dict[BiasedToken, Bias] | None = None
     prediction: Prediction | None = None
     neap: DepthOptions | None = None
     structured_outputs: StructuredOutputs | None = None
     top_k: TopK = None
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    min_tokens: int | None = Field(default=None, ge=0, le=UINT32)
-    bad_words: Annotated[Items[Stop], Field(max_length=MAX_BAD_WORDS)] | None = None
-    stop_token_ids: Items[TokenId] | None = None
-    ignore_eos: bool | None = None
 
 
 class GenerationFields(SamplingFields):

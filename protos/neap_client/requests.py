@@ -1,12 +1,14 @@
 """Builds requests for generations."""
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal, Unpack
 
 from neap_client.errors import InvalidInput
+from neap_client.fields import FIELDS, DepthFields, RequestFields
 from neap_client.inference.v1 import inference_pb2 as pb
 
 Policy = Literal["full", "exact", "relaxed"]
+DEPTH = ("DepthPolicy", "Exact", "Relaxed")
 
 
 def generate_request(
@@ -16,68 +18,35 @@ def generate_request(
     system: str = "",
     raw: bool = False,
     policy: Policy = "exact",
-    threshold: float | None = None,
-    margin: float | None = None,
-    max_drafts: int = 0,
-    min_layers: int = 0,
     router: str | int = "",
-    max_tokens: int | None = None,
     stop: Sequence[str] = (),
-    stop_token_ids: Sequence[int] = (),
-    ignore_eos: bool = False,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    seed: int | None = None,
-    presence_penalty: float | None = None,
-    frequency_penalty: float | None = None,
-    logit_bias: Mapping[int, float] | None = None,
-    min_tokens: int | None = None,
     bad_words: Sequence[str | Sequence[int]] = (),
-    logprobs: int | None = None,
-    priority: int | None = None,
     constraint: pb.Constraint | None = None,
     prediction: str | Sequence[int] = "",
-    prompt_logprobs: int | None = None,
-    model_defaults: bool | None = None,
     learn: Literal["never"] | None = None,
+    **fields: Unpack[RequestFields],
 ) -> pb.GenerateRequest:
     """Return a request. The protos describe the arguments; None leaves a field absent.
 
     A `prompt` of text is the user's message of a chat, after a `system` message if there is one. A Chat may have tools.
     With `raw` the text is continued as it is, without the chat template. Each of `bad_words` is a text or token ids,
-    and so is `prediction`. `router` is a version or an alias. Raises InvalidInput for arguments that exclude each
-    other.
+    and so is `prediction`. `router` is a version or an alias. `fields`: those with plain values of the messages in
+    `neap_client.fields`, under their names. Raises InvalidInput for arguments that exclude each other, and TypeError
+    for others.
     """
+    given = {name: value for name, value in fields.items() if value is not None}
     request = pb.GenerateRequest(
         model_id=model_id,
-        sampling=pb.Sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            logit_bias=logit_bias,
-            min_tokens=min_tokens,
-            bad_words=map(_bad_word, bad_words),
-        ),
-        stopping=pb.Stopping(
-            max_tokens=max_tokens, stop_strings=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos
-        ),
-        depth=depth_policy(policy, threshold=threshold, margin=margin, max_drafts=max_drafts, min_layers=min_layers),
-        logprobs=logprobs,
-        priority=priority,
+        sampling=pb.Sampling(bad_words=map(_bad_word, bad_words), **_of("Sampling", given)),
+        stopping=pb.Stopping(stop_strings=stop, **_of("Stopping", given)),
+        depth=depth_policy(policy, **{name: value for kind in DEPTH for name, value in _of(kind, given).items()}),
         constraint=constraint,
         prediction=_prediction(prediction),
-        prompt_logprobs=prompt_logprobs,
-        model_defaults=model_defaults,
         learn=_learn(learn),
+        **_of("GenerateRequest", given),
     )
+    if given:
+        raise TypeError(f"generate_request has no argument {', '.join(given)}")
     if isinstance(prompt, str):
         set_prompt(request, prompt, raw=raw, system=system)
     elif raw or system:
@@ -90,6 +59,11 @@ def generate_request(
         request.chat.messages.extend(prompt)
     set_router(request, router)
     return request
+
+
+def _of(message: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Take the fields of a message from those given."""
+    return {name: given.pop(name) for name in FIELDS[message] if name in given}
 
 
 def _learn(learn: str | None) -> pb.Learn | None:
@@ -110,29 +84,20 @@ def _prediction(prediction: str | Sequence[int]) -> pb.Prediction | None:
     return pb.Prediction(token_ids=pb.TokenIds(ids=prediction))
 
 
-def depth_policy(
-    policy: str,
-    *,
-    threshold: float | None = None,
-    margin: float | None = None,
-    max_drafts: int = 0,
-    min_layers: int = 0,
-) -> pb.DepthPolicy:
+def depth_policy(policy: str, **settings: Unpack[DepthFields]) -> pb.DepthPolicy:
     """Build the DepthPolicy message. Raises InvalidInput for an unknown policy or a setting that the policy does not
     have; its metadata names the argument as "field"."""
-    for name, value in (("threshold", threshold), ("margin", margin)):
-        if value is not None and policy != "relaxed":
-            raise _bad_depth(name, f"{name} applies to the policy relaxed, not to {policy}")
-    if max_drafts and policy != "exact":
-        raise _bad_depth("max_drafts", f"max_drafts applies to the policy exact, not to {policy}")
-    if policy == "full":
-        return pb.DepthPolicy(full=pb.Full(), min_layers=min_layers)
-    if policy == "exact":
-        return pb.DepthPolicy(exact=pb.Exact(max_drafts=max_drafts), min_layers=min_layers)
-    if policy == "relaxed":
-        relaxed = pb.Relaxed(threshold=threshold, margin=margin)
-        return pb.DepthPolicy(relaxed=relaxed, min_layers=min_layers)
-    raise _bad_depth("policy", f"policy is {policy!r}; it must be full, exact or relaxed")
+    if policy not in ("full", "exact", "relaxed"):
+        raise _bad_depth("policy", f"policy is {policy!r}; it must be full, exact or relaxed")
+    given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+    own = _of(policy.capitalize(), given) if policy != "full" else {}
+    for other in ("exact", "relaxed"):
+        for name, field in FIELDS[other.capitalize()].items():
+            # A field that is always there is absent if it is 0.
+            if name in given and (given.pop(name) or field.is_optional):
+                raise _bad_depth(name, f"{name} applies to the policy {other}, not to {policy}")
+    kind = {"full": pb.Full, "exact": pb.Exact, "relaxed": pb.Relaxed}[policy]
+    return pb.DepthPolicy(**{policy: kind(**own)}, **given)
 
 
 def _bad_depth(field: str, message: str) -> InvalidInput:

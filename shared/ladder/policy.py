@@ -1,11 +1,10 @@
 """The depth policy: whether tokens may leave early, and which of these drafts the verify pass accepts."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from shared.errors import InvalidInput
-from shared.field_types import check_types
+from shared.field_types import check_limits, check_types
 
 PolicyName = Literal["full", "exact", "relaxed"]
 # Of relaxed, if it is given neither a threshold nor a margin: TIDE's.
@@ -40,11 +39,5 @@ class DepthPolicy:
                 raise InvalidInput(f"a {what} needs the policy relaxed, not {self.name}")
         if self.name == "relaxed" and self.threshold is None and self.margin is None:
             object.__setattr__(self, "threshold", DEFAULT_THRESHOLD)  # frozen from here on; this is still construction
-        if self.threshold is not None and not 0.0 < self.threshold <= 1.0:
-            raise InvalidInput(f"threshold is {self.threshold}; it must be in (0, 1]")
-        if self.margin is not None and not 0.0 <= self.margin < math.inf:
-            raise InvalidInput(f"margin is {self.margin}; it must be finite and not negative")
-        if self.min_layers < 0:
-            raise InvalidInput(f"min_layers is {self.min_layers}; it must not be negative")
-        if not 0 <= self.max_drafts <= 64:
-            raise InvalidInput(f"max_drafts is {self.max_drafts}; it must be in [0, 64]")
+        for message in ("DepthPolicy", "Exact", "Relaxed"):
+            check_limits(self, message)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
+from neap_client.fields import FIELDS
 from transformers import PreTrainedModel
 
 from shared.errors import InvalidInput
@@ -34,8 +35,6 @@ NEUTRAL = {
     "suppress_tokens": [],
     "watermarking_config": None,
 }
-# What a request may take, and the type of its values.
-SAMPLING_DEFAULTS = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,12 @@ def generation_defaults(model: PreTrainedModel, model_id: str) -> GenerationDefa
     config = getattr(model, "generation_config", None)
     stated: dict[str, Any] = config.to_diff_dict() if config is not None else {}
     sampling: dict[str, float | int] = {}
-    for name, kind in SAMPLING_DEFAULTS.items():
+    for name, option in FIELDS["Sampling"].items():
         # transformers' 0 switches top_k off, as an absent one does here.
-        if (value := stated.get(name)) is None or (name == "top_k" and value == 0):
+        if not option.in_generation_config or (value := stated.get(name)) is None or (name == "top_k" and value == 0):
             continue
         try:
-            checked = kind(value)
+            checked = option.python_type(value)
             SamplingParams(**{name: checked})
         except (InvalidInput, TypeError, ValueError) as error:
             log.warning("a default of the model's generation_config is not used", model_id=model_id, reason=str(error))

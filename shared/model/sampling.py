@@ -7,7 +7,6 @@ accepted with probability p(draft), and otherwise the result follows the residua
 rejection sampling (Leviathan et al., 2211.17192) coupled to the plain sampler.
 """
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,20 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from shared.errors import InvalidInput
-from shared.field_types import check_types
+from shared.field_types import check_limits, check_types
 from shared.ops.drafting import functions
 
 if TYPE_CHECKING:
     from shared.model.context_counts import ContextCounts
 
-# Beyond these limits logits overflow: several would be infinite, and no token would be the most probable one.
-MIN_TEMPERATURE = 1e-6
-MAX_PENALTY = 100.0
-# OpenAI's limits.
-MAX_COUNT_PENALTY = 2.0
-MAX_BIAS = 100.0
-MAX_BIASED_TOKENS = 1024
-# Each step looks at all of them.
+# Each text of a request is tokenised in two ways. Each step looks at all of them.
 MAX_BAD_WORDS = 512
 MAX_BAD_WORD_TOKENS = 64
 
@@ -61,41 +53,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.temperature != 0.0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
-            raise InvalidInput(
-                f"temperature is {self.temperature}; it must be 0, for greedy, or finite and at least {MIN_TEMPERATURE}"
-            )
-        if self.top_k < 0:
-            raise InvalidInput(f"top_k is {self.top_k}; it must not be negative")
-        if not 0.0 < self.top_p <= 1.0:
-            raise InvalidInput(f"top_p is {self.top_p}; it must be in (0, 1]")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise InvalidInput(f"min_p is {self.min_p}; it must be in [0, 1]")
-        if not 1 / MAX_PENALTY <= self.repetition_penalty <= MAX_PENALTY:
-            raise InvalidInput(
-                f"repetition_penalty is {self.repetition_penalty}; it must be in [{1 / MAX_PENALTY}, {MAX_PENALTY}]"
-            )
         if not 0 <= self.seed < 2**64:
             raise InvalidInput(f"seed is {self.seed}; it must be in [0, 2^64)")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -MAX_COUNT_PENALTY <= getattr(self, name) <= MAX_COUNT_PENALTY:
-                raise InvalidInput(
-                    f"{name} is {getattr(self, name)}; it must be in [{-MAX_COUNT_PENALTY:g}, {MAX_COUNT_PENALTY:g}]"
-                )
-        if self.min_tokens < 0:
-            raise InvalidInput(f"min_tokens is {self.min_tokens}; it must not be negative")
         try:
             biases = {index(token): float(bias) for token, bias in self.logit_bias.items()}
         except (AttributeError, TypeError, ValueError) as error:
             raise InvalidInput("logit_bias must map token ids to numbers") from error
         object.__setattr__(self, "logit_bias", biases)  # frozen from here on; this is still construction
-        if len(biases) > MAX_BIASED_TOKENS:
-            raise InvalidInput(f"logit_bias has {len(biases)} tokens; at most {MAX_BIASED_TOKENS} are allowed")
-        for token, bias in biases.items():
-            if not -MAX_BIAS <= bias <= MAX_BIAS:
-                raise InvalidInput(
-                    f"logit_bias of token {token} is {bias}; it must be in [{-MAX_BIAS:g}, {MAX_BIAS:g}]"
-                )
+        check_limits(self, "Sampling")
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise InvalidInput(f"{len(self.bad_words)} bad_words; at most {MAX_BAD_WORDS} are allowed")
         if not all(0 < len(word) <= MAX_BAD_WORD_TOKENS for word in self.bad_words):

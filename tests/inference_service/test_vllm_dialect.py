@@ -16,7 +16,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from inference_service.vllm_convert import FIELDS, PARAMETERS, to_requests
+from inference_service.vllm_convert import PARAMETERS, REQUEST, to_requests
 from inference_service.vllm_servicer import _SERVICE, MAX_ABORTED, VllmServicer
 from shared.engine.engine import Engine
 from shared.engine.request.handle import GenerationHandle
@@ -278,4 +278,4 @@ def test_the_published_fields_are_those_that_were_read():
         *("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "extra_mm_inputs", "media_refs"),
         "data_parallel_rank",
     }
-    assert {field.name for field in vllm.GenerateRequest.DESCRIPTOR.fields} == FIELDS | refused
+    assert {field.name for field in vllm.GenerateRequest.DESCRIPTOR.fields} == REQUEST | refused

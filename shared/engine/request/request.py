@@ -11,17 +11,12 @@ from typing import NamedTuple
 from shared.constraints.constraint import Constraint, MessageConstraint
 from shared.engine.memory.prefixes import key_of, scope_key_of
 from shared.errors import InvalidInput
-from shared.field_types import check_types
+from shared.field_types import check_limits, check_types
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.prediction import PredictedText
 from shared.model.sampling import SamplingParams
 
-MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
-# With min_tokens each step forbids all of them.
-MAX_STOP_TOKEN_IDS = 1024
-MAX_LOGPROBS = 20
-MAX_PRIORITY = 100
 DEFAULT_MAX_TOKENS = 256
 
 
@@ -37,12 +32,7 @@ class StoppingParams:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.max_tokens is not None and self.max_tokens < 0:
-            raise InvalidInput(f"max_tokens is {self.max_tokens}; it must be at least 0")
-        if len(self.stop_strings) > MAX_STOP_STRINGS:
-            raise InvalidInput(f"{len(self.stop_strings)} stop strings; at most {MAX_STOP_STRINGS} are allowed")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidInput(f"{len(self.stop_token_ids)} stop_token_ids; at most {MAX_STOP_TOKEN_IDS} are allowed")
+        check_limits(self, "Stopping")
         for stop in self.stop_strings:
             # "replace": a lone surrogate has no bytes of its own.
             if not 0 < len(stop.encode(errors="replace")) <= MAX_STOP_STRING_BYTES:
@@ -60,7 +50,7 @@ class GenerationRequest:
     drafts for the same two only.
 
     Statistics count it under `router_version` (0: no router), which `router_alias` named (empty: no alias did).
-    `priority`, in [-MAX_PRIORITY, MAX_PRIORITY]: requests with lower numbers come first.
+    `priority`: requests with lower numbers come first.
 
     `resumed_ids`: tokens of the answer that the caller has already, from here or from another worker. They are read as
     the prompt is, and the answer goes on after them as if it had never been interrupted. `constraint`: what the answer
@@ -99,14 +89,9 @@ class GenerationRequest:
         check_types(self)
         if not self.prompt_ids:
             raise InvalidInput("the prompt is empty", reason="EMPTY_PROMPT")
-        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
-            raise InvalidInput(f"priority is {self.priority}; it must be in [{-MAX_PRIORITY}, {MAX_PRIORITY}]")
+        check_limits(self, "GenerateRequest")
         if math.isnan(self.deadline_s):
             raise InvalidInput("deadline_s is NaN; it must be a time, or infinite for none")
-        for name in ("logprobs", "prompt_logprobs"):
-            num_logprobs = getattr(self, name)
-            if num_logprobs is not None and not 0 <= num_logprobs <= MAX_LOGPROBS:
-                raise InvalidInput(f"{name} is {num_logprobs}; it must be in [0, {MAX_LOGPROBS}]")
         if self.resumed_ids:
             object.__setattr__(self, "num_scored", len(self.prompt_ids))
         if self.constraint is not None and self.stopping.ignore_eos:

@@ -3,13 +3,14 @@ chosen."""
 
 import json
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from neap_client.fields import FIELDS
 from neap_client.inference.v1 import inference_pb2 as pb
 from neap_client.requests import generate_request
 
+from docs.generators.reference import reference_page
 from inference_service.convert import to_sampling
 from neap_engine.gateway.requests import parse_generation
 from neap_engine.gateway.schema import NEUTRAL, CompletionRequest
@@ -17,8 +18,6 @@ from neap_engine.hugging_face.options import FILTERS
 from shared.errors import InvalidInput
 from shared.model.sampling import SamplingParams
 
-DOCS = Path(__file__).parents[3] / "docs"
-FIELDS = pb.Sampling.DESCRIPTOR.fields
 # Calls of transformers take seeds from torch's generator.
 NOT_OF_TRANSFORMERS = {"seed", "presence_penalty", "frequency_penalty"}
 
@@ -30,7 +29,12 @@ OTHERS = {
 }
 
 
-@pytest.fixture(params=FIELDS, ids=lambda field: field.name)
+@pytest.fixture(scope="module")
+def page():
+    return reference_page()
+
+
+@pytest.fixture(params=pb.Sampling.DESCRIPTOR.fields, ids=lambda field: field.name)
 def given(request):
     """(name, a value that is allowed and not the default: in each of the forms of `OTHERS`)."""
     field = request.param
@@ -49,7 +53,7 @@ def loaded():
 
 
 def test_the_engine_has_the_fields_of_the_proto():
-    assert [field.name for field in FIELDS] == [field.name for field in fields(SamplingParams)]
+    assert [*FIELDS["Sampling"]] == [field.name for field in fields(SamplingParams)]
 
 
 def test_the_worker_reads_it(given, loaded):
@@ -89,13 +93,29 @@ def test_a_processor_of_transformers_stands_for_it(given):
     assert (name in {field for _, _, field in FILTERS}) != (name in NOT_OF_TRANSFORMERS)
 
 
-def test_the_documents_name_it(given):
-    name, *_ = given
-    pages = ["clients.md", "openai.md"]
-    if name not in NOT_OF_TRANSFORMERS:
-        pages.append("library.md")
-    for page in pages:
-        assert f"`{name}`" in (DOCS / page).read_text(), page
+@pytest.mark.parametrize(
+    "field", [field for of in FIELDS.values() for field in of.values()], ids=lambda field: field.name
+)
+def test_the_documents_say_its_limits(field, page):
+    assert any(row.startswith(f"| `{field.name}` |") and field.described in row for row in page.splitlines())
+
+
+@pytest.mark.parametrize(
+    "field", [field for field in FIELDS["Sampling"].values() if field.kind != "message"], ids=lambda field: field.name
+)
+def test_what_is_beyond_its_limits_is_refused(field):
+    """And what switches it off is the engine's default."""
+    if field.off is not None:
+        assert getattr(SamplingParams(), field.name) == field.off
+    for limit, beyond in ((field.least, -1), (field.above, 0), (field.most, 1)):
+        if limit is not None:
+            number = limit + beyond * (1 if field.python_type is int else 1e-9)
+            number = field.python_type(number if number != field.off else -1)
+            with pytest.raises(InvalidInput, match=rf"{field.name}.* is {number}"):
+                SamplingParams(**{field.name: {1: number} if field.is_map else number})
+    if field.most_items is not None:
+        with pytest.raises(InvalidInput, match=f"at most {field.most_items} are allowed"):
+            SamplingParams(**{field.name: dict.fromkeys(range(field.most_items + 1), 0.5)})
 
 
 def test_a_priority_is_sent_by_all(service, neap):
