@@ -6,10 +6,12 @@ from dataclasses import fields, replace
 
 import torch
 from hypothesis import strategies as st
+from neap_client.fields import FIELDS
 from torch import Tensor
 
-from shared.model.sampling import MIN_TEMPERATURE, SamplingParams, Trial
+from shared.model.sampling import SamplingParams, Trial
 
+MIN_TEMPERATURE = FIELDS["Sampling"]["temperature"].least
 SAMPLED = (MIN_TEMPERATURE, 0.3, 0.8, 1.0, 1.7, 1e308)
 
 

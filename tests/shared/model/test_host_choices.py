@@ -11,8 +11,9 @@ from torch import Tensor
 from shared.model import host_choices
 from shared.model.distribution import candidates, drawn, nucleus
 from shared.model.host_choices import draw, token_at
-from shared.model.sampling import MIN_TEMPERATURE, SamplingParams, Trial
+from shared.model.sampling import SamplingParams, Trial
 from shared.ops import NO_TOKEN
+from tests.drawn_trials import MIN_TEMPERATURE
 
 DRAWN = settings(max_examples=150)
 UNIFORMS = (0.0, 1e-9, 0.03, 0.3, 0.5, 0.77, 0.97, 1 - 1e-9, math.nextafter(1.0, 0.0))
