@@ -113,4 +113,4 @@ format: $(STAMP)
 clean:
 	@rm -rf $(VENV) build dist shared/ops/_lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find protos -name '*_pb2*.py*' -delete
-	@echo "clean; .neap (the demo's model and routers) is kept: remove it by hand"
+	@echo "clean; .neap (the demo's model and data) is kept: remove it by hand"

@@ -20,6 +20,7 @@ from bench.table import head, row
 from bench.worker import MODEL_ID
 from calibrator_service.jobs import JobStore
 from calibrator_service.learning.schedule import LOOK_INTERVAL_S, LearningSchedule
+from calibrator_service.metrics import CalibratorMetrics
 from inference_service.router_watch import RouterWatch
 from inference_service.tap import AT_MOST_S
 from shared.errors import NotFound
@@ -206,7 +207,7 @@ def main() -> None:
         model = ModelSource.parse(f"{MODEL_ID}=/a")
         settings = CalibratorSettings(models=(model,), data_dir=Path(folder), registry="r", learn_tokens=10**12)
         jobs = JobStore(Path(folder) / "jobs.db")
-        schedule = LearningSchedule(registry, traffic, jobs, settings, lambda: None)
+        schedule = LearningSchedule(registry, traffic, jobs, settings, lambda: None, metrics=CalibratorMetrics())
         looking, _ = counted(counts, lambda: schedule.consider(MODEL_ID, POOL))
         say("looks at a pool of one object", pools / LOOK_INTERVAL_S, looking)
 

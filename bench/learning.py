@@ -28,6 +28,7 @@ from bench.options import make_parser, parsed
 from bench.prompts import read_texts
 from bench.table import head, row
 from bench.worker import MODEL_ID, READY_S, publish_router, worker_process
+from demo.answers import Measured, ask
 from neap_engine.cli.processes import ServiceProcess
 from shared.errors import Unavailable
 from shared.registry.factory import open_registry
@@ -36,8 +37,6 @@ from shared.registry.registry import Registry
 ALIAS = "latest"
 FULL = "full"
 RANDOM_TOKENS = 64
-# Shorter answers have no speed.
-MIN_TOKENS = 8
 
 Prompt = str | pb.TokenIds
 
@@ -95,11 +94,8 @@ def serve(client: NeapClient, prompts: Sequence[Prompt], options: argparse.Names
     """The tokens of prompts and answers."""
     num_tokens = 0
     for prompt in prompts:
-        with client.generate(request_of(prompt, options, None, is_kept=True)) as stream:
-            for _ in stream:
-                pass
-        assert stream.finished is not None
-        num_tokens += stream.finished.usage.num_prompt_tokens + stream.finished.usage.num_completion_tokens
+        answer = ask(client, request_of(prompt, options, None, is_kept=True))
+        num_tokens += answer.num_prompt_tokens + len(answer.token_ids)
     return num_tokens
 
 
@@ -121,39 +117,32 @@ def wait_learned(options: argparse.Namespace, folder: Path, registry: Registry, 
 
 def measure(
     client: NeapClient, prompts: Sequence[Prompt], sides: Mapping[str, int], options: argparse.Namespace
-) -> dict[str, list[tuple[float, float, tuple[int, ...]]]]:
-    """Of each side and prompt: seconds a token after the first, tokens a pass, and the tokens. Sides take turns."""
-    found: dict[str, list[tuple[float, float, tuple[int, ...]]]] = {name: [] for name in sides}
+) -> dict[str, list[Measured]]:
+    """The answers of each side that have a speed. Sides take turns."""
+    found: dict[str, list[Measured]] = {name: [] for name in sides}
     names = list(sides)
     for number, prompt in enumerate([prompts[0], *prompts]):  # the first is a warm-up
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            first_s = 0.0
-            tokens: tuple[int, ...] = ()
-            with client.generate(request_of(prompt, options, sides[name], is_kept=False)) as stream:
-                for event in stream:
-                    if event.HasField("chunk"):
-                        first_s = first_s or time.perf_counter()
-                        tokens += tuple(token.id for token in event.chunk.tokens)
-                end_s = time.perf_counter()
-            assert stream.finished is not None
-            num_passes = max(stream.finished.depth.num_deep_passes, 1)
-            if number and len(tokens) >= MIN_TOKENS:
-                decoded = len(tokens) - 1
-                found[name].append(((end_s - first_s) / decoded, decoded / num_passes, tokens))
+            answer = ask(client, request_of(prompt, options, sides[name], is_kept=False))
+            if number and answer.has_speed:
+                found[name].append(answer)
     return found
 
 
-def print_table(found: Mapping[str, list[tuple[float, float, tuple[int, ...]]]]) -> None:
+def print_table(found: Mapping[str, list[Measured]]) -> None:
     full = found[FULL]
     head("side", "tokens/s, median", "over full, median of pairs", "tokens per pass", "answers of full")
     for name, own in found.items():
-        over = statistics.median(f[0] / o[0] for o, f in zip(own, full, strict=True))
-        same = sum(o[2] == f[2] for o, f in zip(own, full, strict=True))
-        rate, passes = statistics.median(1 / o[0] for o in own), statistics.mean(o[1] for o in own)
-        row(name, f"{rate:.1f}", f"{over:.2f}", f"{passes:.2f}", f"{same} of {len(own)}")
+        same = sum(o.token_ids == f.token_ids for o, f in zip(own, full, strict=True))
+        rate = statistics.median(answer.tokens_per_s for answer in own)
+        passes = statistics.mean(answer.tokens_per_pass for answer in own)
+        row(name, f"{rate:.1f}", f"{_over(own, full):.2f}", f"{passes:.2f}", f"{same} of {len(own)}")
     first, learned = (found[name] for name in list(found)[1:])
-    over = statistics.median(f[0] / o[0] for f, o in zip(first, learned, strict=True))
-    print(f"learned over first, median of pairs: {over:.2f}")
+    print(f"learned over first, median of pairs: {_over(learned, first):.2f}")
+
+
+def _over(own: Sequence[Measured], others: Sequence[Measured]) -> float:
+    return statistics.median(o.tokens_per_s / other.tokens_per_s for o, other in zip(own, others, strict=True))
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ async def serve(settings: CalibratorSettings) -> int:
                 settings,
                 supervisor.queue.wake,
                 judge.has_lost if judge is not None else lambda model_id, alias: False,
+                metrics=metrics,
             )
         try:
             services = (servicer.SERVICE_NAME, router_servicer.SERVICE_NAME)

@@ -56,6 +56,16 @@ class CalibratorMetrics(ServiceMetrics):
             "Steps that the judge took: grow, promote, roll_back, no_difference, silent.",
             ["model_id", "outcome"],
         )
+        self.learning_new_tokens = self.gauge(
+            "neap_learning_new_tokens",
+            "Tokens of a pool that no job has learned from, at the last look; 0 while its interval lasts.",
+            ["model_id", "pool"],
+        )
+        self.learning_jobs = self.counter(
+            "neap_learning_jobs",
+            "Jobs that learned from a pool's answers and have ended, by how.",
+            ["model_id", "state"],
+        )
         self.alarms = self.counter(
             "neap_judge_alarms",
             "Alarms about the version that an alias names: slower_than_full, lost_acceptance.",

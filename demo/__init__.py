@@ -1,1 +1,1 @@
-"""What neap is worth, shown in five minutes: `make demo`."""
+"""What neap is worth, shown in four minutes: `make demo`."""

@@ -1,4 +1,23 @@
-"""Requests of one narrow kind for the demo: the facts of a short passage as JSON. The places are invented."""
+"""What the demo asks: four questions of different kinds, and requests of one narrow kind, the facts of a short passage
+as JSON. The places are invented."""
+
+PROMPTS: dict[str, str] = {
+    "translation": (
+        "Translate into French, then repeat the English sentence: 'The boat leaves the harbour when the tide turns, "
+        "and the boat comes back when the tide turns again.'"
+    ),
+    "summary": (
+        "Summarise in two sentences: Neap tides happen twice a month, when the sun and the moon pull at right angles. "
+        "The sun then cancels part of the moon's pull, so high water is lower and low water is higher than on other "
+        "days. Sailors plan around neap tides because the currents are weaker, and harbours with a shallow entrance "
+        "may be closed to large ships until the tides grow again."
+    ),
+    "question": "Why does the sea taste of salt while most rivers do not?",
+    "maths": (
+        "A ferry carries 48 cars on each trip and makes 6 trips a day. How many cars does it carry in 5 days? Work it "
+        "out step by step."
+    ),
+}
 
 TASK = (
     'Write the facts of this passage as JSON with the keys "name", "kind", "country", "year", "size" and "keeper".'
@@ -42,4 +61,4 @@ PASSAGES = (
 )
 NUM_LEARNED = 20
 LEARNED = tuple(TASK + passage for passage in PASSAGES[:NUM_LEARNED])
-MEASURED = {f"facts {n}": TASK + text for n, text in enumerate(PASSAGES[NUM_LEARNED:], 1)}
+MEASURED = tuple(TASK + passage for passage in PASSAGES[NUM_LEARNED:])

@@ -202,6 +202,11 @@ def _families() -> dict[str, Metric]:
         "layer_executions_extra",
         "Layer executions that steps needed more than that, because the full model rejected drafts.",
     )
+    text = (
+        "whole answers of exact without their first step, by how many requests ran: 0 for 1, 1 for 2, 2 for 3 and 4, .."
+    )
+    counter("exact_tokens", f"Tokens of {text}", "load")
+    counter("exact_seconds", f"Seconds of the steps of {text}", "load")
     histogram("request_queue_time_seconds", "From submission to the engine's first step for it.")
     histogram(
         "inter_token_latency_seconds",
@@ -243,6 +248,9 @@ def _read(engine: Engine, families: Mapping[str, Metric]) -> None:
     put("layer_executions", statistics.num_layer_executions)
     put("layer_executions_saved", statistics.num_layer_executions_saved)
     put("layer_executions_extra", statistics.num_layer_executions_extra)
+    for load, served in sorted(dict(statistics.served.by_load).items()):
+        put("exact_tokens", served.num_tokens, str(load))
+        put("exact_seconds", served.seconds, str(load))
     for name, distribution in (
         ("request_queue_time_seconds", statistics.queue_s),
         ("inter_token_latency_seconds", statistics.inter_token_s),

@@ -15,6 +15,7 @@ from calibrator_service.jobs import JobCount
 from calibrator_service.metrics import CalibratorMetrics
 from inference_service.metrics import WorkerMetrics
 from neap_engine.gateway.metrics import GatewayMetrics
+from shared.engine.served import Pace
 from shared.engine.statistics import EngineStatistics
 from shared.model.numerics import Promise
 
@@ -27,6 +28,7 @@ def busy_engine() -> SimpleNamespace:
     statistics.record_drafts(["prompt-lookup"], ["prompt-lookup"], 3)
     statistics.exits["prompt-lookup"] += 1
     statistics.by_version[3].exits["prompt-lookup"] += 1
+    statistics.served.record("latest", 3, Pace(20, 10, 0.5, 10), num_passes=10, num_drafted=9, num_executions=40)
     return SimpleNamespace(
         loaded=SimpleNamespace(model_id="tiny"),
         promise=Promise({}, is_exact=True),
@@ -76,6 +78,8 @@ def busy_calibrator_metrics() -> CalibratorMetrics:
     metrics.served_reports.labels("taken").inc()
     metrics.verdicts.labels("tiny", "grow").inc()
     metrics.alarms.labels("tiny", "lost_acceptance").inc()
+    metrics.learning_new_tokens.labels("tiny", "legal").set(12)
+    metrics.learning_jobs.labels("tiny", "succeeded").inc()
     return metrics
 
 

@@ -18,6 +18,9 @@ class LearningRule:
     min_tokens: int = 20_000
     min_interval_s: float = 1800.0
 
+    def least_tokens(self, *, has_lost: bool) -> int:
+        return max(self.min_tokens // LOST_PART if has_lost else self.min_tokens, 1)
+
 
 @dataclass(frozen=True)
 class PoolState:
@@ -25,7 +28,8 @@ class PoolState:
 
     `counted_s`: when the newest object was written that the last job could read, by the store's clock. `began_s`: when
     the job was created (Unix seconds). `num_failed`: jobs in a row that failed. `calibration_id`: the last job, until
-    its end was seen. `is_alone`: the next one has no parent, because the last failed for that.
+    its end was seen. `is_alone`: the next one has no parent, because the last failed for that. For people: `last_job`,
+    `why` it began, and its `outcome`.
     """
 
     counted_s: float = 0.0
@@ -33,6 +37,9 @@ class PoolState:
     num_failed: int = 0
     calibration_id: str = ""
     is_alone: bool = False
+    last_job: str = ""
+    why: str = ""
+    outcome: str = ""
 
     def new_tokens(self, batches: Iterable[Batch]) -> int:
         """Tokens written since. If the store's clock was put back, all that is kept counts as new, once."""
@@ -42,10 +49,12 @@ class PoolState:
 
     def may_begin(self, rule: LearningRule, now_s: float) -> bool:
         """Whether the interval is over. A clock that was put back ends it."""
-        interval_s = rule.min_interval_s * min(2**self.num_failed, MAX_BACKOFF)
-        return not 0.0 <= now_s - self.began_s < interval_s
+        return not self.began_s <= now_s < self.next_s(rule)
+
+    def next_s(self, rule: LearningRule) -> float:
+        """When the interval is over (Unix seconds)."""
+        return self.began_s + rule.min_interval_s * min(1 << self.num_failed, MAX_BACKOFF)
 
     def is_due(self, rule: LearningRule, num_new_tokens: int, now_s: float, *, has_lost: bool = False) -> bool:
         """`has_lost`: the router's drafts are accepted less often than they were."""
-        min_tokens = rule.min_tokens // LOST_PART if has_lost else rule.min_tokens
-        return num_new_tokens >= max(min_tokens, 1) and self.may_begin(rule, now_s)
+        return num_new_tokens >= rule.least_tokens(has_lost=has_lost) and self.may_begin(rule, now_s)

@@ -8,7 +8,6 @@ What it must remember is in the registry, as a note for each pool: a restart, or
 with it.
 """
 
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -22,15 +21,18 @@ from calibrator_service.jobs import JobStore
 from calibrator_service.learning.pools import LATEST, latest_of, pool_of_source
 from calibrator_service.learning.rule import LearningRule, PoolState
 from calibrator_service.lineage import find_parent
+from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.service_thread import ServiceThread
 from shared.errors import Corrupt, NeapError, NotFound, PreconditionFailed
 from shared.pool_names import check_pool
 from shared.registry.lease import Lease
+from shared.registry.names import learning_note
 from shared.registry.registry import Registry
 from shared.service_settings import CalibratorSettings
 from shared.traffic.traffic import EXPIRE_EVERY_S, Batch, Traffic
 
-LOOK_INTERVAL_S = 30.0
+# With an interval between jobs that is shorter, it looks as often as that, but no more than once in the second.
+LOOK_INTERVAL_S, LEAST_LOOK_INTERVAL_S = 30.0, 1.0
 # Failures of a job whose parent is the reason.
 _PARENTS_FAULT = frozenset({"ROUTER_MISMATCH", "LAYOUT_MISMATCH", "PARENT_MISMATCH", "NO_STATISTICS", "CORRUPT"})
 
@@ -49,11 +51,14 @@ class LearningSchedule:
         settings: CalibratorSettings,
         wake_queue: Callable[[], object],
         has_lost: Callable[[str, str], bool] = lambda model_id, alias: False,
+        *,
+        metrics: CalibratorMetrics,
     ) -> None:
         self._registry, self._traffic, self._store, self._settings = registry, traffic, store, settings
-        self._wake_queue, self._has_lost = wake_queue, has_lost
+        self._wake_queue, self._has_lost, self._metrics = wake_queue, has_lost, metrics
+        self._look_interval_s = min(LOOK_INTERVAL_S, max(settings.learn_interval_s, LEAST_LOOK_INTERVAL_S))
         self._rule = LearningRule(settings.learn_tokens, settings.learn_interval_s)
-        self._leases = {model_id: registry.lease(f"learning-{_digest(model_id)}") for model_id in settings.sources}
+        self._leases = {model_id: registry.lease(learning_note(model_id)) for model_id in settings.sources}
         self._looked_s = self._expired_s = self._hold_at_s = float("-inf")
         self.thread = ServiceThread("learning", self._look)
 
@@ -72,7 +77,7 @@ class LearningSchedule:
             removed = self._traffic.expire(86_400 * self._settings.traffic_days)
             if removed.num_objects:
                 log.info("old answers removed", num_objects=removed.num_objects, num_bytes=removed.num_bytes)
-        if now_s - self._looked_s >= LOOK_INTERVAL_S:
+        if now_s - self._looked_s >= self._look_interval_s:
             self._looked_s = now_s
             for model_id in held:
                 for pool in self._traffic.pools(model_id):
@@ -82,7 +87,7 @@ class LearningSchedule:
                         self.consider(model_id, check_pool(pool))
                     except NeapError as error:
                         log.warning("a pool is left for later", model_id=model_id, pool=pool, reason=error.reason)
-        return min((lease.renew_after_s for lease in self._leases.values()), default=LOOK_INTERVAL_S)
+        return min([self._look_interval_s, *(lease.renew_after_s for lease in self._leases.values())])
 
     def _hold_all(self) -> list[str]:
         """The models for which this service acts now, by leases taken or renewed."""
@@ -97,21 +102,25 @@ class LearningSchedule:
 
     def consider(self, model_id: str, pool: str) -> None:
         """Creates the job of a pool where it is due."""
-        name = f"learning-{_digest(f'{model_id}/{pool}')}"
-        before = _state_of(self._note(name))
-        state = self._after_last_job(before)
+        name = learning_note(model_id, pool)
+        before = self._note(name)
+        state = self._after_last_job(_state_of(before), model_id)
         if state.calibration_id:
             return
         # The interval first: what is kept may be millions of objects to list.
         batches = self._traffic.batches(model_id, pool) if state.may_begin(self._rule, time.time()) else []
         num_new = state.new_tokens(batches)
+        self._metrics.learning_new_tokens.labels(model_id, pool).set(num_new)
         alias = latest_of(pool_of_source(ServedTraffic(pool)))
-        is_due = state.is_due(self._rule, num_new, time.time(), has_lost=self._has_lost(model_id, alias))
-        if is_due and self._has_room(model_id, alias):
-            state = self._create(model_id, pool, state, batches)
+        has_lost = self._has_lost(model_id, alias)
+        if state.is_due(self._rule, num_new, time.time(), has_lost=has_lost) and self._has_room(model_id, alias):
+            why = f"{num_new} new tokens" + ", and drafts were accepted less often" * has_lost
+            state = self._create(model_id, pool, replace(state, why=why), batches, alias)
             log.info("a pool learns", model_id=model_id, pool=pool, num_tokens=num_new, job=state.calibration_id)
-        if state != before:
-            self._registry.keep_note(name, {"model_id": model_id, "pool": pool, **asdict(state)})
+        rule = {"next_s": state.next_s(self._rule), "least_tokens": self._rule.least_tokens(has_lost=has_lost)}
+        note = {"model_id": model_id, "pool": pool, **asdict(state), **rule}
+        if note != before:
+            self._registry.keep_note(name, note)
 
     def _has_room(self, model_id: str, alias: str) -> bool:
         """Whether no job waits, and the alias has no canary, beside which no other version could be tried."""
@@ -125,7 +134,7 @@ class LearningSchedule:
             log.warning("a note of the schedule is damaged", note=name, problem=error.message)
             return {}
 
-    def _after_last_job(self, state: PoolState) -> PoolState:
+    def _after_last_job(self, state: PoolState, model_id: str) -> PoolState:
         """The state with the end of the last job, if that has ended. A job of another service, or one whose record is
         gone, counts as one that went well."""
         if not state.calibration_id:
@@ -133,17 +142,20 @@ class LearningSchedule:
         try:
             job = self._store.get(state.calibration_id)
         except NotFound:
-            return replace(state, calibration_id="")
+            return replace(state, calibration_id="", outcome="")
         if not job.state.has_ended:
             return state
+        self._metrics.learning_jobs.labels(model_id, job.state.value).inc()
+        outcome = f"{job.state.value} {job.failure_reason or ''}".rstrip()
+        state = replace(state, calibration_id="", outcome=outcome)
         if job.state is not JobState.FAILED:
-            return replace(state, calibration_id="", num_failed=0, is_alone=False)
+            return replace(state, num_failed=0, is_alone=False)
         log.warning("a pool has not learned", calibration_id=job.calibration_id, reason=job.failure_reason)
         is_alone = job.failure_reason in _PARENTS_FAULT
         num_failed = state.num_failed + 1
-        return replace(state, calibration_id="", num_failed=num_failed, is_alone=is_alone, counted_s=0.0)
+        return replace(state, num_failed=num_failed, is_alone=is_alone, counted_s=0.0)
 
-    def _create(self, model_id: str, pool: str, state: PoolState, batches: list[Batch]) -> PoolState:
+    def _create(self, model_id: str, pool: str, state: PoolState, batches: list[Batch], alias: str) -> PoolState:
         """Creates the job. Where this process is killed before its note is kept, the repetition finds that job."""
         newest_s = max(batch.stored.last_modified_s for batch in batches)
         source = ServedTraffic(pool)
@@ -154,13 +166,16 @@ class LearningSchedule:
             parent=None if state.is_alone else self._parent(model_id, pool_of_source(source)),
         )
         job = self._store.create(
-            f"learn-{_digest(f'{model_id}/{pool}/{state.began_s}/{newest_s}')}",
+            f"{learning_note(model_id, pool)}-{state.began_s}-{newest_s}",
             spec,
-            [latest_of(pool_of_source(source))],
+            [alias],
             max_queued=self._settings.max_queued_jobs,
         )
         self._wake_queue()
-        return replace(state, counted_s=newest_s, began_s=time.time(), calibration_id=job.calibration_id)
+        job_id = job.calibration_id
+        return replace(
+            state, counted_s=newest_s, began_s=time.time(), calibration_id=job_id, last_job=job_id, outcome=""
+        )
 
     def _parent(self, model_id: str, pool: str) -> ParentRouter | None:
         """The pool's router, else the model's own. None where neither can be gone on from."""
@@ -185,7 +200,3 @@ def _state_of(note: dict[str, Any]) -> PoolState:
     fields = asdict(PoolState())
     known = {name: note[name] for name, default in fields.items() if type(note.get(name)) is type(default)}
     return PoolState(**known)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]

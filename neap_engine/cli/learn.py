@@ -1,7 +1,7 @@
 """`neap learn`: shows and removes what is kept of served answers. It opens the registry directly."""
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -10,9 +10,11 @@ from neap_engine.cli.console import DataDir, RegistryUrl, exit_on_error, out, pr
 from neap_engine.cli.registry_commands import registry_there
 from shared.errors import InvalidInput
 from shared.pool_names import check_pool
-from shared.registry.names import alias_in_pool
+from shared.registry.names import alias_in_pool, learning_note
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from shared.traffic.traffic import Batch
 
 app = typer.Typer(help="What is kept of served answers, for routers to learn from.", no_args_is_help=True)
@@ -21,7 +23,8 @@ app = typer.Typer(help="What is kept of served answers, for routers to learn fro
 @app.command("status")
 @exit_on_error
 def status(registry: RegistryUrl = None, data_dir: DataDir = None) -> None:
-    """Show what is kept of each model and pool, and the version that its callers get."""
+    """Show what is kept of each model and pool, the version that its callers get, and when and why the calibration
+    service lets it learn."""
     from contextlib import closing
 
     from shared.registry.factory import open_registry
@@ -30,6 +33,7 @@ def status(registry: RegistryUrl = None, data_dir: DataDir = None) -> None:
     name = registry_there(registry, data_dir)
     traffic = open_traffic(name)
     table = Table("model", "pool", "tokens", "objects", "from (UTC)", "to", "router")
+    schedules = []
     with closing(open_registry(name)) as opened:
         for model in traffic.models():
             aliases = opened.aliases(model)
@@ -37,8 +41,12 @@ def status(registry: RegistryUrl = None, data_dir: DataDir = None) -> None:
                 if batches := traffic.batches(model, pool):
                     own = aliases.get(alias_in_pool("latest", pool) or "latest")
                     table.add_row(model, pool, *_figures(batches), str(own or "the model's"))
+                    if note := opened.note(learning_note(model, pool)):
+                        schedules.append(f"{model}, pool {pool}: {_schedule(note, batches)}")
     if table.row_count:
         out.print(table)
+        for schedule in schedules or ["no calibration service has looked at it: --learn-from-traffic lets one learn"]:
+            print_line(schedule)
     else:
         print_line("nothing is kept: workers keep answers with --learn POOL=SHARE")
 
@@ -48,10 +56,27 @@ def _figures(batches: "list[Batch]") -> tuple[str, ...]:
     return (str(sum(batch.num_tokens for batch in batches)), str(len(batches)), *hours)
 
 
+def _schedule(note: "Mapping[str, Any]", batches: "list[Batch]") -> str:
+    """What the calibration service has noted of a pool. A note of another build counts as far as it is understood."""
+    last, least_tokens = note.get("last_job"), note.get("least_tokens", "?")
+    line = "no job yet"
+    if last:
+        began = _time(note.get("began_s"), "%m-%d %H:%M")
+        line = f"{last} began {began} UTC ({note.get('why')}): {note.get('outcome') or 'not ended yet'}"
+    counted_s = note.get("counted_s") or 0.0
+    num_new = sum(batch.num_tokens for batch in batches if batch.stored.last_modified_s > counted_s)
+    when = _time(note.get("next_s"), "%m-%d %H:%M")
+    return f"{line}; the next with {least_tokens} new tokens ({num_new} are there), not before {when} UTC"
+
+
 def _hour(hour: int) -> str:
+    return _time(hour * 3600, "%m-%d %H:00")
+
+
+def _time(unix_s: Any, form: str) -> str:
     try:
-        return datetime.fromtimestamp(hour * 3600, UTC).strftime("%m-%d %H:00")
-    except (OverflowError, ValueError, OSError):  # a name is not to be believed
+        return datetime.fromtimestamp(unix_s, UTC).strftime(form)
+    except (OverflowError, ValueError, OSError, TypeError):  # neither a name nor a note is to be believed
         return "?"
 
 

@@ -1,14 +1,14 @@
 """`neap up`: worker, calibrator and gateway of one model on this machine, started, watched and ended together."""
 
+import json
 import re
 import socket
 import time
-import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated
 
@@ -16,14 +16,17 @@ import typer
 from google.protobuf.duration_pb2 import Duration
 from neap_client import NeapClient
 from neap_client.calibration.v1 import calibration_pb2 as pb
-from prometheus_client.parser import text_string_to_metric_families
+from neap_client.router.v1.router_pb2 import AliasChange
 from rich.console import Console
 
 from neap_engine.cli.connection import client_security
 from neap_engine.cli.console import DEFAULT_CALIBRATOR, DEFAULT_WORKER, DataDir, exit_on_error, fail, out, print_line
 from neap_engine.cli.interruption import interruptible_call
 from neap_engine.cli.job_progress import ENDED, SETTLED, figures_line, phase_name, problem_text
+from neap_engine.cli.learned_view import learned_lines
+from neap_engine.cli.live_line import Comparison, View
 from neap_engine.cli.processes import ServiceProcess, interrupt_on_signals
+from neap_engine.cli.routers import describe_change
 from shared.config import make_settings
 from shared.errors import NeapError, NotFound
 from shared.pool_names import DEFAULT_POOL
@@ -40,15 +43,6 @@ CALIBRATOR_NICENESS = 15
 # Of a GPU's memory for the worker, unless its variable names another: the calibrator's model is there, too.
 WORKER_SHARE = "0.45"
 LATEST = "latest"
-METRICS = {
-    "neap_generation_tokens_total": "tokens",
-    "neap_request_success_total": "answers",
-    "neap_layer_executions_total": "executions",
-    "neap_layer_executions_saved_total": "saved",
-    "neap_layer_executions_extra_total": "extra",
-    "neap_num_requests_running": "running",
-    "neap_num_requests_waiting": "waiting",
-}
 
 
 @exit_on_error
@@ -129,25 +123,35 @@ def up(
             for address in (serving, learning)
         )
         states = chain(learned(serves, learns, model_id, budget if calibrate else 0), newer(learns, model_id))
-        watch(processes, metrics, states, out)
+        watch(processes, View(metrics, Comparison(serves, model_id)), states, out)
 
 
-def watch(processes: list[ServiceProcess], metrics: str, states: Iterator[str], console: Console) -> None:
+def watch(processes: list[ServiceProcess], view: View, states: Iterator[str], console: Console) -> None:
     """Shows what is served and learned until Ctrl-C. Raises `Unavailable` if one of the processes ends."""
-    view, state, said = View(metrics), "", ""
+    state = said = ""
     with console.status("") as status:
         try:
             while True:
-                for process in processes:
-                    process.check_alive()
-                state = next(states, state) or state
+                check_alive(processes)
+                try:
+                    state = next(states, state) or state
+                except NeapError:
+                    time.sleep(POLL_S)
+                    check_alive(processes)  # which says more
+                    raise
                 if (news := state.rstrip("0123456789%")) != said:
                     print_line(state)
+                    view.begin_again()
                 said = news
                 status.update(f"{view.line()} · {state}")
                 time.sleep(POLL_S)
         except KeyboardInterrupt:
             console.print("ending")
+
+
+def check_alive(processes: Sequence[ServiceProcess]) -> None:
+    for process in processes:
+        process.check_alive()
 
 
 def learned(worker: NeapClient, client: NeapClient, model_id: str, budget_s: int) -> Iterator[str]:
@@ -186,57 +190,34 @@ def learned(worker: NeapClient, client: NeapClient, model_id: str, budget_s: int
 
 
 def newer(client: NeapClient, model_id: str) -> Iterator[str]:
-    """Versions that come later, each time that it is asked; "" for nothing new. It never ends."""
-    last, asked_s = 0, float("-inf")
+    """What becomes of the alias later, each time that it is asked; "" for nothing new. It never ends."""
+    num_seen, asked_s = -1, float("-inf")
     while True:
-        news = ""
+        news = []
         if time.monotonic() - asked_s >= NEWER_POLL_S:
             asked_s = time.monotonic()
-            with suppress(NeapError):
-                version = interruptible_call(lambda: client.get_version(model_id, alias=LATEST)).version
-                last, before = version, last
-                if before not in (0, version):
-                    news = f"router {version} was learned from what was served"
-        yield news
+            try:
+                changes = interruptible_call(lambda: client.alias_history(model_id, LATEST))[::-1]
+                if num_seen >= 0:
+                    news = [change_text(client, model_id, change) for change in changes[num_seen:]]
+                num_seen = len(changes)
+            except NotFound:
+                num_seen = 0
+            except NeapError:
+                news = []  # it is asked again
+        yield from news or [""]
 
 
-class View:
-    """Sums up what a worker has done, from its metrics at an address."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._before = (time.monotonic(), 0.0)
-        self._rate = 0.0
-
-    def line(self) -> str:
-        try:
-            with urllib.request.urlopen(f"http://{self._address}/metrics", timeout=POLL_S) as reply:
-                sums = summed(reply.read().decode())
-        except OSError:
-            return "the worker does not answer"
-        (then_s, before), now_s = self._before, time.monotonic()
-        self._before = now_s, sums["tokens"]
-        if sums["tokens"] > before:
-            self._rate = (sums["tokens"] - before) / (now_s - then_s)
-        line = f"{sums['answers']:,.0f} answers, {sums['tokens']:,.0f} tokens"
-        if sums["running"] or sums["waiting"]:
-            line += f", {sums['running']:.0f} running, {sums['waiting']:.0f} waiting"
-        if self._rate:
-            line += f", {self._rate:,.0f} tokens/s"
-        if sums["executions"]:
-            full = sums["executions"] + sums["saved"] - sums["extra"]
-            line += f", {full / sums['executions']:.2f} tokens a pass"
-        return line
-
-
-def summed(exposition: str) -> dict[str, float]:
-    """The METRICS of all models."""
-    sums = dict.fromkeys(METRICS.values(), 0.0)
-    for family in text_string_to_metric_families(exposition):
-        for sample in family.samples:
-            if sample.name in METRICS:
-                sums[METRICS[sample.name]] += sample.value
-    return sums
+def change_text(client: NeapClient, model_id: str, change: AliasChange) -> str:
+    """A later change of the alias in a line: what a version was learned from, a trial, or who moved the alias."""
+    version = change.to_version
+    if change.HasField("canary") or change.from_version >= version:
+        return f"{describe_change(change)}; {change.reason}".removesuffix("; ")
+    router = interruptible_call(lambda: client.get_version(model_id, version=version))
+    manifest = json.loads(router.manifest_json)
+    source = manifest.get("calibration", {}).get("spec", {}).get("source", {})
+    by = "was learned from what was served" if "pool" in source else "came"
+    return "; ".join((f"router {version} {by}", *islice(learned_lines(manifest), 2)))
 
 
 def share_flags(settings: WorkerSettings) -> Sequence[str]:

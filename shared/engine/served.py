@@ -23,12 +23,14 @@ class Pace(NamedTuple):
 
 
 class ServedCounts:
-    """Counts by ServedKey, for the MAX_SERVED that were used last. `costs`: of passes, once they are known."""
+    """Counts by ServedKey, for the MAX_SERVED that were used last, and by load. `costs`: of passes, once they are
+    known."""
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self.costs: PassCosts | None = None
         self.by_key: OrderedDict[ServedKey, Served] = OrderedDict()
+        self.by_load: dict[int, Served] = {}
 
     def record(
         self, alias: str, version: int, pace: Pace, *, num_passes: int, num_drafted: int, num_executions: int
@@ -52,6 +54,7 @@ class ServedCounts:
             weight * math.log(pace.seconds / pace.num_tokens),
         )
         self.by_key[key] = self.by_key.get(key, NOTHING).plus(one)
+        self.by_load[key.load] = self.by_load.get(key.load, NOTHING).plus(one)
         self.by_key.move_to_end(key)
         while len(self.by_key) > MAX_SERVED:
             self.by_key.popitem(last=False)

@@ -1,6 +1,7 @@
 """Checks names of models, aliases, blobs and requests.
 The rules are strict so that every backend can use names as keys and paths."""
 
+import hashlib
 import re
 from collections.abc import Collection, Iterable
 
@@ -70,6 +71,12 @@ def alias_in_pool(alias: str, pool: str) -> str | None:
 def pool_of_alias(alias: str) -> str | None:
     """Return the pool whose alias it is, None for the model's own."""
     return alias.partition("@")[2] or None
+
+
+def learning_note(*names: str) -> str:
+    """Return the name of the note in which the schedule keeps its state of a model's pool, and that of the lease of the
+    model."""
+    return f"learning-{hashlib.sha256('/'.join(names).encode()).hexdigest()[:32]}"
 
 
 def check_blob_name(name: str) -> str:

@@ -6,9 +6,7 @@ The interface, all of which blocks:
 
 - `Traffic.write(answers)` keeps answers, which may be of several models, pools and hours (workers).
 - `Traffic.batches(model_id, pool)` lists what there is, oldest first, without reading it: hours, tokens, bytes.
-- `Traffic.read(model_id, pool, seen, max_tokens=..)` gives what `seen`, the mark of an earlier read, does not have, and
-  the mark that has it, too (whoever learns). A mark names what was read, not a time: so no clock that jumps, no worker
-  whose clock is wrong and no object that comes late makes an answer count twice or never. It names what is kept.
+- `Traffic.read(model_id, pool, max_tokens=..)` gives the answers, each once (whoever learns).
 - `Traffic.forget` and `Traffic.expire` remove, `Traffic.expire_if_due` for all processes once an hour.
 
 An answer of one pool cannot reach another's router: the pool is in the object's path, a reader lists one pool's folder,
@@ -65,17 +63,12 @@ class Batch:
     num_tokens: int
     digest: str
 
-    @property
-    def mark(self) -> str:
-        return self.digest[:16]
-
 
 @dataclass(frozen=True)
-class NewAnswers:
-    """`seen`: the mark for the next read. `skipped`: objects, or repeated answers, that were left out, by reason."""
+class KeptAnswers:
+    """`skipped`: objects, or repeated answers, that were left out, by reason."""
 
     answers: tuple[ServedAnswer, ...]
-    seen: frozenset[str]
     skipped: Mapping[str, int]
 
 
@@ -117,24 +110,14 @@ class Traffic:
         found = map(_batch_of, self._store.objects(_folder(model_id, pool)))
         return sorted((batch for batch in found if batch is not None), key=lambda batch: batch.stored.name)
 
-    def read(
-        self,
-        model_id: str,
-        pool: str,
-        seen: frozenset[str] = frozenset(),
-        *,
-        max_tokens: int = MAX_READ_TOKENS,
-    ) -> NewAnswers:
-        """Read what `seen` does not have, newest hours first, until there are `max_tokens`. What is older than these
-        counts as seen: it is not read later. Answers are in the order of their hours."""
-        batches = self.batches(model_id, pool)
+    def read(self, model_id: str, pool: str, *, max_tokens: int = MAX_READ_TOKENS) -> KeptAnswers:
+        """Read what is kept, newest hours first, until there are `max_tokens`. Answers are in the order of their
+        hours."""
         kept: list[list[ServedAnswer]] = []
         ids: set[bytes] = set()
         skipped: Counter[str] = Counter()
         num_tokens = 0
-        for batch in reversed(batches):
-            if batch.mark in seen:
-                continue
+        for batch in reversed(self.batches(model_id, pool)):
             if num_tokens >= max_tokens:
                 skipped["TOO_MANY_TOKENS"] += 1
                 continue
@@ -150,7 +133,7 @@ class Traffic:
             num_tokens += sum(answer.num_tokens for answer in new)
             kept.append(new)
         in_order = tuple(answer for new in reversed(kept) for answer in new)
-        return NewAnswers(in_order, frozenset(batch.mark for batch in batches), dict(+skipped))
+        return KeptAnswers(in_order, dict(+skipped))
 
     def _answers(self, batch: Batch, model_id: str, pool: str) -> list[ServedAnswer]:
         data = self._store.get(batch.stored.path, _check_size)

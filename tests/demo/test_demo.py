@@ -1,7 +1,9 @@
 """The demo with a tiny random model, as real processes: what `make demo` does, without the download."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc"),
+]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -40,10 +45,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(model_folder: Path, data_dir: Path) -> list[str]:
-    arguments = [sys.executable, "-m", "demo", "--data-dir", str(data_dir)]
-    arguments += ["--model-path", str(model_folder), "--max-tokens", "12"]
-    return [*arguments, "--calibration-budget", "20"]
+def command(model_folder: Path, data_dir: Path, *flags: str) -> list[str]:
+    arguments = [sys.executable, "-m", "demo", "--data-dir", str(data_dir), "--model-path", str(model_folder)]
+    return [*arguments, "--max-tokens", "12", *flags]
 
 
 def environment() -> dict[str, str]:
@@ -65,53 +69,99 @@ def processes_naming(text: str) -> list[int]:
     return found
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-@pytest.mark.timeout(400)
-def test_demo_runs_reuses_and_leaves_nothing(model_folder: Path, tmp_path: Path):
-    data_dir = tmp_path / "data"
-    outputs = []
+class Demo(subprocess.Popen[str]):
+    """The demo as a process. A context manager: it must have ended and left nothing when the block is left."""
+
+    def __init__(self, model_folder: Path, data_dir: Path, *flags: str) -> None:
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        super().__init__(command(model_folder, data_dir, *flags), env=environment(), text=True, **pipes)
+        self.data_dir, self.said = data_dir, ""
+
+    def until(self, place: str) -> None:
+        """Reads on to a line with this text."""
+        while place not in (line := self.stdout.readline()):
+            assert line, self.said
+            self.said += line
+        self.said += line
+
+    def end(self) -> str:
+        """All that it has said."""
+        self.said += self.communicate(timeout=240)[0]
+        return self.said
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+        super().__exit__(*exception)
+        assert processes_naming(str(self.data_dir)) == []
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_whole_story_twice(model_folder: Path, tmp_path: Path):
     for _ in range(2):
-        result = subprocess.run(
-            command(model_folder, data_dir),
-            env=environment(),
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=180,
-            check=False,
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
-        outputs.append(result.stdout)
-        assert processes_naming(str(data_dir)) == []
-    for version in (1, 2):
-        assert f"published version {version}" in outputs[0]
-        assert f"reusing version {version}" in outputs[1]
-    for output in outputs:
-        assert "neap ships no router for this model" in output
-        assert "guessed right, of " in output
-        rows = [line for line in output.splitlines() if line.startswith("│ exact")]
-        assert [row.split()[1:3] for row in rows][1:] == [["exact", "before"], ["exact", "after"]]
-        assert all(row.rstrip("│ ").endswith("yes") for row in rows)
-    assert (data_dir / "demo-report.png").stat().st_size > 10_000
+        with Demo(model_folder, tmp_path, "--budget", "10") as demo:
+            said = demo.end()
+        assert demo.returncode == 0, said
+        for text in (
+            "router 1 was learned",
+            "router 2 was learned from what was served",
+            "answers of exact were those",
+        ):
+            assert text in said
+        rows = [" ".join(line.split()[1:3]) for line in said.splitlines() if line.startswith("│")]
+        assert rows[-3:] == ["no router", "router 1", "router 2"]
+        assert (tmp_path / "demo" / "demo.svg").stat().st_size > 10_000
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("place", ["worker serves on", "calibration "])
+@pytest.mark.parametrize(
+    ("number", "place"),
+    [
+        (signal.SIGINT, "1. day 0"),
+        (signal.SIGTERM, "2. meanwhile"),
+        pytest.param(signal.SIGINT, "3. 20 requests", marks=[pytest.mark.full, pytest.mark.timeout(600)]),
+    ],
+)
 def test_an_interrupted_demo_leaves_nothing(model_folder: Path, tmp_path: Path, number: int, place: str):
-    data_dir = tmp_path / "data"
-    with subprocess.Popen(
-        command(model_folder, data_dir), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as demo:
-        assert demo.stdout is not None
-        lines = []
-        for line in demo.stdout:
-            lines.append(line)
-            if place in line:
-                break
-        assert any(place in line for line in lines), "".join(lines)
+    with Demo(model_folder, tmp_path, "--budget", "20") as demo:
+        demo.until(place)
         demo.send_signal(number)
-        rest, _ = demo.communicate(timeout=60)
-    assert demo.returncode == 130, "".join(lines) + rest
-    assert "Traceback" not in rest
-    assert processes_naming(str(data_dir)) == []
+        said = demo.end()
+    assert demo.returncode == 130, said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("inference_service", "worker"), ("calibrator_service", "calibrator"), ("up", "`neap up`")]
+)
+def test_a_part_that_is_killed_is_named(model_folder: Path, tmp_path: Path, module: str, name: str):
+    with Demo(model_folder, tmp_path) as demo:
+        demo.until("1. day 0")
+        parts = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_naming(str(tmp_path))}
+        # A part's own helpers have the same command line.
+        os.kill(min(pid for pid, line in parts.items() if f"\0{module}\0".encode() in line), signal.SIGKILL)
+        said = demo.end()
+    assert re.search(rf"error: .*{name}.* ended.*\[SYSTEM_ENDED\]", said), said
+    assert demo.returncode == 1
+
+
+def test_a_calibration_that_fails_is_the_end(model_folder: Path, tmp_path: Path):
+    with Demo(model_folder, tmp_path, "--budget", "1") as demo:
+        said = demo.end()
+    assert re.search(r"error: no router was learned: .*BUDGET_TOO_SHORT\] \[CALIBRATION_FAILED\]", said), said
+    assert demo.returncode == 1
+
+
+def test_a_port_in_use_is_named(model_folder: Path, tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with Demo(model_folder, tmp_path, "--gateway", address) as demo:
+            said = demo.end()
+    assert re.search(rf"error: .*cannot listen on {address}", said), said
+
+
+def test_a_folder_of_somebody_else_is_left_alone(model_folder: Path, tmp_path: Path):
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "thesis.txt").touch()
+    with Demo(model_folder, tmp_path) as demo:
+        assert "--data-dir names another place" in demo.end()
+    assert (tmp_path / "demo" / "thesis.txt").exists()

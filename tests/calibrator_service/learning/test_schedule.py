@@ -13,16 +13,22 @@ from calibrator_service.job import Ended, Job, JobState
 from calibrator_service.jobs import JobStore
 from calibrator_service.learning import schedule as module
 from calibrator_service.learning.schedule import LearningSchedule
+from calibrator_service.metrics import CalibratorMetrics
 from shared.errors import Unavailable
 from shared.ladder.blob_names import LADDER_BLOB, STATISTICS_BLOB
 from shared.registry import lease
 from shared.registry.base import Canary
 from shared.registry.factory import open_registry, open_store
+from shared.registry.names import learning_note
 from shared.service_settings import CalibratorSettings
 from shared.traffic.answer import ServedAnswer
 from shared.traffic.traffic import Batch, Traffic, open_traffic
 
 MODEL = "tiny"
+LABELS = (
+    ("new_tokens", {"model_id": MODEL, "pool": "legal"}),
+    ("jobs_total", {"model_id": MODEL, "state": "cancelled"}),
+)
 
 
 class Place:
@@ -50,10 +56,17 @@ class Place:
         )
         store = JobStore(self.folder / f"{name}.db")
         woken: list[None] = []
+        metrics = CalibratorMetrics()
         schedule = LearningSchedule(
-            self.registry, traffic or self.traffic, store, settings, lambda: woken.append(None), has_lost
+            self.registry,
+            traffic or self.traffic,
+            store,
+            settings,
+            lambda: woken.append(None),
+            has_lost,
+            metrics=metrics,
         )
-        found = SimpleNamespace(store=store, schedule=schedule, woken=woken)
+        found = SimpleNamespace(store=store, schedule=schedule, woken=woken, metrics=metrics)
         self.services.append(found)
         return found
 
@@ -98,11 +111,19 @@ def test_a_pool_with_enough_new_answers_learns_and_then_waits_for_more(place):
     assert (job.spec.source, job.aliases, job.spec.parent) == (ServedTraffic("legal"), ("latest@legal",), None)
     assert job.spec.time_budget_s == 150.0
     assert service.woken
+    note = place.registry.note(learning_note(MODEL, "legal"))
+    assert (note["last_job"], note["why"], note["outcome"]) == (job.calibration_id, "60 new tokens", "")
+    assert (note["least_tokens"], note["next_s"]) == (50, note["began_s"])
     service.schedule._look()
     assert len(jobs(service)) == 1  # it runs
     end(service, job)
     service.schedule._look()
     assert len(jobs(service)) == 1  # nothing new
+    assert place.registry.note(learning_note(MODEL, "legal"))["outcome"] == "cancelled"
+    samples = {
+        name: service.metrics.registry.get_sample_value(f"neap_learning_{name}", labels) for name, labels in LABELS
+    }
+    assert samples == {"new_tokens": 0, "jobs_total": 1}
     place.serve("legal", 60)
     service.schedule._look()
     assert len(jobs(service)) == 2

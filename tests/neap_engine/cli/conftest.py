@@ -39,6 +39,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         self.has_chat_template = True
         self.loading = ""
         self.is_interrupted = False
+        self.router_version = 0
         # Called with every request; may raise NeapError.
         self.on_generate: Callable[[Any], object] = lambda request: None
         self.load = inference_pb2.Load(num_running=2, num_waiting=1, kv_usage_ratio=0.25)
@@ -75,6 +76,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         response = inference_pb2.GenerateResponse
         started = inference_pb2.Started(request_id="r", model_id="tiny", num_prompt_tokens=3)
         started.policy = request.depth.WhichOneof("policy")
+        started.router_version = int(self.router_version) if exact else 0
         started.lossy = started.policy == "relaxed"
         resumed = len(request.resume.token_ids)
         started.num_resumed_tokens, started.continued_inexactly = resumed, bool(resumed)
@@ -193,6 +195,7 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
         self.manifests: dict[int, Any] = {}  # of some versions, instead
         self.damage: dict[int, str] = {}
         self.reason = "better"
+        self.history: list[Any] | None = []  # oldest first. Empty: two changes; None: no alias
 
     def version(self, number: int) -> Any:
         published = PublishedVersion(
@@ -255,6 +258,10 @@ class FakeRouters(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.GetJudgedResponse(aliases=[judged], forbidden_versions=[7, 9])
 
     def GetAliasHistory(self, request: Any, context: Any) -> Any:
+        if self.history is None:
+            refuse(context, NotFound("no alias", reason="ALIAS_NOT_FOUND"))
+        if self.history:
+            return router_pb2.GetAliasHistoryResponse(changes=self.history[::-1])
         first = router_pb2.AliasChange(alias="stable", to_version=1, actor="ada", reason="first")
         return router_pb2.GetAliasHistoryResponse(changes=[self.change(1, 2, self.reason), first])
 

@@ -5,6 +5,7 @@ from contextlib import closing
 import pytest
 
 from shared.registry.factory import open_registry
+from shared.registry.names import learning_note
 from shared.traffic.answer import ServedAnswer
 from shared.traffic.traffic import open_traffic
 from tests.registry_servers import SERVERS, new_place
@@ -31,6 +32,26 @@ def test_status_shows_each_pool_and_its_router(neap, place):
     legal, default = ([word for word in rows[pool] if word != "│"] for pool in ("legal", "default"))
     assert legal == ["tiny", "legal", "9", "3", "10-04", "00:00", "10-04", "02:00", "2"]
     assert default[-1] == "1"
+
+
+@pytest.mark.parametrize(
+    ("note", "expected"),
+    [
+        ({}, "no job yet; the next with ? new tokens (9 are there), not before ? UTC"),
+        (
+            {"last_job": "cal-1", "began_s": HOUR * 3600.0, "next_s": HOUR * 3600 + 1800.0, "why": "60 new tokens"}
+            | {"outcome": "failed DISK_FULL", "least_tokens": 50, "counted_s": 1e11},
+            "cal-1 began 10-04 00:00 UTC (60 new tokens): failed DISK_FULL; the next with 50 new tokens (0 are there), "
+            "not before 10-04 00:30 UTC",
+        ),
+        ({"last_job": "cal-1", "began_s": "x", "why": "w"}, "cal-1 began ? UTC (w): not ended yet; the next with ?"),
+    ],
+)
+def test_status_says_what_the_schedule_has_noted(neap, place, note, expected):
+    assert "no calibration service has looked" in neap("learn", "status").stdout
+    with closing(open_registry(place)) as registry:
+        registry.keep_note(learning_note("tiny", "legal"), {"model_id": "tiny", **note})
+    assert f"tiny, pool legal: {expected}" in neap("learn", "status").stdout
 
 
 def test_forget_removes_a_pool_or_what_is_before_a_time(neap, place):

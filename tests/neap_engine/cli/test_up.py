@@ -3,22 +3,13 @@
 import pytest
 from neap_client import NeapClient
 from neap_client.calibration.v1 import calibration_pb2 as pb
+from neap_client.router.v1 import router_pb2
 
-from neap_engine.cli.up import learned, named_source, share_flags, summed
+from neap_engine.cli import up as module
+from neap_engine.cli.up import learned, named_source, newer, share_flags
 from shared.errors import NotFound
 from shared.service_settings import WorkerSettings
 from tests.neap_engine.cli.conftest import refuse
-
-EXPOSITION = """\
-# TYPE neap_generation_tokens_total counter
-neap_generation_tokens_total{model_id="a"} 30.0
-neap_generation_tokens_total{model_id="b"} 12.0
-# TYPE neap_request_success_total counter
-neap_request_success_total{model_id="a",finished_reason="eos"} 2.0
-neap_request_success_total{model_id="a",finished_reason="length"} 1.0
-# TYPE neap_router_generation_tokens_total counter
-neap_router_generation_tokens_total{model_id="a",router_version="1"} 30.0
-"""
 
 
 @pytest.fixture
@@ -74,9 +65,33 @@ def test_why_none_was_learned_is_said(service, states, monkeypatch):
     assert states(60)[-1] == "no router was learned: the disk is full [DISK_FULL]"
 
 
-def test_metrics_of_all_models_are_summed():
-    sums = summed(EXPOSITION)
-    assert (sums["tokens"], sums["answers"], sums["executions"]) == (42.0, 3.0, 0.0)
+def test_what_becomes_of_the_alias_later_is_said(service, monkeypatch):
+    monkeypatch.setattr(module, "NEWER_POLL_S", 0.0)
+    service.routers.history = None
+    served = {"source": {"kind": "ServedTraffic", "pool": "default"}}
+    service.routers.manifests[2] = {"calibration": {"spec": served, "tokens": {"total": 1200, "report": 200}}}
+    change = service.routers.change
+    with NeapClient(service.address, num_attempts=1) as client:
+        said = newer(client, "tiny")
+        assert next(said) == ""
+        service.routers.history = [change(0, 1, "")]
+        assert next(said).startswith("router 1 came; learned from 579,860 tokens; guessed right")
+        service.routers.canary = router_pb2.Canary(version=2, share_per_mille=50)
+        service.routers.history.append(change(1, 1, "trial begins"))
+        service.routers.canary = None
+        service.routers.history += [change(1, 2, ""), change(2, 1, "slower")]
+        expected = [
+            "stable: 1, 5% to 2; trial begins",
+            "router 2 was learned from what was served; learned from 1,000 tokens",
+        ]
+        assert [next(said) for _ in range(4)] == [*expected, "stable: 2 -> 1; slower", ""]
+
+
+def test_what_was_there_at_the_start_is_not_news(service, monkeypatch):
+    monkeypatch.setattr(module, "NEWER_POLL_S", 0.0)
+    with NeapClient(service.address, num_attempts=1) as client:
+        said = newer(client, "tiny")
+        assert [next(said) for _ in range(2)] == ["", ""]
 
 
 @pytest.mark.parametrize(

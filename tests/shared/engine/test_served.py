@@ -43,6 +43,7 @@ def test_an_answer_counts_with_what_full_depth_would_have_taken():
     record(made, Pace(20, 10, 15.0, 10))
     ((key, served),) = made.by_key.items()
     assert key == ServedKey("latest", 3, 0)
+    assert made.by_load == {0: served}
     assert (served.num_requests, served.num_tokens, served.num_passes, served.num_drafted) == (1, 20, 10, 20)
     # Twenty passes of one token instead of ten of three, on a machine on which the latter took 15 s.
     assert served.full_seconds == pytest.approx(15.0 * 20 * 1.0 / (10 * 1.4))
