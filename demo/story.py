@@ -112,7 +112,10 @@ class Story:
             jobs = interruptible_call(lambda: list(self._calibrator.list_calibrations(self._model_id)))
         for job in jobs:
             if job.state in FAILED:
-                raise Unavailable(f"no router was learned: {problem_text(job)}", reason="CALIBRATION_FAILED")
+                raise Unavailable(
+                    f"no router was learned: {problem_text(job)}; --budget gives it more time",
+                    reason="CALIBRATION_FAILED",
+                )
 
     def _show_learned(self, version: int) -> None:
         router = interruptible_call(lambda: self._calibrator.get_version(self._model_id, version=version))

@@ -147,7 +147,9 @@ def test_a_part_that_is_killed_is_named(model_folder: Path, tmp_path: Path, modu
 def test_a_calibration_that_fails_is_the_end(model_folder: Path, tmp_path: Path):
     with Demo(model_folder, tmp_path, "--budget", "1") as demo:
         said = demo.end()
-    assert re.search(r"error: no router was learned: .*BUDGET_TOO_SHORT\] \[CALIBRATION_FAILED\]", said), said
+    assert re.search(r"error: no router was learned: .*BUDGET_TOO_SHORT\]; --budget .*\[CALIBRATION_FAILED\]", said), (
+        said
+    )
     assert demo.returncode == 1
 
 
