@@ -163,8 +163,11 @@ def products(options: Options) -> Figures:
         "vendor's": lambda x, place: functional.linear(x, weights[place]),
         "own": lambda x, place: invariant_linear(x, weights[place]),
     }
-    for kind, held in {kind: blocks(kind) for kind in KINDS}.items():
-        sides[kind] = lambda x, place, held=held, kind=kind: blocks_linear(x, held[place], kind)
+
+    def in_blocks(kind: str, held: list[Blocks], x: Tensor, place: int) -> Tensor:
+        return blocks_linear(x, held[place], kind)
+
+    sides |= {kind: partial(in_blocks, kind, blocks(kind)) for kind in KINDS}
     for count in MULTIPLIED[options.device]:
         inputs = [torch.randn(count, width, dtype=dtype, device=device) for _, width in shapes]
 
