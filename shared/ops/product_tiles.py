@@ -85,7 +85,7 @@ class ProductTiles:
 
     def splits(self, num_tokens: int) -> bool:
         """Whether pieces are programs of their own, which changes no bit: where there are few tokens."""
-        return self.num_pieces > 1 and num_tokens <= LEAST_TOKENS * 2
+        return self.num_pieces > 1 and num_tokens <= 4 * LEAST_TOKENS
 
     def options(self, num_tokens: int) -> dict[str, Any]:
         """Warps and steps on their way at once: as many as what a multiprocessor shares has room for."""
