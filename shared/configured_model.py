@@ -48,6 +48,7 @@ def load_options(settings: ServiceSettings) -> dict[str, Any]:
     }
     if isinstance(settings, WorkerSettings):
         options["kv_dtype"] = dtype_named(settings.kv_dtype)
+        options["invariant"] = settings.require_exact
     return options
 
 

@@ -247,7 +247,8 @@ class WorkerSettings(ServiceSettings):
         default=False,
         description="Start only if policy exact gives the tokens of full for every model, whatever runs beside a "
         "request. Otherwise the worker serves such a model, says so in its log, in Started and in GetModel, and exact "
-        "may differ from full where the model's two best choices are nearly equal.",
+        "may differ from full where the model's two best choices are nearly equal. On a GPU products and norms are "
+        "then neap's own, which takes longer than the vendor's; for .gguf files they always are.",
     )
     max_routers: int = Field(
         default=4,

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shared.model.weights.lazy import LazyWeight
+
 _FORBIDDEN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _RANDOM = {torch.Tag.nondeterministic_seeded}
 
@@ -108,7 +110,7 @@ class _Trace(TorchDispatchMode):
             leaf.untyped_storage().data_ptr()
             for _, inputs, _, _ in self._steps
             for leaf in inputs
-            if isinstance(leaf, Tensor)
+            if isinstance(leaf, Tensor) and not isinstance(leaf, LazyWeight)  # which has no storage
         }
         with torch.inference_mode():
             for result in self._results:

@@ -16,6 +16,8 @@ from shared.model.weights.gguf_file import read_contents
 from shared.model.weights.quantised import quantisation
 from shared.model.weights.reading import CheckpointFiles, read_entries, replaced
 from shared.model.weights.stored import BLOCK_KINDS, LAZY_DTYPES, PLAIN_KINDS
+from shared.ops.blocks import arranged_bytes
+from shared.ops.paged_on_gpu import has_triton
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class _Stored(NamedTuple):
     num_dimensions: int
     dtype: torch.dtype | None
     num_bytes: int
+    arranged_bytes: int = 0  # of blocks, as a GPU keeps them
 
 
 def footprint(
@@ -64,7 +67,8 @@ def footprint(
         own = next((tensor.dtype for tensor in tensors if tensor.num_dimensions > 1), None)
         # Or float16, which takes as much.
         computes_in = dtype or (torch.bfloat16 if is_gguf or own is None else own)
-        weights = sum(tensor.num_elements for tensor in tensors) * computes_in.itemsize
+        in_blocks = is_gguf and dtype is None and has_triton()
+        weights = sum(_bytes_on_gpu(tensor, computes_in, in_blocks) for tensor in tensors)
     text = config.get_text_config(decoder=True)
     limit = context_limit(config)
     return Footprint(
@@ -99,13 +103,19 @@ def _gguf_tensors(path: Path, checkpoint: CheckpointFiles) -> Iterator[_Stored]:
     for entry in read_contents(parts_of(path)[0], checkpoint.open).tensors:
         stays = entry.kind.name in BLOCK_KINDS
         dtype = None if stays else PLAIN_KINDS.get(entry.kind, torch.float32)
-        yield _Stored(torch.Size(entry.shape).numel(), len(entry.shape), dtype, entry.num_bytes)
+        size = torch.Size(entry.shape)
+        arranged = arranged_bytes(entry.kind.name, *size) if stays and len(size) == 2 else 0
+        yield _Stored(size.numel(), len(size), dtype, entry.num_bytes, arranged)
 
 
 def _safetensors(path: Path, checkpoint: CheckpointFiles) -> Iterator[_Stored]:
     for file in sorted(path.glob("*.safetensors")):
         for entry in read_entries(checkpoint.open(file)).values():
             yield _Stored(torch.Size(entry.shape).numel(), len(entry.shape), entry.dtype, entry.num_bytes)
+
+
+def _bytes_on_gpu(tensor: _Stored, computes_in: torch.dtype, in_blocks: bool) -> int:
+    return (in_blocks and tensor.arranged_bytes) or tensor.num_elements * computes_in.itemsize
 
 
 def _bytes_on_cpu(tensor: _Stored, dtype: torch.dtype | None) -> int:

@@ -27,9 +27,11 @@ from shared.model.remembered.facts import Facts
 from shared.model.remembered.store import StartEntry, StartStore
 from shared.model.source import arguments_of, missing_model, size_mb
 from shared.model.weights.lazy import lazy, realise
+from shared.model.weights.on_device import TakenBlocks
 from shared.model.weights.quantised import dequantises, missing_package, quantisation
 from shared.model.weights.reading import CheckpointFiles, replaced, safetensors_replacements
 from shared.ops.cards import check_card
+from shared.ops.paged_on_gpu import has_triton
 
 if TYPE_CHECKING:
     from shared.model.weights.gguf import GgufReaders
@@ -46,6 +48,7 @@ def load_model(
     device: str = "cpu",
     context_length: int | None = None,
     accelerate: bool = True,
+    invariant: bool = False,
     kv_dtype: torch.dtype | None = None,
     compute_dtype: torch.dtype | None = None,
     store: StartStore | None = None,
@@ -54,12 +57,13 @@ def load_model(
 
     `dtype`: the format that weights are kept in; None: the one they are stored in. On a CPU everything is computed in
     float32, whatever the format, and a matrix is packed as soon as it is read; other devices also compute in `dtype`,
-    and take `sixteen_bits` for a .gguf file if it is None. Weights are read from safetensors or GGUF, never a pickle.
-    `context_length`: an upper limit, in tokens, below the model's own. `accelerate`, `kv_dtype` and `compute_dtype` are
-    as in `shared.model.loaded.wrap_model`. `store`: what earlier starts have proven, measured and packed for this model
-    is taken from there, if it is to run on a CPU from files of this machine. `LoadedModel.facts.keep` puts there what
-    this start has found out. The fingerprint of a large model is found out when somebody asks for it, from the same
-    files. Logs the size on disk before loading, and the seconds taken and the formats of the weights afterwards.
+    and take `sixteen_bits` for a .gguf file if it is None, whose matrices then stay in its blocks. Weights are read
+    from safetensors or GGUF, never a pickle. `context_length`: an upper limit, in tokens, below the model's own.
+    `accelerate`, `invariant`, `kv_dtype` and `compute_dtype` are as in `shared.model.loaded.wrap_model`. `store`: what
+    earlier starts have proven, measured and packed for this model is taken from there, if it is to run on a CPU from
+    files of this machine. `LoadedModel.facts.keep` puts there what this start has found out. The fingerprint of a
+    large model is found out when somebody asks for it, from the same files. Logs the size on disk before loading, and
+    the seconds taken and the formats of the weights afterwards.
 
     Raises `NotFound` (reason MODEL_NOT_FOUND), `PermissionDenied` (MODEL_GATED), `UnsupportedModel` (also with reason
     PACKAGE_MISSING), `Corrupt` (MODEL_FILE_CORRUPT), `Unavailable` (MODEL_FILE_CHANGED, HUB_UNAVAILABLE), `Exhausted`
@@ -73,6 +77,7 @@ def load_model(
         "dtype": dtype,
         "context_length": context_length,
         "accelerate": accelerate,
+        "invariant": invariant and device != "cpu",  # where kernels do not depend on company anyway
         "kv_dtype": kv_dtype,
         "compute_dtype": compute_dtype,
     }
@@ -118,7 +123,8 @@ def _load_model(
         with replaced(readers), _load_errors(source, theirs):
             # A .gguf file names no dtype to compute in, and transformers would take float32.
             default = sixteen_bits(torch.device(device)) if "gguf_file" in where else "auto"
-            model = _build(where, torch.float32 if in_float32 else dtype or default)
+            stays_in_blocks = _stays_in_blocks("gguf_file" in where and accelerate, device, dtype)
+            model = _build(where, torch.float32 if in_float32 or stays_in_blocks else dtype or default)
             # Matrices are packed while Python makes the tokenizer.
             with ThreadPoolExecutor(1, "neap-pack") as pool:
                 packing = None if facts.earlier else pool.submit(pack_ahead, model)
@@ -142,6 +148,7 @@ def _load_model(
         else:
             identity = Identity.of(facts.recall("fingerprint", partial(fingerprint, model)))
         release_free_memory()
+        taken = TakenBlocks(model) if stays_in_blocks else None
         if not accelerate or not on_cpu:
             realise(model)
         if in_float32 and (dtype or config.dtype) not in (None, torch.float32):
@@ -152,7 +159,11 @@ def _load_model(
             }
         placed: Any = model  # `Any`, because the decorator of `to` upstream hides its type
         if not on_cpu:
+            if taken is not None:
+                taken.round_others(sixteen_bits(torch.device(device)))
             placed = placed.to(device)
+            if taken is not None:
+                taken.place(placed.device)
         if method is not None and _is_dequantised(placed, method, model_id) and on_cpu:
             nn.Module.float(placed)
         loaded = wrap_model(
@@ -179,6 +190,11 @@ def _load_model(
             first=next(iter(checkpoint.dequantised)),
         )
     return loaded
+
+
+def _stays_in_blocks(is_gguf: bool, device: str, dtype: torch.dtype | None) -> bool:
+    """Whether a GPU multiplies by the blocks of a .gguf file: unless another format is asked for."""
+    return is_gguf and torch.device(device).type == "cuda" and dtype is None and has_triton()
 
 
 def _is_dequantised(model: PreTrainedModel, method: str, model_id: str) -> bool:

@@ -16,10 +16,12 @@ from shared.model.generation_defaults import GenerationDefaults, eos_token_ids, 
 from shared.model.parts import ModelParts, find_parts
 from shared.model.remembered.facts import Facts
 from shared.model.substitution import attention
+from shared.model.weights.on_device import BlocksLinear
 from shared.model.weights.quantised import quantisation
 
 if TYPE_CHECKING:
     from shared.model.substitution.apply import AccelerationReport
+    from shared.model.substitution.invariant import InvariantReport
 
 
 log = structlog.get_logger("neap.model")
@@ -30,9 +32,10 @@ class LoadedModel:
     """A frozen model and its parts. `identity`: what identifies architecture and weights, independently of the dtype.
 
     `kv_dtype`: the dtype in which caches hold keys and values. `compute_dtype`: the one in which matrices are
-    multiplied. `acceleration`: what of it runs on neap's CPU kernels; None if it was not accelerated. `source`: where
-    `load_model` read it, in `load_s` seconds; None for a model that was already built. `facts`: what is known about it.
-    `defaults`: what its generation_config gives requests that ask for it.
+    multiplied. `acceleration`: what of it runs on neap's CPU kernels; None if it was not accelerated. `invariance`:
+    what of it gives a token the same bits in any company on a GPU; None if its products are the vendor's. `source`:
+    where `load_model` read it, in `load_s` seconds; None for a model that was already built. `facts`: what is known
+    about it. `defaults`: what its generation_config gives requests that ask for it.
     """
 
     model_id: str
@@ -45,6 +48,7 @@ class LoadedModel:
     kv_dtype: torch.dtype
     compute_dtype: torch.dtype
     acceleration: "AccelerationReport | None" = None
+    invariance: "InvariantReport | None" = None
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults, compare=False, repr=False)
     source: str | None = None
     load_s: float = 0.0
@@ -92,6 +96,7 @@ def wrap_model(
     model_id: str = "local",
     context_length: int | None = None,
     accelerate: bool = False,
+    invariant: bool = False,
     identity: Identity | None = None,
     kv_dtype: torch.dtype | None = None,
     compute_dtype: torch.dtype | None = None,
@@ -100,7 +105,9 @@ def wrap_model(
     """Freezes a model that is already built, and finds its parts.
 
     `accelerate`: whether a float32 model on a CPU runs on neap's kernels, with packed weights, and one on a GPU with
-    merged products (`shared.model.substitution.merged_linear`). `identity`: its own, if it has one.
+    merged products (`shared.model.substitution.merged_linear`). `invariant`: whether products and norms of one on a
+    GPU are those that do not depend on a token's company (`shared.model.substitution.invariant`), which may take
+    longer; those of a model in blocks always are. `identity`: its own, if it has one.
     `kv_dtype`: the dtype in which caches hold keys and values, rounded once when they are written; None: the one that
     the model computes in. `compute_dtype`: for an accelerated model, bfloat16 multiplies
     weights that are kept in bfloat16 by inputs rounded to it, and int8 multiplies GGUF's blocks by inputs rounded to 8
@@ -123,11 +130,14 @@ def wrap_model(
     facts = facts or Facts()
     identity = identity or Identity.of(fingerprint(model))
     kv_dtype = kv_dtype or model.dtype
-    report = None
+    report, invariance = None, None
     if accelerate and model.device.type == "cpu" and model.dtype == torch.float32:
         report = _accelerate(model, model_id, kv_dtype, compute_dtype or torch.int8, facts)
     elif accelerate and model.device.type == "cuda":
         _merge(model, model_id)
+        # Products with blocks do not depend on company anyway.
+        in_blocks = any(isinstance(module, BlocksLinear) for module in model.modules())
+        invariance = _invariant(model, model_id) if invariant or in_blocks else None
     possible = set(map(rounded_to, report.formats)) if report else set()
     compute_dtype = compute_dtype or (torch.int8 if torch.int8 in possible else model.dtype)
     if compute_dtype not in {model.dtype, *possible}:
@@ -156,6 +166,7 @@ def wrap_model(
         kv_dtype=kv_dtype,
         compute_dtype=compute_dtype,
         acceleration=report,
+        invariance=invariance,
         facts=facts,
     )
 
@@ -189,3 +200,11 @@ def _merge(model: PreTrainedModel, model_id: str) -> None:
 
     log.info("merged", model_id=model_id, products=merge_linears(model))
     torch.cuda.empty_cache()  # of the weights that were copied
+
+
+def _invariant(model: PreTrainedModel, model_id: str) -> "InvariantReport":
+    from shared.model.substitution.invariant import make_invariant
+
+    report = make_invariant(model)
+    log.info("products and norms do not depend on company", model_id=model_id, replaced=str(report))
+    return report

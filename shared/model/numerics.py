@@ -2,8 +2,9 @@
 
 Policy `exact` verifies drafts in passes over several tokens, beside other requests. Its tokens are those of `full`, and
 those of a request do not depend on the others, if a token gets the same bits in every pass. Neap's kernels give them,
-on a CPU. Other code rounds differently in longer passes. There, each token is still one that the full model chose in
-the pass that verified it, but where its two best choices are nearly equal, another pass may choose the other one.
+on a CPU, and on a GPU where they are asked for. Other code rounds differently in longer passes. There, each token is
+still one that the full model chose in the pass that verified it, but where its two best choices are nearly equal,
+another pass may choose the other one.
 """
 
 import hashlib
@@ -20,8 +21,10 @@ from torch import Tensor
 from shared import ops
 from shared.model.borders import origins
 from shared.model.cache import KVCache, refuse_if_out_of_memory
+from shared.model.company import why_not_in_company
 from shared.model.dtypes import dtype_name
 from shared.model.loaded import LoadedModel
+from shared.model.paged_runner import PagedRunner
 from shared.model.ragged import RaggedSequence
 from shared.model.runner import Runner
 
@@ -102,8 +105,10 @@ def _few_logits(runner: Runner) -> Tensor:
 def _try(runner: Runner) -> Promise:
     loaded = runner.loaded
     bits, agree = _probe(runner)
-    runner.counters.reset()
     why_not = _why_not(loaded, agree)
+    if not why_not and isinstance(runner, PagedRunner):
+        why_not = why_not_in_company(runner)
+    runner.counters.reset()
     facts = _facts(runner) | {"bits": bits, "torch functions": _digest(_torch_functions())}
     if why_not:
         facts["threads"] = torch.get_num_threads()
@@ -113,14 +118,18 @@ def _try(runner: Runner) -> Promise:
 def _why_not(loaded: LoadedModel, agree: bool) -> str:
     """Why a token's bits depend on the pass. Empty if they do not: passes `agree`, and nothing is known that makes
     others differ."""
-    report = loaded.acceleration
-    if loaded.device.type != "cpu":
+    report, invariance = loaded.acceleration, loaded.invariance
+    if invariance is not None and invariance.left_alone:
+        name, reason = next(iter(invariance.left_alone.items()))
+        return f"{name} {reason}"
+    if loaded.device.type != "cpu" and invariance is None:
         return f"products on {loaded.device.type} are rounded by the number of tokens in a pass"
-    if report is None:
+    if report is None and invariance is None:
         return "the model runs its own modules instead of neap's kernels"
     if agree:
         return ""
-    reason = report.left_alone.get("attention") or next(iter(report.left_alone.values()), "")
+    left_alone = report.left_alone if report is not None else {}
+    reason = left_alone.get("attention") or next(iter(left_alone.values()), "")
     return "a token's bits depend on what else is in a pass" + (reason and f": {reason}")
 
 

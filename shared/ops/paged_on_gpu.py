@@ -32,10 +32,15 @@ def has_triton() -> bool:
 
 
 @cache
-def _device(device: torch.device) -> tuple[int, int]:
-    """Its compute capability, such as 90, and its multiprocessors."""
-    of_device = torch.cuda.get_device_properties(device)
-    return 10 * of_device.major + of_device.minor, of_device.multi_processor_count
+def capability_of(device: torch.device) -> int:
+    """Its compute capability, such as 90."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def paged_attention(
@@ -58,7 +63,9 @@ def paged_attention(
     places = block_tables, table_indices, positions
     if not has_triton():
         return by_torch(q, k, v, keys, values, *places, scaling, softcap, window)
-    return by_kernels(q, k, v, keys, values, *places, scaling, softcap, window, *_device(q.device))
+    return by_kernels(
+        q, k, v, keys, values, *places, scaling, softcap, window, capability_of(q.device), _num_processors(q.device)
+    )
 
 
 def check(

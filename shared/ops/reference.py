@@ -327,9 +327,11 @@ def choose_sampled(probabilities: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def register() -> None:
-    """Registers paged attention, whose kernels are not of the library: on a CPU, where only tests run it, it is its
-    reference. The library must be loaded."""
-    from shared.ops import paged_on_gpu
+    """Registers what has kernels that are not of the library, which must be loaded: paged attention, and products and
+    norms on a GPU. On a CPU, where only tests run it, paged attention is its reference."""
+    from shared.ops import paged_on_gpu, products
+
+    products.register()
 
     torch.library.register_kernel("neap::paged_attention", "cpu", paged_attention)
     torch.library.register_kernel("neap::paged_attention", "cuda", paged_on_gpu.paged_attention)

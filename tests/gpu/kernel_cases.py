@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from shared.ops import choose_greedy, choose_sampled, reference
+from shared.ops.blocks import LAYOUTS, Blocks, arranged, widened
 from shared.ops.chains import ConfidenceWeights, draft_top, new_tickets, route
 from shared.ops.paged import paged_attention
+from shared.ops.products import blocks_linear, invariant_linear
+from tests.shared.ops.drawn_blocks import drawn_blocks
 from tests.shared.ops.paged_passes import CLOSE, drawn_pass
 
 Inputs = list[Tensor | None]
@@ -123,7 +126,33 @@ def _paged(
 
 
 SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
+
+
+def _product(count: int, rows: int, width: int, dtype: torch.dtype, kind: str = "") -> Case:
+    """`kind`: of GGUF's blocks, whose reference widens them all."""
+
+    def inputs() -> Inputs:
+        x, bias = torch.randn(count, width).to(dtype), torch.randn(rows).to(dtype)
+        weight = (
+            arranged(drawn_blocks(rows, width, kind), kind, width) if kind else [torch.randn(rows, width).to(dtype)]
+        )
+        return [x, bias, *weight]
+
+    def run(x: Tensor, bias: Tensor, *weight: Tensor) -> Outputs:
+        return (blocks_linear(x, Blocks(*weight), kind, bias) if kind else invariant_linear(x, weight[0], bias),)
+
+    def expected(x: Tensor, bias: Tensor, *weight: Tensor) -> Outputs:
+        wide = widened(Blocks(*weight), kind, width).to(dtype) if kind else weight[0]
+        return (torch.nn.functional.linear(x.float(), wide.float(), bias.float()).to(dtype),)
+
+    scale = width**0.5
+    close = {"atol": scale * CLOSE[dtype]["atol"], "rtol": CLOSE[dtype]["rtol"]}
+    return Case(f"product {kind} {count}x{rows}x{width} {dtype}", inputs, run, expected, close)
+
+
 CASES: list[Case] = [
+    *(_product(count, 512, 1024, dtype) for count in (1, 40, 300) for dtype in (SINGLE, HALF, BRAIN)),
+    *(_product(count, 130, 1024, BRAIN, kind) for count in (2, 100) for kind in LAYOUTS),
     _draft_top(1, 64, 4587, 2, HALF),
     _draft_top(9, 33, 130, 8, SINGLE),
     _draft_top(4, 128, 1000, 3, BRAIN),

@@ -11,6 +11,7 @@ from shared.engine.request.request import GenerationRequest, StoppingParams, Tok
 from shared.ladder.policy import DepthPolicy
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel, wrap_model
+from shared.model.numerics import numerics_of
 from shared.model.paged_runner import PagedRunner
 from shared.model.ragged import RaggedSequence
 from shared.model.recorder import CudaRecorder
@@ -73,6 +74,14 @@ def test_captured_passes_are_the_models_own(family, dtype, compiled):
         logits, own = runner.logits(deep), expected[:, at : at + size]
         assert (logits - own).abs().max() <= CLOSE[dtype] * own.abs().max()
         at += size
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3-sliding"])
+def test_exact_is_promised_where_products_are_neaps_own(family, compiled):
+    model = build_family(family).to("cuda", torch.bfloat16)
+    found = numerics_of(captured(wrap_model(model, accelerate=True, invariant=True), compiled=compiled))
+    assert found.is_exact, found.why_not
 
 
 def test_company_changes_no_bit_up_to_the_smallest_bucket(loaded):

@@ -6,13 +6,18 @@ is no GPU.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from shared.ops import layer_norm, rms_norm
+from shared.ops.blocks import LAYOUTS, Blocks, arranged
 from shared.ops.paged import paged_attention
+from shared.ops.products import blocks_linear, invariant_linear
 from tests.gpu.kernel_cases import CASES, Case, Inputs, Outputs, copied
+from tests.shared.ops.drawn_blocks import drawn_blocks
 from tests.shared.ops.paged_passes import WRONG_ARGUMENTS, Pass, drawn_pass
 
 REPEATS = 100
@@ -101,6 +106,39 @@ def test_a_token_attends_to_the_same_bits_alone_and_in_company(device: str, widt
         own = slice(token, token + 1)
         alone = run(q[own], k[own], v[own], *pools, block_tables, indices[own], positions[own], 0.2)
         assert torch.equal(alone[0], together[token])
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", ["", *LAYOUTS])
+@pytest.mark.parametrize("width", [576, 1024, 4096])
+def test_a_token_multiplies_to_the_same_bits_in_any_company(device: str, width: int, kind: str) -> None:
+    if kind and width % LAYOUTS[kind].block:
+        pytest.skip("blocks of this kind have 256 columns")
+    x, rows = torch.randn(2048, width, dtype=torch.bfloat16, device=device), 1000
+    if kind:
+        blocks = Blocks(*(part.to(device) for part in arranged(drawn_blocks(rows, width, kind), kind, width)))
+        run = partial(blocks_linear, blocks=blocks, kind=kind)
+    else:
+        run = partial(invariant_linear, weight=torch.randn(rows, width, dtype=torch.bfloat16, device=device))
+    together = run(x)
+    for count in (1, 7, 16, 24, 48, 100, 192, 256, 512, 1024):
+        for first in (0, 5, 700):
+            assert torch.equal(run(x[first : first + count]), together[first : first + count])
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [80, 4096])
+def test_norms_are_those_of_torch_and_do_not_depend_on_company(device: str, width: int, dtype: torch.dtype) -> None:
+    x, weight, bias = (torch.randn(*shape, width, device=device).to(dtype) for shape in ((300,), (), ()))
+    wide = x.float(), (width,), weight.float()
+    close = {"atol": 0.1, "rtol": 0.02} if dtype == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
+    normed = rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(normed.float(), torch.nn.functional.rms_norm(*wide, 1e-5), **close)
+    centred = layer_norm(x, weight, bias, 1e-5)
+    torch.testing.assert_close(centred.float(), torch.nn.functional.layer_norm(*wide, bias.float(), 1e-5), **close)
+    for first, count in ((0, 1), (7, 40), (299, 1)):
+        assert torch.equal(rms_norm(x[first : first + count], weight, 1e-5), normed[first : first + count])
 
 
 @on_gpu

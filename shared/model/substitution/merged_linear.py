@@ -5,7 +5,7 @@ model. Names do not matter.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ class _Group:
     """Layers that multiply the same input one after another. `weight` [sum of N, K] and `bias` [sum of N] or None: of
     all of them, in this order. `sizes`: N of each."""
 
+    # What multiplies in place of torch's product.
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+
     def __init__(self, members: Sequence[nn.Linear]) -> None:
         self.weight = torch.cat([member.weight.detach() for member in members])
         biases = [member.bias.detach() for member in members if member.bias is not None]
@@ -34,7 +37,8 @@ class _Group:
     def output(self, x: Tensor, index: int) -> Tensor:
         """That of member number `index`. The first one computes those of all, and the last one drops them."""
         if index == 0 or self.input is not x:  # the latter: they are called in another order
-            self.input, self.outputs = x, F.linear(x, self.weight, self.bias).split(self.sizes, -1)
+            multiply = self.multiply or F.linear
+            self.input, self.outputs = x, multiply(x, self.weight, self.bias).split(self.sizes, -1)
         output = self.outputs[index]
         if index == len(self.sizes) - 1:
             self.input, self.outputs = None, ()

@@ -1,8 +1,9 @@
 """A parameter of a model that stands for a matrix in a file or packed for the kernels.
 
-To the model it is a float32 tensor on the CPU. An operation that needs its numbers dequantises the matrix for this
-operation alone, so the model's own code runs with one dequantised matrix at a time. A look-up of rows, as in an
-embedding, reads only these. A matmul as in a linear layer dequantises some rows at a time.
+To the model it is a float32 tensor on the CPU, or one of the model's dtype on a GPU. An operation that needs its
+numbers dequantises the matrix for this operation alone, so the model's own code runs with one dequantised matrix at a
+time. A look-up of rows, as in an embedding, reads only these. A matmul as in a linear layer dequantises some rows at a
+time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ _ALIASES = frozenset([torch.ops.aten.detach.default, torch.ops.aten.alias.defaul
 
 
 class LazyWeight(Tensor):
-    """A read-only float32 tensor [*stored.shape]."""
+    """A read-only tensor [*stored.shape] of the stored matrix' dtype."""
 
     stored: Stored
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -26,7 +27,7 @@ class LazyWeight(Tensor):
     @staticmethod
     def __new__(cls, stored: Stored) -> "LazyWeight":
         weight: LazyWeight = Tensor._make_wrapper_subclass(
-            cls, stored.shape, dtype=torch.float32, device=torch.device("cpu"), requires_grad=False
+            cls, stored.shape, dtype=stored.dtype, device=stored.device, requires_grad=False
         )
         weight.stored = stored
         return weight
@@ -38,7 +39,7 @@ class LazyWeight(Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, LazyWeight):
-            if func in _ALIASES or (func is torch.ops.aten._to_copy.default and _is_noop(kwargs)):
+            if func in _ALIASES or (func is torch.ops.aten._to_copy.default and _is_noop(first, kwargs)):
                 return LazyWeight(first.stored)
             if func is torch.ops.aten.t.default:
                 return LazyWeight(first.stored.turned())
@@ -132,8 +133,9 @@ def _dequantised(value: Any) -> Any:
     return value.stored.dequantised() if isinstance(value, LazyWeight) else value
 
 
-def _is_noop(kwargs: Mapping[str, Any]) -> bool:
-    return kwargs.get("dtype") in (None, torch.float32) and str(kwargs.get("device")) in ("None", "cpu")
+def _is_noop(weight: Tensor, kwargs: Mapping[str, Any]) -> bool:
+    is_there = str(kwargs.get("device")) in ("None", weight.device.type, str(weight.device))
+    return kwargs.get("dtype") in (None, weight.dtype) and is_there
 
 
 def _changes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bool]:

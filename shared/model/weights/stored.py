@@ -38,10 +38,11 @@ class Stored(ABC):
     """A matrix [N, K]. `format` names its numbers: a dtype such as "bfloat16", or a block format such as "Q4_K".
 
     `transposed`: whether a model holds it as [K, N], as GPT-2 does; `shape` is what the model holds. `parts`: those
-    that it consists of.
+    that it consists of. `dtype` and `device`: of the tensor that it is to a model.
     """
 
     parts: tuple["Stored", ...] = ()
+    dtype, device = torch.float32, torch.device("cpu")
 
     def __init__(self, rows: int, columns: int, form: str, *, transposed: bool = False) -> None:
         self.rows, self.columns, self.format, self.transposed = rows, columns, form, transposed

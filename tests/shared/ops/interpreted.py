@@ -1,5 +1,5 @@
-"""Runs the Triton kernels of paged attention in Triton's interpreter, in a process of its own, because a process either
-interprets kernels or compiles them: `python -m tests.shared.ops.interpreted SOURCE CALLS RESULTS`."""
+"""Runs Triton kernels in Triton's interpreter, in a process of its own, because a process either interprets kernels or
+compiles them: `python -m tests.shared.ops.interpreted LAUNCH SOURCE CALLS RESULTS`."""
 
 import importlib.util
 import os
@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from shared.ops import paged_on_gpu
+from shared.ops.blocks import Blocks
+from shared.ops.products import multiplied, normed
 from tests.shared.ops.paged_passes import Pass
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = ROOT / "shared" / "ops" / "paged_kernel.py"
+PRODUCTS = SOURCE.with_name("product_kernel.py")
 
 
 @dataclass(frozen=True)
@@ -31,31 +34,42 @@ class Call:
 
 def interpreted(calls: list[Call], folder: Path, source: Path = SOURCE) -> list[tuple[Tensor, Tensor, Tensor]]:
     """The results of calls, and the keys and values that they leave. `source`: of the kernels."""
-    torch.save([vars(call.made) | {"options": (call.split, call.capability, call.num_processors)} for call in calls],
-               folder / "calls")  # fmt: skip
-    command = [sys.executable, "-m", __spec__.name, str(source), str(folder / "calls"), str(folder / "results")]
+    options = [{name: value for name, value in vars(call).items() if name != "made"} for call in calls]
+    arguments = [vars(call.made) | own for call, own in zip(calls, options, strict=True)]
+    return launched("attended", arguments, folder, source)
+
+
+def launched(launch: str, calls: list[dict[str, Any]], folder: Path, source: Path = PRODUCTS) -> list[Any]:
+    """What LAUNCHES[launch] gives for the arguments of each call."""
+    torch.save(calls, folder / "calls")
+    command = [sys.executable, "-m", __spec__.name, launch, str(source), str(folder / "calls"), str(folder / "results")]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    results: list[tuple[Tensor, Tensor, Tensor]] = torch.load(folder / "results")
+    results: list[Any] = torch.load(folder / "results")
     return results
 
 
-def main(source: str, calls: str, results: str) -> None:
+def _attended(kernels: Any, **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return paged_on_gpu.by_kernels(kernels=kernels, **arguments), arguments["keys"], arguments["values"]
+
+
+def _multiplied(kernels: Any, weight: Any, **arguments: Any) -> Tensor:
+    own = weight if isinstance(weight, Tensor) else Blocks(*weight)
+    return multiplied(weight=own, kernels=kernels, **arguments)
+
+
+LAUNCHES = {"attended": _attended, "multiplied": _multiplied, "normed": normed}
+
+
+def main(launch: str, source: str, calls: str, results: str) -> None:
     torch.set_num_threads(1)
-    found = importlib.util.spec_from_file_location("paged_kernel", source)
+    found = importlib.util.spec_from_file_location("kernels", source)
     assert found is not None
     assert found.loader is not None
     kernels = importlib.util.module_from_spec(found)
     found.loader.exec_module(kernels)
-    made: list[Any] = []
-    for arguments in torch.load(calls):
-        split, capability, num_processors = arguments.pop("options")
-        out = paged_on_gpu.by_kernels(
-            **arguments, capability=capability, num_processors=num_processors, split=split, kernels=kernels
-        )
-        made.append((out, arguments["keys"], arguments["values"]))
-    torch.save(made, results)
+    torch.save([LAUNCHES[launch](kernels=kernels, **arguments) for arguments in torch.load(calls)], results)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,106 @@
+"""Matrices of a .gguf file that stay in its blocks on a GPU.
+
+Linear layers multiply by the blocks, and embeddings widen the rows that they look up. To the model a weight is a tensor
+of the dtype that it computes in, which is widened where other code reads it.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from shared.model.weights.lazy import LazyWeight, as_parameter, lazy
+from shared.model.weights.stored import ALL_ROWS, Blocks, Stored, rounded_to
+from shared.ops import blocks as arrangement
+from shared.ops.products import blocks_linear
+
+# Rows of blocks that are arranged at once: what is made on the way takes a few bytes a weight.
+PART_ROWS = 1 << 15
+
+
+class OnDevice(Stored):
+    """A matrix [N, K] in blocks of a kind on a device, as a model sees it in `dtype`."""
+
+    def __init__(self, held: arrangement.Blocks, columns: int, kind: str, dtype: torch.dtype) -> None:
+        self.held, self.dtype, self.device = held, dtype, held.low.device
+        super().__init__(held.rows, columns, kind)
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        return tuple(self.held)
+
+    def dequantised_rows(self) -> Tensor:
+        return self._rows(ALL_ROWS)
+
+    def row_parts(self) -> Iterator[Tensor]:
+        return (self._rows(slice(first, first + PART_ROWS)) for first in range(0, self.rows, PART_ROWS))
+
+    def pack(self, rows: slice = ALL_ROWS) -> Tensor:
+        raise NotImplementedError("it is packed for another device")
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        wide = arrangement.widened(self.held, self.format, self.columns, ids.flatten())
+        return wide.to(self.dtype).view(*ids.shape, -1)
+
+    def _rows(self, rows: slice) -> Tensor:
+        return arrangement.widened(self.held, self.format, self.columns, rows).to(self.dtype)
+
+
+class BlocksLinear(nn.Linear):
+    """x [..., K] -> [..., N]. What is multiplied are buffers, because compiled layers cannot take a `LazyWeight`."""
+
+    low: Tensor
+    high: Tensor
+    scales: Tensor
+    supers: Tensor
+    kind: str
+
+    def forward(self, input: Tensor) -> Tensor:
+        held = arrangement.Blocks(self.low, self.high, self.scales, self.supers)
+        return blocks_linear(input, held, self.kind, self.bias)
+
+
+class TakenBlocks:
+    """The matrices of a model that stay in blocks, taken out of it while the rest is read and moved to a device."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._dtype = model, torch.float32
+        self._taken: list[tuple[nn.Module, nn.Parameter]] = []
+        for module in model.modules():
+            parameter = module._parameters.get("weight")
+            stored = lazy(parameter)
+            is_kept = isinstance(stored, Blocks) and stored.format in arrangement.LAYOUTS and not stored.transposed
+            if is_kept and parameter is not None and (type(module) is nn.Linear or isinstance(module, nn.Embedding)):
+                self._taken.append((module, parameter))
+                module._parameters["weight"] = None
+
+    @torch.no_grad()
+    def round_others(self, dtype: torch.dtype) -> None:
+        """Makes the model compute in a dtype. Its angles stay as they are."""
+        self._dtype = dtype
+        for parameter in self._model.parameters():
+            parameter.data = rounded_to(parameter.data, dtype)
+
+    @torch.no_grad()
+    def place(self, device: torch.device) -> None:
+        """Arranges them on the device, one by one, and gives them back to the model. Those that were shared stay
+        shared."""
+        placed: dict[int, tuple[OnDevice, nn.Parameter]] = {}
+        for module, parameter in self._taken:
+            if id(parameter) not in placed:
+                own = _arranged(lazy(parameter), device, self._dtype)
+                placed[id(parameter)] = own, as_parameter(LazyWeight(own))
+            own, module._parameters["weight"] = placed[id(parameter)]
+            if isinstance(module, nn.Linear):
+                for name, part in own.held._asdict().items():
+                    module.register_buffer(name, part, persistent=False)
+                module.__class__ = BlocksLinear
+                module.kind = own.format  # type: ignore[assignment]
+        self._taken.clear()
+
+
+def _arranged(stored: Stored | None, device: torch.device, dtype: torch.dtype) -> OnDevice:
+    assert isinstance(stored, Blocks)
+    raw = stored.read()
+    parts = [arrangement.arranged(part.to(device), stored.format, stored.columns) for part in raw.split(PART_ROWS)]
+    return OnDevice(arrangement.joined(parts) if len(parts) > 1 else parts[0], stored.columns, stored.format, dtype)

@@ -1,0 +1,200 @@
+"""Products on a GPU whose bits do not depend on the other tokens of a pass, and norms, as ops of torch. The kernels:
+`shared.ops.product_kernel`. On a CPU, where only tests run them, products are their reference.
+
+Inference only. They raise `RuntimeError`, which names the argument, for wrong shapes, dtypes or layouts.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared.ops import begin_call
+from shared.ops.blocks import LAYOUTS, Blocks, widened
+from shared.ops.paged_on_gpu import DTYPES, capability_of
+from shared.ops.product_tiles import ProductTiles
+
+# Numbers of a program that adds pieces.
+ADDED = 256
+# Products of the reference at once.
+REFERENCE_NUMBERS = 1 << 22
+# Of a row that is normed: it must fit a program's registers.
+MOST_NORMED = 1 << 15
+
+
+def register() -> None:
+    """Registers the ops with torch, once. The library must be loaded: norms are of its ops."""
+    for name, arguments in {
+        "invariant_linear": "Tensor x, Tensor weight, Tensor? bias",
+        "blocks_linear": "Tensor x, Tensor low, Tensor high, Tensor scales, Tensor supers, Tensor? bias, str kind",
+    }.items():
+        torch.library.define(f"neap::{name}", f"({arguments}) -> Tensor")
+    torch.library.register_kernel("neap::invariant_linear", "cpu", reference_linear)
+    torch.library.register_kernel("neap::invariant_linear", "cuda", _linear_on_gpu)
+    torch.library.register_kernel("neap::blocks_linear", "cpu", _reference_blocks)
+    torch.library.register_kernel("neap::blocks_linear", "cuda", _blocks_on_gpu)
+    torch.library.register_fake("neap::invariant_linear", lambda x, weight, bias: _new(x, weight.shape[0]))
+    torch.library.register_fake("neap::blocks_linear", lambda x, low, *others: _new(x, low.shape[1]))
+    torch.library.register_kernel("neap::rms_norm", "cuda", _rms_norm)
+    torch.library.register_kernel("neap::layer_norm", "cuda", _layer_norm)
+
+
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] times weight [N, K], contiguous, plus bias [N] -> [..., N]: float32, float16 or bfloat16, all of one
+    dtype. Sums are in float32."""
+    begin_call(x, bias)
+    out: Tensor = torch.ops.neap.invariant_linear.default(x, weight, bias)
+    return out
+
+
+def blocks_linear(x: Tensor, blocks: Blocks, kind: str, bias: Tensor | None = None) -> Tensor:
+    """As `invariant_linear`, with a matrix in GGUF's blocks of a kind such as "Q4_K": their numbers, rounded to x's
+    dtype."""
+    begin_call(x, bias)
+    out: Tensor = torch.ops.neap.blocks_linear.default(x, *blocks, bias, kind)
+    return out
+
+
+def reference_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Each number is a sum of its own, so company does not matter."""
+    check(x, weight.shape[-1], weight.shape[0], bias)
+    _check_weight(x, weight)
+    wide, rows = weight.float(), x.reshape(-1, x.shape[-1]).float()
+    parts = rows.split(max(1, REFERENCE_NUMBERS // wide.numel()))
+    out = torch.cat([(wide * part[:, None]).sum(-1) for part in parts])
+    out = out if bias is None else out + bias.float()
+    return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def _reference_blocks(
+    x: Tensor, low: Tensor, high: Tensor, scales: Tensor, supers: Tensor, bias: Tensor | None, kind: str
+) -> Tensor:
+    blocks = Blocks(low, high, scales, supers)
+    check_blocks(x, blocks, kind, bias)
+    return reference_linear(x, widened(blocks, kind, x.shape[-1]).to(x.dtype), bias)
+
+
+def check(x: Tensor, width: int, rows: int, bias: Tensor | None) -> None:
+    _demand(x.dtype in DTYPES, "x must be float32, float16 or bfloat16")
+    _demand(x.dim() > 0 and x.shape[-1] == width > 0, f"x has shape {list(x.shape)}, want [..., {width}]")
+    if bias is not None:
+        _demand(bias.shape == (rows,) and bias.dtype == x.dtype, f"bias must be {x.dtype} [{rows}]")
+
+
+def check_blocks(x: Tensor, blocks: Blocks, kind: str, bias: Tensor | None) -> None:
+    _demand(kind in LAYOUTS, f"kind is {kind!r}, want one of {', '.join(LAYOUTS)}")
+    _demand(blocks.low.dim() == 3, f"low has shape {list(blocks.low.shape)}, want [any, any, 32]")
+    layout, width, rows = LAYOUTS[kind], x.shape[-1], blocks.rows
+    _demand(width % layout.block == 0, f"x has shape {list(x.shape)}, and blocks have {layout.block} columns")
+    check(x, width, rows, bias)
+    groups = -(-width // layout.step) * layout.step // 32
+    shapes = {
+        "low": [groups * layout.bits // 8, rows, 32],
+        "high": [groups * layout.high // 8, rows, 32] if layout.high else [0],
+        "scales": [groups // (2 if layout.scales else 1), rows],
+        "supers": [width // 256, rows] if layout.scales else [0],
+    }
+    for (name, wanted), tensor in zip(shapes.items(), blocks, strict=True):
+        _demand(list(tensor.shape) == wanted, f"{name} has shape {list(tensor.shape)}, want {wanted}")
+        dtype = torch.uint8 if name in ("low", "high") else torch.int32
+        _demand(tensor.dtype == dtype and tensor.is_contiguous(), f"{name} must be {dtype} and contiguous")
+
+
+def multiplied(
+    x: Tensor,
+    weight: Tensor | Blocks,
+    kind: str,
+    bias: Tensor | None,
+    capability: int,
+    *,
+    split: bool | None = None,
+    tokens: int | None = None,
+    kernels: Any = None,
+) -> Tensor:
+    """Launches the kernels for a device of this compute capability. `split` and `tokens`: whether pieces of K are
+    programs of their own, and the tokens of a tile, which change no bit. None: as is fastest."""
+    if kernels is None:
+        from shared.ops import product_kernel as kernels
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    count, width = rows.shape
+    num_rows = weight.rows if isinstance(weight, Blocks) else len(weight)
+    out = x.new_empty(count, num_rows)
+    if not count:
+        return out.view(*x.shape[:-1], num_rows)
+    tiles = ProductTiles(num_rows, width, LAYOUTS.get(kind), x.dtype, capability)
+    size = tokens or count
+    constants = tiles.constants(size, bias is not None) | ({} if split is None else {"SPLIT": split})
+    pieces, splits = constants["PIECES"], constants["SPLIT"]
+    parts = x.new_empty(pieces * count * num_rows if splits else 1, dtype=torch.float32)
+    held = weight if isinstance(weight, Blocks) else Blocks(weight, weight, weight, weight)
+    grid = -(-count // constants["BT"]), -(-num_rows // constants["BN"]), pieces if splits else 1
+    kernels.multiply[grid](
+        rows, *held, x if bias is None else bias, out, parts, count, num_rows, width, rows.stride(0),
+        **constants, **tiles.options(size), **kernels.OPTIONS,
+    )  # fmt: skip
+    if splits:
+        kernels.add_pieces[(-(-out.numel() // ADDED),)](
+            parts, x if bias is None else bias, out, out.numel(), num_rows, PIECES=pieces, BIASED=bias is not None,
+            BLOCK=ADDED, **kernels.OPTIONS,
+        )  # fmt: skip
+    return out.view(*x.shape[:-1], num_rows)
+
+
+def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float, *, kernels: Any = None) -> Tensor:
+    """The RMS norm, or with a bias the layer norm, of rows x [..., D]."""
+    if kernels is None:
+        from shared.ops import product_kernel as kernels
+    width = weight.shape[0]
+    _demand(x.dtype in DTYPES, "x must be float32, float16 or bfloat16")
+    _demand(x.dim() > 0 and x.shape[-1] == width, f"x has shape {list(x.shape)}, want [..., {width}]")
+    _demand(0 < width <= MOST_NORMED, f"rows of {width} are too wide, or empty")
+    rows = x.contiguous()
+    out = torch.empty_like(rows)
+    if rows.numel():
+        block = 1 << (width - 1).bit_length()
+        kernels.norm[(rows.numel() // width,)](
+            rows, weight.contiguous(), weight if bias is None else bias.contiguous(), out, width, eps, offset, D=block,
+            CENTRED=bias is not None, num_warps=norm_warps(width), **kernels.OPTIONS,
+        )  # fmt: skip
+    return out
+
+
+def norm_warps(width: int) -> int:
+    return min(16, max(1, width // 512))
+
+
+def _linear_on_gpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    check(x, weight.shape[-1], weight.shape[0], bias)
+    _check_weight(x, weight)
+    return multiplied(x, weight, "", bias, capability_of(x.device))
+
+
+def _blocks_on_gpu(
+    x: Tensor, low: Tensor, high: Tensor, scales: Tensor, supers: Tensor, bias: Tensor | None, kind: str
+) -> Tensor:
+    blocks = Blocks(low, high, scales, supers)
+    check_blocks(x, blocks, kind, bias)
+    return multiplied(x, blocks, kind, bias, capability_of(x.device))
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    return normed(x, weight, None, eps, weight_offset)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return normed(x, weight, bias, eps, 0.0)
+
+
+def _check_weight(x: Tensor, weight: Tensor) -> None:
+    fits = weight.dim() == 2 and weight.dtype == x.dtype and weight.is_contiguous()
+    _demand(fits, f"weight must be {x.dtype} [N, K] and contiguous")
+
+
+def _new(x: Tensor, rows: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+def _demand(condition: bool, what: str) -> None:
+    if not condition:
+        raise RuntimeError(f"products: {what}")
