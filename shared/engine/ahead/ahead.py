@@ -232,7 +232,7 @@ class Ahead:
         graphs = None if sequence.ladder is None or request.policy.name == "full" else self.graphs.drafts_of(drafter)
         number = NO_DRAFTER if graphs is None else graphs.number
         table = self._runner.pool.table_index(as_paged(sequence.cache))
-        row = RowOfStep(slot_number, table, number, drafter.confidence(request).handle.address.value)
+        row = RowOfStep(slot_number, table, number, drafter.confidence(request).handle.address.value or 0)
         is_drawn = not request.sampling.is_greedy
         place = Place(row, self._runner.pool.num_given, graphs, is_drawn, states is not None)
         ends = sorted(sequence.answer.end_token_ids)
