@@ -1,6 +1,6 @@
 """What a decode step takes of the host: the engine's steps over a device that takes no time, or a stated one.
 
-    python -m bench.host [--requests 1 8 32 128] [--share .8] [--device-ms 0] [--steps 200]
+    python -m bench.host [--requests 1 8 32 128] [--share .8] [--device-ms 0] [--steps 200] [--ahead]
 
 The device counts in a fixed cycle of tokens. Its passes, its head and its exit return what was made before, so that
 nothing but Python, the native drafting and the choice of tokens takes time. With --device-ms the numbers of a pass come
@@ -9,7 +9,8 @@ and an exit at depth 0 that is right at --share of all tokens, four drafts a cal
 billion parameters. One thread. Printed: medians in ms of a step, and of its parts; drafts of a step.
 
 "ahead": the same requests on the device, over a tiny model whose replays run but do not count, as they would not on a
-GPU: what the host does to launch a step and to handle the one before.
+GPU: what the host does to launch a step and to handle the one before, with the texts of a byte-level tokenizer. Its
+times are the thread's own, because it never waits. --ahead: nothing else.
 """
 
 import argparse
@@ -18,12 +19,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import islice, product
 from typing import Any
 from unittest import mock
 
 import torch
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from bench.imposed import SHAPES, Imposed, impose
 from bench.machine import described
@@ -122,9 +127,9 @@ class UncountedRecorder:
         return partial(self.run, work)
 
     def run(self, work: Work) -> None:
-        start_s = time.perf_counter()
+        start_s = time.thread_time()
         work()
-        self.seconds += time.perf_counter() - start_s
+        self.seconds += time.thread_time() - start_s
 
     def close(self) -> None:
         pass
@@ -235,14 +240,22 @@ def measure_ahead(imposed: Imposed, policy: str, count: int, num_steps: int) -> 
                 decoder.turn(sequences)
             for _ in range(num_steps):
                 drafted, recorder.seconds = sum(sequence.num_drafted for sequence in sequences), 0.0
-                start_s = time.perf_counter()
+                start_s = time.thread_time()
                 decoder.turn(sequences)
-                host_s = time.perf_counter() - start_s - recorder.seconds
+                host_s = time.thread_time() - start_s - recorder.seconds
                 if any(sequence.is_finished for sequence in sequences):
                     break
                 samples.append((1e3 * host_s, sum(sequence.num_drafted for sequence in sequences) - drafted))
     host_ms, drafts = (statistics.median(column) for column in zip(*samples, strict=True))
     return host_ms, drafts
+
+
+def letters(size: int) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of so many tokens, each a space and some letters."""
+    tokens = islice((f"Ġ{''.join(each)}" for each in product("etaoinshrdlu", repeat=3)), size)
+    tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="Ġeee"))
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def main() -> None:
@@ -251,6 +264,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.8)
     parser.add_argument("--device-ms", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--ahead", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -258,11 +272,13 @@ def main() -> None:
     runner = FreeRunner(imposed, options.device_ms / 1e3)
     print(described("cpu"), f"a device of {options.device_ms:g} ms")
     head("requests", "policy", "step", *PARTS, "drafts")
-    for count in options.requests:
+    for count in () if options.ahead else options.requests:
         for policy in POLICIES:
             *seconds, drafts = measure(runner, imposed, policy, count, options)
             row(count, policy, *(f"{each:.3f}" for each in seconds), f"{drafts:.1f}")
     on_device = impose(SHAPES["tiny"], (0,), options.share, accelerate=False)
+    tokenizer = letters(on_device.loaded.vocabulary_size)
+    on_device = replace(on_device, loaded=replace(on_device.loaded, tokenizer=tokenizer))
     gc.freeze()  # as a worker does when it is ready
     for count in options.requests:
         for policy in POLICIES:

@@ -93,7 +93,7 @@ NEAP_API double neap_confidence_factor(const Confidence* confidence, int32_t pro
 }
 NEAP_API void neap_confidence_record(Confidence* confidence, int64_t count, const int32_t* tokens,
                                      const int32_t* proposers, const double* probabilities, int32_t choice) {
-  confidence->record(drafts_of(count, tokens, proposers, probabilities), choice);
+  confidence->record(drafts_of(count, tokens, proposers, probabilities).data(), (int)count, choice);
 }
 // The drafts of a position that count, the most probable first: their numbers, cases, the numbers of the opposed drafts
 // or -1, and probabilities.

@@ -27,13 +27,13 @@ std::vector<Rated> Confidence::rated(const std::vector<Draft>& drafts) const {
   return found;
 }
 
-void Confidence::record(const std::vector<Draft>& drafts, int32_t token) {
+void Confidence::record(const Draft* drafts, int count, int32_t token) {
   std::vector<Rated> found;
   const auto ratio = [this](Case in_case, int proposer) { return this->ratio(in_case, proposer); };
-  Position{drafts.data(), (int)drafts.size(), weights_, ratio}.combine([&](const Rated& one) { found.push_back(one); });
+  Position{drafts, count, weights_, ratio}.combine([&](const Rated& one) { found.push_back(one); });
   for (const Rated& one : found) add(one.in_case, *one.draft, one.probability, token);
-  for (const Draft& draft : drafts)
-    if (draft.is_exit()) add(kAnyExit, draft, draft.probability, token);
+  for (const Draft* draft = drafts; draft < drafts + count; ++draft)
+    if (draft->is_exit()) add(kAnyExit, *draft, draft->probability, token);
 }
 
 void Confidence::add(Case in_case, const Draft& draft, double probability, int32_t token) {

@@ -24,7 +24,7 @@ class Confidence {
   // By what the probabilities of an exit's confidence head have to be scaled, whatever the tables say.
   double factor(int proposer) const { return ratio(kAnyExit, proposer); }
   // What a pass has shown of a position: `token` was the full model's choice.
-  void record(const std::vector<Draft>& drafts, int32_t token);
+  void record(const Draft* drafts, int count, int32_t token);
 
   // By what the gain that is expected of asking an exit has to be scaled: exits are asked where tables are unsure, and
   // are right there less often than elsewhere.

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <functional>
+#include <numeric>
 
 #include "step.h"
 
@@ -47,6 +49,10 @@ NEAP_API int64_t neap_learned_changed(LearnedNgrams* learned, int64_t* changed, 
 NEAP_API void neap_confidence_ratios(const Confidence* const* confidences, int64_t count, double* ratios) {
   for (int64_t row = 0; row < count; ++row, ratios += kNumRatios) {
     const Confidence* confidence = confidences[row];
+    if (row && confidence == confidences[row - 1]) {  // mostly all are of one kind
+      std::copy_n(ratios - kNumRatios, kNumRatios, ratios);
+      continue;
+    }
     for (int in_case = 0; in_case < kNumCases; ++in_case)
       for (int proposer = 0; proposer <= kFirstExit; ++proposer)
         ratios[in_case * (kFirstExit + 1) + proposer] =
@@ -56,31 +62,40 @@ NEAP_API void neap_confidence_ratios(const Confidence* const* confidences, int64
 
 NEAP_API double neap_uniform_at(uint64_t seed, uint64_t position) { return uniform_at(seed, position); }
 
-// Reads the rows of a step, but for those without a sequence (null). `numbers` [count, 4]: tokens before the step, of
-// the chain, verified and new ones; `choices` [count, kPlaces + 1]: the new ones; `proposers` [count, kPlaces]: of the
-// drafts that were verified; `reaches` [count, kPlaces]: of all drafts. Where a row has `lengths` tokens before the
-// step and at least one new one, the sequence records what has been shown of its drafts, and gets the tokens.
-NEAP_API void neap_sequences_take(Sequence* const* sequences, const Row* rows, const int64_t* lengths, int64_t count,
-                                  int64_t* numbers, int32_t* choices, int32_t* proposers, double* reaches) {
-  for (int64_t at = 0; at < count; ++at) {
+// Reads the rows of a step, but for those without a confidence (null), which gets what has been shown of the drafts.
+// `numbers` [3, count]: tokens before the step, new ones, and drafts that were verified. One row after the other,
+// `tokens`: the new ones; `makers`: their proposers, kFirstExit + 1 for the full model; `verified`: the proposers of
+// the drafts that were. `reaches` [count, kPlaces]: of all drafts, and 0 where there is none.
+NEAP_API void neap_rows_read(Confidence* const* confidences, const Row* rows, int64_t count, int64_t* numbers,
+                             int32_t* tokens, int32_t* makers, int32_t* verified, double* reaches) {
+  for (int64_t at = 0; at < count; ++at, reaches += kPlaces) {
+    Confidence* confidence = confidences[at];
+    if (!confidence) continue;
     const Row& row = rows[at];
-    Sequence* sequence = sequences[at];
-    if (!sequence) continue;
-    const int64_t found[] = {row.num_tokens, row.num_drafted, row.num_verified, row.num_new};
-    std::copy_n(found, 4, numbers + 4 * at);
-    std::copy_n(row.choices, row.num_new, choices + (kPlaces + 1) * at);
-    std::copy_n(row.reaches, row.num_drafted, reaches + kPlaces * at);
-    sequence->chain = {};
-    for (int place = 0; place < row.num_drafted; ++place) {
-      const Said& said = row.said[place];
-      const Draft& draft = said.drafts[said.chosen];
-      if (place < row.num_verified) proposers[kPlaces * at + place] = draft.proposer;
-      const double before = place ? row.reaches[place - 1] : 1.0;
-      sequence->chain.links.push_back(
-          {draft, row.reaches[place] / before, {said.drafts, said.drafts + said.count}, {}});
+    numbers[at] = row.num_tokens, numbers[count + at] = row.num_new, numbers[2 * count + at] = row.num_verified;
+    std::copy_n(row.reaches, row.num_drafted, reaches);
+    const auto drafted_by = [&](int place) { return row.said[place].drafts[row.said[place].chosen].proposer; };
+    for (int place = 0; place < row.num_verified; ++place) *verified++ = drafted_by(place);
+    for (int place = 0; place < row.num_new; ++place) {
+      const int32_t token = *tokens++ = row.choices[place];
+      *makers++ = place == row.num_new - 1 ? kFirstExit + 1 : drafted_by(place);
+      if (place < row.num_drafted) confidence->record(row.said[place].drafts, row.said[place].count, token);
     }
-    if (row.num_tokens != lengths[at] || row.num_new == 0) continue;
-    sequence->record(row.choices, row.num_new);
-    sequence->append(row.choices, row.num_new - (row.choices[row.num_new - 1] < 0));
+    for (int exit = kFirstExit; row.num_new && exit < confidence->num_proposers(); ++exit)
+      confidence->record_unasked(exit);
+  }
+}
+// What drafts have been worth (see shared/engine/ahead/worth.py): `gains` [num_points] at multiples of `step` drafts of
+// each of `num_rows` requests. What was there before keeps a share of `decay`. `reaches` [count] are overwritten.
+NEAP_API void neap_worth_record(double* reaches, int64_t count, int64_t num_rows, double step, double decay,
+                                double* gains, int64_t num_points) {
+  std::sort(reaches, reaches + count, std::greater<>());
+  std::partial_sum(reaches, reaches + count, reaches);
+  const auto sum = [&](int64_t first) { return first ? reaches[first - 1] : 0.0; };
+  for (int64_t point = 0; point < num_points; ++point) {
+    const double place = std::min((double)(point * num_rows) * step, (double)count);
+    const auto low = (int64_t)place;
+    const double found = sum(low) + (sum(std::min(low + 1, count)) - sum(low)) * (place - (double)low);
+    gains[point] = decay * gains[point] + found / (double)num_rows;
   }
 }

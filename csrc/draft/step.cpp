@@ -37,7 +37,7 @@ void Sequence::record(const int32_t* tokens, int64_t count) {
   bool was_asked = false;
   for (int64_t place = 0; place < known; ++place) {
     const Chain::Link& link = chain.links[place];
-    confidence->record(link.proposals, tokens[place]);
+    confidence->record(link.proposals.data(), (int)link.proposals.size(), tokens[place]);
     if (link.asked.proposer < 0) continue;
     was_asked = true;
     const int gained = (link.draft.token == tokens[place]) - (link.asked.before == tokens[place]);

@@ -3,7 +3,7 @@ thread may read."""
 
 import math
 from collections import OrderedDict
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from shared.engine.drafting.pass_costs import PassCosts
 from shared.served import MAX_SERVED, MOST_TOKENS, NOTHING, Served, ServedKey
@@ -12,7 +12,8 @@ from shared.served import MAX_SERVED, MOST_TOKENS, NOTHING, Served, ServedKey
 LEAST_TOKENS = 8
 
 
-class Pace(NamedTuple):
+@dataclass(slots=True)
+class Pace:
     """What the decoding steps of one answer took so far: tokens and seconds, and over its steps the sum of how many
     requests shared each."""
 

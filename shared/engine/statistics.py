@@ -5,9 +5,10 @@ import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from shared.engine.request.request import GenerationRequest, TokenChunk
+from shared.engine.request.request import PROPOSER_OF, GenerationRequest, TokenChunk
 from shared.engine.served import Pace, ServedCounts
 from shared.errors import NeapError
 
@@ -17,6 +18,10 @@ STEP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 
 # More versions than a worker keeps loaded, so that the counts of a version that is loaded again continue.
 MAX_VERSIONS = 64
 BATCH_BOUNDS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+
+
+# The proposers of all drafts of a step and of those that became final, by the version that they count for.
+Drafts = dict[int | None, tuple[list[str], list[str]]]
 
 
 class Distribution:
@@ -33,20 +38,20 @@ class Distribution:
         self.sum += value * times
 
 
-class CountedProgress(NamedTuple):
+@dataclass(slots=True)
+class CountedProgress:
     """What of a sequence has been counted already, or elsewhere. `delivered_s`: time of its last tokens, in
     `time.monotonic()` seconds; 0 before the first. `pace`: of what came after them."""
 
     num_generated: int = 0
     num_layer_executions: int = 0
     delivered_s: float = 0.0
-    pace: Pace = Pace()
+    pace: Pace = field(default_factory=Pace)
 
 
 class CountedSequence(Protocol):
     """What the statistics read of a sequence; `counted` and `started_s` are theirs to set."""
 
-    counted: CountedProgress
     submitted_s: float
     started_s: float | None
     num_layer_executions: int
@@ -55,6 +60,8 @@ class CountedSequence(Protocol):
     num_verify_passes: int
     failure: NeapError | None
 
+    @property
+    def counted(self) -> CountedProgress: ...
     @property
     def request(self) -> GenerationRequest: ...
     @property
@@ -84,16 +91,16 @@ class DepthCounts:
         self.accepted: Counter[str] = Counter()
         self.exits: Counter[str] = Counter()
 
-    def add(self, counted: "StepCounts") -> None:
-        """Counts what the requests of one step got."""
+    def add(self, counted: "StepCounts", exits: dict[str, int]) -> None:
+        """Counts what the requests of one step got. `exits`: tokens of each proposer."""
         self.num_requests += counted.num_requests
         self.num_generated_tokens += counted.num_tokens
         self.num_layer_executions += counted.num_executions
         saved = self._num_layers * counted.num_later_tokens - counted.num_executions
         self.num_layer_executions_saved += saved + counted.num_extra
         self.num_layer_executions_extra += counted.num_extra
-        for proposer in counted.proposers:
-            self.exits[proposer] += 1
+        for proposer, number in exits.items():
+            self.exits[proposer] += number
 
 
 class StepCounts:
@@ -126,12 +133,11 @@ class EngineStatistics(DepthCounts):
 
     def record_drafts(self, drafted: Sequence[str], accepted: Sequence[str], version: int | None) -> None:
         """Counts drafts by their proposers: all, and those that became final."""
+        of_all = Counter(drafted)
         for counts in self._counts(version):
-            for proposer in drafted:
-                counts.drafted[proposer] += 1
-                counts.accepted[proposer] += 0
-            for proposer in accepted:
-                counts.accepted[proposer] += 1
+            for proposer, number in of_all.items():
+                counts.drafted[proposer] += number
+                counts.accepted[proposer] += accepted.count(proposer)
 
     def _counts(self, version: int | None) -> tuple[DepthCounts, ...]:
         if version is None:
@@ -175,41 +181,39 @@ class EngineStatistics(DepthCounts):
                 num_tokens = sum(len(chunk.tokens) for chunk in chunks)
             if not num_tokens:  # a piece of a prompt
                 continue
-            num_executions = sequence.num_layer_executions - seen.num_layer_executions
+            executions = sequence.num_layer_executions
+            num_executions = executions - seen.num_layer_executions
+            delivered_s = seen.delivered_s
+            seen.num_generated, seen.num_layer_executions, seen.delivered_s = num_generated, executions, now
             version = sequence.request.counted_version
             counted = of_versions.get(version)
             if counted is None:
                 counted = of_versions[version] = StepCounts()
             counted.num_tokens += num_tokens
-            pace = seen.pace
             for chunk in chunks:
-                for token in chunk.tokens:
-                    counted.proposers.append(token.proposer)  # noqa: PERF401: no frame
-            if seen.delivered_s:
-                self.inter_token_s.record((now - seen.delivered_s) / num_tokens, num_tokens)
+                counted.proposers += map(PROPOSER_OF, chunk.tokens)
+            if delivered_s:
+                self.inter_token_s.record((now - delivered_s) / num_tokens, num_tokens)
                 counted.num_later_tokens += num_tokens
                 counted.num_executions += num_executions
                 if (extra := num_executions - self._num_layers * num_tokens) > 0:
                     counted.num_extra += extra
                 if version is not None:
-                    took_s = now - seen.delivered_s if seconds is None else seconds
-                    # Written out: no frame a step.
-                    pace = Pace(
-                        pace.num_tokens + num_tokens,
-                        pace.num_steps + 1,
-                        pace.seconds + took_s,
-                        pace.num_running + num_sequences,
-                    )
+                    pace = seen.pace
+                    pace.num_tokens += num_tokens
+                    pace.num_steps += 1
+                    pace.seconds += now - delivered_s if seconds is None else seconds
+                    pace.num_running += num_sequences
                     if sequence.is_finished:
                         self._record_served(sequence, version, pace)
             else:
                 counted.num_requests += 1
                 self.num_prompt_tokens += len(sequence.request.given_ids)
                 self.num_cached_prompt_tokens += sequence.num_cached
-            sequence.counted = CountedProgress(num_generated, sequence.num_layer_executions, now, pace)
         for version, counted in of_versions.items():
+            exits = Counter(counted.proposers)
             for counts in self._counts(version):
-                counts.add(counted)
+                counts.add(counted, exits)
 
     def _record_served(self, sequence: CountedSequence, version: int, pace: Pace) -> None:
         request = sequence.request

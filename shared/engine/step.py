@@ -19,7 +19,7 @@ from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import OnStates
 from shared.engine.request.request import GenerationRequest, TokenChunk
 from shared.engine.request.sequence import DecodingSequence
-from shared.engine.statistics import EngineStatistics
+from shared.engine.statistics import Drafts, EngineStatistics
 from shared.engine.verification import Verdict, verify
 from shared.ladder.learned_ngrams import LearnedNgrams
 from shared.model.cache import KVCache
@@ -240,9 +240,12 @@ class Decoder:
             measured_s = parts[0].sequence.drafter.pass_s(parts[-1].offset + sizes[-1][1])
             extra_s = min(time.perf_counter() - start_s, MOST_SLOWNESS * measured_s) - measured_s
             self._drafting.key_time.record(extra_s, sizes)
+        drafts: Drafts = {}
         for part in parts:
             if part.sequence.failure is None:
-                attempt(part.sequence, self._commit, part, part.verdict)
+                attempt(part.sequence, self._commit, part, part.verdict, drafts)
+        for version, (drafted, accepted) in drafts.items():
+            self.statistics.record_drafts(drafted, accepted, version)
 
     def _logits(self, parts: Sequence[Speculation], states: Tensor) -> Tensor | None:
         """The logits [N, V] that the parts need, part after part, or the tokens of the largest ones [N] where they are
@@ -270,9 +273,9 @@ class Decoder:
         for part, rows in zip(parts, by_part, strict=True):
             attempt(part.sequence, verify_parts, rows, [part])
 
-    def _commit(self, part: Speculation, verdict: Verdict | None) -> None:
-        """Moves the sequence to what has been through every layer, and emits its new tokens.
-        Rejected drafts are overwritten later."""
+    def _commit(self, part: Speculation, verdict: Verdict | None, drafts: Drafts) -> None:
+        """Moves the sequence to what has been through every layer, and emits its new tokens. Adds its proposers to
+        `drafts`. Rejected drafts are overwritten later."""
         sequence = part.sequence
         num_settled = len(part.tokens)
         if part.is_prefill:
@@ -289,7 +292,9 @@ class Decoder:
             sequence.num_accepted += num_accepted
             sequence.tables.record(verdict.tokens)
             proposers = [sequence.drafter.names[number] for number in part.proposers]
-            self.statistics.record_drafts(proposers, proposers[:num_accepted], sequence.request.counted_version)
+            drafted, accepted = drafts.setdefault(sequence.request.counted_version, ([], []))
+            drafted += proposers
+            accepted += proposers[:num_accepted]
         if sequence.on_states is not None:
             shown = [torch.stack([part.state(d, i) for i in range(num_settled)]) for d in sequence.kept_depths]
             with torch.inference_mode(False):  # they may be trained on
@@ -304,7 +309,8 @@ class Decoder:
                 token._replace(logprob=logprob.value, alternatives=logprob.alternatives)
                 for token, logprob in zip(tokens, verdict.logprobs, strict=True)
             ]
-        part.chunks += sequence.emit(tokens if verdict.is_sound else tokens[:-1])
+        end = len(tokens) if verdict.is_sound else -1
+        part.chunks += sequence.emit(tokens[:end], verdict.tokens[:end])
         for place in verdict.relaxed:
             sequence.num_relaxed += part.base + 1 + place < len(sequence.tokens)
         if not verdict.is_sound and not sequence.is_finished:

@@ -1,10 +1,10 @@
 """An exit head at depth 0 that drafts whole chains as one recorded piece of work, without Python between the drafts.
 For GPUs.
 
-A recording has fixed shapes, so there is one for each of a few numbers of chains and of tokens that the head is fed,
-and a call makes a fixed number of drafts. Rows without a chain compute numbers that nobody reads. The stop rule is
-applied to what is read back: waiting for the device after each draft would take longer than making drafts that are
-dropped.
+A recording has fixed shapes, so there is one for each of a few numbers of chains, and a call makes a fixed number of
+drafts. Rows without a chain compute numbers that nobody reads. The stop rule is applied to what is read back: waiting
+for the device after each draft would take longer than making drafts that are dropped. What a head is fed before is few
+tokens mostly, and launched as it is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,9 +28,6 @@ NUM_CHAINS, NUM_DRAFTS = (1, 4, 16, 64), 4
 MAX_CHAINS = NUM_CHAINS[-1]
 # Chains of any recording of these steps, also elsewhere.
 MAX_RECORDED = 256
-# Tokens that the head is fed before the newest ones. Chains that need more are fed in several calls.
-NUM_FED = (0, 1, 2, 4, 8)
-MAX_FED = NUM_FED[-1]
 
 
 class RecordedChain:
@@ -44,13 +41,13 @@ class RecordedChain:
 
     def __init__(self, steps: ChainSteps, vocabulary: Tensor, hidden_size: int, runner: Runner) -> None:
         self.steps, self.vocabulary, self._runner = steps, vocabulary, runner
-        self._recorded: dict[tuple[int, int], Work] = {}
+        self._recorded: dict[int, Work] = {}
         device = vocabulary.device
         with torch.inference_mode():
-            # What a recording reads: the states behind the first token of each chain, and the tokens: those that are
-            # fed, -1 for none, the newest one, and its place in the chain.
+            # What a recording reads: the states behind all tokens of a chain but the newest one, that one, and the
+            # place after it.
             self._states = torch.zeros(MAX_CHAINS, NUM_SLOTS, hidden_size, device=device)
-            self._sent = torch.ones(MAX_CHAINS, MAX_FED + 2, dtype=torch.int64, device=device)
+            self._newest = torch.ones(2, MAX_CHAINS, dtype=torch.int64, device=device)
             # What it writes. Tokens are whole numbers that float64 holds, so that the device is read once.
             self._drafted = {
                 size: torch.zeros(2, size, NUM_DRAFTS, dtype=torch.float64, device=device) for size in NUM_CHAINS
@@ -60,9 +57,8 @@ class RecordedChain:
     def prepare(self) -> Iterator[None]:
         """Records everything that `propose` replays. Yields between recordings."""
         for size in NUM_CHAINS:
-            for num_fed in NUM_FED:
-                self._recorded_for(size, num_fed)
-                yield
+            self._recorded_for(size)
+            yield
 
     def propose(self, starts: Sequence[ChainStart]) -> Chains:
         """As `ExitProposer.propose`, with at most NUM_DRAFTS drafts of each chain.
@@ -73,38 +69,38 @@ class RecordedChain:
     def _propose(self, starts: Sequence[ChainStart]) -> Chains:
         count = len(starts)
         size = bucket_of(count, NUM_CHAINS)
-        num_left = max(len(start.tokens) for start in starts) - 1
-        num_full = max(num_left - 1, 0) // MAX_FED
-        parts = [MAX_FED] * num_full + [bucket_of(num_left - num_full * MAX_FED, NUM_FED)]
-        works = [self._recorded_for(size, num_fed) for num_fed in parts]  # at first use this runs the work
-        self._states[:count].copy_(slots_of(starts))
-        for num_fed, work in zip(parts, works, strict=True):
-            sent = torch.tensor([_sent(start, num_left, num_fed) for start in starts])
-            # From pageable memory: the driver has copied it when the call returns.
-            self._sent[:count].copy_(sent, non_blocking=True)
-            work()
-            num_left -= num_fed
+        work = self._recorded_for(size)  # at first use this runs the work
+        self._states[:count].copy_(self._fed(starts))
+        newest = [[start.tokens[-1] for start in starts], [start.place + len(start.tokens) for start in starts]]
+        # From pageable memory: the driver has copied it when the call returns.
+        self._newest[:, :count].copy_(torch.tensor(newest), non_blocking=True)
+        work()
         tokens, probabilities = self._drafted[size].cpu()[:, :count]
         lengths = chain_lengths(starts, probabilities, HIGHEST)
         return Chains(tokens.long(), probabilities.clone(), lengths, self._outputs[:count].clone())
 
-    def _recorded_for(self, size: int, num_fed: int) -> Work:
+    def _fed(self, starts: Sequence[ChainStart]) -> Tensor:
+        """The states [N, NUM_SLOTS, D] behind all tokens of each chain but the newest one."""
+        states, most = slots_of(starts), max(len(start.tokens) for start in starts)
+        if most > 1:
+            # They end together: a chain with fewer tokens than others is fed later, and before it nothing (-1).
+            listed = [[-1] * (most - len(start.tokens)) + [*start.tokens[:-1]] for start in starts]
+            for tokens in torch.tensor(listed).to(states.device, non_blocking=True).unbind(1):
+                output = self.steps.output(states, self._entering(tokens.clamp_min(0)))
+                states = torch.where((tokens >= 0)[:, None, None], chained(output), states)
+        return states
+
+    def _recorded_for(self, size: int) -> Work:
         """The work of `_step`. Recorded at first use."""
-        if (size, num_fed) not in self._recorded:
-            self._recorded[size, num_fed] = self._runner.record(partial(self._step, size, num_fed))
-        return self._recorded[size, num_fed]
+        if size not in self._recorded:
+            self._recorded[size] = self._runner.record(partial(self._step, size))
+        return self._recorded[size]
 
     @inference
-    def _step(self, size: int, num_fed: int) -> None:
-        """The head sees the tokens that are fed. Then NUM_DRAFTS drafts of each chain after its newest token."""
-        *fed, newest, places = self._sent[:size, MAX_FED - num_fed :].unbind(1)
-        states, outputs = self._states[:size], self._outputs[:size]
-        for tokens in fed:
-            output = self.steps.output(states, self._entering(tokens.clamp_min(0)))
-            states = torch.where((tokens >= 0)[:, None, None], chained(output), states)
-        if fed:
-            self._states[:size].copy_(states)
-        previous = states
+    def _step(self, size: int) -> None:
+        """NUM_DRAFTS drafts of each chain after its newest token."""
+        newest, places = self._newest[:, :size]
+        previous, outputs = self._states[:size], self._outputs[:size]
         for step in range(NUM_DRAFTS):
             go_on = self.steps.further_step if step else self.steps.step
             choices, probabilities, previous = go_on(previous, self._entering(newest), places + step)
@@ -115,15 +111,3 @@ class RecordedChain:
 
     def _entering(self, tokens: Tensor) -> Tensor:
         return self._runner.embed(tokens[None])[0]
-
-
-def _sent(start: ChainStart, num_left: int, num_fed: int) -> list[int]:
-    """The tokens of one chain that a recording reads, if all chains have at most `num_left` to feed. They end together:
-    a chain with fewer tokens than others is fed later. Whole rows: they are one copy."""
-    newest = len(start.tokens) - 1
-    first = newest - max(num_left, num_fed)
-    fed = [
-        start.tokens[place] if max(newest - num_left, 0) <= place < newest else -1
-        for place in range(first, first + num_fed)
-    ]
-    return [*[-1] * (MAX_FED - num_fed), *fed, start.tokens[newest], start.place + len(start.tokens)]

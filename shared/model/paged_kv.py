@@ -75,6 +75,8 @@ class BlockPool:
         self._tables: OrderedDict[int, int] = OrderedDict()
         self._free_tables = deque(range(NUM_BLOCK_TABLES))
         self._numbers = itertools.count()
+        # How often a cache has got a table. Until the next one does, all keep theirs.
+        self.num_given = 0
 
     @property
     def num_free(self) -> int:
@@ -114,6 +116,7 @@ class BlockPool:
         if table is not None:
             self._tables.move_to_end(cache.number)
             return table
+        self.num_given += 1
         table = self._free_tables.popleft() if self._free_tables else self._tables.popitem(last=False)[1]
         self._tables[cache.number] = table
         listed = torch.tensor(cache.blocks, dtype=torch.int64)

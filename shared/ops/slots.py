@@ -1,5 +1,6 @@
 """The native side of requests that live on the device: what csrc/draft/slots.h says of slots, rows and steps."""
 
+from array import array
 from collections.abc import Sequence
 from ctypes import Structure, addressof, byref, c_double, c_int32, c_int64, c_uint64, c_void_p
 from ctypes import sizeof as size_of
@@ -85,10 +86,10 @@ def ratio_bytes() -> int:
     return sizes[3]
 
 
-def write_ratios(confidences: Sequence[Handle | None], address: int) -> None:
-    """Writes what corrects the probabilities of each request's kind, as it is now. Of None: nothing does."""
-    addresses = (c_void_p * len(confidences))(*(each.address.value if each else None for each in confidences))
-    functions().neap_confidence_ratios(addresses, c_int64(len(confidences)), c_void_p(address))
+def write_ratios(confidences: "array[int]", address: int) -> None:
+    """Writes what corrects the probabilities of each request's kind, by the address of its confidence (uint64), as it
+    is now. Of 0: nothing does."""
+    functions().neap_confidence_ratios(confidences.buffer_info()[0], len(confidences), address)
 
 
 def proposers(
@@ -137,49 +138,48 @@ def changed_entries(learned: Handle, most: int) -> list[int] | None:
     return None if count < 0 else numbers[:count]
 
 
-class ReadRow(NamedTuple):
-    """A row after its step. `choices`: its new tokens; `proposers`: of the drafts that were verified; `reaches`: of all
-    drafts."""
+class RowsRead(NamedTuple):
+    """The rows of a step. Of each: its tokens before the step, how many became final, how many drafts were verified. Of
+    one row after the other: the new tokens and by number their proposers, the full model after all others; and the
+    proposers of the verified drafts. `reaches`, PLACES of each row: of all drafts, and 0 where there is none."""
 
-    num_tokens: int
-    num_verified: int
-    choices: list[int]
-    proposers: list[int]
-    reaches: list[float]
+    num_before: list[int]
+    num_new: list[int]
+    num_verified: list[int]
+    tokens: list[int]
+    makers: list[int]
+    verified: list[int]
+    reaches: "array[float]"
 
 
-def read_rows(sequences: Sequence[Handle | None], lengths: Sequence[int], address: int) -> list[ReadRow]:
-    """Reads the rows of a step on the host. Those of None are not to be used.
-
-    A sequence that had `lengths` tokens when the step began gets the new ones, and records what they show of its
-    drafts; another one does not.
-    """
-    count = len(sequences)
-    numbers, choices = (c_int64 * (4 * count))(), (c_int32 * ((PLACES + 1) * count))()
-    drafters, reaches = (c_int32 * (PLACES * count))(), (c_double * (PLACES * count))()
-    functions().neap_sequences_take(
-        (c_void_p * count)(*(each.address.value if each else None for each in sequences)),
-        c_void_p(address),
-        (c_int64 * count)(*lengths),
-        c_int64(count),
-        numbers,
-        choices,
-        drafters,
+def read_rows(confidences: Sequence[int], address: int) -> RowsRead:
+    """Reads the rows of a step on the host. The confidence of each, by its address, gets what is shown of its drafts.
+    Rows of 0 are not to be used, and have no tokens."""
+    count = len(confidences)
+    # Arrays, because ctypes makes a type for each length, which takes longer than all else here.
+    addresses, numbers = array("Q", confidences), array("q", bytes(24 * count))
+    tokens, makers = array("i", bytes(4 * (PLACES + 1) * count)), array("i", bytes(4 * (PLACES + 1) * count))
+    verified, reaches = array("i", bytes(4 * PLACES * count)), array("d", bytes(8 * PLACES * count))
+    written = [each.buffer_info()[0] for each in (numbers, tokens, makers, verified, reaches)]
+    functions().neap_rows_read(addresses.buffer_info()[0], address, count, *written)
+    new, drafted = numbers[count : 2 * count].tolist(), numbers[2 * count :].tolist()
+    num_tokens = sum(new)
+    return RowsRead(
+        numbers[:count].tolist(),
+        new,
+        drafted,
+        tokens[:num_tokens].tolist(),
+        makers[:num_tokens].tolist(),
+        verified[: sum(drafted)].tolist(),
         reaches,
     )
-    rows, new, first = [], 0, 0
-    for num_tokens, num_drafted, num_verified, num_new in zip(*[iter(numbers)] * 4, strict=True):
-        rows.append(
-            ReadRow(
-                num_tokens,
-                num_verified,
-                choices[new : new + num_new],
-                drafters[first : first + num_verified],
-                reaches[first : first + num_drafted],
-            )
-        )
-        new, first = new + PLACES + 1, first + PLACES
-    return rows
+
+
+def record_worth(reaches: "array[float]", num_rows: int, step: float, decay: float, gains: "array[float]") -> None:
+    """See `Worth.record`. Overwrites `reaches`."""
+    functions().neap_worth_record(
+        reaches.buffer_info()[0], len(reaches), num_rows, step, decay, gains.buffer_info()[0], len(gains)
+    )
 
 
 def begin(rows: Tensor, args: SlotArgs, drafter: int) -> None:

@@ -9,52 +9,63 @@ the next one. What the host ends itself, by a stop string or a cancellation, cos
 import logging
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from operator import attrgetter
 
 from shared.engine.ahead.graphs import DraftGraphs, StepGraphs
 from shared.engine.ahead.lane import PromptLane
 from shared.engine.ahead.slots import Arrived, RowOfStep
 from shared.engine.ahead.worth import Worth
-from shared.engine.drafting.drafter import Drafter
+from shared.engine.drafting.drafter import FULL, Drafter
 from shared.engine.drafting.speculation import Speculation
 from shared.engine.failure import attempt, fail_all, non_finite_logits
 from shared.engine.request.admission import PrefillRate
-from shared.engine.request.request import TokenChunk
+from shared.engine.request.request import GeneratedToken, TokenChunk
 from shared.engine.request.sequence import DecodingSequence
-from shared.engine.statistics import EngineStatistics
+from shared.engine.statistics import Drafts, EngineStatistics
 from shared.errors import NeapError
 from shared.ladder.learned_ngrams import LearnedNgrams
+from shared.ladder.proposers import exit_name, numbered
 from shared.model.paged_kv import as_paged
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import Work
 from shared.ops import NO_TOKEN
-from shared.ops.drafting import Handle
-from shared.ops.slots import MOST_ENDS, MOST_ROWS, NO_DRAFTER, ReadRow, Slot, read_rows
+from shared.ops.slots import MOST_ENDS, MOST_ROWS, NO_DRAFTER, PLACES, Slot, read_rows
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """Where a request is on the device, and what does not change from step to step. `graphs` make its drafts, if it has
-    any. `draws`: whether its tokens are drawn. `has_states`: whether a head could draft for it in the last step."""
+    """Where a request is on the device, and what does not change from step to step. `row`: as steps are told of it,
+    with the block table that it had when so many had been given. `graphs` make its drafts, if it has any. `draws`:
+    whether its tokens are drawn. `has_states`: whether a head could draft for it in the last step."""
 
-    slot: int
+    row: RowOfStep
+    num_given: int
     graphs: DraftGraphs | None
-    confidence: Handle
     draws: bool
     has_states: bool
 
 
 Row = tuple[DecodingSequence, Place]
+# The chunks that became final, by sequence.
+Results = list[tuple[DecodingSequence, list[TokenChunk]]]
+# Of all that drafts on the device, by number, and of the full model.
+PROPOSERS = (*numbered((exit_name(0),)), FULL)
+PLACE_OF = attrgetter("place")
+_NOTHING = array("d", bytes(8 * PLACES))
+_made = partial(tuple.__new__, GeneratedToken)
 
 
 @dataclass
 class Launched:
     """A step under way: its requests and where they were, whether anything was drafted for them, and when it was
-    launched. `num_read`: tokens of prompts; `num_sequences`: of all in its pass. `chunks`: what became final of each
-    request, once the step has been handled."""
+    launched. `num_read`: tokens of prompts; `num_sequences`: of all in its pass."""
 
     rows: list[Row]
     num_read: int
@@ -62,7 +73,6 @@ class Launched:
     drafted: bool
     arrived: Arrived
     began_s: float
-    chunks: dict[DecodingSequence, list[TokenChunk]] = field(default_factory=dict)
 
 
 class Ahead:
@@ -82,6 +92,7 @@ class Ahead:
         self._worth = Worth()
         self._under_way: Launched | None = None
         self._handled_s = 0.0
+        self._depths = (*[0] * (len(PROPOSERS) - 1), runner.num_layers)  # of PROPOSERS
 
     @property
     def is_under_way(self) -> bool:
@@ -91,9 +102,11 @@ class Ahead:
     @staticmethod
     def serves(sequence: DecodingSequence) -> bool:
         """Whether the device needs no word from the host to choose its tokens."""
+        if sequence.place is not None:
+            return True
         request, ladder = sequence.request, sequence.ladder
         policy, sampling = request.policy, request.sampling
-        return sequence.place is not None or (
+        return (
             not (sampling.changes_scores or sampling.top_k or sampling.top_p < 1.0)
             and policy.name != "relaxed"
             and request.constraint is None
@@ -111,11 +124,13 @@ class Ahead:
         if drafter.ladder is not None and drafter.ladder.drafts_on_device:
             yield from self.graphs.drafts_of(drafter).prepare(seconds)
 
-    def will_have_ended(self, sequence: DecodingSequence) -> bool:
-        """Whether its answer ends with the step under way, because every step gives a token."""
-        if self._under_way is None or sequence.answer.num_left > 1:
-            return False
-        return any(sequence is each and each.place is place for each, place in self._under_way.rows)
+    def without_ending(self, sequences: Sequence[DecodingSequence]) -> Sequence[DecodingSequence]:
+        """Those whose answers do not end with the step under way, which gives each of its requests a token."""
+        last = [sequence for sequence in sequences if sequence.answer.num_tokens + 1 >= sequence.answer.max_tokens]
+        if self._under_way is None or not last:
+            return sequences
+        ending = {sequence for sequence, place in self._under_way.rows if sequence.place is place}.intersection(last)
+        return [sequence for sequence in sequences if sequence not in ending]
 
     # Launches.
 
@@ -156,6 +171,10 @@ class Ahead:
             for table in [pool.table_index(as_paged(part.sequence.cache))]
             for position, token in enumerate(part.tokens, part.base)
         ]
+        for sequence, place in rows:
+            if place.num_given != pool.num_given:
+                place.row = place.row._replace(table=pool.table_index(as_paged(sequence.cache)))
+                place.num_given = pool.num_given
         drafting = [place.graphs for _, place in rows if place.graphs is not None]
         of_ladders = dict.fromkeys(drafting)
         size, drafted = self._worth.choose(
@@ -167,36 +186,25 @@ class Ahead:
             pass_s,
             sum(each.seconds_of(len(rows)) for each in of_ladders),
         )
-        self.graphs.memory.send(
-            [
-                RowOfStep(
-                    place.slot,
-                    pool.table_index(as_paged(sequence.cache)),
-                    place.graphs.number if drafted and place.graphs is not None else NO_DRAFTER,
-                    place.confidence,
-                )
-                for sequence, place in rows
-            ],
-            others,
-            size,
-        )
+        self.graphs.memory.send([place.row for _, place in rows], others, size, drafts=drafted)
         if drafted:
             if self.graphs.learned is not None:
                 self.graphs.learned.update()
             for each in of_ladders:
                 each.replay(len(rows))
-        draws = any(place.draws for _, place in rows)
+        draws = True in [place.draws for _, place in rows]
         self.graphs.run(size, size - len(others) if drafted else len(rows), draws=draws)
         self._runner.counters.add(0, self._runner.num_layers, len(rows) + len(others))
         arrived = self.graphs.memory.read(len(rows))
         self.lane.passed(pass_s(size))
         read = [*parts, chunk] if chunk else parts
-        num_sequences = len({*(sequence for sequence, _ in rows), *(part.sequence for part in read)})
+        # Most steps read no prompt.
+        num_sequences = len({*dict(rows), *(part.sequence for part in read)}) if read else len(rows)
         return Launched(rows, num_read, num_sequences, drafted, arrived, began_s)
 
     def _placed(self, decoding: Sequence[DecodingSequence]) -> list[Row]:
         """The requests with their places on the device, but for those that fail to get one."""
-        if any(sequence.place is None for sequence in decoding):
+        if not all(map(PLACE_OF, decoding)):
             self._make_room(decoding)
             for sequence in decoding:
                 if sequence.place is None:
@@ -217,17 +225,16 @@ class Ahead:
 
     def _place(self, sequence: DecodingSequence) -> None:
         """Gives it a place on the device."""
-        taken = {each.slot for each in self._places.values()}
+        taken = {each.row.slot for each in self._places.values()}
+        slot_number = next(slot for slot in range(MOST_ROWS) if slot not in taken)
         states = sequence.settled_states if sequence.settled is not None and sequence.keeps_states else None
         request, drafter = sequence.request, sequence.drafter
-        place = Place(
-            next(slot for slot in range(MOST_ROWS) if slot not in taken),
-            None if sequence.ladder is None or request.policy.name == "full" else self.graphs.drafts_of(drafter),
-            drafter.confidence(request).handle,
-            not request.sampling.is_greedy,
-            states is not None,
-        )
-        sequence.show_prompt(len(request.given_ids))
+        graphs = None if sequence.ladder is None or request.policy.name == "full" else self.graphs.drafts_of(drafter)
+        number = NO_DRAFTER if graphs is None else graphs.number
+        table = self._runner.pool.table_index(as_paged(sequence.cache))
+        row = RowOfStep(slot_number, table, number, drafter.confidence(request).handle.address.value or 0)
+        is_drawn = not request.sampling.is_greedy
+        place = Place(row, self._runner.pool.num_given, graphs, is_drawn, states is not None)
         ends = sorted(sequence.answer.end_token_ids)
         slot = Slot(
             num_tokens=len(sequence.tokens),
@@ -240,7 +247,7 @@ class Ahead:
             seed=request.sampling.seed,
         )
         slot.ends[: len(ends)] = ends
-        self.graphs.memory.fill(place.slot, slot, sequence.tokens, states)
+        self.graphs.memory.fill(slot_number, slot, sequence.tokens, states)
         self._places[sequence] = sequence.place = place
 
     def forget(self, sequence: DecodingSequence) -> None:
@@ -255,79 +262,79 @@ class Ahead:
         before, self._under_way = self._under_way, None
         return [before] if before else []
 
-    def handle(self, launched: Launched) -> None:
-        """Waits for a step, and makes its tokens final: `chunks` has them by request."""
+    def handle(self, launched: Launched) -> Results:
+        """Waits for a step, and makes its tokens final. Returns the chunks of its requests."""
+        rows, results = launched.rows, Results()
         try:
             address = launched.arrived()
         except Exception as error:
-            fail_all([sequence for sequence, _ in launched.rows], error, "a step failed for")
-            return
-        is_going = [
-            sequence.place is place and sequence.failure is None and not sequence.is_finished
-            for sequence, place in launched.rows
+            fail_all([sequence for sequence, _ in rows], error, "a step failed for")
+            return [(sequence, []) for sequence, _ in rows]
+        going = [
+            place.row.confidence
+            if sequence.place is place and sequence.failure is None and sequence.answer.end is None
+            else 0
+            for sequence, place in rows
         ]
-        rows = read_rows(
-            [each.tables.handle if goes else None for (each, _), goes in zip(launched.rows, is_going, strict=True)],
-            [len(sequence.tokens) for sequence, _ in launched.rows],
-            address,
-        )
-        drafts: dict[int | None, tuple[list[str], list[str]]] = {}
-        reaches: list[float] = []
+        read = read_rows(going, address)
+        names = [*map(PROPOSERS.__getitem__, read.makers)]
+        depths = map(self._depths.__getitem__, read.makers)
+        # Without a frame for each of a step's tokens.
+        made: tuple[GeneratedToken, ...] = (*map(_made, zip(read.tokens, depths, names, repeat(None), repeat(()))),)
+        drafts: Drafts = {}
         num_drafting = 0
-        for (sequence, place), goes, row in zip(launched.rows, is_going, rows, strict=True):
-            if not goes:
-                continue
-            attempt(sequence, self._commit, sequence, row, launched, drafts)
-            if place.graphs is not None and (place.has_states or not sequence.keeps_states):
-                reaches += row.reaches
-                num_drafting += 1
-            place.has_states = True
-            if sequence.failure is not None or sequence.is_finished:
-                self.forget(sequence)
+        first = first_verified = 0
+        columns = zip(rows, going, read.num_before, read.num_new, read.num_verified, strict=True)
+        for number, ((sequence, place), goes, num_before, num_new, num_verified) in enumerate(columns):
+            chunks: list[TokenChunk] = []
+            if goes:
+                end, end_verified = first + num_new, first_verified + num_verified
+                try:
+                    self._count(sequence, num_before, num_new, num_verified)
+                    if num_verified:
+                        drafted, accepted = drafts.setdefault(sequence.request.counted_version, ([], []))
+                        drafted += map(PROPOSERS.__getitem__, read.verified[first_verified:end_verified])
+                        accepted += names[first : end - 1]
+                    sound = end if read.tokens[end - 1] != NO_TOKEN else end - 1
+                    chunks = sequence.emit(made[first:sound], read.tokens[first:sound])
+                    if sound < end and sequence.answer.end is None:
+                        raise non_finite_logits()
+                except Exception as error:
+                    fail_all([sequence], error, "a request failed")
+                first, first_verified = end, end_verified
+                if place.graphs is not None and (place.has_states or not sequence.keeps_states):
+                    num_drafting += 1
+                else:
+                    read.reaches[number * PLACES : (number + 1) * PLACES] = _NOTHING
+                place.has_states = True
+                if sequence.failure is not None or sequence.answer.end is not None:
+                    self.forget(sequence)
+            results.append((sequence, chunks))
         for version, (drafted, accepted) in drafts.items():
             self._statistics.record_drafts(drafted, accepted, version)
         if launched.drafted and num_drafting:
-            self._worth.record(reaches, num_drafting)
+            self._worth.record(read.reaches, num_drafting)
         now = time.monotonic()
         seconds = now - max(launched.began_s, self._handled_s)
         self._handled_s = now
-        stepped = [sequence for sequence, _ in launched.rows]
-        if launched.num_read and stepped:  # where nothing is read from the device, the time is not that of the pass
+        if launched.num_read and rows:  # where nothing is read from the device, the time is not that of the pass
             self._prefill_rate.record(launched.num_read, now - launched.began_s)
         try:
-            chunks = [launched.chunks.get(each, []) for each in stepped]
-            self._statistics.record_step(seconds, stepped, chunks, launched.num_sequences)
+            stepped, of_each = zip(*results, strict=True) if results else ((), ())
+            self._statistics.record_step(seconds, stepped, of_each, launched.num_sequences)
         except Exception:  # the tokens have been generated, counted or not
             logger.exception("a step could not be counted")
+        return results
 
-    def _commit(
-        self,
-        sequence: DecodingSequence,
-        row: ReadRow,
-        launched: Launched,
-        drafts: dict[int | None, tuple[list[str], list[str]]],
-    ) -> None:
-        """Makes the tokens final that a request got in a step. `drafts`: all and the accepted ones, by the version they
-        count for."""
-        choices = row.choices
-        if row.num_tokens != len(sequence.tokens) or not choices:
+    def _count(self, sequence: DecodingSequence, num_before: int, num_new: int, num_verified: int) -> None:
+        """Counts what a request got in a step."""
+        if num_before != len(sequence.tokens) or not num_new:
             raise NeapError("the device and the host disagree about how far an answer is")
-        num_layers, num_accepted = self._runner.num_layers, len(choices) - 1
-        sequence.num_settled = row.num_tokens + num_accepted
-        if row.num_tokens - 1 > sequence.read_until:  # else this is the pass of the prompt
-            sequence.num_layer_executions += num_layers
-            sequence.num_token_layers += num_layers * (1 + row.num_verified)
+        sequence.num_settled = num_before + num_new - 1
+        if num_before - 1 > sequence.read_until:  # else this is the pass of the prompt
+            sequence.num_layer_executions += self._runner.num_layers
+            sequence.num_token_layers += self._runner.num_layers * (1 + num_verified)
             sequence.num_verify_passes += 1
-        drafter: Drafter = sequence.drafter
-        if row.proposers:
-            sequence.num_drafted += row.num_verified
-            sequence.num_accepted += num_accepted
-            proposers = [drafter.names[number] for number in row.proposers]
-            drafted, accepted = drafts.setdefault(sequence.request.counted_version, ([], []))
-            drafted += proposers
-            accepted += proposers[:num_accepted]
-        is_sound = choices[-1] != NO_TOKEN
-        tokens = drafter.generated(choices, row.proposers)
-        launched.chunks[sequence] = sequence.emit(tokens if is_sound else tokens[:-1], shows=False)
-        if not is_sound and not sequence.is_finished:
-            raise non_finite_logits()
+        if num_verified:
+            sequence.num_drafted += num_verified
+            sequence.num_accepted += num_new - 1

@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from shared.engine.ahead.ahead import Ahead, Launched
+from shared.engine.ahead.ahead import PLACE_OF, Ahead, Launched, Results
 from shared.engine.ahead.graphs import MAX_ROWS
 from shared.engine.drafting.drafter import Drafter
 from shared.engine.drafting.speculation import Speculation, have_passed
@@ -21,9 +22,6 @@ from shared.model.inference import inference
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import Work
 from shared.model.runner import Runner, captured_depths
-
-# The chunks that became final, by sequence.
-Results = list[tuple[DecodingSequence, list[TokenChunk]]]
 
 
 def make_decoder(runner: Runner, prefixes: Prefixes, learned: LearnedNgrams | None) -> Decoder:
@@ -62,6 +60,11 @@ class AheadDecoder(Decoder):
     def is_under_way(self) -> bool:
         return self._ahead.is_under_way
 
+    def admit(self, *arguments: Any, **named: Any) -> DecodingSequence:
+        sequence = super().admit(*arguments, **named)
+        sequence.shows_tokens = not self._ahead.serves(sequence)  # look-up on the device reads its tokens there
+        return sequence
+
     def put_back(self, sequence: DecodingSequence) -> None:
         self._ahead.forget(sequence)
         super().put_back(sequence)
@@ -71,8 +74,8 @@ class AheadDecoder(Decoder):
         """As `Decoder.turn`. Of a sequence that the caller has ended since its launch, nothing is returned that counts.
         Without sequences: what is under way."""
         sequences = self._chosen(sequences)
-        if sequences and all(map(self._ahead.serves, sequences)):
-            return _merged(self._launch(sequences, []))
+        if sequences and (all(map(PLACE_OF, sequences)) or all(map(self._ahead.serves, sequences))):
+            return self._launch(sequences, [])
         # What the host drafts comes after what it knows.
         results = self._handled(self._ahead.finish())
         going = [sequence for sequence in sequences if sequence.failure is None and not sequence.is_finished]
@@ -98,12 +101,15 @@ class AheadDecoder(Decoder):
     def _launch(self, on_device: Sequence[DecodingSequence], on_host: Sequence[DecodingSequence]) -> Results:
         """Launches a step, and finishes the part of `on_host` in it."""
         sequences = [*on_device, *on_host]
-        self.statistics.record_starts(sequences)
-        for sequence in on_device:
+        # What has a place has been read.
+        new = [sequence for sequence in sequences if sequence.place is None]
+        if new:
+            self.statistics.record_starts(new)
+        for sequence in new:
             # The step in which a request decodes first reads the last token.
-            if sequence.is_reading and sequence.read_until == len(sequence.tokens):
+            if sequence.is_reading and sequence.read_until == len(sequence.tokens) and sequence not in on_host:
                 sequence.read_until -= 1
-        reading = [sequence for sequence in sequences if sequence.is_reading]
+        reading = [sequence for sequence in new if sequence.is_reading]
         num_decoding = len(sequences) - len(reading)
         in_lane = [sequence for sequence in reading if self._ahead.lane.takes(sequence)]
         reading = [sequence for sequence in reading if sequence not in in_lane]
@@ -116,13 +122,15 @@ class AheadDecoder(Decoder):
         parts += [piece for piece in pieces if piece.sequence in on_host]
         pieces = [piece for piece in pieces if piece.sequence in on_device]
         # Those whose prompt ends here decode in the same pass, behind it.
-        last = {piece.sequence for piece in pieces if piece.num_logits}
-        if chunk is not None and chunk.base + len(chunk.tokens) == chunk.sequence.read_until:
-            last.add(chunk.sequence)
-        ready = [each for each in on_device if each.failure is None and (not each.is_reading or each in last)]
+        ready = on_device
+        if new:
+            last = {piece.sequence for piece in pieces if piece.num_logits}
+            if chunk is not None and chunk.base + len(chunk.tokens) == chunk.sequence.read_until:
+                last.add(chunk.sequence)
+            ready = [each for each in on_device if each.failure is None and (not each.is_reading or each in last)]
         num_tokens = len(ready) + sum(len(part.tokens) for part in (*parts, *pieces))
         shares = num_tokens <= self._paged.pass_sizes[-1]
-        ready = [each for each in ready if not self._ahead.will_have_ended(each)]
+        ready = self._ahead.without_ending(ready)
         results: Results = []
         is_launched = False
         shared = [*parts, *pieces] if shares else pieces
@@ -149,7 +157,8 @@ class AheadDecoder(Decoder):
             self.statistics.record_step(seconds, [part.sequence for part in parts], [part.chunks for part in parts])
         chunks_of = {part.sequence: part.chunks for part in parts}
         results += [(sequence, chunks_of.get(sequence, [])) for sequence in on_host]
-        return results + [(sequence, []) for sequence in on_device if sequence.failure is not None]
+        failed: Results = [(sequence, []) for sequence in on_device if sequence.failure is not None]
+        return _merged(results + failed) if failed else results
 
     def _next_chunk(
         self, in_lane: Sequence[DecodingSequence], running: Sequence[DecodingSequence], num_decoding: int
@@ -174,9 +183,7 @@ class AheadDecoder(Decoder):
         return states[self._paged.num_layers][0]
 
     def _handled(self, launched: Sequence[Launched]) -> Results:
-        for step in launched:
-            self._ahead.handle(step)
-        return [(sequence, step.chunks.get(sequence, [])) for step in launched for sequence, _ in step.rows]
+        return [result for step in launched for result in self._ahead.handle(step)]
 
 
 def _merged(results: Results) -> Results:

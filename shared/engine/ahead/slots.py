@@ -1,9 +1,10 @@
 """Requests that live on the device: their tokens, lengths, states and ends; what a step reads and writes of them."""
 
 import random
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import addressof, c_int32, memmove
+from ctypes import addressof, memmove, memset
 from ctypes import sizeof as size_of
 from typing import NamedTuple
 
@@ -13,8 +14,17 @@ from torch import Tensor
 from shared.ladder.exit_head import NUM_STATES
 from shared.model.inference import inference
 from shared.model.paged_runner import PagedRunner
-from shared.ops.drafting import Handle
-from shared.ops.slots import MOST_ROWS, PLACES, Control, Slot, SlotArgs, ratio_bytes, row_bytes, write_ratios
+from shared.ops.slots import (
+    MOST_ROWS,
+    NO_DRAFTER,
+    PLACES,
+    Control,
+    Slot,
+    SlotArgs,
+    ratio_bytes,
+    row_bytes,
+    write_ratios,
+)
 
 # Steps under way at once, so that what the host has sent or reads is not overwritten.
 NUM_STEPS = 2
@@ -25,13 +35,13 @@ Arrived = Callable[[], int]
 
 
 class RowOfStep(NamedTuple):
-    """A request in a step: its slot, its block table, its drafter by number, and what is known of drafts for its
-    kind."""
+    """A request in a step: its slot, its block table, its drafter by number, and the address of what is known of drafts
+    for its kind; 0: nothing."""
 
     slot: int
     table: int
     drafter: int
-    confidence: Handle | None
+    confidence: int
 
 
 class SlotMemory:
@@ -66,6 +76,12 @@ class SlotMemory:
         self._read = [torch.zeros(self.rows.shape, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(NUM_STEPS)]
         self._events = [torch.cuda.Event() for _ in range(NUM_STEPS)] if is_cuda else []
         self._num_sent = self._num_read = 0
+        # The rows that were sent last, and as they were written.
+        self._rows: Sequence[RowOfStep] | None = None
+        self._columns = [array("i")] * 3
+        self._confidences = array("Q")
+        self._controls = [Control.from_address(each.data_ptr()) for each in self._sent]
+        self._ratio_bytes = ratio_bytes()
 
     def _args(self, token_rows: Tensor) -> SlotArgs:
         pointers = {
@@ -102,7 +118,7 @@ class SlotMemory:
         tokens = random.Random(0).choices(range(TRIAL_VOCABULARY), k=width)
         slot = Slot(num_tokens=width, num_left=PLACES + 1, is_open=1)
         self.fill(MOST_ROWS, slot, tokens, torch.zeros_like(self.states[MOST_ROWS]))
-        self.send([RowOfStep(MOST_ROWS, 0, drafter, None)] * num_rows, (), 0)
+        self.send([RowOfStep(MOST_ROWS, 0, drafter, 0)] * num_rows, (), 0)
         try:
             yield
         finally:
@@ -110,24 +126,26 @@ class SlotMemory:
             self.send((), (), 0)
 
     @inference
-    def send(self, rows: Sequence[RowOfStep], others: Sequence[tuple[int, int, int]], size: int) -> None:
+    def send(
+        self, rows: Sequence[RowOfStep], others: Sequence[tuple[int, int, int]], size: int, *, drafts: bool = True
+    ) -> None:
         """Tells the device what the next step has: `rows`, the tokens of prompts with their block tables and positions,
-        and the size of its pass. One copy."""
-        memory = self._sent[self._num_sent % NUM_STEPS]
+        the size of its pass, and whether anything is drafted. One copy."""
+        memory, control = self._sent[self._num_sent % NUM_STEPS], self._controls[self._num_sent % NUM_STEPS]
         self._num_sent += 1
-        control = Control.from_address(memory.data_ptr())
         control.num_rows, control.num_others, control.num_tokens = len(rows), len(others), size
-        slots, tables, drafters, confidences = zip(*rows, strict=True) if rows else ((), (), (), ())
-        for column, numbers in (
-            (control.slots, slots),
-            (control.tables, tables),
-            (control.drafters, drafters),
-            *zip(control.others, zip(*others, strict=True), strict=False),
-        ):
-            listed = (c_int32 * len(numbers))(*numbers)
-            memmove(addressof(column), listed, size_of(listed))
-        write_ratios(confidences, memory.data_ptr() + size_of(Control))
-        num_bytes = size_of(Control) + len(rows) * ratio_bytes()
+        if rows != self._rows:
+            *columns, confidences = zip(*rows, strict=True) if rows else ((), (), (), ())
+            self._columns = [array("i", numbers) for numbers in columns]
+            self._confidences, self._rows = array("Q", confidences), rows
+        listed_others = [array("i", numbers) for numbers in zip(*others, strict=True)]
+        written = [control.slots, control.tables, control.drafters, *(control.others if others else ())]
+        for column, listed in zip(written, [*self._columns, *listed_others], strict=True):
+            memmove(addressof(column), listed.buffer_info()[0], 4 * len(listed))
+        if not drafts:
+            memset(addressof(control.drafters), NO_DRAFTER, 4 * len(rows))
+        write_ratios(self._confidences, memory.data_ptr() + size_of(Control))
+        num_bytes = size_of(Control) + len(rows) * self._ratio_bytes
         self._copy(self._control[:num_bytes], memory[:num_bytes])
 
     @inference

@@ -1,7 +1,9 @@
 """How many tokens the pass of a step should have, before anybody knows what will be drafted for it."""
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+
+from shared.ops.slots import record_worth
 
 # Points of the curve: multiples of so many drafts of each request. And the weight of earlier steps.
 STEP_DRAFTS, NUM_POINTS, DECAY = 0.25, 33, 0.9
@@ -14,21 +16,14 @@ class Worth:
     each, the likeliest of all requests first."""
 
     def __init__(self) -> None:
-        self._gains = [0.0] * NUM_POINTS
+        self._gains = array("d", bytes(8 * NUM_POINTS))
         self._weight = 0.0  # of all that is known
         self._num_without = 0
 
-    def record(self, reaches: Sequence[float], num_rows: int) -> None:
+    def record(self, reaches: Iterable[float], num_rows: int) -> None:
         """What a step has drafted for `num_rows` requests: the probability of each draft that it and all before it are
-        right."""
-        sums = [0.0, *accumulate(sorted(reaches, reverse=True))]
-        found = []
-        for point in range(NUM_POINTS):
-            place = min(point * STEP_DRAFTS * num_rows, len(reaches))
-            low = int(place)
-            high = min(low + 1, len(reaches))
-            found.append((sums[low] + (sums[high] - sums[low]) * (place - low)) / num_rows)
-        self._gains = [DECAY * old + new for old, new in zip(self._gains, found, strict=True)]
+        right. Zeros count for nothing."""
+        record_worth(array("d", reaches), num_rows, STEP_DRAFTS, DECAY, self._gains)
         self._weight = DECAY * self._weight + 1.0
 
     def gain(self, num_drafts: float) -> float:
@@ -62,7 +57,7 @@ class Worth:
         best, rate = (smallest, False), num_rows / pass_s(smallest)
         for size in fitting:
             num_tokens = num_rows + num_drafting * self.gain((size - least) / num_drafting)
-            if num_tokens / (pass_s(size) + draft_s) > rate:
-                best, rate = (size, True), num_tokens / (pass_s(size) + draft_s)
+            if (found := num_tokens / (pass_s(size) + draft_s)) > rate:
+                best, rate = (size, True), found
         self._num_without = 0 if best[1] else self._num_without + 1
         return best

@@ -50,6 +50,7 @@ class Drafter:
             if ladder
             else (),
         )
+        self._pass_s: dict[int, float] = {}
         self._slowness = [1.0] * len(exit_depths)
         self._confidence: dict[tuple[int, bool, bool], Confidence] = {}
 
@@ -82,9 +83,15 @@ class Drafter:
         made.append(GeneratedToken(tokens[-1], self.runner.num_layers, FULL))
         return made
 
+    def depth_of(self, name: str) -> int:
+        """The layers that a proposer by this name has run for a token."""
+        return self.runner.num_layers if name == FULL else self.depths[self.names.index(name)]
+
     def pass_s(self, num_tokens: int) -> float:
         """Measured seconds of a pass over so many tokens."""
-        seconds: float = functions().neap_ladder_pass_s(self.native.address, num_tokens)
+        seconds = self._pass_s.get(num_tokens)
+        if seconds is None:
+            seconds = self._pass_s[num_tokens] = functions().neap_ladder_pass_s(self.native.address, num_tokens)
         return seconds
 
     def record_call(self, index: int, seconds: float, num_chains: int, num_drafts: int) -> None:

@@ -50,6 +50,8 @@ class DecodedAnswer:
         self._detokenizer = Detokenizer(loaded.tokenizer, request.shown_special_ids)
         stop_strings = request.stopping.stop_strings
         self._stops = StopStrings(stop_strings) if stop_strings else None
+        # Whether texts and their number are all that its tokens change.
+        self._is_plain = constraint is None and not stop_strings
         for place, token in enumerate(request.resumed_ids):
             if self.end is not None:
                 raise InvalidInput(
@@ -66,6 +68,11 @@ class DecodedAnswer:
     def push(self, token_ids: Sequence[int]) -> list[str]:
         """Adds tokens, up to the one that ends the answer. Returns the text that each completes, but for a stop token,
         which is not returned to the caller."""
+        num_tokens = self.num_tokens + len(token_ids)
+        goes_on = num_tokens < self.max_tokens and self.end is None and self.end_token_ids.isdisjoint(token_ids)
+        if goes_on and self._is_plain:
+            self.num_tokens = num_tokens
+            return self._detokenizer.push_all(token_ids)
         texts: list[str] = []
         for token_id in token_ids:
             if self.end is not None:
@@ -118,6 +125,7 @@ class TokenBytes(dict[int, bytes]):
     def __init__(self, backend: Any) -> None:
         super().__init__()
         self._backend = backend
+        self.texts = TokenTexts(self)
         added = backend.get_added_tokens_decoder().items()
         self.update((token_id, b"") for token_id, token in added if token.special)
 
@@ -135,6 +143,19 @@ class TokenBytes(dict[int, bytes]):
             is_level = isinstance(getattr(backend, "decoder", None), decoders.ByteLevel)
             cls._of[tokenizer] = cls(backend) if is_level else None
         return cls._of[tokenizer]
+
+
+class TokenTexts(dict[int, str]):
+    """The texts of tokens that begin and end with whole characters; empty for others, and for those without bytes."""
+
+    def __init__(self, of: TokenBytes) -> None:
+        super().__init__()
+        self._of = of
+
+    def __missing__(self, token_id: int) -> str:
+        text = self._of[token_id].decode(errors="replace")
+        self[token_id] = text = "" if text.endswith(REPLACEMENT) else text
+        return text
 
 
 class Detokenizer:
@@ -172,6 +193,16 @@ class Detokenizer:
             return self._give_up()
         self._start, self._read = self._read, len(self._ids)
         return text
+
+    def push_all(self, token_ids: Sequence[int]) -> list[str]:
+        """`push` of each."""
+        if self._tokenizer is None:
+            return [""] * len(token_ids)
+        if self._bytes is not None and self._read == len(self._ids):
+            texts = [*map(self._bytes.texts.__getitem__, token_ids)]
+            if all(texts):
+                return texts
+        return [*map(self.push, token_ids)]
 
     def flush(self) -> str:
         """The rest of the text, at the end, without a character whose last bytes are missing."""

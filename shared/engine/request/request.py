@@ -1,11 +1,12 @@
 """The engine's requests and results. Independent of gRPC."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 from shared.constraints.constraint import Constraint, MessageConstraint
@@ -154,6 +155,10 @@ class GeneratedToken(NamedTuple):
     proposer: str
     logprob: float | None = None
     alternatives: tuple[tuple[int, float], ...] = ()
+
+
+# Of a `GeneratedToken`, without a frame.
+PROPOSER_OF: Callable[[GeneratedToken], str] = itemgetter(GeneratedToken._fields.index("proposer"))
 
 
 class TokenChunk(NamedTuple):

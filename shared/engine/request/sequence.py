@@ -13,7 +13,14 @@ from torch import Tensor
 from shared.engine.drafting.drafter import Drafter
 from shared.engine.request.answer import DecodedAnswer
 from shared.engine.request.handle import OnStates
-from shared.engine.request.request import DepthStatistics, Finished, GeneratedToken, GenerationRequest, TokenChunk
+from shared.engine.request.request import (
+    PROPOSER_OF,
+    DepthStatistics,
+    Finished,
+    GeneratedToken,
+    GenerationRequest,
+    TokenChunk,
+)
 from shared.engine.statistics import CountedProgress
 from shared.errors import NeapError
 from shared.ladder.learned_ngrams import ClientNgrams
@@ -102,6 +109,8 @@ class DecodingSequence:
         self.counts: ContextCounts | None = None
         if request.sampling.changes_scores:
             self.counts = ContextCounts(request.sampling, self.tokens, self.num_prompt_tokens, loaded.vocabulary_size)
+        # Whether the tables are told of tokens: not where the device reads its own.
+        self.shows_tokens = True
         self._num_shown = 0
         self.learned = learned
         self.submitted_s = time.monotonic() if submitted_s is None else submitted_s
@@ -117,7 +126,7 @@ class DecodingSequence:
         self.counted = CountedProgress(self.num_resumed)
         self.failure: NeapError | None = None
         self.place: Any = None  # on the device, if it has one: see `Ahead`
-        self._exits: Counter[tuple[str, int]] = Counter()
+        self._made_by: list[str] = []  # the proposers of its tokens
         self.vocabulary_size = loaded.vocabulary_size
 
     @property
@@ -218,17 +227,16 @@ class DecodingSequence:
     def show_prompt(self, end: int) -> None:
         """Tells the tables the given tokens before position `end`: piece by piece, because a long prompt takes longer
         than a pass."""
-        self.tables.append(self.request.given_ids[self._num_shown : end])
-        self._num_shown = max(self._num_shown, end)
+        if self.shows_tokens:
+            self.tables.append(self.request.given_ids[self._num_shown : end])
+            self._num_shown = max(self._num_shown, end)
 
-    def emit(self, tokens: Sequence[GeneratedToken], *, shows: bool = True) -> list[TokenChunk]:
+    def emit(self, tokens: Sequence[GeneratedToken], token_ids: Sequence[int]) -> list[TokenChunk]:
         """Makes tokens final, in order, up to the one that ends the request. Returns one chunk with all of them, if
-        there are any: the way of a chunk to the client takes longer than a token of a small model. `shows`: whether the
-        tables do not know them yet.
+        there are any: the way of a chunk to the client takes longer than a token of a small model.
 
         Gives up all keys and values if `generate` would do so at the length that is reached.
         """
-        token_ids = [token.token_id for token in tokens]
         num_before = self.answer.num_tokens
         texts = self.answer.push(token_ids)
         taken = token_ids[: self.answer.num_tokens - num_before]
@@ -239,9 +247,8 @@ class DecodingSequence:
         if self.first_token_s is None and taken:
             self.first_token_s = time.monotonic()
         emitted = tokens[: len(texts)]
-        for token in emitted:
-            self._exits[token.proposer, token.exit_depth] += 1
-        if shows:
+        self._made_by += map(PROPOSER_OF, emitted)
+        if self.shows_tokens:
             self.tables.append(token_ids[: len(texts)])
         length = len(self.tokens)
         if length == self._read_again_at and self.answer.end is None:
@@ -281,7 +288,7 @@ class DecodingSequence:
 
     def statistics(self) -> DepthStatistics:
         return DepthStatistics(
-            exits={proposer: (depth, count) for (proposer, depth), count in self._exits.items()},
+            exits={name: (self.drafter.depth_of(name), count) for name, count in Counter(self._made_by).items()},
             num_drafted=self.num_drafted,
             num_accepted=self.num_accepted,
             num_relaxed=self.num_relaxed,

@@ -122,12 +122,12 @@ def with_error(error: BaseException, name: str):
 def no_text(patch, engine, alone):
     others = {token for answer in alone[:3] for token, *_ in answer}
     wrong = next(token for token, *_ in alone[3] if token not in others)
-    decode = Detokenizer._decode
+    push_all = Detokenizer.push_all
 
     def failing(self, ids):
-        return fail() if wrong in ids else decode(self, ids)
+        return fail() if wrong in ids else push_all(self, ids)
 
-    patch.setattr(Detokenizer, "_decode", failing)
+    patch.setattr(Detokenizer, "push_all", failing)
     return request(), {}
 
 

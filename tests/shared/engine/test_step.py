@@ -91,8 +91,8 @@ def test_rejected_drafts_leave_nothing_settled(loaded, answer, monkeypatch):
     num_pending: list[int] = []
     emit = DecodingSequence.emit
 
-    def counted(sequence: DecodingSequence, tokens: list[GeneratedToken]) -> list[TokenChunk]:
-        chunks = emit(sequence, tokens)
+    def counted(sequence: DecodingSequence, tokens: list[GeneratedToken], token_ids: list[int]) -> list[TokenChunk]:
+        chunks = emit(sequence, tokens, token_ids)
         num_pending.append(len(sequence.tokens) - sequence.num_settled)
         return chunks
 

@@ -148,7 +148,7 @@ def test_recordings_do_not_wait_for_the_device(ladder, runner):
     bound = ladder.bind(runner)
     [one] = bound._bound
     for size in NUM_CHAINS:
-        assert not host_syncs(lambda size=size: one._step(size, 1))  # type: ignore[union-attr, misc]
+        assert not host_syncs(lambda size=size: one._step(size))  # type: ignore[union-attr, misc]
 
 
 def test_a_call_is_one_replay_and_waits_for_the_device_once(bound, recorder):

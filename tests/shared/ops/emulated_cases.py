@@ -143,7 +143,7 @@ def check_slots(program: Path) -> None:
             slot = Slot(len(tokens), 9, client.salt, row != 3, temperature=row % 2, seed=row)
             memory.fill(row, slot, tokens, torch.zeros(3, 4) if row % 2 else None)
             ratios = Confidence()
-            rows.append(RowOfStep(row, row, 0, ratios.handle))
+            rows.append(RowOfStep(row, row, 0, ratios.handle.address.value))
         memory.send(rows, [(1, 9, 0), (2, 9, 1)], size)
         memory.exit_tokens.copy_(torch.tensor(draw.choices(range(vocabulary), k=MOST_ROWS)))
         memory.exit_probabilities.fill_(0.75)

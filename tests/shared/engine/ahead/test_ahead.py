@@ -2,10 +2,13 @@
 ends, is put back or needs the host in between."""
 
 import random
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,10 +17,13 @@ from torch import Tensor
 
 from shared.engine.ahead import ahead, graphs
 from shared.engine.ahead.ahead import Ahead
-from shared.engine.ahead.decoder import AheadDecoder
+from shared.engine.ahead.decoder import AheadDecoder, make_decoder
 from shared.engine.ahead.slots import SlotMemory
 from shared.engine.ahead.worth import Worth
+from shared.engine.drafting.drafter import Drafter
+from shared.engine.drafting.pass_costs import PassCosts
 from shared.engine.engine import Engine
+from shared.engine.memory.prefixes import Prefixes
 from shared.engine.request.request import Finished, GenerationRequest, StoppingParams, TokenChunk
 from shared.errors import Cancelled, NeapError
 from shared.ladder.policy import DepthPolicy
@@ -34,7 +40,7 @@ from tests.paged import load_family, make_runner
 from tests.random_ladder import random_ladder
 from tests.recorders import TracingRecorder
 
-NUM_NEW = 12
+NUM_NEW, OURS = 12, f"{Path(__file__).parents[4] / 'shared'}/"
 SURE = TableConfidence(2.0, [[0.0] * size for size in SIZES])
 
 
@@ -339,10 +345,10 @@ def test_a_step_that_cannot_be_launched_fails_its_requests_alone(
         wanted = engine.generate(request).token_ids
         send, calls = SlotMemory.send, iter([False, False, True])
 
-        def failing(self: SlotMemory, *arguments: Any) -> None:
+        def failing(self: SlotMemory, *arguments: Any, **named: Any) -> None:
             if next(calls, False):
                 raise RuntimeError("a planted failure")
-            send(self, *arguments)
+            send(self, *arguments, **named)
 
         monkeypatch.setattr(SlotMemory, "send", failing)
         with pytest.raises(NeapError):
@@ -371,3 +377,34 @@ def test_a_plan_drafts_only_what_pays() -> None:
         worth.record([0.01], 1)
     tried = [worth.choose(sizes, 1, 1, 0, 64, flat, 0.5)[1] for _ in range(130)]
     assert sum(tried) == 2  # what is known gets old
+
+
+def test_a_further_request_takes_few_python_calls_of_a_step(loaded: LoadedModel) -> None:
+    """And a further token none: what a step does for each of its tokens is done for all of them at once."""
+    found = []
+    for count in (4, 12):  # in a pass of one size
+        decoder = make_decoder(make_runner(loaded), Prefixes(0), None)
+        list(decoder.prepare(lambda work: 1.0))
+        drafter = Drafter(decoder.runner, PassCosts((1.0,) * 9))
+        stopping = StoppingParams(max_tokens=30, ignore_eos=True)
+        requests = [GenerationRequest((5, 6, 7 + number), stopping=stopping) for number in range(count)]
+        sequences = [decoder.admit(request, drafter) for request in requests]
+        for _ in range(6):
+            decoder.turn(sequences)
+        assert all(sequence.place and sequence.num_generated > 1 for sequence in sequences)
+        calls: list[str] = []
+
+        def hook(frame: FrameType, event: str, _: Any, calls: list[str] = calls) -> None:
+            if event == "call" and frame.f_code.co_filename.startswith((OURS, "<string>")):
+                calls.append(frame.f_code.co_qualname)
+
+        sys.setprofile(hook)
+        try:
+            for _ in range(4):
+                decoder.turn(sequences)
+        finally:
+            sys.setprofile(None)
+        found.append(Counter(calls))
+    few, many = found
+    assert few["Ahead.handle"] == many["Ahead.handle"] == 4
+    assert (many.total() - few.total()) / (4 * 8) <= 8, (many - few).most_common(20)

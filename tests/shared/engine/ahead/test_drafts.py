@@ -137,7 +137,7 @@ def filled(memory: SlotMemory, side: Side, rooms: list[int], size: int, *, has_s
         number = MOST_ROWS - 1 - row
         memory.fill(number, Slot(len(tokens), rooms[row] + 1, salt, 1), tokens, states)
         handle = side.confidences[row].handle
-        rows.append(RowOfStep(number, 7 + row, 0, handle))
+        rows.append(RowOfStep(number, 7 + row, 0, handle.address.value))
     memory.send(rows, (), size)
 
 
@@ -244,7 +244,7 @@ def test_a_pass_has_the_likeliest_drafts_of_all(runner: PagedRunner, seed: int) 
         lengths = [draw.randrange(1, 40) for _ in range(count)]
         for row in range(count):
             memory.fill(row, Slot(lengths[row], 9, 0, row not in closed), [row + 1] * lengths[row], None)
-            rows.append(RowOfStep(row, 100 + row, drafters[row], None))
+            rows.append(RowOfStep(row, 100 + row, drafters[row], 0))
         others = [(50, 200, place) for place in range(num_others)]
         memory.send(rows, others, size)
         slots.begin(memory.rows, memory.args[size], 0)
@@ -293,7 +293,7 @@ def test_drawn_tokens_have_the_uniform_numbers_of_their_positions(runner: PagedR
         slot = Slot(5, 9, 0, 1, temperature=0.5, least_share=0.25, seed=2**64 - 3)
         memory.fill(0, Slot(3, 9, 0, 1), [1, 1, 1], None)
         memory.fill(1, slot, [2] * 5, None)
-        rows = [RowOfStep(number, 0, 0, None) for number in (0, 1)]
+        rows = [RowOfStep(number, 0, 0, 0) for number in (0, 1)]
         memory.send(rows, [(1, 0, 0)], 16)
         slots.begin(memory.rows, memory.args[16], 0)
         of_rows = np.frombuffer(memory.rows.numpy(), ROW)
@@ -331,7 +331,7 @@ def test_what_is_accepted(runner: PagedRunner, chosen, drafts, num_left, new, is
         slot.ends[: len(ENDS)] = ENDS
         memory.fill(4, slot, [3, 3], None)
         memory.fill(5, Slot(2, 9, 0, 1), [3, 3], None)
-        rows = [RowOfStep(number, 0, 0, None) for number in (5, 4)]
+        rows = [RowOfStep(number, 0, 0, 0) for number in (5, 4)]
         memory.send(rows, [(1, 0, 0), (1, 0, 1)], 16)
         args = memory.args[16]
         slots.begin(memory.rows, args, 0)
