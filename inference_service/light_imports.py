@@ -22,11 +22,27 @@ _NEEDED = f"{_COMPILER}._trace_wrapped_higher_order_op"
 # Transformers asks these before it imports distributed tensors and scipy.
 _NOT_NEEDED = ("is_torch_distributed_available", "is_scipy_available")
 
+Function = Callable[..., Any]
+
 _TENSORS = "torch.distributed.tensor"
 
-_LISTING = "transformers.utils.import_utils"
+# What torch imports to compute shapes of tensors without numbers, such as those of a skeleton: a quarter of a second
+# and 35 MB for questions that ordinary numbers answer.
+_SHAPES, _ALGEBRA = "torch.fx.experimental.symbolic_shapes", "sympy"
+# What its functions answer for ordinary bools, ints, or tuples of them.
+_ANSWERS: dict[str, Function] = {
+    **dict.fromkeys(
+        ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious"), lambda value, *_: value
+    ),
+    **dict.fromkeys(("guarding_hint_or_throw", "statically_known_true"), lambda value: value),
+    "has_guarding_hint": lambda value: True,
+    "is_nested_int": lambda value: False,
+    "sym_and": lambda *values: all(values),
+    "sym_eq": lambda value, other: value == other,
+    "sym_or": lambda *values: any(values),
+}
 
-Function = Callable[..., Any]
+_LISTING = "transformers.utils.import_utils"
 
 
 def import_transformers_lightly() -> None:
@@ -42,6 +58,9 @@ def import_transformers_lightly() -> None:
         del late.__path__  # to import any other module loads the compiler
     if _TENSORS not in sys.modules:
         torch.distributed.tensor = sys.modules[_TENSORS] = _LateTensors(_TENSORS)
+    if _ALGEBRA not in sys.modules and _SHAPES not in sys.modules:
+        sys.modules[_ALGEBRA] = _LateAlgebra(_ALGEBRA)
+        torch.fx.experimental.symbolic_shapes = sys.modules[_SHAPES] = _LateShapes(_SHAPES)
     if _LISTING not in sys.modules:
         sys.meta_path.insert(0, _ListsOnce())
     from transformers import utils
@@ -92,7 +111,9 @@ class _LateModule(ModuleType):
         self.__spec__ = spec
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # to import a part of it loads it
+        spec = self.__spec__
+        is_package = spec is not None and spec.submodule_search_locations is not None
+        if name.startswith("__") and not (name == "__path__" and is_package):  # to import a part of it loads it
             raise AttributeError(name)
         self._load()
         return getattr(self, name)
@@ -112,6 +133,33 @@ class _LateTensors(_LateModule):
 
     class DTensor:
         """Nothing is one before the module is loaded."""
+
+
+class _LateAlgebra(_LateModule):
+    """Sympy. Torch asks whether a number is an expression."""
+
+    class Basic:
+        """Nothing is one before the module is loaded."""
+
+
+class _LateShapes(_LateModule):
+    """Torch's symbolic shapes. Torch asks them of ordinary numbers, too."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        for function, answer in _ANSWERS.items():
+            setattr(self, function, functools.partial(self._run, function, answer))
+
+    def _run(self, function: str, answer: Function, *values: Any, **options: Any) -> Any:
+        if not options and all(map(_is_ordinary, values)):
+            return answer(*values)
+        if isinstance(self, _LateShapes):  # else somebody has kept this function
+            self._load()
+        return getattr(self, function)(*values, **options)
+
+
+def _is_ordinary(value: Any) -> bool:
+    return type(value) in (bool, int) or (type(value) is tuple and all(map(_is_ordinary, value)))
 
 
 class _LateCompiler(_LateModule):

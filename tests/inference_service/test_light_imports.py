@@ -18,6 +18,8 @@ HEAVY = (
     "torch.distributed.tensor._api",
     "torch._inductor",
     "torch._dynamo.utils",
+    "sympy.core",
+    "torch.utils._sympy.functions",
 )
 # One process for all: each part prints a line, and the later ones import more.
 PROGRAM = f"""

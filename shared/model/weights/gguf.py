@@ -266,9 +266,10 @@ class GgufModel:
             return None
         order, odd = rows[:, 0] // 2 - self._first_rows[entry.name], rows[:, 0] % 2
         in_place = torch.arange(count)
-        if odd.any() or not torch.equal(order.sort().values, in_place):
+        is_in_place = torch.equal(order, in_place)
+        if odd.any() or not (is_in_place or torch.equal(order.sort().values, in_place)):
             return None
-        return self._stored(entry, None if torch.equal(order, in_place) else order, transposed), {entry.name}
+        return self._stored(entry, None if is_in_place else order, transposed), {entry.name}
 
     def _stored(self, entry: GgufTensor, row_order: Tensor | None, transposed: bool, number: int = 0) -> Stored:
         """`number`: of the matrix, in a tensor of several."""

@@ -5,6 +5,7 @@ The patterns are those of the models' own tokenizer.json, under the names that l
 (`src/llama-vocab.cpp`). A text is split by the first of them, each part by the next.
 """
 
+import itertools
 from typing import Any
 
 import gguf
@@ -100,7 +101,8 @@ def end_token_ids(contents: GgufContents) -> list[int]:
     tokens, types = (_values(contents, f"{prefix}{key}") for key in ("tokens", "token_type"))
     named = [_values(contents, f"{prefix}{key}_token_id") for key in ("eos", "eot", "eom")]
     ids = {int(token) for values in named for token in values if 0 <= int(token) < len(tokens)}
-    known = {text: token for token, (text, kind) in enumerate(zip(tokens, types, strict=False)) if kind == control}
+    controls = itertools.compress(range(len(tokens)), map(control.__eq__, types))
+    known = {tokens[token]: token for token in controls}
     ends = _ENDS & known.keys()
     ends -= {no_end for others, no_end in _NO_ENDS if others <= ends}
     return sorted(ids | {known[text] for text in ends})
