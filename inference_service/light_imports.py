@@ -95,6 +95,40 @@ class _ListsOnce:
             return read(str(place.parent if place.is_file() else place))
 
         module.create_import_structure_from_path = of_folder
+        _list_families_late(module)
+
+
+def _list_families_late(module: Any) -> None:
+    """Lists what the families' folders define when a name is not among what the folder of the auto classes defines,
+    which transformers itself needs. Their files take a fifth of a second."""
+    define, find = module.define_import_structure, module._LazyModule.__getattr__
+    unlisted: dict[str, tuple[Path, str | None]] = {}
+
+    def of_auto_classes(path: Any, prefix: str | None = None) -> Any:
+        place = Path(path)
+        folder = place.parent if place.is_file() else place
+        if folder.name != "models":
+            return define(path, prefix)
+        unlisted["transformers" if prefix else "transformers.models"] = folder, prefix
+        return {
+            key: dict(names) for key, names in define(folder / "auto", f"{prefix}.auto" if prefix else "auto").items()
+        }
+
+    def of_all(self: Any, name: str) -> Any:
+        try:
+            return find(self, name)
+        except AttributeError:
+            is_file = (Path(self.__file__).parent / f"{name}.py").is_file()  # which is imported next
+            if is_file or name.startswith("__") or self.__name__ not in unlisted:
+                raise
+        folder, prefix = unlisted.pop(self.__name__)
+        rest = module._LazyModule(self.__name__, self.__file__, define(folder, prefix), self.__spec__)
+        for known in ("_modules", "_class_to_module", "_object_missing_backend", "_import_structure"):
+            setattr(self, known, getattr(rest, known) | getattr(self, known))
+        self.__all__ = [*{*rest.__all__, *self.__all__}]
+        return find(self, name)
+
+    module.define_import_structure, module._LazyModule.__getattr__ = of_auto_classes, of_all
 
 
 def _no() -> bool:
