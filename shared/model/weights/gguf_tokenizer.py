@@ -8,6 +8,7 @@ The patterns are those of the models' own tokenizer.json, under the names that l
 import base64
 import itertools
 import zlib
+from importlib import import_module
 from typing import Any
 
 import gguf
@@ -146,10 +147,10 @@ def remembered_merges(facts: Facts) -> list[Replacement]:
     """Has transformers derive the merges of a vocabulary that names none only where `facts` do not have them: a
     vocabulary of 262,144 tokens takes two seconds."""
     try:
-        from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
+        mapping: Any = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
     except ImportError:  # an older version of transformers
         return []
-    derive: Any = mapping.generate_merges
+    derive = mapping.generate_merges
 
     def generate_merges(vocabulary: dict[str, int], *args: Any, **options: Any) -> list[tuple[str, str]]:
         tokens = list(vocabulary)
