@@ -22,11 +22,27 @@ _NEEDED = f"{_COMPILER}._trace_wrapped_higher_order_op"
 # Transformers asks these before it imports distributed tensors and scipy.
 _NOT_NEEDED = ("is_torch_distributed_available", "is_scipy_available")
 
+Function = Callable[..., Any]
+
 _TENSORS = "torch.distributed.tensor"
 
-_LISTING = "transformers.utils.import_utils"
+# What torch imports to compute shapes of tensors without numbers, such as those of a skeleton: a quarter of a second
+# and 35 MB for questions that ordinary numbers answer.
+_SHAPES, _ALGEBRA = "torch.fx.experimental.symbolic_shapes", "sympy"
+# What its functions answer for ordinary bools, ints, or tuples of them.
+_ANSWERS: dict[str, Function] = {
+    **dict.fromkeys(
+        ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious"), lambda value, *_: value
+    ),
+    **dict.fromkeys(("guarding_hint_or_throw", "statically_known_true"), lambda value: value),
+    "has_guarding_hint": lambda value: True,
+    "is_nested_int": lambda value: False,
+    "sym_and": lambda *values: all(values),
+    "sym_eq": lambda value, other: value == other,
+    "sym_or": lambda *values: any(values),
+}
 
-Function = Callable[..., Any]
+_LISTING = "transformers.utils.import_utils"
 
 
 def import_transformers_lightly() -> None:
@@ -42,6 +58,9 @@ def import_transformers_lightly() -> None:
         del late.__path__  # to import any other module loads the compiler
     if _TENSORS not in sys.modules:
         torch.distributed.tensor = sys.modules[_TENSORS] = _LateTensors(_TENSORS)
+    if _ALGEBRA not in sys.modules and _SHAPES not in sys.modules:
+        sys.modules[_ALGEBRA] = _LateAlgebra(_ALGEBRA)
+        torch.fx.experimental.symbolic_shapes = sys.modules[_SHAPES] = _LateShapes(_SHAPES)
     if _LISTING not in sys.modules:
         sys.meta_path.insert(0, _ListsOnce())
     from transformers import utils
@@ -76,6 +95,40 @@ class _ListsOnce:
             return read(str(place.parent if place.is_file() else place))
 
         module.create_import_structure_from_path = of_folder
+        _list_families_late(module)
+
+
+def _list_families_late(module: Any) -> None:
+    """Lists what the families' folders define when a name is not among what the folder of the auto classes defines,
+    which transformers itself needs. Their files take a fifth of a second."""
+    define, find = module.define_import_structure, module._LazyModule.__getattr__
+    unlisted: dict[str, tuple[Path, str | None]] = {}
+
+    def of_auto_classes(path: Any, prefix: str | None = None) -> Any:
+        place = Path(path)
+        folder = place.parent if place.is_file() else place
+        if folder.name != "models":
+            return define(path, prefix)
+        unlisted["transformers" if prefix else "transformers.models"] = folder, prefix
+        return {
+            key: dict(names) for key, names in define(folder / "auto", f"{prefix}.auto" if prefix else "auto").items()
+        }
+
+    def of_all(self: Any, name: str) -> Any:
+        try:
+            return find(self, name)
+        except AttributeError:
+            is_file = (Path(self.__file__).parent / f"{name}.py").is_file()  # which is imported next
+            if is_file or name.startswith("__") or self.__name__ not in unlisted:
+                raise
+        folder, prefix = unlisted.pop(self.__name__)
+        rest = module._LazyModule(self.__name__, self.__file__, define(folder, prefix), self.__spec__)
+        for known in ("_modules", "_class_to_module", "_object_missing_backend", "_import_structure"):
+            setattr(self, known, getattr(rest, known) | getattr(self, known))
+        self.__all__ = [*{*rest.__all__, *self.__all__}]
+        return find(self, name)
+
+    module.define_import_structure, module._LazyModule.__getattr__ = of_auto_classes, of_all
 
 
 def _no() -> bool:
@@ -92,7 +145,9 @@ class _LateModule(ModuleType):
         self.__spec__ = spec
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # to import a part of it loads it
+        spec = self.__spec__
+        is_package = spec is not None and spec.submodule_search_locations is not None
+        if name.startswith("__") and not (name == "__path__" and is_package):  # to import a part of it loads it
             raise AttributeError(name)
         self._load()
         return getattr(self, name)
@@ -112,6 +167,33 @@ class _LateTensors(_LateModule):
 
     class DTensor:
         """Nothing is one before the module is loaded."""
+
+
+class _LateAlgebra(_LateModule):
+    """Sympy. Torch asks whether a number is an expression."""
+
+    class Basic:
+        """Nothing is one before the module is loaded."""
+
+
+class _LateShapes(_LateModule):
+    """Torch's symbolic shapes. Torch asks them of ordinary numbers, too."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        for function, answer in _ANSWERS.items():
+            setattr(self, function, functools.partial(self._run, function, answer))
+
+    def _run(self, function: str, answer: Function, *values: Any, **options: Any) -> Any:
+        if not options and all(map(_is_ordinary, values)):
+            return answer(*values)
+        if isinstance(self, _LateShapes):  # else somebody has kept this function
+            self._load()
+        return getattr(self, function)(*values, **options)
+
+
+def _is_ordinary(value: Any) -> bool:
+    return type(value) in (bool, int) or (type(value) is tuple and all(map(_is_ordinary, value)))
 
 
 class _LateCompiler(_LateModule):

@@ -331,8 +331,9 @@ class ContiguousRunner(GatedModel):
             try:
                 for cache in caches:
                     cache.origin = place
-                    if held:
-                        self._run_all(ids[:, :held], cache, 0, read)
+                if held:
+                    self._run_all(ids[:, :held], caches[0], 0, read)
+                    caches[1].copy(caches[0], 0, held)
                 alone.append(self._run_all(ids[:, held:], caches[0], held, read))
             except _CANNOT as error:
                 refuse_if_out_of_memory(error)

@@ -109,7 +109,7 @@ def _load_model(
     where = arguments_of(source)
     theirs = f"transformers cannot load {source} as a causal language model"
     with CheckpointFiles(dtype, matrices) as checkpoint, _load_errors(source, f"neap cannot prepare {source}"):
-        gguf = _gguf_readers(checkpoint) if "gguf_file" in where else None
+        gguf = _gguf_readers(checkpoint, facts) if "gguf_file" in where else None
         readers = gguf.replacements if gguf else []
         with _load_errors(source, theirs), replaced(readers):
             config = AutoConfig.from_pretrained(**where)
@@ -270,11 +270,11 @@ def _load_errors(source: str | Path, failure: str) -> Iterator[None]:
         ) from error
 
 
-def _gguf_readers(checkpoint: CheckpointFiles) -> "GgufReaders":
+def _gguf_readers(checkpoint: CheckpointFiles, facts: Facts) -> "GgufReaders":
     # Imported here: most processes read no such file.
     from shared.model.weights.gguf import GgufReaders
 
-    return GgufReaders(checkpoint)
+    return GgufReaders(checkpoint, facts)
 
 
 def check_device(name: str, *, serves: bool = False) -> None:

@@ -18,6 +18,8 @@ HEAVY = (
     "torch.distributed.tensor._api",
     "torch._inductor",
     "torch._dynamo.utils",
+    "sympy.core",
+    "torch.utils._sympy.functions",
 )
 # One process for all: each part prints a line, and the later ones import more.
 PROGRAM = f"""
@@ -26,6 +28,11 @@ from inference_service.light_imports import import_transformers_lightly
 import_transformers_lightly()
 import torch
 import inference_service.__main__
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, models
+def are_listed():
+    return ["LlamaForCausalLM" in module._class_to_module for module in (transformers, models)]
+listed = are_listed()
 from transformers import LlamaConfig, LlamaForCausalLM
 sizes = {{"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 9}}
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
@@ -39,7 +46,8 @@ with torch.device("meta"):
 print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))
 
 from pathlib import Path
-import transformers.models
+names = [models.BertModel.__name__, hasattr(transformers, "Nothing"), hasattr(models, "Nothing")]
+print(json.dumps([listed, names, are_listed(), "pipeline" in transformers.__all__]))
 from transformers.utils import import_utils
 folder = Path(transformers.__file__).parent / "models"
 once = import_utils.create_import_structure_from_path
@@ -82,13 +90,17 @@ def test_a_worker_imports_nothing_that_it_does_not_run(said: list[object]) -> No
     assert said[0] == []
 
 
+def test_families_are_listed_when_one_is_asked_for(said: list[object]) -> None:
+    assert said[1] == [[False, False], ["BertModel", False, False], [True, True], True]
+
+
 def test_transformers_lists_its_files_once_and_finds_the_same(said: list[object]) -> None:
-    assert said[1] == [True, True, True]
+    assert said[2] == [True, True, True]
 
 
 def test_distributed_tensors_come_when_they_are_needed(said: list[object]) -> None:
-    assert said[2] == [False, True, True, 1]
+    assert said[3] == [False, True, True, 1]
 
 
 def test_the_compiler_comes_when_it_is_needed_and_knows_what_was_marked(said: list[object]) -> None:
-    assert said[3] == [4.0, True, True]
+    assert said[4] == [4.0, True, True]

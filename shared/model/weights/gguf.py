@@ -25,12 +25,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers import modeling_gguf_pytorch_utils as checkpoints
 
 from shared.errors import NeapError, UnsupportedModel
+from shared.model.remembered.facts import Facts
 from shared.model.weights.files import parts_of
 from shared.model.weights.gguf_config import complete_config, stated_sampling
 from shared.model.weights.gguf_file import Field, GgufContents, GgufTensor, read_contents
 from shared.model.weights.gguf_rope import TENSORS as ROPE_TENSORS
 from shared.model.weights.gguf_rope import rope_scaling
-from shared.model.weights.gguf_tokenizer import end_token_ids, split_as_the_file_says
+from shared.model.weights.gguf_tokenizer import end_token_ids, remembered_merges, split_as_the_file_says
 from shared.model.weights.lazy import LazyWeight
 from shared.model.weights.reading import CheckpointFiles, Replacement, replaced
 from shared.model.weights.stored import BLOCK_KINDS, PLAIN_KINDS, Blocks, Joined, Plain, Stacked, Stored, dequantise
@@ -51,10 +52,10 @@ _weights_map: Any = checkpoints.get_gguf_hf_weights_map
 class GgufReaders:
     """Reads .gguf files for transformers, each once."""
 
-    def __init__(self, checkpoint: CheckpointFiles) -> None:
+    def __init__(self, checkpoint: CheckpointFiles, facts: Facts | None = None) -> None:
         contents_of = functools.cache(lambda path: read_contents(Path(path), checkpoint.open))
         self._contents_of: Callable[[str], GgufContents] = contents_of
-        self.replacements = _replacements(checkpoint, contents_of)
+        self.replacements = [*_replacements(checkpoint, contents_of), *remembered_merges(facts or Facts())]
 
     def complete(self, path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Takes from the file what transformers does not. Raises `UnsupportedModel` (reason TOKENIZER_UNKNOWN)."""
@@ -266,9 +267,10 @@ class GgufModel:
             return None
         order, odd = rows[:, 0] // 2 - self._first_rows[entry.name], rows[:, 0] % 2
         in_place = torch.arange(count)
-        if odd.any() or not torch.equal(order.sort().values, in_place):
+        is_in_place = torch.equal(order, in_place)
+        if odd.any() or not (is_in_place or torch.equal(order.sort().values, in_place)):
             return None
-        return self._stored(entry, None if torch.equal(order, in_place) else order, transposed), {entry.name}
+        return self._stored(entry, None if is_in_place else order, transposed), {entry.name}
 
     def _stored(self, entry: GgufTensor, row_order: Tensor | None, transposed: bool, number: int = 0) -> Stored:
         """`number`: of the matrix, in a tensor of several."""

@@ -5,15 +5,22 @@ The patterns are those of the models' own tokenizer.json, under the names that l
 (`src/llama-vocab.cpp`). A text is split by the first of them, each part by the next.
 """
 
+import base64
+import itertools
+import zlib
+from importlib import import_module
 from typing import Any
 
 import gguf
+import numpy as np
 import structlog
 from tokenizers import Regex, decoders, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from shared.errors import UnsupportedModel
+from shared.model.remembered.facts import Facts
 from shared.model.weights.gguf_file import GgufContents
+from shared.model.weights.reading import Replacement
 
 log = structlog.get_logger("neap.model")
 
@@ -100,7 +107,8 @@ def end_token_ids(contents: GgufContents) -> list[int]:
     tokens, types = (_values(contents, f"{prefix}{key}") for key in ("tokens", "token_type"))
     named = [_values(contents, f"{prefix}{key}_token_id") for key in ("eos", "eot", "eom")]
     ids = {int(token) for values in named for token in values if 0 <= int(token) < len(tokens)}
-    known = {text: token for token, (text, kind) in enumerate(zip(tokens, types, strict=False)) if kind == control}
+    controls = itertools.compress(range(len(tokens)), map(control.__eq__, types))
+    known = {tokens[token]: token for token in controls}
     ends = _ENDS & known.keys()
     ends -= {no_end for others, no_end in _NO_ENDS if others <= ends}
     return sorted(ids | {known[text] for text in ends})
@@ -133,6 +141,43 @@ def split_as_the_file_says(tokenizer: PreTrainedTokenizerBase, contents: GgufCon
     bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_alone])
     backend.model.ignore_merges = name in _WHOLE
+
+
+def remembered_merges(facts: Facts) -> list[Replacement]:
+    """Has transformers derive the merges of a vocabulary that names none only where `facts` do not have them: a
+    vocabulary of 262,144 tokens takes two seconds."""
+    try:
+        mapping: Any = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    except ImportError:  # an older version of transformers
+        return []
+    derive = mapping.generate_merges
+
+    def generate_merges(vocabulary: dict[str, int], *args: Any, **options: Any) -> list[tuple[str, str]]:
+        tokens = list(vocabulary)
+        if "merges" in facts.earlier:
+            return _read_merges(facts.earlier["merges"], tokens)
+        merges: list[tuple[str, str]] = derive(vocabulary, *args, **options)
+        written = _written_merges(merges, tokens)
+        if written is not None and _read_merges(written, tokens) == merges:
+            facts.note("merges", written)
+        return merges
+
+    return [(mapping, "generate_merges", generate_merges)]
+
+
+def _written_merges(merges: list[tuple[str, str]], tokens: list[str]) -> str | None:
+    """Each as the number of the token that it makes, and where that is cut. None if one makes no token."""
+    numbers = {token: number for number, token in enumerate(tokens)}
+    made = [numbers.get(left + right, -1) for left, right in merges]
+    if -1 in made:
+        return None
+    cut = np.array([len(left) for left, _ in merges], "<u4")
+    return base64.b64encode(zlib.compress(np.array([made, cut], "<u4").tobytes(), 1)).decode()
+
+
+def _read_merges(written: str, tokens: list[str]) -> list[tuple[str, str]]:
+    made, cuts = np.frombuffer(zlib.decompress(base64.b64decode(written)), "<u4").reshape(2, -1).tolist()
+    return [(token[:cut], token[cut:]) for token, cut in zip(map(tokens.__getitem__, made), cuts, strict=True)]
 
 
 def _prefix_as_the_file_says(tokenizer: PreTrainedTokenizerBase, contents: GgufContents) -> None:

@@ -89,11 +89,13 @@ _ASSEMBLIES: dict[Any, Any] = {torch.ops.aten.stack.default: _stacked, torch.ops
 
 
 def _by_parts(x: Tensor, turned: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """x [M, K] @ the transpose [K, N] of a lazy matrix + bias [N] -> [M, N]. None if the operands are others."""
+    """x [..., K] @ the transpose [K, N] of a lazy matrix + bias [N] -> [..., N]. None if the operands are others."""
     stored = lazy(turned)
     if stored is None or not stored.transposed or isinstance(x, LazyWeight) or turned.dim() != 2:
         return None
-    out = torch.cat([x @ part.T for part in stored.row_parts()], -1)
+    # The matrix as the left operand: else threads share the sums of a short product, and wait for each other.
+    rows = x.reshape(-1, x.shape[-1]).T
+    out = torch.cat([part @ rows for part in stored.row_parts()]).T.reshape(*x.shape[:-1], -1).contiguous()
     return out if bias is None else out + bias
 
 

@@ -29,7 +29,7 @@ LAZY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL_ROWS = slice(None)
 # A matrix is dequantised in parts of so many numbers where it need not be whole: an embedding takes a gigabyte, and a
 # part stays in the processor's caches.
-PART_NUMBERS = 1 << 19
+PART_NUMBERS = 1 << 20
 # Rows that are packed together, and dequantised together if they are asked for together.
 _PANEL = 16
 

@@ -33,6 +33,20 @@ def test_ragged_batches_work_for_every_other_family(request, runner):
     assert runner.counters.layer_executions == 0
 
 
+def test_the_check_reads_the_beginning_of_a_sequence_once(monkeypatch):
+    """What a sequence holds is copied for the batch."""
+    passes = []
+    run_all = ContiguousRunner._run_all
+
+    def counted(self, ids, cache, base, read_length):
+        passes.append(base)
+        return run_all(self, ids, cache, base, read_length)
+
+    monkeypatch.setattr(ContiguousRunner, "_run_all", counted)
+    assert ContiguousRunner(wrap_model(build_family("llama"), accelerate=True)).supports_ragged
+    assert passes.count(0) * 2 == len(passes) >= 8
+
+
 def test_company_changes_nothing(runner):
     """Sequences of different lengths, longer than any window, split by depth, with a pass rolled back."""
     if not runner.supports_ragged:

@@ -9,14 +9,17 @@ from transformers import LlamaTokenizer
 
 from shared.errors import UnsupportedModel
 from shared.model.load import load_model
+from shared.model.remembered.facts import Facts
 from shared.model.weights.gguf_file import Field, GgufContents
-from shared.model.weights.gguf_tokenizer import SPLITS, split_as_the_file_says
+from shared.model.weights.gguf_tokenizer import SPLITS, remembered_merges, split_as_the_file_says
+from shared.model.weights.reading import replaced
 from tests.gguf_files import write_llama
 
 try:
+    from transformers.integrations.gguf import gguf_tokenizer_mapping
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 except ImportError:  # an older version of transformers
-    GGUF_PRE_TOKENIZER_SPLITS = {}
+    gguf_tokenizer_mapping, GGUF_PRE_TOKENIZER_SPLITS = None, {}
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -148,3 +151,31 @@ def test_an_answer_ends_with_every_token_that_ends_one(
     tmp_path: Path, ends: dict[str, TokenType], ids: dict[str, int], expected: set[int]
 ) -> None:
     assert load_model(written(tmp_path / "tiny.gguf", pre="smollm", ends=ends, **ids)).eos_token_ids == expected
+
+
+PIECES = ["a", "b", "é", "▁", "🙂", "ab", "▁a", "a🙂", "éab", "▁▁", "▁▁a", "ab▁▁a", "aab", "q"]
+VOCABULARY = {piece: number for number, piece in enumerate(PIECES)}
+needs_mapping = pytest.mark.skipif(gguf_tokenizer_mapping is None, reason="an older version of transformers")
+
+
+@needs_mapping
+@pytest.mark.parametrize("scores", [{p: -i for i, p in enumerate(PIECES)}, dict.fromkeys(PIECES, 0.0)])
+def test_merges_are_derived_once(scores: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = Facts()
+    expected = gguf_tokenizer_mapping.generate_merges(VOCABULARY, scores)
+    assert ("ab", "▁▁a") in expected
+    with replaced(remembered_merges(facts)):
+        assert gguf_tokenizer_mapping.generate_merges(VOCABULARY, scores) == expected
+    later = Facts(facts.known())
+    monkeypatch.setattr(gguf_tokenizer_mapping, "generate_merges", None)  # nobody calls it
+    with replaced(remembered_merges(later)):
+        assert gguf_tokenizer_mapping.generate_merges(VOCABULARY, scores) == expected
+
+
+@needs_mapping
+def test_merges_that_cannot_be_written_down_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, others = Facts(), [("q", "q")]
+    monkeypatch.setattr(gguf_tokenizer_mapping, "generate_merges", lambda *_: others)
+    with replaced(remembered_merges(facts)):
+        assert gguf_tokenizer_mapping.generate_merges(VOCABULARY, None) == others
+    assert facts.known() == {}
