@@ -92,7 +92,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """
         model_id, texts = engine.loaded.model_id, token_texts(engine.loaded.tokenizer)
         self._served[model_id] = ServedModel(engine, max_active, max_active_per_client, texts)
-        self._routers.prepare_with(model_id, engine.prepare)
+        self._routers.bind_with(model_id, engine)
         self._metrics.add_engine(engine, versions=lambda: {r.version for r in self._routers.loaded(model_id)})
 
     def set_ready(self) -> None:
