@@ -22,6 +22,7 @@ class ScriptedLadder:
     """Stands in for `Ladder` and `BoundLadder`. Table drafts follow `table`, layer exits at `depths` follow `exits`."""
 
     drafts_on_device = False
+    heads = None
 
     def __init__(
         self,

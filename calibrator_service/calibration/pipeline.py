@@ -49,7 +49,7 @@ from shared.termination import unwinding_on_sigterm
 
 # A pool gets heads of its own where these agree with the model on so much more of what they have not seen, and those of
 # its parent elsewhere.
-LEAST_GAIN = 0.05
+LEAST_GAIN = 0.15
 
 log = structlog.get_logger("neap.calibration")
 
