@@ -107,7 +107,7 @@ def measure(options: argparse.Namespace) -> None:
         left = [FULL, ALL, *(f"without {name}" for name in options.without)]
         sides = {name: sides[name] for name in left}
     shares: dict[tuple[str, int], list[float]] = {}
-    with Engine(loaded, max_ladders=len(sides), max_running=max(MAX_RUNNING, *options.batch)) as engine:
+    with Engine(loaded, max_running=max(MAX_RUNNING, *options.batch)) as engine:
         prompts = first_turns(loaded, options.prompts, options.per_task)
         if len(prompts) < 2 * max(options.batch):
             raise SystemExit(f"{len(prompts)} prompts are too few for batch {max(options.batch)}")

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import neap_engine
-from bench.decode_figures import EXACT, FULL, MAX_LADDERS, measure, print_tables, summarise
+from bench.decode_figures import EXACT, FULL, measure, print_tables, summarise
 from bench.machine import described
 from bench.options import add_dtypes, add_prompts, load, make_parser, parsed
 from bench.prompts import BenchPrompt, read_prompts, read_texts
@@ -86,7 +86,7 @@ def add_one_kind(loaded: LoadedModel, routers: Routers, options: argparse.Namesp
 
 def compare(loaded: LoadedModel, routers: Routers, prompts: list[BenchPrompt], max_tokens: int) -> None:
     """Prints the tables of `bench.decode` for full depth and exact with every router."""
-    with Engine(loaded, prefix_cache_bytes=0, max_ladders=MAX_LADDERS) as engine:
+    with Engine(loaded, prefix_cache_bytes=0) as engine:
         engine.warm_up()
         sides = {FULL: neap(engine, DepthPolicy(FULL), None, max_tokens)}
         for name, ladder in routers.items():

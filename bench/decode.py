@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from bench.decode_figures import EXACT, FULL, MAX_LADDERS, measure, print_tables, summarise
+from bench.decode_figures import EXACT, FULL, measure, print_tables, summarise
 from bench.machine import described
 from bench.options import add_device, add_dtypes, add_prompts, each_model, load, make_parser
 from bench.prompts import PLAIN_TEXT_NOTE, read_prompts, takes_chat
@@ -59,7 +59,7 @@ def levers(ladder: Ladder, vocabulary_size: int) -> dict[str, Ladder | None]:
 
 def usual_sides(loaded: LoadedModel, options: argparse.Namespace, stack: ExitStack) -> dict[str, Side]:
     """Our full depth, Hugging Face, parts of the ladder, and exact, as the options name them."""
-    engine = stack.enter_context(Engine(loaded, prefix_cache_bytes=0, max_ladders=MAX_LADDERS))
+    engine = stack.enter_context(Engine(loaded, prefix_cache_bytes=0))
     engine.warm_up()
     sampling = SamplingParams(temperature=options.temperature, seed=0)
     sides = {FULL: neap(engine, DepthPolicy(FULL), None, options.max_tokens, sampling)}

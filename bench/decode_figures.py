@@ -13,8 +13,6 @@ from shared.model.loaded import LoadedModel
 FULL: Final = "full"
 EXACT: Final = "exact"
 MIN_TOKENS = 8
-# Routers that stay bound, so that no side binds its own anew for each prompt.
-MAX_LADDERS = 16
 WARM_UP_PROMPT = list(range(3, 40))
 # By task and side.
 Results = Mapping[str, Mapping[str, list[TimedAnswer]]]

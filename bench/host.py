@@ -189,7 +189,7 @@ def requested(imposed: Imposed, number: int, policy: str) -> GenerationRequest:
 def decoding(runner: FreeRunner, imposed: Imposed, policy: str, count: int, share: float) -> tuple[Decoder, Any]:
     """`count` requests after their prompts."""
     bound: BoundLadder = imposed.ladder.bind(runner)
-    bound._bound[0] = FreeExit(runner.following, share)
+    bound._bound[0] = FreeExit(runner.following, share)  # type: ignore[call-overload]
     drafter = Drafter(runner, COSTS, bound if policy == "exact" else None)
     decoder, sequences = Decoder(runner), []
     for number in range(count):

@@ -32,7 +32,7 @@ from bench.table import head, row
 from shared import ops
 from shared.ladder.confidence_head import HIGHEST, LOWEST, ConfidenceHead, scalar_features
 from shared.ladder.draws import confidence_weights
-from shared.ladder.head_rows import projection
+from shared.ladder.head_rows import Matmul
 from shared.ops import choose_greedy, choose_sampled, runs_on
 from shared.ops.chains import draft_top, new_tickets, route
 from shared.ops.paged import paged_attention
@@ -131,7 +131,7 @@ def bench_draws(bench: Bench, width: int, tokens: int) -> None:
     size, _ = SIZES[width]
     confidence = ConfidenceHead(width).requires_grad_(False)
     rows = torch.randn(size, width) / width**0.5
-    ways = {"PyTorch": PlainDraws(confidence, projection(rows, None))}
+    ways = {"PyTorch": PlainDraws(confidence, Matmul(rows, None))}
     if bench.on_gpu:
         ways["PyTorch half"] = ways["PyTorch"].halved(rows)
     small, weights = rows.half(), confidence_weights(confidence)

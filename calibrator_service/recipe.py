@@ -15,6 +15,7 @@ from typing import Any
 from calibrator_service.calibration.spec import Progress
 from calibrator_service.job_process import ProcessConfig
 from calibrator_service.learning.pools import pool_of_source
+from calibrator_service.lineage import ParentFiles
 from shared.cpus import usable_cpus
 from shared.errors import Cancelled
 from shared.files import sync_folder, write_synced
@@ -31,11 +32,11 @@ class Product:
 
 def run(
     config: ProcessConfig,
-    parent_statistics: Path | None,
+    parent_files: ParentFiles | None,
     progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
 ) -> Product:
-    """`parent_statistics`: the file of the spec's parent, if it has one.
+    """`parent_files`: those of the spec's parent, if it has one.
     `progress` and `should_stop` are cheap to call.
 
     Raises NeapError: NotFound and UnsupportedModel from loading, Cancelled, and the errors of `calibrate`.
@@ -55,8 +56,11 @@ def run(
     if should_stop():
         raise Cancelled("the calibration was cancelled while its model was loading")
     parent = None
-    if spec.parent is not None and parent_statistics is not None:
-        parent = Parent.read(parent_statistics, spec.parent)
+    if spec.parent is not None and parent_files is not None:
+        if parent_files.heads is not None:
+            parent = Parent.with_heads(parent_files.statistics, parent_files.heads, spec.parent, loaded)
+        elif parent_files.statistics is not None:
+            parent = Parent.read(parent_files.statistics, spec.parent)
     # A service that is configured without workers since the job was created writes itself.
     by_workers = spec.uses_workers and settings.text_workers
     result = calibrate(

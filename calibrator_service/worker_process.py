@@ -20,7 +20,7 @@ from calibrator_service.calibration.spec import Progress, ServedTraffic
 from calibrator_service.job import Ended, JobState, Problem, Report
 from calibrator_service.job_process import ProcessConfig
 from calibrator_service.learning.traffic_file import fetch_traffic
-from calibrator_service.lineage import fetch_statistics
+from calibrator_service.lineage import fetch_parent
 from calibrator_service.recipe import load_product, run, save_product
 from calibrator_service.sources import allowed_source
 from shared.errors import Cancelled, NeapError, Unavailable
@@ -116,8 +116,8 @@ def _make_product(config: ProcessConfig, service: ServiceLink) -> None:
             settings.registry, spec.model_id, spec.source, config.work_dir, spec.max_tokens, settings.traffic_key
         )
         spec = replace(spec, source=replace(spec.source, path=str(path)))
-    parent_statistics = fetch_statistics(settings.registry, spec, config.work_dir)
-    product = run(replace(config, spec=spec), parent_statistics, service.progress, service.stop.is_set)
+    parent_files = fetch_parent(settings.registry, spec, config.work_dir)
+    product = run(replace(config, spec=spec), parent_files, service.progress, service.stop.is_set)
     service.progress(Progress("publishing", 0.99))
     while not service.stop.is_set():
         try:

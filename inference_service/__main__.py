@@ -105,7 +105,6 @@ async def serve(settings: WorkerSettings) -> int:
         pools=pools,
         max_waiting=max_waiting,
         read_blob=cache.read_blob if is_remote else None,
-        capacity=settings.max_routers,
         default_alias=settings.default_alias,
         verifier=verifier,
         on_stale=lambda model_id: metrics.stale_resolutions.labels(model_id).inc(),
@@ -123,8 +122,7 @@ async def serve(settings: WorkerSettings) -> int:
         },
         chats_have_control_tokens=settings.chat_control_tokens,
         tap=tap,
-        shares_prefixes_by_pool=settings.prefix_cache_scope == "pool"
-        or (settings.prefix_cache_scope == "auto" and settings.auth_tokens is not None),
+        shares_prefixes_by_pool=settings.prefix_cache_scope == "pool",
     )
     dialect = _dialect(settings)
     names = [SERVICE_NAME, dialect.SERVICE_NAME] if dialect else [SERVICE_NAME]
@@ -265,7 +263,7 @@ def _load_engine(
         max_running=settings.max_running,
         max_queue=settings.max_queue,
         max_queue_tokens=settings.max_queue_tokens,
-        max_ladders=settings.max_routers,
+        ladder_bytes=None if settings.router_memory_mb is None else settings.router_memory_mb << 20,
         kv_budget_bytes=budget,
         prefix_cache_bytes=prefix_cache,
         learned_bytes=settings.learned_table_mb << 20,
@@ -292,6 +290,7 @@ def _load_engine(
         max_running=engine.max_running,
         kv_budget_mb=engine.kv_budget_bytes >> 20,
         kv_budget_tokens=engine.kv_budget_bytes // engine.kv_token_bytes,
+        router_memory_mb=engine.max_ladder_bytes >> 20,
     )
     return engine
 

@@ -54,13 +54,14 @@ def to_generation_request(
     least_priority: int = 0,
     chats_have_control_tokens: bool = False,
     cache_scope: str = "",
+    pool: str = "",
 ) -> tuple[GenerationRequest, PreparedChat | None]:
     """Validates and tokenises a request; also returns the chat that it asks for, if it does. Blocks while it tokenises.
     If the seed is absent, a random one is chosen.
 
     `deadline_s` in `time.monotonic()` seconds. `least_priority`: the lowest number that the caller may ask for, and
-    what it gets unless it asks for one. `cache_scope`: see `GenerationRequest`. `chats_have_control_tokens`: see
-    `Chat.has_control_tokens`. Raises InvalidInput, PromptTooLong, PermissionDenied (reason PRIORITY_NOT_ALLOWED),
+    what it gets unless it asks for one. `cache_scope`, `pool`: see `GenerationRequest`. `chats_have_control_tokens`:
+    see `Chat.has_control_tokens`. Raises InvalidInput, PromptTooLong, PermissionDenied (reason PRIORITY_NOT_ALLOWED),
     Cancelled if the caller has gone, and PreconditionFailed (reason PROMPT_DIFFERS) if it resumes an answer to other
     tokens.
     """
@@ -114,6 +115,7 @@ def to_generation_request(
             loaded, prediction.text or list(prediction.token_ids.ids[: loaded.context_length + 1])
         ),
         cache_scope=cache_scope,
+        pool=pool,
     )
     return generation, chat
 

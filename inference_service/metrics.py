@@ -173,6 +173,9 @@ def _families() -> dict[str, Metric]:
         "kv_cache_usage_ratio",
         "Share of the KV budget reserved for running requests: their prompts and longest possible answers.",
     )
+    gauge("routers_bound", "Routers that are ready in memory.")
+    gauge("router_memory_bytes", "Memory that these take; what several have in common counts once.")
+    gauge("router_memory_max_bytes", "Memory that they may take.")
     gauge("learned_contexts", "Contexts in the table that learns from answers.")
     gauge("exact_is_full", "1 if exact gives the tokens of full, 0 if near ties may differ.")
     families["numerics_info"] = GaugeMetricFamily(
@@ -234,6 +237,9 @@ def _read(engine: Engine, families: Mapping[str, Metric]) -> None:
     put("num_requests_waiting", engine.num_waiting)
     put("max_requests_running", engine.max_running)
     put("kv_cache_usage_ratio", engine.kv_usage_ratio)
+    put("routers_bound", engine.num_bound_ladders)
+    put("router_memory_bytes", engine.ladder_bytes)
+    put("router_memory_max_bytes", engine.max_ladder_bytes)
     put("learned_contexts", engine.num_learned_contexts)
     put("exact_is_full", engine.promise.is_exact)
     if numerics_id := engine.known_numerics_id:

@@ -1,12 +1,13 @@
-"""Loads published ladders: fetches, checks and prepares each one once, and keeps the most recently used."""
+"""Loads published ladders: fetches, checks and binds each one once. They are loaded as long as they are bound."""
 
 import asyncio
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from threading import Lock
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -15,7 +16,8 @@ from inference_service.pools import Pools
 from shared.errors import Corrupt, NeapError, NotFound, Unavailable
 from shared.exchange.signatures import Verifier
 from shared.ladder.artefact import unpack_ladder
-from shared.ladder.blob_names import MAX_BLOB_BYTES, served_blobs
+from shared.ladder.blob_names import HEADS_BLOB, MAX_BLOB_BYTES, heads_blob, served_blobs
+from shared.ladder.exits import Heads
 from shared.ladder.ladder import Ladder
 from shared.model.loaded import LoadedModel
 from shared.registry.base import PublishedVersion
@@ -29,9 +31,24 @@ RETRY_BROKEN_S = 10.0
 MAX_FAILURES = 128
 LOG_INTERVAL_S = 10.0
 
-Unpack = Callable[[Mapping[str, Any], Mapping[str, bytes]], Ladder]
+Unpack = Callable[[Mapping[str, Any], Mapping[str, bytes], Heads | None], Ladder]
 ReadBlob = Callable[[PublishedVersion, str], bytes]
-Prepare = Callable[[Ladder], None]
+
+
+class Binder(Protocol):
+    """What binds the ladders of a model and drops them again: its engine. Thread-safe."""
+
+    def prepare(self, ladder: Ladder) -> None:
+        """Binds it. Blocks. May raise NeapError."""
+
+    def has_bound(self, ladder: Ladder) -> bool: ...
+
+    def has_room_for(self, num_ladders: int) -> bool:
+        """Whether so many more could be bound without another being dropped."""
+
+    def keep_bound(self, ladder: Ladder) -> None:
+        """Of all bound ladders this one is dropped last."""
+
 
 log = structlog.get_logger("neap.routers")
 
@@ -57,59 +74,57 @@ class _Failure:
 
 
 class RouterLoader:
-    """Keeps the `capacity` most recently used routers. Belongs to one event loop. Blocking work runs in `pools`.
+    """Belongs to one event loop. Blocking work runs in `pools`.
 
-    Routers for which `is_kept(model_id, version)` is true are evicted last. `read_blob` must check digests. A router
-    counts as loaded once its model's `prepare` has returned, if there is one. With a `verifier` only signed ones are
-    loaded. An evicted ladder stays alive while requests use it.
+    A router is loaded as long as its model's `Binder` has it bound, without one for ever. `read_blob` must check
+    digests. With a `verifier` only signed ones are loaded. A ladder that was dropped stays alive while requests use
+    it. Routers that have one blob's heads have them in memory once.
     """
 
     def __init__(
         self,
         registry: Registry,
         *,
-        capacity: int,
         unpack: Unpack = unpack_ladder,
         read_blob: ReadBlob | None = None,
         pools: Pools | None = None,
-        is_kept: Callable[[str, int], bool] = lambda model_id, version: False,
         verifier: Verifier | None = None,
     ) -> None:
         self._registry = registry
-        self._capacity = capacity
         self._pools = pools or Pools()
-        self._is_kept = is_kept
         self._verifier = verifier
         self._logged_at_s: dict[str, float] = {}
         self._num_unlogged = 0
         self._unpack = unpack
         self._read_blob = read_blob or registry.read_blob
-        self._prepare: dict[str, Prepare] = {}
-        self._loaded: OrderedDict[tuple[str, int], LoadedRouter] = OrderedDict()
+        self._binders: dict[str, Binder] = {}
+        self._heads: WeakValueDictionary[str, Heads] = WeakValueDictionary()
+        # Of several that come at once and share their heads, one unpacks these.
+        self._unpacking = Lock()
+        self._loaded: dict[tuple[str, int], LoadedRouter] = {}
         self._loading: dict[tuple[str, int], asyncio.Task[LoadedRouter]] = {}
         self._failures: LruCache[tuple[str, int], _Failure] = LruCache(MAX_FAILURES)
 
-    def prepare_with(self, model_id: str, prepare: Prepare) -> None:
-        """Calls `prepare(ladder)`, in a thread, before a router of this model counts as loaded.
-        It may raise NeapError."""
-        self._prepare[model_id] = prepare
+    def bind_with(self, model_id: str, binder: Binder) -> None:
+        """From now on routers of this model are bound, in a thread, before they count as loaded."""
+        self._binders[model_id] = binder
+
+    def binder(self, model_id: str) -> Binder | None:
+        return self._binders.get(model_id)
 
     def loaded(self, model_id: str) -> list[LoadedRouter]:
         """The loaded routers of one model, by version. Any thread may call it."""
         mine = [router for router in list(self._loaded.values()) if router.model_id == model_id]
-        return sorted(mine, key=lambda router: router.version)
-
-    @property
-    def num_loaded(self) -> int:
-        """The loaded routers of all models."""
-        return len(self._loaded)
+        return sorted(filter(self._is_bound, mine), key=lambda router: router.version)
 
     def find(self, model_id: str, version: int) -> LoadedRouter | None:
-        """The router if it is loaded, else None. Counts as a use."""
+        """The router if it is loaded, else None."""
         router = self._loaded.get((model_id, version))
-        if router is not None:
-            self._loaded.move_to_end((model_id, version))
-        return router
+        return router if router is not None and self._is_bound(router) else None
+
+    def _is_bound(self, router: LoadedRouter) -> bool:
+        binder = self._binders.get(router.model_id)
+        return binder is None or binder.has_bound(router.ladder)
 
     async def get(self, loaded: LoadedModel, version: int, published: PublishedVersion | None = None) -> LoadedRouter:
         """Loads the router unless it is loaded. Tries even if an earlier load failed. Raises NotFound, RouterMismatch,
@@ -149,12 +164,13 @@ class RouterLoader:
     async def _loaded_router(
         self, loaded: LoadedModel, version: int, published: PublishedVersion | None
     ) -> LoadedRouter:
-        fetched, blobs = await self._pools.fetches.call(self._fetch, loaded.model_id, version, published)
-        return await self._pools.preparations.call(self._make, loaded, version, fetched, blobs)
+        fetched = await self._pools.fetches.call(self._fetch, loaded.model_id, version, published)
+        return await self._pools.preparations.call(self._make, loaded, version, *fetched)
 
     def _fetch(
         self, model_id: str, version: int, published: PublishedVersion | None
-    ) -> tuple[PublishedVersion, dict[str, bytes]]:
+    ) -> tuple[PublishedVersion, dict[str, bytes], Heads | None]:
+        """With the heads that the version has, if they are in memory."""
         if published is None or published.damage:
             published = self._registry.get(model_id, version)  # raises what the damage is
         entries = published.manifest["blobs"]
@@ -167,16 +183,27 @@ class RouterLoader:
             )
         if self._verifier is not None:
             self._verifier.check_version(published, self._read_blob)
-        return published, {name: self._read_blob(published, name) for name in names}
+        heads = self._heads.get(_heads_digest(entries))
+        needed = [name for name in names if name != HEADS_BLOB or heads is None]
+        return published, {name: self._read_blob(published, name) for name in needed}, heads
 
     def _make(
-        self, loaded: LoadedModel, version: int, published: PublishedVersion, blobs: Mapping[str, bytes]
+        self,
+        loaded: LoadedModel,
+        version: int,
+        published: PublishedVersion,
+        blobs: Mapping[str, bytes],
+        heads: Heads | None,
     ) -> LoadedRouter:
-        ladder = self._unpack(published.manifest, blobs)
+        digest = _heads_digest(published.manifest["blobs"])
+        with self._unpacking:
+            ladder = self._unpack(published.manifest, blobs, self._heads.get(digest, heads))
+            if ladder.heads is not None:
+                self._heads[digest] = ladder.heads
         ladder.check_model(loaded)
-        prepare = self._prepare.get(loaded.model_id)
-        if prepare is not None:
-            prepare(ladder)
+        binder = self._binders.get(loaded.model_id)
+        if binder is not None:
+            binder.prepare(ladder)
         log.info("router loaded", model_id=loaded.model_id, version=version)
         return LoadedRouter(
             model_id=loaded.model_id,
@@ -202,14 +229,11 @@ class RouterLoader:
             return
         self._failures.discard(key)
         self._loaded[key] = task.result()
-        while len(self._loaded) > self._capacity:
-            del self._loaded[self._least_needed()]
+        self.forget_dropped()
 
-    def _least_needed(self) -> tuple[str, int]:
-        """The least recently used router that is not to be kept.
-        Never the newest one, which a request is about to use."""
-        *older, newest = self._loaded
-        return next((key for key in older if not self._is_kept(*key)), older[0] if older else newest)
+    def forget_dropped(self) -> None:
+        """Lets go of the routers that are not bound any more."""
+        self._loaded = {key: router for key, router in self._loaded.items() if self._is_bound(router)}
 
     def _log_failure(self, key: tuple[str, int], error: BaseException, reason: str) -> None:
         """Logs one line per reason and interval. A version that does not exist is the caller's error, which the call's
@@ -229,3 +253,9 @@ class RouterLoader:
             num_not_logged=self._num_unlogged,
         )
         self._num_unlogged = 0
+
+
+def _heads_digest(entries: Mapping[str, Any]) -> str:
+    """Of the blob that a router's heads are in. "" for one without it, which cannot be unpacked."""
+    entry = entries.get(heads_blob(entries), {})
+    return str(entry.get("digest", ""))

@@ -12,7 +12,7 @@ import structlog
 from inference_service.lru_cache import LruCache
 from inference_service.pools import Pools
 from inference_service.resolutions import MAX_KNOWN, Resolution, Resolutions, takes_canary
-from inference_service.router_loader import LoadedRouter, Prepare, ReadBlob, RouterLoader, Unpack
+from inference_service.router_loader import Binder, LoadedRouter, ReadBlob, RouterLoader, Unpack
 from shared.errors import Exhausted, InvalidInput, NeapError, NotFound, PermissionDenied, Unavailable
 from shared.exchange.signatures import Verifier
 from shared.ladder.artefact import unpack_ladder
@@ -53,12 +53,11 @@ class RouterChoice:
 
 
 class RouterStore:
-    """Chooses among published ladders and keeps the `capacity` most recently used. Belongs to one event loop. Blocking
-    work runs in `pools`.
+    """Chooses among published ladders. Belongs to one event loop. Blocking work runs in `pools`.
 
-    The version that the default alias serves is evicted last. An evicted ladder stays alive while requests use it. At
-    most `max_waiting` requests may wait at once for an alias that was never resolved or a version that is not loaded;
-    more are refused with Exhausted (ROUTER_LOOKUPS_BUSY).
+    They are loaded as long as their models' binders have them bound (`RouterLoader`), which drop the version that the
+    default alias serves last. At most `max_waiting` requests may wait at once for an alias that was never resolved or
+    a version that is not loaded; more are refused with Exhausted (ROUTER_LOOKUPS_BUSY).
 
     After an alias has moved, it serves its previous version until the new one is loaded. A canary's requests get the
     alias' own version until the canary is loaded. For each such request `on_fallback` is called with the model's id,
@@ -73,7 +72,6 @@ class RouterStore:
         self,
         registry: Registry,
         *,
-        capacity: int = 4,
         default_alias: str = DEFAULT_ALIAS,
         unpack: Unpack = unpack_ladder,
         read_blob: ReadBlob | None = None,
@@ -86,18 +84,15 @@ class RouterStore:
         self._pools = pools or Pools()
         self._loader = RouterLoader(
             registry,
-            capacity=capacity,
             unpack=unpack,
             read_blob=read_blob,
             pools=self._pools,
-            is_kept=self._is_default,
             verifier=verifier,
         )
         self._resolutions = Resolutions(
             registry.target, self._pools.known_aliases, self._pools.new_aliases, on_stale=on_stale
         )
         self._registry = registry
-        self._capacity = capacity
         self._default_alias = default_alias
         self._on_fallback = on_fallback
         self._num_waiting, self._max_waiting = 0, max_waiting
@@ -105,9 +100,9 @@ class RouterStore:
         # The version that each alias served last. The loader may have evicted it.
         self._serving: LruCache[tuple[str, str], int] = LruCache(MAX_KNOWN)
 
-    def prepare_with(self, model_id: str, prepare: Prepare) -> None:
-        """See `RouterLoader.prepare_with`."""
-        self._loader.prepare_with(model_id, prepare)
+    def bind_with(self, model_id: str, binder: Binder) -> None:
+        """See `RouterLoader.bind_with`."""
+        self._loader.bind_with(model_id, binder)
 
     def loaded(self, model_id: str) -> list[LoadedRouter]:
         """The loaded routers of one model, by version. Any thread may call it."""
@@ -172,7 +167,7 @@ class RouterStore:
 
     async def preload(self, served: Sequence[LoadedModel], aliases: Sequence[str] | None = None) -> None:
         """Loads what requests will ask for first: the default alias of every model, then `aliases`, canaries included.
-        None: all aliases of the models, newest versions first. Stops at `capacity`.
+        None: all aliases of the models, newest versions first. Stops where others would be dropped for the next one.
 
         What cannot be loaded is logged, and requests for it get the error. Raises Unavailable if the registry does not
         answer; what was loaded until then stays loaded.
@@ -216,8 +211,8 @@ class RouterStore:
         canary = () if target.canary is None else (target.canary.version,)
         missing = {target.published.version, *canary}
         missing -= {router.version for router in self.loaded(loaded.model_id)}
-        has_room = len(missing) <= self._capacity - self._loader.num_loaded
-        if has_room or alias == self._default_alias:
+        binder = self._loader.binder(loaded.model_id)
+        if binder is None or binder.has_room_for(len(missing)) or alias == self._default_alias:
             await self._own(loaded, alias, resolution)
             for version in canary:
                 await self._get(loaded, version)
@@ -225,19 +220,21 @@ class RouterStore:
     async def refresh(self, loaded: LoadedModel) -> None:
         """Begins to load the versions that the aliases in use name now, canaries included, and loads the first version
         of the default alias. Never raises NeapError: the next request that needs the registry reports its error."""
+        self._loader.forget_dropped()
         if self._serving.peek((loaded.model_id, self._default_alias)) is None:
             with suppress(NeapError):
                 await self._preload(loaded, self._default_alias)
         mine = [(key, version) for key, version in self._serving.newest_first() if key[0] == loaded.model_id]
-        # Loading more than `capacity` would only evict what was loaded before.
-        for (model_id, alias), version in mine[: self._capacity]:
+        for (model_id, alias), version in mine:
+            # What was dropped is loaded when a request needs it: now it would only have others dropped.
+            if self._loader.find(model_id, version) is None:
+                continue
             try:
                 # Not through `Resolutions`: a kept answer is of no use here.
                 target = await self._pools.fetches.call(self._registry.target, model_id, alias)
             except NeapError:
                 continue
             published, canary = target.published, target.canary
-            # A version that has not moved and was evicted is loaded when a request needs it.
             if published.version != version:
                 self._loader.get_soon(loaded, published.version, published)
             if canary is not None:
@@ -260,6 +257,9 @@ class RouterStore:
                 return serving
             router = outcome
         self._serving.set(key, router.version)
+        binder = self._loader.binder(loaded.model_id)
+        if binder is not None and alias == self._default_alias:
+            binder.keep_bound(router.ladder)
         self._resolutions.keep(loaded.model_id, alias, resolution)
         return router
 
@@ -283,9 +283,6 @@ class RouterStore:
             yield
         finally:
             self._num_waiting -= 1
-
-    def _is_default(self, model_id: str, version: int) -> bool:
-        return self._serving.peek((model_id, self._default_alias)) == version
 
     async def _of_pool(self, model_id: str, alias: str, *, is_chosen: bool) -> Resolution | None:
         """What an alias of a pool names, None if there is none, or if the registry does not say.

@@ -31,7 +31,7 @@ from shared.engine.request.prompt import decode_prompt
 from shared.engine.request.request import GenerationRequest
 from shared.errors import NotFound, PreconditionFailed, Unavailable
 from shared.ladder.proposers import GRAMMAR, PREDICTION
-from shared.rpc.callers import Role, caller_pool, client_key, least_priority, on_behalf_of
+from shared.rpc.callers import Role, client_key, least_priority, on_behalf_of, request_pool
 from shared.rpc.interceptors import current_request_id, write_response
 from shared.rpc.pages import named_page
 
@@ -92,7 +92,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """
         model_id, texts = engine.loaded.model_id, token_texts(engine.loaded.tokenizer)
         self._served[model_id] = ServedModel(engine, max_active, max_active_per_client, texts)
-        self._routers.prepare_with(model_id, engine.prepare)
+        self._routers.bind_with(model_id, engine)
         self._metrics.add_engine(engine, versions=lambda: {r.version for r in self._routers.loaded(model_id)})
 
     def set_ready(self) -> None:
@@ -135,7 +135,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         context: Any,
         call: GenerateCall,
     ) -> None:
-        engine = served.engine
+        engine, pool = served.engine, request_pool(request.pool)
         # Where a worker dies, its log has the requests that have begun and not ended: one of them may be the cause.
         client, behind = client_key(context), on_behalf_of(context)
         log.info("generation begins", request_id=current_request_id(), client=client, on_behalf_of=behind)
@@ -149,16 +149,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             deadline_s=deadline_s,
             least_priority=least_priority(self._priority_of_roles),
             chats_have_control_tokens=self._chats_have_control_tokens,
-            cache_scope=caller_pool() if self._shares_prefixes_by_pool else "",
+            cache_scope=pool if self._shares_prefixes_by_pool else "",
+            pool=pool,
         )
         if generation.constraint is not None and not engine.has_compiled(generation.constraint):
             await self._pools.constraints.call(engine.compile, generation.constraint)
         router: LoadedRouter | None = None
         if generation.policy.name != "full":
             choice = to_router_choice(request.router)
-            router = await self._routers.select(
-                engine.loaded, choice, request_id=generation.request_id, pool=caller_pool()
-            )
+            router = await self._routers.select(engine.loaded, choice, request_id=generation.request_id, pool=pool)
             generation = with_router(generation, router)
             call.set_router(generation.router_version, by_default=choice == RouterChoice())
         if generation.resumed_ids:
@@ -191,7 +190,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await write_response(context, started, self._stall_timeout_s)
             taken = None
             if self._tap is not None and request.learn != inference_pb2.LEARN_NEVER:
-                taken = self._tap.take(caller_pool(), engine.known_numerics_id)
+                taken = self._tap.take(pool, engine.known_numerics_id)
             while (event := await stream.next()) is not None:
                 call.record_event(event)
                 if taken is not None:

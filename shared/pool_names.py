@@ -6,6 +6,8 @@ from shared.errors import InvalidInput
 
 # The pool of those who name none. Its router is the model's own: `latest`, where another pool's is `latest@POOL`.
 DEFAULT_POOL = "default"
+# In a token's entry: each request says of which pool it is.
+ANY_POOL = "*"
 POOL_PATTERN = r"[a-z0-9][a-z0-9_-]{0,31}"
 
 

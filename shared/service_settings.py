@@ -211,11 +211,10 @@ class WorkerSettings(ServiceSettings):
         description="MiB of the KV budget kept for reuse by later requests with the same prefix. 0 switches all "
         "sharing of prefixes off. Unset: a quarter of the KV budget.",
     )
-    prefix_cache_scope: Literal["auto", "pool", "all"] = Field(
-        default="auto",
-        description="Whose requests share cached prefixes. pool: callers of one pool. all: everybody, so how soon an "
-        "answer begins tells whether somebody has sent the same beginning before. auto: pool where callers have "
-        "tokens, all elsewhere.",
+    prefix_cache_scope: Literal["pool", "all"] = Field(
+        default="pool",
+        description="Whose requests share cached prefixes. pool: those of one pool. all: everybody's, so how soon an "
+        "answer begins tells whether somebody has sent the same beginning before.",
     )
     learn: Listed[PoolShare] = Field(
         default=(),
@@ -250,11 +249,13 @@ class WorkerSettings(ServiceSettings):
         "may differ from full where the model's two best choices are nearly equal. On a GPU products and norms are "
         "then neap's own, which takes longer than the vendor's; for .gguf files they always are.",
     )
-    max_routers: int = Field(
-        default=4,
+    router_memory_mb: int | None = Field(
+        default=None,
         ge=1,
-        description="Most routers in memory. The least recently used one is dropped first, those of the default alias "
-        "last.",
+        description="MiB of memory, per model, for routers that are ready, beside one that is made ready; on a GPU its "
+        "memory. What several have in common counts once. The least recently used one that no request uses is dropped "
+        "first, that of the default alias last; one that alone is larger is refused (ROUTER_OVER_MEMORY). Unset: a "
+        "quarter of what the model and the KV budget leave free, and at least 256; the log says how much.",
     )
     stall_timeout_s: float = Field(
         default=30.0,
@@ -316,7 +317,7 @@ class WorkerSettings(ServiceSettings):
         default=(),
         description="An alias whose router is loaded before the worker is ready, besides the default alias. May be "
         "repeated; the variable takes a comma-separated list. Unset: all aliases, the newest versions first, as far as "
-        "max_routers allows.",
+        "router_memory_mb allows.",
         json_schema_extra={"metavar": "ALIAS"},
     )
     report_to: Listed[str] = Field(

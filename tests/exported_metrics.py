@@ -39,6 +39,9 @@ def busy_engine() -> SimpleNamespace:
         max_running=16,
         kv_usage_ratio=0.5,
         num_learned_contexts=7,
+        num_bound_ladders=3,
+        ladder_bytes=4_000_000,
+        max_ladder_bytes=9_000_000,
     )
 
 

@@ -22,6 +22,7 @@ class ScriptedLadder:
     """Stands in for `Ladder` and `BoundLadder`. Table drafts follow `table`, layer exits at `depths` follow `exits`."""
 
     drafts_on_device = False
+    heads = None
 
     def __init__(
         self,
@@ -29,7 +30,9 @@ class ScriptedLadder:
         exits: Script | None = None,
         depths: Sequence[int] = (),
         fingerprint: str | None = None,
+        num_bytes: int = 1,
     ) -> None:
+        self.num_bytes = num_bytes
         self.table = table
         self.exits = exits
         self.ladder = None
@@ -49,9 +52,16 @@ class ScriptedLadder:
         if self.fingerprint is not None and self.fingerprint != loaded.fingerprint:
             raise RouterMismatch("another model's")
 
-    def bind(self, runner: Runner) -> "ScriptedLadder":
+    def bind(self, runner: Runner, beside: object = ()) -> "ScriptedLadder":
         self.kept_depths = captured_depths(runner.num_layers) if self.depths else ()
         return self
+
+    def exits_for(self, ladder: object) -> list[object]:
+        return []
+
+    def memory(self) -> dict[int, int]:
+        """As if it took `num_bytes`."""
+        return {id(self): self.num_bytes}
 
     def prepare(self) -> Iterator[None]:
         return iter(())

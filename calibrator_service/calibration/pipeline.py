@@ -1,7 +1,7 @@
 """A whole calibration, from top to bottom: text, states, training, report. Streaming, in bounded memory, resumable."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import structlog
+import torch
 
 from calibrator_service.calibration.plan import resolve
 from calibrator_service.calibration.report.held_out import held_out_report, joint_figures
@@ -30,7 +31,7 @@ from calibrator_service.calibration.text.stream import (
 )
 from calibrator_service.calibration.text.writer import Writer
 from calibrator_service.calibration.training.closed_form import seconds_to_solve, share_to_solve
-from calibrator_service.calibration.training.confidence import fit_ladder
+from calibrator_service.calibration.training.confidence import exit_samples, fit_ladder
 from calibrator_service.calibration.training.draft_vocabulary import DraftVocabulary, choose_draft_vocabulary
 from calibrator_service.calibration.training.heads import fit_heads
 from calibrator_service.calibration.training.joint import fit_joint, joint_positions
@@ -38,6 +39,7 @@ from shared.digests import digest_of
 from shared.errors import InvalidInput
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.blob_names import STATISTICS_BLOB
+from shared.ladder.exit_head import ExitHead
 from shared.ladder.folder import write_router_folder
 from shared.ladder.ladder import Ladder
 from shared.model.contiguous_runner import ContiguousRunner
@@ -45,30 +47,35 @@ from shared.model.loaded import LoadedModel
 from shared.model.own_thread import run_in_own_thread
 from shared.termination import unwinding_on_sigterm
 
+# A pool gets heads of its own where these agree with the model on so much more of what they have not seen, and those of
+# its parent elsewhere.
+LEAST_GAIN = 0.15
+
 log = structlog.get_logger("neap.calibration")
 
 
 @dataclass(frozen=True)
 class CalibrationResult:
     """The ladder and its held-out figures. `report` is ready for JSON and for `pack_ladder`. `statistics`: what a later
-    calibration goes on from."""
+    calibration goes on from. `heads_blob`: the parent's, whose heads it has, if it has no own ones."""
 
     ladder: Ladder
     report: dict[str, Any]
     statistics: Statistics | None = None
+    heads_blob: bytes | None = None
 
     def pack(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """(manifest, blobs) of the router, with its statistics unless they are too large."""
         data = self.statistics.to_bytes() if self.statistics is not None else None
         if self.statistics is None or data is None:
             log.warning("published without statistics: no calibration can go on from this router")
-            return pack_ladder(self.ladder, self.report)
+            return pack_ladder(self.ladder, self.report, self.heads_blob)
         record = {
             "digest": digest_of(data),
             "num_tokens": self.statistics.num_tokens,
             "generation": self.statistics.generation,
         }
-        manifest, blobs = pack_ladder(self.ladder, {**self.report, "statistics": record})
+        manifest, blobs = pack_ladder(self.ladder, {**self.report, "statistics": record}, self.heads_blob)
         return manifest, {**blobs, STATISTICS_BLOB: data}
 
     def save(self, folder: Path | str) -> None:
@@ -94,11 +101,11 @@ def calibrate(
     give the same ladder but for rounding, unless a time budget ends a phase elsewhere, or an exit is left out that
     would not pay on this machine. `fleet_of` makes a writer that lets others write, from the one that writes here and
     takes over what they leave. With a `parent` the ladder is made from the parent's statistics and those of the new
-    text together. Text that the parent has learned from is not learned from again. Raises `RouterMismatch` and
-    `PreconditionFailed` (LAYOUT_MISMATCH) for a parent of another model, tokenizer or layout, `InvalidInput` (also if
-    nothing that was learned agrees with the model), `NotFound`, `PermissionDenied` and `Unavailable` for sources that
-    cannot be read, `Cancelled` once `should_stop`, `Corrupt` for a damaged work folder, and `Exhausted` for a full
-    disk.
+    text together, and, if the parent gives heads, has these unless its own are better (`made_heads`). Text that the
+    parent has learned from is not learned from again. Raises `RouterMismatch` and `PreconditionFailed`
+    (LAYOUT_MISMATCH) for a parent of another model, tokenizer or layout, `InvalidInput` (also if nothing that was
+    learned agrees with the model), `NotFound`, `PermissionDenied` and `Unavailable` for sources that cannot be read,
+    `Cancelled` once `should_stop`, `Corrupt` for a damaged work folder, and `Exhausted` for a full disk.
     """
     spec = spec or CalibrationSpec(loaded.model_id)
     if parent is not None:
@@ -106,8 +113,12 @@ def calibrate(
     elif spec.parent is not None:
         raise InvalidInput("the spec has a parent, but its statistics are not given")
     plan = resolve(spec, loaded)
+    if parent is not None and parent.gives_heads:
+        given = parent.heads.by_depth if parent.heads else {}
+        # A parent that had its own parent's heads has no sums to solve from.
+        plan = plan.with_given_heads(given, solves=bool(plan.depths and given) and parent.statistics.has_sums(given))
     if parent is not None:
-        parent.statistics.check(loaded, layouts_of(loaded, plan.depths))
+        parent.statistics.check(loaded, layouts_of(loaded, plan.depths) if plan.solves else {})
     with ExitStack() as stack:
         if work_dir is None:
             stack.enter_context(unwinding_on_sigterm())
@@ -125,7 +136,7 @@ def run_phases(
     run.report("loading", 0.0)
     runner = ContiguousRunner(run.loaded)
     hidden_size = run.loaded.hidden_size
-    solving_s = len(run.plan.depths) * seconds_to_solve(hidden_size, run.loaded.device)
+    solving_s = len(run.plan.depths) * seconds_to_solve(hidden_size, run.loaded.device) if run.plan.solves else 0.0
     # What a parent has learned from is known by its sums alone.
     run.schedule.expect_solving(
         lambda count: solving_s * share_to_solve(hidden_size, count if parent is None else math.inf)
@@ -150,8 +161,9 @@ def run_phases(
             )
 
     with run.phase("training_heads"):
-        vocabulary = choose_draft_vocabulary(run, material)
-        heads = fit_heads(run, runner, material, vocabulary)
+        vocabulary, heads, heads_blob = made_heads(run, runner, material, parent)
+        if heads_blob is not None:
+            statistics = replace(statistics, moments={})
 
     with run.phase("training_confidence"):
         ladder = fit_ladder(run, material, vocabulary, heads)
@@ -159,8 +171,9 @@ def run_phases(
     with run.phase("evaluating"):
         report = held_out_report(run, material, vocabulary, ladder)
         is_child = parent is not None
-        ladder, left_out = without_unpaid(run, runner, ladder, report, is_child=is_child)
-        report["left_out"] |= left_out
+        if heads_blob is None:  # the parent's calibration has judged its own
+            ladder, left_out = without_unpaid(run, runner, ladder, report, is_child=is_child)
+            report["left_out"] |= left_out
         ladder, report["joint"] = with_joint_weights(ladder, material, vocabulary)
         agrees = any(report["proposers"][name]["agreement"] for name in ladder.proposer_names)
         if not agrees and not ladder.exits and not is_child:
@@ -172,7 +185,37 @@ def run_phases(
     report["spec"] = published_spec(run.spec, source)
     report["seconds"] = {**run.seconds, "total": run.elapsed_s()}
     run.report("publishing", 1.0)
-    return CalibrationResult(ladder, report, statistics)
+    return CalibrationResult(ladder, report, statistics, heads_blob)
+
+
+def made_heads(
+    run: CalibrationRun, runner: ContiguousRunner, material: TrainingData, parent: Parent | None
+) -> tuple[DraftVocabulary, dict[int, ExitHead], bytes | None]:
+    """Draft vocabulary and heads by depth. If they are the parent's, also the blob that has them: that is where heads
+    of its own agree with the model on hardly more of the confidence split, or cannot be solved."""
+    given = parent.heads if parent is not None else None
+    own: tuple[DraftVocabulary, dict[int, ExitHead]] | None = None
+    if run.plan.solves or given is None:
+        vocabulary = choose_draft_vocabulary(run, material)
+        own = vocabulary, fit_heads(run, runner, material, vocabulary)
+        if parent is None or given is None:
+            return *own, None
+    assert parent is not None
+    theirs = DraftVocabulary.of(run.loaded, given.vocabulary), dict(given.by_depth)
+    shares = [agreement_of(run, material, *each) for each in (own, theirs) if each is not None]
+    log.info("heads of its own, and the parent's, agree with the model", shares=shares)
+    if own is not None and shares[0] > shares[1] + LEAST_GAIN:
+        return *own, None
+    return *theirs, parent.heads_blob
+
+
+def agreement_of(
+    run: CalibrationRun, material: TrainingData, vocabulary: DraftVocabulary, heads: Mapping[int, ExitHead]
+) -> float:
+    """Of the positions of the confidence split, along chains and over all heads, on how many the model agrees."""
+    chunks, layers = material.chunks["confidence"], run.loaded.num_layers
+    labels = [exit_samples(d, h, chunks, vocabulary, layers, "agreement").label for d, h in heads.items()]
+    return float(torch.cat(labels).float().mean())
 
 
 def with_joint_weights(

@@ -1,7 +1,7 @@
 """The choices that a spec leaves open, made from measurements on SmolLM2-135M."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,7 +78,8 @@ class Plan:
 
     `left_out`: name -> why, of the exits that the ladder would have by default and does not get. `max_tokens` counts
     tokens learned from: the answers of generated text, all tokens of given text. `table_bytes` bounds the n-gram table.
-    `trains`: whether training by gradients follows the closed form; `mlp_width`: of the block that it trains.
+    `trains`: whether training by gradients follows the closed form; `mlp_width`: of the block that it trains. `solves`:
+    whether there are heads to be made at all.
     `max_tokens` and `budget_s` are infinite if they do not bound the calibration.
     """
 
@@ -94,6 +95,13 @@ class Plan:
     trains: bool
     mlp_width: int
     budget_s: float
+    solves: bool = True
+
+    def with_given_heads(self, depths: Iterable[int], *, solves: bool) -> "Plan":
+        """The plan of a ladder that may have another's heads, at these depths. It is small, so its table is. `solves`:
+        whether own ones are solved, too, to be compared."""
+        given = tuple(sorted(depths))
+        return replace(self, depths=given, left_out={}, table_bytes=LEAST_TABLE_BYTES, trains=False, solves=solves)
 
     def captured_depths(self, num_layers: int) -> tuple[int, ...]:
         """The depths below L whose states heads learn from."""

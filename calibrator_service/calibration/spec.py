@@ -15,6 +15,7 @@ from shared.digests import PREFIX, digest_of
 from shared.errors import InvalidInput, NotFound
 from shared.field_types import check_limits, check_types
 from shared.ladder.proposers import DEFAULT_CONFIDENCE_WIDTH
+from shared.pool_names import DEFAULT_POOL
 
 Label = Literal["agreement", "cosine"]
 
@@ -66,7 +67,7 @@ class ServedTraffic:
     `path`: the file with them, as that of an AnswerFile. The job's process sets it; it is not part of a stored spec.
     """
 
-    pool: str = "default"
+    pool: str = DEFAULT_POOL
     path: str = ""
 
 
@@ -165,6 +166,13 @@ class CalibrationSpec:
         if not isinstance(self.source, SelfGenerated):
             return self
         return replace(self, source=replace(self.source, prompts=()))
+
+    @property
+    def may_have_parents_heads(self) -> bool:
+        """Whether the router has the heads of its parent, with tables and confidences of its own, unless heads of its
+        own are better: that of a pool, so that a worker can have hundreds (docs/decisions/025)."""
+        pool = self.source.pool if isinstance(self.source, ServedTraffic) else DEFAULT_POOL
+        return self.parent is not None and pool != DEFAULT_POOL
 
     @property
     def uses_workers(self) -> bool:

@@ -1,5 +1,5 @@
 """What a router was made from, as sums that add: a later calibration goes on from them.
-Published beside the router, read by no worker. A parent is a router with its statistics."""
+Published beside the router, read by no worker. A parent is a router with its statistics, its heads, or both."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -18,7 +18,8 @@ from calibrator_service.calibration.states.ngram_builder import NgramTableBuilde
 from calibrator_service.calibration.states.training_data import TrainingData
 from shared.digests import digest_of
 from shared.errors import Corrupt, InvalidInput, PreconditionFailed, RouterMismatch
-from shared.ladder.artefact import take_part
+from shared.ladder.artefact import take_part, unpack_heads
+from shared.ladder.exits import Heads
 from shared.ladder.proposers import exit_name
 from shared.model.loaded import LoadedModel
 
@@ -60,6 +61,19 @@ class Statistics:
             torch.tensor(sorted(learned), dtype=torch.long),
         )
 
+    @classmethod
+    def none(cls, loaded: LoadedModel) -> "Statistics":
+        """What has learned nothing."""
+        return cls(
+            loaded.fingerprint,
+            tokenizer_digest(loaded),
+            {},
+            NgramTableBuilder(),
+            torch.zeros(loaded.vocabulary_size, dtype=torch.float64),
+            0.0,
+            torch.empty(0, dtype=torch.long),
+        )
+
     def plus(self, parent: "Statistics", share: float) -> "Statistics":
         """The sums of this text and `share` of the parent's, for the exits of this text. Neither of the two changes.
 
@@ -85,6 +99,10 @@ class Statistics:
             torch.cat([self.learned, parent.learned]).unique(),
             parent.generation + 1,
         )
+
+    def has_sums(self, depths: Collection[int]) -> bool:
+        """Whether heads at these depths can be solved from it."""
+        return all(depth in self.moments for depth in depths)
 
     def check(self, loaded: LoadedModel, layouts: Mapping[int, MomentsLayout]) -> None:
         """Raises `RouterMismatch` (also TOKENIZER_MISMATCH) unless they are of this model, and `PreconditionFailed`
@@ -209,15 +227,38 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 @dataclass(frozen=True)
 class Parent:
     """`router`: which it is and how much its tokens count; `statistics`: what it was made from, its own parents'
-    included."""
+    included; `heads_blob`: where the heads are that its child may have, too, and `heads`, these, if there are any. If
+    it is empty, the child gets its own."""
 
     router: ParentRouter
     statistics: Statistics
+    heads: Heads | None = None
+    heads_blob: bytes = b""
 
     @classmethod
     def read(cls, path: Path, router: ParentRouter) -> "Parent":
         """`path`: the router's file of statistics. Raises as `read_statistics`."""
         return cls(router, read_statistics(path))
+
+    @property
+    def gives_heads(self) -> bool:
+        return bool(self.heads_blob)
+
+    @classmethod
+    def with_heads(
+        cls, statistics: Path | None, heads_blob: Path, router: ParentRouter, loaded: LoadedModel
+    ) -> "Parent":
+        """Files of the router. Raises as `read_statistics` and `unpack_heads`, and RouterMismatch for another model's
+        heads."""
+        data = heads_blob.read_bytes()
+        if (heads := unpack_heads(data)) is not None and (
+            any(head.hidden_size != loaded.hidden_size for head in heads.by_depth.values())
+            or max(heads.by_depth) >= loaded.num_layers
+            or int(heads.vocabulary.max()) >= loaded.vocabulary_size
+        ):
+            raise RouterMismatch("the parent's heads are of another model")
+        known = read_statistics(statistics) if statistics is not None else Statistics.none(loaded)
+        return cls(router, known, heads, data)
 
     def spec_of_child(self, spec: CalibrationSpec) -> CalibrationSpec:
         """The spec with this parent, and with a seed that its ancestors did not have: with theirs the model would write

@@ -21,7 +21,11 @@ def create(
     name: Annotated[str, typer.Argument(help="Name of the caller, shown in logs and histories.")],
     role: Annotated[list[Role], typer.Option("--role", help="Role of the caller. May be given several times.", min=1)],
     pool: Annotated[
-        str, typer.Option("--pool", help="With whom the caller shares a router, cached prefixes and what is learned.")
+        str,
+        typer.Option(
+            "--pool",
+            help="With whom the caller shares a router, cached prefixes and what is learned; '*': each request says.",
+        ),
     ] = DEFAULT_POOL,
     append: Annotated[
         Path | None, typer.Option("--append", help="Append the entry to this token file instead of printing it.")

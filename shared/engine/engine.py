@@ -13,11 +13,17 @@ from shared.constraints.constraint import Constraint, MessageConstraint
 from shared.engine.ahead.decoder import make_decoder
 from shared.engine.background import Slices
 from shared.engine.drafting.costs import CostMeter
-from shared.engine.drafting.ladder_cache import MAX_BOUND_LADDERS, LadderCache
+from shared.engine.drafting.ladder_cache import LadderCache
 from shared.engine.failure import failure_of
 from shared.engine.lifetime import ModelClaim
 from shared.engine.loop import EngineLoop
-from shared.engine.memory.budget import MAX_RUNNING, default_budget, default_max_running, kv_token_bytes
+from shared.engine.memory.budget import (
+    MAX_RUNNING,
+    default_budget,
+    default_ladder_bytes,
+    default_max_running,
+    kv_token_bytes,
+)
 from shared.engine.memory.prefixes import Prefixes, common_prefix
 from shared.engine.request.admission import Admission
 from shared.engine.request.answer import DecodedAnswer
@@ -59,7 +65,8 @@ class Engine:
         max_running: requests that share each step. Paused requests do not count; if more go on than this, they
             take turns. None: `default_max_running`.
         max_queue: requests that may wait. max_queue_tokens: prompt tokens that waiting requests may have together.
-        max_ladders: ladders that are kept bound. Those of running requests are kept in any case.
+        ladder_bytes: memory of the ladders that are kept bound, beside the one that is being bound. Those of running
+            requests are kept in any case. None: `default_ladder_bytes`.
         kv_budget_bytes: bytes of keys and values that all running requests share. None: half of the free memory.
         prefix_cache_bytes: the part of this budget that may hold the KV caches of ended requests for reuse by later
             requests with the same prefix, while running requests do not need it. None: a quarter. 0: no prefix is
@@ -93,7 +100,7 @@ class Engine:
         max_running: int | None = None,
         max_queue: int = 64,
         max_queue_tokens: int = 1 << 18,
-        max_ladders: int = MAX_BOUND_LADDERS,
+        ladder_bytes: int | None = None,
         kv_budget_bytes: int | None = None,
         prefix_cache_bytes: int | None = None,
         learned_bytes: int = 0,
@@ -109,7 +116,7 @@ class Engine:
             ("max_running", MAX_RUNNING if max_running is None else max_running, 1),
             ("max_queue", max_queue, 1),
             ("max_queue_tokens", max_queue_tokens, 1),
-            ("max_ladders", max_ladders, 1),
+            ("ladder_bytes", 1 if ladder_bytes is None else ladder_bytes, 1),
             ("kv_budget_bytes", kv_budget_bytes or 0, 0),
             ("prefix_cache_bytes", prefix_cache_bytes or 0, 0),
             ("learned_bytes", learned_bytes, 0),
@@ -149,7 +156,9 @@ class Engine:
             if max_running is None:
                 max_running = default_max_running(loaded.device, kv_tokens)
             self.statistics = self._decoder.statistics
-            self._ladders = LadderCache(runner, max_ladders, cost_meter)
+            if ladder_bytes is None:
+                ladder_bytes = default_ladder_bytes(loaded.device, kv_budget_bytes)
+            self._ladders = LadderCache(runner, ladder_bytes, cost_meter)
             self._loop = EngineLoop(
                 self._decoder,
                 self._ladders,
@@ -209,6 +218,27 @@ class Engine:
     def num_bound_ladders(self) -> int:
         """Ladders that are bound to the model."""
         return len(self._ladders)
+
+    @property
+    def ladder_bytes(self) -> int:
+        """Memory that bound ladders take. What several have in common counts once."""
+        return self._ladders.num_bytes
+
+    @property
+    def max_ladder_bytes(self) -> int:
+        """Memory that bound ladders may take."""
+        return self._ladders.max_bytes
+
+    def has_bound(self, ladder: Ladder) -> bool:
+        return self._ladders.has(ladder)
+
+    def has_room_for(self, num_ladders: int) -> bool:
+        """Whether so many ladders as large as the largest so far could be bound beside the others."""
+        return self._ladders.has_room_for(num_ladders)
+
+    def keep_bound(self, ladder: Ladder) -> None:
+        """Of all bound ladders this one is dropped last."""
+        self._ladders.kept = ladder
 
     def proposer_names(self, ladder: Ladder | None = None) -> tuple[str, ...]:
         """What drafts for every request of the policy exact that has `ladder`, or none."""
@@ -278,8 +308,8 @@ class Engine:
         """Binds and tests a ladder between the steps of running requests, so that the ladder's first request need not
         wait for that.
 
-        Blocks until it is done. Raises `RouterMismatch`, `Corrupt` (reason SELF_TEST_FAILED), `Unavailable` once
-        closed.
+        Blocks until it is done. Raises `RouterMismatch`, `Corrupt` (reason SELF_TEST_FAILED), `PreconditionFailed`
+        (reason ROUTER_OVER_MEMORY), `Unavailable` once closed.
         """
         ladder.check_model(self.loaded)
         self._wait_until_ready()

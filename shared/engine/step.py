@@ -71,7 +71,7 @@ class Decoder:
         loaded, cache = self.runner.loaded, self._new_cache(request)
         learned = None
         if self.learned is not None and request.policy.name != "full":
-            learned = self.learned.of(request.client, request.on_behalf_of)
+            learned = self.learned.of(request.client, request.on_behalf_of, request.pool)
         return DecodingSequence(
             request,
             loaded,

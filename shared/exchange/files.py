@@ -5,7 +5,14 @@ from importlib import import_module
 from typing import Any
 
 from shared.errors import Corrupt, NotFound, PreconditionFailed
-from shared.ladder.blob_names import LADDER_BLOB, MANIFEST, MAX_BLOB_BYTES, SIGNATURE_BLOB, STATISTICS_BLOB
+from shared.ladder.blob_names import (
+    HEADS_BLOB,
+    LADDER_BLOB,
+    MANIFEST,
+    MAX_BLOB_BYTES,
+    SIGNATURE_BLOB,
+    STATISTICS_BLOB,
+)
 from shared.registry.contents import MAX_MANIFEST_BYTES
 
 CARD, PICTURE = "README.md", "acceptance.png"
@@ -13,6 +20,7 @@ CARD, PICTURE = "README.md", "acceptance.png"
 MAX_BYTES: Mapping[str, int] = {
     MANIFEST: MAX_MANIFEST_BYTES,
     LADDER_BLOB: MAX_BLOB_BYTES,
+    HEADS_BLOB: MAX_BLOB_BYTES,
     STATISTICS_BLOB: 1 << 30,
     SIGNATURE_BLOB: 1 << 18,
 }

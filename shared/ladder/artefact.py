@@ -1,5 +1,9 @@
 """The published form of a ladder: a JSON manifest and one safetensors blob.
-It holds no code, and reading it checks every field."""
+It holds no code, and reading it checks every field.
+
+A ladder that has the heads of another router leaves them out, names a second blob, which is the first of that router,
+and says `"heads": "heads.safetensors"`. In the registry, on disks and in memory both then have the heads once.
+"""
 
 import json
 from collections.abc import Mapping
@@ -13,10 +17,10 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from shared.errors import Corrupt, PreconditionFailed
-from shared.ladder.blob_names import LADDER_BLOB, MAX_BLOB_BYTES, served_blobs
+from shared.ladder.blob_names import HEADS_BLOB, LADDER_BLOB, MAX_BLOB_BYTES, served_blobs
 from shared.ladder.confidence_head import ConfidenceHead
 from shared.ladder.exit_head import ExitHead
-from shared.ladder.exits import LayerExit
+from shared.ladder.exits import Heads, LayerExit
 from shared.ladder.joint_weights import JointWeights
 from shared.ladder.ladder import Ladder, ModelIdentity
 from shared.ladder.ngram_table import NgramTable
@@ -45,8 +49,10 @@ def round_weights(module: nn.Module) -> None:
             parameter.copy_(parameter.clamp(-60_000, 60_000).half().float())
 
 
-def pack_ladder(ladder: Ladder, report: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """(manifest, blobs) of a ladder.
+def pack_ladder(
+    ladder: Ladder, report: Mapping[str, Any], heads: bytes | None = None
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """(manifest, blobs) of a ladder. `heads`: the blob of the router whose heads it has, if it has another's.
 
     `report` is what `calibrate` returned. Its "proposers" figures go to the manifest's proposers. The rest becomes the
     manifest's "calibration".
@@ -68,7 +74,7 @@ def pack_ladder(ladder: Ladder, report: Mapping[str, Any]) -> tuple[dict[str, An
         proposer(NGRAM_TABLE, 0, confidence=ladder.ngram_confidence.to_json())
     for layer_exit in ladder.exits:
         head, confidence = layer_exit.head, layer_exit.confidence
-        for part, module in (("head", head), ("confidence", confidence)):
+        for part, module in (("head", head), ("confidence", confidence))[heads is not None :]:
             for name, tensor in module.state_dict().items():
                 tensors[f"{layer_exit.name}.{part}.{name}"] = tensor.detach().half().cpu().contiguous()
         proposer(
@@ -78,8 +84,8 @@ def pack_ladder(ladder: Ladder, report: Mapping[str, Any]) -> tuple[dict[str, An
             head_width=head.hidden_size,
             confidence_width=confidence.hidden.out_features,
         )
-    if ladder.draft_vocabulary is not None:
-        tensors["draft_vocabulary"] = ladder.draft_vocabulary.to(torch.int32).cpu()
+    if ladder.draft_vocabulary is not None and heads is None:
+        tensors[VOCABULARY] = ladder.draft_vocabulary.to(torch.int32).cpu()
     manifest = {
         "schema_version": SCHEMA_VERSION,
         "model": _model_json(ladder.model),
@@ -88,7 +94,11 @@ def pack_ladder(ladder: Ladder, report: Mapping[str, Any]) -> tuple[dict[str, An
         "joint_weights": ladder.joint_weights.to_json(),
         "calibration": {key: value for key, value in report.items() if key != "proposers"},
     }
-    return json.loads(json.dumps(manifest, allow_nan=False)), {BLOB: save(tensors)}
+    blobs = {BLOB: save(tensors)}
+    if heads is not None and ladder.exits:
+        manifest["heads"] = HEADS_BLOB
+        blobs[HEADS_BLOB] = heads
+    return json.loads(json.dumps(manifest, allow_nan=False)), blobs
 
 
 def _model_json(model: ModelIdentity) -> dict[str, Any]:
@@ -99,16 +109,17 @@ def _model_json(model: ModelIdentity) -> dict[str, Any]:
     return {"id": folder.name if folder.is_absolute() else model_id, **fields}
 
 
-def unpack_ladder(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
-    """The ladder that `pack_ladder` packed. Statistics among `blobs` are not looked at.
+def unpack_ladder(manifest: Mapping[str, Any], blobs: Mapping[str, bytes], heads: Heads | None = None) -> Ladder:
+    """The ladder that `pack_ladder` packed. Statistics among `blobs` are not looked at. `heads`: those of the blob that
+    has its heads, if they are in memory. If that blob is another router's, it may then be missing.
 
     Raises `PreconditionFailed` for another format (SCHEMA_TOO_NEW, SCHEMA_TOO_OLD), and `Corrupt` for wrong names,
     shapes or dtypes, numbers that are not finite, sizes above the limits of this module, and pickles (PICKLE_REFUSED).
     """
-    return run_in_own_thread(_unpack, manifest, blobs)
+    return run_in_own_thread(_unpack, manifest, blobs, heads)
 
 
-def _unpack(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
+def _unpack(manifest: Mapping[str, Any], blobs: Mapping[str, bytes], heads: Heads | None) -> Ladder:
     version = manifest.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise PreconditionFailed(
@@ -120,19 +131,80 @@ def _unpack(manifest: Mapping[str, Any], blobs: Mapping[str, bytes]) -> Ladder:
             "the router has the form that neap had before version 0.1.0: calibrate the model again",
             reason="SCHEMA_TOO_OLD",
         )
-    if version != SCHEMA_VERSION or served_blobs(blobs) != [BLOB]:
-        raise Corrupt(f"the router has no valid schema_version, or its blobs are not just {BLOB}")
-    if len(blobs[BLOB]) > MAX_BLOB_BYTES:
-        raise Corrupt("the router's blob is too large")
+    source = manifest.get("heads", BLOB)
+    found, needed = set(served_blobs(blobs)), {BLOB} if heads else {BLOB, source}
+    if version != SCHEMA_VERSION or source not in (BLOB, HEADS_BLOB) or not needed <= found <= {BLOB, source}:
+        raise Corrupt("the router has no valid schema_version, or its blobs are not those that its manifest names")
     try:
-        tensors = load(blobs[BLOB])
-    except (SafetensorError, ValueError, KeyError) as error:
-        _refuse_pickle(blobs[BLOB])
-        raise Corrupt("the router's blob is not safetensors") from error
-    try:
-        return _Unpacker(manifest, tensors).ladder()
+        tensors = _tensors(blobs[BLOB])
+        own = {name: tensors.pop(name) for name in list(tensors) if source == BLOB and _is_of_heads(name)}
+        if heads is None:
+            heads = _heads(own if source == BLOB else _tensors(blobs[HEADS_BLOB]))
+        return _Unpacker(manifest, tensors, heads).ladder()
     except (KeyError, TypeError, AttributeError, ValueError, IndexError, ArithmeticError) as error:
         raise Corrupt("a field of the router's manifest is missing or not valid") from error
+
+
+def _tensors(data: bytes) -> dict[str, Tensor]:
+    if len(data) > MAX_BLOB_BYTES:
+        raise Corrupt("the router's blob is too large")
+    try:
+        tensors = load(data)
+    except (SafetensorError, ValueError, KeyError) as error:
+        _refuse_pickle(data)
+        raise Corrupt("the router's blob is not safetensors") from error
+    for name, tensor in tensors.items():
+        # Checked before isfinite, which torch does not support for some other dtypes.
+        if tensor.dtype not in SHIPPED_DTYPES or tensor.dim() > MAX_DIMENSIONS:
+            raise Corrupt(f"{name[:80]} has a dtype or shape that no router uses")
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise Corrupt(f"{name} holds numbers that are not finite")
+    return tensors
+
+
+def unpack_heads(data: bytes) -> Heads | None:
+    """The heads that a router's blob has, None without any. Raises as `unpack_ladder`."""
+    return run_in_own_thread(_unpack_heads, data)
+
+
+def _unpack_heads(data: bytes) -> Heads | None:
+    try:
+        return _heads(_tensors(data))
+    except (KeyError, TypeError, ValueError) as error:
+        raise Corrupt("the heads of the router's blob are not valid") from error
+
+
+VOCABULARY = "draft_vocabulary"
+
+
+def _is_of_heads(name: str) -> bool:
+    return name == VOCABULARY or ".head." in name
+
+
+def _heads(tensors: Mapping[str, Tensor]) -> Heads | None:
+    """The heads among the tensors of a router, None without any. Sizes are those of the tensors."""
+    by_exit: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name != VOCABULARY and _is_of_heads(name):
+            exit_, _, part = name.partition(".head.")
+            by_exit.setdefault(exit_, {})[part] = tensor
+    stored = tensors.get(VOCABULARY)
+    if (stored is None) == bool(by_exit):
+        raise Corrupt("the router has exits without a draft vocabulary, or the reverse")
+    if stored is None:
+        return None
+    vocabulary = stored.long()
+    valid = stored.dtype == torch.int32 and stored.dim() == 1 and len(stored) > 0
+    if not valid or int(vocabulary.min()) < 0 or len(vocabulary.unique()) != len(vocabulary):
+        raise Corrupt("the draft vocabulary is not a set of tokens")
+    heads = {}
+    for name, parts in by_exit.items():
+        # The meta device allocates nothing.
+        with torch.device("meta"):
+            head = ExitHead(len(parts["norm"]), len(parts["gate"]))
+        _fill(head, parts)
+        heads[int(name.removeprefix("depth-"))] = head.eval()
+    return Heads(heads, vocabulary)
 
 
 def _refuse_pickle(data: bytes) -> None:
@@ -146,15 +218,10 @@ def _refuse_pickle(data: bytes) -> None:
 
 
 class _Unpacker:
-    def __init__(self, manifest: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-        self.manifest = manifest
-        self.tensors = tensors
-        for name, tensor in tensors.items():
-            # Checked before isfinite, which torch does not support for some other dtypes.
-            if tensor.dtype not in SHIPPED_DTYPES or tensor.dim() > MAX_DIMENSIONS:
-                raise Corrupt(f"{name[:80]} has a dtype or shape that no router uses")
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise Corrupt(f"{name} holds numbers that are not finite")
+    """`tensors`: but for those of the `heads`."""
+
+    def __init__(self, manifest: Mapping[str, Any], tensors: dict[str, Tensor], heads: Heads | None) -> None:
+        self.manifest, self.tensors, self.heads = manifest, tensors, heads
 
     def ladder(self) -> Ladder:
         fields = dict(self.manifest["model"])
@@ -177,17 +244,23 @@ class _Unpacker:
         depths = [layer_exit.depth for layer_exit in exits]
         if depths != sorted(set(depths)):
             raise Corrupt("the router's exits are not ordered by depth")
-        vocabulary = self._draft_vocabulary(model, bool(exits))
-        if self.tensors:
-            raise Corrupt(f"the router's blob holds {len(self.tensors)} tensors that belong to no proposer")
+        heads, is_own = self.heads, self.manifest.get("heads", BLOB) == BLOB
+        if heads is not None:
+            num_tokens = len(heads.vocabulary)
+            if num_tokens != self.manifest["draft_vocabulary"] or int(heads.vocabulary.max()) >= model.vocabulary_size:
+                raise Corrupt("the draft vocabulary is not the manifest's, or not one of the model's tokens")
+        # Some of another router's heads may be left out.
+        if self.tensors or (heads is not None and (not exits or (is_own and heads.by_depth.keys() != set(depths)))):
+            raise Corrupt(f"the router holds a head or {len(self.tensors)} tensors that belong to no proposer")
         return Ladder(
             model=model,
             lookup_confidence=TableConfidence.from_json(lookup["confidence"]) if lookup else None,
             ngrams=NgramTable.from_tensors(table, model.vocabulary_size) if table else None,
             ngram_confidence=TableConfidence.from_json(ngrams["confidence"]) if ngrams else None,
             exits=exits,
-            draft_vocabulary=vocabulary,
+            draft_vocabulary=heads.vocabulary if heads else None,
             joint_weights=JointWeights.from_json(self.manifest["joint_weights"]),
+            heads=heads,
         )
 
     def _exit(self, proposer: Mapping[str, Any], model: ModelIdentity) -> LayerExit:
@@ -197,35 +270,19 @@ class _Unpacker:
         if _size(proposer["head_width"], MAX_HIDDEN_SIZE) != model.hidden_size:
             raise Corrupt(f"the head of proposer {proposer['name']!r} is not as wide as the model's states")
         confidence_width = _size(proposer["confidence_width"], MAX_CONFIDENCE_WIDTH)
+        head = self.heads.by_depth.get(depth) if self.heads else None
+        sizes = model.hidden_size, _size(proposer["mlp_width"], MAX_MLP_WIDTH)
+        if head is None or (head.hidden_size, head.mlp_width) != sizes:
+            raise Corrupt(f"the head of proposer {proposer['name']!r} is missing, or not of the manifest's sizes")
         # The meta device allocates nothing, so the manifest's sizes cost no memory before they are checked against the
         # tensors.
         with torch.device("meta"):
-            head = ExitHead(model.hidden_size, _size(proposer["mlp_width"], MAX_MLP_WIDTH))
             confidence = ConfidenceHead(model.hidden_size, confidence_width)
-        _fill(head, take_part(self.tensors, f"{proposer['name']}.head"))
         _fill(confidence, take_part(self.tensors, f"{proposer['name']}.confidence"))
         agreement = float(proposer["figures"].get("agreement", 0.0))
         if not 0.0 <= agreement <= 1.0:
             raise Corrupt(f"the agreement of proposer {proposer['name']!r} is {agreement}")
-        return LayerExit(depth, head.eval(), confidence.eval(), agreement)
-
-    def _draft_vocabulary(self, model: ModelIdentity, is_needed: bool) -> Tensor | None:
-        stored = self.tensors.pop("draft_vocabulary", None)
-        if (stored is not None) != is_needed:
-            raise Corrupt("the router has exits without a draft vocabulary, or the reverse")
-        if stored is None:
-            return None
-        vocabulary = stored.long()
-        valid = stored.dtype == torch.int32 and stored.dim() == 1 and len(stored) > 0
-        if (
-            not valid
-            or len(stored) != self.manifest["draft_vocabulary"]
-            or int(vocabulary.min()) < 0
-            or int(vocabulary.max()) >= model.vocabulary_size
-            or len(vocabulary.unique()) != len(vocabulary)
-        ):
-            raise Corrupt("the draft vocabulary is not a set of the model's tokens")
-        return vocabulary
+        return LayerExit(depth, head, confidence.eval(), agreement)
 
 
 def _fill(module: nn.Module, tensors: dict[str, Tensor]) -> None:

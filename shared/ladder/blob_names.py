@@ -10,6 +10,8 @@ MANIFEST = "manifest.json"
 # What workers load.
 LADDER_BLOB = "ladder.safetensors"
 MAX_BLOB_BYTES = 1 << 30
+# The LADDER_BLOB of the router whose heads the ladder has, if it has another's.
+HEADS_BLOB = "heads.safetensors"
 # The sums that the ladder was solved from, for calibrations that go on from it. A router may lack it.
 STATISTICS_BLOB = "statistics.safetensors"
 # The signature over the other files of the router (`shared.exchange.signatures`). A router may lack it.
@@ -20,6 +22,11 @@ OPTIONAL_BLOBS = (STATISTICS_BLOB, SIGNATURE_BLOB)
 def served_blobs(names: Iterable[str]) -> list[str]:
     """The blobs that a worker needs to serve the router: all but the statistics and the signature."""
     return [name for name in names if name not in OPTIONAL_BLOBS]
+
+
+def heads_blob(names: Iterable[str]) -> str:
+    """The blob of a router that its heads are in."""
+    return HEADS_BLOB if HEADS_BLOB in names else LADDER_BLOB
 
 
 def blob_entry(data: bytes) -> dict[str, Any]:

@@ -1,16 +1,16 @@
 """Steps of an exit that continues chains of drafts on its own output, and the exit that takes one step per call."""
 
+import copy
 from collections.abc import Sequence
+from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from shared import ops
 from shared.ladder.confidence_head import ConfidenceHead
-from shared.ladder.draws import Draws, KernelDraws, is_supported, kernel_weight, plain_draws
+from shared.ladder.draws import Draws, KernelDraws, PlainDraws, is_supported, kernel_weight
 from shared.ladder.exit_head import ExitHead, chained, further_output, head_output, in_slots
-from shared.ladder.head_rows import Projection, projection
+from shared.ladder.head_rows import Matmul
 from shared.ops.chains import Chains, ChainStart
 
 
@@ -34,9 +34,20 @@ class ChainSteps:
         if is_supported(rows.device, len(rows)):
             self._draws = KernelDraws(confidence, rows, bias, num_chains)
         else:
-            self._draws = plain_draws(confidence, projection(rows, bias))
-        self._matrices = [projection_in_16_bits(matrix) for matrix in head.matrices]
-        self._next = projection_in_16_bits(head.steps[1])
+            self._draws = PlainDraws(confidence, Matmul(rows, bias))
+        self._matrices = [Matmul(kernel_weight(matrix)) for matrix in head.matrices]
+        self._next = Matmul(kernel_weight(head.steps[1]))
+
+    def with_confidence(self, confidence: ConfidenceHead) -> Self:
+        """As `Draws.with_confidence`."""
+        other = copy.copy(self)
+        other._draws = self._draws.with_confidence(confidence)
+        return other
+
+    def held(self) -> list[Tensor | None]:
+        """As `Draws.held`."""
+        own = (tensor for matmul in (*self._matrices, self._next) for tensor in matmul.held())
+        return [*self._head.parameters(), *self._draws.held(), *own]
 
     def output(self, states: Tensor, entering: Tensor) -> Tensor:
         """The outputs [N, D] of `step` alone, for tokens that another proposer has drafted."""
@@ -69,6 +80,14 @@ class SteppedChain:
 
     def __init__(self, steps: ChainSteps, vocabulary: Tensor) -> None:
         self._steps, self._vocabulary = steps, vocabulary
+
+    def with_confidence(self, confidence: ConfidenceHead) -> Self:
+        """As `ExitProposer.with_confidence`."""
+        return type(self)(self._steps.with_confidence(confidence), self._vocabulary)
+
+    def held(self) -> list[Tensor | None]:
+        """As `ExitProposer.held`."""
+        return [*self._steps.held(), self._vocabulary]
 
     def propose(self, starts: Sequence[ChainStart]) -> Chains:
         """As `ExitProposer.propose`, with one draft of each chain.
@@ -103,12 +122,3 @@ def slots_of(starts: Sequence[ChainStart]) -> Tensor:
     if not any(start.has_begun for start in starts):
         return in_slots(torch.stack(begins).float())
     return torch.stack([chained(begin) if begin.dim() == 1 else in_slots(begin.float()) for begin in begins])
-
-
-def projection_in_16_bits(matrix: Tensor) -> Projection:
-    """A matmul by `matrix` [M, K] in the format of `kernel_weight`, with float32 results."""
-    weight = kernel_weight(matrix)
-    if weight.device.type == "cpu":
-        packed, size = ops.pack_linear(weight), len(weight)
-        return lambda states: ops.packed_linear(states, packed, size, None)
-    return lambda states: F.linear(states.to(weight.dtype), weight).float()

@@ -1,6 +1,7 @@
 """The most probable draft of a head's adapted states: on neap's kernels, with float16 weights, or in PyTorch."""
 
-from collections.abc import Callable
+import copy
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -8,13 +9,24 @@ from torch import Tensor
 from shared import ops
 from shared.ladder.confidence_head import HIGHEST, LOWEST, ConfidenceHead, scalar_features
 from shared.ladder.exit_head import EPSILON
-from shared.ladder.head_rows import Projection
+from shared.ladder.head_rows import Matmul
 from shared.ops.chains import ROUTE_TOKENS, ConfidenceWeights, draft_top, new_tickets, route
 
 LARGEST_HALF = 65504.0
-# Adapted states [N, W] and places in chains [N] int64 >= 1 -> indices into the draft vocabulary [N] int64 and
-# probabilities [N].
-Draws = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Draws(Protocol):
+    """What an exit's head and confidence head make of its outputs."""
+
+    def __call__(self, adapted: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Adapted states [N, W] and places in chains [N] int64 >= 1 -> indices into the draft vocabulary [N] int64 and
+        probabilities [N]."""
+
+    def with_confidence(self, confidence: ConfidenceHead) -> Self:
+        """The same with another confidence head. What both have in common is in memory once."""
+
+    def held(self) -> list[Tensor | None]:
+        """The tensors that it keeps in memory."""
 
 
 def kernel_weight(weight: Tensor) -> Tensor:
@@ -57,8 +69,22 @@ class KernelDraws:
     ) -> None:
         self._rows = kernel_weight(rows)
         self._bias = None if bias is None else bias.float().contiguous()
+        self._num_tokens = num_tokens
+        self._take(confidence)
+
+    def _take(self, confidence: ConfidenceHead) -> None:
         self.confidence = confidence_weights(confidence)
-        self._tickets = new_tickets(num_tokens, rows.device)
+        self._tickets = new_tickets(self._num_tokens, self._rows.device)
+
+    def with_confidence(self, confidence: ConfidenceHead) -> Self:
+        """See `Draws`."""
+        other = copy.copy(self)
+        other._take(confidence)
+        return other
+
+    def held(self) -> list[Tensor | None]:
+        """See `Draws`."""
+        return [self._rows, self._bias, self._tickets, *self.confidence.held()]
 
     def __call__(self, adapted: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """See `Draws`."""
@@ -69,14 +95,24 @@ class KernelDraws:
         return indices[:, 0], route(adapted, self.confidence, top, log_mass, places, LOWEST, HIGHEST, self._tickets)
 
 
-def plain_draws(confidence: ConfidenceHead, project: Projection) -> Draws:
+class PlainDraws:
     """What `KernelDraws` computes, in PyTorch. `project` maps adapted states to logits [N, Vd]."""
 
-    def draws(adapted: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        logits = project(adapted)
-        return logits.argmax(-1), confidence(adapted, scalar_features(logits, places))
+    def __init__(self, confidence: ConfidenceHead, project: Matmul) -> None:
+        self._confidence, self._project = confidence, project
 
-    return draws
+    def __call__(self, adapted: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Draws`."""
+        logits = self._project(adapted)
+        return logits.argmax(-1), self._confidence(adapted, scalar_features(logits, places))
+
+    def with_confidence(self, confidence: ConfidenceHead) -> Self:
+        """See `Draws`."""
+        return type(self)(confidence, self._project)
+
+    def held(self) -> list[Tensor | None]:
+        """See `Draws`."""
+        return [*self._confidence.parameters(), *self._project.held()]
 
 
 def is_supported(device: torch.device, vocabulary_size: int) -> bool:

@@ -1,8 +1,8 @@
 """Layer exits: a head and a confidence head as they were trained, and bound to the LM head's rows for drafting."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -35,11 +35,24 @@ class LayerExit:
     def name(self) -> str:
         return exit_name(self.depth)
 
+    def held(self) -> list[Tensor]:
+        """The tensors that it keeps in memory."""
+        return [*self.head.parameters(), *self.confidence.parameters()]
+
     @property
     def layout(self) -> object:
         """Everything that the time of the exit depends on."""
         weights = (*self.head.named_parameters(), *self.confidence.named_parameters())
         return self.depth, *((name, tuple(w.shape)) for name, w in weights)
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """What the routers of one parent may have in common: heads of exits by depth, and `vocabulary` [Vd] int64, the
+    tokens that exits may propose. Immutable."""
+
+    by_depth: Mapping[int, ExitHead]
+    vocabulary: Tensor
 
 
 class ExitProposer(Protocol):
@@ -53,6 +66,13 @@ class ExitProposer(Protocol):
 
     def propose(self, starts: Sequence[ChainStart]) -> Chains:
         """At least one draft of each chain. All but the outputs is on the CPU; probabilities are float64."""
+
+    def with_confidence(self, confidence: ConfidenceHead) -> Self:
+        """The same head with another confidence head, on the same device. What both have in common is in memory
+        once."""
+
+    def held(self) -> list[Tensor | None]:
+        """The tensors that it keeps in memory."""
 
 
 def bind_exit(

@@ -10,6 +10,7 @@ from shared.digests import digest_of
 from shared.errors import Corrupt, NotFound
 from shared.ladder.artefact import BLOB, unpack_ladder
 from shared.ladder.blob_names import (
+    HEADS_BLOB,
     MANIFEST,
     OPTIONAL_BLOBS,
     SIGNATURE_BLOB,
@@ -47,7 +48,8 @@ def read_router_folder(folder: Path, *, complete: bool = False) -> tuple[dict[st
         raise Corrupt(f"{path} is not a manifest: it is not a JSON object")
     if not (folder / BLOB).is_file():
         raise Corrupt(f"{folder} is incomplete: {BLOB} is missing")
-    names = [BLOB, *(name for name in OPTIONAL_BLOBS if complete and (folder / name).is_file())]
+    heads = [HEADS_BLOB] if manifest.get("heads") == HEADS_BLOB and (folder / HEADS_BLOB).is_file() else []
+    names = [BLOB, *heads, *(name for name in OPTIONAL_BLOBS if complete and (folder / name).is_file())]
     blobs = {name: (folder / name).read_bytes() for name in names}
     if STATISTICS_BLOB in blobs and digest_of(blobs[STATISTICS_BLOB]) != statistics_record(manifest).get("digest"):
         raise Corrupt(f"{folder / STATISTICS_BLOB} is damaged, or belongs to another router")
@@ -60,7 +62,7 @@ def read_router_folder(folder: Path, *, complete: bool = False) -> tuple[dict[st
 def _are_recorded(blobs: Mapping[str, bytes], recorded: Any) -> bool:
     """A router may be copied without the files that it may lack. A folder's manifest does not name the signature, a
     registry's does."""
-    if not isinstance(recorded, dict) or {*recorded} - {*OPTIONAL_BLOBS} != {BLOB}:
+    if not isinstance(recorded, dict) or {*recorded} - {*OPTIONAL_BLOBS} != {*blobs} - {*OPTIONAL_BLOBS}:
         return False
     checked = [name for name in blobs if name != SIGNATURE_BLOB or name in recorded]
     return all(recorded.get(name) == blob_entry(blobs[name]) for name in checked)

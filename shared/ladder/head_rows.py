@@ -28,10 +28,19 @@ def gather_rows(head: nn.Module, vocabulary: Tensor) -> tuple[Tensor, Tensor | N
     return F.embedding(vocabulary, weight.detach()).float(), bias_rows
 
 
-def projection(rows: Tensor, bias: Tensor | None) -> Projection:
-    """A function from states [..., head_width] to logits [..., Vd]: a packed kernel on a CPU, else PyTorch.
-    Inference only."""
-    if rows.device.type == "cpu":
-        packed, size = ops.pack_linear(rows), rows.shape[0]
-        return lambda states: ops.packed_linear(states, packed, size, bias)
-    return lambda states: F.linear(states, rows, bias)
+class Matmul:
+    """A function from states [..., K] to float32 [..., M], by `rows` [M, K] and `bias` [M]: a packed kernel on a CPU,
+    else PyTorch. Inference only."""
+
+    def __init__(self, rows: Tensor, bias: Tensor | None = None) -> None:
+        self._size, self._is_packed, self._bias = len(rows), rows.device.type == "cpu", bias
+        self._weight = ops.pack_linear(rows) if self._is_packed else rows
+
+    def __call__(self, states: Tensor) -> Tensor:
+        if self._is_packed:
+            return ops.packed_linear(states, self._weight, self._size, self._bias)
+        return F.linear(states.to(self._weight.dtype), self._weight, self._bias).float()
+
+    def held(self) -> list[Tensor | None]:
+        """The tensors that it keeps in memory."""
+        return [self._weight, self._bias]

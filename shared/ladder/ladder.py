@@ -1,13 +1,15 @@
 """A ladder: the proposers of one model, and their use while a sequence is decoded."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from shared.errors import RouterMismatch
-from shared.ladder.exits import ExitProposer, LayerExit, bind_exit
+from shared.ladder.exits import ExitProposer, Heads, LayerExit, bind_exit
 from shared.ladder.head_rows import gather_rows, head_width
 from shared.ladder.joint_weights import DEFAULT_WEIGHTS, JointWeights
 from shared.ladder.ngram_table import NgramTable
@@ -50,7 +52,8 @@ class Ladder:
 
     `exits`: shallowest first. `draft_vocabulary` [Vd] int64: the tokens that exits may propose; None only if there are
     no exits. `joint_weights`: what to make of all that they say of one position. `is_trained`: whether anything of it
-    was learned from the weights of its model. Otherwise it is good for all of these sizes.
+    was learned from the weights of its model. Otherwise it is good for all of these sizes. `heads`: where its heads
+    and vocabulary are from, if other ladders may have the same.
     """
 
     model: ModelIdentity
@@ -61,6 +64,7 @@ class Ladder:
     draft_vocabulary: Tensor | None = None
     joint_weights: JointWeights = DEFAULT_WEIGHTS
     is_trained: bool = True
+    heads: Heads | None = None
 
     @property
     def model_fingerprint(self) -> str:
@@ -94,17 +98,18 @@ class Ladder:
             if size != claimed[name]:
                 raise RouterMismatch(f"the router is for a model with {claimed[name]} {name}; this one has {size}")
 
-    def bind(self, runner: Runner) -> "BoundLadder":
-        """Prepares the ladder for a model in memory. Raises `RouterMismatch` if it was calibrated for another model."""
+    def bind(self, runner: Runner, beside: Iterable["BoundLadder"] = ()) -> "BoundLadder":
+        """Prepares the ladder for a model in memory. What it has in common with those that are bound `beside` it is
+        bound once. Raises `RouterMismatch` if it was calibrated for another model."""
         self.check_model(runner.loaded)
-        return BoundLadder(self, runner)
+        return BoundLadder(self, runner, beside)
 
 
 class BoundLadder:
     """A ladder ready for use with its model: head rows gathered once, heads and confidence heads in float32 on the
     model's device."""
 
-    def __init__(self, ladder: Ladder, runner: Runner) -> None:
+    def __init__(self, ladder: Ladder, runner: Runner, beside: Iterable["BoundLadder"] = ()) -> None:
         self.ladder = ladder
         self.depths = tuple(layer_exit.depth for layer_exit in ladder.exits)
         self.names = tuple(layer_exit.name for layer_exit in ladder.exits)
@@ -115,16 +120,15 @@ class BoundLadder:
         self.layout: object = (0 if vocabulary is None else len(vocabulary), *(e.layout for e in ladder.exits))
         # The depths below L whose settled states chains begin with.
         self.kept_depths = captured_depths(runner.num_layers) if ladder.exits else ()
+        self._device_tables: list[list[Tensor]] = []
         self._bound: list[ExitProposer] = []
         if ladder.exits:
-            assert ladder.draft_vocabulary is not None
             device = runner.loaded.device
-            self._vocabulary = ladder.draft_vocabulary.to(device)
             for layer_exit in ladder.exits:
                 layer_exit.head.to(device).requires_grad_(False)
                 layer_exit.confidence.to(device).requires_grad_(False)
-            rows, bias = gather_rows(runner.loaded.parts.head, self._vocabulary)
-            self._bound = [bind_exit(layer_exit, rows, bias, self._vocabulary, runner) for layer_exit in ladder.exits]
+            shared = (exits for other in beside if (exits := other.exits_for(ladder)))
+            self._bound = next(shared, []) or _bind_exits(ladder, runner)
         # The depths of exits that read the states with which tokens enter them.
         bound = zip(self.depths, self._bound, strict=True)
         self.state_depths = tuple(depth for depth, proposer in bound if proposer.reads_states)
@@ -147,6 +151,40 @@ class BoundLadder:
             if isinstance(proposer, RecordedChain):
                 yield from proposer.prepare()
 
+    def exits_for(self, ladder: Ladder) -> list[ExitProposer]:
+        """Its exits with the confidence heads of another ladder that has the same heads and vocabulary; none for any
+        other."""
+        mine = {layer_exit.head: bound for layer_exit, bound in zip(self.ladder.exits, self._bound, strict=True)}
+        if ladder.draft_vocabulary is not self.ladder.draft_vocabulary or any(e.head not in mine for e in ladder.exits):
+            return []
+        return [mine[layer_exit.head].with_confidence(layer_exit.confidence) for layer_exit in ladder.exits]
+
+    def tables_on(self, device: torch.device) -> list[list[Tensor]]:
+        """Keys, tokens, counts and shares of the orders of its n-gram table, as bytes on the model's device; empty
+        without one. What is empty gets an address all the same."""
+        ladder = self.ladder
+        if not self._device_tables and ladder.ngrams is not None and ladder.ngram_confidence is not None:
+            self._device_tables = [
+                [torch.from_numpy(np.append(part.view("u1"), 0)).to(device) for part in column]
+                for column in ladder.ngrams.columns
+            ]
+        return self._device_tables
+
+    def memory(self) -> Mapping[int, int]:
+        """What it keeps in memory, on the host and on the model's device: address -> bytes. What it shares with others
+        has the same address there. Recordings of work are not counted, nor what is the model's."""
+        ladder = self.ladder
+        held = [tensor for layer_exit in ladder.exits for tensor in layer_exit.held()]
+        held += [tensor for bound in self._bound for tensor in bound.held() if tensor is not None]
+        held += [ladder.draft_vocabulary] if ladder.draft_vocabulary is not None else []
+        held += [part for column in self._device_tables for part in column]
+        storages = (tensor.untyped_storage() for tensor in held)
+        arrays = (part for column in (ladder.ngrams.columns if ladder.ngrams else ()) for part in column)
+        return {
+            **{storage.data_ptr(): storage.nbytes() for storage in storages},
+            **{part.ctypes.data: part.nbytes for part in arrays},
+        }
+
     def tables(self, *arguments: Any) -> SequenceTables:
         """The tables of a new sequence, of `arguments` as `SequenceTables` takes them."""
         return SequenceTables(*arguments)
@@ -158,3 +196,10 @@ class BoundLadder:
         An exit at one of the `state_depths` reads `entering` of `starts`.
         """
         return self._bound[index].propose(starts)
+
+
+def _bind_exits(ladder: Ladder, runner: Runner) -> list[ExitProposer]:
+    assert ladder.draft_vocabulary is not None
+    vocabulary = ladder.draft_vocabulary.to(runner.loaded.device)
+    rows, bias = gather_rows(runner.loaded.parts.head, vocabulary)
+    return [bind_exit(layer_exit, rows, bias, vocabulary, runner) for layer_exit in ladder.exits]

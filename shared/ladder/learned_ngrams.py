@@ -38,9 +38,10 @@ class LearnedNgrams:
         count: int = functions().neap_learned_entries(self.handle.address)
         return count
 
-    def of(self, client: str, on_behalf_of: str = "") -> "ClientNgrams":
-        """The part of the table that these two learn and draft from (see `GenerationRequest`)."""
-        digest = blake2b(f"{client}\0{on_behalf_of}".encode(errors="replace"), digest_size=8, key=self._secret).digest()
+    def of(self, client: str, on_behalf_of: str = "", pool: str = "") -> "ClientNgrams":
+        """The part of the table that these learn and draft from (see `GenerationRequest`)."""
+        name = f"{client}\0{on_behalf_of}\0{pool}".encode(errors="replace")
+        digest = blake2b(name, digest_size=8, key=self._secret).digest()
         return ClientNgrams(self, int.from_bytes(digest))
 
 

@@ -1,6 +1,9 @@
 """An exit head at depth 0, its draft rows and its confidence head as the native op of whole chains. CPU only."""
 
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Self
 
 import gguf
 import torch
@@ -13,7 +16,7 @@ from shared.ladder.exit_head import NUM_STATES, ExitHead
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.runner import Runner
 from shared.model.weights.lazy import lazy
-from shared.ops.chains import Chains, ChainStart, ChainWeights, draft_chains
+from shared.ops.chains import Chains, ChainStart, ChainWeights, ConfidenceWeights, draft_chains
 
 FORMAT = "Q8_0"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -38,6 +41,7 @@ class NativeChain:
     ) -> None:
         self._hidden_size = head.hidden_size
         fuse, further = head.steps
+        parts = _confidence_parts(confidence)
         self._weights = ChainWeights(
             fuse=packed_small(fuse),
             next=packed_small(further),
@@ -45,14 +49,24 @@ class NativeChain:
             up=packed_small(head.up),
             down=packed_small(head.down),
             rows=packed_small(rows),
-            hidden=packed_small(confidence.hidden.weight),
+            hidden=parts.hidden,
             embedding=embedding,
             vocabulary=vocabulary,
             norm=head.norm.detach(),
             gain=head.gain.detach(),
             bias=bias,
-            confidence=confidence_weights(confidence),
+            confidence=parts,
         )
+
+    def with_confidence(self, confidence: ConfidenceHead) -> Self:
+        """As `ExitProposer.with_confidence`."""
+        other, parts = copy.copy(self), _confidence_parts(confidence)
+        other._weights = replace(self._weights, hidden=parts.hidden, confidence=parts)
+        return other
+
+    def held(self) -> list[Tensor | None]:
+        """As `ExitProposer.held`. The embedding is the model's."""
+        return self._weights.held()
 
     def propose(self, starts: Sequence[ChainStart]) -> Chains:
         """As `ExitProposer.propose`, of whole chains."""
@@ -88,6 +102,11 @@ def embedding_rows(runner: Runner, draft_vocabulary_size: int) -> Tensor | None:
     weight = runner.loaded.parts.embedding.get_parameter("weight")
     stored = lazy(weight)
     return weight.detach().contiguous() if stored is None else stored.pack()
+
+
+def _confidence_parts(confidence: ConfidenceHead) -> ConfidenceWeights:
+    """With its matrix as the op reads it, and not as other kernels do."""
+    return replace(confidence_weights(confidence), hidden=packed_small(confidence.hidden.weight))
 
 
 def packed_small(weight: Tensor) -> Tensor:

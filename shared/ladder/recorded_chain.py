@@ -9,12 +9,13 @@ tokens mostly, and launched as it is.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from shared.ladder.chain_exit import ChainSteps, slots_of
-from shared.ladder.confidence_head import HIGHEST
+from shared.ladder.confidence_head import HIGHEST, ConfidenceHead
 from shared.ladder.exit_head import NUM_SLOTS, chained
 from shared.model.inference import inference
 from shared.model.paged_runner import bucket_of
@@ -53,6 +54,16 @@ class RecordedChain:
                 size: torch.zeros(2, size, NUM_DRAFTS, dtype=torch.float64, device=device) for size in NUM_CHAINS
             }
             self._outputs = torch.zeros(MAX_CHAINS, NUM_DRAFTS, hidden_size, device=device)
+
+    def with_confidence(self, confidence: ConfidenceHead) -> Self:
+        """As `ExitProposer.with_confidence`."""
+        hidden_size = self._states.shape[-1]
+        return type(self)(self.steps.with_confidence(confidence), self.vocabulary, hidden_size, self._runner)
+
+    def held(self) -> list[Tensor | None]:
+        """As `ExitProposer.held`."""
+        own = (self.vocabulary, self._states, self._sent, self._outputs, *self._drafted.values())
+        return [*self.steps.held(), *own]
 
     def prepare(self) -> Iterator[None]:
         """Records everything that `propose` replays. Yields between recordings."""

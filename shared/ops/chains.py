@@ -50,6 +50,10 @@ class ConfidenceWeights:
     shift: float
     eps: float
 
+    def held(self) -> list[Tensor | None]:
+        """The tensors that it keeps in memory."""
+        return [self.hidden, self.bias, self.output, self.features, self.skip]
+
 
 def new_tickets(num_tokens: int, device: torch.device | str = "cpu") -> Tensor:
     """The counters that `route` needs for up to `num_tokens` tokens. They are 0 before and after each call.
@@ -118,6 +122,10 @@ class ChainWeights:
     gain: Tensor
     bias: Tensor | None
     confidence: ConfidenceWeights
+
+    def held(self) -> list[Tensor | None]:
+        """The tensors that it keeps in memory, but for the embedding, which is the model's."""
+        return [*self.matrices, *self.vectors, self.vocabulary]
 
     @cached_property
     def matrices(self) -> list[Tensor]:

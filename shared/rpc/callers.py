@@ -9,7 +9,7 @@ from typing import Any
 from neap_client.channel import ON_BEHALF_KEY
 
 from shared.errors import PermissionDenied
-from shared.pool_names import DEFAULT_POOL
+from shared.pool_names import ANY_POOL, DEFAULT_POOL, check_pool
 
 MAX_IDENTITY_CHARACTERS = 200
 
@@ -25,7 +25,8 @@ class Role(StrEnum):
 @dataclass(frozen=True)
 class Caller:
     """`name` is the name of a token, or "certificate:" and the name in a client certificate.
-    No token name begins like that. `pool`: with whom it shares a router, cached prefixes and what is learned."""
+    No token name begins like that. `pool`: with whom it shares a router, cached prefixes and what is learned; ANY_POOL:
+    with whom each of its requests says."""
 
     name: str
     roles: frozenset[Role]
@@ -47,7 +48,7 @@ def set_current_caller(caller: Caller | None) -> None:
 
 
 def certificate_caller(context: Any) -> Caller | None:
-    """Return the caller named by the client certificate of this connection, with every role.
+    """Return the caller named by the client certificate of this connection, with every role and any pool.
     None without a certificate.
 
     The name is the certificate's first subject alternative name (a SPIFFE id, a DNS name, ..), or else its common name.
@@ -57,7 +58,7 @@ def certificate_caller(context: Any) -> Caller | None:
         return None
     text = identities[0].decode("utf-8", "replace")[:MAX_IDENTITY_CHARACTERS]
     shown = "".join(letter if letter.isprintable() else "?" for letter in text)
-    return Caller(f"certificate:{shown}", frozenset(Role))
+    return Caller(f"certificate:{shown}", frozenset(Role), ANY_POOL)
 
 
 def caller_name() -> str:
@@ -66,10 +67,20 @@ def caller_name() -> str:
     return "" if caller is None else caller.name
 
 
-def caller_pool() -> str:
-    """Return the pool of the caller of the call that this task serves: the model's own if nobody has given it one."""
+def request_pool(named: str) -> str:
+    """Return the pool of a request, which may name one, of the call that this task serves: the caller's, and the
+    model's own if nobody has given the caller one. Raises InvalidInput (BAD_POOL), and PermissionDenied
+    (POOL_NOT_ALLOWED) for another pool than that of the caller's token. Callers that are not authenticated may name
+    any."""
     caller = current_caller()
-    return DEFAULT_POOL if caller is None else caller.pool
+    own = ANY_POOL if caller is None else caller.pool
+    if own == ANY_POOL:
+        return check_pool(named or DEFAULT_POOL)
+    if named not in ("", own):
+        raise PermissionDenied(
+            f"the request names a pool that is not {caller.name if caller else ''}'s", reason="POOL_NOT_ALLOWED"
+        )
+    return own
 
 
 def client_key(context: Any) -> str:

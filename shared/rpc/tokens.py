@@ -1,8 +1,8 @@
 """Creates bearer tokens and reads the file that tells a service whom they belong to.
 
 The file contains no usable secret, only SHA-256 digests. A line is NAME ROLES DIGEST with the roles separated by
-commas, and, if the caller belongs to a pool other than the model's own, pool=NAME. Empty lines and lines that begin
-with # are ignored:
+commas, and, if the caller belongs to a pool other than the model's own, pool=NAME, or pool=* if each of its requests
+names one. Empty lines and lines that begin with # are ignored:
 
     ann  generate,calibrate  sha256:9f86d0..
     bob  generate            sha256:2c26b4..  pool=legal
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from shared.digests import DIGEST_PATTERN, digest_of
 from shared.errors import InvalidInput
-from shared.pool_names import DEFAULT_POOL, check_pool
+from shared.pool_names import ANY_POOL, DEFAULT_POOL, check_pool
 from shared.rpc.callers import Caller, Role
 
 # Lets scanners for leaked secrets recognise a token.
@@ -103,7 +103,7 @@ def _entry(name: str, roles: str, digest: str, pool: str, where: str) -> TokenEn
     if not DIGEST_PATTERN.fullmatch(digest):
         raise _bad(f"{where}: a digest is sha256: followed by 64 hexadecimal digits")
     try:
-        return TokenEntry(Caller(name, chosen, check_pool(pool)), digest)
+        return TokenEntry(Caller(name, chosen, pool if pool == ANY_POOL else check_pool(pool)), digest)
     except InvalidInput as error:
         raise _bad(f"{where}: {error.message}") from error
 

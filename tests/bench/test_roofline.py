@@ -7,7 +7,7 @@ import torch
 
 from bench.roofline import COLUMNS, PARTS, Bench, PlainDraws
 from shared.ladder.confidence_head import ConfidenceHead
-from shared.ladder.head_rows import projection
+from shared.ladder.head_rows import Matmul
 from shared.ops import runs_on
 
 
@@ -49,7 +49,7 @@ def test_a_row_names_its_cells_in_the_tables_order(bench: Bench) -> None:
 def test_the_float16_contender_agrees_with_the_modules() -> None:
     torch.manual_seed(0)
     rows = torch.randn(300, 64) / 8
-    plain = PlainDraws(ConfidenceHead(64), projection(rows, None))
+    plain = PlainDraws(ConfidenceHead(64), Matmul(rows, None))
     adapted, place = torch.randn(50, 64), 1 + torch.arange(50) % 4
     with torch.inference_mode():
         best, top, _ = plain.draft_top(adapted)  # type: ignore[misc]

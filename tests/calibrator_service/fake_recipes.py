@@ -15,6 +15,7 @@ from pathlib import Path
 from calibrator_service import recipe, worker_process
 from calibrator_service.calibration.spec import Progress
 from calibrator_service.job_process import ProcessConfig
+from calibrator_service.lineage import ParentFiles
 from calibrator_service.recipe import Product
 from shared.errors import Cancelled, NotFound, UnsupportedModel
 
@@ -32,14 +33,14 @@ def count(work_dir: Path, name: str) -> int:
 
 def run(
     config: ProcessConfig,
-    parent_statistics: Path | None,
+    parent_files: ParentFiles | None,
     progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
 ) -> Product:
     behaviour, work_dir = (*config.spec.prompts, "")[0], config.work_dir
     if behaviour == "real":
         stopping = partial(_stop_in, work_dir, progress)
-        return recipe.run(config, parent_statistics, stopping, should_stop)
+        return recipe.run(config, parent_files, stopping, should_stop)
     attempt = count(work_dir, "attempts")
     progress(Progress("collecting", 0.25, {"tokens": 1000.0, "attempt": float(attempt)}))
     if behaviour == "wait":
@@ -75,8 +76,10 @@ def run(
         "calibration": {"seconds": time.time(), "attempt": attempt},
     }
     blobs = {"ladder.safetensors": os.urandom(1000)}
-    if parent_statistics is not None:  # what the parent knew, and what this job learned
-        blobs["statistics.safetensors"] = parent_statistics.read_bytes() + b" and more"
+    if (
+        parent_files is not None and parent_files.statistics is not None
+    ):  # what the parent knew, and what this job learned
+        blobs["statistics.safetensors"] = parent_files.statistics.read_bytes() + b" and more"
     elif behaviour == "with-statistics":
         blobs["statistics.safetensors"] = b"sums"
     return Product(manifest, blobs)

@@ -10,8 +10,8 @@ import pytest
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
 from calibrator_service import lineage
-from calibrator_service.calibration.spec import CalibrationSpec, ParentRouter
-from calibrator_service.lineage import fetch_statistics, find_parent
+from calibrator_service.calibration.spec import CalibrationSpec, ParentRouter, ServedTraffic
+from calibrator_service.lineage import fetch_parent, find_parent
 from shared.errors import Corrupt, NotFound, PreconditionFailed
 from shared.ladder.blob_names import LADDER_BLOB, STATISTICS_BLOB
 from shared.registry.base import PublishedVersion
@@ -61,14 +61,32 @@ def test_statistics_are_fetched_once(registry, tmp_path):
     publish(registry, 1, statistics=b"sums")
     spec = replace(SPEC, parent=find_parent(registry, "tiny", ParentRouter(version=1)))
     work, url = tmp_path / "work", str(tmp_path / "registry")
-    path = fetch_statistics(url, spec, work)
+    path = fetch_parent(url, spec, work).statistics
     assert path.read_bytes() == b"sums"
-    assert fetch_statistics(url, SPEC, work) is None
+    assert fetch_parent(url, SPEC, work) is None
     path.write_bytes(b"damaged on this disk")
-    again = fetch_statistics(url, spec, work)
-    assert again.read_bytes() == b"sums"
+    again = fetch_parent(url, spec, work)
+    assert (again.statistics.read_bytes(), again.heads) == (b"sums", None)
     shutil.rmtree(tmp_path / "registry")
-    assert fetch_statistics(url, spec, work) == path, "a resumed job needs no registry"
+    assert fetch_parent(url, spec, work).statistics == path, "a resumed job needs no registry"
+
+
+def test_a_pools_job_gets_the_heads_that_its_parent_has_and_needs_no_statistics(registry, tmp_path):
+    url = str(tmp_path / "registry")
+    of_pool = replace(SPEC, source=ServedTraffic("legal"))
+    publish(registry, 1)
+    publish(registry, 2, heads=b"heads of another", statistics=b"sums")
+    for version, expected in ((1, (b"", b"ladder")), (2, (b"sums", b"heads of another"))):
+        work = tmp_path / str(version)
+        spec = replace(of_pool, parent=find_parent(registry, "tiny", ParentRouter(version=version), "legal"))
+        for _ in range(2):
+            found = fetch_parent(url, spec, work)
+            statistics = b"" if found.statistics is None else found.statistics.read_bytes()
+            assert (statistics, found.heads.read_bytes()) == expected
+            found.heads.write_bytes(b"damaged on this disk")
+        # A job of the model's own, from the same parent, makes heads of its own.
+        own = replace(spec, source=ServedTraffic("default"))
+        assert not own.may_have_parents_heads
 
 
 def test_damaged_statistics_are_found(registry, tmp_path):
@@ -78,7 +96,7 @@ def test_damaged_statistics_are_found(registry, tmp_path):
     path.write_bytes(b"summ")
     spec = replace(SPEC, parent=find_parent(registry, "tiny", ParentRouter(version=1)))
     with pytest.raises(Corrupt):
-        fetch_statistics(str(tmp_path / "registry"), spec, tmp_path / "work")
+        fetch_parent(str(tmp_path / "registry"), spec, tmp_path / "work")
     assert not list((tmp_path / "work").glob("*"))
 
 
@@ -87,7 +105,7 @@ def test_statistics_above_the_limit_are_not_read(registry, tmp_path, monkeypatch
     monkeypatch.setattr(lineage, "MAX_STATISTICS_BYTES", 3)
     spec = replace(SPEC, parent=find_parent(registry, "tiny", ParentRouter(version=1)))
     with pytest.raises(Corrupt, match="4 bytes"):
-        fetch_statistics(str(tmp_path / "registry"), spec, tmp_path / "work")
+        fetch_parent(str(tmp_path / "registry"), spec, tmp_path / "work")
 
 
 def statistics_of(service, version: int) -> bytes:

@@ -145,6 +145,38 @@ def test_the_caller_s_token_says_which_router_drafts(tmp_path, engine, registry,
         assert (code, info.reason) == (grpc.StatusCode.PERMISSION_DENIED, "POOL_NOT_ALLOWED")
 
 
+def test_a_request_names_its_pool_where_its_caller_may(tmp_path, engine, registry, publish):
+    publish("one", "latest")
+    publish("two", "latest@legal", pool="legal")
+    pools = {**POOLS, "gateway": "*"}
+    tokens = write_tokens(tmp_path / "tokens", dict.fromkeys(pools, (Role.GENERATE,)), pools)
+
+    def served(pool, **call):
+        request = request_of(4, text=f"{security is None}, {LONG}", depth=EXACT, pool=pool)
+        started, *_, finished = answer(stub, request, **call)
+        return started.router_version, finished.usage.num_cached_tokens > 40
+
+    for security in (None, ServerSecurity(access=Access(tmp_path / "tokens"))):
+        worker = serving(engine, registry, security=security, shares_prefixes_by_pool=True)
+        with worker as state, grpc.insecure_channel(state.target) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            call = {} if security is None else {"metadata": bearer(tokens["gateway"])}
+            # The first of a pool finds nothing that another pool has left, and gets its own pool's router.
+            order = ("legal", "shop", "legal", "", "default")
+            found = [served(pool, **call) for pool in order]
+            assert found == [(2, False), (1, False), (2, True), (1, False), (1, True)]
+            code, info, _ = refused(stub, request_of(4, depth=EXACT, pool="../x"), **call)
+            assert (code, info.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_POOL")
+            theirs = request_of(4, depth=EXACT, pool="shop", router=pb.RouterSelector(version=2))
+            code, info, _ = refused(stub, theirs, **call)
+            assert (code, info.reason) == (grpc.StatusCode.PERMISSION_DENIED, "POOL_NOT_ALLOWED")
+            if security is not None:
+                for name, pool in (("bob", "legal"), ("eve", "legal"), ("ann", "default")):
+                    code, info, _ = refused(stub, request_of(4, pool=pool), metadata=bearer(tokens[name]))
+                    assert (code, info.reason) == (grpc.StatusCode.PERMISSION_DENIED, "POOL_NOT_ALLOWED")
+                assert served("legal", metadata=bearer(tokens["ann"])) == (2, True)
+
+
 @pytest.mark.parametrize("by_pool", [True, False])
 def test_cached_prefixes_are_shared_within_a_pool_or_by_all(tmp_path, engine, registry, by_pool):
     metadata, worker = of_caller(tmp_path, engine, registry, shares_prefixes_by_pool=by_pool)

@@ -46,7 +46,7 @@ def worker(loaded, tmp_path):
         manifest = {"model": {"fingerprint": loaded.fingerprint}}
         registry.publish("tiny", manifest, {"x": b""}, request_id="one")
         held = Held(registry)
-        options = {"unpack": lambda manifest, blobs: build_ladder(loaded), "max_waiting": MAX_WAITING}
+        options = {"unpack": lambda manifest, blobs, heads: build_ladder(loaded), "max_waiting": MAX_WAITING}
         with Engine(loaded) as engine, serving(engine, held, **options) as worker:
             try:
                 yield worker

@@ -76,7 +76,7 @@ def stale():
 
 @pytest.fixture
 def store(registry, loaded, stale):
-    return RouterStore(registry, unpack=lambda manifest, blobs: build_ladder(loaded), on_stale=stale.append)
+    return RouterStore(registry, unpack=lambda manifest, blobs, heads: build_ladder(loaded), on_stale=stale.append)
 
 
 async def test_the_last_answer_is_used_while_the_registry_is_away(registry, store, loaded, publish, stale):
@@ -198,7 +198,7 @@ async def test_an_alias_that_moved_to_a_version_that_cannot_be_fetched(registry,
     fallbacks = []
     store = RouterStore(
         registry,
-        unpack=lambda manifest, blobs: build_ladder(loaded),
+        unpack=lambda manifest, blobs, heads: build_ladder(loaded),
         on_fallback=lambda *labels: fallbacks.append(labels),
     )
     publish("first")
@@ -232,7 +232,7 @@ def test_a_worker_serves_on_when_redis_is_killed(loaded, publish, own_redis, s3,
 
     with closing(open_registry(shared_url(own_redis, s3))) as registry:
         publish("first", registry)
-        options = {"unpack": lambda manifest, blobs: build_ladder(loaded), "on_stale": stale.append}
+        options = {"unpack": lambda manifest, blobs, heads: build_ladder(loaded), "on_stale": stale.append}
         with (
             Engine(loaded) as engine,
             serving(engine, registry, **options) as worker,

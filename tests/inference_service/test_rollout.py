@@ -39,7 +39,11 @@ def rollout(tmp_path, loaded):
             aliases = ["stable"] if number == 1 else []
             registry.publish("tiny", manifest, {"x": b""}, request_id=str(number), aliases=aliases)
         registry.set_canary("tiny", "stable", Canary(2, 300))
-        options = {"unpack": lambda manifest, blobs: Scripted(loaded), "default_alias": "stable", "metrics": metrics}
+        options = {
+            "unpack": lambda manifest, blobs, heads: Scripted(loaded),
+            "default_alias": "stable",
+            "metrics": metrics,
+        }
         with (
             fixed_cost_engine(loaded) as engine,
             serving(engine, registry, **options) as worker,

@@ -10,6 +10,7 @@ from inference_service.routers import RouterChoice, RouterStore, preload_routers
 from shared.errors import Corrupt, Exhausted, InvalidInput, NotFound, Unavailable
 from shared.registry.base import Canary
 from shared.registry.factory import open_registry
+from tests.few_ladders import FewLadders
 from tests.registry_damage import content_path
 from tests.waiting import wait_until_async
 from tests.worker import build_ladder
@@ -69,13 +70,15 @@ def publish(loaded, registry):
 
 @pytest.fixture
 def store(registry, loaded):
-    def make(**options):
-        return RouterStore(
+    def make(capacity=4, **options):
+        made = RouterStore(
             registry,
-            unpack=lambda manifest, blobs: build_ladder(loaded, fingerprint=manifest["model"]["fingerprint"]),
+            unpack=lambda manifest, blobs, heads: build_ladder(loaded, fingerprint=manifest["model"]["fingerprint"]),
             max_waiting=1,
             **options,
         )
+        made.bind_with("tiny", FewLadders(capacity))
+        return made
 
     return make
 

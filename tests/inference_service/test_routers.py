@@ -16,6 +16,7 @@ from shared.ladder.artefact import pack_ladder
 from shared.ladder.blob_names import STATISTICS_BLOB
 from shared.registry.base import Canary, PublishedVersion
 from shared.registry.factory import open_registry
+from tests.few_ladders import FewLadders
 from tests.random_ladder import random_ladder
 from tests.registry_damage import content_path
 from tests.waiting import wait_until_async
@@ -39,7 +40,7 @@ class Unpacker:
         self.go.set()
         self.threads: set[int] = set()
 
-    def __call__(self, manifest, blobs):
+    def __call__(self, manifest, blobs, heads):
         self.num_calls += 1
         self.threads.add(threading.get_ident())
         assert self.go.wait(60)
@@ -91,7 +92,7 @@ async def test_an_alias_that_moves_serves_its_old_version_until_the_new_one_is_r
     fallbacks = []
     store = RouterStore(registry, unpack=unpack, on_fallback=lambda *labels: fallbacks.append(labels))
     prepared = []
-    store.prepare_with("tiny", prepared.append)
+    store.bind_with("tiny", FewLadders(on_prepare=prepared.append))
     publish("first")
     first = await store.select(loaded, RouterChoice())
     assert prepared == [first.ladder]
@@ -129,14 +130,15 @@ async def test_a_router_of_the_former_form_leaves_what_served_before(registry, l
 
 
 async def test_a_router_that_fails_its_self_test_never_serves(registry, loaded, publish, unpack):
-    def refuse(ladder):
-        raise Corrupt("no", reason="SELF_TEST_FAILED")
+    def refuse_later_ones(ladder):
+        if unpack.num_calls > 1:
+            raise Corrupt("no", reason="SELF_TEST_FAILED")
 
     fallbacks = []
     store = RouterStore(registry, unpack=unpack, on_fallback=lambda *labels: fallbacks.append(labels))
+    store.bind_with("tiny", FewLadders(on_prepare=refuse_later_ones))
     publish("first")
     await store.select(loaded, RouterChoice())
-    store.prepare_with("tiny", refuse)
     publish("second")
 
     async def is_refused():
@@ -296,7 +298,8 @@ async def test_many_at_once_load_once_off_the_loop(registry, loaded, publish, un
 async def test_the_least_recently_used_goes(registry, loaded, publish, unpack):
     for name in ("first", "second", "third"):
         publish(name)
-    store = RouterStore(registry, capacity=2, unpack=unpack)
+    store = RouterStore(registry, unpack=unpack)
+    store.bind_with("tiny", FewLadders(2))
     for version in (1, 2, 1, 3):
         await store.select(loaded, RouterChoice(version=version))
     assert [router.version for router in store.loaded("tiny")] == [1, 3]
@@ -323,7 +326,8 @@ async def test_a_flipped_byte_is_found_and_its_repair_too(registry, loaded, publ
 
 
 async def test_aliases_hold_no_more_routers_than_are_kept(registry, loaded, publish, unpack):
-    store = RouterStore(registry, capacity=2, unpack=unpack, default_alias="a0")
+    store = RouterStore(registry, unpack=unpack, default_alias="a0")
+    store.bind_with("tiny", FewLadders(2))
     held = []
     for number in range(5):
         publish(f"v{number}", aliases=(f"a{number}",))
@@ -337,7 +341,8 @@ async def test_aliases_hold_no_more_routers_than_are_kept(registry, loaded, publ
 
 
 async def test_refreshing_does_not_reload_evicted_routers(registry, loaded, publish, unpack):
-    store = RouterStore(registry, capacity=2, unpack=unpack)
+    store = RouterStore(registry, unpack=unpack)
+    store.bind_with("tiny", FewLadders(2))
     for name in ("first", "second", "third"):
         publish(name, aliases=(name,))
     await store.select(loaded, RouterChoice(alias="first"))
@@ -349,7 +354,7 @@ async def test_refreshing_does_not_reload_evicted_routers(registry, loaded, publ
 
 
 async def test_versions_that_clients_make_up_leave_nothing_behind(registry, loaded, unpack):
-    loader = RouterLoader(registry, capacity=2, unpack=unpack)
+    loader = RouterLoader(registry, unpack=unpack)
     num_versions = router_loader.MAX_FAILURES + 2
     with structlog.testing.capture_logs() as logs:
         for version in range(1, num_versions + 1):

@@ -93,7 +93,7 @@ def test_a_request_refuses_them_too(field: str, value: Any) -> None:
         {"max_running": 0},
         {"max_running": "3"},
         {"max_queue": 1.5},
-        {"max_ladders": 0},
+        {"ladder_bytes": 0},
         {"kv_budget_bytes": 1e6},
         {"prefix_cache_bytes": -1},
         {"learned_bytes": 1},

@@ -58,7 +58,7 @@ def collect_training_data(
     # What the LM head reads: deep states after the final norm, or, without one, scaled to a root mean square of 1.
     dtype = run.loaded.model.dtype
     sums = Sums(
-        layouts_of(run.loaded, plan.depths),
+        layouts_of(run.loaded, plan.depths) if plan.solves else {},
         lambda deep: runner.normed(deep.to(dtype)),
         run.loaded.device,
         run.folder / "sums.safetensors",
@@ -68,7 +68,7 @@ def collect_training_data(
         plan.captured_depths(run.loaded.num_layers),
         run.folder,
         max_state_bytes=MAX_STATE_BYTES,
-        sums=sums,
+        sums=sums if plan.solves else None,
         stored=SPLITS if plan.trains else [split for split in SPLITS if split != "heads"],
         cosine_threshold=run.spec.cosine_threshold if run.spec.label == "cosine" else None,
         chunk_positions=plan.sizes.chunk_positions,

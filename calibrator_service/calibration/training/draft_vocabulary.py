@@ -9,7 +9,7 @@ from torch import Tensor
 
 from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.states.training_data import TrainingData
-from shared.ladder.head_rows import gather_rows, projection
+from shared.ladder.head_rows import Matmul, gather_rows
 from shared.model.loaded import LoadedModel
 
 
@@ -39,7 +39,7 @@ class DraftVocabulary:
     @cached_property
     def project(self) -> Callable[[Tensor], Tensor]:
         """Maps an exit's adapted state [..., head_width] to logits [..., Vd], as it is served."""
-        return projection(self.rows, self.bias)
+        return Matmul(self.rows, self.bias)
 
 
 def choose_draft_vocabulary(run: CalibrationRun, material: TrainingData) -> DraftVocabulary:

@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +12,6 @@ from shared.engine.drafting.drafter import Drafter
 from shared.ladder.exit_head import in_slots
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.learned_ngrams import LearnedNgrams
-from shared.ladder.ngram_table import NgramTable
 from shared.ladder.recorded_chain import NUM_DRAFTS
 from shared.model.inference import inference
 from shared.model.paged_runner import PagedRunner, bucket_of
@@ -70,8 +68,7 @@ class DraftGraphs:
         bound = drafter.ladder
         assert bound is not None
         device = runner.loaded.device
-        has_ngrams = bound.ladder.ngrams is not None and bound.ladder.ngram_confidence is not None
-        columns = _on_device(bound.ladder.ngrams, device) if has_ngrams and bound.ladder.ngrams else []
+        columns = bound.tables_on(device)
         entries = learned.entries if learned else None
         make = partial(slots.proposers, drafter.native, number, columns, entries)
         self._tables = make()
@@ -182,8 +179,3 @@ class StepGraphs:
         rows, into = memory.state_rows[:num_logits], memory.state_slots[:num_logits]
         for place, depth in enumerate(self._depths):
             memory.states[:, place].index_copy_(0, into, runner.left_at(depth).index_select(0, rows))
-
-
-def _on_device(table: NgramTable, device: torch.device) -> list[list[Tensor]]:
-    """Keys, tokens, counts and shares of its orders, as bytes. What is empty gets an address all the same."""
-    return [[torch.from_numpy(np.append(part.view("u1"), 0)).to(device) for part in column] for column in table.columns]

@@ -13,6 +13,8 @@ from shared.model.runner import Runner
 
 # Share of the memory that is free once the model is loaded. Activations and other processes need the rest.
 BUDGET_SHARE = 0.5
+# Ladders may take this share of what the budget leaves, and these bytes in any case.
+LADDER_SHARE, LEAST_LADDER_BYTES = 0.25, 256 << 20
 # Requests that share each step by default; on a GPU as many as have TOKENS_OF_A_REQUEST each, up to the rows of a pass.
 MAX_RUNNING, TOKENS_OF_A_REQUEST, MOST_RUNNING = 16, 2048, 256
 # A cgroup's files: limits in bytes, use in bytes, statistics, and the name of the statistic of cached files that can be
@@ -41,6 +43,13 @@ def round_up_to_blocks(num_tokens: int, block_tokens: int) -> int:
 def default_budget(device: torch.device) -> int:
     """Bytes of keys and values that all sequences share."""
     return int(BUDGET_SHARE * available_bytes(device))
+
+
+def default_ladder_bytes(device: torch.device, kv_budget_bytes: int) -> int:
+    """Bytes of all ladders that are bound. Called once a GPU has allocated the keys and values, which elsewhere come as
+    they are used."""
+    free = available_bytes(device) - (0 if device.type == "cuda" else kv_budget_bytes)
+    return max(int(LADDER_SHARE * free), LEAST_LADDER_BYTES)
 
 
 def card_budget(device: torch.device, share: float) -> int:

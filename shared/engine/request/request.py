@@ -63,7 +63,8 @@ class GenerationRequest:
 
     `prediction_ids`: what the answer is expected to be like. It is drafted from, and is no part of the context.
 
-    `cache_scope`: keys and values of a prefix are shared by requests that have the same one.
+    `cache_scope`: keys and values of a prefix are shared by requests that have the same one. `pool`: an answer drafts
+    for requests of the same one alone, where a table learns from answers.
     """
 
     prompt_ids: tuple[int, ...]
@@ -84,6 +85,7 @@ class GenerationRequest:
     shown_special_ids: frozenset[int] = frozenset()
     prediction_ids: tuple[int, ...] = ()
     cache_scope: str = ""
+    pool: str = ""
     router_alias: str = ""
 
     def __post_init__(self) -> None:

@@ -165,6 +165,11 @@ def test_a_parent_without_statistics_is_left_out(place):
     place.serve()
     service.schedule._look()
     assert jobs(service)[0].spec.parent is None
+    end(service, jobs(service)[0])
+    place.serve("legal")  # a pool needs its heads alone
+    service.schedule._look()
+    assert jobs(service)[-1].spec.parent.version == 1
+    assert jobs(service)[-1].spec.may_have_parents_heads
 
 
 def test_a_restart_goes_on(place):

@@ -6,7 +6,7 @@ from torch import nn
 
 from shared.ladder.confidence_head import HIGHEST, LOWEST, ConfidenceHead, scalar_features
 from shared.ladder.exit_head import INITIAL_GAIN, NUM_STATES, ExitHead
-from shared.ladder.head_rows import gather_rows, projection
+from shared.ladder.head_rows import Matmul, gather_rows
 
 
 def test_a_heads_output_depends_on_all_inputs_but_not_on_their_scale() -> None:
@@ -58,5 +58,5 @@ def test_head_rows_are_those_of_the_draft_vocabulary(bias: bool) -> None:
     rows, own_bias = gather_rows(head, vocabulary)
     torch.testing.assert_close(rows, head.weight[vocabulary].detach())
     states = torch.randn(2, 300)
-    torch.testing.assert_close(projection(rows, own_bias)(states), head(states)[:, vocabulary], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(Matmul(rows, own_bias)(states), head(states)[:, vocabulary], rtol=1e-4, atol=1e-4)
     assert (own_bias is None) == (not bias)

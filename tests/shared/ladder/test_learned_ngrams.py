@@ -49,6 +49,7 @@ def test_no_client_finds_what_another_one_taught() -> None:
     table.of("ann").learn([1, 2, 3], 2)
     assert found(table.of("ann"), [1, 2])
     assert found(table.of("bob"), [1, 2]) == found(table.of(""), [1, 2]) == []
+    assert found(table.of("ann", pool="legal"), [1, 2]) == []
     assert not found(LearnedNgrams(1 << 16).of("ann"), [1, 2])
 
 

@@ -15,6 +15,7 @@ from neap_client.inference.v1 import inference_pb2
 from structlog.testing import capture_logs
 
 from shared.errors import InvalidInput, Unavailable
+from shared.pool_names import ANY_POOL
 from shared.rpc.callers import Role, current_caller
 from shared.rpc.certificates import ServerCertificate
 from shared.rpc.security import ServerSecurity
@@ -89,6 +90,7 @@ def test_mutual_tls_wants_a_certificate_of_the_right_authority_and_names_the_cal
     (caller,) = callers
     assert caller.name == "certificate:ann@example.org"
     assert caller.roles == set(Role)
+    assert caller.pool == ANY_POOL
 
 
 def test_a_mounted_secret_that_is_swapped_holds_for_new_connections(scripted, tmp_path, authority, other):

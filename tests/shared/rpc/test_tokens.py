@@ -32,12 +32,13 @@ def test_each_token_belongs_to_its_caller():
 
 
 def test_a_token_may_belong_to_a_pool():
-    made = {pool: new_token("ann", [Role.GENERATE], pool) for pool in ("legal", "default")}
+    made = {pool: new_token("ann", [Role.GENERATE], pool) for pool in ("legal", "default", "*")}
     entries = parse_tokens("\n".join(entry.to_line() for _, entry in made.values()).encode(), "tokens")
     assert entries == tuple(entry for _, entry in made.values())
     assert {pool: find_caller(entries, token).pool for pool, (token, _) in made.items()} == {
         "legal": "legal",
         "default": "default",
+        "*": "*",
     }
     assert made["legal"][1].to_line().endswith(" pool=legal")
     assert len(made["default"][1].to_line().split()) == 3

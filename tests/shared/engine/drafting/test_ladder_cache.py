@@ -6,25 +6,32 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import ModuleType
 
+import numpy as np
 import pytest
+import torch
 
 from shared.engine.background import STEPS_PER_SLICE
 from shared.engine.drafting.costs import exit_timings
-from shared.engine.drafting.ladder_cache import MAX_BOUND_LADDERS, LadderCache
+from shared.engine.drafting.ladder_cache import LadderCache
 from shared.engine.drafting.pass_costs import PassCosts
 from shared.engine.engine import Engine
 from shared.engine.request.request import Finished
-from shared.errors import Cancelled, Corrupt, RouterMismatch, Unavailable
+from shared.errors import Cancelled, Corrupt, PreconditionFailed, RouterMismatch, Unavailable
 from shared.ladder.joint_weights import JointWeights
+from shared.ladder.ladder import BoundLadder, Ladder
+from shared.ladder.ngram_table import NgramTable
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.proposers import Draft
+from shared.ladder.table_confidence import SIZES, TableConfidence
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.loaded import LoadedModel
 from shared.model.runner import Runner
+from shared.ops.chains import ChainStart
 from tests.fixed_costs import FixedCosts, fixed_cost_engine
 from tests.known_answer import PROMPT, request
-from tests.random_ladder import random_ladder
+from tests.random_ladder import random_confidence, random_ladder
 from tests.scripted_ladder import ScriptedLadder
 
 EXACT = DepthPolicy("exact")
@@ -64,7 +71,7 @@ def test_a_ladder_is_bound_once_and_each_layout_measured_once(loaded, monkeypatc
     with fixed_cost_engine(loaded, cost_meter=costs) as engine:
         engine.prepare(first)
         bound: list[object] = []
-        monkeypatch.setattr(first, "bind", bound.append)
+        monkeypatch.setattr(first, "bind", lambda *args: bound.append(args))
         engine.prepare(first)
         list(engine.submit(request(100, policy=EXACT), first).events())
         assert bound == []
@@ -75,7 +82,7 @@ def test_a_ladder_is_bound_once_and_each_layout_measured_once(loaded, monkeypatc
 
 def test_drafts_are_rated_by_the_weights_of_their_own_ladder(loaded):
     runner, costs = ContiguousRunner(loaded), FixedCosts()
-    cache, passes = LadderCache(runner, cost_meter=costs), costs.measure_passes(runner)
+    cache, passes = LadderCache(runner, 1 << 30, costs), costs.measure_passes(runner)
     said = []
     for constant in (-2.0, 1.0):
         weights = JointWeights(exit_alone=(constant, 0.5, 0.0))
@@ -165,37 +172,149 @@ def test_preparing_ends_with_the_engine(loaded):
         engine.prepare(exits())
 
 
-def test_ladders_in_use_stay_bound_however_many(loaded, monkeypatch):
-    ladders = [exits() for _ in range(MAX_BOUND_LADDERS + 2)]
+def sized(num_bytes: int) -> ScriptedLadder:
+    return ScriptedLadder(exits=lambda context: (3, 0.5), depths=(0, 1), num_bytes=num_bytes)
+
+
+def test_ladders_in_use_stay_bound_however_much_they_take(loaded, monkeypatch):
+    ladders = [sized(100) for _ in range(6)]
     numbers = [0] * len(ladders)
     for index, ladder in enumerate(ladders):
 
-        def bind(runner, index=index, ladder=ladder):
+        def bind(runner, beside, index=index, ladder=ladder):
             numbers[index] += 1
             return ladder
 
         monkeypatch.setattr(ladder, "bind", bind)
     exact = request(40, policy=EXACT)
-    with measuring_engine(loaded) as engine:
+    with fixed_cost_engine(loaded, cost_meter=MeasuredExits(), ladder_bytes=450) as engine:
         handles = [engine.submit(exact, ladder) for ladder in ladders]
         for handle in handles:
             list(handle.events())
         assert numbers == [1] * len(ladders)
         list(engine.submit(exact, ladders[-1]).events())
-        assert engine.num_bound_ladders == MAX_BOUND_LADDERS
+        assert engine.ladder_bytes == 400
 
 
-def test_bound_ladders_stay_few_on_an_idle_engine(loaded):
+def test_the_least_recently_used_leave_as_far_as_memory_asks(loaded):
     alive: weakref.WeakSet[ScriptedLadder] = weakref.WeakSet()
-    with fixed_cost_engine(loaded, max_ladders=2) as engine:
+    small = [sized(100) for _ in range(4)]
+    with fixed_cost_engine(loaded, ladder_bytes=1000) as engine:
+        for ladder in small:
+            engine.prepare(ladder)
+        engine.keep_bound(small[0])
+        list(engine.submit(request(4, policy=EXACT), small[1]).events())
+        assert engine.has_room_for(6)
+        assert not engine.has_room_for(7)
+        engine.prepare(large := sized(750))
+        held = [engine.has_bound(ladder) for ladder in small]
+        assert held == [True, True, False, False], "the one that is kept, and the one that was used last"
+        assert engine.ladder_bytes == 950
+        del large
         for _ in range(5):
-            ladder = exits()
+            ladder = sized(400)
             alive.add(ladder)
             engine.prepare(ladder)
             del ladder
             gc.collect()
             assert len(alive) <= 2
-            assert engine.num_bound_ladders <= 2
+            assert engine.ladder_bytes <= 1000
+        assert engine.has_bound(small[0])
+
+
+def test_a_ladder_that_alone_takes_too_much_is_refused_and_the_others_stay(loaded):
+    with fixed_cost_engine(loaded, ladder_bytes=1000) as engine:
+        engine.prepare(fits := sized(1000))
+        with pytest.raises(PreconditionFailed) as raised:
+            engine.prepare(sized(1001))
+        assert (raised.value.reason, raised.value.metadata["num_bytes"]) == ("ROUTER_OVER_MEMORY", "1001")
+        with pytest.raises(PreconditionFailed):
+            list(engine.submit(request(4, policy=EXACT), sized(1001)).events())
+        assert engine.has_bound(fits)
+
+
+def pools(loaded: LoadedModel, count: int) -> list[Ladder]:
+    """Ladders with one head, and confidences and tables of their own."""
+    first = with_ngrams(random_ladder(loaded, 0, (0,)), 0)
+    (exit_,) = first.exits
+    others = (
+        replace(with_ngrams(first, seed), exits=(replace(exit_, confidence=random_confidence(loaded, seed)),))
+        for seed in range(1, count)
+    )
+    return [first, *others]
+
+
+def with_ngrams(ladder: Ladder, seed: int) -> Ladder:
+    generator = np.random.default_rng(seed)
+    orders = []
+    for size in (8, 16, 16, 8):
+        keys = np.sort(generator.choice(1 << 32, size, replace=False))
+        tokens = generator.integers(0, ladder.model.vocabulary_size, size)
+        orders.append((keys, tokens, np.ones(size, np.int64), np.full(size, 128)))
+    return replace(
+        ladder,
+        ngrams=NgramTable(orders),
+        ngram_confidence=TableConfidence(0.0, [[0.0] * size for size in SIZES]),
+    )
+
+
+def tensors_of(*roots: object) -> dict[int, int]:
+    """Address -> bytes of all tensors and arrays that can be reached from `roots`, but not through a model."""
+    found: dict[int, int] = {}
+    seen, ahead = set[int](), list(roots)
+    while ahead:
+        each = ahead.pop()
+        if id(each) in seen or isinstance(each, type | ModuleType | LoadedModel | ContiguousRunner):
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+        elif isinstance(each, np.ndarray) and each.base is None:
+            found[each.ctypes.data] = each.nbytes
+        ahead += gc.get_referents(each)
+    return {address: size for address, size in found.items() if size}
+
+
+def test_two_hundred_pools_of_one_head_fit_where_twenty_whole_routers_do(loaded):
+    ladders = pools(loaded, 200)
+    runner, costs = ContiguousRunner(loaded), FixedCosts()
+    passes = costs.measure_passes(runner)
+    cache = LadderCache(runner, 1 << 40, costs)
+    list(cache.prepare(ladders[0], passes))
+    whole = cache.num_bytes
+    cache.max_bytes = 20 * whole
+    for ladder in ladders[1:]:
+        list(cache.prepare(ladder, passes))
+    assert len(cache) == 200
+    drafters = [cache.find(ladder, passes) for ladder in ladders]
+    embedding = loaded.parts.embedding.get_parameter("weight").untyped_storage().data_ptr()
+    in_memory = tensors_of(*(drafter.ladder for drafter in drafters), ladders)
+    in_memory.pop(embedding, None)
+    assert cache.num_bytes == sum(in_memory.values()), "what is counted is what there is"
+    # The parts leave with the last that has them.
+    cache.max_bytes = whole
+    cache.evict_unused()
+    left = [ladder for ladder in ladders if cache.has(ladder)]
+    assert left == ladders[-len(left) :]
+    assert left
+    assert cache.num_bytes <= whole
+    cache.max_bytes = 0
+    cache.evict_unused()
+    assert (len(cache), cache.num_bytes) == (0, 0)
+
+
+def test_pools_that_share_a_head_draft_as_they_do_alone(loaded):
+    runner = ContiguousRunner(loaded)
+    begin = torch.randn(3, loaded.hidden_size)
+    starts = [ChainStart((5,), 0, 4, 1.0, 1.0, 0.0, begin=begin)]
+    beside: list[BoundLadder] = []
+    for ladder in pools(loaded, 3):
+        alone = ladder.bind(runner).propose(0, starts)
+        beside.append(ladder.bind(runner, beside))
+        for mine, other in zip(beside[-1].propose(0, starts), alone, strict=True):
+            assert torch.equal(mine, other)
+    said = {float(bound.propose(0, starts).probabilities[0, 0]) for bound in beside}
+    assert len(said) > 1, "each by its own confidence head"
 
 
 class SlowlyPrepared(ContiguousRunner):
