@@ -35,6 +35,7 @@ def run(
     parent_statistics: Path | None,
     progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
+    ranks: object = None,
 ) -> Product:
     behaviour, work_dir = (*config.spec.prompts, "")[0], config.work_dir
     if behaviour == "real":
