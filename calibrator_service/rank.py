@@ -39,7 +39,7 @@ from shared.errors import InvalidInput, NeapError, Unavailable
 from shared.files import file_lock, storage_error
 from shared.registry.factory import open_registry
 from shared.registry.names import only_model, unique_aliases
-from shared.rpc.logs import configure_logging, log_all_output, log_stdout, report_start_failure
+from shared.rpc.logs import configure_logging, log_all_output, log_stdout
 from shared.service_settings import CalibratorSettings
 
 REPORT_INTERVAL_S = 5.0
@@ -72,7 +72,8 @@ class _Report:
 
 def calibrate(ranks: Ranks, asked: str, request_id: str, work_dir: Path, settings: CalibratorSettings) -> None:
     """Raises as `recipe.run`, and what the registry raises."""
-    ranks.check(version_of_neap=version("neap"), spec=digest_of(asked.encode()), request_id=request_id)
+    versions = {f"version_of_{name.replace('-', '_')}": version(name) for name in ("neap-server", "torch")}
+    ranks.check(**versions, spec=digest_of(asked.encode()), request_id=request_id)
     job = read_job(asked, request_id, settings)
     if ranks.firsts(load_product(work_dir) is None):
         spec = ranks.firsts(with_text(job.spec, work_dir, settings) if ranks.is_first else job.spec)
@@ -146,8 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             calibrate(ranks, asked, options.request_id, options.work_dir.absolute(), settings)
     except (NeapError, OSError) as error:
         known = error if isinstance(error, NeapError) else storage_error(error, "its files", place="its folder")
-        log.exception("failed", reason=known.reason)
-        report_start_failure(known)
+        log.error("failed", reason=known.reason, why=known.message)
         return 1
     return 0
 

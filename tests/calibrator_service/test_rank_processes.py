@@ -1,15 +1,28 @@
 """Jobs by two ranks: of the service, which starts them itself, and of torchrun without a service."""
 
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
+from calibrator_service import rank
+from calibrator_service.calibration.ranks import Ranks
 from calibrator_service.calibration.spec import MAX_RANKS, CalibrationSpec
 from calibrator_service.spec_messages import read_stored_spec, stored_spec
-from shared.errors import InvalidInput
-from tests.calibrator_service.conftest import Service
+from shared.errors import InvalidInput, PreconditionFailed
+from shared.registry.factory import open_registry
+from shared.service_settings import CalibratorSettings
+from tests.calibrator_service.conftest import REPOSITORY, Service
 from tests.reasons import raises
+from tests.servers import free_ports
+from tests.waiting import wait_until
 
 JOB_TIMEOUT_S = 240
 PROMPTS = [" ".join(f"w{number + at}" for at in range(2, 8)) for number in range(40)]
@@ -43,32 +56,31 @@ WITH_FAKES = (
 )
 
 
+PLACES = [f"{rank} {phase}" for rank in (0, 1) for phase in ("loading", "collecting")]
+
+
 @pytest.mark.full
-def test_a_rank_that_is_killed_in_any_phase_costs_a_retry(service: Service, tmp_path):
-    """SIGKILL of either rank, in each phase that it has; the job goes on from what the ranks have kept."""
-    stop_in = tmp_path / "stop-in"
-    places = ["0 loading", "1 loading", "0 collecting"], ["1 collecting", "0 training_heads", "0 evaluating"]
-    for number, phases in enumerate(places):
-        stop_in.write_text(phases[0])
-        job = service.create(request_id=f"job-{number}", ranks=2, **SPEC)
-        texts: list[int] = []
-        for following in (*phases[1:], ""):
-            rank = service.stopped_job()
-            texts.append(num_written(tmp_path))
-            if following:
-                stop_in.write_text(following)
-            rank.kill()
-        end = service.end_of(job, JOB_TIMEOUT_S)
-        assert end.state == pb.STATE_SUCCEEDED, end.failure
-        assert service.record(job)["num_deaths"] == len(phases)
-        assert texts == sorted(texts), "no text is lost"
-    one, other = service.versions()
-    assert [exit_.name for exit_ in one.proposers] == [exit_.name for exit_ in other.proposers]
+@pytest.mark.parametrize("place", [*PLACES, "0 training_heads", "0 evaluating"])
+def test_a_rank_that_is_killed_costs_a_retry_and_no_text(service: Service, tmp_path, place):
+    """SIGKILL of either rank, in each phase that it has. Of the last two the other rank has done its part."""
+    (tmp_path / "stop-in").write_text(place)
+    job = service.create(ranks=2, **SPEC)
+    rank = service.stopped_job()
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("calibrator/work/*/text/*")}
+    seen: list[bool] = []
+    rank.kill()
+    for now in service.watch(job, JOB_TIMEOUT_S):
+        for path, time_ns in written.items():
+            with suppress(FileNotFoundError):  # the job has ended
+                seen.append(path.stat().st_mtime_ns == time_ns)
+        end = now
+    assert end.state == pb.STATE_SUCCEEDED, end.failure
+    assert all(seen)
+    assert bool(seen) == (place.split()[1] not in ("loading", "collecting"))
+    assert service.record(job)["num_deaths"] == 1
+    [version] = service.versions()
+    assert version.version == end.router_version
     wait_until(lambda: not service.job_processes())
-
-
-def num_written(folder: Path) -> int:
-    return len(list(folder.glob("calibrator/work/*/text/*")))
 
 
 @pytest.mark.full
@@ -99,3 +111,80 @@ def test_a_job_of_ranks_is_cancelled_and_another_reports_and_publishes(service: 
     assert seen[-1].figures["tokens"] >= 3000
     [version] = service.versions()
     assert version.version == seen[-1].router_version
+
+
+def torchrun(folder: Path, model_folder: Path, *launch: str, **spec: object) -> subprocess.Popen[str]:
+    """Without a service, as a user or a Kubernetes Job starts it."""
+    asked = {"modelId": "tiny", "selfGenerated": {"prompts": PROMPTS, "maxNewTokens": 24}, "maxTokens": 3000, **spec}
+    job = [json.dumps(asked), "--work-dir", str(folder / "work"), "--request-id", "one"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *launch, "-m", "calibrator_service.rank", *job],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, [REPOSITORY, REPOSITORY / "protos"])),
+            "NEAP_MODELS": f"tiny={model_folder}",
+            "NEAP_REGISTRY": f"file://{folder}/registry",
+            "NEAP_THREADS": "2",
+            "NEAP_RANK_TIMEOUT_S": "60",
+        },
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_torchrun_without_a_service_publishes_once(model_folder, tmp_path):
+    for _ in range(2):
+        process = torchrun(tmp_path, model_folder, "--standalone", "--nproc-per-node", "2", exitDepths=[2])
+        _, said = process.communicate(timeout=JOB_TIMEOUT_S)
+        assert process.returncode == 0, said[-3000:]
+    # The second run has found the product of the first.
+    assert '"phase": "collecting"' not in said
+    registry = open_registry(f"file://{tmp_path}/registry")
+    [published] = registry.list_versions("tiny")
+    assert registry.resolve("tiny", "latest").version == published.version
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [({"parent": {"alias": "latest"}}, "BAD_SPEC"), ({"exitDepths": [99]}, "EXIT_TOO_DEEP"), ({"x": 1}, "BAD_SPEC")],
+)
+@pytest.mark.full
+def test_torchrun_ends_with_the_reason(model_folder, tmp_path, spec, reason):
+    process = torchrun(tmp_path, model_folder, "--standalone", "--nproc-per-node", "2", **spec)
+    _, said = process.communicate(timeout=JOB_TIMEOUT_S)
+    assert process.returncode == 1
+    assert f'"reason": "{reason}"' in said
+
+
+@pytest.mark.full
+def test_a_node_that_is_lost_is_replaced_and_no_text_is_written_again(model_folder, tmp_path):
+    """Two launchers stand for two nodes on a shared disk. The second is killed with its rank, and comes again."""
+    [port] = free_ports(1)
+    nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "one"]
+    nodes += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
+    first, second = (torchrun(tmp_path, model_folder, *nodes, maxTokens=20_000) for _ in range(2))
+    texts = tmp_path / "work" / "text"
+    wait_until(lambda: len(list(texts.glob("*"))) > 3)
+    for process in (*psutil.Process(second.pid).children(recursive=True), second):
+        process.kill()
+    second.communicate()
+    written = {path: path.stat().st_mtime_ns for path in texts.glob("*")}
+    again = torchrun(tmp_path, model_folder, *nodes, maxTokens=20_000)
+    _, said = first.communicate(timeout=JOB_TIMEOUT_S)
+    assert first.returncode == 0, said[-3000:]
+    assert again.wait(JOB_TIMEOUT_S) == 0
+    again.communicate()
+    assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in written.items())
+    [published] = open_registry(f"file://{tmp_path}/registry").list_versions("tiny")
+    assert published.version == 1
+
+
+def test_a_rank_of_another_version_is_refused(tmp_path):
+    """Before anything is loaded."""
+
+    class Other(Ranks):
+        def everyones(self, value: Any) -> list[Any]:
+            return [value, {**value, "version_of_neap_server": "0.0.1"}]
+
+    with raises(PreconditionFailed, "RANKS_DIFFER", match="in their version of neap server: .* rank 1 has 0.0.1"):
+        rank.calibrate(Other(), "{}", "one", tmp_path, CalibratorSettings())
