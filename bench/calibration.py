@@ -78,9 +78,9 @@ def main() -> None:
 
 
 def as_rank(loaded: LoadedModel, max_tokens: int) -> None:
-    """One process of a calibration by several, until text and states are there. The first prints what they took."""
+    """One process of a calibration by several, until text and states are there. Prints what they took."""
     began_s: dict[str, float] = {}
-    last = Progress("loading", 0.0)
+    last, busy_s = Progress("loading", 0.0), time.process_time()
 
     def hear(progress: Progress) -> None:
         nonlocal last
@@ -95,9 +95,12 @@ def as_rank(loaded: LoadedModel, max_tokens: int) -> None:
             progress=hear,
             should_stop=lambda: "training_heads" in began_s,
         )
-    if ranks.is_first:
-        seconds, tokens = began_s["training_heads"] - began_s["collecting"], last.figures["tokens"]
-        print(f"{ranks.size} ranks: {tokens:.0f} tokens and their states in {seconds:.1f} s", flush=True)
+    end_s = began_s.get("training_heads", time.monotonic())
+    print(
+        f"rank {ranks.rank} of {ranks.size}: {last.figures['tokens']:.0f} tokens and their states in "
+        f"{end_s - began_s['collecting']:.1f} s, of a processor {time.process_time() - busy_s:.1f} s",
+        flush=True,
+    )
 
 
 def calibrated(
