@@ -142,7 +142,7 @@ class CalibrationSpec:
             ("draft_vocabulary_size", 0, _MAX_UINT32, "[0, 2^32)"),
             ("confidence_width", 1, _MAX_UINT32, "at least 1"),
             ("seed", 0, _MAX_INT64, "[0, 2^63)"),
-            ("ranks", 1, _MAX_UINT32, "at least 1"),
+            ("ranks", 1, _MAX_UINT32, "[1, 64]"),
         ):
             if not least <= (value := getattr(self, name)) <= most:
                 raise _bad_spec(name, f"{name} is {value}; it must be in {limits}")

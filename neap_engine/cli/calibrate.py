@@ -154,9 +154,7 @@ def calibrate(
             help=FIELDS["CalibrationSpec"]["draft_vocabulary_size"].described,
         ),
     ] = 0,
-    ranks: Annotated[
-        int, typer.Option("--ranks", min=1, help=FIELDS["CalibrationSpec"]["ranks"].described)
-    ] = 1,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help=FIELDS["CalibrationSpec"]["ranks"].described)] = 1,
     seed: Annotated[int, typer.Option("--seed", min=0, help=FIELDS["CalibrationSpec"]["seed"].described)] = 0,
     alias: Annotated[
         list[str] | None,
