@@ -162,14 +162,17 @@ def test_a_node_that_is_lost_is_replaced_and_no_text_is_written_again(model_fold
     [port] = free_ports(1)
     nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "one"]
     nodes += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
-    first, second = (torchrun(tmp_path, model_folder, *nodes, maxTokens=20_000) for _ in range(2))
+    # The launcher that keeps the rendezvous must live: without it all end, and a Job starts all again.
+    guest = [*nodes, "--rdzv-conf", "is_host=0"]
+    first = torchrun(tmp_path, model_folder, *nodes, "--rdzv-conf", "is_host=1", maxTokens=20_000)
+    second = torchrun(tmp_path, model_folder, *guest, maxTokens=20_000)
     texts = tmp_path / "work" / "text"
     wait_until(lambda: len(list(texts.glob("*"))) > 3)
     for process in (*psutil.Process(second.pid).children(recursive=True), second):
         process.kill()
     second.communicate()
     written = {path: path.stat().st_mtime_ns for path in texts.glob("*")}
-    again = torchrun(tmp_path, model_folder, *nodes, maxTokens=20_000)
+    again = torchrun(tmp_path, model_folder, *guest, maxTokens=20_000)
     _, said = first.communicate(timeout=JOB_TIMEOUT_S)
     assert first.returncode == 0, said[-3000:]
     assert again.wait(JOB_TIMEOUT_S) == 0
