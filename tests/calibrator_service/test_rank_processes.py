@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
@@ -21,7 +20,6 @@ from shared.registry.factory import open_registry
 from shared.service_settings import CalibratorSettings
 from tests.calibrator_service.conftest import REPOSITORY, Service
 from tests.reasons import raises
-from tests.servers import free_ports
 from tests.waiting import wait_until
 
 JOB_TIMEOUT_S = 240
@@ -154,32 +152,6 @@ def test_torchrun_ends_with_the_reason(model_folder, tmp_path, spec, reason):
     _, said = process.communicate(timeout=JOB_TIMEOUT_S)
     assert process.returncode == 1
     assert f'"reason": "{reason}"' in said
-
-
-@pytest.mark.full
-def test_a_node_that_is_lost_is_replaced_and_no_text_is_written_again(model_folder, tmp_path):
-    """Two launchers stand for two nodes on a shared disk. The second is killed with its rank, and comes again."""
-    [port] = free_ports(1)
-    nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "one"]
-    nodes += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
-    # The launcher that keeps the rendezvous must live: without it all end, and a Job starts all again.
-    guest = [*nodes, "--rdzv-conf", "is_host=0"]
-    first = torchrun(tmp_path, model_folder, *nodes, "--rdzv-conf", "is_host=1", maxTokens=20_000)
-    second = torchrun(tmp_path, model_folder, *guest, maxTokens=20_000)
-    texts = tmp_path / "work" / "text"
-    wait_until(lambda: len(list(texts.glob("*"))) > 3)
-    for process in (*psutil.Process(second.pid).children(recursive=True), second):
-        process.kill()
-    second.communicate()
-    written = {path: path.stat().st_mtime_ns for path in texts.glob("*")}
-    again = torchrun(tmp_path, model_folder, *guest, maxTokens=20_000)
-    _, said = first.communicate(timeout=JOB_TIMEOUT_S)
-    assert first.returncode == 0, said[-3000:]
-    assert again.wait(JOB_TIMEOUT_S) == 0
-    again.communicate()
-    assert all(path.stat().st_mtime_ns == time_ns for path, time_ns in written.items())
-    [published] = open_registry(f"file://{tmp_path}/registry").list_versions("tiny")
-    assert published.version == 1
 
 
 def test_a_rank_of_another_version_is_refused(tmp_path):
