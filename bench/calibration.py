@@ -2,16 +2,23 @@
 
     python -m bench.calibration --model FILE [--dtype float32] [--budgets 150 900] [--router DIR ..] [--out DIR]
     python -m bench.calibration --model FILE --router DIR --requests FILE.jsonl [--learned 200]
+    python -m bench.calibration --model FILE --ranks 1 2 [--learn-tokens 4000] [--repeats 1]
 
 Each budget is a calibration of its own, as `neap calibrate --budget` runs it. Then each prompt is answered at full
 depth and with every router in turn, as `bench.decode` does, so that a busy machine slows all sides alike. `--router`:
 more routers, which take part as they are. `--requests`: prompts of one kind, a JSON object with "prompt" on each line.
 The last `--held-out` of them are measured instead of Spec-Bench, and a router that goes on from the first --router with
-`--learned` others takes part. `--out` keeps the routers.
+`--learned` others takes part. `--out` keeps the routers. `--ranks`: calibrations of `--learn-tokens` tokens by so many
+processes in turn, `--repeats` times, as torchrun starts them, each with one thread: the seconds for text and states.
 """
 
 import argparse
+import os
+import subprocess
+import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import neap_engine
@@ -19,9 +26,12 @@ from bench.decode_figures import EXACT, FULL, measure, print_tables, summarise
 from bench.machine import described
 from bench.options import add_dtypes, add_prompts, load, make_parser, parsed
 from bench.prompts import BenchPrompt, read_prompts, read_texts
-from calibrator_service.calibration.pipeline import CalibrationResult
+from calibrator_service.calibration.pipeline import CalibrationResult, calibrate_together
+from calibrator_service.calibration.ranks import joined
+from calibrator_service.calibration.spec import Progress
 from neap_engine.evaluate.sides import neap
 from shared.engine.engine import Engine
+from shared.errors import Cancelled
 from shared.ladder.folder import read_ladder
 from shared.ladder.ladder import Ladder
 from shared.ladder.policy import DepthPolicy
@@ -42,8 +52,20 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, help="folder for the routers that are made")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[])
+    parser.add_argument("--learn-tokens", type=int, default=4000)
+    parser.add_argument("--repeats", type=int, default=1)
     options = parsed(parser)
+    if options.ranks and "RANK" not in os.environ:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        for size in options.ranks * options.repeats:
+            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+            subprocess.run([*launch, "-m", "bench.calibration", *sys.argv[1:]], env=environment, check=True)
+        return
     loaded = load(options)
+    if options.ranks:
+        as_rank(loaded, options.learn_tokens)
+        return
     routers: Routers = {path.name: read_ladder(path) for path in options.router}
     if options.requests is None:
         prompts = read_prompts(options.prompts, options.per_task)
@@ -53,6 +75,32 @@ def main() -> None:
     else:
         prompts = add_one_kind(loaded, routers, options)
     compare(loaded, routers, prompts, options.max_tokens)
+
+
+def as_rank(loaded: LoadedModel, max_tokens: int) -> None:
+    """One process of a calibration by several, until text and states are there. Prints what they took."""
+    began_s: dict[str, float] = {}
+    last, busy_s = Progress("loading", 0.0), time.process_time()
+
+    def hear(progress: Progress) -> None:
+        nonlocal last
+        last = progress
+        began_s.setdefault(progress.phase, time.monotonic())
+
+    with joined(timeout_s=1800.0) as ranks, suppress(Cancelled):
+        calibrate_together(
+            loaded,
+            neap_engine.CalibrationSpec(max_tokens=max_tokens),
+            ranks,
+            progress=hear,
+            should_stop=lambda: "training_heads" in began_s,
+        )
+    end_s = began_s.get("training_heads", time.monotonic())
+    print(
+        f"rank {ranks.rank} of {ranks.size}: {last.figures['tokens']:.0f} tokens and their states in "
+        f"{end_s - began_s['collecting']:.1f} s, of a processor {time.process_time() - busy_s:.1f} s",
+        flush=True,
+    )
 
 
 def calibrated(

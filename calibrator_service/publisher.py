@@ -12,6 +12,7 @@ import shutil
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 
@@ -141,8 +142,19 @@ class Publisher:
         self._attempts.pop(job.calibration_id, None)
 
 
+class Publication(Protocol):
+    """What of a job says how its product is published."""
+
+    @property
+    def model_id(self) -> str: ...
+    @property
+    def calibration_id(self) -> str: ...
+    @property
+    def aliases(self) -> tuple[str, ...]: ...
+
+
 def publish(
-    registry: str, job: Job, product: Product, signs_later: bool = False, judge: Judge | None = None
+    registry: str, job: Publication, product: Product, signs_later: bool = False, judge: Judge | None = None
 ) -> PublishedVersion:
     """Publishes once and returns the version. Raises what the registry raises; then the version may be published all
     the same.

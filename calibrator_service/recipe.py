@@ -6,11 +6,12 @@ The finished product is kept on disk, so that a job that is killed while it publ
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from calibrator_service.calibration.spec import Progress
 from calibrator_service.job_process import ProcessConfig
@@ -20,6 +21,9 @@ from shared.cpus import usable_cpus
 from shared.errors import Cancelled
 from shared.files import sync_folder, write_synced
 from shared.registry.encoding import canonical_json
+
+if TYPE_CHECKING:
+    from calibrator_service.calibration.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -35,23 +39,30 @@ def run(
     parent_files: ParentFiles | None,
     progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
-) -> Product:
+    ranks: "Ranks | None" = None,
+) -> Product | None:
     """`parent_files`: those of the spec's parent, if it has one.
-    `progress` and `should_stop` are cheap to call.
+    `progress` and `should_stop` are cheap to call. Of several `ranks` only the first one returns the product.
 
     Raises NeapError: NotFound and UnsupportedModel from loading, Cancelled, and the errors of `calibrate`.
     """
     # Imported here, so that the service and the tests of a job's process need no torch.
     import torch
 
-    from calibrator_service.calibration.pipeline import calibrate
+    from calibrator_service.calibration.pipeline import calibrate_together
+    from calibrator_service.calibration.ranks import Ranks
     from calibrator_service.calibration.statistics import Parent
     from calibrator_service.fleet import fleet_of
     from shared.configured_model import load_configured
     from shared.ladder.checks import check_artefact
 
     spec, settings = config.spec, config.settings
-    torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cpus()))
+    # Ranks of one machine share its processors, and have a card each.
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    by_default = usable_cpus() if local_ranks > 1 else min(torch.get_num_threads(), usable_cpus())
+    torch.set_num_threads(max(1, (settings.threads or by_default) // local_ranks))
+    if torch.cuda.is_available() and local_ranks > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     loaded = load_configured(settings.sources[spec.model_id], settings)
     if should_stop():
         raise Cancelled("the calibration was cancelled while its model was loading")
@@ -63,15 +74,18 @@ def run(
             parent = Parent.read(parent_files.statistics, spec.parent)
     # A service that is configured without workers since the job was created writes itself.
     by_workers = spec.uses_workers and settings.text_workers
-    result = calibrate(
+    result = calibrate_together(
         loaded,
         spec,
+        ranks or Ranks(),
         parent=parent,
         work_dir=config.work_dir,
         progress=progress,
         should_stop=should_stop,
         fleet_of=fleet_of(settings.text_workers, loaded) if by_workers else None,
     )
+    if result is None:
+        return None
     manifest, blobs = result.pack()
     owner = {"pool": pool} if (pool := pool_of_source(spec.source)) else {}
     return Product({**manifest, **owner, "checks": check_artefact(manifest, blobs)}, blobs)

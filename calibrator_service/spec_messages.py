@@ -56,6 +56,8 @@ def spec_from_proto(
         chosen["cosine_threshold"] = spec.cosine_threshold
     if spec.confidence_width:
         chosen["confidence_width"] = spec.confidence_width
+    if spec.ranks:
+        chosen["ranks"] = spec.ranks
     if spec.HasField("seed"):
         chosen["seed"] = spec.seed
     if spec.HasField("time_budget"):
@@ -122,6 +124,7 @@ def spec_to_proto(spec: CalibrationSpec, aliases: Iterable[str]) -> calibration_
         confidence_width=spec.confidence_width,
         seed=spec.seed,
         aliases=aliases,
+        ranks=spec.ranks,
     )
     if spec.time_budget_s is not None:
         budget = Duration()

@@ -10,9 +10,11 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -20,12 +22,15 @@ from calibrator_service.calibration.spec import Progress, ServedTraffic
 from calibrator_service.job import Ended, JobState, Problem, Report
 from calibrator_service.job_process import ProcessConfig
 from calibrator_service.learning.traffic_file import fetch_traffic
-from calibrator_service.lineage import fetch_parent
+from calibrator_service.lineage import ParentFiles, fetch_parent
 from calibrator_service.recipe import load_product, run, save_product
 from calibrator_service.sources import allowed_source
 from shared.errors import Cancelled, NeapError, Unavailable
 from shared.files import file_lock, storage_error
 from shared.rpc.logs import configure_logging, log_all_output, log_stdout
+
+if TYPE_CHECKING:
+    from calibrator_service.calibration.ranks import Ranks
 
 SIGN_OF_LIFE_INTERVAL_S = 5.0
 # Progress within a phase is told at most once in this time.
@@ -80,12 +85,13 @@ log = structlog.get_logger("neap.calibration")
 
 def run_job(config: ProcessConfig, service: ServiceLink) -> Ended:
     """Runs the job, which leaves its finished product in its folder, from where the service publishes it."""
+    return outcome(lambda: _run_locked(config, service), config.calibration_id)
+
+
+def outcome(work: Callable[[], Ended | None], calibration_id: str) -> Ended:
+    """How `work` ends: as it says, by what it raises, or with a finished product."""
     try:
-        config.work_dir.mkdir(parents=True, exist_ok=True)
-        locked = Unavailable("another process still works on this calibration", reason="JOB_LOCKED")
-        # Waits, because the process that this one replaces may take a moment to die.
-        with file_lock(config.work_dir / "lock", timeout_s=LOCK_TIMEOUT_S, locked=locked):
-            _make_product(config, service)
+        ended = work()
     except Cancelled:
         log.info("cancelled")
         return Ended(JobState.CANCELLED)
@@ -98,15 +104,23 @@ def run_job(config: ProcessConfig, service: ServiceLink) -> Ended:
         return Ended(JobState.FAILED, known.reason, known.message)
     except Exception:
         log.exception("failed unexpectedly")
-        message = f"internal error; the service's log has it under {config.calibration_id}"
+        message = f"internal error; the service's log has it under {calibration_id}"
         return Ended(JobState.FAILED, "INTERNAL", message)
-    return Ended(JobState.PUBLISHING)
+    return ended or Ended(JobState.PUBLISHING)
 
 
-def _make_product(config: ProcessConfig, service: ServiceLink) -> None:
+def _run_locked(config: ProcessConfig, service: ServiceLink) -> Ended | None:
+    config.work_dir.mkdir(parents=True, exist_ok=True)
+    locked = Unavailable("another process still works on this calibration", reason="JOB_LOCKED")
+    # Waits, because the process that this one replaces may take a moment to die.
+    with file_lock(config.work_dir / "lock", timeout_s=LOCK_TIMEOUT_S, locked=locked):
+        return _run(config, service)
+
+
+def _run(config: ProcessConfig, service: ServiceLink) -> Ended | None:
     if load_product(config.work_dir) is not None:
         log.info("found finished")
-        return
+        return None
     service.progress(Progress("loading", 0.0))
     # The source was checked when the job was created, but files, symlinks and settings may have changed since.
     spec, settings = config.spec, config.settings
@@ -117,7 +131,22 @@ def _make_product(config: ProcessConfig, service: ServiceLink) -> None:
         )
         spec = replace(spec, source=replace(spec.source, path=str(path)))
     parent_files = fetch_parent(settings.registry, spec, config.work_dir)
-    product = run(replace(config, spec=spec), parent_files, service.progress, service.stop.is_set)
+    config = replace(config, spec=spec)
+    if spec.ranks > 1:
+        from calibrator_service.rank_processes import run_by_ranks  # which imports this module
+
+        return run_by_ranks(config, parent_files, service)
+    make_product(config, parent_files, service)
+    return None
+
+
+def make_product(
+    config: ProcessConfig, parent_files: ParentFiles | None, service: ServiceLink, ranks: "Ranks | None" = None
+) -> None:
+    """Calibrates, and leaves the product in the job's folder, if this is the first of the ranks."""
+    product = run(config, parent_files, service.progress, service.stop.is_set, ranks)
+    if product is None:
+        return
     service.progress(Progress("publishing", 0.99))
     while not service.stop.is_set():
         try:
@@ -132,19 +161,29 @@ def _make_product(config: ProcessConfig, service: ServiceLink) -> None:
     raise Cancelled("the calibration was cancelled at its end")
 
 
+def begin(config: ProcessConfig, **names: object) -> None:
+    """Sets up the logs of a job's process. `names`: what its lines have beside the job's id."""
+    configure_logging(config.settings.log_level, json_lines=True)
+    log_stdout()
+    structlog.contextvars.bind_contextvars(calibration_id=config.calibration_id, start=config.start, **names)
+
+
+def end(status: int) -> None:
+    """Ends this process at once."""
+    # Python's own exit would wait for threads, and report what a log on a full disk could not take.
+    with suppress(OSError):
+        sys.stderr.flush()
+    os._exit(status)
+
+
 def main() -> None:
     log_all_output()
     pipe = Connection(int(sys.argv[-1]))
     config: ProcessConfig = pipe.recv()
     service = ServiceLink(pipe, config.parent_pid)
-    configure_logging(config.settings.log_level, json_lines=True)
-    log_stdout()
-    structlog.contextvars.bind_contextvars(calibration_id=config.calibration_id, start=config.start)
+    begin(config)
     service.tell(run_job(config, service))
-    # Python's own exit would wait for threads, and report what a log on a full disk could not take.
-    with suppress(OSError):
-        sys.stderr.flush()
-    os._exit(0)
+    end(0)
 
 
 if __name__ == "__main__":

@@ -415,6 +415,13 @@ class CalibratorSettings(ServiceSettings):
     learn_budget_s: float = Field(
         default=150.0, gt=0, le=604_800, description="With --learn-from-traffic: seconds that such a job may take."
     )
+    rank_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=86_400,
+        description="Longest seconds for which a rank of a calibration by many processes waits for the others. Then "
+        "the job is resumed from its files, as after a rank has died.",
+    )
     max_time_budget_s: float = Field(
         default=604_800.0,
         gt=0,

@@ -30,6 +30,7 @@ COMPOSITIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("base", ("shared-registry", "calibration-jobs", "models-from-image", "gpu")),
     ("base", ("gateway", "shared-registry", "models-from-s3", "autoscaling")),
     ("base", ("shared-registry", "calibration-jobs", "models-from-s3", "gpu")),
+    ("base", ("gateway", "shared-registry", "security", "calibration-ranks", "models-from-claim", "gpu")),
     ("base", ("shared-registry", "calibration-jobs", "models-from-claim", "gpu", "surge")),
     ("local", ("learning",)),
     ("local", ("learning", "traffic-key", "security")),
@@ -121,6 +122,8 @@ def environment(objects: Objects, container: dict[str, Any]) -> dict[str, str]:
             # The kubelet rounds up to the divisor.
             milli = quantity.removesuffix("m")
             found[variable["name"]] = str(-(-int(milli) // 1000) if milli != quantity else int(quantity))
+        elif "fieldRef" in variable.get("valueFrom", {}):
+            found[variable["name"]] = f"<{variable['valueFrom']['fieldRef']['fieldPath']}>"
         else:
             found[variable["name"]] = variable["value"]
     return found

@@ -12,6 +12,7 @@ import structlog
 import torch
 
 from calibrator_service.calibration.plan import resolve
+from calibrator_service.calibration.ranks import Ranks
 from calibrator_service.calibration.report.held_out import held_out_report, joint_figures
 from calibrator_service.calibration.report.relaxed import relaxed_figures
 from calibrator_service.calibration.report.speed import speed_figures
@@ -94,6 +95,32 @@ def calibrate(
     should_stop: Callable[[], bool] = lambda: False,
     fleet_of: Callable[[Writer], Writer] | None = None,
 ) -> CalibrationResult:
+    """As `calibrate_together`, by one rank alone."""
+    result = calibrate_together(
+        loaded,
+        spec,
+        Ranks(),
+        parent=parent,
+        work_dir=work_dir,
+        progress=progress,
+        should_stop=should_stop,
+        fleet_of=fleet_of,
+    )
+    assert result is not None
+    return result
+
+
+def calibrate_together(
+    loaded: LoadedModel,
+    spec: CalibrationSpec | None,
+    ranks: Ranks,
+    *,
+    parent: Parent | None = None,
+    work_dir: Path | str | None = None,
+    progress: Callable[[Progress], None] = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    fleet_of: Callable[[Writer], Writer] | None = None,
+) -> CalibrationResult | None:
     """Calibrates a ladder for a frozen model. Without a spec, or without a limit in it: for `plan.QUICK_BUDGET_S`.
 
     `work_dir` keeps collected and trained files, so that a killed run can continue; None means a temporary folder,
@@ -106,6 +133,9 @@ def calibrate(
     (LAYOUT_MISMATCH) for a parent of another model, tokenizer or layout, `InvalidInput` (also if nothing that was
     learned agrees with the model), `NotFound`, `PermissionDenied` and `Unavailable` for sources that cannot be read,
     `Cancelled` once `should_stop`, `Corrupt` for a damaged work folder, and `Exhausted` for a full disk.
+
+    All of several `ranks` are called with the same; the first one gets the result, the others None. Each may have a
+    `work_dir` of its own. Raises also `PreconditionFailed` (RANKS_DIFFER) and `Unavailable` (RANK_LOST).
     """
     spec = spec or CalibrationSpec(loaded.model_id)
     if parent is not None:
@@ -124,15 +154,15 @@ def calibrate(
             stack.enter_context(unwinding_on_sigterm())
             scratch = TemporaryDirectory(prefix="neap-calibration-", ignore_cleanup_errors=True)
             work_dir = stack.enter_context(scratch)
-        run = CalibrationRun(loaded, plan, Path(work_dir), progress, should_stop)
+        run = CalibrationRun(loaded, plan, Path(work_dir), progress, should_stop, ranks)
         # A thread of its own, because OpenMP keeps a pool of threads per calling thread (docs/decisions/007).
         return run_in_own_thread(run_phases, run, parent, fleet_of)
 
 
 def run_phases(
     run: CalibrationRun, parent: Parent | None = None, fleet_of: Callable[[Writer], Writer] | None = None
-) -> CalibrationResult:
-    """All phases in order, in the calling thread. Raises as `calibrate`."""
+) -> CalibrationResult | None:
+    """All phases in order, in the calling thread. Returns and raises as `calibrate_together`."""
     run.report("loading", 0.0)
     runner = ContiguousRunner(run.loaded)
     hidden_size = run.loaded.hidden_size
@@ -143,7 +173,7 @@ def run_phases(
     )
 
     with run.phase("collecting"), closing(text_writer(run, fleet_of)) as writer:
-        source = source_record(run.spec.source)
+        source = source_record(run.spec.source) if run.ranks.is_first else {}
         text = plan_text(run)
         splitter = Splitter(
             text.held_out_kinds if isinstance(text, GivenText) else (),
@@ -154,16 +184,23 @@ def run_phases(
         material = collect_training_data(run, runner, sequences, collecting)
         is_cut = collecting.is_late()
         statistics = Statistics.of(run.loaded, material, splitter.learned)
-        if parent is not None:
+        if parent is not None and run.ranks.is_first:
             statistics = statistics.plus(parent.statistics, parent.router.share)
             material = replace(
                 material, moments=statistics.moments, ngrams=statistics.ngrams, choice_counts=statistics.choice_counts
             )
 
+    if not run.plan.trains:
+        # From here on the first rank is alone: only training needs the others.
+        if not run.ranks.is_first:
+            return None
+        run.ranks = Ranks()
     with run.phase("training_heads"):
         vocabulary, heads, heads_blob = made_heads(run, runner, material, parent)
         if heads_blob is not None:
             statistics = replace(statistics, moments={})
+    if not run.ranks.is_first:
+        return None
 
     with run.phase("training_confidence"):
         ladder = fit_ladder(run, material, vocabulary, heads)

@@ -3,14 +3,16 @@
 import hashlib
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.plan import Plan
+from calibrator_service.calibration.ranks import Ranks
 from calibrator_service.calibration.spec import Phase, Progress
 from shared.errors import Cancelled, Corrupt
 from shared.model.loaded import LoadedModel
@@ -69,8 +71,9 @@ class CalibrationRun:
     """What all phases share. `figures` go out with every report of progress; `seconds` are those of the finished
     phases.
 
-    The time budget counts from the first start: a run that was killed continues with the rest of its budget. Raises
-    `Corrupt` for a state file that cannot be read.
+    The time budget counts from the first start: a run that was killed continues with the rest of its budget. Each of
+    several `ranks` has a folder of its own; text is shared. Raises `Corrupt` for a state file that cannot be read, and
+    `PreconditionFailed` (RANKS_DIFFER).
     """
 
     def __init__(
@@ -80,12 +83,13 @@ class CalibrationRun:
         folder: Path,
         progress: Callable[[Progress], None],
         should_stop: Callable[[], bool],
+        ranks: Ranks | None = None,
     ) -> None:
         self._start_s = time.monotonic()
-        self.loaded, self.plan, self.spec = loaded, plan, plan.spec
+        self.loaded, self.plan, self.spec, self.ranks = loaded, plan, plan.spec, ranks or Ranks()
         # The scale depends on the device, and what was written at another scale cannot be continued.
         identity = {
-            **asdict(self.spec),
+            **asdict(replace(self.spec, ranks=1)),
             "model": loaded.text_fingerprint,
             "format": 3,
             "scale": asdict(self.plan.sizes),
@@ -98,8 +102,16 @@ class CalibrationRun:
         self.seconds: dict[str, float] = {}
         self._progress, self._fraction = progress, 0.0
         self.schedule = Schedule(plan.budget_s, trains=plan.trains)
-        self._state_file = self.folder / "state.json"
-        self._spent_before_s = self._read_spent_s()
+        self.ranks.check(model=loaded.fingerprint, plan=(self.folder.name, plan.depths))
+        if self.ranks.size > 1:
+            self.folder /= f"rank-{self.ranks.rank}-of-{self.ranks.size}"
+        self._state_file, self.text_end = self.folder / "state.json", self.folder / "text.json"
+        self.text_rest = self.folder / "rest.safetensors"
+        # Which text ranks have is decided together. What one of them has lost all of them collect anew, from the text.
+        text_end = self.text_end.read_text() if self.text_end.exists() else ""
+        if len(set(self.ranks.everyones((text_end, self.text_rest.exists())))) > 1:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._spent_before_s = min(self.ranks.everyones(self._read_spent_s()))
 
     def elapsed_s(self) -> float:
         """Seconds spent on this calibration, including those of runs that were killed."""

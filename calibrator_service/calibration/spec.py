@@ -118,8 +118,8 @@ class CalibrationSpec:
     """A value of zero, an empty value or None leaves the choice to the calibration (see `plan.resolve`).
 
     `max_tokens` counts the tokens learned from, over all splits. Text is collected until `max_tokens` or the time
-    budget is used up, whichever is first; with neither the budget is `plan.QUICK_BUDGET_S`. Raises `InvalidInput`
-    (BAD_SPEC).
+    budget is used up, whichever is first; with neither the budget is `plan.QUICK_BUDGET_S`. `ranks`: processes that the
+    service shares the work among; what is learned does not depend on it. Raises `InvalidInput` (BAD_SPEC).
     """
 
     model_id: str = ""
@@ -133,6 +133,7 @@ class CalibrationSpec:
     confidence_width: int = DEFAULT_CONFIDENCE_WIDTH
     seed: int = 0
     parent: ParentRouter | None = None
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         check_types(self, "BAD_SPEC")
@@ -140,8 +141,9 @@ class CalibrationSpec:
         for name, least, most, limits in (
             ("max_tokens", 0, _MAX_INT64, "[0, 2^63)"),
             ("draft_vocabulary_size", 0, _MAX_UINT32, "[0, 2^32)"),
-            ("confidence_width", 1, _MAX_UINT32, "at least 1"),
+            ("confidence_width", 1, _MAX_UINT32, "[1, 2^32)"),
             ("seed", 0, _MAX_INT64, "[0, 2^63)"),
+            ("ranks", 1, _MAX_UINT32, "[1, 64]"),
         ):
             if not least <= (value := getattr(self, name)) <= most:
                 raise _bad_spec(name, f"{name} is {value}; it must be in {limits}")

@@ -154,6 +154,7 @@ def calibrate(
             help=FIELDS["CalibrationSpec"]["draft_vocabulary_size"].described,
         ),
     ] = 0,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help=FIELDS["CalibrationSpec"]["ranks"].described)] = 1,
     seed: Annotated[int, typer.Option("--seed", min=0, help=FIELDS["CalibrationSpec"]["seed"].described)] = 0,
     alias: Annotated[
         list[str] | None,
@@ -205,6 +206,7 @@ def calibrate(
         draft_vocabulary_size=draft_vocabulary,
         seed=seed,
         aliases=alias,
+        ranks=ranks,
     )
     set_source(spec, text=text, answers=answers, dataset=dataset, field=field, prompts=prompts, traffic=traffic)
     if workers:

@@ -36,6 +36,7 @@ def run(
     parent_files: ParentFiles | None,
     progress: Callable[[Progress], None],
     should_stop: Callable[[], bool],
+    ranks: object = None,
 ) -> Product:
     behaviour, work_dir = (*config.spec.prompts, "")[0], config.work_dir
     if behaviour == "real":

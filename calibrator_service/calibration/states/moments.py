@@ -13,6 +13,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from calibrator_service.calibration.files import write_atomically
+from calibrator_service.calibration.ranks import Ranks
 from calibrator_service.calibration.states.chunk import StateChunk
 from shared.errors import Corrupt, PreconditionFailed
 from shared.ladder.artefact import take_part
@@ -131,6 +132,18 @@ class Moments:
         for own, more in zip(self._forget_positions(), other._summed(), strict=True):
             own.add_(more.to(self.device), alpha=share)
         self.count += share * other.count
+
+    def add_over(self, ranks: Ranks) -> None:
+        """Becomes the sum over all ranks; of few positions only at the first one, which gets these themselves."""
+        total = sum(ranks.everyones(self.count))
+        if self._kept is not None and total <= KEPT_PER_WIDTH * self.layout.width:
+            for theirs in ranks.others(self.kept):
+                if theirs is not None:
+                    self._add(*(numbers.to(self.device) for numbers in theirs))
+            return
+        for sums in self._forget_positions() if self._sums is None else self._sums:
+            ranks.add(sums)
+        self.count = total
 
     def to_tensors(self, *, with_positions: bool = False) -> dict[str, Tensor]:
         """Tensors for safetensors: `second` as its upper triangle, row by row, `targets` and `count`.

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from calibrator_service.calibration.ranks import Ranks
 from shared.errors import Corrupt
 from shared.ladder.ngram_table import MAX_COUNT, MAX_ORDER, Array, NgramTable, context_keys
 
@@ -56,6 +57,12 @@ class NgramTableBuilder:
         self._num_pending += len(tokens) - first
         if self._num_pending > MAX_PENDING:
             self._merge()
+
+    def add_over(self, ranks: Ranks) -> None:
+        """At the first rank, adds the counts of all others."""
+        self._merge()
+        for other in ranks.others(self):
+            self.add_counts(other)
 
     def add_counts(self, other: "NgramTableBuilder", share: float = 1.0) -> None:
         """Adds `share` times another builder's counts. Whole counts add exactly."""

@@ -49,7 +49,7 @@ def collect_training_data(
     sequences: Iterable[tuple[Split, TokenSequence]],
     progress: CollectingProgress,
 ) -> TrainingData:
-    """Passes `sequences` through the model.
+    """Passes `sequences` through the model, and adds what is summed over all ranks. States stay where they are.
 
     Raises `InvalidInput` (TOO_LITTLE_TEXT, BUDGET_TOO_SHORT) if a split stays empty, what `sequences` raises, and
     `Cancelled`.
@@ -99,9 +99,18 @@ def collect_training_data(
         take(split, run_in_own_thread(collector.add, split, sequence))
     for split in SPLITS:
         take(split, run_in_own_thread(collector.finish, split))
+    own, of_ranks = sum(num_tokens.values()), run.ranks.everyones(num_tokens)
+    for split in SPLITS:
+        num_tokens[split] = sum(of_rank[split] for of_rank in of_ranks)
         if num_tokens[split] == 0:
             raise too_little_text(run, f"nothing is left for the {split} split", is_cut=progress.is_late())
+    progress.by_others = progress.by_others[0], sum(num_tokens.values()) - own
+    progress.set_learned(own)
     sums.save()
+    for moments in sums.moments.values():
+        moments.add_over(run.ranks)
+    ngrams.add_over(run.ranks)
+    run.ranks.add(choice_counts)
     return TrainingData(
         moments=sums.moments,
         chunks={split: collector.chunks(split) for split in SPLITS},

@@ -223,7 +223,7 @@ def text_writer(run: CalibrationRun, fleet_of: Callable[[Writer], Writer] | None
         return own
     if fleet_of is not None:
         return fleet_of(own)
-    if not run.has_collected and pays_for_copy(run):
+    if not run.has_collected and all(run.ranks.everyones(pays_for_copy(run))):
         log.info("text is written with a copy of the model in bfloat16")
         return EngineWriter(bfloat16_copy(run.loaded), run.plan.sizes.rows, is_own=False)
     return own

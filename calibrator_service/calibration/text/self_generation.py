@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from calibrator_service.calibration.ranks import Ranks
 from calibrator_service.calibration.text.chat import PromptFormat
 from calibrator_service.calibration.text.shards import TokenSequence, read_shard, write_shard
 from calibrator_service.calibration.text.writer import Pace, Writer, WriteRequest, Written
@@ -96,14 +97,16 @@ class _Piece:
 
 
 class SelfGenerator:
-    """Writes and rereads pieces in `folder`. Raises `InvalidInput` if prompts are given for a model without a
-    tokenizer."""
+    """Writes and rereads pieces in `folder`, those of its rank. Raises `InvalidInput` if prompts are given for a model
+    without a tokenizer."""
 
-    def __init__(self, loaded: LoadedModel, config: SelfGenerationConfig, folder: Path) -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: SelfGenerationConfig, folder: Path, ranks: Ranks | None = None
+    ) -> None:
         if config.prompts and loaded.tokenizer is None:
             raise InvalidInput("prompts were given, but the model has no tokenizer")
         self._config = config
-        self._folder = folder
+        self._folder, self._ranks = folder, ranks or Ranks()
         self._digest = config.digest(loaded.text_fingerprint)
         self._format = PromptFormat(loaded)
         self._lengths = Lengths.of(config, loaded)
@@ -112,18 +115,18 @@ class SelfGenerator:
         return self._folder / f"selfgen-{self._digest}-{index:05d}.safetensors"
 
     def pieces(self, writer: Writer, pace: Pace, rest: Path, *, rereads: bool = False) -> Iterator[list[TokenSequence]]:
-        """Yields pieces in order of their index, read from disk or newly written; endless unless prompts are given. The
-        writer is idle whenever a piece is yielded.
+        """Yields pieces in order of their index, read from disk or newly written; endless unless prompts are given.
+        Meanwhile the writer goes on.
 
         Once late, what the unfinished pieces have is yielded as the last piece, and kept in `rest`: it is part of this
         run's text, but no other run may continue it. `rereads`: the pieces on disk are this run's text, however late it
         is. Raises what the writer raises, and `Corrupt` for a piece that cannot be read.
         """
-        index = 0
+        index = self._ranks.rank
         rereads = rereads or rest.exists()
         while self.path(index).exists() and (rereads or not pace.is_late()):
             yield read_shard(self.path(index))
-            index += 1
+            index += self._ranks.size
         if rest.exists():
             yield read_shard(rest)
         elif not pace.is_late():
@@ -139,7 +142,7 @@ class SelfGenerator:
             nonlocal index, num_asked
             while not requests and self._has_items(index):
                 pieces.append(self._begin(index, requests))
-                index += 1
+                index += self._ranks.size
             if not requests:
                 return None
             piece, item, request = requests.popleft()
@@ -158,8 +161,7 @@ class SelfGenerator:
                 piece = pieces.popleft()
                 if piece.is_new:
                     write_shard(self.path(piece.index), piece.sequences)
-                with writer.idle():
-                    yield piece.sequences
+                yield piece.sequences
         last = [sequence for piece in pieces for sequence in piece.sequences]
         write_shard(rest, last)
         yield last

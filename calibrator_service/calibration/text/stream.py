@@ -8,10 +8,11 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.plan import HEADS_SHARE
+from calibrator_service.calibration.ranks import least_loaded
 from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.spec import AnswerFile, HubDataset, SelfGenerated, ServedTraffic, TextFile
 from calibrator_service.calibration.text.answers import answer_sequences, count_kinds
@@ -64,7 +65,8 @@ def plan_text(run: CalibrationRun) -> Text:
     """What the text of this run is made from. Raises as the source does, if it must be read for that."""
     source = run.spec.source
     if isinstance(source, AnswerFile):
-        return GivenText(source, held_out_kinds(count_kinds(source), run.spec.seed))
+        counts = run.ranks.firsts(count_kinds(source) if run.ranks.is_first else None)
+        return GivenText(source, held_out_kinds(counts or {}, run.spec.seed))
     if not isinstance(source, SelfGenerated):
         return GivenText(source)
     return GeneratedText(
@@ -73,7 +75,8 @@ def plan_text(run: CalibrationRun) -> Text:
 
 
 class CollectingProgress:
-    """Progress of the collecting phase, in tokens: those written, those assigned to splits, and those learned from."""
+    """Progress of the collecting phase, in tokens: those written, those assigned to splits, and those learned from.
+    Numbers are those of all ranks together: of the others what they told last (`by_others`)."""
 
     def __init__(self, run: CalibrationRun, text: Text) -> None:
         self._run = run
@@ -83,7 +86,8 @@ class CollectingProgress:
             num_answers = len(ROUND_TEMPERATURES) * len(text.config.prompts)
             most = num_answers * text.config.max_new_tokens
             self._expected = min(self._expected, most)
-        self._num_written = self._num_learned = 0
+        self.num_written = self.num_learned = 0
+        self.by_others = (0, 0)
         # Seconds of writing until it last paused, and when it began or went on (`time.monotonic`); None before the
         # writer is ready.
         self._written_s = 0.0
@@ -103,14 +107,15 @@ class CollectingProgress:
     def add_written(self, num_tokens: int) -> None:
         """The model has written `num_tokens` more. Raises `Cancelled`, and `InvalidInput` (BUDGET_TOO_SHORT)."""
         self._since_s = self._since_s or time.monotonic()
-        self._num_written += num_tokens
+        self.num_written += num_tokens
         seconds = max(self._written_s + time.monotonic() - self._since_s, 1e-3)
-        if self._first is None and self._num_written >= FIRST_TOKENS:
-            self._first = seconds, self._num_written
+        if self._first is None and self.num_written >= FIRST_TOKENS:
+            self._first = seconds, self.num_written
         figures = self._run.figures
-        figures["generated_tokens"] = float(self._num_written)
+        num_written = self.num_written + self.by_others[0]
+        figures["generated_tokens"] = float(num_written)
         if seconds >= MIN_RATE_S:
-            figures["tokens_per_s"] = self._num_written / seconds
+            figures["tokens_per_s"] = num_written / seconds
         if self.is_late() or seconds >= EARLY_SHARE * self._text_s:
             self._judge(seconds)
         self._report()
@@ -126,10 +131,14 @@ class CollectingProgress:
     def _judge(self, seconds: float) -> None:
         """What the speed of writing, in `seconds` so far, says about the rest.
         Raises `InvalidInput` (BUDGET_TOO_SHORT)."""
-        elapsed_s, written = self._run.elapsed_s(), max(self._num_written, self.num_assigned)
+        # The other ranks are taken to be as fast.
+        size = self._run.ranks.size
+        elapsed_s, written = self._run.elapsed_s(), max(size * self.num_written, self.num_assigned)
         left_s = max(self._text_s - elapsed_s, 0.0)
         first_s, num_first = self._first or (seconds, 0)
-        rate = (self._num_written - num_first) / (seconds - first_s) if seconds - first_s >= MIN_RATE_S else None
+        rate = None
+        if seconds - first_s >= MIN_RATE_S:
+            rate = size * (self.num_written - num_first) / (seconds - first_s)
         expected = written + (written / seconds if rate is None else rate) * left_s
         self._run.schedule.expect_positions(HEADS_SHARE * expected)
         slack = EARLY_SLACK if left_s else 1.0
@@ -144,19 +153,20 @@ class CollectingProgress:
 
     def set_learned(self, num_tokens: int) -> None:
         """`num_tokens` in total, over all splits, have gone through the model. Raises `Cancelled`."""
-        self._num_learned = num_tokens
+        self.num_learned = num_tokens
         self._report()
 
     def _report(self) -> None:
         run = self._run
-        run.figures["tokens"] = float(self._num_learned)
+        num_learned = self.num_learned + self.by_others[1]
+        run.figures["tokens"] = float(num_learned)
         end = run.schedule.collecting
         by_time = run.elapsed_s() / (end * run.plan.budget_s)
-        done = float(self._num_learned)
+        done = float(num_learned)
         if self._is_written:
             # What a killed run has written is only assigned.
-            written = min(max(self.num_assigned, self._num_written), self._expected)
-            done = WRITING_SHARE * written + (1 - WRITING_SHARE) * self._num_learned
+            written = min(max(self.num_assigned, self.num_written + self.by_others[0]), self._expected)
+            done = WRITING_SHARE * written + (1 - WRITING_SHARE) * num_learned
         by_tokens = done / self._expected
         run.report("collecting", end * min(1.0, max(by_time, by_tokens)))
 
@@ -187,14 +197,18 @@ def split_sequences(
     """Yields new sequences with their splits until there are enough tokens, the phase's time is over, or nothing new
     comes.
 
+    All ranks go through all sequences, in the order of one rank alone, and so agree on their splits. A rank yields its
+    own. Those of the confidence and the report split are the first rank's, which learns from them and measures on them;
+    an answer of the heads split is its writer's, which has its states; given text is dealt out evenly.
+
     A run that was killed since goes on with the same text, whatever time is left: its last chunk is in the sums as it
     was. Raises what the source raises, `Cancelled`, and `InvalidInput` (BUDGET_TOO_SHORT) if the time is too short to
     write any text.
     """
     num_stale = num_read = 0
-    end = run.folder / "text.json"
-    num_known = json.loads(end.read_text())["num_sequences"] if end.exists() else None
-    for sequence in _sequences(run, text, progress, writer):
+    known = json.loads(run.text_end.read_text())["num_sequences"] if run.text_end.exists() else math.inf
+    loads = [0] * run.ranks.size
+    for author, sequence in _sequences(run, text, progress, writer, ends_late=known == math.inf):
         num_read += 1
         split = splitter.assign(sequence)
         if split is None:
@@ -202,32 +216,65 @@ def split_sequences(
         else:
             num_stale = 0
             progress.num_assigned += sequence.num_answer_tokens or len(sequence.tokens)
-            yield split, sequence
-        # Generated text ends by itself once it is late: what the last answers have is used.
-        is_over = isinstance(text, GivenText) and progress.is_late()
-        if num_known is not None:
-            is_over = num_read >= num_known
+            owner = 0
+            if split == "heads":
+                owner = least_loaded(loads) if author is None else author
+            loads[owner] += len(sequence.tokens)
+            if owner == run.ranks.rank:
+                yield split, sequence
         is_stale = num_stale >= max(MAX_STALE_SEQUENCES, 2 * run.plan.sizes.rows)
-        if progress.num_assigned >= run.plan.max_tokens or is_stale or is_over:
+        if progress.num_assigned >= run.plan.max_tokens or is_stale or num_read >= known:
             break
-    write_atomically(end, json.dumps({"num_sequences": num_read}).encode())
+    write_atomically(run.text_end, json.dumps({"num_sequences": num_read}).encode())
 
 
 def _sequences(
-    run: CalibrationRun, text: Text, progress: CollectingProgress, writer: Writer
-) -> Iterator[TokenSequence]:
+    run: CalibrationRun, text: Text, progress: CollectingProgress, writer: Writer, *, ends_late: bool
+) -> Iterator[tuple[int | None, TokenSequence]]:
+    """All sequences, with the rank that has written them; None for given text."""
     if isinstance(text, GivenText):
-        if isinstance(text.source, AnswerFile | ServedTraffic):
-            yield from answer_sequences(run.loaded, text.source)
-        else:
-            yield from text_sequences(run.loaded, text.source)
+        for sequence in _given(run, text, progress, ends_late=ends_late):
+            yield None, sequence
         return
-    generator = SelfGenerator(run.loaded, text.config, run.text_folder)
+    generator = SelfGenerator(run.loaded, text.config, run.text_folder, run.ranks)
     pace = Pace(run.should_stop, progress.is_late, progress.add_written)
-    rest = run.folder / "rest.safetensors"
-    for piece in generator.pieces(writer, pace, rest, rereads=run.has_collected):
-        progress.pause()
-        yield from piece
-        progress.resume()
+    pieces = generator.pieces(writer, pace, run.text_rest, rereads=run.has_collected)
+    while True:
+        piece = next(pieces, None)
+        shown = None if piece is None else [replace(sequence, states=None) for sequence in piece]
+        told = run.ranks.everyones((shown, progress.num_written, progress.num_learned))
+        others = [others for rank, others in enumerate(told) if rank != run.ranks.rank]
+        progress.by_others = sum(written for _, written, _ in others), sum(learned for *_, learned in others)
+        if all(theirs is None for theirs, *_ in told):
+            break
+        with writer.idle():
+            progress.pause()
+            for author, (theirs, *_) in enumerate(told):
+                for sequence in (piece if author == run.ranks.rank else theirs) or ():
+                    yield author, sequence
+            progress.resume()
     if not run.has_collected:
         progress.add_written(0)
+
+
+def _given(
+    run: CalibrationRun, text: GivenText, progress: CollectingProgress, *, ends_late: bool
+) -> Iterator[TokenSequence]:
+    """The sequences of given text, until it is late if it `ends_late`. The first rank reads them."""
+    if isinstance(text.source, AnswerFile | ServedTraffic):
+        sequences = answer_sequences(run.loaded, text.source)
+    else:
+        sequences = text_sequences(run.loaded, text.source)
+    while True:
+        block: list[TokenSequence] = []
+        if run.ranks.is_first:
+            # As much as fills a chunk of each rank, so that all pass theirs through the model at the same time.
+            num_wanted = run.plan.sizes.chunk_positions if run.ranks.size > 1 else 1
+            while sum(len(sequence.tokens) for sequence in block) < run.ranks.size * num_wanted:
+                if (sequence := next(sequences, None)) is None:
+                    break
+                block.append(sequence)
+        block = run.ranks.firsts(block)
+        yield from block
+        if not block or run.ranks.firsts(ends_late and progress.is_late()):
+            return

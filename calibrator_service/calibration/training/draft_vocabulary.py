@@ -49,5 +49,5 @@ def choose_draft_vocabulary(run: CalibrationRun, material: TrainingData) -> Draf
     Text of another kind than the heads split's has many that it lacks.
     """
     order = torch.argsort(material.choice_counts, descending=True, stable=True)
-    chosen = order[: run.plan.draft_vocabulary_size]
-    return DraftVocabulary.of(run.loaded, chosen.sort().values)
+    chosen = order[: run.plan.draft_vocabulary_size].sort().values
+    return DraftVocabulary.of(run.loaded, run.ranks.firsts(chosen))

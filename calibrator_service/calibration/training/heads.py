@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from calibrator_service.calibration.files import write_atomically
 from calibrator_service.calibration.plan import HeadTraining
+from calibrator_service.calibration.ranks import Ranks
 from calibrator_service.calibration.run import CalibrationRun
 from calibrator_service.calibration.states.chunk import StateChunk
 from calibrator_service.calibration.states.training_data import TrainingData
@@ -97,15 +99,16 @@ def fit_heads(
     Raises `Cancelled`."""
     ends = run.schedule
     run.report("training_heads", ends.collecting)
-    heads = {
-        depth: solve_head(moments, run.plan.mlp_width).to(vocabulary.device)
-        for depth, moments in material.moments.items()
-    }
+    heads = {}
+    if run.ranks.is_first:
+        heads = {depth: solve_head(moments, run.plan.mlp_width).cpu() for depth, moments in material.moments.items()}
+    heads = {depth: head.to(vocabulary.device) for depth, head in run.ranks.firsts(heads).items()}
     if not run.plan.trains:
         return {depth: _published(head) for depth, head in heads.items()}
     path = run.folder / "heads.safetensors"
-    if path.exists():
-        _load_heads(heads, path)
+    if run.ranks.firsts(path.exists()):
+        if run.ranks.is_first:
+            _load_heads(heads, path)
         return heads
 
     def on_step(done: float, losses: dict[str, float]) -> None:
@@ -121,6 +124,7 @@ def fit_heads(
         checkpoint=run.folder / "training.safetensors",
         should_stop=run.should_stop,
         on_step=on_step,
+        ranks=run.ranks,
     )
     heads = {depth: _published(head) for depth, head in heads.items()}
     stored = {f"{d}.{n}": t.cpu() for d, h in heads.items() for n, t in h.state_dict().items()}
@@ -150,15 +154,18 @@ def train_heads(
     checkpoint: Path | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     on_step: Callable[[float, dict[str, float]], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Trains the heads together on the vocabulary's device, in place.
 
     Matmuls are computed in a format that the device multiplies faster: see `_fast_matmuls`. Training ends after
     `params.seconds`, and the learning rate follows whichever is further, epochs or time. `checkpoint`: the file from
     which a training that was killed continues; deleted at the end. `on_step` gets the share done and a running loss per
-    depth, every REPORT_INTERVAL_S. Raises `Cancelled`.
+    depth, every REPORT_INTERVAL_S. Several `ranks` have chunks of their own, and average the gradients of batches that
+    together have the size of one rank's; without any chunk at one of them nothing is trained. Raises `Cancelled`.
     """
-    if not chunks:
+    ranks = ranks or Ranks()
+    if not all(ranks.everyones(len(chunks))):
         return
     device = vocabulary.device
     weights = [p for head in heads.values() for p in head.parameters()]
@@ -169,8 +176,16 @@ def train_heads(
         betas=(0.9, 0.98),
         fused=device.type == "cuda" or None,
     )
-    saved = TrainingCheckpoint(checkpoint, nn.ModuleDict({str(d): h for d, h in heads.items()}), optimiser)
+    module = nn.ModuleDict({str(d): h for d, h in heads.items()})
+    saved = TrainingCheckpoint(checkpoint, module, optimiser)
     start = saved.load()
+    if ranks.size > 1:
+        # All go on from what the first one has saved, each in its own text.
+        weights_of, optimiser_of, done = ranks.firsts((module.state_dict(), optimiser.state_dict(), start.done))
+        module.load_state_dict(weights_of)
+        optimiser.load_state_dict(optimiser_of)
+        start = replace(start, done=done) if done else TrainingPlace()
+        params = replace(params, batch_size=-(-params.batch_size // ranks.size))
     start_s = time.monotonic()
     reported_s = -math.inf
     # Running means, which begin with the first step's losses.
@@ -178,11 +193,12 @@ def train_heads(
     done = start.done
     for place, chunk, batches in _epochs(chunks, vocabulary, params, start):
         for number, index in enumerate(batches):
-            if should_stop():
-                raise Cancelled("stopped while the exit heads were trained")
             share = (place.epoch + (place.chunk + number / len(batches)) / len(chunks)) / params.epochs
             by_time = (time.monotonic() - start_s) / params.seconds
             done = max(share, start.done + (1 - start.done) * by_time)
+            done, is_cancelled = ranks.means((done, float(should_stop())))
+            if is_cancelled:
+                raise Cancelled("stopped while the exit heads were trained")
             if done >= 1.0:
                 break
             warm_up = min(1.0, done / params.warm_up_share + 0.02)
@@ -193,6 +209,7 @@ def train_heads(
                     step_losses = objective.losses(chunk, index)
                 optimiser.zero_grad()
                 torch.stack(list(step_losses.values())).sum().backward()
+            ranks.average([weight.grad for weight in weights if weight.grad is not None])
             for depth, loss in step_losses.items():
                 losses.setdefault(depth, loss.detach().clone()).lerp_(loss.detach(), LOSS_SHARE)
             torch.nn.utils.clip_grad_norm_(weights, GRADIENT_NORM)
@@ -225,14 +242,14 @@ def _fast_matmuls(device: torch.device) -> Iterator[None]:
 def _epochs(
     chunks: Sequence[StateChunk], vocabulary: DraftVocabulary, params: HeadTraining, start: TrainingPlace
 ) -> Iterator[tuple[TrainingPlace, StateChunk, Sequence[Tensor]]]:
-    """Yields each chunk of all epochs from `start` on, with its batches of positions whose choice is in the draft
+    """Yields each chunk of endless epochs from `start` on, with its batches of positions whose choice is in the draft
     vocabulary.
 
     One chunk at a time is in memory. A chunk's batches depend on the seed and its place alone, so training can continue
     anywhere.
     """
     device, lookup = vocabulary.device, vocabulary.lookup.to(vocabulary.device)
-    for epoch in range(start.epoch, params.epochs):
+    for epoch in count(start.epoch):
         seed = (params.seed * 1009 + epoch) % 2**63
         order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(seed)).tolist()
         for number in range(start.chunk if epoch == start.epoch else 0, len(chunks)):

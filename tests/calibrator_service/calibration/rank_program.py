@@ -1,0 +1,43 @@
+"""A rank that `test_ranks` starts by torchrun: calibrates what is asked for in FOLDER/asked, case by case.
+
+torchrun .. rank_program.py FOLDER
+"""
+
+import pickle
+import sys
+from pathlib import Path
+
+import torch
+
+from calibrator_service.calibration import plan
+from calibrator_service.calibration.pipeline import calibrate_together
+from calibrator_service.calibration.ranks import joined
+from calibrator_service.calibration.spec import Progress
+from shared.errors import NeapError
+from tests.calibrator_service.calibration.conftest import make_model
+
+TIMEOUT_S = 60.0
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    asked, weights = pickle.loads((folder / "asked").read_bytes())
+    loaded = make_model(chat=False, weights=weights)
+    with joined(TIMEOUT_S) as ranks:
+        for name, spec, changes in asked:
+            for constant, value in changes.items():
+                setattr(plan, constant, value)
+            heard: list[Progress] = []
+            own = loaded
+            if name == "differ" and ranks.rank:
+                own = make_model(chat=False, weights={key: 2 * weight for key, weight in weights.items()})
+            try:
+                found = calibrate_together(own, spec, ranks, work_dir=folder / name, progress=heard.append)
+                result = None if found is None else (found.ladder, found.report, found.pack()[1])
+            except NeapError as error:
+                result = error.reason
+            (folder / f"{name}-{ranks.rank}").write_bytes(pickle.dumps((result, [now.fraction for now in heard])))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
