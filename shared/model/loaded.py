@@ -19,6 +19,7 @@ from shared.model.substitution import attention
 from shared.model.weights.quantised import quantisation
 
 if TYPE_CHECKING:
+    from shared.model.ranks.group import Ranks
     from shared.model.substitution.apply import AccelerationReport
 
 
@@ -32,7 +33,8 @@ class LoadedModel:
     `kv_dtype`: the dtype in which caches hold keys and values. `compute_dtype`: the one in which matrices are
     multiplied. `acceleration`: what of it runs on neap's CPU kernels; None if it was not accelerated. `source`: where
     `load_model` read it, in `load_s` seconds; None for a model that was already built. `facts`: what is known about it.
-    `defaults`: what its generation_config gives requests that ask for it.
+    `defaults`: what its generation_config gives requests that ask for it. `ranks`: the processes that have its parts;
+    None if this one has all of it.
     """
 
     model_id: str
@@ -49,6 +51,7 @@ class LoadedModel:
     source: str | None = None
     load_s: float = 0.0
     facts: Facts = field(default_factory=Facts, compare=False, repr=False)
+    ranks: "Ranks | None" = None
 
     @property
     def num_layers(self) -> int:
