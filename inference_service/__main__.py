@@ -5,6 +5,9 @@ import gc
 if __name__ == "__main__":
     gc.disable()  # imports make no garbage
 
+import os
+import sys
+
 from inference_service.light_imports import import_transformers_lightly
 from shared.cpus import size_thread_pools, usable_cpus
 from shared.memory import release_free_memory, share_heaps
@@ -14,11 +17,10 @@ if __name__ == "__main__":  # before anything below imports torch
     log_all_output()
     size_thread_pools()
     share_heaps()
-    import_transformers_lightly()
+    if "NEAP_TENSOR_PARALLEL" not in os.environ and not any(a.startswith("--tensor-parallel") for a in sys.argv):
+        import_transformers_lightly()
 
 import asyncio
-import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -31,9 +33,16 @@ import torch
 from neap_client.inference.v1 import inference_pb2_grpc
 
 from inference_service.blob_cache import BlobCache
-from inference_service.engine_watch import EngineWatch
+from inference_service.engine_watch import EngineWatch, exit_at_once
 from inference_service.metrics import ClientWaitsCollector, WorkerMetrics
 from inference_service.pools import Pools
+from inference_service.rank_processes import (
+    RankProcesses,
+    check_settings,
+    follow_worker,
+    ignore_signals,
+    rank_of_this_process,
+)
 from inference_service.router_imports import import_routers
 from inference_service.router_watch import RouterWatch
 from inference_service.routers import MAX_WAITING, RouterStore, preload_routers
@@ -80,13 +89,26 @@ async def serve(settings: WorkerSettings) -> int:
     Raises NeapError if it cannot start."""
     if not settings.models:
         raise InvalidInput("no model is named: give --model ID=SOURCE", reason="BAD_CONFIGURATION")
+    check_settings(settings)
     for source in settings.models:  # before anything listens, so that nobody waits for a model that is not there
         check_files(source.source)
+    num_threads = settings.threads or max(1, min(torch.get_num_threads(), usable_cpus()) // settings.tensor_parallel)
+    torch.set_num_threads(num_threads)
+    if rank_of_this_process():
+        ignore_signals()
+        return await asyncio.to_thread(follow_worker, settings)
+    processes = RankProcesses(settings) if settings.tensor_parallel > 1 else None
+    try:
+        return await _serve(settings, num_threads, processes)
+    finally:
+        if processes is not None:
+            processes.end()
+
+
+async def _serve(settings: WorkerSettings, num_threads: int, processes: RankProcesses | None) -> int:
     if settings.device.startswith("cuda") and settings.start_cache_mb:
         keep_compiled(settings.data_dir / "compile-cache", settings.start_cache_mb << 20)
     check_device(settings.device, serves=True)
-    num_threads = settings.threads or min(torch.get_num_threads(), usable_cpus())
-    torch.set_num_threads(num_threads)
     log.info("threads", usable_cpus=usable_cpus(), model_threads=num_threads)
     security = open_security(settings, settings.listen)
     verifier = verifier_of(settings.require_signatures)
@@ -146,6 +168,8 @@ async def serve(settings: WorkerSettings) -> int:
         )
     loop = asyncio.get_running_loop()
     stop_soon = partial(loop.call_soon_threadsafe, server.request_stop)
+    if processes is not None:
+        processes.on_lost = stop_soon
 
     async def preload(served: Sequence[LoadedModel]) -> None:
         aliases = settings.preload_aliases or None
@@ -156,7 +180,7 @@ async def serve(settings: WorkerSettings) -> int:
             place = f"{source.model_id}, {number} of {len(settings.models)}"
             # If an engine fails, the worker drains and exits, so that it is restarted.
             engine = await asyncio.to_thread(
-                _load_engine, source, settings, stop_soon, partial(servicer.set_loading, place)
+                _load_engine, source, settings, stop_soon, partial(servicer.set_loading, place), processes
             )
             engines.append(engine)
             watches.append(
@@ -196,6 +220,8 @@ async def serve(settings: WorkerSettings) -> int:
         log.info("stopped before it was ready")
         sys.stderr.flush()
         os._exit(0)
+    if processes is not None and processes.is_lost:
+        exit_at_once()  # the engine's thread may wait for the lost rank
     for watch in watches:
         watch.stop()
     if reports is not None:
@@ -249,10 +275,14 @@ def _refresh(loop: asyncio.AbstractEventLoop, routers: RouterStore, loaded: Load
 
 
 def _load_engine(
-    source: ModelSource, settings: WorkerSettings, on_failure: Callable[[], object], say: Callable[[str], object]
+    source: ModelSource,
+    settings: WorkerSettings,
+    on_failure: Callable[[], object],
+    say: Callable[[str], object],
+    processes: RankProcesses | None = None,
 ) -> Engine:
     say("reading")
-    loaded = load_configured(source, settings)
+    loaded = load_configured(source, settings) if processes is None else processes.load(source)
     gc.freeze()  # no later collection looks at the model
     budget = None if settings.kv_budget_mb is None else settings.kv_budget_mb << 20
     if budget is None and loaded.device.type == "cuda" and len(settings.models) == 1:

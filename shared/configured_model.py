@@ -1,6 +1,6 @@
 """Models, loaded as the settings of a service say."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,9 +11,12 @@ from shared.model.loaded import LoadedModel
 from shared.model.remembered.store import StartStore
 from shared.service_settings import ModelSource, ServiceSettings, WorkerSettings
 
+if TYPE_CHECKING:
+    from shared.model.ranks.group import Ranks
 
-def load_configured(source: ModelSource, settings: ServiceSettings) -> LoadedModel:
-    """The model as a service with these settings loads it, on a worker's `cpu_path`.
+
+def load_configured(source: ModelSource, settings: ServiceSettings, ranks: "Ranks | None" = None) -> LoadedModel:
+    """The model as a service with these settings loads it, on a worker's `cpu_path`, shared out to `ranks`.
 
     Raises as `load_model`, and `PreconditionFailed` (reason CPU_PATH_MISSING) if this machine does not have that path.
     """
@@ -22,7 +25,7 @@ def load_configured(source: ModelSource, settings: ServiceSettings) -> LoadedMod
     options = load_options(settings)
     if isinstance(settings, WorkerSettings) and settings.start_cache_mb:
         options["store"] = StartStore(settings.data_dir / "start-cache", settings.start_cache_mb << 20)
-    return load_model(source.source, model_id=source.model_id, **options)
+    return load_model(source.source, model_id=source.model_id, ranks=ranks, **options)
 
 
 def use_cpu_path(name: str) -> None:

@@ -191,6 +191,23 @@ class WorkerSettings(ServiceSettings):
         "with what other processes have taken before. Less leaves room for those that come later, such as a "
         "calibration service on the same GPU; the rest is for graphs and routers. --kv-budget-mb goes before it.",
     )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Processes that share the weights of the worker's one model, each on a card of its own, or with "
+        "its part of a CPU's threads. The worker starts the others beside it, or takes its place among those that "
+        "torchrun has started. Families without a tensor-parallel plan, quantised checkpoints and .gguf files are "
+        "refused.",
+        json_schema_extra={"metavar": "RANKS"},
+    )
+    rank_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="With --tensor-parallel: seconds for which ranks wait for each other until the model is loaded. "
+        "Afterwards a rank that takes --hang-timeout-s for its part of a pass counts as hung.",
+    )
     kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         default="auto",
         description="Format in which keys and values are kept. auto: the one that the device computes in, which is "

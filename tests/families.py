@@ -47,6 +47,21 @@ def _llama_like(config: type, **changes: object) -> hf.PretrainedConfig:
     return config(**{**LLAMA_LIKE, **changes})
 
 
+def gemma4(full_key_heads: int) -> hf.PretrainedConfig:
+    """Heads of the full layers are wider, so that not all layers have the same configuration."""
+    return _llama_like(
+        hf.Gemma4TextConfig,
+        head_dim=8,
+        global_head_dim=16,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=full_key_heads,
+        sliding_window=5,
+        layer_types=ALTERNATING,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0,
+    )
+
+
 FAMILIES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     "llama": lambda: _llama_like(hf.LlamaConfig),
     "llama-tied": lambda: _llama_like(hf.LlamaConfig, tie_word_embeddings=True),
@@ -83,18 +98,7 @@ FAMILIES: dict[str, Callable[[], hf.PretrainedConfig]] = {
     "gemma3-sliding": lambda: _llama_like(
         hf.Gemma3TextConfig, head_dim=8, sliding_window=5, layer_types=ALTERNATING, query_pre_attn_scalar=8
     ),
-    # Heads of the full layers are wider, so that not all layers have the same configuration.
-    "gemma4": lambda: _llama_like(
-        hf.Gemma4TextConfig,
-        head_dim=8,
-        global_head_dim=16,
-        attention_k_eq_v=True,
-        num_global_key_value_heads=1,
-        sliding_window=5,
-        layer_types=ALTERNATING,
-        num_kv_shared_layers=0,
-        hidden_size_per_layer_input=0,
-    ),
+    "gemma4": lambda: gemma4(1),
     "gpt2": lambda: hf.GPT2Config(n_embd=32, n_layer=NUM_LAYERS, n_head=4, n_positions=128, **SHARED),
     "gpt-neox": lambda: hf.GPTNeoXConfig(**{k: v for k, v in LLAMA_LIKE.items() if k != "num_key_value_heads"}),
     "phi2": lambda: _llama_like(hf.PhiConfig),

@@ -35,6 +35,8 @@ COMPOSITIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("local", ("learning",)),
     ("local", ("learning", "traffic-key", "security")),
     ("cpu", ("learning", "traffic-key", "monitoring")),
+    ("gpu", ("several-cards", "security")),
+    ("base", ("shared-registry", "calibration-jobs", "models-from-claim", "gpu", "several-nodes")),
 )
 
 

@@ -125,7 +125,7 @@ def later_fingerprint(model: PreTrainedModel) -> Callable[[Callable[[], None]], 
 
     Weights are hashed as bfloat16, so that a checkpoint has one fingerprint whatever format it is kept in. Those of a
     `LazyWeight` are read or dequantised a few matrices at a time. A model that another package has quantised is hashed
-    with its quantised numbers, too.
+    with its quantised numbers, too. One that is sharded has the fingerprint of the whole; all its ranks find it out.
     """
     config = model.config.get_text_config(decoder=True)
     functional = {key: setting_of(config, key) for key in FUNCTIONAL_KEYS}
@@ -135,8 +135,11 @@ def later_fingerprint(model: PreTrainedModel) -> Callable[[Callable[[], None]], 
     identity = {"architecture": type(model).__name__, "functional": functional} | ({"some": some} if some else {})
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode())
     parameters = sorted(
-        ((n, p) for n, p in model.named_parameters() if p.is_floating_point() and is_plain(p)), key=lambda item: item[0]
+        ((n, p) for n, p in model.named_parameters() if p.is_floating_point() and (is_plain(p) or _is_sharded(p))),
+        key=lambda item: item[0],
     )
+    # Ranks gather what is sharded one after another, in the same order.
+    at_once = 1 if any(_is_sharded(parameter) for _, parameter in parameters) else MAX_AT_ONCE
     quantised = quantised_digest(model, model.config)
 
     def find_out(between: Callable[[], None]) -> str:
@@ -145,7 +148,7 @@ def later_fingerprint(model: PreTrainedModel) -> Callable[[Callable[[], None]], 
             return _tensor_digest(tensor)
 
         untrimmed = 0
-        with ThreadPoolExecutor(min(usable_cpus(), MAX_AT_ONCE)) as pool:
+        with ThreadPoolExecutor(min(usable_cpus(), at_once)) as pool:
             for (name, parameter), part in zip(
                 parameters, pool.map(digest_of, (tensor for _, tensor in parameters)), strict=True
             ):
@@ -157,7 +160,13 @@ def later_fingerprint(model: PreTrainedModel) -> Callable[[Callable[[], None]], 
     return find_out
 
 
+def _is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, which all ranks must gather together."""
+    return hasattr(tensor, "full_tensor")
+
+
 def _tensor_digest(tensor: Tensor) -> bytes:
+    tensor = getattr(tensor, "full_tensor", lambda: tensor)()
     stored, digest = lazy(tensor), hashlib.sha256()
     parts = [tensor.detach().to(torch.bfloat16)] if stored is None else stored.rounded_parts()
     for part in parts:

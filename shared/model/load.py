@@ -34,6 +34,7 @@ from shared.ops.cards import check_card
 from shared.ops.paged_on_gpu import has_triton
 
 if TYPE_CHECKING:
+    from shared.model.ranks.group import Ranks
     from shared.model.weights.gguf import GgufReaders
 
 
@@ -52,6 +53,7 @@ def load_model(
     kv_dtype: torch.dtype | None = None,
     compute_dtype: torch.dtype | None = None,
     store: StartStore | None = None,
+    ranks: "Ranks | None" = None,
 ) -> LoadedModel:
     """Loads a Hugging Face folder, a .gguf file, or a model by its hub name.
 
@@ -64,10 +66,12 @@ def load_model(
     files of this machine. `LoadedModel.facts.keep` puts there what this start has found out. The fingerprint of a
     large model is found out when somebody asks for it, from the same files. Logs the size on disk before loading, and
     the seconds taken and the formats of the weights afterwards.
+    `ranks`: those that share the weights; all of them call this with the same arguments. Nothing is remembered then.
 
     Raises `NotFound` (reason MODEL_NOT_FOUND), `PermissionDenied` (MODEL_GATED), `UnsupportedModel` (also with reason
     PACKAGE_MISSING), `Corrupt` (MODEL_FILE_CORRUPT), `Unavailable` (MODEL_FILE_CHANGED, HUB_UNAVAILABLE), `Exhausted`
-    (OUT_OF_MEMORY), and the errors of `check_device`.
+    (OUT_OF_MEMORY), the errors of `check_device`, and with `ranks` `PreconditionFailed` (RANKS_DIFFER) and
+    `UnsupportedModel` (TENSOR_PARALLEL_NOT_SUPPORTED).
     """
     started_s = time.monotonic()
     check_device(device, serves=True)
@@ -81,8 +85,9 @@ def load_model(
         "kv_dtype": kv_dtype,
         "compute_dtype": compute_dtype,
     }
-    entry = store.entry(source, options) if store is not None and device == "cpu" else None
-    loaded = run_in_own_thread(_load_model, source, model_id=name, device=device, entry=entry, **options)
+    keeps = store is not None and device == "cpu" and ranks is None
+    entry = store.entry(source, options) if store is not None and keeps else None
+    loaded = run_in_own_thread(_load_model, source, model_id=name, device=device, entry=entry, ranks=ranks, **options)
     load_s = time.monotonic() - started_s
     log.info(
         "model loaded",
@@ -91,7 +96,7 @@ def load_model(
         seconds=round(load_s, 1),
         fingerprint=loaded.fingerprint if loaded.identity.is_known else None,
     )
-    return replace(loaded, source=str(source), load_s=load_s)
+    return replace(loaded, source=str(source), load_s=load_s, ranks=ranks)
 
 
 def _load_model(
@@ -102,6 +107,7 @@ def _load_model(
     device: str,
     accelerate: bool,
     entry: StartEntry | None,
+    ranks: "Ranks | None",
     **options: Any,
 ) -> LoadedModel:
     """`options`: those of `wrap_model`."""
@@ -114,17 +120,22 @@ def _load_model(
         with _load_errors(source, theirs), replaced(readers):
             config = AutoConfig.from_pretrained(**where)
         refuse_config(config)
+        sharding = None if ranks is None else _sharding(config, ranks, model_id, where)
         method = quantisation(config)
         on_cpu = device == "cpu"
         # On a CPU everything but the matrices is float32. Quantised modules compute in the dtype of their checkpoint.
         in_float32 = on_cpu and method is None
         if "gguf_file" not in where:
-            readers = safetensors_replacements(checkpoint, lazy=in_float32)
+            readers = safetensors_replacements(checkpoint, lazy=in_float32 and ranks is None)
+        if ranks is not None:
+            from shared.model.ranks.sharding import mesh_replacement
+
+            readers = [*readers, mesh_replacement(ranks)]
         with replaced(readers), _load_errors(source, theirs):
             # A .gguf file names no dtype to compute in, and transformers would take float32.
             default = sixteen_bits(torch.device(device)) if "gguf_file" in where else "auto"
             stays_in_blocks = _stays_in_blocks("gguf_file" in where and accelerate, device, dtype)
-            model = _build(where, torch.float32 if in_float32 or stays_in_blocks else dtype or default)
+            model = _build(where, torch.float32 if in_float32 or stays_in_blocks else dtype or default, sharding)
             # Matrices are packed while Python makes the tokenizer.
             with ThreadPoolExecutor(1, "neap-pack") as pool:
                 packing = None if facts.earlier else pool.submit(pack_ahead, model)
@@ -147,6 +158,11 @@ def _load_model(
             identity = Identity(find_out)
         else:
             identity = Identity.of(facts.recall("fingerprint", partial(fingerprint, model)))
+        if ranks is not None:
+            from shared.model.ranks.sharding import localise
+
+            localise(model, ranks)
+            ranks.begin_passes()
         release_free_memory()
         taken = TakenBlocks(model) if stays_in_blocks else None
         if not accelerate or not on_cpu:
@@ -224,10 +240,28 @@ def _is_dequantised(model: PreTrainedModel, method: str, model_id: str) -> bool:
     return dequantised
 
 
-def _build(where: Mapping[str, Any], dtype: torch.dtype | str) -> PreTrainedModel:
+def _sharding(config: Any, ranks: "Ranks", model_id: str, where: Mapping[str, Any]) -> Any:
+    """How transformers is to share the weights out, as the ranks agree. Raises `UnsupportedModel`
+    (TENSOR_PARALLEL_NOT_SUPPORTED) and `PreconditionFailed` (RANKS_DIFFER)."""
+    if "gguf_file" in where:
+        raise UnsupportedModel(
+            f"{model_id} cannot be run by {ranks.size} ranks: it is a .gguf file, and only folders are shared out",
+            reason="TENSOR_PARALLEL_NOT_SUPPORTED",
+            metadata={"model_id": model_id},
+        )
+    # Imported here: most processes have no ranks, and torch.distributed takes long to import.
+    from shared.model.ranks.sharding import plan_of
+
+    ranks.check_alike({"model": f"{model_id} {config.to_json_string(use_diff=False)}"})
+    return plan_of(config, ranks, model_id)
+
+
+def _build(where: Mapping[str, Any], dtype: torch.dtype | str, sharding: Any = None) -> PreTrainedModel:
     """Raises `UnsupportedModel` (reason WEIGHTS_MISSING) if the checkpoint lacks weights, which transformers would make
     up."""
     weights: dict[str, Any] = {} if "gguf_file" in where else {"use_safetensors": True}
+    if sharding is not None:
+        weights["distributed_config"] = sharding
     loaded: Any = AutoModelForCausalLM.from_pretrained(**where, **weights, dtype=dtype, output_loading_info=True)
     model, report = loaded
     missing = sorted(report["missing_keys"])

@@ -20,6 +20,7 @@ from shared.model.weights.on_device import BlocksLinear
 from shared.model.weights.quantised import quantisation
 
 if TYPE_CHECKING:
+    from shared.model.ranks.group import Ranks
     from shared.model.substitution.apply import AccelerationReport
     from shared.model.substitution.invariant import InvariantReport
 
@@ -35,7 +36,8 @@ class LoadedModel:
     multiplied. `acceleration`: what of it runs on neap's CPU kernels; None if it was not accelerated. `invariance`:
     what of it gives a token the same bits in any company on a GPU; None if its products are the vendor's. `source`:
     where `load_model` read it, in `load_s` seconds; None for a model that was already built. `facts`: what is known
-    about it. `defaults`: what its generation_config gives requests that ask for it.
+    about it. `defaults`: what its generation_config gives requests that ask for it. `ranks`: the processes that have
+    its parts; None if this one has all of it.
     """
 
     model_id: str
@@ -53,6 +55,7 @@ class LoadedModel:
     source: str | None = None
     load_s: float = 0.0
     facts: Facts = field(default_factory=Facts, compare=False, repr=False)
+    ranks: "Ranks | None" = None
 
     @property
     def num_layers(self) -> int:

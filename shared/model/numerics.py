@@ -42,9 +42,9 @@ class Numerics:
     """`is_exact`: whether `exact` gives the tokens of `full`, alone and in any company; if not, `why_not` says why.
 
     `id`: two workers that are exact have the same one if they give the same bits, and only then. It depends on the
-    model, the formats of weights, keys and values, the kernels in use, torch, and the library of constraints. It does
-    not depend on the number of threads. It says how workers that are not exact compute, but no two of their passes need
-    agree.
+    model, the formats of weights, keys and values, the kernels in use, torch, the library of constraints, and the
+    number of ranks. It does not depend on the number of threads. It says how workers that are not exact compute, but no
+    two of their passes need agree.
     """
 
     id: str
@@ -194,6 +194,8 @@ def _facts(runner: Runner) -> dict[str, object]:
         "path": cpu_path(loaded),
         "constraints": version("llguidance"),  # says which tokens they allow
     }
+    if loaded.ranks is not None:
+        facts["ranks"] = loaded.ranks.size  # what each adds up, and so every bit
     if loaded.device.type == "cuda":
         facts["device"] = torch.cuda.get_device_name(loaded.device)
         facts["runner"] = (runner.records, runner.compiles)

@@ -58,6 +58,22 @@ def make_runner(
     None: if it works; if not, the log says why. Raises `PreconditionFailed` (reasons CANNOT_RECORD, CANNOT_COMPILE)
     with the reason if the argument is True but it does not work, and on a GPU as `check_card`.
     """
+    asked: dict[str, Any] = {"kv_budget_bytes": kv_budget_bytes, "record": record, "compile_layers": compile_layers}
+    if loaded.ranks is None:
+        return own_runner(loaded, **asked)
+    from shared.model.ranks.leading import lead
+
+    loaded.ranks.tell(asked)  # each makes its own
+    return lead(own_runner(loaded, **asked), loaded.ranks)
+
+
+def own_runner(
+    loaded: LoadedModel, kv_budget_bytes: int, *, record: bool | None = None, compile_layers: bool | None = None
+) -> Runner:
+    """As `make_runner`: that of this process, which runs its part of the model. Where ranks share the model, passes are
+    recorded only if that is asked for, and layers not compiled: no machine has tried it yet."""
+    if loaded.ranks is not None:
+        record, compile_layers = record is True, compile_layers is True
     runner = _runner(loaded, kv_budget_bytes, record is not False, compile_layers is not False)
     check_runner(runner, record=bool(record), compile_layers=bool(compile_layers))
     return runner

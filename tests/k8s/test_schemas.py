@@ -107,7 +107,27 @@ INFERENCE_POOL = {
         },
     },
 }
-PARTS = {"GRPCRoute": GRPC_ROUTE, "InferencePool": INFERENCE_POOL}
+# The part of a LeaderWorkerSet (leaderworkerset.x-k8s.io/v1) that is used here. Its templates are those of pods.
+LEADER_WORKER_SET = {
+    "type": "object",
+    "required": ["leaderWorkerTemplate"],
+    "additionalProperties": False,
+    "properties": {
+        "replicas": {"type": "integer", "minimum": 0},
+        "leaderWorkerTemplate": {
+            "type": "object",
+            "required": ["workerTemplate"],
+            "additionalProperties": False,
+            "properties": {
+                "size": {"type": "integer", "minimum": 1},
+                "restartPolicy": {"enum": ["RecreateGroupOnPodRestart", "None"]},
+                "leaderTemplate": {"type": "object"},
+                "workerTemplate": {"type": "object"},
+            },
+        },
+    },
+}
+PARTS = {"GRPCRoute": GRPC_ROUTE, "InferencePool": INFERENCE_POOL, "LeaderWorkerSet": LEADER_WORKER_SET}
 
 
 def check(document: dict[str, Any]) -> None:
@@ -115,6 +135,8 @@ def check(document: dict[str, Any]) -> None:
     kind = document["kind"]
     if kind in PARTS:
         jsonschema.validate(document["spec"], PARTS[kind])
+        for role in ("leaderTemplate", "workerTemplate") if kind == "LeaderWorkerSet" else ():
+            check({"apiVersion": "v1", "kind": "Pod", **document["spec"]["leaderWorkerTemplate"][role]})
     elif kind in CUSTOM:
         # Imported where it is needed: it takes seconds. `extra` makes unknown fields errors. The metadata is
         # Kubernetes' own.
@@ -148,11 +170,13 @@ def check_once(document: str) -> None:
         ("InferencePool", lambda spec: spec.update(appProtocol="h2c")),
         ("InferencePool", lambda spec: spec["endpointPickerRef"].pop("port")),
         ("GRPCRoute", lambda spec: spec["rules"][0].update(timeouts={"request": "1s"})),
+        ("LeaderWorkerSet", lambda spec: spec["leaderWorkerTemplate"].update(sise=2)),
+        ("LeaderWorkerSet", lambda spec: spec["leaderWorkerTemplate"]["workerTemplate"]["spec"].update(container=[])),
     ],
 )
 def test_schemas_refuse_what_is_wrong(kind, damage):
     components = ("monitoring", "autoscaling", "grpc-route", "inference-pool")
-    documents = render("cpu", components).values()
+    documents = (render("base", ("several-nodes",)) | render("cpu", components)).values()
     document = next(document for document in documents if document["kind"] == kind)
     check(document)
     damage(document["spec"])

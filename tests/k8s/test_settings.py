@@ -1,11 +1,13 @@
 """What the manifests say must be true of the services: variables, flags, ports, probes, and how safely they run."""
 
 import os
+import re
 import shlex
 
 import click
 import pytest
 import typer
+from torch.distributed import run as torchrun
 
 from calibrator_service import router_servicer
 from calibrator_service import servicer as calibration_servicer
@@ -267,3 +269,29 @@ def test_the_number_of_workers_is_left_to_the_scaler():
 def test_restricted_pods_are_enforced(overlay):
     labels = render(overlay)["Namespace", "neap"]["metadata"]["labels"]
     assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+
+
+def test_ranks_of_several_nodes_accept_their_settings_and_have_a_card_each(monkeypatch):
+    nodes = render("base", ("gpu", "several-nodes"))["LeaderWorkerSet", "neap-nodes"]["spec"]["leaderWorkerTemplate"]
+    for role in ("leaderTemplate", "workerTemplate"):
+        (container,) = nodes[role]["spec"]["containers"]
+        assert container["command"] == ["python", "-m", "torch.distributed.run"]
+        launcher, service = container["args"][:7], container["args"][7:]
+        per_node = int(container["resources"]["limits"][GPU])
+        assert launcher[:2] == [f"--nnodes={nodes['size']}", f"--nproc-per-node={per_node}"]
+        for variable in container["env"]:
+            monkeypatch.setenv(variable["name"], variable["value"])
+        settings = settings_from_command_line(WorkerSettings, service[0], service[1:])
+        assert settings.tensor_parallel == nodes["size"] * per_node
+        assert container["image"].endswith("-gpu")
+        assert "health" in [port["name"] for port in container.get("ports", ())] or role == "workerTemplate"
+        parsed = config_from_args(container["args"])[0]
+        assert (parsed.max_nodes, parsed.nproc_per_node, parsed.max_restarts) == (nodes["size"], per_node, 0)
+
+
+def config_from_args(arguments):
+    """As torchrun reads them, once Kubernetes has put the controller's variables in."""
+    given = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "127.0.0.1"}
+    return torchrun.config_from_args(
+        torchrun.parse_args([re.sub(r"\$\((\w+)\)", lambda name: given[name[1]], each) for each in arguments])
+    )

@@ -8,7 +8,7 @@ import pytest
 from tests.kustomize import COMPOSITIONS, Objects, containers, name_of, pods, render
 
 each_composition = pytest.mark.parametrize("composition", COMPOSITIONS, ids=name_of)
-SCRATCH = {"/tmp", "/data"}
+SCRATCH = {"/tmp", "/data", "/dev/shm"}
 
 
 def shared_claims(objects: Objects) -> dict[str, set[str]]:

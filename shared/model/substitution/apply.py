@@ -34,6 +34,7 @@ from shared.model.remembered.facts import Facts
 from shared.model.substitution import attention, rotary
 from shared.model.substitution.experts import experts, router
 from shared.model.substitution.fused_layers import substitute_layers
+from shared.model.substitution.layer import Hooks
 from shared.model.substitution.linear import activation, embedding, gated_mlp, linear, norm
 from shared.model.substitution.match import Unsuitable, relative_error
 from shared.model.substitution.reversible import Substitutions
@@ -133,7 +134,9 @@ def accelerate(
             dequantised = _dequantise_the_rest(run)
             run.round_inputs(compute_dtype)
             ids = _random_ids(model, 1, 9)
-            layers = substitute_layers(run, ids, kv_dtype, proven) if attends else 0
+            if is_hooked := Hooks(model.base_model.modules()).are_any():
+                run.left_alone["layers"] = "their modules have hooks, which one op would not call"
+            layers = substitute_layers(run, ids, kv_dtype, proven) if attends and not is_hooked else 0
         except BaseException:
             run.undo_all()
             raise

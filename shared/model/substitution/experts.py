@@ -173,7 +173,7 @@ def _compare(forward: Any, module: nn.Module, num_experts: int, width: int) -> N
     count = _TOKENS * len(inputs)
     chosen = (num_experts - 1 - torch.arange(count * _CHOICES)) % num_experts
     index, weights = chosen.view(count, _CHOICES), random_input(count, _CHOICES).abs()
-    if not agrees(lambda x: forward(x, index, weights), lambda x: module(x, index, weights), *inputs):
+    if not agrees(lambda x: forward(x, index, weights), lambda x: module.forward(x, index, weights), *inputs):
         raise Unsuitable("does more than its experts' products, by transformers' interface")
 
 

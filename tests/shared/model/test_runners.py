@@ -28,7 +28,7 @@ def test_a_cpu_refuses_what_only_a_gpu_has(asked: dict[str, bool], reason: str) 
 
 def test_a_gpu_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would serve one request at a time."""
-    on_gpu = SimpleNamespace(device=torch.device("cuda"), model_id="tiny")
+    on_gpu = SimpleNamespace(ranks=None, device=torch.device("cuda"), model_id="tiny")
     monkeypatch.setattr(cards, "cuda_build", lambda: None)
     with raises(PreconditionFailed, "OPS_NOT_BUILT", match="make build-ops"):
         make_runner(on_gpu, 1 << 20)  # type: ignore[arg-type]
