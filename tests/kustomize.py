@@ -36,7 +36,7 @@ COMPOSITIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("local", ("learning", "traffic-key", "security")),
     ("cpu", ("learning", "traffic-key", "monitoring")),
     ("gpu", ("several-cards", "security")),
-    ("base", ("shared-registry", "calibration-jobs", "models-from-claim", "gpu", "several-nodes")),
+    ("base", ("shared-registry", "calibration-jobs", "models-from-claim", "several-nodes", "gpu")),
 )
 
 

@@ -62,7 +62,7 @@ class RecordedChain:
 
     def held(self) -> list[Tensor | None]:
         """As `ExitProposer.held`."""
-        own = (self.vocabulary, self._states, self._sent, self._outputs, *self._drafted.values())
+        own = (self.vocabulary, self._states, self._newest, self._outputs, *self._drafted.values())
         return [*self.steps.held(), *own]
 
     def prepare(self) -> Iterator[None]:

@@ -63,7 +63,8 @@ class ProductTiles:
     def tile_tokens(self, num_tokens: int) -> int:
         most = MOST_TOKENS if self.capability // 10 in (9, 10) else 128
         if self.layout is not None:
-            most = 64 if self.layout.high == 1 else 128  # more has no room in the registers
+            # More has no room in the registers.
+            most = 128 if self.layout.high != 1 else 32 if self.capability // 10 == 10 else 64
         if not self.multiplies:
             most = 32
         return min(max(LEAST_TOKENS, 1 << (num_tokens - 1).bit_length()), most)

@@ -272,7 +272,7 @@ def test_restricted_pods_are_enforced(overlay):
 
 
 def test_ranks_of_several_nodes_accept_their_settings_and_have_a_card_each(monkeypatch):
-    nodes = render("base", ("gpu", "several-nodes"))["LeaderWorkerSet", "neap-nodes"]["spec"]["leaderWorkerTemplate"]
+    nodes = render("base", ("several-nodes", "gpu"))["LeaderWorkerSet", "neap-nodes"]["spec"]["leaderWorkerTemplate"]
     for role in ("leaderTemplate", "workerTemplate"):
         (container,) = nodes[role]["spec"]["containers"]
         assert container["command"] == ["python", "-m", "torch.distributed.run"]
