@@ -17,7 +17,9 @@ TESTS ?= tests
 # Processes that run tests side by side: more than two cores could keep busy, because many tests wait for a process.
 TEST_JOBS ?= 4
 DEMO_FLAGS ?=
-COMPUTED := tests/shared/ops tests/shared/test_compile_cache.py
+# Tests of the full tier that no time limits.
+COMPUTED := tests/shared/ops tests/shared/model tests/shared/engine tests/shared/ladder \
+	tests/shared/test_compile_cache.py tests/e2e/test_tensor_parallel.py tests/calibrator_service/test_rank_processes.py
 BENCH_FLAGS ?= --per-task 5
 # Optional dependencies to install. An image of the services needs "oci,otel,sign,smg" alone.
 EXTRAS ?= dev

@@ -94,6 +94,7 @@ def test_a_rank_that_hangs_is_waited_for_so_long_and_the_job_resumed(service: Se
     assert "Ranks 1 failed to pass monitoredBarrier in 20000 ms" in log.read_text()
 
 
+@pytest.mark.full
 def test_a_job_of_ranks_is_cancelled_and_another_reports_and_publishes(service: Service, tmp_path):
     (tmp_path / "stop-in").write_text("1 collecting")
     job = service.create(request_id="cancelled", ranks=2, **SPEC)
@@ -130,6 +131,7 @@ def torchrun(folder: Path, model_folder: Path, *launch: str, **spec: object) -> 
     )
 
 
+@pytest.mark.full
 def test_torchrun_without_a_service_publishes_once(model_folder, tmp_path):
     for _ in range(2):
         process = torchrun(tmp_path, model_folder, "--standalone", "--nproc-per-node", "2", exitDepths=[2])

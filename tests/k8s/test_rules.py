@@ -35,6 +35,7 @@ TARGET_LABELS = {"namespace", "pod", "instance"}
 # and what only somebody who knows the callers can judge.
 NOT_ALERTS = {
     "neap_router_layer_executions_saved_total",
+    "neap_router_memory_bytes",
     "neap_unauthorized_calls_total",
 }
 

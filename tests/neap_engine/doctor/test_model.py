@@ -53,7 +53,7 @@ def test_what_a_worker_will_take_is_compared_with_what_is_free(monkeypatch, tmp_
 
 @pytest.mark.parametrize("gguf", [True, False])
 def test_what_a_worker_will_take_of_a_gpu(monkeypatch, tmp_path, gguf):
-    """Two bytes a parameter."""
+    """Two bytes a parameter, or the file's blocks."""
     model = build_family("llama").to(torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
     source = write_llama(tmp_path / "tiny.gguf", width=1024, inner=2048) if gguf else tmp_path / "model"
@@ -65,7 +65,8 @@ def test_what_a_worker_will_take_of_a_gpu(monkeypatch, tmp_path, gguf):
     read = footprint(source, torch.device("cuda:1"))
     assert read is not None
     loaded = load_model(source) if gguf else wrap_model(model)
-    assert read.weights == 2 * loaded.model.num_parameters()
+    sixteen_bits = 2 * loaded.model.num_parameters()
+    assert read.weights < 0.7 * sixteen_bits if gguf else read.weights == sixteen_bits
     assert found.facts["weights_mb"] == round(read.weights / 1e6)
     assert (found.status, "MB of the GPU" in found.detail) == (
         "ok" if found.facts["needed_mb"] < 943 else "broken",

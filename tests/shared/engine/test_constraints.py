@@ -91,7 +91,8 @@ def test_exact_is_full_alone_and_in_company(loaded, ladder, name, way):
                 for own, other in zip(exact.tokens, full.tokens, strict=True):
                     assert own.logprob == pytest.approx(other.logprob, abs=1e-4)
                 num_forced += accepted_of(exact, "grammar")
-                num_others += exact.stats.num_accepted - accepted_of(exact, "grammar")
+                # Of a random ladder hardly any is right, and which one depends on the machine.
+                num_others += exact.stats.num_drafted - accepted_of(exact, "grammar")
             assert fulfils(full, CONSTRAINTS[name])
     if name in ("object", "tree"):
         assert num_forced > 20

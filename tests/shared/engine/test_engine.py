@@ -329,7 +329,7 @@ def test_an_engine_that_cannot_get_ready_says_so(loaded):
 
 def test_a_ladder_of_its_own_that_cannot_be_bound_is_told_and_full_is_served(loaded):
     class Broken(ScriptedLadder):
-        def bind(self, runner: object) -> "Broken":
+        def bind(self, runner: object, beside: object = ()) -> "Broken":
             raise Corrupt("broken", reason="BROKEN")
 
     with fixed_cost_engine(loaded, Broken()) as engine:  # type: ignore[arg-type]

@@ -150,7 +150,7 @@ def no_logprobs(patch, engine, alone):
 OWN = {
     "bind": Case(with_ladder(ScriptedLadder(), bind=fail)),
     "bind by a NeapError": Case(
-        with_ladder(ScriptedLadder(), bind=lambda runner: throw(Corrupt("bad", reason="BAD"))), Corrupt, "BAD"
+        with_ladder(ScriptedLadder(), bind=lambda runner, beside: throw(Corrupt("bad", reason="BAD"))), Corrupt, "BAD"
     ),
     "a new sequence": Case(with_ladder(ScriptedLadder(), tables=fail)),
     "what tables are told": Case(with_ladder(ScriptedLadder(), tables=lambda *_: SimpleNamespace(append=fail))),

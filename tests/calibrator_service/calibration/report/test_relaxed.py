@@ -44,8 +44,11 @@ class Saying:
     def check_model(self, loaded: LoadedModel) -> None:
         """It is anybody's."""
 
-    def bind(self, runner: object) -> "Saying":
+    def bind(self, runner: object, beside: object = ()) -> "Saying":
         return self
+
+    def memory(self) -> dict[int, int]:
+        return {}
 
     def prepare(self) -> Iterator[None]:
         return iter(())

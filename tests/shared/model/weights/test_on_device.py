@@ -15,6 +15,7 @@ from shared.model.load import _build, _gguf_readers
 from shared.model.loaded import wrap_model
 from shared.model.numerics import numerics_of
 from shared.model.recorder import NoRecorder
+from shared.model.remembered.facts import Facts
 from shared.model.runners import LayerCompiler
 from shared.model.source import arguments_of
 from shared.model.substitution.invariant import make_invariant
@@ -40,7 +41,7 @@ def _inference() -> Iterator[None]:
 
 def read(path: Path, dtype: torch.dtype, *, in_blocks: bool) -> PreTrainedModel:
     """The file's model as a GPU computes it, with its matrices in blocks or widened once."""
-    with CheckpointFiles(None) as checkpoint, replaced(_gguf_readers(checkpoint).replacements):
+    with CheckpointFiles(None) as checkpoint, replaced(_gguf_readers(checkpoint, Facts()).replacements):
         model = _build(arguments_of(path), torch.float32)
         taken = TakenBlocks(model) if in_blocks else None
         realise(model)
