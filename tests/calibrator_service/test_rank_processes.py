@@ -74,7 +74,8 @@ def test_a_rank_that_is_killed_costs_a_retry_and_no_text(service: Service, tmp_p
         end = now
     assert end.state == pb.STATE_SUCCEEDED, end.failure
     assert all(seen)
-    assert bool(seen) == (place.split()[1] not in ("loading", "collecting"))
+    # While one rank collects, the other may have written.
+    assert seen or place.split()[1] in ("loading", "collecting")
     assert service.record(job)["num_deaths"] == 1
     [version] = service.versions()
     assert version.version == end.router_version
