@@ -322,7 +322,8 @@ def test_an_answer_that_is_too_long_is_counted_and_the_others_are_kept(tmp_path:
     assert len(traffic.read("tiny", "legal").answers) == 1
 
 
-def test_whoever_writes_removes_what_is_too_old(tmp_path: Path) -> None:
+def test_whoever_writes_removes_what_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference_service.tap._FIRST_EXPIRY_WITHIN_S", 0.0)
     with a_tap(tmp_path) as (tap, traffic, _):
         offered(tap, 1)
         wait_until(lambda: traffic.batches("tiny", "legal"))
