@@ -1,6 +1,7 @@
 """What a worker keeps of the answers that it serves, and that no answer suffers from it."""
 
 import errno
+import math
 import threading
 import time
 import zlib
@@ -323,9 +324,11 @@ def test_an_answer_that_is_too_long_is_counted_and_the_others_are_kept(tmp_path:
 
 
 def test_whoever_writes_removes_what_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_service.tap._FIRST_EXPIRY_WITHIN_S", 0.0)
+    """Within a minute, so that workers that start together do not all look."""
     with a_tap(tmp_path) as (tap, traffic, _):
+        tap._expire_at_s = math.inf
         offered(tap, 1)
         wait_until(lambda: traffic.batches("tiny", "legal"))
+    monkeypatch.setattr("inference_service.tap._FIRST_EXPIRY_WITHIN_S", 0.0)
     with a_tap(tmp_path, retention_s=-1.0) as (_, traffic, _):
         wait_until(lambda: not traffic.batches("tiny", "legal"))
