@@ -19,7 +19,8 @@ TEST_JOBS ?= 4
 DEMO_FLAGS ?=
 # Tests of the full tier that no time limits.
 COMPUTED := tests/shared/ops tests/shared/model tests/shared/engine tests/shared/ladder \
-	tests/shared/test_compile_cache.py tests/e2e/test_tensor_parallel.py tests/calibrator_service/test_rank_processes.py
+	tests/shared/test_compile_cache.py tests/e2e/test_tensor_parallel.py tests/calibrator_service/test_rank_processes.py \
+	tests/e2e/test_sdks.py tests/docs tests/protos
 BENCH_FLAGS ?= --per-task 5
 # Optional dependencies to install. An image of the services needs "oci,otel,sign,smg" alone.
 EXTRAS ?= dev

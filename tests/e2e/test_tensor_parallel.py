@@ -60,7 +60,7 @@ def test_exact_is_full_and_both_ranks_end_together(folder, tmp_path):
 
 @pytest.mark.full
 def test_a_stream_goes_on_elsewhere_when_its_worker_loses_a_rank(folder, tmp_path):
-    request = request_of(900, depth=EXACT, sampling=SAMPLED)
+    request = request_of(400, depth=EXACT, sampling=SAMPLED)
     with (
         _ranks(folder, tmp_path, "one") as (process, address, other, lines),
         _ranks(folder, tmp_path, "two") as (_, elsewhere, _, _),
@@ -70,7 +70,7 @@ def test_a_stream_goes_on_elsewhere_when_its_worker_loses_a_rank(folder, tmp_pat
             list(whole)
         with NeapClient(f"ipv4:{address},{elsewhere}", has_affinity=False) as client:
             # Calls are shared in turn, so half of them begin at the first worker. So many do not end before it does.
-            streams = [client.generate(request) for _ in range(12)]
+            streams = [client.generate(request) for _ in range(6)]
             for stream in streams[:2]:
                 next(stream)
                 next(stream)
