@@ -23,22 +23,20 @@ from google.protobuf.json_format import Parse, ParseError
 from neap_client.calibration.v1 import calibration_pb2
 
 from calibrator_service.calibration.ranks import Ranks, joined
-from calibrator_service.calibration.spec import CalibrationSpec, Progress, ServedTraffic
+from calibrator_service.calibration.spec import CalibrationSpec, Progress
 from calibrator_service.job_process import ProcessConfig
-from calibrator_service.learning.pools import check_aliases, latest_of, pool_of_source
-from calibrator_service.learning.traffic_file import fetch_traffic
+from calibrator_service.learning.pools import pool_of_source
+from calibrator_service.learning.traffic_file import with_text
 from calibrator_service.lineage import fetch_parent, find_parent
 from calibrator_service.publisher import publish
 from calibrator_service.recipe import load_product, run, save_product
-from calibrator_service.sources import allowed_source
-from calibrator_service.spec_messages import spec_from_proto
+from calibrator_service.spec_messages import spec_of_request
 from shared.config import make_settings
 from shared.cpus import size_thread_pools
 from shared.digests import digest_of
 from shared.errors import InvalidInput, NeapError, Unavailable
 from shared.files import file_lock, storage_error
 from shared.registry.factory import open_registry
-from shared.registry.names import only_model, unique_aliases
 from shared.rpc.logs import configure_logging, log_all_output, log_stdout
 from shared.service_settings import CalibratorSettings
 
@@ -76,7 +74,7 @@ def calibrate(ranks: Ranks, asked: str, request_id: str, work_dir: Path, setting
     ranks.check(**versions, spec=digest_of(asked.encode()), request_id=request_id)
     job = read_job(asked, request_id, settings)
     if ranks.firsts(load_product(work_dir) is None):
-        spec = ranks.firsts(with_text(job.spec, work_dir, settings) if ranks.is_first else job.spec)
+        spec = ranks.firsts(made_ready(job.spec, work_dir, settings) if ranks.is_first else job.spec)
         own_dir = work_dir / f"rank-{ranks.rank}"
         own_dir.mkdir(parents=True, exist_ok=True)
         locked = Unavailable("another process still works as this rank of the calibration", reason="JOB_LOCKED")
@@ -97,25 +95,17 @@ def read_job(asked: str, request_id: str, settings: CalibratorSettings) -> Ranke
         message = Parse(asked, calibration_pb2.CalibrationSpec())
     except ParseError as error:
         raise InvalidInput(f"the spec is no CalibrationSpec: {error}", reason="BAD_SPEC") from error
-    message.model_id = only_model(message.model_id, settings.sources)
-    spec = spec_from_proto(message, max_time_budget_s=settings.max_time_budget_s)
-    pool = pool_of_source(spec.source)
-    aliases = unique_aliases(message.aliases or (latest_of(pool),))
-    check_aliases(aliases, pool)
+    aliases, spec = spec_of_request(message, settings)
     if spec.parent is not None and not spec.parent.version:
         # An alias may name another one when the job is started again.
         raise InvalidInput("name the parent by its version", reason="BAD_SPEC", metadata={"field": "spec.parent"})
     return RankedJob(spec.model_id, request_id, aliases, spec)
 
 
-def with_text(spec: CalibrationSpec, work_dir: Path, settings: CalibratorSettings) -> CalibrationSpec:
+def made_ready(spec: CalibrationSpec, work_dir: Path, settings: CalibratorSettings) -> CalibrationSpec:
     """The spec with the path of its text and a parent that fits. Raises NotFound, PermissionDenied, as `find_parent`,
     and what the registry raises."""
-    spec = replace(spec, source=allowed_source(spec.source, settings))
-    if isinstance(spec.source, ServedTraffic):
-        limits = spec.max_tokens, settings.traffic_key
-        path = fetch_traffic(settings.registry, spec.model_id, spec.source, work_dir, *limits)
-        spec = replace(spec, source=replace(spec.source, path=str(path)))
+    spec = with_text(spec, work_dir, settings)
     if spec.parent is not None:
         with closing(open_registry(settings.registry)) as registry:
             parent = find_parent(registry, spec.model_id, spec.parent, pool_of_source(spec.source))

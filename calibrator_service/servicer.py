@@ -11,15 +11,15 @@ from neap_client.channel import MAX_MESSAGE_BYTES
 
 from calibrator_service.calibration.spec import CalibrationSpec
 from calibrator_service.convert import job_to_proto, listed_job
-from calibrator_service.learning.pools import LATEST, check_aliases, latest_of, pool_of_source
+from calibrator_service.learning.pools import LATEST, pool_of_source
 from calibrator_service.lineage import find_parent
 from calibrator_service.sources import allowed_source
-from calibrator_service.spec_messages import spec_from_proto
+from calibrator_service.spec_messages import spec_of_request
 from calibrator_service.supervisor import Supervisor
 from calibrator_service.watchers import Watchers
 from shared.blocking import BlockingPool
 from shared.errors import InvalidInput, NotFound, PreconditionFailed
-from shared.registry.names import check_model_id, check_request_id, only_model, unique_aliases
+from shared.registry.names import check_model_id, check_request_id
 from shared.registry.registry import Registry
 from shared.rpc.callers import Role, client_key, require_role
 from shared.rpc.interceptors import annotate_call
@@ -101,11 +101,7 @@ class CalibrationServicer(calibration_pb2_grpc.CalibrationServiceServicer):
         if request.spec.parent.version:
             # Beside a version an alias is ignored. In a stored spec both stand: what was asked for, and what it named.
             request.spec.parent.ClearField("alias")
-        request.spec.model_id = only_model(request.spec.model_id, self._settings.sources)
-        spec = spec_from_proto(request.spec, max_time_budget_s=self._settings.max_time_budget_s)
-        pool = pool_of_source(spec.source)
-        aliases = unique_aliases(request.spec.aliases or (latest_of(pool),))
-        check_aliases(aliases, pool)
+        aliases, spec = spec_of_request(request.spec, self._settings)
         check_model_id(spec.model_id)
         if spec.model_id not in self._settings.sources:
             names = ", ".join(sorted(self._settings.sources)) or "none"

@@ -18,12 +18,14 @@ from calibrator_service.calibration.spec import (
     Source,
     TextFile,
 )
+from calibrator_service.learning.pools import check_aliases, latest_of, pool_of_source
 from shared.digests import DIGEST_PATTERN
 from shared.errors import Corrupt, InvalidInput
 from shared.plain_text import check_plain_text
 from shared.pool_names import DEFAULT_POOL, check_pool
-from shared.registry.names import check_alias
+from shared.registry.names import check_alias, only_model, unique_aliases
 from shared.rpc.durations import MAX_DURATION_S, seconds_of
+from shared.service_settings import CalibratorSettings
 
 MAX_SOURCE_CHARACTERS = 1000
 _LABELS = {
@@ -38,6 +40,19 @@ _SOURCES: dict[str, type[Source]] = {
     "served_traffic": ServedTraffic,
     "hub_dataset": HubDataset,
 }
+
+
+def spec_of_request(
+    message: calibration_pb2.CalibrationSpec, settings: CalibratorSettings
+) -> tuple[tuple[str, ...], CalibrationSpec]:
+    """The aliases and the spec that a request asks for. Writes the id of the only model into `message` if that is left
+    open. Raises InvalidInput."""
+    message.model_id = only_model(message.model_id, settings.sources)
+    spec = spec_from_proto(message, max_time_budget_s=settings.max_time_budget_s)
+    pool = pool_of_source(spec.source)
+    aliases = unique_aliases(message.aliases or (latest_of(pool),))
+    check_aliases(aliases, pool)
+    return aliases, spec
 
 
 def spec_from_proto(

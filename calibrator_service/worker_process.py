@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from calibrator_service.calibration.spec import Progress, ServedTraffic
+from calibrator_service.calibration.spec import Progress
 from calibrator_service.job import Ended, JobState, Problem, Report
 from calibrator_service.job_process import ProcessConfig
-from calibrator_service.learning.traffic_file import fetch_traffic
+from calibrator_service.learning.traffic_file import with_text
 from calibrator_service.lineage import ParentFiles, fetch_parent
 from calibrator_service.recipe import load_product, run, save_product
-from calibrator_service.sources import allowed_source
 from shared.errors import Cancelled, NeapError, Unavailable
 from shared.files import file_lock, storage_error
 from shared.rpc.logs import configure_logging, log_all_output, log_stdout
@@ -123,14 +122,8 @@ def _run(config: ProcessConfig, service: ServiceLink) -> Ended | None:
         return None
     service.progress(Progress("loading", 0.0))
     # The source was checked when the job was created, but files, symlinks and settings may have changed since.
-    spec, settings = config.spec, config.settings
-    spec = replace(spec, source=allowed_source(spec.source, settings))
-    if isinstance(spec.source, ServedTraffic):
-        path = fetch_traffic(
-            settings.registry, spec.model_id, spec.source, config.work_dir, spec.max_tokens, settings.traffic_key
-        )
-        spec = replace(spec, source=replace(spec.source, path=str(path)))
-    parent_files = fetch_parent(settings.registry, spec, config.work_dir)
+    spec = with_text(config.spec, config.work_dir, config.settings)
+    parent_files = fetch_parent(config.settings.registry, spec, config.work_dir)
     config = replace(config, spec=spec)
     if spec.ranks > 1:
         from calibrator_service.rank_processes import run_by_ranks  # which imports this module

@@ -1,12 +1,15 @@
 """Served answers as the file that a calibration reads: a pool's, newest first, so that a budget cuts the oldest."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
 
 from calibrator_service.calibration.files import write_atomically
-from calibrator_service.calibration.spec import ServedTraffic
+from calibrator_service.calibration.spec import CalibrationSpec, ServedTraffic
+from calibrator_service.sources import allowed_source
+from shared.service_settings import CalibratorSettings
 from shared.traffic.traffic import MAX_READ_TOKENS, open_traffic
 
 # More than a calibration uses of what it is limited to: prompts count here, and repeated answers.
@@ -14,6 +17,17 @@ TOKENS_READ_PER_LEARNED = 4
 _NAME = "traffic.jsonl"
 
 log = structlog.get_logger("neap.calibration")
+
+
+def with_text(spec: CalibrationSpec, work_dir: Path, settings: CalibratorSettings) -> CalibrationSpec:
+    """The spec whose source a calibration here may read, with the file of a pool's answers in `work_dir`. Raises as
+    `allowed_source` and `fetch_traffic`."""
+    source = allowed_source(spec.source, settings)
+    if isinstance(source, ServedTraffic):
+        limits = spec.max_tokens, settings.traffic_key
+        path = fetch_traffic(settings.registry, spec.model_id, source, work_dir, *limits)
+        source = replace(source, path=str(path))
+    return replace(spec, source=source)
 
 
 def fetch_traffic(

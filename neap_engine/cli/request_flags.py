@@ -97,6 +97,9 @@ def _bias(text: str) -> tuple[int, float]:
         raise typer.BadParameter(f"--logit-bias is {text!r}; it must be TOKEN=BIAS") from error
 
 
+WRITTEN = inspect.signature(request_options).parameters
+
+
 def _flag(field: Field) -> inspect.Parameter:
     """Of a field with a plain value. The worker checks what no flag can: limits of fractions."""
     whole = field.python_type is int
@@ -114,21 +117,19 @@ def _flag(field: Field) -> inspect.Parameter:
 
 def request_flags() -> list[inspect.Parameter]:
     """All flags of a request: those above, and one for each other field of the protos with plain values."""
-    written = inspect.signature(request_options).parameters
     # "stop" is the flag of stop_strings.
-    others = WITHOUT_FLAG | {*written, "stop_strings"}
+    others = WITHOUT_FLAG | {*WRITTEN, "stop_strings"}
     fields = (field for kind in (*DEPTH, "Stopping", "Sampling", "GenerateRequest") for field in FIELDS[kind].values())
-    return [*written.values(), *(_flag(field) for field in fields if field.name not in others)]
+    return [*WRITTEN.values(), *(_flag(field) for field in fields if field.name not in others)]
 
 
 def takes_request_flags(command: Callable[..., T]) -> Callable[..., T]:
     """Wrap a command so that it has the flags of a request. They arrive as its argument `options`."""
     flags = request_flags()
-    written = inspect.signature(request_options).parameters
 
     def run(*args: Any, **kwargs: Any) -> T:
         given = {flag.name: kwargs.pop(flag.name) for flag in flags if flag.name in kwargs}
-        options = request_options(**{name: given.pop(name) for name in written if name in given})
+        options = request_options(**{name: given.pop(name) for name in WRITTEN if name in given})
         return command(*args, options=options | given, **kwargs)
 
     return with_flags(run, command, flags, without="options")

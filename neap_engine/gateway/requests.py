@@ -42,8 +42,7 @@ UINT64 = 2**64 - 1
 POLICY = {"policy", *(name for kind in DEPTH for name in FIELDS[kind])}
 CALL = {*FIELDS["GenerateRequest"]} & {*DepthOptions.model_fields}
 SAMPLING = {*FIELDS["Sampling"]} - {"seed"}
-# The others have values of their own in a body.
-STOPPING = {*FIELDS["Stopping"]} - {"max_tokens", "stop_strings"}
+STOPPING = {*FIELDS["Stopping"]} & {*SamplingFields.model_fields}
 
 
 @dataclass(frozen=True)

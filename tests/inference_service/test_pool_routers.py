@@ -10,7 +10,6 @@ from shared.engine.engine import Engine
 from shared.errors import NotFound, PermissionDenied, Unavailable
 from shared.ladder.artefact import pack_ladder
 from shared.registry.base import Canary
-from shared.registry.factory import open_registry
 from shared.rpc.access import Access
 from shared.rpc.callers import Role
 from shared.rpc.security import ServerSecurity
@@ -21,13 +20,6 @@ from tests.worker import build_ladder, serving
 
 POOLS = {"ann": "legal", "bob": "shop", "eve": "default"}
 LONG = "a prompt that is long enough to be kept for others that begin as it does"
-
-
-@pytest.fixture
-def registry(tmp_path):
-    registry = open_registry(str(tmp_path / "registry"))
-    yield registry
-    registry.close()
 
 
 @pytest.fixture

@@ -23,13 +23,6 @@ from tests.waiting import wait_until_async
 from tests.worker import build_ladder
 
 
-@pytest.fixture
-def registry(tmp_path):
-    registry = open_registry(str(tmp_path / "registry"))
-    yield registry
-    registry.close()
-
-
 class Unpacker:
     """Counts its calls, and can be blocked."""
 

@@ -9,18 +9,10 @@ from inference_service.routers import RouterChoice, RouterStore
 from shared.engine.engine import Engine
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.blob_names import HEADS_BLOB, LADDER_BLOB
-from shared.registry.factory import open_registry
 from tests.fixed_costs import fixed_cost_engine
 from tests.random_ladder import random_confidence, random_ladder
 
 NUM_POOLS = 6
-
-
-@pytest.fixture
-def registry(tmp_path):
-    registry = open_registry(str(tmp_path / "registry"))
-    yield registry
-    registry.close()
 
 
 @pytest.fixture

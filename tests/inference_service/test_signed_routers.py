@@ -13,18 +13,10 @@ from shared.exchange.signatures import Verifier
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.blob_names import SIGNATURE_BLOB
 from shared.ladder.folder import write_router_folder
-from shared.registry.factory import open_registry
 from tests.random_ladder import random_ladder
 from tests.reasons import raises
 from tests.router_folders import write_keys
 from tests.waiting import wait_until_async
-
-
-@pytest.fixture
-def registry(tmp_path):
-    registry = open_registry(str(tmp_path / "registry"))
-    yield registry
-    registry.close()
 
 
 @pytest.fixture
