@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import cycle, islice
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from neap_client import NeapClient, generate_request
 from neap_client.calibration.v1 import calibration_pb2
@@ -21,6 +21,7 @@ from neap_engine.cli.interruption import interruptible_call
 from neap_engine.cli.job_progress import problem_text
 from neap_engine.cli.learned_view import learned_lines
 from shared.errors import NeapError, Unavailable
+from shared.registry.contents import failed_checks
 
 # A router comes at most so much later than its calibration takes: answers are written after half a minute, and the
 # calibration's process loads the model.
@@ -106,20 +107,26 @@ class Story:
         return version
 
     def _check_jobs(self) -> None:
-        """Raises Unavailable (CALIBRATION_FAILED) if one has failed."""
-        jobs = []
+        """Raises Unavailable (CALIBRATION_FAILED) if one has failed, or if no alias may name what it made."""
+        jobs, wrong = [], []
         with suppress(NeapError):  # a calibrator that has died ends the system, which says why
             jobs = interruptible_call(lambda: list(self._calibrator.list_calibrations(self._model_id)))
-        for job in jobs:
-            if job.state in FAILED:
-                raise Unavailable(
-                    f"no router was learned: {problem_text(job)}; --budget gives it more time",
-                    reason="CALIBRATION_FAILED",
-                )
+            newest = max((job.router_version for job in jobs), default=0)
+            wrong = failed_checks(self._manifest(newest)) if newest else []
+        problem = next((problem_text(job) for job in jobs if job.state in FAILED), "")
+        if wrong:
+            problem = f"router {newest} did not pass its checks ({', '.join(wrong)})"
+        if problem:
+            raise Unavailable(
+                f"no router was learned: {problem}; --budget gives it more time", reason="CALIBRATION_FAILED"
+            )
+
+    def _manifest(self, version: int) -> dict[str, Any]:
+        router = interruptible_call(lambda: self._calibrator.get_version(self._model_id, version=version))
+        return cast(dict[str, Any], json.loads(router.manifest_json))
 
     def _show_learned(self, version: int) -> None:
-        router = interruptible_call(lambda: self._calibrator.get_version(self._model_id, version=version))
-        for line in islice(learned_lines(json.loads(router.manifest_json)), 2):
+        for line in islice(learned_lines(self._manifest(version)), 2):
             say(f"router {version} {line}")
 
     def _compare_measured(self, prompt: str) -> Pair:

@@ -10,13 +10,14 @@ with it.
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
 import structlog
 
 from calibrator_service.calibration.spec import CalibrationSpec, ParentRouter, ServedTraffic
-from calibrator_service.job import JobState
+from calibrator_service.job import Job, JobState
 from calibrator_service.jobs import JobStore
 from calibrator_service.learning.pools import LATEST, latest_of, pool_of_source
 from calibrator_service.learning.rule import LearningRule, PoolState
@@ -25,6 +26,7 @@ from calibrator_service.metrics import CalibratorMetrics
 from calibrator_service.service_thread import ServiceThread
 from shared.errors import Corrupt, NeapError, NotFound, PreconditionFailed
 from shared.pool_names import check_pool
+from shared.registry.contents import failed_checks
 from shared.registry.lease import Lease
 from shared.registry.names import learning_note
 from shared.registry.registry import Registry
@@ -146,7 +148,7 @@ class LearningSchedule:
         if not job.state.has_ended:
             return state
         self._metrics.learning_jobs.labels(model_id, job.state.value).inc()
-        outcome = f"{job.state.value} {job.failure_reason or ''}".rstrip()
+        outcome = f"{job.state.value} {job.failure_reason or ''}".rstrip() + self._problem(job)
         state = replace(state, calibration_id="", outcome=outcome)
         if job.state is not JobState.FAILED:
             return replace(state, num_failed=0, is_alone=False)
@@ -154,6 +156,16 @@ class LearningSchedule:
         is_alone = job.failure_reason in _PARENTS_FAULT
         num_failed = state.num_failed + 1
         return replace(state, num_failed=num_failed, is_alone=is_alone, counted_s=0.0)
+
+    def _problem(self, job: Job) -> str:
+        """Why nobody is served with the version that a job has made, which is no failure of the job."""
+        failed = []
+        with suppress(NeapError):  # a version that has been deleted since
+            if job.router_version:
+                failed = failed_checks(self._registry.get(job.model_id, job.router_version).manifest)
+        if not failed:
+            return ""
+        return f", but version {job.router_version} did not pass its checks ({', '.join(failed)}): no alias names it"
 
     def _create(self, model_id: str, pool: str, state: PoolState, batches: list[Batch], alias: str) -> PoolState:
         """Creates the job. Where this process is killed before its note is kept, the repetition finds that job."""

@@ -28,8 +28,9 @@ from shared.ladder.ladder import Ladder
 
 # Positions per confidence head, which are held in memory as float16.
 MAX_SAMPLES = 100_000
-# The last samples are held out to calibrate the confidence head: one in HELD_OUT_INTERVAL. If these are fewer than
-# MIN_HELD_OUT, up to one in MIN_HELD_OUT_INTERVAL.
+# Samples of one position in HELD_OUT_INTERVAL are held out to calibrate the confidence head. If these are fewer than
+# MIN_HELD_OUT, up to one in MIN_HELD_OUT_INTERVAL. Samples come pass by pass, and of each pass place by place: the last
+# ones would be of the chains' last place, and in a small set of one or two answers.
 HELD_OUT_INTERVAL, MIN_HELD_OUT_INTERVAL, MIN_HELD_OUT = 10, 3, 1000
 PASS_SIZE = 1024
 BATCH_SIZE = 256
@@ -68,11 +69,13 @@ def fit_ladder(
 
 @dataclass(frozen=True)
 class ConfidenceSamples:
-    """One exit at N positions: adapted [N, D] float16, scalars [N, NUM_SCALARS], label [N] bool."""
+    """One exit at N places of chains: adapted [N, D] float16, scalars [N, NUM_SCALARS], label [N] bool, and position
+    [N] int64, the number of the text's position that each is about."""
 
     adapted: Tensor
     scalars: Tensor
     label: Tensor
+    position: Tensor
 
     def __len__(self) -> int:
         return len(self.label)
@@ -89,7 +92,7 @@ def exit_samples(
 ) -> ConfidenceSamples:
     """Runs one exit as it will be served, along chains from up to MAX_SAMPLES positions of `chunks`."""
     parts: list[ConfidenceSamples] = []
-    num_samples = 0
+    num_samples, first = 0, 0
     for stored in chunks:
         chunk = stored.to(vocabulary.device)
         converged = chunk.converged.get(depth)
@@ -102,18 +105,24 @@ def exit_samples(
                     reached = converged[output.positions]
                 labels = agreement(label, output.logits.argmax(-1).cpu(), output.choices.cpu(), reached.cpu())
                 scalars = scalar_features(output.logits, output.chain_places)
-                parts.append(ConfidenceSamples(output.adapted.half().cpu(), scalars.cpu(), labels))
+                position = first + output.positions.cpu()
+                parts.append(ConfidenceSamples(output.adapted.half().cpu(), scalars.cpu(), labels, position))
                 num_samples += len(labels)
+        first += len(chunk)
         if num_samples >= MAX_SAMPLES:
             break
     if not parts:
         return ConfidenceSamples(
-            torch.zeros(0, head.hidden_size), torch.zeros(0, NUM_SCALARS), torch.zeros(0, dtype=torch.bool)
+            torch.zeros(0, head.hidden_size),
+            torch.zeros(0, NUM_SCALARS),
+            torch.zeros(0, dtype=torch.bool),
+            torch.zeros(0, dtype=torch.long),
         )
     return ConfidenceSamples(
         torch.cat([part.adapted for part in parts]),
         torch.cat([part.scalars for part in parts]),
         torch.cat([part.label for part in parts]),
+        torch.cat([part.position for part in parts]),
     )
 
 
@@ -126,21 +135,23 @@ def train_confidence(
     epochs: int = 8,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> ConfidenceHead:
-    """A confidence head trained on all but the last `samples` and calibrated on those; rounded as published.
+    """A confidence head trained on most of `samples` and calibrated on the others; rounded as published.
 
     Training ends after `seconds`. Raises `Cancelled`.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         confidence = ConfidenceHead(samples.adapted.shape[1], width)
-    num_held_out = max(len(samples) // HELD_OUT_INTERVAL, min(len(samples) // MIN_HELD_OUT_INTERVAL, MIN_HELD_OUT))
-    num_trained = len(samples) - num_held_out
+    interval = min(HELD_OUT_INTERVAL, max(len(samples) // MIN_HELD_OUT, MIN_HELD_OUT_INTERVAL))
+    is_held_out = samples.position % interval == interval - 1
+    trained = (~is_held_out).nonzero()[:, 0]
+    num_trained = len(trained)
     optimiser = torch.optim.AdamW(confidence.parameters(), lr=LEARNING_RATE, weight_decay=0.05)
     generator = torch.Generator().manual_seed(seed)
     start_s = time.monotonic()
     num_batches = max(1, num_trained // BATCH_SIZE)
     for epoch in range(epochs if num_trained else 0):
-        shuffled = torch.randperm(num_trained, generator=generator)
+        shuffled = trained[torch.randperm(num_trained, generator=generator)]
         for number, index in enumerate(shuffled.split(BATCH_SIZE)):
             if should_stop():
                 raise Cancelled("stopped while the confidence heads were trained")
@@ -157,20 +168,20 @@ def train_confidence(
                 loss.backward()
             optimiser.step()
     round_weights(confidence)
-    calibrate_confidence(confidence, samples, num_trained)
+    calibrate_confidence(confidence, samples, is_held_out.nonzero()[:, 0])
     round_weights(confidence)
     return confidence.eval().requires_grad_(False)
 
 
 @torch.no_grad()
-def calibrate_confidence(confidence: ConfidenceHead, samples: ConfidenceSamples, first: int) -> None:
-    """Platt scaling on samples[first:]: sets the slope (at least 0) and shift that minimise the log loss.
+def calibrate_confidence(confidence: ConfidenceHead, samples: ConfidenceSamples, index: Tensor) -> None:
+    """Platt scaling on samples[index]: sets the slope (at least 0) and shift that minimise the log loss.
 
     A weak prior, worth PRIOR_SAMPLES towards slope 1 and one towards shift 0, bounds the influence of a handful of
     samples.
     """
-    score = confidence.score(samples.adapted[first:].float(), samples.scalars[first:])
-    target = samples.label[first:]
+    score = confidence.score(samples.adapted[index].float(), samples.scalars[index])
+    target = samples.label[index]
     features = torch.stack([score, torch.ones_like(score)], -1)
     slope, shift = fit_logistic(features, target, (1.0, 0.0), (PRIOR_SAMPLES, 1.0))
     confidence.slope.fill_(max(slope, 0.0))

@@ -272,6 +272,22 @@ def test_a_job_that_failed_is_repeated_after_longer_and_longer(place, monkeypatc
     assert jobs(service)[1].spec.parent is not None
 
 
+def test_a_version_that_did_not_pass_its_checks_is_said(place):
+    service = place.service()
+    place.serve("legal")
+    service.schedule._look()
+    (job,) = jobs(service)
+    manifest = {"checks": {"figures": {"passed": True}, "confidence": {"passed": False, "detail": "depth-0"}}}
+    blobs = {LADDER_BLOB: b"ladder"}
+    version = place.registry.publish(MODEL, manifest, blobs, request_id=job.calibration_id, aliases=())
+    end(service, job, Ended(JobState.PUBLISHING))
+    service.store.begin_publishing(job.calibration_id)
+    service.store.end_publishing(job.calibration_id, version)
+    service.schedule._look()
+    outcome = place.registry.note(learning_note(MODEL, "legal"))["outcome"]
+    assert outcome == "succeeded, but version 1 did not pass its checks (confidence): no alias names it"
+
+
 @pytest.mark.parametrize("reason", ["ROUTER_MISMATCH", "CORRUPT"])
 def test_where_the_parent_was_the_reason_the_next_has_none(place, reason):
     service = place.service()

@@ -20,7 +20,7 @@ def samples(count: int, seed: int = 0) -> ConfidenceSamples:
     adapted *= torch.rand(count, 1, generator=generator) * 20 + 0.1
     label = torch.rand(count, generator=generator) < direction_chance
     assert 0 < chance < 1
-    return ConfidenceSamples(adapted.half(), torch.zeros(count, 3), label)
+    return ConfidenceSamples(adapted.half(), torch.zeros(count, 3), label, torch.arange(count))
 
 
 def probabilities(confidence: torch.nn.Module, part: ConfidenceSamples) -> np.ndarray:  # type: ignore[type-arg]
@@ -44,10 +44,26 @@ def test_an_overfitted_router_is_calibrated_on_held_out_samples() -> None:
         torch.randn(600, 16, generator=generator).half(),
         torch.zeros(600, 3),
         torch.rand(600, generator=generator) < 0.3,
+        torch.arange(600),
     )
     confidence = train_confidence(noise, 64, seed=0, epochs=100)
-    fresh = ConfidenceSamples(torch.randn(2000, 16).half(), torch.zeros(2000, 3), torch.rand(2000) < 0.3)
+    fresh = ConfidenceSamples(
+        torch.randn(2000, 16).half(), torch.zeros(2000, 3), torch.rand(2000) < 0.3, torch.arange(2000)
+    )
     assert calibration_error(probabilities(confidence, fresh), fresh.label.numpy()) < 0.12
+
+
+@pytest.mark.parametrize("count", [260, 9000])
+def test_the_last_place_of_chains_does_not_speak_for_the_others(count: int) -> None:
+    """Samples come place by place. Drafts of the first three places agree, those of the last do not, and nothing but
+    the place tells them apart."""
+    place = torch.arange(4).repeat_interleave(count // 4)
+    scalars = torch.zeros(len(place), 3)
+    scalars[:, 2] = place
+    part = ConfidenceSamples(torch.zeros(len(place), 16).half(), scalars, place < 3, torch.arange(count // 4).repeat(4))
+    probability = probabilities(train_confidence(part, 8, seed=0), part)
+    assert probability.mean() == pytest.approx(0.75, abs=0.1)
+    assert probability[place.numpy() < 3].mean() > 0.7
 
 
 def test_training_is_repeatable_and_can_be_cancelled() -> None:
