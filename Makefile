@@ -17,10 +17,6 @@ TESTS ?= tests
 # Processes that run tests side by side: more than two cores could keep busy, because many tests wait for a process.
 TEST_JOBS ?= 4
 DEMO_FLAGS ?=
-# Tests of the full tier that no time limits.
-COMPUTED := tests/shared/ops tests/shared/model tests/shared/engine tests/shared/ladder \
-	tests/shared/test_compile_cache.py tests/e2e/test_tensor_parallel.py tests/calibrator_service/test_rank_processes.py \
-	tests/e2e/test_sdks.py tests/docs tests/protos
 BENCH_FLAGS ?= --per-task 5
 # Optional dependencies to install. An image of the services needs "oci,otel,sign,smg" alone.
 EXTRAS ?= dev
@@ -71,10 +67,14 @@ demo: $(LIBRARY)
 test: $(LIBRARY)
 	@$(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist worksteal --durations 15 -m "not full" $(TESTS)
 
-# Compiling and emulating leave room for one another. Soaks and floods take the whole machine, one at a time.
+# What compiles or waits leaves room for others. Soaks and floods take the whole machine, one at a time.
 test-full: $(LIBRARY)
-	@$(if $(filter tests,$(TESTS)),$(BIN)/python -m pytest -m full --numprocesses 2 --dist loadfile $(COMPUTED))
-	@$(BIN)/python -m pytest -m full $(COMPUTED:%=--ignore=%) $(TESTS)
+ifeq ($(TESTS),tests)
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 15 -m "full and not alone"
+	@$(BIN)/python -m pytest -m "full and alone"
+else
+	@$(BIN)/python -m pytest -m full $(TESTS)
+endif
 
 check: $(STAMP)
 	@echo "ruff format"; $(call quietly,$(BIN)/ruff format --check --output-format concise .,run make format)

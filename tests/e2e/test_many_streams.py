@@ -19,7 +19,7 @@ from shared.rpc.status import PUSHBACK_KEY
 from tests.generation import request_of
 from tests.worker_process import worker_process
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.alone]
 NUM_STREAMS = 1000
 NUM_PROMPTS = 40
 MAX_TOKENS = 8

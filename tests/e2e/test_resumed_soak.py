@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 from tests.worker_process import worker_process
 
 NUM_ANSWERS = int(os.environ.get("SOAK_ANSWERS", "200"))
-pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(900 + 5 * NUM_ANSWERS)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.alone, pytest.mark.timeout(900 + 5 * NUM_ANSWERS)]
 NUM_CLIENTS, NUM_PROMPTS, NUM_NEW = 8, 4, 60
 # A connection is lost when so many bytes have come over it: some tokens of each answer.
 NUM_BYTES = 6000

@@ -29,7 +29,7 @@ from tests.generation import EXACT, FULL, publish, request_of
 from tests.worker_process import worker_process
 
 SOAK_S = float(os.environ.get("SOAK_SECONDS", "24"))
-pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(SOAK_S + 300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.alone, pytest.mark.timeout(SOAK_S + 300)]
 NUM_CLIENTS, NUM_PROMPTS, MAX_TOKENS = 32, 12, 24
 PAUSE_S, HOLD_S, SAMPLE_S = 0.1, 3.0, 0.25
 # What ended requests keep for later ones is full long before the first sample of memory that counts.

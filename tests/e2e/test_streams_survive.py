@@ -29,7 +29,7 @@ from tests.worker_process import worker_process
 
 CHAOS_S = float(os.environ.get("CHAOS_SECONDS", "30"))
 NUM_STREAMS = int(os.environ.get("CHAOS_STREAMS", "12"))
-pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(CHAOS_S + 1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.alone, pytest.mark.timeout(CHAOS_S + 1200)]
 NUM_NEW = 700
 # What clients wait for a worker that is stopped, and for how long it is.
 STALL_S, STOPPED_S, PAUSE_S = 6.0, 10.0, 3.0

@@ -11,7 +11,7 @@ import pytest
 from tests.cluster import IN_NAMESPACE, ROOT, in_namespace
 from tests.worker import save_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.alone, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(("overlay", "components"), [("cpu", ""), ("gpu", "")], ids=["surge", "no spare place"])
