@@ -1,7 +1,9 @@
 """The job store: writes of a replaced process are refused, and a job can be cancelled until it is published."""
 
-import multiprocessing
+import os
 import sqlite3
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from calibrator_service.jobs import MAX_RESUMES, JobStore
 from calibrator_service.spec_messages import stored_spec
 from shared.errors import AlreadyExists, Corrupt, PreconditionFailed
 from shared.registry.base import PublishedVersion
-from tests.calibrator_service.conftest import rewrite
+from tests.calibrator_service.conftest import REPOSITORY, rewrite
 
 SPEC = CalibrationSpec("tiny", SelfGenerated(("a", "b"), 5), time_budget_s=1.5, exit_depths=(1, 2))
 FINISHED = Ended(JobState.PUBLISHING)
@@ -192,21 +194,23 @@ def test_every_change_is_told_and_raises_the_revision(tmp_path):
     assert told == [2, 3, 4, 5, 6, 7], "a second request to cancel changes nothing"
 
 
-def _claim(path: Path, number: int) -> list[str]:
-    store = JobStore(path)
-    claimed = []
-    for _ in range(number):
-        job = store.claim()
-        if job is not None:
-            claimed.append(job.calibration_id)
-    return claimed
+CLAIM_15 = """import sys
+from pathlib import Path
+from calibrator_service.jobs import JobStore
+store = JobStore(Path(sys.argv[1]))
+print(*(job.calibration_id for _ in range(15) if (job := store.claim())))"""
 
 
 def test_two_processes_never_claim_the_same_job(store, tmp_path):
     for number in range(20):
         create(store, str(number))
-    with multiprocessing.get_context("spawn").Pool(2) as processes:
-        one, two = processes.starmap(_claim, [(tmp_path / "jobs.db", 15)] * 2)
+    command = [sys.executable, "-c", CLAIM_15, str(tmp_path / "jobs.db")]
+    path = os.pathsep.join(map(str, [REPOSITORY, REPOSITORY / "protos"]))
+    claims = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+        for _ in range(2)
+    ]
+    one, two = (claim.communicate(timeout=60)[0].split() for claim in claims)
     assert len(one) + len(two) == len({*one, *two}) == 20
 
 

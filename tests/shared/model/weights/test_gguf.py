@@ -95,7 +95,7 @@ def test_a_matrix_in_blocks_is_read_once(file: Path, monkeypatch: pytest.MonkeyP
     assert set(times.values()) == {1}
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kinds", [*SMALL, LARGE, MIXED], ids=lambda k: getattr(k, "name", "K"))
 def test_a_model_in_blocks_is_the_dequantised_model(tmp_path: Path, kinds: Kind | dict[str, Kind], tied: bool) -> None:
     size = {"width": 256, "inner": 256} if isinstance(kinds, dict) else {}
