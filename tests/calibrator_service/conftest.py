@@ -158,12 +158,12 @@ class Service:
         stub: Any = health_pb2_grpc.HealthStub(self.channel)
         return stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=60).status
 
-    def watch(self, job: pb.Calibration, timeout_s: float = 60) -> Iterator[pb.Calibration]:
+    def watch(self, job: pb.Calibration, timeout_s: float = 200) -> Iterator[pb.Calibration]:
         request = pb.WatchCalibrationRequest(calibration_id=job.calibration_id)
         for response in self.calibrations.WatchCalibration(request, timeout=timeout_s):
             yield response.calibration
 
-    def end_of(self, job: pb.Calibration, timeout_s: float = 60) -> pb.Calibration:
+    def end_of(self, job: pb.Calibration, timeout_s: float = 200) -> pb.Calibration:
         return list(self.watch(job, timeout_s))[-1]
 
     def wait_for(self, job: pb.Calibration, phase: "pb.Phase | int") -> pb.Calibration:

@@ -3,6 +3,7 @@
 import socket
 import time
 from concurrent import futures
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -46,14 +47,11 @@ class StartingWorker:
                 assert self.num_pauses_after < 10, "waits for a service that has ended"
             self.inference.loading = ""
             self._health.set("", STATUS.SERVING)
-        _sleep(0.01)
+        time.sleep(0.01)
 
     def stop(self) -> None:
         if self._server is not None:
             self._server.stop(None).wait()
-
-
-_sleep = time.sleep
 
 
 @pytest.fixture
@@ -61,7 +59,8 @@ def starting(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(connection, "say", said.append)
     worker = StartingWorker(lambda: "\n".join(said))
-    monkeypatch.setattr(connection.time, "sleep", worker.pause)
+    # Not time's own function: threads that other tests have left sleep, too.
+    monkeypatch.setattr(connection, "time", SimpleNamespace(sleep=worker.pause, monotonic=time.monotonic))
     yield worker, said
     worker.stop()
 
