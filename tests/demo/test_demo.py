@@ -122,7 +122,7 @@ def test_the_whole_story_twice(model_folder: Path, tmp_path: Path):
     ("number", "place"),
     [
         (signal.SIGINT, "1. day 0"),
-        (signal.SIGTERM, "2. meanwhile"),
+        pytest.param(signal.SIGTERM, "2. meanwhile", marks=pytest.mark.full),
         pytest.param(signal.SIGINT, "3. 20 requests", marks=[pytest.mark.full, pytest.mark.timeout(600)]),
     ],
 )
