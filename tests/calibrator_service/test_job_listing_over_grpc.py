@@ -1,13 +1,13 @@
-"""Lists of jobs, jobs that are not there, and records that cannot be read."""
+"""Lists of jobs, and records that cannot be read."""
 
 from neap_client import NeapClient
 from neap_client.calibration.v1 import calibration_pb2 as pb
 
-from shared.errors import AlreadyExists, Corrupt, Exhausted, NotFound
+from shared.errors import AlreadyExists, Corrupt
 from tests.calibrator_service.conftest import error_of, rewrite
 
 
-def test_listing_pages_and_filters_and_jobs_that_are_not_there(start_service):
+def test_listing_pages_and_filters(start_service):
     service = start_service("--model", "tiny=/a", "--model", "other=/b")
     service.wait_for(service.create("wait", "blocker"), pb.PHASE_COLLECTING)
     ids = [service.create("wait", str(n), model_id="other").calibration_id for n in range(3)]
@@ -19,21 +19,8 @@ def test_listing_pages_and_filters_and_jobs_that_are_not_there(start_service):
     assert [job.calibration_id for job in rest.calibrations] == [ids[0]]
     assert rest.next_page_token == ""
     assert len(page(pb.ListCalibrationsRequest(page_size=2**31 - 1)).calibrations) == 4
-    for refused, reason in (
-        (pb.ListCalibrationsRequest(page_token="'; --"), "BAD_PAGE_TOKEN"),
-        (pb.ListCalibrationsRequest(page_token=token), "BAD_PAGE_TOKEN"),
-        (pb.ListCalibrationsRequest(page_size=-1), "BAD_PAGE_SIZE"),
-    ):
-        assert error_of(lambda request=refused: page(request)).reason == reason
-    for method, request in (
-        ("GetCalibration", pb.GetCalibrationRequest(calibration_id="cal-0")),
-        ("CancelCalibration", pb.CancelCalibrationRequest(calibration_id="")),
-        ("WatchCalibration", pb.WatchCalibrationRequest(calibration_id="../x")),
-    ):
-        stub = getattr(service.calibrations, method)
-        watching = method.startswith("Watch")
-        error = error_of(lambda s=stub, r=request, w=watching: list(s(r)) if w else s(r))
-        assert (type(error), error.reason) == (NotFound, "CALIBRATION_NOT_FOUND")
+    error = error_of(lambda: page(pb.ListCalibrationsRequest(page_token=token)))
+    assert error.reason == "BAD_PAGE_TOKEN", "of another request"
 
 
 def test_lists_have_no_prompts_and_end_at_a_number_of_bytes(start_service, tmp_path):
@@ -65,17 +52,6 @@ def test_lists_have_no_prompts_and_end_at_a_number_of_bytes(start_service, tmp_p
         sizes.append(len(page.calibrations))
         request.page_token = page.next_page_token
     assert sizes == [2, 2]
-
-
-def test_full_queue(start_service):
-    service = start_service("--model", "tiny=/a", "--max-queued-jobs", "1")
-    service.wait_for(service.create("wait", "running"), pb.PHASE_COLLECTING)
-    service.create("wait", "waiting")
-    error = error_of(lambda: service.create("wait", "too many"))
-    assert isinstance(error, Exhausted)
-    assert error.reason == "QUEUE_FULL"
-    assert error.retry_after_s is not None
-    assert service.create("wait", "waiting").state == pb.STATE_QUEUED
 
 
 def test_unreadable_records_do_not_hide_other_jobs(service):

@@ -38,7 +38,3 @@ def test_a_detached_job_is_listed_cancelled_and_watched(service, tmp_path):
     too_late = neap(service, "jobs", "cancel", waiting)
     assert too_late.exit_code == 1
     assert "succeeded before it could be cancelled (version 1)" in too_late.stderr
-
-    unknown = neap(service, "jobs", "cancel", "cal-0")
-    assert unknown.exit_code == 1
-    assert "there is no calibration 'cal-0' [CALIBRATION_NOT_FOUND]" in unknown.stderr

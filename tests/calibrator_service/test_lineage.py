@@ -137,6 +137,3 @@ def test_a_job_keeps_the_version_that_its_alias_named(service):
     other = pb.ParentRouter(alias="latest", share=0.5)
     refused = error_of(lambda: service.create("wait-once", "two", parent=other))
     assert refused.reason == "ALREADY_EXISTS", "another share is another request"
-    with closing(open_registry(str(service.folder / "registry"))) as registry:
-        publish(registry, 8)
-    assert error_of(lambda: service.create("", "four", **asked)).reason == "NO_STATISTICS"

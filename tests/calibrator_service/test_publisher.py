@@ -306,10 +306,3 @@ def test_a_router_that_fails_its_checks_is_published_without_an_alias(start, fol
     with closing(open_registry(f"file://{tmp_path}/registry")) as registry:
         assert registry.get("tiny", 1).manifest["checks"] == checks
         assert registry.aliases("tiny") == {}
-
-
-def test_only_jobs_with_a_product_are_retried(store):
-    job = store.create("two", CalibrationSpec("tiny"), [], max_queued=9)
-    with pytest.raises(PreconditionFailed) as raised:
-        store.retry(job.calibration_id)
-    assert raised.value.reason == "NOTHING_TO_PUBLISH"

@@ -6,19 +6,12 @@ import grpc
 import pytest
 from neap_client.inference.v1 import inference_pb2 as pb
 
-from tests.generation import answer, explained, publish, refused, request_of
-from tests.worker import CONTEXT_LENGTH
+from tests.generation import answer, publish, refused, request_of
 
 Code = grpc.StatusCode
 
 
 # models and routers
-
-
-def test_unknown_model(stub):
-    with pytest.raises(grpc.RpcError) as caught:
-        stub.GetModel(pb.GetModelRequest(model_id="nobody"))
-    assert explained(caught.value)[1].reason == "MODEL_NOT_FOUND"
 
 
 def test_exact_drafts_without_a_router(stub):
@@ -64,17 +57,6 @@ def test_messages_for_a_model_without_a_chat_template(stub, engine, monkeypatch)
     code, info, message = refused(stub, request_of(chat=chat))
     assert (code, info.reason) == (Code.INVALID_ARGUMENT, "NO_CHAT_TEMPLATE")
     assert "send text or token ids" in message
-
-
-@pytest.mark.parametrize("form", ["text", "token_ids"])
-def test_a_prompt_of_10_mb_is_refused_at_once(stub, form):
-    if form == "text":
-        request = request_of(text="a" * 10_000_000)
-    else:
-        request = request_of(token_ids=pb.TokenIds(ids=[97] * 10_000_000))
-    code, info, message = refused(stub, request)
-    assert (code, info.reason) == (Code.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
-    assert str(CONTEXT_LENGTH) in message
 
 
 # text

@@ -260,7 +260,6 @@ def test_a_request_of_a_lower_number_runs_first_and_the_other_goes_on(registry, 
         grpc.insecure_channel(worker.target) as channel,
     ):
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        assert refused(stub, request_of(priority=-6))[1].reason == "PRIORITY_NOT_ALLOWED"
         alone = answer(stub, request_of(1500))[1]
         later = stub.Generate(request_of(1500, priority=-4))
         tokens = [*next(later).chunk.tokens, *next(later).chunk.tokens]

@@ -9,12 +9,10 @@ from neap_client.inference.v1 import inference_pb2 as pb
 from inference_service.served_request import with_router
 from shared.engine.engine import Engine
 from shared.engine.request.request import GenerationRequest
-from shared.errors import InvalidInput, PreconditionFailed
 from shared.ladder.artefact import pack_ladder
 from shared.ladder.policy import DepthPolicy
 from shared.registry.factory import open_registry
 from tests.generation import request_of
-from tests.reasons import raises
 from tests.worker import build_ladder, serving
 
 EXACT = pb.DepthPolicy(exact=pb.Exact(max_drafts=3))
@@ -70,13 +68,6 @@ def test_a_threshold_holds_for_sampled_and_constrained_answers(client):
         assert finished.usage.num_completion_tokens
 
 
-def test_a_margin_needs_greedy_decoding(client):
-    with raises(InvalidInput, "MARGIN_NEEDS_GREEDY"):
-        answer(client, relaxed(margin=0.05), sampling=pb.Sampling(temperature=1.0))
-
-
-def test_relaxed_needs_a_router_and_exact_does_without():
-    with raises(PreconditionFailed, "ROUTER_REQUIRED"):
-        with_router(GenerationRequest((1,), policy=DepthPolicy("relaxed", margin=0.1)), None)
+def test_exact_does_without_a_router():
     exact = GenerationRequest((1,), policy=DepthPolicy("exact"))
     assert with_router(exact, None) == exact

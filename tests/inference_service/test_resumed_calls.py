@@ -133,21 +133,6 @@ def test_what_may_differ_is_said_and_can_be_refused(stubs):
     assert not answer(other, nothing)[0].continued_inexactly
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"prompt_digest": "0" * 32}, "PROMPT_DIFFERS"),
-        ({"token_ids": [5] * (NUM_NEW + 1)}, "RESUMED_TOO_LONG"),
-        ({"token_ids": [5] * 100_000}, "RESUMED_TOO_LONG"),
-        ({"token_ids": [263]}, "TOKEN_OUT_OF_RANGE"),
-    ],
-)
-def test_what_no_answer_begins_with_is_refused(stubs, changes, reason):
-    request = request_of(NUM_NEW)
-    request.resume.CopyFrom(pb.Resume(**changes))
-    assert refused(stubs[0], request)[1].reason == reason
-
-
 def test_a_stopping_worker_hands_over_only_answers_that_go_on_elsewhere(workers, tmp_path):
     """The caller of one sees nothing of it; the other one is finished where it began."""
     registry = open_registry(str(tmp_path))

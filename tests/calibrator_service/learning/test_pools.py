@@ -42,8 +42,6 @@ def published(service):
 
 def test_no_alias_of_others_is_set_to_it(published):
     routers = published.routers
-    request = router_pb2.SetAliasRequest(model_id="tiny", alias="latest", version=2)
-    assert error_of(lambda: routers.SetAlias(request)).reason == "OTHER_POOL"
     routers.SetAlias(router_pb2.SetAliasRequest(model_id="tiny", alias="latest", version=1))
     canary = router_pb2.Canary(version=2, share_per_mille=10)
     request = router_pb2.SetCanaryRequest(model_id="tiny", alias="latest", canary=canary)
@@ -74,6 +72,3 @@ def test_a_job_of_a_pool_moves_the_pools_alias(published):
     job = published.calibrations.CreateCalibration(pb.CreateCalibrationRequest(request_id="a", spec=spec)).calibration
     assert list(job.spec.aliases) == ["latest@legal"]
     assert job.spec.served_traffic.pool == "legal"
-    spec.served_traffic.pool = "Not A Pool"
-    request = pb.CreateCalibrationRequest(request_id="b", spec=spec)
-    assert error_of(lambda: published.calibrations.CreateCalibration(request)).reason == "BAD_POOL"

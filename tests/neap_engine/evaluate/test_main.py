@@ -137,11 +137,9 @@ def test_results_of_other_prompts_are_not_mixed(sweep, report, tmp_path):
     ("flags", "reason"),
     [
         (["--router", "nobody"], "ALIAS_NOT_FOUND"),
-        (["--router", "9"], "ROUTER_VERSION_NOT_FOUND"),
         (["--margin", "-1"], "INVALID_INPUT"),
         (["--threshold", "1.5"], "INVALID_INPUT"),
         (["--model", "tiny"], "BAD_CONFIGURATION"),
-        (["--model", "tiny=/nowhere"], "MODEL_NOT_FOUND"),
         (["--max-tokens", "4000"], "INVALID_INPUT"),
     ],
 )

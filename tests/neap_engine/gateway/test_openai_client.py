@@ -299,8 +299,6 @@ def test_the_depth_policy_and_the_router_can_be_chosen(client, direct):
     assert full.choices[0].model_extra["neap"]["router_version"] == 0
     relaxed = answer({"policy": "relaxed", "threshold": 0.9, "router_version": 1})
     assert relaxed.choices[0].model_extra["neap"]["policy"] == "relaxed"
-    with pytest.raises(openai.NotFoundError):
-        answer({"router_version": 99})
 
 
 def test_models_are_listed(client):
@@ -315,21 +313,6 @@ def test_all_pages_of_models_are_listed(scripted):
     worker.models = [f"model-{number:03}" for number in range(2 * DEFAULT_PAGE_SIZE + 1)]
     found = gateway.http.get("/v1/models").json()["data"]
     assert [model["id"] for model in found] == worker.models
-
-
-def test_a_model_that_is_not_served_is_not_found(client):
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.chat.completions.create(model="other/model", messages=MESSAGES)
-    assert caught.value.code == "model_not_found"
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("other/model")
-
-
-def test_a_prompt_that_is_too_long_has_openais_code(client):
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="tiny", prompt="x" * 3000)
-    assert caught.value.code == "context_length_exceeded"
-    assert caught.value.response.headers["x-should-retry"] == "false"
 
 
 def test_an_async_client_can_stream_many_answers(gateway):

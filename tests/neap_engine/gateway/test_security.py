@@ -47,8 +47,6 @@ def test_tokens_are_passed_on_and_checked_by_the_worker(secure):
 
     with gateway_to(worker.target, worker_ca=files.authority) as gateway:
         assert post(authorization=f"Bearer {tokens['generate']}") == (200, None)
-        assert post(authorization=f"Bearer {tokens['calibrate']}") == (403, "role_missing")
-        assert post(authorization="Bearer neap_nobody") == (401, "invalid_api_key")
         assert post(authorization="Basic x") == (401, "invalid_api_key")
         assert post() == (401, "invalid_api_key")
         assert gateway.http.get("/readyz").status_code == 200

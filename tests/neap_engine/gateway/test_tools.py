@@ -229,10 +229,3 @@ def test_what_cannot_be_asked_is_refused_by_name(state, fields, reason, param):
     reply = state.http.post("/v1/chat/completions", json=chat_body(**{"tools": [TOOL], **fields}))
     error = reply.json()["error"]
     assert (reply.status_code, error["neap"]["reason"], error["param"]) == (400, reason, param), error
-
-
-def test_a_model_without_tools_says_so(gateway):
-    reply = gateway.http.post("/v1/chat/completions", json=chat_body(tools=[TOOL]))
-    error = reply.json()["error"]
-    assert (reply.status_code, error["code"]) == (400, "tools_not_supported")
-    assert "chat template" in error["message"]

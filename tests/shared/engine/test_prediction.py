@@ -7,7 +7,6 @@ import torch
 
 from shared.engine.engine import Engine
 from shared.engine.request.request import Finished, TokenChunk
-from shared.errors import InvalidInput
 from shared.ladder.policy import DepthPolicy
 from shared.ladder.proposers import PREDICTION
 from shared.model.loaded import LoadedModel, wrap_model
@@ -122,18 +121,3 @@ def test_a_fixed_number_of_drafts_and_layers_that_must_run_are_respected(loaded)
         tokens, end = generated(engine, policy=deep, prediction=answer)
         assert tokens == answer
         assert PREDICTION not in end.depth.exits
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"prediction": (VOCABULARY_SIZE,)}, "TOKEN_OUT_OF_RANGE"),
-        ({"prediction": (-1,)}, "TOKEN_OUT_OF_RANGE"),
-        ({"prediction": (1,) * 100_000}, "PREDICTION_TOO_LONG"),
-        ({"prediction": "text"}, "NO_TOKENIZER"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_drafted_from_is_refused(loaded, options, reason):
-    with fixed_cost_engine(loaded, silent()) as engine, pytest.raises(InvalidInput) as caught:
-        generated(engine, **options)
-    assert caught.value.reason == reason
