@@ -50,7 +50,7 @@ class JobCount:
     num_resumes: int
 
 
-# Of a job that has nothing left to do but to publish.
+# The fraction of a job that has nothing left to do but to publish.
 PUBLISHING_FRACTION = 0.99
 
 
@@ -143,8 +143,8 @@ class JobStore:
         """Ends a job of which nothing can be published yet, or asks for its end. Changes nothing once it has ended.
         Raises NotFound.
 
-        A running job's process must be stopped. Of a product that the registry may have already, the publisher finds
-        out whether it has.
+        A running job's process must be stopped. Where the registry may have the product already, the
+        publisher finds out.
         """
 
         def changes(job: Job) -> Changes:

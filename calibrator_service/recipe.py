@@ -42,7 +42,7 @@ def run(
     ranks: "Ranks | None" = None,
 ) -> Product | None:
     """`parent_files`: those of the spec's parent, if it has one.
-    `progress` and `should_stop` are cheap to call. Of several `ranks` only the first one returns the product.
+    `progress` and `should_stop` are cheap to call. The first of several `ranks` alone returns the product.
 
     Raises NeapError: NotFound and UnsupportedModel from loading, Cancelled, and the errors of `calibrate`.
     """

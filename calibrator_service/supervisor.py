@@ -34,7 +34,7 @@ PUBLISHER_TIMEOUT_S = 5.0
 CLEAN_UP_INTERVAL_S = 3600.0
 # (description, is_death) of how a process ended.
 Interruption = tuple[str, bool]
-# Of a job that was recorded as running when this service started.
+# How a job ended that was recorded as running when this service started.
 _SERVICE_DIED: Interruption = ("with the service itself", False)
 
 log = structlog.get_logger("neap.calibration")

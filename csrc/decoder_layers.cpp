@@ -13,9 +13,9 @@ namespace {
 
 constexpr const char* kOp = "decoder_layers";
 
-// Of each layer, in the order of its tensors. What a layer does not have is an empty tensor.
+// The places of each layer's tensors, in their order. What a layer does not have is an empty tensor.
 enum Norm { kInputNorm, kMlpNorm, kQueryNorm, kKeyNorm, kAttendedNorm, kOutputNorm, kNorms };
-// Without keys, queries have all three. Of experts, kInner is their table and kUp their router.
+// Without keys, queries have all three. kInner is the experts' table and kUp their router.
 enum Product { kQueries, kKeys, kValues, kOut, kInner, kUp, kDown, kMatrices };
 constexpr size_t kBiases = kMatrices - 1;  // that of kUp follows kInner's
 // Where head 0 of queries, keys and values is in the one projection of all three, and how far its heads are apart.
@@ -199,7 +199,7 @@ Layer make_layer(const Call& call, const LayerTensors& t, int64_t index, const f
 
 // How many threads the work of a layer is worth.
 int64_t ranks_for(const Layer& layer) {
-  // Of `up`: the loop below counts the gate.
+  // The tiles of `up`: the loop below counts the gate.
   double flops = layer.inner.gated ? (double)layer.inner.out_features * layer.inner.in_features : 0.;
   if (layer.experts.tokens) flops += layer.experts.flops() / (double)layer.tokens;
   for (const LinearArgs* matmul : {&layer.out, &layer.inner, &layer.down})

@@ -21,7 +21,7 @@ from neap_engine.cli.interruption import interruptible_call
 from neap_engine.cli.processes import interrupt_on_signals
 from neap_engine.cli.up import LATEST, model_id_from_path
 
-# Of each of the two calibrations.
+# Seconds of each of the two calibrations.
 BUDGET_S = 45
 START_TIMEOUT_S = 600.0
 # `neap up` waits for 20,000 tokens, and for half an hour between two calibrations, unless it is told otherwise.

@@ -67,7 +67,7 @@ def moves(changes: Sequence[AliasChange]) -> Iterator[AliasChange]:
 
 
 def canaries(changes: Sequence[AliasChange]) -> Iterator[tuple[AliasChange, AliasChange | None, int]]:
-    """Of each canary the change that began it, the one that ended it (None: none has), and its version."""
+    """For each canary the change that began it, the one that ended it (None: none has), and its version."""
     first: AliasChange | None = None
     for change in changes:
         version = change.canary.version if change.HasField("canary") else 0

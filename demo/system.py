@@ -108,7 +108,7 @@ class System:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Of calls that fail because a part has died, the system says why a moment later."""
+        """The system says a moment later why calls have failed because a part has died."""
         try:
             yield
         except Unavailable:

@@ -47,7 +47,7 @@ class Binder(Protocol):
         """Whether so many more could be bound without another being dropped."""
 
     def keep_bound(self, ladder: Ladder) -> None:
-        """Of all bound ladders this one is dropped last."""
+        """This one of all bound ladders is dropped last."""
 
 
 log = structlog.get_logger("neap.routers")
@@ -99,7 +99,7 @@ class RouterLoader:
         self._read_blob = read_blob or registry.read_blob
         self._binders: dict[str, Binder] = {}
         self._heads: WeakValueDictionary[str, Heads] = WeakValueDictionary()
-        # Of several that come at once and share their heads, one unpacks these.
+        # One of several that come at once and share their heads unpacks these.
         self._unpacking = Lock()
         self._loaded: dict[tuple[str, int], LoadedRouter] = {}
         self._loading: dict[tuple[str, int], asyncio.Task[LoadedRouter]] = {}
@@ -256,6 +256,6 @@ class RouterLoader:
 
 
 def _heads_digest(entries: Mapping[str, Any]) -> str:
-    """Of the blob that a router's heads are in. "" for one without it, which cannot be unpacked."""
+    """The digest of the blob that a router's heads are in. "" for one without it, which cannot be unpacked."""
     entry = entries.get(heads_blob(entries), {})
     return str(entry.get("digest", ""))

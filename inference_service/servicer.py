@@ -74,7 +74,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._stall_timeout_s = stall_timeout_s
         self._served: dict[str, ServedModel] = {}
         self._ready = False
-        # Of calls whose clients go on elsewhere.
+        # Streams of calls whose clients go on elsewhere.
         self._resumable: set[EventStream] = set()
         self._wakeups: Wakeups | None = None
         self._hands_over = False

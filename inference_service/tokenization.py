@@ -40,7 +40,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[int], st
     return text_of
 
 
-# Of the model's contexts, the token ids of a request for their text.
+# The token ids of a request for their text, in contexts of the model.
 MOST_CONTEXTS = 4
 
 

@@ -35,9 +35,9 @@ from shared.rpc.serving import RpcServer
 
 _SERVICE = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVICE_NAME: str = _SERVICE.full_name
-# Of a call of Abort.
+# Requests of a call of Abort at most.
 MAX_ABORTED = 1024
-# Of a message with a part of the tokenizer's files.
+# The size of a message with a part of the tokenizer's files.
 PART_BYTES = 64 << 10
 
 

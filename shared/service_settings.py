@@ -230,7 +230,7 @@ class WorkerSettings(ServiceSettings):
     )
     prefix_cache_scope: Literal["pool", "all"] = Field(
         default="pool",
-        description="Whose requests share cached prefixes. pool: those of one pool. all: everybody's, so how soon an "
+        description="Callers whose requests share cached prefixes. pool: of one pool. all: everybody, so how soon an "
         "answer begins tells whether somebody has sent the same beginning before.",
     )
     learn: Listed[PoolShare] = Field(
@@ -397,7 +397,7 @@ class CalibratorSettings(ServiceSettings):
         description="Judge router versions by what workers report (--report-to of a worker). asked: versions that an "
         "operator puts on trial (neap routers try), and those that serve. publications: also what calibrations "
         "publish: an alias that exists is not moved, but gets the version as a canary, which is promoted once it is "
-        "found to be faster. Of several services of one registry one judges.",
+        "found to be faster. One of several services of a registry judges.",
     )
     max_queued_jobs: int = Field(
         default=16, ge=1, description="Most jobs that wait to be run. Further jobs are refused."
@@ -417,7 +417,7 @@ class CalibratorSettings(ServiceSettings):
     learn_from_traffic: bool = Field(
         default=False,
         description="Learn from what workers keep of the answers that they serve (their --learn): per pool a job that "
-        "goes on from the pool's router, again and again. Of several services with one registry one does it.",
+        "goes on from the pool's router, again and again. One of several services with one registry does it.",
     )
     learn_tokens: int = Field(
         default=20_000,

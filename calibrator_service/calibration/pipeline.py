@@ -249,7 +249,7 @@ def made_heads(
 def agreement_of(
     run: CalibrationRun, material: TrainingData, vocabulary: DraftVocabulary, heads: Mapping[int, ExitHead]
 ) -> float:
-    """Of the positions of the confidence split, along chains and over all heads, on how many the model agrees."""
+    """The number of positions of the confidence split, along chains and over all heads, on which the model agrees."""
     chunks, layers = material.chunks["confidence"], run.loaded.num_layers
     labels = [exit_samples(d, h, chunks, vocabulary, layers, "agreement").label for d, h in heads.items()]
     return float(torch.cat(labels).float().mean())

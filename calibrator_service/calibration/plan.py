@@ -17,7 +17,7 @@ from shared.model.footprint import kv_token_bytes
 from shared.model.loaded import LoadedModel
 from shared.model.runner import captured_depths
 
-# Of a spec without a limit: under three minutes on two cores with a model of the demo's size.
+# The budget of a spec without a limit: under three minutes on two cores with a model of the demo's size.
 QUICK_BUDGET_S = 150.0
 # Largest artefact with the default proposer.
 ARTEFACT_BYTES = 16_000_000
@@ -35,7 +35,7 @@ TRAINING_BUDGET_S, TRAINING_TOKENS = 600.0, 60_000
 # Memory per square of the hidden size: the sums of one exit in float32, and what solving it needs beside them, in
 # float64.
 SUM_BYTES, SOLVING_BYTES = 4 * (5 * 5 + 5 * 2), 8 * 3 * 4 * 4
-# Of a head whose block adds nothing.
+# The width of a head whose block adds nothing.
 LEAST_MLP_WIDTH = 32
 # Heads are trained for at most MAX_EPOCHS epochs, for fewer if these have more than TRAINED_POSITIONS positions, and
 # for at least MIN_EPOCHS.

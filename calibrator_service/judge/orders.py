@@ -56,7 +56,7 @@ class Orders:
         return {version for model, version in self._forbidden if model == model_id}
 
     def give(self, order: Order) -> None:
-        """Record an order. Of two that are given at once, one may be lost: look with `read`. Raises Exhausted
+        """Record an order. One of two that are given at once may be lost: look with `read`. Raises Exhausted
         (TOO_MANY_ORDERS)."""
         now = self.read()
         alias, version = (order.model_id, order.alias), (order.model_id, order.version)

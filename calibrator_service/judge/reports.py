@@ -22,7 +22,7 @@ _LARGEST = 2.0**50
 # No worker runs more requests at once, so that it cannot spend more than so many seconds per second. Reports wait in
 # between: _SLACK_S.
 _MOST_RUNNING, _SLACK_S = 4096, 60.0
-# Of the logarithm of seconds per token: from picoseconds to years.
+# The logarithm of seconds per token at most: from picoseconds to years.
 _LARGEST_LOG = 30.0
 
 Sums = Mapping[ServedKey, Served]

@@ -23,7 +23,7 @@ BOUND = 0.4
 BLOCK_ANSWERS = 8
 # Blocks that make a past.
 PAST_BLOCKS = 20
-# Of the logarithm of tokens per pass, and of that of the time of full depth over the version's.
+# Changes of the logarithm of tokens per pass, and of that of the time of full depth over the version's.
 LOST = math.log(1.15)
 SLOWER = math.log(1.02)
 MAX_GROUPS, MAX_OPEN = 64, 512

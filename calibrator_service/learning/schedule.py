@@ -1,6 +1,6 @@
 """Makes routers learn from served traffic by themselves: a thread of the calibration service.
 
-Of the services that share a registry one acts for a model, by a lease. It looks at what workers have kept of each pool,
+One of the services that share a registry acts for a model, by a lease. It looks at what workers have kept of each pool,
 and creates a job like any other where the pool's rule says so. The job goes on from the pool's router, or from the
 model's own where the pool has none yet. It is created only while no other job waits, so clients' jobs come first.
 

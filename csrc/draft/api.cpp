@@ -187,7 +187,7 @@ NEAP_API int64_t neap_step_advance(Step* step, int64_t* exit_index) {
   *exit_index = step->exit_index();
   return count;
 }
-// Of an asked chain. integers: its row, the tokens that the head has seen, drafts in the chain, the room for more, and
+// An asked chain. integers: its row, the tokens that the head has seen, drafts in the chain, the room for more, and
 // call, row and place of the output from which the head goes on (call -1: it has seen nothing). numbers: survival,
 // factor, least survival. tokens: the chain's drafts.
 NEAP_API void neap_step_asked(const Step* step, int64_t index, int64_t* integers, double* numbers, int32_t* tokens) {

@@ -85,7 +85,7 @@ std::vector<int64_t> best_lengths(const std::vector<PlannedChain>& chains, const
     keys_s += (double)chain.least * chain.keys_s;
     lengths.push_back(chain.least);
   }
-  // Of one chain, no draft is worth more than the one before it. So whoever takes the one that is worth most never
+  // No draft of a chain is worth more than the one before it. So whoever takes the one that is worth most never
   // skips one.
   std::stable_sort(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) {
     return a.value > b.value || (a.value == b.value && a.chain < b.chain);

@@ -42,7 +42,7 @@ struct Ahead {
   int64_t num_seen = 0;
   OutputPlace output;
   int32_t newest = -1;
-  // Of later positions. They hold as long as the chain takes them.
+  // All drafts of later positions. They hold as long as the chain takes them.
   std::deque<Drafted> drafts;
 };
 
@@ -70,7 +70,7 @@ struct Chain {
   // What a constraint leaves no choice of, and what it begins after that; -1: nothing.
   std::deque<int32_t> forced;
   int32_t begun = -1;
-  // Of the next position.
+  // All drafts of the next position.
   std::vector<Draft> proposals;
   std::optional<Draft> best;
   double best_probability = 0.0;

@@ -12,7 +12,7 @@ constexpr int64_t kRowChunk = 96;  // rows per chunk: their inputs stay in L2 wh
 // Size of the buffer of partial sums of one matrix: a chunk of rows times the panels of the tallest tile.
 constexpr int64_t kChunkFloats = kRowChunk * kPanel * panels_for<Rows<float>>(kMaxTileRows);
 
-// Of one row, so many tiles of the gate are multiplied before those of `up`: each switch ends a stream of reading.
+// So many tiles of one row's gate are multiplied before those of `up`: each switch ends a stream of reading.
 constexpr int64_t kTilesInTurn = 8;
 
 constexpr int64_t kDequantisedPanels = 2;  // panels whose dequantised depth blocks lie in the L1 cache together

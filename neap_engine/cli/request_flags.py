@@ -101,7 +101,7 @@ WRITTEN = inspect.signature(request_options).parameters
 
 
 def _flag(field: Field) -> inspect.Parameter:
-    """Of a field with a plain value. The worker checks what no flag can: limits of fractions."""
+    """The flag of a field with a plain value. The worker checks what no flag can: limits of fractions."""
     whole = field.python_type is int
     option = typer.Option(
         f"--{field.name.replace('_', '-')}",

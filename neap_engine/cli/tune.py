@@ -40,7 +40,7 @@ Model = Annotated[
 ]
 Rounds = Annotated[
     int,
-    typer.Option("--rounds", min=1, help="How many times each prompt is answered. Of its times the least counts."),
+    typer.Option("--rounds", min=1, help="How many times each prompt is answered. The least of its times counts."),
 ]
 Router = Annotated[str, typer.Option("--router", help="Router to measure: a version number or an alias.")]
 

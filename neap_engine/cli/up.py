@@ -40,7 +40,7 @@ START_TIMEOUT_S = 1800.0
 POLL_S = 1.0
 # Who learns gives way to who serves.
 CALIBRATOR_NICENESS = 15
-# Of a GPU's memory for the worker, unless its variable names another: the calibrator's model is there, too.
+# The worker's share of a GPU's memory, unless its variable names another: the calibrator's model is there, too.
 WORKER_SHARE = "0.45"
 LATEST = "latest"
 

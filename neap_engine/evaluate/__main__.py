@@ -176,7 +176,7 @@ def measure(
 
 
 def undisturbed(answers: Mapping[Key, TimedAnswer], side: str, numbers: Iterable[int]) -> TimedAnswer:
-    """Of a side's answers of these numbers, all to one prompt, the fastest: what else the machine does only adds to its
+    """The fastest of a side's answers of these numbers, all to one prompt: what else the machine does only adds to its
     time."""
     return min((answers[number, side] for number in numbers), key=lambda run: run.per_token_s)
 

@@ -342,7 +342,7 @@ def chat_logprobs(tokens: Sequence[pb.Token]) -> dict[str, Any]:
 
 
 def _by_text(token: pb.Token) -> dict[str, float]:
-    """The alternatives and the token itself. Of tokens with the same text the most probable one."""
+    """The alternatives and the token itself. The most probable one of tokens with the same text."""
     found: dict[str, float] = {}
     for text, logprob in [*((other.text, other.logprob) for other in token.alternatives), (token.text, token.logprob)]:
         found[text] = max(logprob, found.get(text, logprob))

@@ -55,7 +55,7 @@ from shared.rpc.tracing import end_http_span, trace_id_of
 from shared.shares import Shares
 
 HEALTH_TIMEOUT_S = 2.0
-# Of a number in a list, and of its digits.
+# What a number in a list takes, with its digits.
 TOKEN_BYTES = 48
 
 Handler = Callable[[Exchange], Awaitable[None]]

@@ -44,7 +44,7 @@ except ImportError:  # an optional dependency
 
 AUTHORIZATION_KEY = "authorization"
 REQUEST_ID_KEY = "x-request-id"
-# For whom a caller asks that passes on others' requests, as a gateway does. It divides what the caller may have.
+# The client for whom a caller asks, as a gateway does. Such clients divide what the caller may have.
 ON_BEHALF_KEY = "x-neap-client"
 
 Metadata = Sequence[tuple[str, str]]
@@ -58,7 +58,7 @@ def trace_context() -> Mapping[str, str]:
     return carrier
 
 
-# Of the services, too. Far above any prompt that fits a context. A service itself refuses a prompt of 10 MB with
+# The services' limit, too. Far above any prompt that fits a context. A service itself refuses a prompt of 10 MB with
 # INVALID_ARGUMENT and a reason, which tells clients not to retry. Larger messages are refused by gRPC with
 # RESOURCE_EXHAUSTED before they are decoded.
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024

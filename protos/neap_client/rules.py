@@ -27,7 +27,7 @@ class Field:
 
     @property
     def python_type(self) -> type[Any]:
-        """Of its numbers or texts."""
+        """The type of its numbers or texts."""
         return {"double": float, "bool": bool, "string": str}.get(self.kind, int)
 
     @property

@@ -76,7 +76,7 @@ class MessageParser:
         self._next: Callable[[MessagePart], bool] = self._rest
         self._num_calls = 0
         self._num_tokens = self.num_reasoning_tokens = 0
-        # Of the arguments: open brackets, whether in a string, and after a backslash there.
+        # The state of the arguments: open brackets, whether in a string, and after a backslash there.
         self._depth, self._in_string, self._is_escaped = 0, False, False
 
     def push(self, texts: Sequence[str]) -> MessagePart:
@@ -88,7 +88,7 @@ class MessageParser:
         return part
 
     def finish(self, text: str) -> MessagePart:
-        """Of an answer that ends with `text`."""
+        """The last part of an answer that ends with `text`."""
         self._is_at_end = True
         part = MessagePart()
         self._read(text, part)

@@ -102,7 +102,7 @@ log = structlog.get_logger("neap.constraints")
 # What is known of constraints is kept up to this size, each counted with its text and OVERHEAD_BYTES.
 MAX_KEPT_BYTES = 64 << 20
 OVERHEAD_BYTES = 64 << 10
-# Of one compiled constraint.
+# The size of one compiled constraint at most.
 MAX_COMPILED_BYTES = 32 << 20
 # What a lexer keeps of a second's work at most. The library does not say how much it keeps.
 GROWTH_PER_S = 256 << 20
@@ -315,7 +315,7 @@ def _limits(constraint: _AnyConstraint) -> dict[str, Any]:
 
 
 def _num_bytes(constraint: _AnyConstraint) -> int:
-    """Of its texts, which are kept with it."""
+    """The size of its texts, which are kept with it."""
     texts = [*constraint.unenforced, *(schema for _, schema in constraint.schemas)]
     if isinstance(constraint, Constraint):
         texts += constraint.choice or [constraint.regex or constraint.lark or ""]

@@ -24,7 +24,7 @@ LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 LARGE, SMALL = 2.0**63, 1e-30
 # Names may be as long as the schema, and be repeated in the place of each schema below.
 MAX_PLACE_CHARACTERS = 256
-# Of ECMA's regular expressions: look-around, references back, borders of words, and what Rust's write differently.
+# What ECMA's alone have: look-around, references back, borders of words, and what Rust's write differently.
 _BEYOND = re.compile(r"(\\[0-9bBcehGkKQRZ]|\(\?<?[=!]|\(\?[>#]|\[(?:\\.|[^\]\\[])*\[(?!:)|\[\^?\])|\\.")
 
 

@@ -21,13 +21,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from shared.constraints.schema import place_of_error
 
-# Of a processor, for compiling. What people write takes milliseconds.
+# Seconds of a processor for compiling. What people write takes milliseconds.
 COMPILE_S = 2.0
 # For finding where a refused schema is wrong, after that.
 PLACE_S = 0.5
 # Beyond what the process has.
 MEMORY_BYTES = 128 << 20
-# Of the stack of a thread that compiles afterwards. Where the limit is infinite, glibc gives threads 2 MiB.
+# The share of the stack for a thread that compiles afterwards. Where the limit is infinite, glibc gives threads 2 MiB.
 STACK_SHARE, USUAL_STACK_BYTES = 0.5, 2 << 20
 NICENESS = 5
 # How the library writes that a token may be chosen.

@@ -237,7 +237,7 @@ class Engine:
         return self._ladders.has_room_for(num_ladders)
 
     def keep_bound(self, ladder: Ladder) -> None:
-        """Of all bound ladders this one is dropped last."""
+        """This one of all bound ladders is dropped last."""
         self._ladders.kept = ladder
 
     def proposer_names(self, ladder: Ladder | None = None) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ R = TypeVar("R", bound=Schedulable)
 
 
 class Scheduler(Generic[R]):
-    """The lowest priority first. Of equal ones clients take turns, then those behind one client, and of one of these
+    """The lowest priority first. Clients of equal ones take turns, then those behind one client, and of one of these
     first come, first served. A request that does not fit yet holds back those behind it, so that no large request
     starves. Requests do not count those behind them when they look for room in the queue. Running ones are put back
     into the queue, before others of their priority, if that lets one with a lower number run.
@@ -116,7 +116,7 @@ class Scheduler(Generic[R]):
         self._sort()
 
     def _sort(self) -> None:
-        """By priority and turn. Of equal ones the order stays."""
+        """By priority and turn. The order of equal ones stays."""
         self._waiting = deque(sorted(self._waiting, key=lambda waiting: (waiting.priority, waiting.turn)))
 
     def remove_ended(self, now_s: float) -> list[R]:

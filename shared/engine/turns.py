@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
-# Of a request that was put back: before all others of its priority.
+# The turn of a request that was put back: before all others of its priority.
 PUT_BACK = -1
 
 

@@ -7,7 +7,7 @@ from shared.errors import InvalidInput
 from shared.field_types import check_limits, check_types
 
 PolicyName = Literal["full", "exact", "relaxed"]
-# Of relaxed, if it is given neither a threshold nor a margin: TIDE's.
+# The threshold of relaxed where neither a threshold nor a margin is given: TIDE's.
 DEFAULT_THRESHOLD = 0.85
 
 

@@ -15,7 +15,7 @@ _LOOKUP = TableConfidence(
         (0.0, -0.61, 1.44),
     ),
 )
-# Of the n-gram table, which the table that learns from answers drafts with.
+# The confidence of the n-gram table, which the table that learns from answers drafts with.
 _NGRAMS = TableConfidence(
     -3.10,
     (

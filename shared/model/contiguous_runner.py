@@ -34,7 +34,7 @@ _NOTHING = torch.empty(0)
 # Largest relative difference between the states of a sequence alone and in a ragged batch.
 RAGGED_TOLERANCE = 1e-4
 _CANNOT = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
-# Windows up to this number of tokens are tried with as many tokens. Of a longer one only the mask is checked.
+# Windows up to this number of tokens are tried with as many tokens. For a longer one only the mask is checked.
 LONGEST_BORDER = 512
 
 

@@ -110,7 +110,7 @@ class DirectPass:
         self._tables = [
             AngleTable(module, state, loaded.context_length, edges, settings) for module, state, settings in calls
         ]
-        # Of each layer, the numbers of its angles and of its mask, and the end of the layers that share both.
+        # The numbers of each layer's angles and mask, and the end of the layers that share both.
         self._layers = layers
         self._ends = [*range(1, len(layers) + 1)]
         for index in reversed(range(len(layers) - 1)):
@@ -169,7 +169,7 @@ class _Mask(NamedTuple):
     settings: dict[str, Any]
 
     def of(self, spans: Sequence[Span], rows: int) -> tuple[Tensor, ...]:
-        """Of each sequence, as `decoder_layers` takes them. One span is that of all rows."""
+        """The spans of each sequence, as `decoder_layers` takes them. One span is that of all rows."""
         if all(span.end <= self.causal_until for span in spans):
             return ()
         masks = ragged_mask(spans, **self.settings).masks

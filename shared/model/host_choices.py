@@ -126,7 +126,7 @@ def masses_of_few(scores: Floats, largest: float, sampling: SamplingParams) -> t
 
 
 def _kth_largest(scores: Floats, count: int) -> np.float32:
-    # Of columns of the row, so many have a largest number that is not below the one sought.
+    # So many columns of the row have a largest number that is not below the one sought.
     # Fewer numbers than all are left to look at.
     width = len(scores) // COLUMN
     if width > count:

@@ -26,8 +26,8 @@ def draft_top(x: Tensor, rows: Tensor, bias: Tensor | None = None, k: int = 2) -
     """The k (at most 8) largest of x [N, W] float32 @ rows [V, W].T + bias [V], and the log of the sum of all their
     exps.
 
-    -> values [N, k] float32 descending, indices [N, k] int64, log mass [N] float32. Of equal logits the lower index
-    comes first. A NaN is never chosen. The logits [N, V] are not stored.
+    -> values [N, k] float32 descending, indices [N, k] int64, log mass [N] float32. The lower index of
+    equal logits comes first. A NaN is never chosen. The logits [N, V] are not stored.
     """
     begin_call(x, rows)
     top: tuple[Tensor, Tensor, Tensor] = torch.ops.neap.draft_top.default(x, rows, bias, k)
@@ -183,7 +183,7 @@ def chain_lengths(starts: Sequence[ChainStart], probabilities: Tensor, highest: 
 
 
 class Chains(NamedTuple):
-    """Of N sequences, up to K drafts each: `tokens` [N, K] int64 and `probabilities` [N, K], as the confidence head
+    """Up to K drafts of each of N sequences: `tokens` [N, K] int64 and `probabilities` [N, K], as the confidence head
     gives them; `lengths` [N] int64: how many there are. `outputs` [N, K, W]: the head's output from which each draft
     was made. Beyond a chain's length a token is -1, and the others are 0."""
 

@@ -29,7 +29,7 @@ class TensorTable:
 class LayerWeights:
     """The weights of `num_layers` consecutive layers; the lists have those of one layer after those of another.
 
-    An empty tensor stands for what a layer does not have. Of each layer, `norms`: before attention, before the MLP, of
+    An empty tensor stands for what a layer does not have. `norms` of each layer: before attention, before the MLP, of
     query and of key heads [Dh], of what attention and of what the MLP adds. They are RMS norms [D], or layer norms [2,
     D]: weights, then biases. `packed`: queries, keys, values, out, gate, up, down. The first one may make keys and
     values, too; `places` tells where: for queries, keys and values the place of head 0 and how far heads are apart, one

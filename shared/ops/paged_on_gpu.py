@@ -18,7 +18,7 @@ PROGRAMS = 2
 # Up to so many tiles of heads in a pass, pieces of keys are programs of their own: there are too few others.
 MOST_SPLIT = 256
 LOG2_E = math.log2(math.e)
-# Of a head: more does not fit what a multiprocessor shares.
+# The width of a head: more does not fit what a multiprocessor shares.
 MOST_WIDTH = 512
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Positions whose scores torch computes at once. More of all sequences' whole contexts would not fit into memory.

@@ -18,7 +18,7 @@ from shared.ops.product_tiles import ProductTiles
 ADDED = 256
 # Products of the reference at once.
 REFERENCE_NUMBERS = 1 << 22
-# Of a row that is normed: it must fit a program's registers.
+# The width of a row that is normed: it must fit a program's registers.
 MOST_NORMED = 1 << 15
 
 

@@ -217,7 +217,7 @@ def _decoder_layer(
     norm_shares: bool = False,
     query_scales: Tensor | None = None,
 ) -> Tensor:
-    """See `LayerWeights`. Of experts, the matrices are in place of their table."""
+    """See `LayerWeights`. The matrices of experts are in place of their table."""
     batch, queries, _ = x.shape
     kv_heads, head_width, value_width = keys[0].shape[1], keys[0].shape[3], values[0].shape[3]
     biases = list(biases) or [torch.empty(0)] * 6

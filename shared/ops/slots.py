@@ -71,7 +71,7 @@ class SlotArgs(Structure):
 
 
 def row_bytes() -> int:
-    """Of a row of a step, and checks that both sides say the same of slots and controls."""
+    """The size of a row of a step; checks that both sides say the same of slots and controls."""
     sizes = (c_int64 * 4)()
     functions().neap_slots_sizes(sizes)
     assert sizes[0] == size_of(Slot)
@@ -80,7 +80,7 @@ def row_bytes() -> int:
 
 
 def ratio_bytes() -> int:
-    """Of the ratios of a row."""
+    """The size of the ratios of a row."""
     sizes = (c_int64 * 4)()
     functions().neap_slots_sizes(sizes)
     return sizes[3]

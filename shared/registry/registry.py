@@ -332,7 +332,7 @@ class Registry:
         return None if data is None else open_sealed(data, path)
 
     def keep_note(self, name: str, record: Mapping[str, Any]) -> None:
-        """Keep `record` under `name` in place of what was kept there. Of two writers at once the last one wins.
+        """Keep `record` under `name` in place of what was kept there. The last one of two writers at once wins.
         Raises InvalidInput (BAD_ALIAS; BAD_MANIFEST: JSON cannot represent it)."""
         self._store.replace(_note_path(name), seal(record))
 

@@ -20,7 +20,7 @@ from typing import Protocol
 from shared.errors import PreconditionFailed
 from shared.registry.encoding import open_sealed, seal
 
-# Of the registry and of each record of its journals. 1 and 2 were forms before the first release.
+# The form of the registry and of each record of its journals. 1 and 2 were forms before the first release.
 SCHEMA_VERSION = 3
 _MARKER = "neap-registry.json"
 # What clients have sent and got: not for other users of a machine.

@@ -78,7 +78,7 @@ def _escaped(logger: Any, name: str, event: Any) -> Any:
 _NO_PROGRESS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 # gRPC's C++ core writes directly to the file descriptor. It reads this when the first server or channel is created.
 _NO_GRPC_LINES = {"GRPC_VERBOSITY": "NONE"}
-# Packages whose log lines of every level are passed on. Of other packages only warnings and errors are.
+# Packages whose log lines of every level are passed on. Other packages' are from warnings on.
 _OWN_PACKAGES = ("inference_service", "calibrator_service", "shared", "neap")
 
 

@@ -20,7 +20,7 @@ from shared.traffic.answer import ID_BYTES, ServedAnswer
 from shared.traffic.encryption import ADDED_BYTES, decrypt, encrypt
 
 MAGIC, VERSION = b"NEAPTRAF", 1
-# Of an object's contents. A batch ends before it has more.
+# The size of an object's contents at most. A batch ends before it has more.
 MAX_CONTENT_BYTES = 4 << 20
 _HEAD = struct.Struct("<8sBBI")
 # zlib adds at most this to what it cannot make smaller (RFC 1951: 5 bytes for each block, RFC 1950: 6).

@@ -1,7 +1,7 @@
 """The figures of a ladder on the report split, from which nothing was learned.
 
-Of each proposer: how often its draft is right, and how well its probability predicts that. Of exits also along chains
-of drafts, at each place and where the tables do not help. Of the joint probability, by situation.
+How often each proposer's draft is right, and how well its probability predicts that; for exits also along chains
+of drafts, at each place and where the tables do not help; for the joint probability, by situation.
 """
 
 import math

@@ -23,7 +23,7 @@ from shared.model.inference import inference
 
 # Prompts, and the tokens of an answer, at most. A shorter answer than LEAST_TOKENS says nothing.
 MAX_ANSWERS, ANSWER_TOKENS, LEAST_TOKENS = 24, 64, 8
-# Of fewer prompts no median is told. They may take so many times the time that there is.
+# Fewer prompts give no median. They may take so many times the time that there is.
 LEAST_ANSWERS, MOST_TIMES = 4, 3
 POLICIES = DepthPolicy("full"), DepthPolicy("exact")
 

@@ -28,7 +28,7 @@ def answer_sequences(loaded: LoadedModel, source: AnswerFile | ServedTraffic) ->
     """The file's prompts with their answers, cut to the model's context. Empty answers are skipped.
 
     Raises `NotFound` (FILE_NOT_FOUND), `InvalidInput` (BAD_ANSWER, TOKEN_OUT_OF_RANGE, NOT_UNICODE, NOT_JSON, NOT_UTF8,
-    ...). Of served traffic, which nobody can mend, answers of another vocabulary are skipped.
+    ...). Answers of another vocabulary are skipped in served traffic, which nobody can mend.
     """
     reader = _Reader(loaded)
     for where, record in _records(source):

@@ -55,7 +55,7 @@ class Place:
 Row = tuple[DecodingSequence, Place]
 # The chunks that became final, by sequence.
 Results = list[tuple[DecodingSequence, list[TokenChunk]]]
-# Of all that drafts on the device, by number, and of the full model.
+# Names of all that drafts on the device, by number, and of the full model.
 PROPOSERS = (*numbered((exit_name(0),)), FULL)
 PLACE_OF = attrgetter("place")
 _NOTHING = array("d", bytes(8 * PLACES))

@@ -71,7 +71,7 @@ class AheadDecoder(Decoder):
 
     @inference
     def turn(self, sequences: Sequence[DecodingSequence]) -> Results:
-        """As `Decoder.turn`. Of a sequence that the caller has ended since its launch, nothing is returned that counts.
+        """As `Decoder.turn`. Nothing that counts is returned of a sequence that the caller has ended since its launch.
         Without sequences: what is under way."""
         sequences = self._chosen(sequences)
         if sequences and (all(map(PLACE_OF, sequences)) or all(map(self._ahead.serves, sequences))):

@@ -28,7 +28,7 @@ from shared.ops.slots import (
 
 # Steps under way at once, so that what the host has sent or reads is not overwritten.
 NUM_STEPS = 2
-# Of each request while drafting is timed. Look-up reads all tokens of a request at each place.
+# Sizes of each request while drafting is timed. Look-up reads all tokens of a request at each place.
 TRIAL_TOKENS, TRIAL_VOCABULARY = 1024, 16
 # Waits for what was read, and returns the address of the first row.
 Arrived = Callable[[], int]

@@ -31,7 +31,7 @@ REPEATS = 8
 # Measurements of passes stop after this time, but not before MIN_REPEATS repeats.
 MEASURE_S = 0.3
 MIN_REPEATS = 3
-# Of each size, for the estimate with which a first start begins.
+# Passes of each size, for the estimate with which a first start begins.
 ESTIMATE_REPEATS = 2
 # Costs are measured anew after this time: other work on the machine may have slowed them down.
 REMEMBERED_S = 7 * 86400.0

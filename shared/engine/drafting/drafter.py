@@ -132,5 +132,5 @@ class KeyTime:
         self._of_sequences, self._of_tokens = first, second
 
     def of(self, num_keys: Sequence[int]) -> tuple[float, list[float]]:
-        """Of sequences with so many cached keys: seconds of a pass over a token of each, and of a further token."""
+        """Seconds of a pass over a token of each of the sequences with so many cached keys, and of a further token."""
         return (self._of_sequences + self._of_tokens) * sum(num_keys), [self._of_tokens * keys for keys in num_keys]

@@ -244,7 +244,7 @@ class StopStrings:
         """Adds text. Returns (text that may be shown, the stop string that was found or None)."""
         self._held += text
         first, found, num_held = len(self._held), None, 0
-        # Of two that begin at one place the shorter one was complete first.
+        # The shorter one of two that begin at one place was complete first.
         for stop in self._stops:
             start = self._held.find(stop, 0, first + len(stop))
             if start >= 0 and (found is None or start < first or len(stop) < len(found)):

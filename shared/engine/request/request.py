@@ -159,7 +159,7 @@ class GeneratedToken(NamedTuple):
     alternatives: tuple[tuple[int, float], ...] = ()
 
 
-# Of a `GeneratedToken`, without a frame.
+# The proposer of a `GeneratedToken`, without a frame.
 PROPOSER_OF: Callable[[GeneratedToken], str] = itemgetter(GeneratedToken._fields.index("proposer"))
 
 

@@ -265,7 +265,7 @@ class DecodingSequence:
         if predicted is not None:  # also of an answer that was whole when it was resumed
             self.show_prompt(len(self.request.given_ids))
         num_predicted = self.tables.num_predicted if predicted else 0
-        # Only now: within an answer, prompt look-up knows the same. Of the full model's choices only.
+        # Only now: within an answer, prompt look-up knows the same. The full model's choices only.
         if self.learned is not None and self.request.policy.name == "exact":
             self.learned.learn(self.tokens, self.num_prompt_tokens)
         now = time.monotonic()

@@ -86,7 +86,7 @@ class Substitutions:
     def attempt(self, kind: str, name: str, module: nn.Module, propose: Propose) -> None:
         """Replaces the forward of `module` by what `propose` returns, or notes the reason why it raised `Unsuitable`.
 
-        Of modules with the same signature only the first one is compared with its substitute, and none that has been
+        Only the first one of modules with the same signature is compared with its substitute, and none that has been
         compared before.
         """
         place = f"{kind} {name}"
