@@ -87,6 +87,7 @@ def calibrate(ranks: Ranks, asked: str, request_id: str, work_dir: Path, setting
     if ranks.is_first and (made := load_product(work_dir)) is not None:
         published = publish(settings.registry, job, made, signs_later=bool(settings.require_signatures))
         log.info("published", version=published.version, manifest_digest=published.manifest_digest)
+    ranks.end()
 
 
 def read_job(asked: str, request_id: str, settings: CalibratorSettings) -> RankedJob:

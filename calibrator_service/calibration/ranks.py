@@ -14,6 +14,8 @@ from torch import Tensor
 from shared.errors import PreconditionFailed, Unavailable
 
 T = TypeVar("T")
+# How long a rank that has done its part waits for the first one, which measures and publishes.
+LONGEST_END_S = 86_400.0
 
 
 class Ranks:
@@ -49,6 +51,10 @@ class Ranks:
     def means(self, values: Sequence[float]) -> list[float]:
         """The mean of each number over all ranks."""
         return list(values)
+
+    def end(self) -> None:
+        """Waits until all ranks are at their ends. A rank that is lost can only be started again with all others, so
+        none of them ends before."""
 
     def check(self, **identity: object) -> None:
         """Raises `PreconditionFailed` (RANKS_DIFFER) unless all ranks are the same in everything that is named."""
@@ -120,16 +126,21 @@ class JoinedRanks(Ranks):
         means: list[float] = (tensor / self.size).tolist()
         return means
 
+    def end(self) -> None:
+        with self._waiting(timeout_s=max(self._timeout_s, LONGEST_END_S)):
+            pass
+
     @contextmanager
-    def _waiting(self, *, meets: bool = True) -> Iterator[None]:
+    def _waiting(self, *, meets: bool = True, timeout_s: float | None = None) -> Iterator[None]:
         """`meets`: waits for all ranks first, which names one that does not come."""
+        timeout_s = timeout_s or self._timeout_s
         try:
             if meets:
-                dist.monitored_barrier(timeout=timedelta(seconds=self._timeout_s), wait_all_ranks=True)
+                dist.monitored_barrier(timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
             yield
         except RuntimeError as error:  # all that torch.distributed raises
             raise Unavailable(
-                f"another rank of this calibration has ended or did not answer within {self._timeout_s:.0f} s, so rank "
+                f"another rank of this calibration has ended or did not answer within {timeout_s:.0f} s, so rank "
                 f"{self.rank} cannot go on: {_first_line(error)}",
                 reason="RANK_LOST",
             ) from error

@@ -107,9 +107,10 @@ class CalibrationRun:
             self.folder /= f"rank-{self.ranks.rank}-of-{self.ranks.size}"
         self._state_file, self.text_end = self.folder / "state.json", self.folder / "text.json"
         self.text_rest = self.folder / "rest.safetensors"
-        # Which text ranks have is decided together. What one of them has lost all of them collect anew, from the text.
+        # Which text ranks have is decided together. What one of them has lost, with its disk for example, all of them
+        # collect anew, from the text.
         text_end = self.text_end.read_text() if self.text_end.exists() else ""
-        if len(set(self.ranks.everyones((text_end, self.text_rest.exists())))) > 1:
+        if len(set(self.ranks.everyones((text_end, self.text_rest.exists(), self.folder.exists())))) > 1:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._spent_before_s = min(self.ranks.everyones(self._read_spent_s()))
 

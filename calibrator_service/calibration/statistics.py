@@ -23,10 +23,11 @@ from shared.ladder.exits import Heads
 from shared.ladder.proposers import exit_name
 from shared.model.loaded import LoadedModel
 
-FORMAT = 1
+# 1 unless sums are projected.
+FORMAT = 2
 # Upper limit of the file. A model of hidden size 1,536 needs 210 MB for each exit and up to 80 MB for the counts of
-# n-grams.
-MAX_BYTES = 1 << 30
+# n-grams; the sums of a model of 4,096 are projected.
+MAX_BYTES, HEADER_BYTES = 1 << 30, 1 << 16
 _HEADER = "neap"
 
 
@@ -124,19 +125,19 @@ class Statistics:
                 )
 
     def to_bytes(self) -> bytes | None:
-        """A safetensors file, which `read_statistics` reads; None if it had more than MAX_BYTES."""
-        if 4 * sum(sums.layout.num_sums for sums in self.moments.values()) > MAX_BYTES:
-            return None
+        """A safetensors file of at most MAX_BYTES, which `read_statistics` reads: sums that are too large for it are
+        projected. None if counts alone take more."""
         tensors = {"choice_counts": self.choice_counts, "learned": self.learned}
-        for depth, moments in self.moments.items():
-            for name, tensor in moments.to_tensors().items():
-                tensors[f"{exit_name(depth)}.{name}"] = tensor.contiguous()
         for name, tensor in self.ngrams.to_tensors().items():
             tensors[f"successors.{name}"] = tensor
-        if sum(tensor.nbytes for tensor in tensors.values()) > MAX_BYTES:
+        left = MAX_BYTES - HEADER_BYTES - sum(tensor.nbytes for tensor in tensors.values())
+        for depth, moments in self.moments.items():
+            for name, tensor in moments.to_tensors(most_bytes=left / len(self.moments)).items():
+                tensors[f"{exit_name(depth)}.{name}"] = tensor.contiguous()
+        if sum(tensor.nbytes for tensor in tensors.values()) > MAX_BYTES - HEADER_BYTES:
             return None
         header = {
-            "format": FORMAT,
+            "format": FORMAT if any(name.endswith(".root") for name in tensors) else 1,
             "fingerprint": self.fingerprint,
             "tokenizer": self.tokenizer,
             "num_tokens": self.num_tokens,
@@ -172,11 +173,8 @@ def _statistics(header: Mapping[str, Any], tensors: dict[str, Tensor]) -> Statis
     choice_counts, learned = tensors.pop("choice_counts"), tensors.pop("learned")
     moments = {}
     for depth, hidden_size, kept_depths in header["exits"]:
-        part, layout = (take_part(tensors, exit_name(depth)), MomentsLayout(hidden_size, depth, tuple(kept_depths)))
-        # Memory is allocated by it.
-        if hidden_size < 1 or part["targets"].shape != (layout.width, 2 * hidden_size):
-            raise Corrupt("the statistics of an exit have not the shapes of their layout")
-        moments[depth] = Moments.from_tensors(part, layout)
+        layout = MomentsLayout(hidden_size, depth, tuple(kept_depths))
+        moments[depth] = Moments.from_tensors(take_part(tensors, exit_name(depth)), layout)
     ngrams = NgramTableBuilder.from_tensors(take_part(tensors, "successors"), len(choice_counts))
     numbers = torch.tensor([header["num_tokens"], header["generation"]], dtype=torch.float64)
     if (

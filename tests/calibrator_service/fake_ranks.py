@@ -1,15 +1,17 @@
-"""A job's process whose ranks stop themselves once: the file "stop-in" of the service's folder names rank and phase.
+"""A job's process whose ranks stop themselves once, or such a rank without a service: the file "stop-in" of the
+service's folder names rank and phase.
 
 The service's process finds this module through PYTHONPATH, and so does each rank's, which imports it by another name.
 """
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from calibrator_service import recipe, worker_process
+from calibrator_service import rank, recipe, worker_process
 from calibrator_service.calibration.ranks import Ranks
 from calibrator_service.calibration.spec import Progress
 from calibrator_service.job_process import ProcessConfig
@@ -36,7 +38,7 @@ def _stop_in(work_dir: Path, rank: int, tell: Callable[[Progress], None], progre
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-worker_process.run = run
+worker_process.run = rank.run = run
 
 if __name__ == "__main__":
-    worker_process.main()
+    sys.exit(rank.main() if "WORLD_SIZE" in os.environ else worker_process.main())

@@ -38,6 +38,9 @@ def test_torchrun_and_the_rank_take_what_a_pod_gives_them(objects, monkeypatch):
         job["template"]["metadata"]["labels"].items()
     )
     assert job["completionMode"] == "Indexed"
+    assert launch.max_restarts == 0, "all pods start again together"
+    assert job["backoffLimit"] >= 2 * job["completions"]
+    assert (spec["restartPolicy"], job["podFailurePolicy"]["rules"][0]["action"]) == ("Never", "Ignore")
     asked = []
     monkeypatch.setattr(rank, "calibrate", lambda *arguments: asked.append(arguments))
     assert rank.main([*launch.training_script_args, "--request-id", "one"]) == 0

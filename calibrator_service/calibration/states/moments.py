@@ -1,6 +1,7 @@
 """What a linear exit head is solved from: sums of products over positions.
 They add, over texts, machines and calibrations. Few positions are kept themselves, which takes less memory and time."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from shared.ladder.exit_head import NUM_STATES, unit
 PIECE = 2048
 # Positions that are kept, per number of one position. With more of them, solving from sums takes no longer.
 KEPT_PER_WIDTH = 0.25
+# Directions of projected sums, per number of one position, and the least share of the mean mean square along one.
+# More directions gain nothing (docs/decisions/010); what is fainter is below every ridge.
+DIRECTIONS_PER_WIDTH, FAINTEST = 0.25, 1e-3
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,13 @@ class MomentsLayout:
 
     @property
     def num_sums(self) -> int:
-        """Numbers that `Moments.to_tensors` returns."""
+        """Numbers that `Moments.to_tensors` returns, unless they are projected."""
         return self.width * (self.width + 1) // 2 + self.width * 2 * self.hidden_size
+
+    def num_directions(self, most_bytes: float) -> int:
+        """Of sums that are projected to at most `most_bytes`; at least one."""
+        by_memory = int(most_bytes // (torch.half.itemsize * (self.width + 2 * self.hidden_size)))
+        return max(1, min(by_memory, int(DIRECTIONS_PER_WIDTH * self.width)))
 
 
 class Moments:
@@ -67,6 +76,10 @@ class Moments:
     @property
     def kept(self) -> tuple[Tensor, Tensor] | None:
         """x [N, 5D] and z [N, 2D] of all positions; None if only their sums are left."""
+        rows = self._rows()
+        return rows if rows is not None and len(rows[0]) == self.count else None
+
+    def _rows(self) -> tuple[Tensor, Tensor] | None:
         if self._kept is None:
             return None
         width, num_finals = self.layout.width, 2 * self.layout.hidden_size
@@ -85,9 +98,9 @@ class Moments:
     def _summed(self) -> tuple[Tensor, Tensor]:
         if self._sums is not None:
             return self._sums
-        kept = self.kept
-        assert kept is not None
-        states, finals = kept
+        rows = self._rows()
+        assert rows is not None
+        states, finals = rows
         return states.T @ states, states.T @ finals
 
     def _forget_positions(self) -> tuple[Tensor, Tensor]:
@@ -145,17 +158,40 @@ class Moments:
             ranks.add(sums)
         self.count = total
 
-    def to_tensors(self, *, with_positions: bool = False) -> dict[str, Tensor]:
-        """Tensors for safetensors: `second` as its upper triangle, row by row, `targets` and `count`.
+    def to_tensors(self, *, with_positions: bool = False, most_bytes: float = math.inf) -> dict[str, Tensor]:
+        """Tensors for safetensors: `second` as its upper triangle, row by row, `targets` and `count`. Sums that take
+        more than `most_bytes` are projected.
 
         `with_positions`: x and z of each position instead, while there are few. They tell of the text.
         """
         count = torch.tensor([self.count], dtype=torch.float64)
         if with_positions and (kept := self.kept) is not None:
             return {"states": kept[0].cpu(), "finals": kept[1].cpu(), "count": count}
+        if torch.float.itemsize * self.layout.num_sums > most_bytes:
+            root, aims = self._projected(self.layout.num_directions(most_bytes))
+            return {"root": root.half().cpu(), "aims": aims.half().cpu(), "count": count}
         second, targets = (sums.cpu() for sums in self._summed())
         triangle = torch.cat([second[row, row:] for row in range(self.layout.width)])
         return {"second": triangle, "targets": targets, "count": count}
+
+    @torch.no_grad()
+    def _projected(self, num_directions: int) -> tuple[Tensor, Tensor]:
+        """`root` [K, 5D] and `aims` [K, 2D], of which count root' root is `second` and count root' aims is `targets`,
+        in the K directions along which x varies most: as if K positions, one along each, had been all. Half of
+        float32's bytes are enough for them.
+
+        Halko et al., Finding structure with randomness, 2011: directions are found in a product with random ones.
+        """
+        second, targets = self._summed()
+        generator = torch.Generator().manual_seed(0)
+        tried = torch.randn(len(second), num_directions, generator=generator).to(second.device)
+        span = torch.linalg.qr(second @ tried).Q
+        values, turn = torch.linalg.eigh((span.T @ (second @ span)).double())
+        told = values > FAINTEST * float(second.diagonal().double().mean())
+        values, turn = (values[told] / max(self.count, 1.0)).sqrt(), turn[:, told].float()
+        directions = (span @ turn).T
+        aims = directions @ targets / (max(self.count, 1.0) * values[:, None]).float()
+        return directions * values[:, None].float(), aims
 
     @classmethod
     def from_tensors(
@@ -163,11 +199,12 @@ class Moments:
     ) -> Self:
         """Raises `Corrupt` unless the tensors have the form that `to_tensors` returns, with finite numbers."""
         size, num_finals, moments = layout.width, 2 * layout.hidden_size, cls(layout, device)
-        has_positions = "states" in tensors
-        count = len(tensors["states"]) if has_positions else 0
-        shapes = {"states": (count, size), "finals": (count, num_finals), "count": (1,)}
-        if not has_positions:
-            shapes = {"second": (size * (size + 1) // 2,), "targets": (size, num_finals), "count": (1,)}
+        has_positions, is_projected = "states" in tensors, "root" in tensors
+        shapes = {"second": (size * (size + 1) // 2,), "targets": (size, num_finals), "count": (1,)}
+        for of_states, of_finals in (("states", "finals"), ("root", "aims")):
+            if of_states in tensors:
+                rows = len(tensors[of_states])
+                shapes = {of_states: (rows, size), of_finals: (rows, num_finals), "count": (1,)}
         if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != shapes:
             raise Corrupt("the statistics of an exit have not the shapes of their layout")
         if not all(tensor.is_floating_point() and bool(tensor.isfinite().all()) for tensor in tensors.values()):
@@ -175,12 +212,17 @@ class Moments:
         if has_positions:
             moments._add(tensors["states"].float().to(device), tensors["finals"].float().to(device))
             return moments
+        moments.count = float(tensors["count"])
+        if is_projected:
+            # The sums may take far more memory than the file: they are computed when they are added to others.
+            weight = max(moments.count, 0.0) ** 0.5
+            moments._kept = [(weight * tensors["root"].float().to(device), weight * tensors["aims"].float().to(device))]
+            return moments
         second, targets = moments._forget_positions()
         rest = tensors["second"].float().to(device).split([*range(size, 0, -1)])
         for row, numbers in enumerate(rest):
             second[row, row:] = second[row:, row] = numbers
         targets.copy_(tensors["targets"])
-        moments.count = float(tensors["count"])
         return moments
 
 

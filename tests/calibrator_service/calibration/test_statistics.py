@@ -32,9 +32,7 @@ def statistics_of(seed: int, layout: MomentsLayout = LAYOUT) -> Statistics:
     generator = torch.Generator().manual_seed(seed)
     moments = Moments(layout)
     states = torch.randn(50, layout.width, generator=generator)
-    moments.second.addmm_(states.T, states)
-    moments.targets.addmm_(states.T, torch.randn(50, 2 * layout.hidden_size, generator=generator))
-    moments.count = 50.0
+    moments._add(states, torch.randn(50, 2 * layout.hidden_size, generator=generator))
     ngrams = NgramTableBuilder()
     tokens = np.random.default_rng(seed).integers(0, 9, 60)
     ngrams.add(tokens[:-1], tokens[1:])
@@ -105,9 +103,40 @@ def test_another_model_or_tokenizer_is_refused(counting: LoadedModel):
         replace(own, tokenizer="sha256:other").check(counting, {0: LAYOUT})
 
 
-def test_statistics_above_the_limit_are_not_packed(monkeypatch):
-    monkeypatch.setattr(module, "MAX_BYTES", 100)
+def test_counts_above_the_limit_are_not_packed(monkeypatch):
+    monkeypatch.setattr(module, "MAX_BYTES", module.HEADER_BYTES + 100)
     assert statistics_of(1).to_bytes() is None
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "num_exits", "directions"), [(4096, 1, 5120), (8192, 1, 9362), (8192, 4, 2340)]
+)
+def test_sums_of_wide_models_are_projected_into_the_limit(hidden_size, num_exits, directions):
+    layout = MomentsLayout(hidden_size, 0, (8, 16))
+    assert torch.float.itemsize * layout.num_sums > module.MAX_BYTES
+    found = layout.num_directions(module.MAX_BYTES / num_exits)
+    assert found == directions
+    assert num_exits * found * torch.half.itemsize * 7 * hidden_size <= module.MAX_BYTES
+
+
+def test_a_child_goes_on_from_projected_sums(first, counting, monkeypatch, tmp_path):
+    """Its own sums are whole, those of its parent are told in fewer directions; all else is as without the limit."""
+    whole = first.statistics.to_bytes()
+    [layout] = [moments.layout for moments in first.statistics.moments.values()]
+    room = len(whole) - torch.float.itemsize * layout.num_sums // 2
+    monkeypatch.setattr(module, "MAX_BYTES", room)
+    monkeypatch.setattr(module, "HEADER_BYTES", 4096)
+    told = read_statistics(written(first.statistics, tmp_path / "s"))
+    assert (tmp_path / "s").stat().st_size <= room
+    second = write_lines(tmp_path / "second.jsonl", 2)
+    child = calibrate(counting, spec_of(second), parent=replace(parent_of(first), statistics=told))
+    expected = calibrate(counting, spec_of(second), parent=parent_of(first))
+    [ours], [theirs] = ([*result.statistics.moments.values()] for result in (child, expected))
+    assert ours.count == theirs.count
+    assert 0 < (ours.second - theirs.second).norm() < 0.15 * theirs.second.norm()
+    assert child.statistics.num_tokens == expected.statistics.num_tokens
+    for one, other in zip(child.ladder.exits, expected.ladder.exits, strict=True):
+        assert torch.cosine_similarity(one.head.fuse.flatten(), other.head.fuse.flatten(), 0) > 0.9
 
 
 def _edit(path: Path, change: Callable[[dict, dict], object]) -> None:
@@ -155,7 +184,7 @@ def test_other_files_are_refused(tmp_path):
         with pytest.raises(Corrupt):
             read_statistics(path)
     path.write_bytes(whole)
-    _edit(path, lambda h, t: h.update(format=2))
+    _edit(path, lambda h, t: h.update(format=3))
     with raises(PreconditionFailed, "SCHEMA_TOO_NEW"):
         read_statistics(path)
 

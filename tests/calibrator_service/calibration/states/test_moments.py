@@ -35,6 +35,26 @@ def assert_equal(found: Moments, expected: Moments) -> None:
     torch.testing.assert_close(found.targets, expected.targets, rtol=1e-5, atol=1e-4)
 
 
+def test_projected_sums_are_those_of_the_directions_in_which_states_vary():
+    generator = torch.Generator().manual_seed(2)
+    found = Moments(LAYOUT)
+    states = torch.randn(500, 7, generator=generator) @ torch.randn(7, LAYOUT.width, generator=generator)
+    found._add(states, states @ torch.randn(LAYOUT.width, 2 * SIZE, generator=generator))
+    row_bytes = 2 * (LAYOUT.width + 2 * SIZE)
+    for num_directions, most_lost in ((8, 1e-3), (5, 0.5)):
+        tensors = found.to_tensors(most_bytes=num_directions * row_bytes)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= num_directions * row_bytes + 8
+        read = Moments.from_tensors(tensors, LAYOUT)
+        assert (read.count, read.kept) == (500.0, None)
+        for ours, whole in ((read.second, found.second), (read.targets, found.targets)):
+            assert (ours - whole).norm() < most_lost * whole.norm()
+    values = torch.linalg.eigvalsh(found.second).flip(0)
+    # No other 5 directions tell much more.
+    assert read.second.trace() > 0.9 * values[:5].sum()
+    with pytest.raises(Corrupt):
+        Moments.from_tensors({**tensors, "aims": tensors["aims"][:-1]}, LAYOUT)
+
+
 def test_sums_are_of_the_settled_states_before_and_the_states_entering(monkeypatch):
     """Position by position. Fails if any of the states is taken from another position."""
     monkeypatch.setattr(moments_module, "PIECE", 3)
