@@ -100,7 +100,10 @@ class Judge:
                     trial.observe(worker_id, key.load, key.version, served, now_s)
                 watch = self._watches.get(place)
                 if watch is not None and watch.version == key.version:
-                    watch.observe(worker_id, key.load, served)
+                    watch.observe(worker_id, key.load, served, now_s)
+                if (speeds := self._speeds.get(place)) is not None:
+                    speeds.observe(key.version, served, time.time())
+                    self._unkept.add(place)
                 self._has_changed = True
             suspended = [alias for (model, alias) in self._suspended if model == model_id]
         self._metrics.served_reports.labels("late" if new is None else "taken").inc()
