@@ -5,21 +5,21 @@ python -m demo [--data-dir DIR] [--model-path FILE] [--max-tokens N] [--budget S
 
 import shlex
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from demo import picture
 from demo.model import MODEL_ID, demo_model, own_model, size_mb
-from demo.story import Story, kind_table, say, step
+from demo.story import Story, kind_table, lines_of, say, step, words_beside
 from demo.system import CALIBRATOR, WORKER, System, new_folder
 from neap_engine.cli.connection import connect
 from neap_engine.cli.console import exit_on_error, fail, out
-from neap_engine.cli.interruption import interruptible_call
+from neap_engine.cli.learning_picture import draw
 from neap_engine.cli.processes import interrupt_on_signals
 from neap_engine.cli.up import LATEST, model_id_from_path
+from shared.registry.factory import open_registry
 
 # Seconds of each of the two calibrations.
 BUDGET_S = 45
@@ -83,9 +83,11 @@ def demo(
         story.one_kind(budget)
         step("result")
         out.print(kind_table(story.of_kind))
-        changes = interruptible_call(lambda: calibrator.alias_history(model_id, LATEST))[::-1]
-        title = f"{model_id}: {len(story.pairs)} prompts, each at full depth and with drafts"
-        say(f"picture: {picture.draw(folder / 'demo.svg', title, story.pairs, changes, began_s)}")
+        with closing(open_registry(str(folder / "registry"))) as registry:
+            changes = registry.alias_history(model_id, LATEST)[::-1]
+        title, pairs = f"{model_id}: {len(story.pairs)} prompts, each at full depth and with drafts", story.pairs
+        drawn = draw(folder / "demo.svg", title, lines_of(pairs), changes, began_s, words_beside(pairs))
+        say(f"picture: {drawn}")
         step("ending all of it")
     if different := sum(not pair.is_same for pair in story.pairs):
         fail(f"{different} of {len(story.pairs)} answers were not those of full depth; this is a bug, please report it")

@@ -3,7 +3,7 @@
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import cycle, islice
 from typing import Any, Protocol, cast
@@ -13,13 +13,15 @@ from neap_client.calibration.v1 import calibration_pb2
 from neap_client.requests import Policy
 from rich.table import Table
 
-from demo.answers import Pair, ask, median_speed_up
+from demo.answers import Measured, Pair, ask, median_speed_up
 from demo.requests import LEARNED, MEASURED, PROMPTS
 from neap_engine.cli.console import out
+from neap_engine.cli.evaluate_view import COLOURS
 from neap_engine.cli.generate import NO_CHAT_TEMPLATE, PLAIN_TEXT_NOTE, DepthView
 from neap_engine.cli.interruption import interruptible_call
 from neap_engine.cli.job_progress import problem_text
 from neap_engine.cli.learned_view import learned_lines
+from neap_engine.cli.learning_picture import Line, router_name
 from shared.errors import NeapError, Unavailable
 from shared.registry.contents import failed_checks
 
@@ -181,8 +183,28 @@ def kind_table(pairs: Sequence[Pair]) -> Table:
     return table
 
 
-def router_name(version: int) -> str:
-    return f"router {version}" if version else "no router"
+def lines_of(pairs: Sequence[Pair]) -> list[Line]:
+    """For the picture: speeds at full depth, and of each router."""
+    timed = [pair for pair in pairs if pair.has_speed]
+    lines = [Line("full", COLOURS["full"], _points(pair.full for pair in timed))]
+    for version in dict.fromkeys(pair.exact.version for pair in timed):
+        own = (pair.exact for pair in timed if pair.exact.version == version)
+        lines.append(Line(EXACT, COLOURS[EXACT], _points(own)))
+    return lines
+
+
+def _points(answers: Iterable[Measured]) -> list[tuple[float, float]]:
+    return [(answer.ended_s, answer.tokens_per_s) for answer in answers]
+
+
+def words_beside(pairs: Sequence[Pair]) -> Callable[[int], str]:
+    """Beside the mark of a router: its name and its speed."""
+
+    def words(version: int) -> str:
+        own = [pair for pair in pairs if pair.has_speed and pair.exact.version == version]
+        return f" {router_name(version)}" + (f"\n exact {median_speed_up(own):.2f}x full" if own else "")
+
+    return words
 
 
 def step(text: str) -> None:

@@ -9,7 +9,7 @@ compare-and-swap. Of several calibrators the one that holds the lease acts; the 
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -24,12 +24,15 @@ from shared.errors import Conflict, Corrupt, InvalidInput, NeapError, Preconditi
 from shared.registry.base import AliasChange, Canary
 from shared.registry.marks import elapsed_s
 from shared.registry.registry import Registry
+from shared.registry.speeds import Speeds, kept_speeds
 
 # Who changes an alias in its history, and the name of the lease and of the note.
 ACTOR = "judge"
 STEP_S = 1.0
 # How often evidence is written while nothing is decided, and how often a canary's version is read again.
 KEEP_S, CHECK_S = 10.0, 30.0
+# How often speeds over time are written, which decide nothing.
+KEEP_SPEEDS_S = 60.0
 MAX_MODELS, MAX_ALIASES = 64, 256
 MAX_REASON_CHARACTERS = 1000
 
@@ -72,12 +75,15 @@ class Judge:
         self._book = ReportBook()
         self._trials: dict[Place, Trial] = {}
         self._watches: dict[Place, Watch] = {}
+        # Of the aliases that are known, and those of which there is more than is kept.
+        self._speeds: dict[Place, Speeds] = {}
+        self._unkept: set[Place] = set()
         # Aliases whose version is accepted less often than it was.
         self._lost: set[Place] = set()
         # Why no router drafts behind an alias, by the version that it names.
         self._suspended: dict[Place, tuple[int, str]] = {}
         self._acts = self._has_changed = False
-        self._renew_at_s = self._kept_s = self._checked_s = float("-inf")
+        self._renew_at_s = self._kept_s = self._speeds_kept_s = self._checked_s = float("-inf")
         self.thread = ServiceThread(ACTOR, self._step)
 
     # Any thread.
@@ -100,7 +106,10 @@ class Judge:
                     trial.observe(worker_id, key.load, key.version, served, now_s)
                 watch = self._watches.get(place)
                 if watch is not None and watch.version == key.version:
-                    watch.observe(worker_id, key.load, served)
+                    watch.observe(worker_id, key.load, served, now_s)
+                if (speeds := self._speeds.get(place)) is not None:
+                    speeds.observe(key.version, served, time.time())
+                    self._unkept.add(place)
                 self._has_changed = True
             suspended = [alias for (model, alias) in self._suspended if model == model_id]
         self._metrics.served_reports.labels("late" if new is None else "taken").inc()
@@ -166,6 +175,7 @@ class Judge:
         try:
             if self._acts and self._lease.is_held:
                 self._keep()
+                self._keep_speeds()
                 self._lease.give_up()
         except NeapError as error:
             log.warning("the lease is not given up", reason=error.reason)
@@ -186,6 +196,8 @@ class Judge:
                     log.warning("a model cannot be judged now", model_id=model_id, reason=error.reason)
             if self._has_changed and elapsed_s() - self._kept_s >= KEEP_S:
                 self._keep()
+            if elapsed_s() - self._speeds_kept_s >= KEEP_SPEEDS_S:
+                self._keep_speeds()
         return self._step_s
 
     def _hold(self) -> None:
@@ -207,8 +219,10 @@ class Judge:
 
     def _judge(self, model_id: str, change: AliasChange, orders: Orders, checks: bool) -> None:
         place = model_id, change.alias
+        speeds = self._speeds.get(place) or kept_speeds(self._registry, *place)
         now_s = elapsed_s()
         with self._lock:
+            self._speeds[place] = speeds
             watch = self._watches.get(place)
             if watch is None or watch.version != change.to_version:
                 watch = self._watches[place] = Watch(change.to_version)
@@ -225,7 +239,7 @@ class Judge:
                 if trial is None or (trial.incumbent, trial.canary) != versions:
                     trial = self._trials[place] = Trial(*versions, now_s)
                 verdict = trial.verdict(change.canary.share_per_mille, now_s)
-            alarm = watch.alarm()
+            alarm = watch.alarm(now_s)
         if orders.holds(place):
             return
         if trial is not None:
@@ -328,20 +342,33 @@ class Judge:
         self._kept_s = now_s
         self._registry.keep_note(ACTOR, record)
 
+    def _keep_speeds(self) -> None:
+        if not self._lease.is_held:
+            return
+        self._speeds_kept_s = elapsed_s()
+        with self._lock:
+            unkept = {
+                place: replace(self._speeds[place], sums=dict(self._speeds[place].sums)) for place in self._unkept
+            }
+            self._unkept.clear()
+        for place, speeds in unkept.items():
+            speeds.keep(self._registry, *place)
+
     def _load(self) -> None:
         """Without what cannot be read the evidence is gathered anew."""
         now_s = elapsed_s()
         try:
             record: Mapping[str, Any] = self._registry.note(ACTOR) or {"trials": (), "watches": (), "suspended": ()}
             trials = {(str(m), str(a)): Trial.from_record(trial, now_s) for m, a, trial in record["trials"]}
-            watches = {(str(m), str(a)): Watch.from_record(watch) for m, a, watch in record["watches"]}
+            watches = {(str(m), str(a)): Watch.from_record(watch, now_s) for m, a, watch in record["watches"]}
             suspended = {(str(m), str(a)): (int(version), str(why)) for m, a, version, why in record["suspended"]}
         except (Corrupt, ValueError, KeyError, TypeError, AttributeError) as error:
             log.warning("the judge's evidence cannot be read and is gathered anew", error=type(error).__name__)
             trials, watches, suspended = {}, {}, {}
         with self._lock:
             self._trials, self._watches, self._suspended = trials, watches, suspended
-            self._book = ReportBook()
+            self._book, self._speeds = ReportBook(), {}
+            self._unkept.clear()
 
 
 def on_trial(change: AliasChange) -> bool:

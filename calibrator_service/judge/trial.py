@@ -8,7 +8,8 @@ of the mean logarithms of seconds per token, weighted by tokens. Four sequential
 (`shared.sequential_test`): that the canary is faster, that it is slower, and the two that together show that the
 versions are less than SAME apart.
 
-A single worker never decides where three or more report: a test holds only if it holds without each of them, too.
+A single worker never decides where others serve, however much it says: a test holds only if it holds without each of
+them, too, and so of two workers by what each has found alone.
 """
 
 import math
@@ -25,7 +26,8 @@ ALPHA = 0.01
 # A block counts as at most this difference of logarithms: 65 %.
 BOUND = 0.5
 LEAST_ANSWERS = 8
-# After so long a block closes with what it has: later answers are of another time.
+# After so long a block closes with what it has: later answers are of another time. A worker that has answered nothing
+# for so long is not waited for.
 BLOCK_S = 900.0
 # The difference of logarithms below which versions count as equally fast.
 SAME = math.log(1.05)
@@ -34,13 +36,12 @@ MOST_TOKENS = 300_000
 # So long without an answer of the canary, although by its share so many were expected: it cannot be served. (That none
 # comes by chance has the probability e^-14.)
 SILENT_S, EXPECTED_ANSWERS = 3600.0, 14.0
-# Shares in thousandths, and comparisons that a share needs before the next. 1000 is the promotion.
+# Shares in thousandths, and comparisons that a share needs before the next, at most half of them of one worker of
+# several. 1000 is the promotion.
 SHARES, LEAST_BLOCKS = (50, 200, 500), 6
 PROMOTED_FROM = 200
 # Workers whose evidence is kept apart; further ones share a place with one of them.
 MAX_GROUPS = 64
-# From so many workers on none decides alone.
-LEAST_GROUPS = 3
 # Blocks that are open at once.
 MAX_OPEN = 512
 
@@ -78,10 +79,11 @@ class _Open:
 
 @dataclass
 class _Group:
-    """What one worker, or several that share a place, have shown, and when it did so last."""
+    """What one worker, or several that share a place, have shown, with how many comparisons since the share is what it
+    is, and when they answered last."""
 
-    num_blocks: int = 0
-    compared_s: float = 0.0
+    blocks_at_share: int = 0
+    seen_s: float = 0.0
     logs: dict[str, list[float]] = field(default_factory=lambda: {name: [0.0] * NUM_STAKES for name in _TESTS})
 
 
@@ -93,12 +95,10 @@ class Trial:
     canary: int
     began_s: float
     groups: dict[str, _Group] = field(default_factory=dict)
-    # Comparisons, answers, and the sums of both versions in all blocks; what the alias' own version would have taken
-    # for the canary's tokens, by the blocks they were in.
+    # Comparisons, and the sums of both versions in all blocks; what the alias' own version would have taken for the
+    # canary's tokens, by the blocks they were in.
     num_blocks: int = 0
-    # The share that the canary has had since how many comparisons.
     share_per_mille: int = 0
-    blocks_at_share: int = 0
     served: Served = NOTHING
     instead_s: float = 0.0
     incumbent_served: Served = NOTHING
@@ -115,9 +115,10 @@ class Trial:
         if version not in (self.incumbent, self.canary):
             return
         place = worker_id, load
+        self.groups.setdefault(self._group_of(worker_id), _Group()).seen_s = now_s
         block = self._open.get(place)
         if block is not None and now_s - block.began_s > BLOCK_S:
-            self._close(worker_id, self._open.pop(place), now_s)
+            self._close(worker_id, self._open.pop(place))
             block = None
         if block is None:
             while len(self._open) >= MAX_OPEN:
@@ -130,19 +131,18 @@ class Trial:
             block.incumbent = block.incumbent.plus(served)
             self._num_since += served.num_requests
         if min(block.canary.num_requests, block.incumbent.num_requests) >= LEAST_ANSWERS:
-            self._close(worker_id, self._open.pop(place), now_s)
+            self._close(worker_id, self._open.pop(place))
 
-    def _close(self, worker_id: str, block: _Open, now_s: float) -> None:
+    def _close(self, worker_id: str, block: _Open) -> None:
         mine, others = block.canary, block.incumbent
         if not mine.num_requests or not others.num_requests:
             return
         difference = mine.weighted_log / mine.weight - others.weighted_log / others.weight
-        group = self.groups.setdefault(self._group_of(worker_id), _Group())
+        group = self.groups[self._group_of(worker_id)]
         for name, x in _TESTS.items():
             group.logs[name] = after(group.logs[name], x(difference), BOUND)
-        group.num_blocks, group.compared_s = group.num_blocks + 1, now_s
+        group.blocks_at_share += 1
         self.num_blocks += 1
-        self.blocks_at_share += 1
         self.served = self.served.plus(mine)
         self.incumbent_served = self.incumbent_served.plus(others)
         self.instead_s += others.seconds / others.num_tokens * mine.num_tokens
@@ -153,19 +153,28 @@ class Trial:
         return sorted(self.groups)[sum(worker_id.encode()) % MAX_GROUPS]
 
     def evidence(self, test: str, now_s: float) -> tuple[float, float]:
-        """The natural logarithm of the evidence of all workers, and where LEAST_GROUPS or more report of all but one of
-        these: the least and the largest of them."""
+        """The natural logarithm of the evidence of all workers, and where several serve of all but one of these: the
+        least and the largest of them."""
         total = joined(group.logs[test] for group in self.groups.values())
-        reporting = [group.logs[test] for group in self.groups.values() if now_s - group.compared_s <= BLOCK_S]
-        found = [log_evidence(total)]
-        if len(reporting) >= LEAST_GROUPS:
-            found += [log_evidence(_without(total, logs)) for logs in reporting]
-        return min(found), max(found)
+        serving = [group.logs[test] for group in self._serving(now_s)]
+        without = [log_evidence(_without(total, logs)) for logs in serving if len(serving) > 1]
+        return min(found := [log_evidence(total), *without]), max(found)
+
+    def _serving(self, now_s: float) -> list[_Group]:
+        return [group for group in self.groups.values() if now_s - group.seen_s <= BLOCK_S]
+
+    def _may_grow(self, now_s: float) -> bool:
+        most = LEAST_BLOCKS // 2 if len(self._serving(now_s)) > 1 else LEAST_BLOCKS
+        compared = sum(min(group.blocks_at_share, most) for group in self.groups.values())
+        # Here no worker may hide what the others find.
+        return compared >= LEAST_BLOCKS and self.evidence("slower", now_s)[1] <= 0
 
     def verdict(self, share_per_mille: int, now_s: float) -> Verdict | None:
         """What is to be done now, with the canary at this share. None: nothing yet."""
         if share_per_mille != self.share_per_mille:
-            self.share_per_mille, self.blocks_at_share = share_per_mille, 0
+            self.share_per_mille = share_per_mille
+            for group in self.groups.values():
+                group.blocks_at_share = 0
         decided = -math.log(ALPHA)
         evidence = {test: self.evidence(test, now_s)[0] for test in _TESTS}
         if evidence["slower"] >= decided:
@@ -180,8 +189,7 @@ class Trial:
         if is_missed and now_s - self._answered_s > SILENT_S:
             return Verdict(Outcome.SILENT, f"no answer of it for {SILENT_S / 60:.0f} minutes; {self.figures()}")
         larger = next((share for share in SHARES if share > share_per_mille), 0)
-        # Here no worker may hide what the others find.
-        if larger and self.blocks_at_share >= LEAST_BLOCKS and self.evidence("slower", now_s)[1] <= 0:
+        if larger and self._may_grow(now_s):
             return Verdict(Outcome.GROW, self.figures(), larger)
         return None
 
@@ -206,12 +214,9 @@ class Trial:
         return {
             "incumbent": self.incumbent,
             "canary": self.canary,
-            "groups": {
-                name: {**asdict(group), "compared_s": now_s - group.compared_s} for name, group in self.groups.items()
-            },
+            "groups": {name: {**asdict(group), "seen_s": now_s - group.seen_s} for name, group in self.groups.items()},
             "num_blocks": self.num_blocks,
             "share_per_mille": self.share_per_mille,
-            "blocks_at_share": self.blocks_at_share,
             "served": list(self.served),
             "instead_s": self.instead_s,
             "incumbent_served": list(self.incumbent_served),
@@ -224,8 +229,8 @@ class Trial:
         """Raises ValueError, KeyError or TypeError for what is no record of this build."""
         groups = {
             str(name): _Group(
-                int(group["num_blocks"]),
-                now_s - float(group["compared_s"]),
+                int(group["blocks_at_share"]),
+                now_s - float(group["seen_s"]),
                 {test: read_logs(group["logs"][test]) for test in _TESTS},
             )
             for name, group in record["groups"].items()
@@ -237,7 +242,6 @@ class Trial:
             groups,
             int(record["num_blocks"]),
             int(record["share_per_mille"]),
-            int(record["blocks_at_share"]),
             Served._make(map(float, record["served"])),
             float(record["instead_s"]),
             Served._make(map(float, record["incumbent_served"])),

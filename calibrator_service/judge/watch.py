@@ -5,7 +5,7 @@ limit was set wrongly: full depth would be faster. Workers tell what full depth 
 that they have measured, of which a busy machine changes neither side. Or its drafts are accepted less often than they
 were, because the traffic drifts. Its own past is the mean of the first blocks under the same load.
 
-Both are tests for a change (`shared.sequential_test`), each worker's apart: an alarm needs two workers, if two report.
+Both are tests for a change (`shared.sequential_test`), each worker's apart: an alarm needs two workers where two serve.
 """
 
 import math
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from calibrator_service.judge.trial import BLOCK_S
 from shared.sequential_test import NUM_STAKES, after, log_evidence, read_logs
 from shared.served import NOTHING, Served
 
@@ -47,11 +48,17 @@ class Watch:
     logs: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     past: dict[int, tuple[int, float]] = field(default_factory=dict)
     recent: Served = NOTHING
+    # When each worker answered last.
+    _seen_s: dict[str, float] = field(default_factory=dict)
     _open: dict[tuple[str, int], Served] = field(default_factory=dict)
 
-    def observe(self, worker_id: str, load: int, served: Served) -> None:
+    def observe(self, worker_id: str, load: int, served: Served, now_s: float) -> None:
         """Counts what a worker has newly served with the version under one load."""
         place = worker_id, load
+        self._seen_s.pop(worker_id, None)
+        while len(self._seen_s) >= MAX_GROUPS:
+            self._seen_s.pop(next(iter(self._seen_s)))  # workers come and go
+        self._seen_s[worker_id] = now_s
         block = self._open.pop(place, NOTHING).plus(served)
         if block.num_requests < BLOCK_ANSWERS:
             while len(self._open) >= MAX_OPEN:
@@ -75,11 +82,13 @@ class Watch:
     def _add(self, logs: dict[str, list[float]], alarm: Alarm, x: float) -> None:
         logs[alarm.value] = after(logs[alarm.value], x, BOUND, detects=True)
 
-    def alarm(self) -> Alarm | None:
-        """What has become of the version, if anything has."""
+    def alarm(self, now_s: float) -> Alarm | None:
+        """What has become of the version, if anything has. One worker says so alone where no other has answered for
+        BLOCK_S."""
+        num_serving = sum(now_s - seen_s <= BLOCK_S for seen_s in self._seen_s.values())
         for alarm in Alarm:
             found = [log_evidence(logs[alarm.value]) >= math.log(BLOCKS_BETWEEN) for logs in self.logs.values()]
-            if sum(found) >= min(2, len(found)) > 0:
+            if sum(found) >= max(1, min(2, num_serving)):
                 return alarm
         return None
 
@@ -103,17 +112,21 @@ class Watch:
         """What outlives this process: all but open blocks."""
         return {
             "version": self.version,
+            "workers": list(self._seen_s),
             "logs": self.logs,
             "past": {str(load): list(past) for load, past in self.past.items()},
             "recent": list(self.recent),
         }
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> "Watch":
-        """Raises ValueError, KeyError or TypeError for what is no record of this build."""
+    def from_record(cls, record: Mapping[str, Any], now_s: float) -> "Watch":
+        """With all its workers as if they had just answered.
+
+        Raises ValueError, KeyError or TypeError for what is no record of this build."""
         logs = {
             str(name): {alarm.value: read_logs(of_worker[alarm.value]) for alarm in Alarm}
             for name, of_worker in record["logs"].items()
         }
         past = {int(load): (int(count), float(total)) for load, (count, total) in record["past"].items()}
-        return cls(int(record["version"]), logs, past, Served._make(map(float, record["recent"])))
+        seen_s = dict.fromkeys(map(str, record["workers"]), now_s)
+        return cls(int(record["version"]), logs, past, Served._make(map(float, record["recent"])), seen_s)

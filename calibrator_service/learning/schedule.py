@@ -62,6 +62,8 @@ class LearningSchedule:
         self._rule = LearningRule(settings.learn_tokens, settings.learn_interval_s)
         self._leases = {model_id: registry.lease(learning_note(model_id)) for model_id in settings.sources}
         self._looked_s = self._expired_s = self._hold_at_s = float("-inf")
+        # When each pool's last job began. Those that have waited longest come first, so none keeps others waiting.
+        self._began_s: dict[tuple[str, str], float] = {}
         self.thread = ServiceThread("learning", self._look)
 
     def stop(self) -> None:
@@ -82,7 +84,7 @@ class LearningSchedule:
         if now_s - self._looked_s >= self._look_interval_s:
             self._looked_s = now_s
             for model_id in held:
-                for pool in self._traffic.pools(model_id):
+                for pool in self._in_turn(model_id):
                     if self.thread.stopping.is_set() or not self._acts_for(model_id):
                         break
                     try:
@@ -90,6 +92,9 @@ class LearningSchedule:
                     except NeapError as error:
                         log.warning("a pool is left for later", model_id=model_id, pool=pool, reason=error.reason)
         return min([self._look_interval_s, *(lease.renew_after_s for lease in self._leases.values())])
+
+    def _in_turn(self, model_id: str) -> list[str]:
+        return sorted(self._traffic.pools(model_id), key=lambda pool: self._began_s.get((model_id, pool), 0.0))
 
     def _hold_all(self) -> list[str]:
         """The models for which this service acts now, by leases taken or renewed."""
@@ -119,6 +124,7 @@ class LearningSchedule:
             why = f"{num_new} new tokens" + ", and drafts were accepted less often" * has_lost
             state = self._create(model_id, pool, replace(state, why=why), batches, alias)
             log.info("a pool learns", model_id=model_id, pool=pool, num_tokens=num_new, job=state.calibration_id)
+        self._began_s[model_id, pool] = state.began_s
         rule = {"next_s": state.next_s(self._rule), "least_tokens": self._rule.least_tokens(has_lost=has_lost)}
         note = {"model_id": model_id, "pool": pool, **asdict(state), **rule}
         if note != before:

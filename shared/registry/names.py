@@ -76,7 +76,16 @@ def pool_of_alias(alias: str) -> str | None:
 def learning_note(*names: str) -> str:
     """Return the name of the note in which the schedule keeps its state of a model's pool, and that of the lease of the
     model."""
-    return f"learning-{hashlib.sha256('/'.join(names).encode()).hexdigest()[:32]}"
+    return f"learning-{_digest(*names)}"
+
+
+def speeds_note(model_id: str, alias: str) -> str:
+    """Return the name of the note in which the judge keeps how fast the versions of an alias were."""
+    return f"speeds-{_digest(model_id, alias)}"
+
+
+def _digest(*names: str) -> str:
+    return hashlib.sha256("/".join(names).encode()).hexdigest()[:32]
 
 
 def check_blob_name(name: str) -> str:

@@ -32,6 +32,7 @@ from shared.traffic.answer import HOUR_S
 from shared.traffic.traffic import Traffic, open_traffic
 from tests.generation import EXACT, answer, request_of
 from tests.registry_servers import bucket_url
+from tests.s3_gate import s3_gate
 from tests.tokens import bearer, write_tokens
 from tests.waiting import wait_until
 from tests.worker import serving
@@ -226,6 +227,27 @@ def test_an_absent_bucket_loses_what_is_to_be_learned_and_no_answer(
         assert len(ask(state)) == 8
         wait_until(lambda: counts(state.metrics, "neap_learn_lost_answers_total"), timeout_s=120)
         assert counts(state.metrics, "neap_learn_lost_answers_total") == {("legal", "OBJECT_STORE_UNAVAILABLE"): 1.0}
+
+
+@pytest.mark.parametrize(("status", "reason"), [(507, "OBJECT_STORE_UNAVAILABLE"), (403, "OBJECT_STORE_REFUSED")])
+def test_a_full_bucket_loses_what_is_to_be_learned_and_no_answer(
+    engine: Engine, tmp_path: Path, s3: Any, status: int, reason: str
+) -> None:
+    """Servers say so by Insufficient Storage, or by QuotaExceeded."""
+    full = threading.Event()
+    full.set()
+
+    def gate(method: str, path: str, headers: Any) -> int | None:
+        return status if method == "PUT" and full.is_set() else None
+
+    url = bucket_url(s3)
+    with s3_gate(s3.port, gate) as at, worker(engine, tmp_path, open_traffic(url.replace(s3.endpoint, at))) as state:
+        assert len(ask(state)) == 8
+        wait_until(lambda: counts(state.metrics, "neap_learn_lost_answers_total") == {("legal", reason): 1.0})
+        full.clear()
+        assert len(ask(state)) == 8
+        wait_until(lambda: kept(state), timeout_s=60)
+        assert len(kept(state)) == 1
 
 
 def test_storage_that_hangs_holds_no_answer_up_and_takes_bounded_memory(engine: Engine, tmp_path: Path) -> None:

@@ -15,7 +15,14 @@ from safetensors.torch import load
 
 from calibrator_service.calibration.pipeline import CalibrationResult, calibrate
 from calibrator_service.calibration.plan import QUICK_BUDGET_S, PassSizes, resolve
-from calibrator_service.calibration.spec import AnswerFile, CalibrationSpec, Progress, SelfGenerated, TextFile
+from calibrator_service.calibration.spec import (
+    AnswerFile,
+    CalibrationSpec,
+    Progress,
+    SelfGenerated,
+    ServedTraffic,
+    TextFile,
+)
 from calibrator_service.calibration.states.moments import Sums
 from calibrator_service.calibration.text import stream
 from shared.engine.engine import Engine
@@ -245,6 +252,14 @@ def test_too_little_text(base_model, tmp_path):
     path.write_text("w1 " * 50)
     with raises(InvalidInput, "TOO_LITTLE_TEXT"):
         calibrate(base_model, CalibrationSpec(source=TextFile(str(path))))
+
+
+@pytest.mark.parametrize("length", [2, 24, 200])
+def test_a_pool_of_one_request_is_too_little_text(base_model, tmp_path, length):
+    """However long its answer is: nothing is left to measure on."""
+    answers = answers_file(tmp_path, [[5 + n % 20 for n in range(length)]])
+    with raises(InvalidInput, "TOO_LITTLE_TEXT"):
+        calibrate(base_model, CalibrationSpec(source=ServedTraffic("legal", answers.path)), work_dir=tmp_path)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from shared.registry import lease
 from shared.registry.base import AliasChange, Canary
 from shared.registry.factory import open_registry
 from shared.registry.registry import Registry
+from shared.registry.speeds import kept_speeds
 from shared.served import NOTHING, Served, ServedKey
 from tests.manifests import real_manifest
 from tests.registry_damage import damaged
@@ -323,6 +324,20 @@ def test_a_judge_whose_lease_has_passed_does_nothing(start, registry, clock, mon
 
 def _unavailable() -> bool:
     raise Unavailable("the store is away")
+
+
+def test_speeds_over_time_are_kept_and_go_on(start, registry, clock):
+    for name in ("a" * 8, "b" * 8):
+        judge, worker = start(name)
+        worker.serve({1: 0.02, 2: 0.01})
+        worker.serve({1: 0.02}, alias="absent")
+        assert list(kept_speeds(registry, MODEL, STABLE).points()) == [] or name == "b" * 8
+        judge.stop()
+    speeds = kept_speeds(registry, MODEL, STABLE)
+    tokens = {version: sum(n for (_, its), (n, _) in speeds.sums.items() if its == version) for version in (1, 2)}
+    assert tokens == {1: 1600, 2: 1600}
+    assert {(version, round(speed / 10)) for version, _, speed in speeds.points()} == {(1, 5), (2, 10)}
+    assert list(kept_speeds(registry, MODEL, "absent").points()) == []
 
 
 def test_evidence_that_cannot_be_read_is_gathered_anew(start, registry, clock, tmp_path):

@@ -108,15 +108,40 @@ def test_where_few_ask_a_block_closes_with_what_it_has():
     assert trial.speed_up == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("poison", [0.1, 10.0])
+@pytest.mark.parametrize("letters", ["ab", "abcd"])
+@pytest.mark.parametrize("poison", [0.01, 0.1, 10.0, 100.0])
 @pytest.mark.parametrize("speed_up", [1.0, 1.15, 0.9])
-def test_one_poisoned_worker_of_four_makes_no_wrong_decision(speed_up, poison):
-    workers = tuple(letter * 8 for letter in "abcd")
+def test_one_poisoned_worker_of_several_makes_no_wrong_decision(speed_up, poison, letters):
+    workers = tuple(letter * 8 for letter in letters)
     wrong = Outcome.PROMOTE if speed_up <= 1.0 else Outcome.ROLL_BACK
     wrong_too = Outcome.ROLL_BACK if speed_up >= 1.0 else Outcome.PROMOTE
     for seed in range(4):
         outcome = run(speed_up, workers=workers, poisoned=("a" * 8, poison), seed=seed)[0]
         assert outcome not in (wrong, wrong_too)
+
+
+@pytest.mark.parametrize("last_compared_s", [None, 0.0])
+@pytest.mark.parametrize("poison", [0.01, 100.0])
+def test_one_that_says_more_than_the_others_does_not_decide_before_them(poison, last_compared_s):
+    """The others answer too seldom for a comparison: never yet, or not for longer than a block lasts."""
+    trial, others = Trial(OLD, NEW, 0.0), ("b" * 8, "c" * 8)
+    for worker in others if last_compared_s is not None else ():
+        trial.observe(worker, 0, OLD, answers(8, 0.01), last_compared_s)
+        trial.observe(worker, 0, NEW, answers(8, 0.01), last_compared_s)
+    for number in range(40):
+        now_s = 1.1 * BLOCK_S + 10.0 * number
+        for load in range(8):
+            trial.observe("a" * 8, load, OLD, answers(8, 0.01), now_s)
+            trial.observe("a" * 8, load, NEW, answers(8, 0.01 / poison, tokens=8), now_s)
+        for worker in others:
+            trial.observe(worker, 0, OLD, answers(1, 0.01), now_s)
+        assert trial.verdict(200, now_s) is None
+    for worker in others:  # and these find it to be as fast
+        for number in range(200):
+            trial.observe(worker, 0, OLD, answers(8, 0.01, noise=0.1, seed=number), now_s)
+            trial.observe(worker, 0, NEW, answers(8, 0.01, noise=0.1, seed=-number), now_s)
+            if (verdict := trial.verdict(200, now_s)) is not None:
+                assert verdict.outcome in (Outcome.GROW, Outcome.NO_DIFFERENCE)
 
 
 def test_no_worker_hides_from_the_share_what_the_others_find():
@@ -196,4 +221,4 @@ def test_workers_without_number_take_bounded_memory():
             trial.observe(worker, 0, NEW, answers(8, 0.01), number)
     assert len(trial._open) <= MAX_OPEN
     assert len(trial.groups) == MAX_GROUPS
-    assert sum(group.num_blocks for group in trial.groups.values()) == MAX_OPEN
+    assert sum(group.blocks_at_share for group in trial.groups.values()) == trial.num_blocks == MAX_OPEN

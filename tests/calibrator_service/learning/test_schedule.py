@@ -316,6 +316,20 @@ def test_one_pool_that_cannot_be_read_stops_no_other(place, monkeypatch):
     assert [job.aliases for job in jobs(service)] == [("latest@good",)]
 
 
+def test_pools_that_always_have_new_answers_keep_no_other_waiting(place):
+    service, learned = place.service(), []
+    place.serve("quiet")
+    for _ in range(12):
+        place.serve("busy-one")
+        place.serve("busy-two")
+        service.schedule._look()
+        job = service.store.in_state(JobState.QUEUED)[0]
+        learned.append(job.aliases[0].removeprefix("latest@"))
+        end(service, job)
+    assert learned.index("quiet") < 3
+    assert min(learned.count(name) for name in ("busy-one", "busy-two")) >= 4
+
+
 def test_a_damaged_note_is_as_none(place):
     service = place.service()
     place.serve("legal")

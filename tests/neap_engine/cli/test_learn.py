@@ -1,11 +1,15 @@
 """`neap learn`: what is kept of served answers is shown, and removed."""
 
+import time
 from contextlib import closing
 
 import pytest
 
+from shared.registry.base import Canary
 from shared.registry.factory import open_registry
 from shared.registry.names import learning_note
+from shared.registry.speeds import Speeds
+from shared.served import NOTHING
 from shared.traffic.answer import ServedAnswer
 from shared.traffic.traffic import open_traffic
 from tests.registry_servers import SERVERS, new_place
@@ -52,6 +56,23 @@ def test_status_says_what_the_schedule_has_noted(neap, place, note, expected):
     with closing(open_registry(place)) as registry:
         registry.keep_note(learning_note("tiny", "legal"), {"model_id": "tiny", **note})
     assert f"tiny, pool legal: {expected}" in neap("learn", "status").stdout
+
+
+def test_the_picture_has_what_workers_have_reported_of_an_alias(neap, place, tmp_path):
+    drawn = tmp_path / "new" / "speeds.svg"
+    assert "NOT_FOUND" in neap("learn", "status", "--picture", drawn, "--alias", "latest@legal", code=1).output
+    neap("learn", "status", "--picture", tmp_path / "speeds.txt", code=2)
+    with closing(open_registry(place)) as registry:
+        registry.set_canary("tiny", "latest@legal", Canary(1, 50))
+        speeds = Speeds()
+        for number in range(4):
+            speeds.observe(1 + number % 2, NOTHING._replace(num_tokens=10, seconds=1), time.time() + 60 * number)
+        speeds.keep(registry, "tiny", "latest@legal")
+    result = neap("learn", "status", "--picture", drawn, "--alias", "latest@legal", "--model", "tiny")
+    assert "speeds.svg" in result.stdout
+    text = drawn.read_text()
+    assert all(words in text for words in ("tiny, latest@legal", ">router 1<", ">router 2<", "canary: router 1"))
+    assert "ALIAS_NOT_FOUND" in neap("learn", "status", "--picture", drawn, "--alias", "absent", code=1).output
 
 
 def test_forget_removes_a_pool_or_what_is_before_a_time(neap, place):

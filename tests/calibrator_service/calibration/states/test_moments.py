@@ -111,6 +111,18 @@ def test_positions_with_states_that_are_not_finite_are_left_out():
     assert found.targets.isfinite().all()
 
 
+@pytest.mark.parametrize("huge", [1e18, 1e30, 3e38])
+def test_huge_states_leave_sums_finite(huge):
+    chunk = random_chunk(lengths=(40,))
+    chunk.states[2][7] *= huge
+    chunk.deep[20] *= huge
+    chunk.deep[21:25] = huge
+    found = sums_of(chunk)
+    assert found.count > 20
+    assert found.second.isfinite().all()
+    assert found.targets.isfinite().all()
+
+
 @pytest.mark.parametrize("with_positions", [False, True])
 def test_stored_sums_are_read_again(with_positions):
     sums = sums_of(random_chunk(lengths=(5,)), random_chunk(lengths=(6,)))
