@@ -47,6 +47,7 @@ from shared.engine.step import Decoder
 from shared.engine.verification import verify
 from shared.ladder.ladder import BoundLadder
 from shared.ladder.policy import DepthPolicy
+from shared.model.choosing import largest
 from shared.model.contiguous_runner import ContiguousRunner
 from shared.model.paged_runner import PagedRunner
 from shared.model.recorder import Work
@@ -101,6 +102,9 @@ class FreeRunner(ContiguousRunner):
 
     def logits(self, state: Tensor, *, widens: bool = True) -> Tensor:
         return self._logits[state[:, 0]] if self._is_free else super().logits(state, widens=widens)
+
+    def choices(self, states: Tensor) -> Tensor:
+        return largest(self.logits(states)) if self._is_free else super().choices(states)
 
     def _states(self, token_ids: Tensor, captured: CapturedStates | None) -> Tensor:
         self.ready_s = time.perf_counter() + self.device_s

@@ -11,8 +11,8 @@ most a fifth each; what takes more is marked with !.
 - matrices: the products in layers, with the activation between them.
   They read the weights, which are most of the step's bytes.
 - norms, attention: of all layers; norms also the final one. rotary: with head norms and writing keys and values.
-- head: the product with the LM head.
-- verify: choosing tokens from logits. exits: the kernel that drafts with an exit's head.
+- head: the product with the LM head, and which of its numbers are the largest.
+- verify: comparing drafts with these. exits: the kernel that drafts with an exit's head.
 - Python: everything else of the step, from one step's start to the next one's: drafting and planning, embedding, masks
   and angles, calling layers, waking threads, committing, decoding text, delivering events. Layers that do not run as
   one op are in it, too.
@@ -75,7 +75,7 @@ class StepProfile:
         replaced = [
             (Decoder, "step", self._at_steps(Decoder.step)),
             (GatedModel, "normed", self._timed("final norm", GatedModel.normed)),
-            (GatedModel, "logits", self._timed("logits", GatedModel.logits)),
+            (GatedModel, "choices", self._timed("choices", GatedModel.choices)),
             (step_module, "verify", self._timed("verify", verify)),
             (native_chain, "draft_chains", self._timed("exits", draft_chains)),
         ]
@@ -110,7 +110,7 @@ class StepProfile:
         spent = self._spent
         sample = {
             "matrices": layers["matmuls"],
-            "head": spent["logits"] - spent.get("final norm", 0.0),
+            "head": spent["choices"] - spent.get("final norm", 0.0),
             "norms": layers["norms"] + spent.get("final norm", 0.0),
             "rotary": layers["place"],
             "attention": layers["attention"],

@@ -2,16 +2,17 @@
 
     python -m bench.roofline [--device cuda] [--tokens 1 2 4 8] [--threads 2] [--rounds 40]
 
-Exits, choices and paged attention. SmolLM2's sizes (D 576, 4,587 draft tokens, V 49,152) and those of an 8B Llama (D
-4096, 8,192, V 128,256). What products and attention take of a step on a CPU: `bench.profile`.
+Exits, choices, large heads and paged attention. SmolLM2's sizes (D 576, 4,587 draft tokens, V 49,152) and those of an
+8B Llama (D 4096, 8,192, V 128,256). What products and attention take of a step on a CPU: `bench.profile`.
 
-Microseconds with cold caches (`bench.stopwatch`). On a CPU: lower quartiles, because others may be using the machine;
-before every call 64 MB of other memory are read, as a verify pass would, so weights come from memory. On a GPU: medians
-of calls in a CUDA graph, with the L2 cache swept before each. The contenders of a line take turns within each round.
+Microseconds with cold caches (`bench.stopwatch`). On a CPU: lower quartiles, because others may be using the machine,
+with `--threads 1` of the thread's own time; before every call 64 MB of other memory are read, as a verify pass would,
+so weights come from memory. On a GPU: medians of calls in a CUDA graph, with the L2 cache swept before each. The
+contenders of a line take turns within each round.
 
 `floor`: all threads read as many bytes as the op must read and write; on a GPU a copy moves them. `GFLOP`: two per
 product. `PyTorch`: the modules that the engine ran before it had kernels, eager; on a GPU without the launch overhead,
-as they are in a graph. `PyTorch half`: the same with float16 weights.
+as they are in a graph. Of heads: argmax of neap's product. `PyTorch half`: the same with float16 weights.
 """
 
 from collections.abc import Callable
@@ -38,6 +39,8 @@ from shared.ops.chains import draft_top, new_tickets, route
 from shared.ops.paged import paged_attention
 
 SIZES = {576: (4587, 49152), 4096: (8192, 128256)}  # draft vocabulary and vocabulary
+# Inputs and vocabulary of a head beside each width: those of Gemma 3 270M and of Llama 3.2 1B.
+LARGE_HEADS = {576: (640, 262144), 4096: (2048, 128256)}
 TOKENS = {"cpu": (1, 2, 4, 8), "cuda": (1, 8, 32, 64)}
 # Dtype of states, keys and values, as in the engine.
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -172,6 +175,23 @@ def bench_choices(bench: Bench, width: int, tokens: int) -> None:
                {"PyTorch": drawn, "neap": partial(choose_sampled, probabilities, uniforms)})  # fmt: skip
 
 
+def bench_head(bench: Bench, width: int, tokens: int) -> None:
+    """Times greedy choices from states through a large head in Q8_0, its inputs rounded. On a CPU."""
+    if bench.on_gpu:
+        return
+    inputs, size = LARGE_HEADS[width]
+    blocks = torch.randint(256, (size, inputs // 32, 34), dtype=torch.uint8)
+    blocks[..., 0], blocks[..., 1] = 0, 16  # small scales
+    packed, states = ops.pack_blocks(blocks.flatten(1), "Q8_0", inputs), torch.randn(tokens, inputs)
+    ops.round_inputs_(packed)
+    product = partial(ops.packed_linear, states, packed, size)
+    bench.line("choose_packed", inputs, tokens, packed.numel(), 2 * inputs * size * tokens, {
+        "PyTorch": lambda: product().argmax(-1),
+        "neap": partial(ops.choose_packed, states, packed, size),
+        "by choose_greedy": lambda: choose_greedy(product()),
+    })  # fmt: skip
+
+
 def bench_paged(bench: Bench, width: int, tokens: int) -> None:
     """Times paged attention of one token of each of N sequences of CONTEXT positions, with blocks in random order in
     the pool. On a GPU: a CPU has no kernel."""
@@ -198,7 +218,7 @@ def bench_paged(bench: Bench, width: int, tokens: int) -> None:
                {"PyTorch": plain, "neap": own})  # fmt: skip
 
 
-PARTS: tuple[Callable[[Bench, int, int], None], ...] = (bench_draws, bench_choices, bench_paged)
+PARTS: tuple[Callable[[Bench, int, int], None], ...] = (bench_draws, bench_choices, bench_head, bench_paged)
 
 
 def main() -> None:

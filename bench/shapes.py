@@ -72,6 +72,9 @@ MOE: dict[str, Any] = {"has_qk_norm": True, "num_experts": 128, "experts_per_tok
 SHAPES = {
     # DeepSeek-R1-Distill-Llama-8B, which is Llama 3.1 8B.
     "llama-8b": Shape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 500000.0, llama3_factor=8.0),
+    "llama-3.2-1b": Shape(
+        "llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 500000.0, llama3_factor=32.0, is_tied=True
+    ),
     "gemma3-270m": Shape("gemma3", 18, 640, 2048, 4, 1, 256, 262144, 32768, 1000000.0, **GEMMA3),
     "gemma3-1b": Shape("gemma3", 26, 1152, 6912, 4, 1, 256, 262144, 32768, 1000000.0, **GEMMA3),
     # It has layer norms, biases, plain MLPs and an embedding of positions.

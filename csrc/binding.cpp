@@ -1,5 +1,9 @@
 // The ops on packed weights, norms and rotary positions: argument checks, allocation of outputs, and calls of the CPU
 // kernels. Also the schemas of the ops that run on the CPU only.
+#include <cmath>
+#include <limits>
+#include <mutex>
+
 #include "experts.h"
 #include "packed.h"
 #include "tensor_table.h"
@@ -39,6 +43,35 @@ Tensor packed_gated_linear(Tensor x, Tensor gate, Tensor up, int64_t out_feature
                            std::optional<Tensor> bias) {
   return run_linear("packed_gated_linear", x, gate, &up, out_features, bias,
                     activation_of("packed_gated_linear", activation));
+}
+
+// The first of the largest products of each row, or -1: see ChoiceArgs. They are compared where they are made.
+Tensor choose_packed(Tensor x, Tensor packed, int64_t out_features) {
+  const char* op = "choose_packed";
+  check_float(op, "x", x, 2);
+  NEAP_CHECK(out_features > 0, op, ": out_features must be positive");
+  const int64_t rows = x.size(0), k = x.size(1);
+  const neap::LinearArgs args = linear_args<Tensor>(op, "packed", packed, nullptr, nullptr, rows, k, out_features);
+  if (!x.is_contiguous()) x = torch::stable::contiguous(x);
+  Tensor choices = empty({rows}, aoti_torch_dtype_int64());
+  const neap::Kernels& kernels = neap::kernels();
+  const int64_t items = kernels.linear_items(args, torch::stable::get_num_threads());
+  const std::vector<neap::Best> none(rows, {-std::numeric_limits<float>::infinity(), 0});
+  std::vector<neap::Best> best = none;
+  std::mutex joining;
+  parallel(items, (double)rows * k * out_features, [&](int64_t b, int64_t e) {
+    std::vector<neap::Best> own = none;
+    neap::LinearArgs part = args;
+    part.x = floats(x);
+    part.best = own.data();
+    kernels.linear(part, items, b, e);
+    const std::lock_guard lock(joining);
+    for (int64_t r = 0; r < rows; ++r)
+      if (own[r].value > best[r].value || (own[r].value == best[r].value && own[r].place < best[r].place))
+        best[r] = own[r];
+  });
+  for (int64_t r = 0; r < rows; ++r) mutable_integers(choices)[r] = std::isfinite(best[r].value) ? best[r].place : -1;
+  return choices;
 }
 
 Tensor activate(Tensor x, std::string activation) {
@@ -139,6 +172,7 @@ STABLE_TORCH_LIBRARY(neap, m) {
   m.def("unpack_linear(Tensor packed) -> Tensor");
   m.def("packed_rows(Tensor packed, Tensor indices) -> Tensor");
   m.def("packed_linear(Tensor x, Tensor packed, SymInt out_features, Tensor? bias=None) -> Tensor");
+  m.def("choose_packed(Tensor x, Tensor packed, SymInt out_features) -> Tensor");
   m.def(
       "packed_gated_linear(Tensor x, Tensor gate, Tensor up, SymInt out_features, str activation, Tensor? bias=None) "
       "-> Tensor");
@@ -186,6 +220,7 @@ STABLE_TORCH_LIBRARY_IMPL(neap, CPU, m) {
   m.impl("unpack_linear", TORCH_BOX(&unpack_linear));
   m.impl("packed_rows", TORCH_BOX(&packed_rows));
   m.impl("packed_linear", TORCH_BOX(&packed_linear));
+  m.impl("choose_packed", TORCH_BOX(&choose_packed));
   m.impl("packed_gated_linear", TORCH_BOX(&packed_gated_linear));
   m.impl("activate", TORCH_BOX(&activate));
   m.impl("rms_norm", TORCH_BOX(&rms_norm));

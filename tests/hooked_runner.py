@@ -37,6 +37,10 @@ class HookedRunner(ContiguousRunner):
         self._call("logits", state)
         return super().logits(state)
 
+    def choices(self, states: Tensor) -> Tensor:
+        self._call("logits", states)
+        return super().choices(states)
+
     def new_cache(self, capacity: int) -> ContiguousCache:
         self._call("new_cache", capacity)
         return super().new_cache(capacity)

@@ -14,6 +14,12 @@ constexpr int64_t kQueryRows = 48;  // (query, head) pairs that share one read o
 
 enum Activation : int32_t { kIdentity, kSilu, kGeluTanh, kGelu, kRelu };
 
+// The first of the largest numbers of a row so far: its value, infinite if one was a NaN, and its place.
+struct Best {
+  float value;
+  int64_t place;
+};
+
 struct LinearArgs {
   const float* x;     // [rows, in_features], rows `x_stride` apart
   Matrix weight, up;  // `up` only if gated; then `weight` is the gate's
@@ -23,6 +29,7 @@ struct LinearArgs {
   bool gated;  // out = activation(gate) * up
   Activation activation;
   const float* residuals[2];  // [rows, out_features] contiguous, added last, one after the other, or null
+  Best* best;                 // [rows] or null: kept of what x @ weight.T gives, in place of writing `out`
 };
 
 // An RMS norm, or with a bias a layer norm, which also subtracts the row's mean.

@@ -172,6 +172,21 @@ inline void finish_panel(const LinearArgs& args, const float* c, const float* up
   }
 }
 
+// Keeps the first of the largest of the sums c [rows, panels * 16] of output panels from `unit` on.
+inline void keep_best(const LinearArgs& args, const float* c, int64_t panels, int64_t unit, int64_t row, int64_t rows) {
+  const int64_t first = unit * kPanel, width = min64(panels * kPanel, args.out_features - first);
+  for (int64_t r = 0; r < rows; ++r, c += panels * kPanel) {
+    Best& best = args.best[row + r];
+    IntVec above = {};  // or a NaN
+    for (int64_t i = 0; i < panels * kPanel; i += kLanes) above |= ~(load(c + i) <= splat(best.value));
+    int32_t any = 0;
+    for (int i = 0; i < kLanes; ++i) any |= above[i];
+    if (!any) continue;
+    for (int64_t i = 0; i < width; ++i)
+      if (!(c[i] <= best.value)) best = {c[i] == c[i] ? c[i] : __builtin_inff(), first + i};
+  }
+}
+
 // What tile number `tile` of `tiles` prefetches while it reads `depth` inputs of depth block `block` of `panels` panels
 // from `panel` on. `next`: the panel that is read after `panel`. Reading and multiplying overlap if there is always
 // something on its way.
@@ -239,7 +254,7 @@ inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int6
   const Matmul& matmul = matmul_for(args.weight, x.kind);
   alignas(64) float c[kChunkFloats], up[kChunkFloats];
   // As many panels as tiles take, and as the buffers hold.
-  const int64_t tiles = rows == 1 ? kTilesInTurn : 1;
+  const int64_t tiles = rows == 1 || args.best ? kTilesInTurn : 1;
   const int64_t group =
       max64(1, min64(tiles * matmul.panels((int)RowTiles(rows).height), kChunkFloats / (rows * kPanel)));
   for (int64_t unit = begin; unit < end; unit += group) {
@@ -251,8 +266,10 @@ inline void linear_chunk(const LinearArgs& args, int64_t row, int64_t rows, int6
     } else {
       multiply_panels(args, args.weight, x, rows, unit, panels, following, c);
     }
-    for (int64_t p = 0; p < panels; ++p)
-      finish_panel(args, c + p * kPanel, up + p * kPanel, panels * kPanel, unit + p, row, rows);
+    if (args.best) keep_best(args, c, panels, unit, row, rows);
+    else
+      for (int64_t p = 0; p < panels; ++p)
+        finish_panel(args, c + p * kPanel, up + p * kPanel, panels * kPanel, unit + p, row, rows);
   }
 }
 

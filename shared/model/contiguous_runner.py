@@ -3,12 +3,14 @@ they give the same bits, on any device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shared import ops
 from shared.model.borders import NUM_CHECKED, crossing_length, origins
 from shared.model.cache import ContiguousCache, KVCache, as_contiguous, refuse_if_out_of_memory
 from shared.model.choosing import largest
@@ -142,8 +144,15 @@ class GatedModel:
 
     @inference
     def choices(self, states: Tensor) -> Tensor:
-        """See `Runner.choices`."""
-        return largest(self.logits(states))
+        """See `Runner.choices`. Where the head is one packed matrix, its logits are compared where they are made:
+        those of a large vocabulary take a tenth of a pass to write and to read again."""
+        head = self.loaded.parts.head
+        product = head.forward
+        if not self.head_is_direct or not isinstance(product, partial) or product.func is not ops.packed_linear:
+            return largest(self.logits(states))
+        if product.keywords["bias"] is not None or head._forward_hooks or head._forward_pre_hooks:
+            return largest(self.logits(states))
+        return ops.choose_packed(self.normed(states), product.keywords["packed"], product.keywords["out_features"])
 
     @inference
     def capture(

@@ -144,6 +144,14 @@ def packed_linear(x: Tensor, packed: Tensor, out_features: int, bias: Tensor | N
     return out
 
 
+def choose_packed(x: Tensor, packed: Tensor, out_features: int) -> Tensor:
+    """`choose_greedy` of what `packed_linear` makes of x [T, K] without a bias: [T] int64. The products are compared
+    where they are made, and nowhere written."""
+    begin_call(x)
+    tokens: Tensor = torch.ops.neap.choose_packed.default(x, packed, out_features)
+    return tokens
+
+
 def packed_gated_linear(
     x: Tensor, gate: Tensor, up: Tensor, out_features: int, activation: str, bias: Tensor | None = None
 ) -> Tensor:

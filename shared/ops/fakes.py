@@ -30,6 +30,10 @@ def _packed_linear(x: Tensor, packed: Tensor, out_features: int, bias: Tensor | 
     return x.new_empty(*x.shape[:-1], out_features)
 
 
+def _choose_packed(x: Tensor, packed: Tensor, out_features: int) -> Tensor:
+    return x.new_empty(x.shape[0], dtype=torch.int64)
+
+
 def _packed_gated_linear(x: Tensor, gate: Tensor, up: Tensor, out_features: int, *others: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
@@ -132,6 +136,7 @@ def register() -> None:
         "pack_linear": _pack_linear,
         "round_inputs_": _round_inputs,
         "packed_linear": _packed_linear,
+        "choose_packed": _choose_packed,
         "packed_gated_linear": _packed_gated_linear,
         "rms_norm": _rms_norm,
         "layer_norm": _layer_norm,

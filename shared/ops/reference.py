@@ -16,6 +16,11 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return F.linear(x, weight.float(), bias)
 
 
+def choose_packed(x: Tensor, weight: Tensor) -> Tensor:
+    """See `shared.ops.choose_packed`, with the unpacked weight [N, K]."""
+    return choose_greedy(packed_linear(x, weight))
+
+
 def packed_gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
     """activation(x @ gate.T + bias[:N]) * (x @ up.T + bias[N:]) with unpacked weights [N, K]: x [..., K] -> [...,
     N]."""

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from shared.errors import InvalidInput, UnsupportedModel
-from shared.model.contiguous_runner import ContiguousRunner
+from shared.model.contiguous_runner import ContiguousRunner, GatedModel
 from shared.model.loaded import wrap_model
 from shared.model.runner import Runner, captured_depths
+from shared.ops import NO_TOKEN
 from tests.families import FAMILIES, build_family, by_tier
 from tests.passes import TOLERANCE, check_taps, distance, own_logits, random_ids
 
@@ -40,6 +41,23 @@ def test_shallow_one_by_one_then_one_verify_pass_gives_the_full_models_logits(ru
         )
         assert distance(runner.logits(deep), expected[:, span]) < TOLERANCE
         position += num_pending
+
+
+@pytest.mark.parametrize("family", ["llama", "phi2"])
+def test_choices_are_those_of_logits_that_nobody_writes(family, monkeypatch):
+    """But for a head that has a bias, as that of Phi 2, or a hook."""
+    runner = ContiguousRunner(wrap_model(build_family(family), accelerate=True))
+    head, states, written = runner.loaded.parts.head, torch.randn(5, runner.loaded.hidden_size), []
+    states[3] = float("nan")
+    logits = runner.logits(states)
+    expected, opposite = (each.argmax(-1).index_fill_(0, torch.tensor(3), NO_TOKEN) for each in (logits, -logits))
+    monkeypatch.setattr(runner, "logits", lambda x: [written.append(x), GatedModel.logits(runner, x)][1])
+    assert torch.equal(runner.choices(states), expected)
+    assert len(written) == (family == "phi2")
+    hook = head.register_forward_hook(lambda head, inputs, logits: -logits)
+    assert torch.equal(runner.choices(states), opposite)
+    hook.remove()
+    assert torch.equal(runner.choices(states), expected)
 
 
 def test_rollback_leaves_no_trace(runner):

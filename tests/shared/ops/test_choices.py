@@ -5,7 +5,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shared.ops import NO_TOKEN, choose_greedy, choose_sampled, reference
+from shared.ops import (
+    NO_TOKEN,
+    choose_greedy,
+    choose_packed,
+    choose_sampled,
+    pack_linear,
+    packed_linear,
+    reference,
+    round_inputs_,
+    unpack_linear,
+)
 
 DRAWN = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -52,6 +62,45 @@ def test_rows_that_are_not_finite_choose_no_token(isa: str, dtype: torch.dtype) 
 
 
 @DRAWN
+@given(
+    rows=st.one_of(st.integers(0, 14), st.sampled_from([96, 97])),
+    vocabulary=st.one_of(st.integers(1, 40), st.sampled_from([385, 400, 2000])),
+    width=st.sampled_from([1, 7, 40, 300]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    rounds=st.booleans(),
+)
+def test_products_are_chosen_as_from_their_logits(
+    isa: str, rows: int, vocabulary: int, width: int, dtype: torch.dtype, rounds: bool
+) -> None:
+    # Few different numbers, so that there are ties, within a panel and between those of two threads.
+    packed = pack_linear(torch.randint(-1, 2, (vocabulary, width)).to(dtype))
+    if rounds and dtype == torch.bfloat16:
+        round_inputs_(packed)
+    x = torch.randint(-1, 2, (rows, width)).float()
+    if rows > 3:
+        x[rows // 2, width // 2] = float("nan")
+        x[rows // 3, width // 3] = float("inf")
+    expected = choose_greedy(packed_linear(x, packed, vocabulary))
+    assert torch.equal(choose_packed(x, packed, vocabulary), expected)
+    assert torch.equal(reference.choose_packed(x, unpack_linear(packed)), expected)
+    alone = [choose_packed(row, packed, vocabulary) for row in x.split(1) if rows]
+    assert torch.equal(torch.cat([expected[:0], *alone]), expected)
+
+
+def test_single_products_that_are_not_finite_count_as_in_logits(isa: str) -> None:
+    weight = torch.zeros(800, 4)
+    weight[:, 0] = -1.0
+    weight[700, 0], weight[:, 3] = 1.0, -torch.arange(800.0)
+    for place, value in ((3, float("nan")), (799, float("nan")), (640, float("inf")), (5, float("-inf"))):
+        strange = weight.clone()
+        strange[place, 0] = value
+        packed, x = pack_linear(strange), torch.eye(4)[[0, 1, 3]]
+        expected = choose_greedy(packed_linear(x, packed, 800)).tolist()
+        assert choose_packed(x, packed, 800).tolist() == expected
+        assert (expected[0] == NO_TOKEN) == (value != float("-inf"))
+
+
+@DRAWN
 @given(rows=st.integers(1, 6), vocabulary=st.integers(2, 60), dtype=DTYPES)
 def test_sampled_choices_agree_with_their_reference(isa: str, rows: int, vocabulary: int, dtype: torch.dtype) -> None:
     target = torch.randn(rows, vocabulary).mul(2).softmax(-1).to(dtype)
@@ -82,6 +131,10 @@ def test_wrong_arguments_are_named() -> None:
         choose_sampled(scores, torch.rand(3))
     with pytest.raises(RuntimeError, match=r"uniforms has shape \[2\], want \[3\]"):
         choose_sampled(scores, torch.rand(2, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match="out_features must be positive"):
+        choose_packed(scores, pack_linear(scores[:0]), 0)
+    with pytest.raises(RuntimeError, match=r"packed is a matrix \[3, 5\], want \[4, 5\]"):
+        choose_packed(scores, pack_linear(scores), 4)
     with pytest.raises(RuntimeError, match="logits have no columns"):
         choose_greedy(scores[:, :0])
     with pytest.raises(RuntimeError, match="last dimension of logits must be contiguous"):

@@ -16,6 +16,7 @@ from shared.ops.layer import TensorTable
 OPS = [
     "pack_linear",
     "packed_linear",
+    "choose_packed",
     "packed_gated_linear",
     "rms_norm",
     "layer_norm",
@@ -53,6 +54,7 @@ def _calls() -> dict[str, tuple]:
     return {
         "pack_linear": (torch.randn(20, 12),),
         "packed_linear": (torch.randn(2, 3, 12), packed, 20, torch.randn(20)),
+        "choose_packed": (torch.randn(3, 12), packed, 20),
         "packed_gated_linear": (torch.randn(2, 12), packed, up, 20, "silu", torch.randn(40)),
         "rms_norm": (torch.randn(2, 12), torch.randn(12), 1e-5, 1.0),
         "layer_norm": (torch.randn(2, 12), torch.randn(12), torch.randn(12), 1e-5),

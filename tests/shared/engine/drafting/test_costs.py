@@ -24,9 +24,9 @@ class Watched(ContiguousRunner):
 
     under_way = False
 
-    def logits(self, state: Tensor) -> Tensor:
+    def choices(self, states: Tensor) -> Tensor:
         self.under_way = True
-        return super().logits(state)
+        return super().choices(states)
 
 
 def test_no_measurement_starts_while_a_pass_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
