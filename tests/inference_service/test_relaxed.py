@@ -6,12 +6,10 @@ import pytest
 from neap_client import NeapClient
 from neap_client.inference.v1 import inference_pb2 as pb
 
-from inference_service.served_request import with_router
+from inference_service.convert import to_generation_request
 from shared.engine.engine import Engine
-from shared.engine.request.request import GenerationRequest
 from shared.errors import InvalidInput, PreconditionFailed
 from shared.ladder.artefact import pack_ladder
-from shared.ladder.policy import DepthPolicy
 from shared.registry.factory import open_registry
 from tests.generation import request_of
 from tests.reasons import raises
@@ -75,8 +73,11 @@ def test_a_margin_needs_greedy_decoding(client):
         answer(client, relaxed(margin=0.05), sampling=pb.Sampling(temperature=1.0))
 
 
-def test_relaxed_needs_a_router_and_exact_does_without():
+def test_relaxed_needs_a_router_and_exact_does_without(loaded):
     with raises(PreconditionFailed, "ROUTER_REQUIRED"):
-        with_router(GenerationRequest((1,), policy=DepthPolicy("relaxed", margin=0.1)), None)
-    exact = GenerationRequest((1,), policy=DepthPolicy("exact"))
-    assert with_router(exact, None) == exact
+        to_generation_request(asked(relaxed(margin=0.1)), loaded, request_id="r")
+    assert to_generation_request(asked(None), loaded, request_id="r")[0].router_version == 0
+
+
+def asked(depth: pb.DepthPolicy | None) -> pb.GenerateRequest:
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), depth=depth)
