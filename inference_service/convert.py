@@ -82,12 +82,6 @@ def to_generation_request(
     sampling = to_sampling(request.sampling, loaded, defaults)
     stopping = to_stopping(request.stopping, defaults)
     policy = to_policy(request.depth)
-    if policy.name == "relaxed" and router is None:
-        raise PreconditionFailed(
-            "the policy relaxed needs a router, and none is published for this model: calibrate one with `neap "
-            "calibrate`, or ask for the policy exact or full",
-            reason="ROUTER_REQUIRED",
-        )
     answer = to_constraint(request.constraint) if request.HasField("constraint") else None
     constraint: Constraint | MessageConstraint | None = answer
     is_chat = request.WhichOneof("prompt") == "chat"
@@ -128,6 +122,12 @@ def to_generation_request(
         router_version=router.version if router else 0,
         router_alias=router.alias if router else "",
     )
+    if policy.name == "relaxed" and router is None:
+        raise PreconditionFailed(
+            "the policy relaxed needs a router, and none is published for this model: calibrate one with `neap "
+            "calibrate`, or ask for the policy exact or full",
+            reason="ROUTER_REQUIRED",
+        )
     return generation, chat
 
 

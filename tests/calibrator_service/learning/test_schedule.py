@@ -140,7 +140,7 @@ def test_the_pool_of_all_moves_the_models_own_alias(place):
     service = place.service()
     place.serve()
     service.schedule._look()
-    assert [job.aliases for job in jobs(service)] == [("latest",)]
+    assert [list(job.message.aliases) for job in jobs(service)] == [["latest"]]
 
 
 def test_a_job_goes_on_from_the_pools_router_else_from_the_models(place):
@@ -245,11 +245,11 @@ def test_a_version_on_trial_is_waited_for(place):
     place.serve("legal")
     place.serve("shop")
     service.schedule._look()
-    assert [job.aliases for job in jobs(service)] == [("latest@shop",)]
+    assert [list(job.message.aliases) for job in jobs(service)] == [["latest@shop"]]
     end(service, jobs(service)[0])
     place.registry.promote_canary(MODEL, "latest@legal")
     service.schedule._look()
-    assert [job.aliases for job in jobs(service)] == [("latest@shop",), ("latest@legal",)]
+    assert [list(job.message.aliases) for job in jobs(service)] == [["latest@shop"], ["latest@legal"]]
 
 
 def test_where_acceptance_was_lost_less_text_does(place):
@@ -260,7 +260,7 @@ def test_where_acceptance_was_lost_less_text_does(place):
     assert not jobs(service)
     lost.add((MODEL, "latest@legal"))
     service.schedule._look()
-    assert [job.aliases for job in jobs(service)] == [("latest@legal",)]
+    assert [list(job.message.aliases) for job in jobs(service)] == [["latest@legal"]]
 
 
 def test_a_job_that_failed_is_repeated_after_longer_and_longer(place, monkeypatch):
@@ -322,7 +322,7 @@ def test_one_pool_that_cannot_be_read_stops_no_other(place, monkeypatch):
     monkeypatch.setattr(place.traffic, "batches", batches)
     (place.folder / "registry" / "traffic" / MODEL / "Not A Pool").mkdir()
     service.schedule._look()
-    assert [job.aliases for job in jobs(service)] == [("latest@good",)]
+    assert [list(job.message.aliases) for job in jobs(service)] == [["latest@good"]]
 
 
 def test_a_damaged_note_is_as_none(place):

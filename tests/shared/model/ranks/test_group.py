@@ -54,7 +54,7 @@ def test_ranks_with_other_models_refuse_to_begin(tmp_path):
         build_family(name).save_pretrained(tmp_path / name)
     with (
         ranks_of(2) as ranks,
-        pytest.raises(PreconditionFailed, match=r"differ in their model: rank 0 has .*, rank 1 has") as caught,
+        pytest.raises(PreconditionFailed, match=r"(?s)differ in their model: rank 0 has .*, rank 1 has") as caught,
         shared_model(ranks, tmp_path / "llama", theirs=tmp_path / "qwen3"),
     ):
         pass
